@@ -156,6 +156,17 @@ def test_continuation_lines_and_empty_lines(verbatim: Call, tiny: Path) -> None:
     assert result.out == answers(tiny, "the cat\nand the dog")[0] + "\n"
 
 
+def test_triple_quotes_hold_a_message_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verbatim.cli import chat
+
+    typed = iter(['"""first', "", 'a "quoted" \\', 'last"""', '"""', "x", '"""', '"""one"""', "y"])
+    loop = chat.ChatLoop.__new__(chat.ChatLoop)
+    loop.interactive = True
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed))
+    got = [loop._read() for _ in range(4)]
+    assert got == ['first\n\na "quoted" \\\nlast', "x", "one", "y"]
+
+
 class Terminal:
     """A user at a terminal: waits for output and types input."""
 

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
 
 
+QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
+
+
 @click.command(cls=Command)
 @click.argument("name", required=False, metavar="[MODEL]")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message")
@@ -120,9 +123,10 @@ class ChatLoop:
                 note(f"verbatim: {error.message}", RED)
 
     def _read(self) -> str | None:
-        """The next line, with its continuation lines; None at the end of input. Ctrl-C at the
-        prompt only clears the line."""
+        """The next message: one line, lines joined by a backslash at their end, or (typed) a block
+        between triple quotes. None at the end of input. Ctrl-C at the prompt clears the message."""
         parts: list[str] = []
+        quoted = False
         while True:
             try:
                 line = input(_prompt(bool(parts))) if self.interactive else _next_line()
@@ -134,7 +138,16 @@ class ChatLoop:
                 if not self.interactive:
                     raise
                 parts.clear()
+                quoted = False
                 note("\n(Ctrl-D or /quit to leave)")
+                continue
+            if self.interactive and not parts and line.startswith(QUOTES):
+                quoted, line = True, line[len(QUOTES) :]
+            if quoted:
+                done = line.endswith(QUOTES)
+                parts.append(line.removesuffix(QUOTES))
+                if done:
+                    return "\n".join(parts).strip("\n")
                 continue
             if line.endswith("\\"):
                 parts.append(line[:-1])

@@ -58,7 +58,10 @@ def _turns(count: int) -> str:
 def _help(chat: Chat, rest: str) -> None:
     for name, (_, argument, text) in COMMANDS.items():
         note(f"{f'/{name} {argument}'.rstrip():22}{text}")
-    note("Ctrl-C stops the answer, not the program. A line that ends in \\ continues on the next.")
+    note(
+        "Ctrl-C stops the answer, not the program. A line that ends in \\ continues on the next;"
+        ' """ opens and closes a message of several lines.'
+    )
 
 
 def _clear(chat: Chat, rest: str) -> None:

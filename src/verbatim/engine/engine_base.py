@@ -118,6 +118,13 @@ class EngineBase:
         self.config = config
         self.core = EngineCore(parts, config)
 
+    def __repr__(self) -> str:
+        info = self.parts.backend.info
+        return (
+            f"{type(self).__name__}({self.parts.name!r}, backend={info.name!r},"
+            f" context={self.context})"
+        )
+
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer. `encode`, `decode` and `encode_chat` of this object are simpler.

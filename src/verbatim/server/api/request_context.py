@@ -96,7 +96,9 @@ class RequestContext:
         curl = self.route.startswith("/api/") and "origin" not in self.request.headers
         if kind != "application/json" and not (curl and kind in CURL_TYPES):
             raise Problem(
-                "unsupported_media_type", "send the body as application/json", "content-type"
+                "unsupported_media_type",
+                "send the body as application/json; with curl: -H 'Content-Type: application/json'",
+                "content-type",
             )
         if self.request.headers.get("content-encoding", "identity").strip().lower() != "identity":
             raise Problem(

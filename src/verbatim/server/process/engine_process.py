@@ -153,8 +153,7 @@ async def serve(fd: int) -> int:
     try:
         engine = await opening
     except Exception as error:
-        log.error("the engine could not start: %s", error)
-        outbox.put(Failed(str(error)))
+        outbox.put(Failed(str(error)))  # the HTTP process reports it
         await outbox.drain()
         return 3
     session = EngineSession(engine, outbox, start)

@@ -195,6 +195,8 @@ class Supervisor:
             await process.wait()
         self.pid = self._process = None
         level = logging.INFO if self._closing.is_set() else logging.ERROR
+        if self.fatal.done():
+            level = logging.DEBUG  # serve() and the model pool report why
         log.log(level, "the engine process ended with code %s", process.returncode)
 
     def _fail_running(self) -> None:
@@ -273,7 +275,9 @@ class Supervisor:
                     facts.fingerprint,
                 )
             case Failed():
-                if self.facts is None and not self.fatal.done():
+                if self.facts is not None:
+                    log.error("the engine could not start again: %s", message.message)
+                elif not self.fatal.done():
                     self.fatal.set_result(message.message)
             case Loading():
                 self.found.set()
