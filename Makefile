@@ -11,6 +11,10 @@ NATIVE  = pyproject.toml CMakeLists.txt $(wildcard src/verbatim/observe/probe/* 
           $(CPU)/CMakeLists.txt $(CPU)/*/*.cpp $(CPU)/*/*.h $(CPU)/*/*.inc)
 CHECKED = src tests bench examples docs
 
+# Containers often set this. Without bytecode files every process compiles the package again, and the tests
+# start some hundreds of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 # What `make test` and `make test-slow-machine` run: a folder, a file, or pytest's name of a test.
 TESTS  ?= tests
 # Files go to the two workers in the order of collection. xdist would put those with few tests last,

@@ -1,9 +1,9 @@
 """Batch invariance: one request (the needle) in random traffic has one output, equal in every token
 and in every bit of its log-probabilities.
 
-300 runs per backend: batch 1 to 64, random step budgets, prefix cache hot, cold and off, a KV
-cache so small that the needle is preempted ten times and more, streamed and whole, one choice or
-several; at temperature 0 and at temperature 1 with a seed.
+300 runs per backend (120 on the reference, which is slow): batch 1 to 64, random step budgets,
+prefix cache hot, cold and off, a KV cache so small that the needle is preempted ten times and more,
+streamed and whole, one choice or several; at temperature 0 and at temperature 1 with a seed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from verbatim.base.records import Choice, Completion, Delta
 from verbatim.engine.core import EngineCore
 from verbatim.testing_models import FAMILIES
 
-RUNS = 150  # for each of the two temperatures
+# For each of the two temperatures. The runs 0, 50 and 100 preempt the needle often.
+RUNS = {"fake": 150, "reference": 60, "cpu": 150}
 PROMPT = [
     256,
     *b"Once upon a time there was a scheduler that never",
@@ -107,7 +108,7 @@ def answer(choice: Choice) -> tuple[Any, ...]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_output_in_any_batch(backend: str, temperature: float) -> None:
-    haystack(backend, temperature, "llama", RUNS)
+    haystack(backend, temperature, "llama", RUNS[backend])
 
 
 @pytest.mark.soak
@@ -158,4 +159,4 @@ def haystack(backend: str, temperature: float, family: str, runs: int) -> None:
     assert len(answers) == 1
     assert max(preempted) >= 10
     assert {1, 64} <= batches
-    assert hits >= 10
+    assert hits >= runs // 15

@@ -20,8 +20,7 @@ from verbatim.sampling.pipeline import Row, sample_rows, state_of
 from verbatim.sampling.processors import FILTERS
 from verbatim.server.process.inspector import step_report
 
-DRAWS = 100_000
-PER_CASE = 1_000
+CASES = 100
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +64,11 @@ def report(row: np.ndarray, spec: DrawSpec, position: int) -> dict[str, Any]:
     return {**out, "row": base64.b64encode(out["row"]).decode()}
 
 
-def test_100_000_draws_are_equal(page: Any) -> None:
+@pytest.mark.parametrize("per_case", [200, pytest.param(1_000, marks=pytest.mark.soak)])
+def test_draws_are_equal(page: Any, per_case: int) -> None:
     random = np.random.default_rng(7)
     cases, expected = [], []
-    for number in range(DRAWS // PER_CASE):
+    for number in range(CASES):
         params = SamplingParams(**random_params(random, xtc=False))
         row = logits(random, 48, ties=number % 5 == 0)
         key = noise_key(int(random.integers(0, 2**62)), int(random.integers(0, 4)))
@@ -78,7 +78,7 @@ def test_100_000_draws_are_equal(page: Any) -> None:
         for stage in (Temperature(), *FILTERS):
             if stage.active(state):
                 stage.apply(state)
-        positions = np.arange(first, first + PER_CASE)
+        positions = np.arange(first, first + per_case)
         expected.append(draw_many(state.ids, state.d, key, positions).tolist())
         settings = {k: v for k, v in params.to_mapping().items() if k != "seed"}
         cases.append({"step": report(row, spec, first), "settings": settings})
@@ -94,10 +94,10 @@ def test_100_000_draws_are_equal(page: Any) -> None:
             });
           }));
         }""",
-        [json.dumps(cases), PER_CASE],  # as text: Playwright wraps every single value
+        [json.dumps(cases), per_case],  # as text: Playwright wraps every single value
     )
     drawn = json.loads(text)
-    assert sum(map(len, drawn)) == DRAWS
+    assert sum(map(len, drawn)) == CASES * per_case
     assert drawn == expected
 
 

@@ -1,7 +1,8 @@
 """The default model against transformers, with the weights that the gguf package reads.
 
-Verbatim generates 64 tokens greedily. transformers computes prompt and completion in one prefill,
-and each token must be its argmax. By induction, its own greedy completion is the same.
+Verbatim generates tokens greedily. transformers computes prompt and completion in one prefill, and
+each token must be its argmax. By induction, its own greedy completion is the same. Beam search
+against transformers uses the same weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pytest
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.engine.llm import LLM
 from verbatim.model.load import load_model
 from verbatim.text.tokenizer import from_gguf
 
@@ -33,7 +35,7 @@ PROMPTS = [
     "Q: What is the largest planet?\nA:",
     "In 1969, the first humans",
 ]
-COMPLETION = 64  # tokens
+ALL = pytest.param(len(PROMPTS), 64, marks=pytest.mark.soak)  # prompts, tokens of a completion
 TEXT = (
     "A lighthouse keeper writes in the log every evening. The wind, the height of the waves, the "
     "ships that passed, and whether the lamp burned all night. Nobody reads the log, he thinks; "
@@ -143,12 +145,15 @@ def greedy(backend: ReferenceBackend, prompts: list[list[int]], count: int) -> l
     return sequences
 
 
-def test_greedy_completions_equal_those_of_transformers(ours: Any, theirs: Any) -> None:
+@pytest.mark.parametrize(("count", "tokens"), [(5, 24), ALL])
+def test_greedy_completions_equal_those_of_transformers(
+    ours: Any, theirs: Any, count: int, tokens: int
+) -> None:
     import torch
 
     backend, tokenizer = ours
-    prompts = [tokenizer.encode_prompt(p, special=True) for p in PROMPTS]
-    for prompt, text in zip(prompts, greedy(backend, prompts, COMPLETION), strict=True):
+    prompts = [tokenizer.encode_prompt(p, special=True) for p in PROMPTS[:count]]
+    for prompt, text in zip(prompts, greedy(backend, prompts, tokens), strict=True):
         with torch.no_grad():
             best = theirs(torch.tensor([text[:-1]]), use_cache=False).logits[0].argmax(-1).tolist()
         assert text[len(prompt) :] == best[len(prompt) - 1 :], tokenizer.decode(text)
@@ -171,3 +176,33 @@ def test_logprobs_and_perplexity_equal_those_of_transformers(ours: Any, theirs: 
     got = np.array([s.logprob for s in scored])
     assert np.abs(got - expected).max() < 1e-3
     assert abs(np.exp(-got.mean()) / np.exp(-expected.mean()) - 1) < 1e-3
+
+
+@pytest.mark.parametrize("count", [1, pytest.param(len(PROMPTS), marks=pytest.mark.soak)])
+def test_beams_equal_those_of_transformers(default_model: Path, theirs: Any, count: int) -> None:
+    import torch
+
+    params = SamplingParams(num_beams=3, num_return_sequences=3, max_tokens=6)
+    with LLM(default_model, backend="reference", context=64, kv_blocks=200) as llm:
+        done = llm.generate(PROMPTS[:count], params)
+        llm.check()
+        ends = list(llm.parts.eos_ids)
+    for each in done:
+        ids = torch.tensor([each.prompt_ids])
+        want = theirs.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            num_beams=3,
+            num_return_sequences=3,
+            max_new_tokens=6,
+            do_sample=False,
+            eos_token_id=ends,
+            pad_token_id=ends[0],
+            return_dict_in_generate=True,
+            output_scores=True,
+        )
+        for choice, tokens, score in zip(
+            each.choices, want.sequences.tolist(), want.sequences_scores.tolist(), strict=True
+        ):
+            assert list(choice.token_ids) == tokens[len(each.prompt_ids) :][: len(choice.token_ids)]
+            assert choice.score == pytest.approx(score, abs=1e-4)

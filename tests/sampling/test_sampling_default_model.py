@@ -1,12 +1,11 @@
-"""The sampler on the default model: `verbatim explain` recomputed, JSON under a schema, beam search
-against transformers."""
+"""The sampler on the default model: `verbatim explain` recomputed, JSON under a schema. Beam search
+against transformers is in tests/parity/test_default_model.py."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,18 +34,6 @@ SCHEMA = {
     "required": ["name", "age", "tags", "score"],
     "additionalProperties": False,
 }
-PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a small village",
-    "def fibonacci(n):\n",
-    "Water boils at",
-    "1, 2, 3, 4,",
-    "Dear Sir or Madam,\n",
-    "The three laws of thermodynamics are",
-    "Q: What is the largest planet?\nA:",
-    "In 1969, the first humans",
-    "The opposite of hot is",
-]
 
 
 @pytest.fixture(scope="module")
@@ -162,111 +149,3 @@ def test_a_rejected_schema_does_not_disturb_a_running_stream(
         pass
     assert stream.completion is not None
     assert stream.completion.token_ids == alone
-
-
-# -------------------------------------------------------------------------------------------- beams
-
-
-def torch_llama(path: Path) -> Any:
-    """The transformers model with this file's weights, read by the gguf package."""
-    import gguf
-    import torch
-    import transformers
-
-    reader = gguf.GGUFReader(path)
-
-    def field(name: str) -> Any:
-        return reader.fields[f"llama.{name}"].contents()
-
-    heads, kv = int(field("attention.head_count")), int(field("attention.head_count_kv"))
-    config = transformers.LlamaConfig(
-        vocab_size=49152,
-        hidden_size=field("embedding_length"),
-        num_hidden_layers=field("block_count"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        intermediate_size=field("feed_forward_length"),
-        max_position_embeddings=field("context_length"),
-        rms_norm_eps=field("attention.layer_norm_rms_epsilon"),
-        rope_parameters={"rope_type": "default", "rope_theta": field("rope.freq_base")},
-        tie_word_embeddings=True,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    state = {}
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        if re.search(r"attn_[qk]\.", tensor.name):
-            # RoPE pairs: neighbours in GGUF, halves in transformers
-            n = heads if "attn_q" in tensor.name else kv
-            values = values.reshape(n, -1, 2, values.shape[-1]).swapaxes(1, 2).reshape(values.shape)
-        state[renamed(tensor.name)] = torch.from_numpy(np.array(values, np.float32, order="C"))
-    model = transformers.LlamaForCausalLM(config)
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert not unexpected
-    assert set(missing) <= {"lm_head.weight"}
-    return model.eval()
-
-
-NAMES = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def renamed(name: str) -> str:
-    if name == "token_embd.weight":
-        return "model.embed_tokens.weight"
-    if name == "output_norm.weight":
-        return "model.norm.weight"
-    _, layer, kind, _ = name.split(".")
-    return f"model.layers.{layer}.{NAMES[kind]}.weight"
-
-
-def beams(path: Path, prompts: list[str]) -> None:
-    import torch
-
-    torch.set_num_threads(1)
-    model = torch_llama(path)
-    params = SamplingParams(num_beams=3, num_return_sequences=3, max_tokens=6)
-    with LLM(path, backend="reference", context=64, kv_blocks=200) as llm:
-        done = llm.generate(prompts, params)
-        llm.check()
-        ends = list(llm.parts.eos_ids)
-    for each in done:
-        ids = torch.tensor([each.prompt_ids])
-        want = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            num_beams=3,
-            num_return_sequences=3,
-            max_new_tokens=6,
-            do_sample=False,
-            eos_token_id=ends,
-            return_dict_in_generate=True,
-            output_scores=True,
-        )
-        for choice, tokens, score in zip(
-            each.choices, want.sequences.tolist(), want.sequences_scores.tolist(), strict=True
-        ):
-            assert list(choice.token_ids) == tokens[len(each.prompt_ids) :][: len(choice.token_ids)]
-            assert choice.score == pytest.approx(score, abs=1e-4)
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_beams_equal_transformers(default_model: Path) -> None:
-    beams(default_model, PROMPTS[:1])
-
-
-@pytest.mark.torch
-@pytest.mark.soak
-def test_beams_equal_transformers_on_ten_prompts(default_model: Path) -> None:
-    beams(default_model, PROMPTS)

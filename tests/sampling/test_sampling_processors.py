@@ -220,20 +220,20 @@ def test_the_penalties_look_back_as_far_as_penalty_range(
     rows: np.ndarray, histories: list[tuple[int, ...]]
 ) -> None:
     """A window equals a history that begins with it: of the prompt, the part in the window."""
-    for row, history in zip(rows, histories, strict=True):
-        for window in (1, 5, len(history) - 12, len(history) - 4, 10_000):
-            start = max(0, len(history) - window)
-            for name, value in (
-                ("repetition_penalty", 1.7),
-                ("frequency_penalty", 0.7),
-                ("presence_penalty", -1.5),
-            ):
-                params = SamplingParams(**{name: value})
-                short, prompt = history[start:], max(0, 12 - start)
-                want = processed(row, params, history=short, prompt_len=prompt).logits
-                params = params.with_(penalty_range=window)
-                found = processed(row, params, history=history, prompt_len=12).logits
-                assert (found == want).all(), (name, window)
+    for i, (row, history) in enumerate(zip(rows, histories, strict=True)):
+        window = (1, 5, len(history) - 12, len(history) - 4, 10_000)[i % 5]
+        start = max(0, len(history) - window)
+        for name, value in (
+            ("repetition_penalty", 1.7),
+            ("frequency_penalty", 0.7),
+            ("presence_penalty", -1.5),
+        ):
+            params = SamplingParams(**{name: value})
+            short, prompt = history[start:], max(0, 12 - start)
+            want = processed(row, params, history=short, prompt_len=prompt).logits
+            params = params.with_(penalty_range=window)
+            found = processed(row, params, history=history, prompt_len=12).logits
+            assert (found == want).all(), (name, window)
 
 
 def naive_dry(text: list[int], breakers: set[int], p: SamplingParams) -> dict[int, float]:

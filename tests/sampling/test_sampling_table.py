@@ -130,7 +130,7 @@ NEIGHBOURS = [
 
 def engine(**options: Any) -> LLM:
     return LLM.from_parts(
-        fake_parts(canary=True), **{"kv_blocks": 200, "check": True, "speculate": "off", **options}
+        fake_parts(canary=True), **{"kv_blocks": 200, "speculate": "off", **options}
     )
 
 
@@ -159,7 +159,7 @@ class Engines:
     def __init__(self) -> None:
         self.plain = engine()
         self.chunked = engine(step_tokens=5)
-        self.tight = engine(kv_blocks=9, step_tokens=24)
+        self.tight = engine(kv_blocks=9, step_tokens=24, check=True)
         self.drafting = engine(speculate="ngram")
         self.preemptions = 0
 

@@ -151,10 +151,10 @@ def run(examples: int) -> None:
     run_state_machine_as_test(Traffic, settings=quick)
 
 
-def test_twenty_thousand_steps_in_any_order() -> None:
-    run(180)
-    assert Traffic.total >= 20_000
-    assert Traffic.preemptions >= 100
+def test_thousands_of_steps_in_any_order() -> None:
+    run(60)
+    assert Traffic.total >= 5_000
+    assert Traffic.preemptions >= 30
 
 
 @pytest.mark.soak

@@ -64,7 +64,6 @@ def run_tests(url: str, report: Path, **env: str) -> tuple[str, dict[str, list[s
     full = {
         **os.environ,
         "TEST_API_BASE_URL": url + "/v1",
-        "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHONPATH": str(HERE),
         "SDK_REPORT": str(report),
     }
@@ -80,6 +79,7 @@ def run_tests(url: str, report: Path, **env: str) -> tuple[str, dict[str, list[s
         "-rp",
         "--tb=line",
         "--no-header",
+        "--assert=plain",
     ]
     words += ["-o", "asyncio_mode=auto", "-o", "asyncio_default_fixture_loop_scope=session"]
     words += [f"tests/api_resources/{r}" for r in RESOURCES]

@@ -316,7 +316,7 @@ def test_an_overlapped_draft_equals_a_direct_one(
     backend, tokens = native
     asks = [(row, tokens[row + 1], 3, 0.5 * (row % 3)) for row in range(12)]
     apart = [backend.draft([ask], 0.0)[0] for ask in asks]
-    for turn in range(40):
+    for turn in range(24):
         some = slice(turn % 7, turn % 7 + 1 + turn % 5)
         backend.start_draft([(*ask[:2], 1, ask[3]) for ask in asks[some]])
         if turn % 3 == 0:
@@ -709,7 +709,9 @@ def test_the_reference_backend_and_other_files_are_refused_by_name(
 # --- identity
 
 
-def requests(llm: LLM, r: random.Random) -> tuple[list[list[int]], list[SamplingParams]]:
+def requests(
+    llm: LLM, r: random.Random, count: int
+) -> tuple[list[list[int]], list[SamplingParams]]:
     """Chat turns and noise; every sampler, grammars, stop strings, several choices."""
     asked = (
         "What is the capital of France?",
@@ -718,7 +720,7 @@ def requests(llm: LLM, r: random.Random) -> tuple[list[list[int]], list[Sampling
         "Why is the sky blue?",
     )
     prompts, params = [], []
-    for i in range(30):
+    for i in range(count):
         chat = llm.tokenizer.encode(
             f"<|im_start|>user\n{r.choice(asked)}<|im_end|>\n<|im_start|>assistant\n", special=True
         )
@@ -746,18 +748,19 @@ def in_crowds(
 
 @pytest.mark.model
 @pytest.mark.native
-def test_a_draft_head_never_changes_an_answer(default_model: Path) -> None:
+@pytest.mark.parametrize("count", [22, pytest.param(100, marks=pytest.mark.soak)])
+def test_a_draft_head_never_changes_an_answer(default_model: Path, count: int) -> None:
     """Drafts submitted in full, and only as they pay: the same bits as without drafts."""
     answers: dict[str, list[Any]] = {}
     with LLM(str(default_model), backend="cpu", context=256, check=True) as llm:
-        prompts, params = requests(llm, random.Random(6))
+        prompts, params = requests(llm, random.Random(6), count)
         for mode, adaptive in (("off", True), ("head", False), ("head", True), ("auto", False)):
             llm.core.drafting.adaptive = adaptive
             llm.core.drafting._speculators.clear()
             asked = [dataclasses.replace(p, speculate=mode) for p in params]
             found, drafted, accepted = in_crowds(llm, prompts, asked)
             if not adaptive:
-                assert 20 < accepted < drafted, (
+                assert 5 < accepted < drafted, (
                     f"{mode}: {accepted} of {drafted} drafts accepted, which shows nothing"
                 )
             answers[f"{mode} {adaptive}"] = found

@@ -118,7 +118,7 @@ def compare(backend: str, count: int, seed: int) -> None:
     r = random.Random(seed)
     prompts = [random_prompt(r) for _ in range(count)]
     params = [random_params(r) for _ in range(count)]
-    crowds = [r.randrange(1, 17) for _ in range(count)]
+    crowds = [12, *(r.randrange(1, 17) for _ in range(count))]  # the first one needs preemption
     drafts = {"draft random": {"seed": 5}, "draft itself": {}, "draft between": {"noise": 0.05}}
     head = tiny_head() if backend == "cpu" else None  # the reference backend runs none
     modes = [
@@ -170,7 +170,9 @@ def compare(backend: str, count: int, seed: int) -> None:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_speculation_never_changes_an_answer(backend: str) -> None:
-    compare(backend, 30 if backend == "reference" else 120, seed=1)
+    # Of the few requests of seed 2041 one runs out of tokens and two have a structure.
+    count, seed = (14, 2041) if backend == "reference" else (60, 1)
+    compare(backend, count, seed)
 
 
 @pytest.mark.soak

@@ -146,12 +146,29 @@ def hugging_face(published_folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(published_folder)
 
 
+BATCHES = given(batch=st.lists(texts, min_size=20, max_size=20))
+
+
 @pytest.mark.torch
-@settings(max_examples=500)
-@given(batch=st.lists(texts, min_size=20, max_size=20))
-def test_ten_thousand_strings_encode_as_hugging_face_does(
+@settings(max_examples=200)
+@BATCHES
+def test_thousands_of_strings_encode_as_hugging_face_does(
     default_tokenizer: Tokenizer, hugging_face: Any, batch: list[str]
 ) -> None:
+    agree(default_tokenizer, hugging_face, batch)
+
+
+@pytest.mark.torch
+@pytest.mark.soak
+@settings(max_examples=2_000)
+@BATCHES
+def test_forty_thousand_strings_encode_as_hugging_face_does(
+    default_tokenizer: Tokenizer, hugging_face: Any, batch: list[str]
+) -> None:
+    agree(default_tokenizer, hugging_face, batch)
+
+
+def agree(default_tokenizer: Tokenizer, hugging_face: Any, batch: list[str]) -> None:
     for text in batch:
         special = default_tokenizer.encode(text, special=True)
         assert special == hugging_face.encode(text, add_special_tokens=False)

@@ -125,9 +125,9 @@ class DraftProposer:
             last = so_far[-1] if so_far else view.tokens[-1]
             start = len(view.tokens) - 1 + len(so_far)
             history = (*view.tokens, *so_far) if view.params.needs_history else ()
-            spec = DrawSpec(
-                view.params.with_(logprobs=None, explain=0), view.key, view.prompt_len, history
-            )
+            # not with_(), which would validate every parameter again for each draft
+            params = view.params.with_origins({}, {"logprobs": None, "explain": 0})
+            spec = DrawSpec(params, view.key, view.prompt_len, history)
             steps.append(self._sequence(view, (last,), start, spec))
             state = self._cached[view.seq_id]
             state.tokens = [*state.tokens[:start], last]
