@@ -211,7 +211,13 @@ def test_one_bad_value_or_scale_is_found_in_every_type(kind: str, value: float) 
         raw = np.array([value], np.float32 if kind in ("f32", "q8_k") else np.float16).view(
             np.uint8
         )
-    scale = {"q2_k": 80, "q3_k": 108, "q6_k": 208}.get(kind, 0)
+    scale = {"q2_k": 80, "q3_k": 108, "q6_k": 208, "tq1_0": 52, "tq2_0": 64}.get(kind, 0)
+    if kind == "iq1_m":  # the nibbles of the scale are spread over four words
+        bits = int(raw.view(np.uint16)[0])
+        raw, scale = np.array([bits << 12, bits << 8, bits << 4, bits], np.uint64), 48
+        raw = (raw & np.uint64(0xF000)).astype(np.uint16).view(np.uint8)
+    if kind == "mxfp4":  # a power of two has no NaN; the largest one overflows
+        raw = np.array([255, 0xFF], np.uint8)
     data[size + scale : size + scale + raw.size] = raw
     assert not_finite(tensor) == 1
     assert not np.isfinite(tensor.to_f32()).all()

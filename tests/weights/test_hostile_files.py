@@ -128,7 +128,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         gguf((), (info("w", (31, 2), kind=2),)),
         "multiple of 32",
     ),
-    "an unsupported type": (gguf((), (info("w", (32,), kind=23),)), "iq4_xs"),
+    "an unsupported type": (gguf((), (info("w", (32,), kind=40),)), "nvfp4"),
     "an unknown type": (gguf((), (info("w", (32,), kind=12345),)), "number 12345"),
     "a removed type": (gguf((), (info("w", (32,), kind=4),)), "number 4"),
     "offset beyond the file": (gguf((), (info("w", (8,), offset=2**40),)), "ends at byte"),

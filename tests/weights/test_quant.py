@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from verbatim.base.errors import ModelError
+from verbatim.weights.codebooks import LEVELS, codebook
 from verbatim.weights.quant import broken_block, dequantise, nbytes, quantise, requantise
 from verbatim.weights.quantise import WRITABLE
 from verbatim.weights.tensor import BLOCKS, Tensor
@@ -57,6 +58,14 @@ def test_dequantisation_has_the_bits_of_the_gguf_package(kind: str) -> None:
         theirs = oracle.quants.dequantize(raw, their_type(kind))
     np.testing.assert_array_equal(ours.view(np.uint32), theirs.reshape(ours.shape).view(np.uint32))
     assert np.isfinite(ours).mean() > 0.8  # otherwise the comparison means little
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_codebooks_equal_those_of_the_gguf_package(name: str) -> None:
+    theirs = getattr(oracle.quants, name.upper())
+    theirs.init_grid()
+    grid = theirs.grid.reshape(theirs.grid_shape)
+    np.testing.assert_array_equal(codebook(name), grid)
 
 
 @pytest.mark.parametrize("kind", BLOCKS)

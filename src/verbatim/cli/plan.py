@@ -140,10 +140,14 @@ def _print(plan: Plan) -> None:
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    from verbatim.backend.cpu.repack import MEMORY
     from verbatim.diagnose.capacity import USABLE
 
     f, d = plan.footprint, plan.device
-    rows = [("weights", _bytes(f.weight_bytes), f"{_count(f.params)} parameters in {f.stored}")]
+    stored = f"{_count(f.params)} parameters in {f.stored}"
+    if f.stored in MEMORY:
+        stored += f", {MEMORY[f.stored]:g} bytes each when unpacked"
+    rows = [("weights", _bytes(f.weight_bytes), stored)]
     if not f.windows:
         return [*rows, ("KV cache", "-", "unknown: a parameter count has no heads")]
     windows = {w for w in f.windows if w is not None}

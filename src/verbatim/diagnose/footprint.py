@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from verbatim.backend.cpu.repack import MEMORY
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.families import read_config
@@ -25,8 +26,10 @@ from verbatim.weights.names import gguf_source
 from verbatim.weights.safetensors import read_json
 from verbatim.weights.tensor import BLOCKS
 
-# Bytes per weight. fp8 is no type of ours, but a common way to serve on a GPU.
-WEIGHT_TYPES = {name: size / values for name, (values, size) in BLOCKS.items()} | {"fp8": 1.0}
+# Bytes per weight in memory. The cpu backend rewrites types with a codebook into larger ones. "fp8"
+# is no type of ours, but a common way to serve on a GPU.
+WEIGHT_TYPES = {name: size / values for name, (values, size) in BLOCKS.items()} | MEMORY
+WEIGHT_TYPES["fp8"] = 1.0
 # Bytes per value of the KV cache, and per head and position: q8 has a float32 scale (backend/cpu).
 KV_TYPES = {"f16": (2, 0), "bf16": (2, 0), "f32": (4, 0), "fp8": (1, 0), "q8": (1, 4)}
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}

@@ -4,43 +4,29 @@ their scales."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from math import prod
 
 import numpy as np
 
+from verbatim.backend.cpu.repack import MEMORY
 from verbatim.diagnose.file_checks import text_config
-from verbatim.diagnose.findings import Finding, bad, good, guarded
+from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
 from verbatim.model.load import has_own_head
 from verbatim.weights.names import find_prefix, hf_source
+from verbatim.weights.quant import broken_scales
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 CHUNK = 1 << 24  # bytes looked at together: temporaries stay small
-# Type -> byte offsets of its f16 scales in a block (weights/block_formats.py). q8_k has one in f32.
-_SCALES = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q2_k": (80, 82),
-    "q3_k": (108,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-}
-# Type -> (integer type, exponent bits). All exponent bits set: infinite, or NaN.
-_EXPONENTS = {
-    "f32": (np.uint32, 0x7F800000),
-    "f16": (np.uint16, 0x7C00),
-    "bf16": (np.uint16, 0x7F80),
-}
 
 
 def check_weights(files: ModelFiles) -> list[Finding]:
     return [
         *guarded("tied head", lambda: _tied(files)),
         *guarded("weights", lambda: _finite(files)),
+        *guarded("memory", lambda: _memory(files)),
     ]
 
 
@@ -83,24 +69,26 @@ def _finite(files: ModelFiles) -> Iterator[Finding]:
         yield good("weights", f"all finite in {len(files.tensors)} tensors")
 
 
+def _memory(files: ModelFiles) -> Iterator[Finding]:
+    """Types that need more memory than their file."""
+    larger = [t for t in files.tensors.values() if t.type in MEMORY]
+    if larger:
+        types = Counter(t.type for t in larger)
+        stored = sum(t.data.nbytes for t in larger)
+        held = sum(prod(t.shape) * MEMORY[t.type] for t in larger)
+        yield note(
+            "memory",
+            "weights of these types take more memory on the cpu backend than in the file",
+            f"{', '.join(f'{n} {t}' for t, n in types.items())} tensors: {stored / 1e6:,.1f} MB in "
+            f"the file, {held / 1e6:,.1f} MB in memory",
+            "nothing, if the memory suffices; else a q2_k to q4_k file, which is computed as it is",
+        )
+
+
 def not_finite(tensor: Tensor) -> int:
     """Number of values (of scales, in quantised blocks) that are NaN or infinite."""
-    if tensor.type in _EXPONENTS:
-        return _count(tensor.data, tensor.type)
-    _, size = BLOCKS[tensor.type]
-    blocks = tensor.data.reshape(-1, size)
-    if tensor.type == "q8_k":
-        return _count(np.ascontiguousarray(blocks[:, :4]).reshape(-1), "f32")
+    step = CHUNK // BLOCKS[tensor.type][1] * BLOCKS[tensor.type][1]
     return sum(
-        _count(np.ascontiguousarray(blocks[:, at : at + 2]).reshape(-1), "f16")
-        for at in _SCALES[tensor.type]
-    )
-
-
-def _count(data: np.ndarray, kind: str) -> int:
-    integer, exponent = _EXPONENTS[kind]
-    mask = integer(exponent)
-    return sum(
-        int(np.count_nonzero((data[at : at + CHUNK].view(integer) & mask) == mask))
-        for at in range(0, data.size, CHUNK)
+        int(np.count_nonzero(broken_scales(tensor.type, tensor.data[at : at + step])))
+        for at in range(0, tensor.data.size, step)
     )

@@ -273,7 +273,9 @@ class _Collector:
         return self._unpermuted(tensor, source.permuted)
 
     def _transposed(self, tensor: Tensor) -> Tensor:
-        """Swap the last two dimensions."""
+        """Swap the last two dimensions; blocks of mxfp4 lie along the inputs already."""
+        if tensor.type == "mxfp4":
+            return tensor
         if tensor.type not in _FLOATS or len(tensor.shape) not in (2, 3):
             raise ModelError(
                 f"tensor {tensor.name} ({tensor.type}, {tensor.shape}) cannot be transposed",
@@ -358,8 +360,8 @@ class _Collector:
         return Tensor(tensor.name, tensor.type, tensor.shape, data.reshape(-1))
 
     def _quantised(self, name: str, tensor: Tensor) -> Tensor:
-        if self.quant is None or not is_quantisable(name):
-            return tensor
+        if self.quant is None or not is_quantisable(name) or tensor.type == "mxfp4":
+            return tensor  # the experts of gpt-oss stay in their 4 bits; its other weights are bf16
         if tensor.type not in _FLOATS:
             raise ParameterError(
                 "quant",

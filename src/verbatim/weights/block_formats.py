@@ -17,6 +17,8 @@ A block packs 32 or 256 consecutive values of one row. Fields of a block in orde
     q6_k  128 bytes of low 4 bits, 64 of high 2 bits, 16 signed scales, d          16 runs of 16
     q8_k  d (f32), 256 signed bytes, 16 sums (i16, unused)    value = d * q
 
+The iq and tq formats and mxfp4 are in codebook_formats.py.
+
 The order of float operations is part of the format: every value has the bits of ggml's conversion.
 """
 
@@ -27,6 +29,7 @@ from collections.abc import Callable
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.weights.codebook_formats import SCALED, scaled_integers
 
 # type -> (values per block, bytes per block)
 BLOCKS: dict[str, tuple[int, int]] = {
@@ -44,6 +47,18 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "q5_k": (256, 176),
     "q6_k": (256, 210),
     "q8_k": (256, 292),
+    "iq4_nl": (32, 18),
+    "iq4_xs": (256, 136),
+    "iq3_s": (256, 110),
+    "iq3_xxs": (256, 98),
+    "iq2_s": (256, 82),
+    "iq2_xs": (256, 74),
+    "iq2_xxs": (256, 66),
+    "iq1_m": (256, 56),
+    "iq1_s": (256, 50),
+    "tq2_0": (256, 66),
+    "tq1_0": (256, 54),
+    "mxfp4": (32, 17),
 }
 # Values converted at a time: temporaries stay in the CPU cache, and peak memory is the result plus
 # a few MiB.
@@ -84,7 +99,10 @@ def dequantise(type: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarra
     # A hostile file may hold infinite scales: inf and NaN are then the values, without a warning.
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
-            _UNPACK[type](blocks[start : start + step], out[start : start + step])
+            if type in SCALED:
+                _scaled(type, blocks[start : start + step], out[start : start + step])
+            else:
+                _UNPACK[type](blocks[start : start + step], out[start : start + step])
     return out.reshape(shape)
 
 
@@ -106,6 +124,12 @@ def _low_high(packed: np.ndarray, width: int) -> np.ndarray:
 def _fifth_bits(packed: np.ndarray) -> np.ndarray:
     """Four bytes [n, 4] -> [n, 32] of 0 or 16; value j takes bit j."""
     return np.unpackbits(np.ascontiguousarray(packed), axis=-1, bitorder="little") << np.uint8(4)
+
+
+def _scaled(type: str, blocks: np.ndarray, out: np.ndarray) -> None:
+    scale, integers = scaled_integers(type, blocks)
+    shape = (*scale.shape, -1)
+    np.multiply(scale[:, :, None], integers.reshape(shape), out=out.reshape(shape))
 
 
 def _f16(blocks: np.ndarray, out: np.ndarray) -> None:

@@ -62,10 +62,6 @@ TYPES: dict[int, str] = {
     13: "q5_k",
     14: "q6_k",
     15: "q8_k",
-    30: "bf16",
-}
-OTHER_TYPES: dict[int, str] = {
-    9: "q8_1",
     16: "iq2_xxs",
     17: "iq2_xs",
     18: "iq3_xxs",
@@ -74,15 +70,19 @@ OTHER_TYPES: dict[int, str] = {
     21: "iq3_s",
     22: "iq2_s",
     23: "iq4_xs",
+    29: "iq1_m",
+    30: "bf16",
+    34: "tq1_0",
+    35: "tq2_0",
+    39: "mxfp4",
+}
+OTHER_TYPES: dict[int, str] = {
+    9: "q8_1",
     24: "i8",
     25: "i16",
     26: "i32",
     27: "i64",
     28: "f64",
-    29: "iq1_m",
-    34: "tq1_0",
-    35: "tq2_0",
-    39: "mxfp4",
     40: "nvfp4",
 }
 

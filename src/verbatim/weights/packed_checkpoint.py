@@ -22,8 +22,6 @@ from verbatim.weights.tensor import Tensor
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble that holds column 0, 1, 2, … of eight
-_E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float32)
-_E2M1 = np.concatenate([_E2M1, -_E2M1])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -284,17 +282,22 @@ def _check_bits(checkpoint: _Checkpoint, known: tuple[int, ...]) -> int:
 
 def _mxfp4(checkpoint: _Checkpoint) -> None:
     """`NAME_blocks` (two E2M1 values per byte, blocks of 32) and `NAME_scales` (powers of two), as
-    gpt-oss stores its experts: [experts, outputs, inputs]. The usual weight has inputs first."""
+    gpt-oss stores its experts: [experts, outputs, inputs]. The weight stays in these blocks, in
+    GGUF's order: a scale, then the 16 bytes with value j and value j + 16."""
     for name in [name for name in sorted(checkpoint.raw) if name.endswith("_blocks")]:
         base = name.removesuffix("_blocks")
         blocks = checkpoint.take(name)
-        scale = checkpoint.take(f"{base}_scales").astype(np.int32) - 127
-        if blocks.shape[:-1] != scale.shape:
+        scale = checkpoint.take(f"{base}_scales")
+        if blocks.shape != (*scale.shape, 16) or scale.ndim < 2:
             raise ModelError(f"blocks {blocks.shape} do not match scales {scale.shape}")
-        values = _E2M1[np.stack([blocks & 15, blocks >> 4], axis=-1)]
-        values = np.ldexp(values.reshape(*blocks.shape[:-1], -1), scale[..., None])
-        flat = values.reshape(*blocks.shape[:-2], -1)
-        checkpoint.put(base, flat.swapaxes(-1, -2), "bf16")
+        low, high = blocks & 15, blocks >> 4  # values 0, 2, .. 30 and 1, 3, .. 31
+        first, last = (
+            np.stack([low[..., part], high[..., part]], axis=-1).reshape(blocks.shape)
+            for part in (slice(0, 8), slice(8, 16))
+        )
+        packed = np.concatenate([scale[..., None], first | last << 4], axis=-1, dtype=np.uint8)
+        shape = (*scale.shape[:-1], 32 * scale.shape[-1])
+        checkpoint.floats[base] = Tensor(base, "mxfp4", shape, packed.reshape(-1))
 
 
 _METHODS: dict[str, Callable[[_Checkpoint], None]] = {

@@ -6,10 +6,11 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import BLOCKS, CHUNK_VALUES, dequantise, nbytes
+from verbatim.weights.codebook_formats import iq1_m_d
 from verbatim.weights.quantise import quantise
 from verbatim.weights.tensor import Tensor
 
-__all__ = ["broken_block", "dequantise", "nbytes", "quantise", "requantise"]
+__all__ = ["broken_block", "broken_scales", "dequantise", "nbytes", "quantise", "requantise"]
 
 
 def requantise(tensor: Tensor, type: str) -> Tensor:
@@ -33,7 +34,7 @@ def requantise(tensor: Tensor, type: str) -> Tensor:
     return Tensor(tensor.name, type, tensor.shape, out.reshape(-1))
 
 
-# Float type of a block's scales, and their byte offsets in the block.
+# Float type of a block's scales, and their byte offsets in the block. See also broken_scales.
 _SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
     "f32": ("<f4", (0,)),
     "f16": ("<f2", (0,)),
@@ -49,7 +50,37 @@ _SCALES: dict[str, tuple[str, tuple[int, ...]]] = {
     "q5_k": ("<f2", (0, 2)),
     "q6_k": ("<f2", (208,)),
     "q8_k": ("<f4", (0,)),
+    "iq4_nl": ("<f2", (0,)),
+    "iq4_xs": ("<f2", (0,)),
+    "iq3_s": ("<f2", (0,)),
+    "iq3_xxs": ("<f2", (0,)),
+    "iq2_s": ("<f2", (0,)),
+    "iq2_xs": ("<f2", (0,)),
+    "iq2_xxs": ("<f2", (0,)),
+    "iq1_s": ("<f2", (0,)),
+    "tq2_0": ("<f2", (64,)),
+    "tq1_0": ("<f2", (52,)),
 }
+# The largest exponent byte of mxfp4 whose values are all finite: 2 ** (252 - 128) * 12.
+_LARGEST_E8M0 = 252
+
+
+def broken_scales(type: str, data: np.ndarray) -> np.ndarray:
+    """bool [blocks, scales per block] of flat bytes: the scale is NaN or infinite.
+
+    For f32, f16 and bf16 the values themselves are checked, and a block is one value."""
+    blocks = data.reshape(-1, BLOCKS[type][1])
+    if type == "mxfp4":
+        broken: np.ndarray = blocks[:, :1] > _LARGEST_E8M0
+        return broken
+    if type == "iq1_m":
+        with np.errstate(invalid="ignore"):  # the cast of a NaN
+            return ~np.isfinite(iq1_m_d(blocks))
+    kind, offsets = _SCALES[type]
+    if kind == "<u2":
+        return (data.view(kind) & np.uint16(0x7F80) == 0x7F80)[:, None]
+    columns = np.array(offsets) // np.dtype(kind).itemsize
+    return ~np.isfinite(data.view(kind).reshape(len(blocks), -1)[:, columns])
 
 
 def broken_block(tensor: Tensor) -> int | None:
@@ -57,15 +88,5 @@ def broken_block(tensor: Tensor) -> int | None:
 
     For f32, f16 and bf16 the values themselves are checked. The function reads the whole weight at
     about 6 GB/s, which adds about a tenth to the load time of a large model."""
-    kind, offsets = _SCALES[tensor.type]
-    width = np.dtype(kind).itemsize
-    values = tensor.data.view(kind).reshape(-1, BLOCKS[tensor.type][1] // width)
-    found: list[int] = []
-    for offset in offsets:
-        column = values[:, offset // width]
-        finite = (
-            (column & np.uint16(0x7F80)) != 0x7F80 if tensor.type == "bf16" else np.isfinite(column)
-        )
-        if not finite.all():
-            found.append(int(np.argmin(finite)))
-    return min(found, default=None)
+    broken = broken_scales(tensor.type, tensor.data).any(axis=1)
+    return int(np.argmax(broken)) if broken.any() else None

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_blocks import HALVES, random_blocks
+from cpu_blocks import HALVES, matmul, random_blocks
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.model.load import Model, load_model
 from verbatim.model.rope import make_rope, tables
+from verbatim.weights.codebook_formats import SCALED
 from verbatim.weights.quant import dequantise
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
 
@@ -35,7 +36,7 @@ def test_a_matmul_is_within_its_tolerance(kind: str, rows: int) -> None:
     weights = random_blocks(kind, random, n, k)
     x = random.standard_normal((rows, k), dtype=np.float32)
     exact = x.astype(np.float64) @ dequantise(kind, weights, (n, k)).astype(np.float64).T
-    ours = cpu.native.product(cpu.native.best_isa(), kind, weights, n, x)
+    ours = matmul(cpu.native.best_isa(), kind, weights, n, x)
     error = np.sqrt(np.mean((ours - exact) ** 2) / np.mean(exact**2))
     assert error < (1e-6 if kind in FLOATS else 0.0102)  # 8-bit activations in 127 steps
 
@@ -57,10 +58,11 @@ def test_a_matmul_of_8_bit_activations_is_exact() -> None:
         "q2_k",
         "q3_k",
         "q8_k",
+        *SCALED,
     ):
         weights = random_blocks(kind, random, 20, 256)
         exact = x.astype(np.float64) @ dequantise(kind, weights, (20, 256)).astype(np.float64).T
-        ours = cpu.native.product(cpu.native.best_isa(), kind, weights, 20, x)
+        ours = matmul(cpu.native.best_isa(), kind, weights, 20, x)
         assert np.abs(ours - exact).max() < 2e-6 * np.abs(x).sum(axis=1).max(), kind
 
 
@@ -87,8 +89,17 @@ def test_a_weight_that_is_not_finite_is_rejected(kind: str) -> None:
         weights = random_blocks(kind, np.random.default_rng(9), 40, 512)
         at = (row * (512 // values) + 512 // values - 1) * size + place  # the row's last block
         weights[at : at + width] = np.frombuffer(bits.to_bytes(width, "little"), np.uint8)
+        if kind == "mxfp4":
+            weights[at] = 253 + (bits > 0x7C00)
+        if kind == "iq1_m":
+            weights[at + 49 : at + 56 : 2] = [
+                bits << 4 & 240,
+                bits & 240,
+                bits >> 4 & 240,
+                bits >> 8,
+            ]
         with pytest.raises(ValueError, match=f"row {row} holds"):
-            cpu.native.product("scalar", kind, weights, 40, x)
+            matmul("scalar", kind, weights, 40, x)
 
 
 def test_a_position_beyond_the_learnt_table_is_rejected() -> None:

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from verbatim.backend.cpu.repack import repack
 from verbatim.base.errors import ModelError
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
@@ -70,20 +71,21 @@ class Recorder:
         """Pack this weight once. `heads`: rows per head, if each head must start a new panel."""
         if name not in self._matrices:
             t = self.weights[name]
-            self._matrices[name] = self._pack(t, _bytes(t), t.rows, heads)
+            self._matrices[name] = self._pack(t, *repack(t), t.rows, heads)
         return self._matrices[name]
 
-    def _pack(self, t: Tensor, data: np.ndarray, rows: int, heads: int = 0) -> int:
+    def _pack(self, t: Tensor, kind: str, data: np.ndarray, rows: int, heads: int = 0) -> int:
         try:
-            return int(self.engine.matrix(t.type, data, rows, t.shape[-1], heads))
+            return int(self.engine.matrix(kind, data, rows, t.shape[-1], heads))
         except ValueError as error:
             raise ModelError(f"tensor {t.name}: {error}", file=self._file) from None
 
     def _experts(self, name: str) -> list[int]:
         t = self.weights[name]
         count, rows, _ = t.shape
-        parts = _bytes(t).reshape(count, -1)
-        return [self._pack(t, parts[e], rows) for e in range(count)]
+        kind, data = repack(t)
+        parts = data.reshape(count, -1)
+        return [self._pack(t, kind, parts[e], rows) for e in range(count)]
 
     def _vector(self, name: str, offset: float = 0.0) -> int:
         t = self.weights[name]
@@ -265,7 +267,3 @@ def record(model: Model, engine: Any) -> int:
     forward(model.spec, recorder)
     engine.finish()
     return recorder._matrix("embed")
-
-
-def _bytes(t: Tensor) -> np.ndarray:
-    return np.ascontiguousarray(t.data).reshape(-1).view(np.uint8)

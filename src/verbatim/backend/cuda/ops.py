@@ -18,6 +18,7 @@ from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
 from verbatim.model.rope import query_scales, tables
 from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.weights.quant import requantise
 from verbatim.weights.tensor import Tensor
 
 Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
@@ -59,7 +60,10 @@ def load(
 
 
 def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
-    """bfloat16 stays as it is. All other types become float16: it has three more mantissa bits."""
+    """bfloat16 stays as it is, and mxfp4 becomes bfloat16, which holds its powers of two. All other
+    types become float16: it has three more mantissa bits."""
+    if tensor.type == "mxfp4":
+        tensor = requantise(tensor, "bf16")
     if tensor.type == "bf16":
         raw = np.ascontiguousarray(tensor.data).view(np.int16).reshape(tensor.shape)
         return torch.from_numpy(raw.copy()).to(device).view(torch.bfloat16)

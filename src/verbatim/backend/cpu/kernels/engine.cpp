@@ -75,34 +75,25 @@ Engine::Engine(const Kernels& k, int threads, const Shape& s, bool q8)
 
 int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
                        int64_t k, int group) {
-    Kind kind;
-    if (!kind_of(type.c_str(), &kind))
-        throw std::invalid_argument("no kernel for weights of type " + type);
-    static const std::pair<const char*, std::pair<int, int>> BLOCKS[] = {
-        {"f32", {1, 4}},      {"f16", {1, 2}},      {"bf16", {1, 2}},     {"q4_0", {32, 18}},
-        {"q4_1", {32, 20}},   {"q5_0", {32, 22}},   {"q5_1", {32, 24}},   {"q8_0", {32, 34}},
-        {"q8_k", {256, 292}}, {"q4_k", {256, 144}}, {"q5_k", {256, 176}}, {"q6_k", {256, 210}},
-        {"q3_k", {256, 110}}, {"q2_k", {256, 84}}};
-    std::pair<int, int> block{1, 4};
-    for (auto& b : BLOCKS)
-        if (type == b.first) block = b.second;
-    if (rows < 1 || k < 1 || k % block.first || k > (1 << 24) || rows > (1 << 28) ||
-        bytes != rows * (k / block.first) * block.second)
+    const SourceType* source = source_type(type.c_str());
+    if (!source) throw std::invalid_argument("no kernel for weights of type " + type);
+    if (rows < 1 || k < 1 || k % source->values || k > (1 << 24) || rows > (1 << 28) ||
+        bytes != rows * (k / source->values) * source->bytes)
         throw std::invalid_argument("a " + type + " matrix of " + std::to_string(rows) + " x " +
                                     std::to_string(k) + " cannot have " + std::to_string(bytes) +
                                     " bytes");
     auto m = std::make_unique<Matrix>();
-    size_t row_bytes = (size_t)(k / block.first) * block.second;
+    size_t row_bytes = (size_t)(k / source->values) * source->bytes;
     // Rows come in groups (heads); each group starts a new panel.
     int64_t per = group > 0 ? group : rows, groups = rows / per, group_panels = (per + 15) / 16;
     if (groups * per != rows)
         throw std::invalid_argument("rows of a matrix are no multiple of its heads");
     Packed& p = m->p;
-    p.kind = kind;
+    p.kind = source->kind;
     p.n = (int)rows;
     p.k = (int)k;
     p.panels = (int)(groups * group_panels);
-    p.panel_bytes = verbatim::panel_bytes(kind, (int)k);
+    p.panel_bytes = verbatim::panel_bytes(p.kind, (int)k);
     m->file_bytes = bytes;
     uint8_t* to = arena_.allocate((size_t)p.panels * p.panel_bytes);
     p.data = to;
@@ -111,7 +102,7 @@ int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t byt
         for (int j = 8 * item; j < std::min(8 * item + 8, p.panels); j++) {
             int64_t first = j / group_panels * per + j % group_panels * 16,
                     n = std::min<int64_t>(16, j / group_panels * per + per - first);
-            int bad = pack_panel(type.c_str(), data + first * row_bytes, row_bytes, (int)n, (int)k,
+            int bad = pack_panel(*source, data + first * row_bytes, row_bytes, (int)n, (int)k,
                                  kernels.byte_bias, to + (size_t)j * p.panel_bytes);
             if (bad >= 0) broken = first + bad;
         }

@@ -63,6 +63,12 @@ struct FloatScale : HalfScale {
         return load((const float*)(sp + (size_t)b * SB) + s * VL);
     }
 };
+struct FloatScale16 : HalfScale {  // one scale for each half of the block
+    static constexpr int GS = 16, SB = 128;
+    inline vf scale(int b, int s, int j) const {
+        return load((const float*)(sp + (size_t)b * SB) + 16 * j + s * VL);
+    }
+};
 struct HalfScaleMin : HalfScale {
     static constexpr int SB = 64;
     static constexpr bool MIN = true;
@@ -144,6 +150,33 @@ template <class S> struct F8T : S {
 };
 using F8 = F8T<HalfScale>;
 using F8W = F8T<FloatScale>;
+using F8H = F8T<FloatScale16>;
+// 4-bit indices into a table of 16 values, stored as value + OFFSET.
+template <class T> struct Table4 : FloatScale {
+    static constexpr int QB = 256, MAXW = T::MAXW, OFFSET = T::OFFSET;
+    static inline void weights(const uint8_t* q, int s, vb* w) {
+        static constexpr T table{};
+        nibbles(q, s, w);
+        VB_UNROLL(8)
+        for (int i = 0; i < 8; i++) w[i] = blookup(table.v, w[i]);
+    }
+};
+struct Iq4Table {
+    static constexpr int MAXW = 128, OFFSET = BYTE_BIAS;
+    uint8_t v[16];
+    constexpr Iq4Table() : v{} {
+        for (int i = 0; i < 16; i++) v[i] = (uint8_t)(verbatim::IQ4_VALUES[i] + OFFSET);
+    }
+};
+struct E2m1Table {
+    static constexpr int MAXW = 24, OFFSET = 12;
+    uint8_t v[16];
+    constexpr E2m1Table() : v{} {
+        for (int i = 0; i < 16; i++) v[i] = (uint8_t)(verbatim::E2M1_VALUES[i] + OFFSET);
+    }
+};
+using F4I = Table4<Iq4Table>;
+using F4E = Table4<E2m1Table>;
 struct F4K : SuperScaleMin {
     static constexpr int QB = 256, MAXW = 15, OFFSET = 0;
     static inline void weights(const uint8_t* q, int s, vb* w) { nibbles(q, s, w); }

@@ -35,7 +35,7 @@ static const Kernels TABLE = {
     quantise,
     {mm_float<K_F32>, mm_float<K_F16>, mm_float<K_BF16>, VB_MM<F4>, VB_MM<F4M>, VB_MM<F5>,
      VB_MM<F5M>, VB_MM<F8>, VB_MM<F8W>, VB_MM<F4K>, VB_MM<F5K>, VB_MM_HALVES<F6K>,
-     VB_MM_HALVES<F3K>, VB_MM_HALVES<F2K>},
+     VB_MM_HALVES<F3K>, VB_MM_HALVES<F2K>, VB_MM_HALVES<F8H>, VB_MM<F4I>, VB_MM<F4E>},
     rms_norm,
     layer_norm,
     rope,

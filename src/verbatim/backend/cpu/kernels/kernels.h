@@ -24,12 +24,15 @@ enum Kind : int {
     K_5,   // q5_0: 5 bits, f16 scale
     K_5M,  // q5_1: and f16 minimum
     K_8,   // q8_0: 8 bits, f16 scale
-    K_8W,  // q8_k: 8 bits, f32 scale
+    K_8W,  // q8_k, q8_f: 8 bits, f32 scale
     K_4K,  // q4_k: blocks of 32 with u8 scale and minimum, f16 d and dmin per super-block
     K_5K,  // q5_k: the same with 5 bits
     K_6K,  // q6_k: blocks of 16 with i8 scale, f16 d per super-block
     K_3K,  // q3_k: the same with 3 bits
     K_2K,  // q2_k: blocks of 16 with u8 scale and minimum, f16 d and dmin per super-block
+    K_8H,  // q8_h: 8 bits, an f32 scale for each half of the block
+    K_4I,  // iq4_nl, iq4_xs: 4-bit indices into IQ4_VALUES, f32 scale
+    K_4E,  // mxfp4: 4-bit indices into E2M1_VALUES, f32 scale
     KINDS
 };
 
@@ -41,6 +44,22 @@ struct KindInfo {
     bool quantised;
 };
 extern const KindInfo KIND[KINDS];
+
+// The types that pack_panel reads: all types of GGUF files that need no codebook, and two of our
+// own for those that do (backend/cpu/repack.py writes them): q8_f is an f32 scale and 32 signed
+// bytes, q8_h the same with a scale for each half.
+struct SourceType {
+    const char* name;
+    Kind kind;
+    int values, bytes;  // per block
+};
+const SourceType* source_type(const char* name);  // null: unknown
+
+// Values of the 4-bit indices. iq4: unevenly spaced, denser around zero. e2m1: doubled, so that
+// they are integers; a multiple of a power of two either way.
+constexpr int IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                1,    13,   25,  38,  53,  69,  89,  113};
+constexpr int E2M1_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 struct Packed {
     Kind kind;
@@ -148,10 +167,9 @@ const Kernels& kernels_i8mm();
 
 // pack.cpp (portable)
 size_t panel_bytes(Kind kind, int k);
-bool kind_of(const char* type, Kind* kind);
 // Packs up to 16 rows of a GGUF tensor into one panel, padded with zeros. Returns the index of a
 // row with a weight or scale that is not finite, or -1.
-int pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k,
+int pack_panel(const SourceType& type, const uint8_t* src, size_t row_bytes, int rows, int k,
                int byte_bias, uint8_t* dst);
 void unpack_row(const Packed& w, int row, int byte_bias, float* out);
 // rope.cpp (portable)

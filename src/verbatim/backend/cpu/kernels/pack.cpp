@@ -17,16 +17,23 @@ const KindInfo KIND[KINDS] = {
     {"q4_0", 256, 32, 0, true},  {"q4_1", 256, 64, 0, true},  {"q5_0", 320, 32, 0, true},
     {"q5_1", 320, 64, 0, true},  {"q8_0", 512, 32, 0, true},  {"q8_k", 512, 64, 0, true},
     {"q4_k", 256, 32, 64, true}, {"q5_k", 320, 32, 64, true}, {"q6_k", 384, 32, 32, true},
-    {"q3_k", 192, 32, 32, true}, {"q2_k", 128, 64, 64, true},
+    {"q3_k", 192, 32, 32, true}, {"q2_k", 128, 64, 64, true}, {"q8_h", 512, 128, 0, true},
+    {"iq4", 256, 64, 0, true},   {"mxfp4", 256, 64, 0, true},
 };
 
-bool kind_of(const char* type, Kind* kind) {
-    for (int i = 0; i < KINDS; i++)
-        if (!std::strcmp(type, KIND[i].name)) {
-            *kind = (Kind)i;
-            return true;
-        }
-    return false;
+const SourceType* source_type(const char* name) {
+    static const SourceType TYPES[] = {
+        {"f32", K_F32, 1, 4},     {"f16", K_F16, 1, 2},     {"bf16", K_BF16, 1, 2},
+        {"q4_0", K_4, 32, 18},    {"q4_1", K_4M, 32, 20},   {"q5_0", K_5, 32, 22},
+        {"q5_1", K_5M, 32, 24},   {"q8_0", K_8, 32, 34},    {"q8_k", K_8W, 256, 292},
+        {"q4_k", K_4K, 256, 144}, {"q5_k", K_5K, 256, 176}, {"q6_k", K_6K, 256, 210},
+        {"q3_k", K_3K, 256, 110}, {"q2_k", K_2K, 256, 84},  {"q8_f", K_8W, 32, 36},
+        {"q8_h", K_8H, 32, 40},   {"iq4_nl", K_4I, 32, 18}, {"iq4_xs", K_4I, 256, 136},
+        {"mxfp4", K_4E, 32, 17},
+    };
+    for (const SourceType& type : TYPES)
+        if (!std::strcmp(name, type.name)) return &type;
+    return nullptr;
 }
 
 size_t panel_bytes(Kind kind, int k) {
@@ -43,7 +50,7 @@ namespace {
 struct UnpackedBlock {
     uint8_t q[32];         // unsigned quants; 8-bit formats: the signed byte
     uint16_t d, m;         // f16 scale and minimum of the block, or d and dmin of the super-block
-    float d32;             // f32 scale of q8_k
+    float d32[2];          // f32 scales of the halves of the block
     uint8_t sc[2], mn[2];  // integer scales and minima of the halves of the block
 };
 
@@ -146,28 +153,56 @@ void read_super_block(Kind kind, const uint8_t* p, int b, UnpackedBlock& o) {
     }
 }
 
-void read_block(Kind kind, const uint8_t* row, int b, UnpackedBlock& o) {
-    switch (kind) {
-        case K_4: read_legacy_block(kind, row + (size_t)b * 18, o); break;
-        case K_4M: read_legacy_block(kind, row + (size_t)b * 20, o); break;
-        case K_5: read_legacy_block(kind, row + (size_t)b * 22, o); break;
-        case K_5M: read_legacy_block(kind, row + (size_t)b * 24, o); break;
+// E8M0: a power of two, halved because E2M1_VALUES are doubled. The two smallest are subnormal.
+// Infinite where the largest of E2M1_VALUES would overflow.
+float half_of_e8m0(uint8_t e) {
+    uint32_t bits = e > 252 ? 0x7f800000u : e < 2 ? 0x00200000u << e : (uint32_t)(e - 1) << 23;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// Part b of a block of 4-bit indices: 16 bytes of nibbles and one scale.
+void read_indices(const SourceType& type, const uint8_t* p, int b, UnpackedBlock& o) {
+    const uint8_t* qs;
+    if (type.kind == K_4E) {
+        o.d32[0] = half_of_e8m0(p[0]);
+        qs = p + 1;
+    } else if (type.values == 32) {
+        o.d32[0] = half_to_float(u16(p));
+        qs = p + 2;
+    } else {  // iq4_xs: d, 8 times 2 high bits and 8 times 4 low bits of the scales, nibbles
+        int high = (u16(p + 2) >> (2 * b)) & 3, low = (p[4 + b / 2] >> (4 * (b & 1))) & 15;
+        o.d32[0] = half_to_float(u16(p)) * (float)((low | high << 4) - 32);
+        qs = p + 8 + 16 * b;
+    }
+    for (int j = 0; j < 16; j++) o.q[j] = qs[j] & 15;
+    for (int j = 0; j < 16; j++) o.q[j + 16] = qs[j] >> 4;
+}
+
+void read_block(const SourceType& type, const uint8_t* row, int b, UnpackedBlock& o) {
+    const int parts = type.values / 32, part = b % parts;
+    const uint8_t* p = row + (size_t)(b / parts) * type.bytes;
+    switch (type.kind) {
+        case K_4:
+        case K_4M:
+        case K_5:
+        case K_5M: read_legacy_block(type.kind, p, o); break;
         case K_8:
-            o.d = u16(row + (size_t)b * 34);
-            std::memcpy(o.q, row + (size_t)b * 34 + 2, 32);
+            o.d = u16(p);
+            std::memcpy(o.q, p + 2, 32);
             break;
-        case K_8W: {
-            const uint8_t* p = row + (size_t)(b / 8) * 292;
-            std::memcpy(&o.d32, p, 4);
-            std::memcpy(o.q, p + 4 + 32 * (b % 8), 32);
+        case K_8W:
+            std::memcpy(o.d32, p, 4);
+            std::memcpy(o.q, p + 4 + 32 * part, 32);
             break;
-        }
-        case K_4K: read_super_block(kind, row + (size_t)(b / 8) * 144, b % 8, o); break;
-        case K_5K: read_super_block(kind, row + (size_t)(b / 8) * 176, b % 8, o); break;
-        case K_6K: read_super_block(kind, row + (size_t)(b / 8) * 210, b % 8, o); break;
-        case K_2K: read_super_block(kind, row + (size_t)(b / 8) * 84, b % 8, o); break;
-        case K_3K: read_super_block(kind, row + (size_t)(b / 8) * 110, b % 8, o); break;
-        default: break;
+        case K_8H:
+            std::memcpy(o.d32, p, 8);
+            std::memcpy(o.q, p + 8, 32);
+            break;
+        case K_4I:
+        case K_4E: read_indices(type, p, part, o); break;
+        default: read_super_block(type.kind, p, part, o);
     }
 }
 
@@ -187,6 +222,7 @@ void pack_quants(Kind kind, const UnpackedBlock& o, int lane, int bias, uint8_t*
     switch (kind) {
         case K_8:
         case K_8W:
+        case K_8H:
             // x ^ 128 is x + 128 modulo 256.
             for (int g = 0; g < 8; g++) put(at + 64 * g, word(o.q, g) ^ (uint32_t)bias * ONE);
             return;
@@ -221,7 +257,8 @@ uint8_t unpack_quant(Kind kind, const uint8_t* q, int lane, int i) {
     int g = i / 4, at = lane * 4 + i % 4;
     switch (kind) {
         case K_8:
-        case K_8W: return q[64 * g + at];
+        case K_8W:
+        case K_8H: return q[64 * g + at];
         case K_2K:
         case K_3K: {
             uint8_t v = (q[64 * (g / 4) + at] >> (2 * (g % 4))) & 3;
@@ -245,7 +282,10 @@ void pack_scales(Kind kind, const UnpackedBlock& o, int b, int lane, uint8_t* sp
         case K_4:
         case K_5:
         case K_8: h[lane] = o.d; return;
-        case K_8W: ((float*)sp)[lane] = o.d32; return;
+        case K_8H: ((float*)sp)[16 + lane] = o.d32[1]; [[fallthrough]];
+        case K_8W:
+        case K_4I:
+        case K_4E: ((float*)sp)[lane] = o.d32[0]; return;
         case K_4M:
         case K_5M:
             h[lane] = o.d;
@@ -290,7 +330,10 @@ void unpack_scales(Kind kind, const uint8_t* sp, const uint8_t* up, int lane, in
         case K_4:
         case K_5:
         case K_8: *s = half_to_float(h[lane]); return;
-        case K_8W: *s = ((const float*)sp)[lane]; return;
+        case K_8W:
+        case K_4I:
+        case K_4E: *s = ((const float*)sp)[lane]; return;
+        case K_8H: *s = ((const float*)sp)[16 * j + lane]; return;
         case K_4M:
         case K_5M:
             *s = half_to_float(h[lane]);
@@ -331,7 +374,10 @@ int non_finite_row(Kind kind, const uint8_t* panel, int k) {
         case K_F32: return non_finite_row<uint32_t>(panel, (size_t)k * 64, 0x7f800000);
         case K_F16: return non_finite_row<uint16_t>(panel, (size_t)k * 32, 0x7c00);
         case K_BF16: return non_finite_row<uint16_t>(panel, (size_t)k * 32, 0x7f80);
-        case K_8W: return non_finite_row<uint32_t>(scales, bytes, 0x7f800000);
+        case K_8W:
+        case K_8H:
+        case K_4I:
+        case K_4E: return non_finite_row<uint32_t>(scales, bytes, 0x7f800000);
         default: break;
     }
     if (info.ub)
@@ -346,17 +392,17 @@ int offset_of(Kind kind, int bias) {
         case K_6K: return 32;
         case K_3K: return 4;
         case K_8:
-        case K_8W: return bias;
+        case K_8W:
+        case K_8H: return bias;
         default: return 0;
     }
 }
 
 }  // namespace
 
-int pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows, int k,
+int pack_panel(const SourceType& type, const uint8_t* src, size_t row_bytes, int rows, int k,
                int byte_bias, uint8_t* dst) {
-    Kind kind;
-    if (!kind_of(type, &kind)) return -1;
+    const Kind kind = type.kind;
     if (rows < 16) std::memset(dst, 0, panel_bytes(kind, k));
     if (!KIND[kind].quantised) {
         int size = KIND[kind].qb / 512;
@@ -373,7 +419,7 @@ int pack_panel(const char* type, const uint8_t* src, size_t row_bytes, int rows,
     UnpackedBlock o{};
     for (int r = 0; r < rows; r++)
         for (int b = 0; b < nb; b++) {
-            read_block(kind, src + r * row_bytes, b, o);
+            read_block(type, src + r * row_bytes, b, o);
             pack_quants(kind, o, r, byte_bias, dst + (size_t)b * info.qb);
             pack_scales(kind, o, b, r, scales + (size_t)b * info.sb,
                         supers + (size_t)(b / 8) * info.ub);
@@ -401,7 +447,8 @@ void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
     int nb = w.k / 32, offset = offset_of(w.kind, byte_bias);
     const uint8_t* scales = p + (size_t)nb * info.qb;
     const uint8_t* supers = scales + (size_t)nb * info.sb;
-    bool is_signed = (w.kind == K_8 || w.kind == K_8W) && byte_bias == 0;
+    bool is_signed = (w.kind == K_8 || w.kind == K_8W || w.kind == K_8H) && byte_bias == 0;
+    const int* table = w.kind == K_4I ? IQ4_VALUES : w.kind == K_4E ? E2M1_VALUES : nullptr;
     // The embedding of most models is q8_0, so it gets a faster path.
     if (w.kind == K_8) {
         for (int b = 0; b < nb; b++) {
@@ -422,7 +469,7 @@ void unpack_row(const Packed& w, int row, int byte_bias, float* out) {
                           lane, j, &s[j], &m[j]);
         for (int i = 0; i < 32; i++) {
             uint8_t v = unpack_quant(w.kind, p + (size_t)b * info.qb, lane, i);
-            int q = is_signed ? (int)(int8_t)v : (int)v - offset;
+            int q = table ? table[v] : is_signed ? (int)(int8_t)v : (int)v - offset;
             out[32 * b + i] = std::fma(s[i / 16], (float)q, m[i / 16]);
         }
     }

@@ -43,7 +43,9 @@ const Format FORMATS[] = {
     {"q4_0", 32, 18, {0, -1}},     {"q4_1", 32, 20, {0, 2}},    {"q5_0", 32, 22, {0, -1}},
     {"q5_1", 32, 24, {0, 2}},      {"q8_0", 32, 34, {0, -1}},   {"q8_k", 256, 292, {-1, -1}},
     {"q4_k", 256, 144, {0, 2}},    {"q5_k", 256, 176, {0, 2}},  {"q6_k", 256, 210, {208, -1}},
-    {"q3_k", 256, 110, {108, -1}}, {"q2_k", 256, 84, {80, 82}},
+    {"q3_k", 256, 110, {108, -1}}, {"q2_k", 256, 84, {80, 82}}, {"q8_f", 32, 36, {-1, -1}},
+    {"q8_h", 32, 40, {-1, -1}},    {"iq4_nl", 32, 18, {0, -1}}, {"iq4_xs", 256, 136, {0, -1}},
+    {"mxfp4", 32, 17, {-1, -1}},
 };
 
 // Random blocks as in a file: any bits are valid quants, and scales are made small.
@@ -58,8 +60,14 @@ std::vector<uint8_t> blocks(const Format& t, Noise& noise, int64_t rows, int64_t
                 std::memcpy(&out[at + h], &v, 2);
             }
         float f = noise.unit() * 0.05f;
-        if (!std::strcmp(t.name, "f32") || !std::strcmp(t.name, "q8_k"))
+        if (!std::strcmp(t.name, "f32") || !std::strcmp(t.name, "q8_k") ||
+            !std::strcmp(t.name, "q8_f") || !std::strcmp(t.name, "q8_h"))
             std::memcpy(&out[at], &f, 4);
+        if (!std::strcmp(t.name, "q8_h")) {
+            f = noise.unit() * 0.05f;
+            std::memcpy(&out[at + 4], &f, 4);
+        }
+        if (!std::strcmp(t.name, "mxfp4")) out[at] = (uint8_t)(118 + (out[at] & 7));
         if (!std::strcmp(t.name, "bf16")) {
             uint32_t u;
             std::memcpy(&u, &f, 4);
@@ -89,7 +97,8 @@ uint64_t product(const Kernels& k, const Format& t, Noise noise) {
         int n = 41, panels = (n + 15) / 16;
         auto file = blocks(t, noise, n, width);
         Packed w{};
-        kind_of(t.name, &w.kind);
+        const SourceType& source = *source_type(t.name);
+        w.kind = source.kind;
         w.n = n;
         w.k = width;
         w.panels = panels;
@@ -97,7 +106,7 @@ uint64_t product(const Kernels& k, const Format& t, Noise noise) {
         Pages pages((size_t)panels * w.panel_bytes + 8192);
         size_t row_bytes = (size_t)width / t.values * t.bytes;
         for (int p = 0; p < panels; p++)
-            pack_panel(t.name, file.data() + p * 16 * row_bytes, row_bytes,
+            pack_panel(source, file.data() + p * 16 * row_bytes, row_bytes,
                        p * 16 + 16 <= n ? 16 : n - p * 16, width, k.byte_bias,
                        pages.data() + p * w.panel_bytes);
         w.data = pages.data();

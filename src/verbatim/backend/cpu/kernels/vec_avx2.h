@@ -84,6 +84,10 @@ template <int N> static inline vb bpick(vb a, uint8_t m) {
     else return band(_mm256_slli_epi16(a, -N), m);
 }
 static inline vb bor(vb a, vb b) { return _mm256_or_si256(a, b); }
+static inline vb blookup(const uint8_t* table, vb i) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)table)),
+                               i);
+}
 
 static inline act32 aload(const int8_t* p) { return {p}; }
 // maddubs adds pairs of products into 16 bits with saturation. Up to `run` of its results are

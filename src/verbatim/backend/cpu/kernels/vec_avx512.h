@@ -73,6 +73,9 @@ template <int N> static inline vb bpick(vb a, uint8_t m) {
     else return band(_mm512_slli_epi16(a, -N), m);
 }
 static inline vb bor(vb a, vb b) { return _mm512_or_si512(a, b); }
+static inline vb blookup(const uint8_t* table, vb i) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)table)), i);
+}
 
 #define VB_HAS_DOTS
 // Groups in the outer loop, rows in the inner one: the eight dot products of one row depend on each

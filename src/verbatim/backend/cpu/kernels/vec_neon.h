@@ -80,6 +80,7 @@ template <int N> static inline vb bpick(vb a, uint8_t m) {
     else return vandq_u8(a, vdupq_n_u8(m));
 }
 static inline vb bor(vb a, vb b) { return vorrq_u8(a, b); }
+static inline vb blookup(const uint8_t* table, vb i) { return vqtbl1q_u8(vld1q_u8(table), i); }
 
 static inline act32 aload(const int8_t* p) { return {vld1q_s8(p), vld1q_s8(p + 16)}; }
 template <int MAXW, int G, int N> static inline vi dot(vi c, const vb* w, act32 a) {

@@ -124,6 +124,11 @@ template <int N> static inline vb bpick(vb a, uint8_t m) {
         r.v[i] = (uint8_t)((N >= 0 ? a.v[i] >> (N & 7) : a.v[i] << (-N & 7)) & m);
     return r;
 }
+static inline vb blookup(const uint8_t* table, vb k) {
+    vb r;
+    for (int i = 0; i < 16; i++) r.v[i] = table[k.v[i]];
+    return r;
+}
 static inline vb bor(vb a, vb b) {
     vb r;
     for (int i = 0; i < 16; i++) r.v[i] = a.v[i] | b.v[i];

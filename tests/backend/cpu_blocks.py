@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.weights.tensor import BLOCKS
+from verbatim.backend.cpu.repack import repack
+from verbatim.weights.tensor import BLOCKS, Tensor
 
 # byte offsets of the float16 values (scales and minima) in a block
 HALVES = {
@@ -22,6 +23,16 @@ HALVES = {
     "q3_k": (108,),
     "q2_k": (80, 82),
     "f16": (0,),
+    "iq4_nl": (0,),
+    "iq4_xs": (0,),
+    "iq3_s": (0,),
+    "iq3_xxs": (0,),
+    "iq2_s": (0,),
+    "iq2_xs": (0,),
+    "iq2_xxs": (0,),
+    "iq1_s": (0,),
+    "tq1_0": (52,),
+    "tq2_0": (64,),
 }
 
 
@@ -38,6 +49,20 @@ def random_blocks(kind: str, random: np.random.Generator, rows: int, k: int) -> 
         out[:, :4] = (
             (random.standard_normal(count) * 0.03).astype("<f4").view(np.uint8).reshape(count, 4)
         )
+    if kind == "mxfp4":
+        out[:, 0] = 118 + out[:, 0] % 8  # exponents around 2 ** -6
+    if kind == "iq1_m":  # a scale in four parts: 0.0156 to 0.0311
+        out[:, 49::2] = out[:, 49::2] & 0x0F | np.array([0x00, 0x00, 0x40, 0x20], np.uint8)
     if kind == "bf16":
         out[:] = random.standard_normal(count).astype("<f4").view(np.uint8).reshape(count, 4)[:, 2:]
     return out.reshape(-1)
+
+
+def matmul(isa: str, kind: str, weights: np.ndarray, n: int, x: np.ndarray) -> np.ndarray:
+    """x times the transpose of an [n, k] matrix of any type of a file, as the backend computes it:
+    a type with a codebook is rewritten first."""
+    from verbatim.backend.cpu import backend as cpu  # where the extension is built
+
+    tensor = Tensor("w", kind, (n, x.shape[-1]), weights)
+    product: np.ndarray = cpu.native.product(isa, *repack(tensor), n, x)
+    return product
