@@ -23,7 +23,13 @@ from plans import BLOCKS, Blocks, run, run_alone, same_bits
 
 from verbatim.backend import gpu, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
-from verbatim.backend.cuda import gpu_sampler, jit_sampling, kernels, sampling_plan
+from verbatim.backend.cuda import (
+    gpu_sampler,
+    jit_sampling,
+    kernels,
+    sampling_plan,
+    step_inputs,
+)
 from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
@@ -172,8 +178,10 @@ def test_attention_over_several_spans_is_right_and_keeps_its_bits(
     expected = run_alone(backend, tokens)
     seq = Blocks(backend.spec, backend.block_size, 7).allocate(0, tokens)
     run(backend, [seq], [33])
-    monkeypatch.setattr(kernels, "ATTENTION_BUFFER", 1)  # one program merges the spans
-    run(backend, [seq], [2])
+    monkeypatch.setattr(kernels, "spans_per_program", lambda programs, values, spans: 2)
+    run(backend, [seq], [1])
+    monkeypatch.setattr(kernels, "spans_per_program", lambda programs, values, spans: spans)
+    run(backend, [seq], [1])  # one program merges the spans
     assert same_bits(expected, seq)
 
 
@@ -248,6 +256,61 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
                     == owner.blocks[group][: position // 16 + 1]
                 )
                 assert slots[row] == owner.blocks[group][position // 16] * 16 + position % 16
+
+
+def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(device: torch.device) -> None:
+    """Two prompts, one of them continued, and a decoding sequence, computed as they are and in the
+    shape of a CUDA graph, after another step in the same inputs."""
+    backend: Any = opened(small("gemma2"))
+    spec, groups = backend.spec, len(backend.spec.groups)
+    random = np.random.default_rng(8)
+
+    def steps(lengths: list[int]) -> Any:
+        sequences = [
+            SeqStep(
+                i,
+                tuple(random.integers(0, 260, count).tolist()),
+                start,
+                ((7 * i, 7 * i + 3),) * groups,
+                draws=1,
+            )
+            for i, (start, count) in enumerate(zip((3, 0, 9), lengths, strict=True))
+        ]
+        batch = make_batch(StepPlan(0, tuple(sequences)), groups)
+        return batch, step_inputs.cut_tiles(batch, spec, device)
+
+    batch, cuts = steps([20, 18, 1])
+    shape = step_inputs.padded_shape(batch, cuts, spec)
+    assert shape is not None
+    assert shape.rows == 64 > batch.rows
+    given = torch.full((shape.outputs, spec.vocab), torch.nan, device=device)
+    inputs = step_inputs.PaddedInputs(shape, backend._padding_blocks, spec, device, given)
+    for batch, cuts in (steps([20, 18, 1]), steps([17, 20, 4])):
+        assert step_inputs.padded_shape(batch, cuts, spec) == shape
+        expected = backend._compute(step_inputs.to_device(batch, spec, device))[1]
+        inputs.fill(batch, cuts)
+        padded = backend._compute(inputs.step)[1]
+        assert torch.equal(padded[:3], expected)
+        assert padded.data_ptr() == given.data_ptr()
+
+
+def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) -> None:
+    backend: Any = opened(small("llama"))
+
+    def shape_of(*sequences: SeqStep) -> Any:
+        batch = make_batch(StepPlan(0, sequences), 1)
+        cuts = step_inputs.cut_tiles(batch, backend.spec, device)
+        return step_inputs.padded_shape(batch, cuts, backend.spec)
+
+    prompt = SeqStep(0, tuple(range(40)), 0, ((1, 2, 3),), draws=1)
+    assert shape_of(prompt) is not None
+    assert shape_of(prompt._replace(draws=0)) is None, "no logits"
+    assert shape_of(prompt._replace(hidden=True)) is None, "final states of all rows"
+    decode = [SeqStep(i, (1,), 0, ((i,),), draws=1) for i in range(1, 258)]
+    assert shape_of(prompt, *decode[:255]).outputs == 256
+    assert shape_of(prompt, *decode) is None, "more logits than a graph has"
+    many = [prompt._replace(seq_id=i) for i in range(80)]
+    assert shape_of(*many) is None, "more tiles that are not full"
 
 
 # ---- overlapped decoding

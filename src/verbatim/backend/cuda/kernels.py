@@ -28,6 +28,7 @@ with contextlib.suppress(ImportError):
 BN = 64  # outputs per tile of a mixture-of-experts matmul
 BK = 128  # inputs per block; splits are whole blocks, so it affects the bits
 PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
+WAVES = 4  # attention programs per place on the GPU
 MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
 SPAN = 128  # positions that attention reduces at once; spans are merged in order
 EXPERT_ROWS = 16  # rows per tile of a mixture-of-experts matmul
@@ -124,15 +125,20 @@ def matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
+    out: torch.Tensor | None = None,
 ) -> SplitSums:
     """x [m, k] times weightᵀ, weight [n, k] in half precision.
 
-    x is rounded to the weight's type; sums are float32."""
+    x is rounded to the weight's type; sums are float32. `out` [m, n]: where to write them, unless
+    they are split."""
     (m, k), n = x.shape, weight.shape[0]
     splits, blocks = split_k(n, k)
     if tile is None:
         tile = choose_tile(m, n, k, splits, has_tma(weight))
-    out = torch.empty((tile.parallel, m, n), dtype=torch.float32, device=x.device)
+    if out is None or tile.parallel > 1:
+        out = torch.empty((tile.parallel, m, n), dtype=torch.float32, device=x.device)
+    else:
+        out = out[None]
     grid = (triton.cdiv(n, tile.columns) * triton.cdiv(m, tile.rows), tile.parallel, 1)
     a, b = x, weight
     if tile.tma:
@@ -300,6 +306,7 @@ class QueryTiles:
     count: torch.Tensor  # rows of the tile
     first_position: torch.Tensor
     lines: int  # lines of each tile: (row, query head) pairs that share a KV head
+    rows: int  # most rows of a tile
 
 
 def attend(
@@ -326,7 +333,8 @@ def attend(
     for tiles in tilings:
         # a program of a prompt's tile uses a whole SM, one of few lines half of it
         programs = len(tiles.count) * kv_heads * (1 if tiles.lines == DECODE_LINES else 2)
-        merged = merge_in_program(programs, rows * heads * dim, spans)
+        per_program = spans_per_program(programs, rows * heads * dim, spans)
+        merged = per_program == spans
         sums, peaks, masses = (
             (q, q, q)  # not used
             if merged
@@ -338,11 +346,11 @@ def attend(
         )
         launch(
             jit.attend,
-            (len(tiles.count), kv_heads, 1 if merged else spans),
+            (len(tiles.count), kv_heads, triton.cdiv(spans, per_program)),
             (
                 q, keys, values, tiles.table, tiles.table.shape[1], tiles.first_row, tiles.count,
                 tiles.first_position, sums, peaks, masses, q if sinks is None else sinks, out,
-                rows, kv_heads, dim, scale, cap, factor, window or 0,
+                rows, per_program, kv_heads, dim, scale, cap, factor, window or 0,
             ),
             (
                 shared, size, tiles.lines, SPAN, max(16, triton.next_power_of_2(dim)),
@@ -354,7 +362,7 @@ def attend(
         if not merged:
             launch(
                 jit.merge_spans,
-                (len(tiles.count), heads, tiles.lines // shared),
+                (len(tiles.count), heads, tiles.rows),
                 (
                     sums, peaks, masses, q if sinks is None else sinks, out,
                     tiles.first_row, tiles.count, tiles.first_position,
@@ -366,10 +374,14 @@ def attend(
     return out
 
 
-def merge_in_program(programs: int, values: int, spans: int) -> bool:
-    """Whether one program reduces all spans of a tile: there is one, or enough programs fill the
-    GPU, or the spans' partial results need too much memory."""
-    return spans == 1 or programs >= PROGRAMS or spans * values * 4 > ATTENTION_BUFFER
+def spans_per_program(programs: int, values: int, spans: int) -> int:
+    """Spans that one program of a tile reduces. All of them, if there are enough programs or if the
+    spans' partial results need too much memory. Otherwise so many that WAVES programs per place on
+    the GPU share the work: sequences have different lengths, and a longer run of spans overlaps
+    loads with arithmetic."""
+    if spans * values * 4 > ATTENTION_BUFFER:
+        return spans
+    return triton.cdiv(spans, min(spans, triton.cdiv(WAVES * PROGRAMS, programs)))
 
 
 def tile_lines(heads: int, kv_heads: int, rows: int, device: torch.device) -> int:

@@ -92,6 +92,7 @@ class DeviceStep:
     outputs: torch.Tensor | None  # rows whose final state is needed; None: all rows
     logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
     spans: int  # attention spans of the longest sequence
+    logits_out: torch.Tensor | None = None  # [logits, vocabulary]: where to write the logits
 
 
 @dataclass(slots=True, eq=False)
@@ -198,11 +199,13 @@ class CudaOps:
 
     def head(self, h: Rows) -> Rows:
         weight = self.weights["embed" if self.spec.tied else "head"]
-        logits = kernels.reduce_splits(kernels.matmul(h.to(weight.dtype), weight))
+        logits = kernels.reduce_splits(
+            kernels.matmul(h.to(weight.dtype), weight, out=self.step.logits_out)
+        )
         if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
+            logits *= self.spec.logit_scale
         cap = self.spec.logit_softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     # ---- attention
 
