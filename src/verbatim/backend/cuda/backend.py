@@ -22,8 +22,17 @@ from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
+from verbatim.backend.cuda.ops import (
+    CudaOps,
+    DeviceStep,
+    Weight,
+    is_matrix,
+    keeps_blocks,
+    load,
+    rope_tables,
+)
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
+from verbatim.backend.cuda.quant import BlockWeight
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
 from verbatim.backend.cuda.step_inputs import (
     MAX_OUTPUTS,
@@ -66,7 +75,7 @@ class CudaBackend:
         model: Model,
         config: EngineConfig | None = None,
         *,
-        weights: dict[str, torch.Tensor] | None = None,
+        weights: dict[str, Weight] | None = None,
     ) -> None:
         config = config or EngineConfig(backend="cuda")
         if config.kv_type != "f16":
@@ -75,11 +84,15 @@ class CudaBackend:
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
-        self._weights = load(model.weights, model.spec, self.device) if weights is None else weights
+        if weights is None:
+            memory = self.available_memory()
+            kept = "both" if 2 * weight_bytes(model, "both") <= memory else "only"
+            weights = load(model.weights, model.spec, self.device, kept)
+        self._weights = weights
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         # per cache group an extra block that no sequence owns: the padding rows of a graph use it
-        self._padding_blocks: tuple[int, ...] = ()
+        self.padding_blocks: tuple[int, ...] = ()
         self._graphs: dict[tuple[int, int], StepGraph[GraphInputs]] = {}
         self._padded_graphs: dict[StepShape, StepGraph[PaddedInputs]] = {}
         self._seen_shapes: set[StepShape] = set()
@@ -120,7 +133,7 @@ class CudaBackend:
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert not self._caches, "allocate is called once"
-        self._padding_blocks = blocks
+        self.padding_blocks = blocks
         self._caches = tuple(
             (self._cache(len(group.layers), n + 1), self._cache(len(group.layers), n + 1))
             for group, n in zip(self.spec.groups, blocks, strict=True)
@@ -129,6 +142,15 @@ class CudaBackend:
     def _cache(self, layers: int, blocks: int) -> torch.Tensor:
         shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
         return torch.zeros(shape, dtype=torch.float16, device=self.device)
+
+    def matrices(self) -> list[torch.Tensor]:
+        """The weights [n, k] that one matmul reads."""
+        unpacked = {
+            name: weight.unpacked if isinstance(weight, BlockWeight) else weight
+            for name, weight in self._weights.items()
+            if is_matrix(name.split("+")[0]) and (name != "embed" or self.spec.tied)
+        }
+        return [w for w in unpacked.values() if w is not None and w.ndim == 2]
 
     # ---- execute a step
 
@@ -182,9 +204,9 @@ class CudaBackend:
         step = to_device(batch, self.spec, self.device)
         if tokens is not None:
             step.tokens.copy_(tokens)
-        return self._compute(step)
+        return self.compute(step)
 
-    def _compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
         ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step)
         hidden, logits = forward(self.spec, ops)
         return hidden, logits
@@ -313,18 +335,18 @@ class CudaBackend:
         self, sequences: Sequence[SeqStep], rows: int, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A step in which every row needs logits. One CUDA graph is captured per number of rows
-        and spans, both rounded up to a power of two."""
-        size = 1 << (rows - 1).bit_length()
+        and spans, both rounded up."""
+        size = graph_rows(rows)
         spans = 1 << (kernels.span_count(max(s.end for s in sequences)) - 1).bit_length()
         spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
             lines = kernels.tile_lines(self.spec.heads, self.spec.kv_heads, 1, self.device)
             inputs = GraphInputs(
-                size, spans, self._padding_blocks, lines, self.device, self._logits[:size]
+                size, spans, self.padding_blocks, lines, self.device, self._logits[:size]
             )
             inputs.fill(())
-            graph = self._graphs[size, spans] = StepGraph(inputs, self._compute, self.pool)
+            graph = self._graphs[size, spans] = StepGraph(inputs, self.compute, self.pool)
         graph.inputs.fill(sequences, tokens)
         hidden, logits = graph.replay()
         return hidden[:rows], logits[:rows]
@@ -342,9 +364,9 @@ class CudaBackend:
                 self._seen_shapes.add(shape)
                 return None
             logits = self._logits[: shape.outputs]
-            inputs = PaddedInputs(shape, self._padding_blocks, self.spec, self.device, logits)
+            inputs = PaddedInputs(shape, self.padding_blocks, self.spec, self.device, logits)
             inputs.fill(None, {})
-            graph = self._padded_graphs[shape] = StepGraph(inputs, self._compute, self.pool)
+            graph = self._padded_graphs[shape] = StepGraph(inputs, self.compute, self.pool)
         graph.inputs.fill(batch, cuts)
         hidden, logits = graph.replay()
         return hidden[: len(batch.outputs)], logits[: len(batch.outputs)]
@@ -361,6 +383,11 @@ class CudaBackend:
         self._padded_graphs.clear()
         self._caches = ()
         self._weights.clear()
+
+
+def graph_rows(rows: int) -> int:
+    """Rows of the graph for a decode step: a power of two, or a multiple of 32 above 64."""
+    return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 32) * 32
 
 
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
@@ -380,7 +407,14 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     )
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes of the weights in half precision, as ops.load stores them (norms are float32, but
-    small)."""
-    return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
+def weight_bytes(model: Model, blocks: str = "only") -> int:
+    """Bytes of the weights on the device, at least: quantised matrices in their blocks ("only"), or
+    also in half precision ("both"). Norms are float32, but small."""
+    total = 0
+    for name, tensor in model.weights.items():
+        half = 2 * int(np.prod(tensor.shape))
+        if not keeps_blocks(name, tensor):
+            total += half
+        else:
+            total += int(tensor.data.nbytes) + (half if blocks == "both" else 0)
+    return total

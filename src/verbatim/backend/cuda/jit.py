@@ -300,10 +300,10 @@ def attend_span(
     return peak, tl.max(tl.dot(weight, ones), 1), tl.dot(weight, v)
 
 
-@triton.jit(do_not_specialize=["WIDTH", "ROWS", "SPANS"])
+@triton.jit(do_not_specialize=["WIDTH", "ROWS"])
 def attend(
     q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses, sinks,
-    out, ROWS, SPANS, HEADS, DIM, scale, cap, factor, window,
+    out, ROWS, HEADS, DIM, scale, cap, factor, window,
     SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
     SINKS: tl.constexpr,
@@ -311,12 +311,11 @@ def attend(
     """Flash attention of one query tile (rows of one sequence) and one KV head.
 
     With MERGE a program reduces all spans of positions, merges them in order and writes the result
-    to `out`. Otherwise it reduces SPANS adjacent spans and writes the partial result of each;
-    merge_spans merges.
+    to `out`. Otherwise it reduces the span of its program id, and merge_spans merges.
     A line of the tile is one query head of one row. A masked position has weight 0 and does not
     change the line's bits; a span in which a line sees no position does not change it either."""
     # the last tiles of a prompt have the most positions: they start first
-    tile, head, part = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, head, span = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
     line = tl.arange(0, LINES)
     row, shared = line // SHARED, line % SHARED
     used = (row < tl.load(count + tile)) & (line < LINES // SHARED * SHARED)
@@ -364,36 +363,20 @@ def attend(
         result = (total / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] * DIM + d[None, :], result, mask=stored)
     else:
-        begin = part * SPANS * SPAN
-        end = tl.minimum(begin + SPANS * SPAN, last + 1)
-        whole = tl.minimum((first + 1) // SPAN * SPAN, end)
+        start = span * SPAN
+        seen = start <= last
         if WINDOW:
-            begin = tl.maximum(begin, tl.maximum(first - window + 1, 0) // SPAN * SPAN)
-            whole = begin
-        at = row * heads + query_head
-        block = load_blocks(table, begin, last, SIZE, SPAN)
-        for start in range(begin, whole, SPAN):
-            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
-            peak, mass, total = attend_span(
-                query, keys, values, block, start, head, position, HEADS, DIM,
-                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, False,
-            )  # fmt: skip
-            place = (start // SPAN).to(tl.int64) * ROWS * heads + at
-            tl.store(peaks + place, peak, mask=used)
-            tl.store(masses + place, mass, mask=used)
-            tl.store(sums + place[:, None] * DIM + d[None, :], total, mask=stored)
-            block = following
-        for start in range(tl.maximum(begin, whole), end, SPAN):
-            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
+            seen = seen & (start + SPAN > first - window + 1)
+        if seen:
+            block = load_blocks(table, start, last, SIZE, SPAN)
             peak, mass, total = attend_span(
                 query, keys, values, block, start, head, position, HEADS, DIM,
                 scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
             )  # fmt: skip
-            place = (start // SPAN).to(tl.int64) * ROWS * heads + at
-            tl.store(peaks + place, peak, mask=used)
-            tl.store(masses + place, mass, mask=used)
-            tl.store(sums + place[:, None] * DIM + d[None, :], total, mask=stored)
-            block = following
+            at = (span.to(tl.int64) * ROWS + row) * heads + query_head
+            tl.store(peaks + at, peak, mask=used)
+            tl.store(masses + at, mass, mask=used)
+            tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
 
 
 @triton.jit(do_not_specialize=["ROWS"])

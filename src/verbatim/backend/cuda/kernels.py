@@ -28,7 +28,6 @@ with contextlib.suppress(ImportError):
 BN = 64  # outputs per tile of a mixture-of-experts matmul
 BK = 128  # inputs per block; splits are whole blocks, so it affects the bits
 PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
-WAVES = 4  # attention programs per place on the GPU
 MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
 SPAN = 128  # positions that attention reduces at once; spans are merged in order
 EXPERT_ROWS = 16  # rows per tile of a mixture-of-experts matmul
@@ -116,8 +115,19 @@ def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
         program = flops / rate + SPLIT_TIME * splits / tile.parallel
         return float(triton.cdiv(programs, SMS) * program + sums / SUM_BANDWIDTH)
 
-    tiles = [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
-    return min(tiles, key=microseconds)
+    return min(tma_tiles(splits), key=microseconds)
+
+
+def tma_tiles(splits: int) -> list[MatmulTile]:
+    return [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
+
+
+def all_tiles(splits: int, tma: bool) -> list[MatmulTile]:
+    """Every tile that choose_tile may return for a weight with this number of splits."""
+    few = [MatmulTile(16, columns, BK, 4, 3, splits, False) for columns in (32, 64)]
+    if tma:
+        return few + tma_tiles(splits)
+    return few + [choose_tile(m, BN, BK, splits, False) for m in (32, 256, 512)]
 
 
 def matmul(
@@ -333,8 +343,7 @@ def attend(
     for tiles in tilings:
         # a program of a prompt's tile uses a whole SM, one of few lines half of it
         programs = len(tiles.count) * kv_heads * (1 if tiles.lines == DECODE_LINES else 2)
-        per_program = spans_per_program(programs, rows * heads * dim, spans)
-        merged = per_program == spans
+        merged = merge_in_program(programs, rows * heads * dim, spans)
         sums, peaks, masses = (
             (q, q, q)  # not used
             if merged
@@ -346,11 +355,11 @@ def attend(
         )
         launch(
             jit.attend,
-            (len(tiles.count), kv_heads, triton.cdiv(spans, per_program)),
+            (len(tiles.count), kv_heads, 1 if merged else spans),
             (
                 q, keys, values, tiles.table, tiles.table.shape[1], tiles.first_row, tiles.count,
                 tiles.first_position, sums, peaks, masses, q if sinks is None else sinks, out,
-                rows, per_program, kv_heads, dim, scale, cap, factor, window or 0,
+                rows, kv_heads, dim, scale, cap, factor, window or 0,
             ),
             (
                 shared, size, tiles.lines, SPAN, max(16, triton.next_power_of_2(dim)),
@@ -374,14 +383,10 @@ def attend(
     return out
 
 
-def spans_per_program(programs: int, values: int, spans: int) -> int:
-    """Spans that one program of a tile reduces. All of them, if there are enough programs or if the
-    spans' partial results need too much memory. Otherwise so many that WAVES programs per place on
-    the GPU share the work: sequences have different lengths, and a longer run of spans overlaps
-    loads with arithmetic."""
-    if spans * values * 4 > ATTENTION_BUFFER:
-        return spans
-    return triton.cdiv(spans, min(spans, triton.cdiv(WAVES * PROGRAMS, programs)))
+def merge_in_program(programs: int, values: int, spans: int) -> bool:
+    """Whether one program reduces all spans of a tile: there is one, or enough programs fill the
+    GPU, or the spans' partial results need too much memory."""
+    return spans == 1 or programs >= PROGRAMS or spans * values * 4 > ATTENTION_BUFFER
 
 
 def tile_lines(heads: int, kv_heads: int, rows: int, device: torch.device) -> int:
