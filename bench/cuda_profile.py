@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import gc
 import pstats
 import re
 import time
@@ -207,6 +208,8 @@ def main() -> None:
     with step_timers(llm, phases=True) as timers:
         run(3)
     print_host(timers.steps)
+    slow = sorted(timers.steps, key=lambda s: s.began - s.ended)[:8]
+    print("slowest steps:", [(s.kind, round((s.ended - s.began) / 1e6, 1)) for s in slow])
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with (
         step_timers(llm, phases=False) as timers,
@@ -214,6 +217,12 @@ def main() -> None:
     ):
         run(4)
     print_device(timers.steps, kernel_events(profile))
+    gc.collect()
+    gc.disable()
+    print("without Python's garbage collector:", end=" ")
+    run(6)
+    gc.enable()
+    run(7)
     if args.cprofile:
         recorded = cProfile.Profile()
         recorded.runcall(run, 5)

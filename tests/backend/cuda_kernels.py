@@ -339,6 +339,26 @@ def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) ->
     assert shape_of(*many) is None, "more tiles that are not full"
 
 
+def test_the_inputs_of_a_step_start_at_multiples_of_16_bytes(device: torch.device) -> None:
+    """Otherwise Triton compiles another kernel, in the middle of a run."""
+    backend: Any = opened(small("llama"))
+    sequences = [
+        SeqStep(i, tuple(range(n)), 0, ((i, i + 9, i + 18),), draws=1)
+        for i, n in enumerate((40, 1, 17, 1, 1))
+    ]
+    batch = make_batch(StepPlan(0, tuple(sequences)), 1)
+    cuts = step_inputs.cut_tiles(batch, backend.spec, device)
+    shape = step_inputs.padded_shape(batch, cuts, backend.spec)
+    assert shape is not None
+    padded = step_inputs.PaddedInputs(shape, backend.padding_blocks, backend.spec, device).step
+    for step in (step_inputs.to_device(batch, backend.spec, device), padded):
+        first = step.tokens.data_ptr()
+        tensors = [step.positions, step.outputs, *step.slots]
+        for tiles in step.tiles[0]:
+            tensors += [tiles.table, tiles.first_row, tiles.count, tiles.first_position]
+        assert all((tensor.data_ptr() - first) % 16 == 0 for tensor in tensors)
+
+
 # ---- weights in blocks
 
 

@@ -104,11 +104,19 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
 
 def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy several int32 arrays to the device in one transfer."""
-    flat = torch.from_numpy(
-        np.concatenate([np.ascontiguousarray(a, np.int32).reshape(-1) for a in arrays])
-    )
-    pieces = flat.to(device).split([a.size for a in arrays])
-    return [piece.view(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
+    sizes = [aligned(a.size) for a in arrays]
+    flat = np.zeros(sum(sizes), np.int32)
+    for place, a in zip(np.split(flat, np.cumsum(sizes)[:-1]), arrays, strict=True):
+        place[: a.size] = a.reshape(-1)
+    pieces = torch.from_numpy(flat).to(device).split(sizes)
+    return [piece[: a.size].view(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
+
+
+def aligned(size: int) -> int:
+    """The size of an int32 array after which another one starts at a multiple of 16 bytes. Triton
+    compiles one kernel for pointers that are such multiples, and another one for those that are
+    not."""
+    return -(-size // 4) * 4
 
 
 # ---- a fixed shape
@@ -127,7 +135,7 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     others = [lines for lines in cuts if lines != kernels.DECODE_LINES]
     if len(others) != 1:
         return None
-    tiles = -(-rows // tile_rows(others[0], spec)) + MORE_TILES
+    tiles = aligned(-(-rows // tile_rows(others[0], spec)) + MORE_TILES)
     if len(cuts[others[0]].count) > tiles:
         return None
     spans = 1 << (kernels.span_count(int(batch.positions.max()) + 1) - 1).bit_length()
