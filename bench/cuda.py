@@ -19,7 +19,10 @@ from typing import Any
 import torch
 
 from verbatim import LLM, SamplingParams
+from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
+from verbatim.backend.cuda.ops import unpack_blocks
+from verbatim.backend.cuda.warm_up import compile_kernels
 from verbatim.base.config import EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.families import spec_from_config
@@ -77,13 +80,32 @@ class FakeTokenizer(ByteTokenizer):
         return b"x"
 
 
-def weights_of(spec: Any, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random weights, created on the device in the layout of ops.load."""
+def random_blocks(
+    shape: tuple[int, int], type: str, make: torch.Generator, device: torch.device
+) -> quant.BlockWeight:
+    """Random codes of a format without offsets, with one scale for all groups."""
+    (n, k), form = shape, quant.FORMATS[type]
+    pack, wide = quant.packing(k)
+    size = (n, wide * form.bits // 8)
+    codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
+    spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes
+    scales = torch.full((n, wide // form.group), 1 / (spread * k**0.5), device=device)
+    pack = pack if form.bits == 4 else min(pack, quant.MAX_BYTES)
+    return quant.BlockWeight(shape, codes, scales.half(), None, form.bits, form.group, pack)
+
+
+def weights_of(
+    spec: Any, device: torch.device, type: str | None = None, blocks: str = "both"
+) -> dict[str, Any]:
+    """Random weights, created on the device in the layout of ops.load: bfloat16, or blocks of a
+    quantised type."""
     make = torch.Generator(device=device).manual_seed(0)
-    found: dict[str, torch.Tensor] = {}
+    found: dict[str, Any] = {}
     for name, shape in layout(spec).items():
         if len(shape) == 1:
             found[name] = torch.ones(shape, device=device)
+        elif type is not None:
+            found[name] = random_blocks(tuple(shape), type, make, device)
         else:
             values = (
                 torch.randn(shape, generator=make, device=device, dtype=torch.float32)
@@ -95,20 +117,24 @@ def weights_of(spec: Any, device: torch.device) -> dict[str, torch.Tensor]:
             (f"layers.{i}.attn", ("q", "k", "v")),
             (f"layers.{i}.mlp", ("gate", "up")),
         ):
-            found[f"{prefix}.{'+'.join(parts)}"] = torch.cat(
-                [found.pop(f"{prefix}.{part}") for part in parts]
-            )
+            each = [found.pop(f"{prefix}.{part}") for part in parts]
+            joined = torch.cat(each) if type is None else quant.join(each)
+            found[f"{prefix}.{'+'.join(parts)}"] = joined
+    unpack_blocks(found, blocks)
     return found
 
 
-def open_shape(name: str, **options: Any) -> LLM:
+def open_shape(name: str, type: str | None = None, blocks: str = "both", **options: Any) -> LLM:
     spec = spec_from_config(SHAPES[name], context=None, file=name)
     source = SafetensorsDir(Path(name), SHAPES[name], {}, {}, name)
     model = Model(spec, Weights({}, name, name), source, (), {})
     config = EngineConfig(backend="cuda", **options)
-    backend = CudaBackend(model, config, weights=weights_of(spec, torch.device("cuda")))
+    weights = weights_of(spec, torch.device("cuda"), type, blocks)
+    backend = CudaBackend(model, config, weights=weights)
     parts = LoadedModel(backend, FakeTokenizer(spec.vocab), (), name=name, digest=name)
-    return LLM.from_parts(parts, **{"backend": "cuda", **options})
+    llm = LLM.from_parts(parts, **{"backend": "cuda", **options})
+    compile_kernels(backend)
+    return llm
 
 
 def crowd(vocab: int, count: int = 256, seed: int = 0) -> tuple[list[list[int]], list[int]]:
@@ -225,13 +251,16 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--skip-crowd", action="store_true")
     parser.add_argument("--samplers", action="store_true", help="the crowd with each sampler")
+    parser.add_argument("--type", choices=("q4_0", "q8_0"), help="random weights of this type")
+    parser.add_argument("--blocks", choices=("both", "only"), default="both")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
     args = parser.parse_args()
     began = time.perf_counter()
-    llm = open_shape(args.shape, max_running=256, step_tokens=4096)
+    llm = open_shape(args.shape, args.type, args.blocks, max_running=256, step_tokens=4096)
     out: dict[str, Any] = {
         "shape": args.shape,
         "info": llm.core.backend.info.detail,
+        "type": args.type or "bf16",
         "opened_s": time.perf_counter() - began,
     }
     vocab = llm.core.backend.spec.vocab

@@ -23,7 +23,15 @@ from plans import BLOCKS, Blocks, run, run_alone, same_bits
 
 from verbatim.backend import gpu, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
-from verbatim.backend.cuda import gpu_sampler, jit_sampling, kernels, sampling_plan
+from verbatim.backend.cuda import (
+    gpu_sampler,
+    jit_sampling,
+    kernels,
+    quant,
+    sampling_plan,
+    step_inputs,
+    warm_up,
+)
 from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
@@ -46,6 +54,8 @@ from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
 from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
 from verbatim.testing_models import FIRST_FAMILIES, TINY_CONFIGS, tiny_model
+from verbatim.weights.tensor import BLOCKS as BLOCK_SIZES
+from verbatim.weights.tensor import Tensor
 
 # the interpreter warns about arithmetic with infinities, which the kernels mask
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -248,6 +258,167 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
                     == owner.blocks[group][: position // 16 + 1]
                 )
                 assert slots[row] == owner.blocks[group][position // 16] * 16 + position % 16
+
+
+def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(device: torch.device) -> None:
+    """Two prompts, one of them continued, and a decoding sequence, computed as they are and in the
+    shape of a CUDA graph, after another step in the same inputs."""
+    backend: Any = opened(small("gemma2"))
+    spec, groups = backend.spec, len(backend.spec.groups)
+    random = np.random.default_rng(8)
+
+    def steps(lengths: list[int]) -> Any:
+        sequences = [
+            SeqStep(
+                i,
+                tuple(random.integers(0, 260, count).tolist()),
+                start,
+                ((7 * i, 7 * i + 3),) * groups,
+                draws=1,
+            )
+            for i, (start, count) in enumerate(zip((3, 0, 9), lengths, strict=True))
+        ]
+        batch = make_batch(StepPlan(0, tuple(sequences)), groups)
+        return batch, step_inputs.cut_tiles(batch, spec, device)
+
+    batch, cuts = steps([20, 18, 1])
+    shape = step_inputs.padded_shape(batch, cuts, spec)
+    assert shape is not None
+    assert shape.rows == 64 > batch.rows
+    given = torch.full((shape.outputs, spec.vocab), torch.nan, device=device)
+    inputs = step_inputs.PaddedInputs(shape, backend.padding_blocks, spec, device, given)
+    for batch, cuts in (steps([20, 18, 1]), steps([17, 20, 4])):
+        assert step_inputs.padded_shape(batch, cuts, spec) == shape
+        expected = backend.compute(step_inputs.to_device(batch, spec, device))[1]
+        inputs.fill(batch, cuts)
+        padded = backend.compute(inputs.step)[1]
+        assert torch.equal(padded[:3], expected)
+        assert padded.data_ptr() == given.data_ptr()
+
+
+def test_compiling_ahead_launches_every_tile_and_changes_no_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = small("llama")
+    plain, warm = opened(model), opened(model)
+    launched, chosen, matmul = set(), set(), kernels.matmul
+
+    def recorded(x: Any, weight: Any, bias: Any = None, tile: Any = None, out: Any = None) -> Any:
+        launched.add(tile)
+        return matmul(x, weight, bias, tile, out)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "matmul", recorded)
+        patch.setattr(warm_up, "STEPS", ((32, 1),))
+        warm_up.compile_kernels(warm)
+    for n, k in ((64, 128), (576, 64)):
+        splits = kernels.split_k(n, k)[0]
+        chosen |= {kernels.choose_tile(m, n, k, splits, True) for m in range(1, 4200, 37)}
+    assert {tile._replace(parallel=1) for tile in chosen} <= {
+        tile._replace(parallel=1) for tile in launched if tile is not None
+    }
+    assert same_bits(run_alone(plain, TOKENS), run_alone(warm, TOKENS))
+
+
+def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) -> None:
+    backend: Any = opened(small("llama"))
+
+    def shape_of(*sequences: SeqStep) -> Any:
+        batch = make_batch(StepPlan(0, sequences), 1)
+        cuts = step_inputs.cut_tiles(batch, backend.spec, device)
+        return step_inputs.padded_shape(batch, cuts, backend.spec)
+
+    prompt = SeqStep(0, tuple(range(40)), 0, ((1, 2, 3),), draws=1)
+    assert shape_of(prompt) is not None
+    assert shape_of(prompt._replace(draws=0)) is None, "no logits"
+    assert shape_of(prompt._replace(hidden=True)) is None, "final states of all rows"
+    decode = [SeqStep(i, (1,), 0, ((i,),), draws=1) for i in range(1, 258)]
+    assert shape_of(prompt, *decode[:255]).outputs == 256
+    assert shape_of(prompt, *decode) is None, "more logits than a graph has"
+    many = [prompt._replace(seq_id=i) for i in range(200)]
+    assert shape_of(*many) is None, "more tiles that are not full"
+
+
+def test_the_inputs_of_a_step_start_at_multiples_of_16_bytes(device: torch.device) -> None:
+    """Otherwise Triton compiles another kernel, in the middle of a run."""
+    backend: Any = opened(small("llama"))
+    sequences = [
+        SeqStep(i, tuple(range(n)), 0, ((i, i + 9, i + 18),), draws=1)
+        for i, n in enumerate((40, 1, 17, 1, 1))
+    ]
+    batch = make_batch(StepPlan(0, tuple(sequences)), 1)
+    cuts = step_inputs.cut_tiles(batch, backend.spec, device)
+    shape = step_inputs.padded_shape(batch, cuts, backend.spec)
+    assert shape is not None
+    padded = step_inputs.PaddedInputs(shape, backend.padding_blocks, backend.spec, device).step
+    for step in (step_inputs.to_device(batch, backend.spec, device), padded):
+        first = step.tokens.data_ptr()
+        tensors = [step.positions, step.outputs, *step.slots]
+        for tiles in step.tiles[0]:
+            tensors += [tiles.table, tiles.first_row, tiles.count, tiles.first_position]
+        assert all((tensor.data_ptr() - first) % 16 == 0 for tensor in tensors)
+
+
+# ---- weights in blocks
+
+
+def block_tensor(type: str, rows: int, k: int) -> Tensor:
+    """A weight of random codes whose scales are small integers, so that sums are exact."""
+    random = np.random.default_rng(rows)
+    values, size = BLOCK_SIZES[type]
+    raw = random.integers(0, 256, (rows, k // values, size), dtype=np.uint8)
+    halves = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
+    for at in halves[type]:
+        scale = random.integers(1, 3, (rows, k // values, 1)).astype("<f2")
+        raw[..., at : at + 2] = scale.view(np.uint8)
+    return Tensor("w", type, (rows, k), raw.reshape(-1))
+
+
+@pytest.mark.parametrize(("type", "k"), [*[(type, 512) for type in quant.FORMATS], ("q4_0", 160)])
+def test_weights_in_blocks_have_the_values_of_the_file(
+    type: str, k: int, device: torch.device
+) -> None:
+    tensor = block_tensor(type, 9, k)
+    expected = tensor.to_f32().astype(np.float16)
+    weight = quant.to_blocks(tensor, device)
+    assert np.array_equal(quant.unpack(weight).cpu().numpy(), expected)
+    chosen = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
+    assert np.array_equal(quant.unpack(weight, rows=chosen).cpu().numpy(), expected[[8, 0, 3]])
+
+
+@pytest.mark.parametrize(
+    ("type", "rows", "n"), [("q4_1", 1, 70), ("q6_k", 18, 70), ("q4_k", 2, 600)]
+)
+def test_a_matmul_in_blocks_has_the_bits_of_an_unpacked_one(
+    type: str, rows: int, n: int, device: torch.device
+) -> None:
+    """A weight with four splits and one with one. Exact sums: the interpreter adds in any order."""
+    weight = quant.to_blocks(block_tensor(type, n, 512), device)
+    x = torch.from_numpy(np.random.default_rng(3).integers(-2, 3, (rows, 512)).astype(np.float16))
+    assert quant.in_kernel(weight, rows)
+    expected = kernels.matmul(x.to(device), quant.unpack(weight))
+    got = quant.matmul(x.to(device), weight)
+    assert torch.equal(kernels.reduce_splits(got), kernels.reduce_splits(expected))
+
+
+@pytest.mark.parametrize("type", ["q4_0", "q8_0"])
+def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(
+    type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for float16 weights, few rows are multiplied in blocks, more through the
+    buffer, and the embedding's rows are unpacked."""
+    model = small("llama", type=type)
+    expected = run_alone(opened(model), TOKENS)
+    monkeypatch.setattr(cuda_backend.CudaBackend, "available_memory", lambda _: 0)
+    monkeypatch.setattr(quant, "MORE_ROWS", 16)
+    backend: Any = opened(model)
+    held = [w for w in backend._weights.values() if isinstance(w, quant.BlockWeight)]
+    assert held
+    assert all(weight.unpacked is None for weight in held)
+    long = np.random.default_rng(4).integers(0, 260, 40).tolist()
+    assert difference(model, long) < 0.02
+    alone = run_alone(backend, TOKENS)
+    assert np.abs(np.array(alone.logprobs) - np.array(expected.logprobs)).max() < 1e-3
 
 
 # ---- overlapped decoding

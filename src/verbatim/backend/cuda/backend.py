@@ -1,9 +1,10 @@
 """CudaBackend: StepPlan -> StepResult on a GPU, with PyTorch for memory and Triton for kernels.
 
-Small steps in which every row needs logits replay a CUDA graph; their integers go to the device in
-one copy. The device samples the rows whose token it can prove (gpu_sampler.py). The host samples
-all others with the cpu backend's sampler, so every parameter has the same meaning. In steady decode
-the next step is launched before the host has read the tokens of the current one (overlap.py).
+Steps replay a CUDA graph: decode steps one per number of rows, steps with prompts one per shape to
+which they are padded. Their integers go to the device in one copy. The device samples the rows
+whose token it can prove (gpu_sampler.py). The host samples all others with the cpu backend's
+sampler, so every parameter has the same meaning. In steady decode the next step is launched before
+the host has read the tokens of the current one (overlap.py).
 Without a GPU the backend opens only under TRITON_INTERPRET=1, Triton's interpreter, for tests.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -20,10 +22,26 @@ from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.kernels import QueryTiles
-from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
+from verbatim.backend.cuda.ops import (
+    CudaOps,
+    DeviceStep,
+    Weight,
+    is_matrix,
+    keeps_blocks,
+    load,
+    rope_tables,
+)
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
+from verbatim.backend.cuda.quant import BlockWeight
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
+from verbatim.backend.cuda.step_inputs import (
+    MAX_OUTPUTS,
+    PaddedInputs,
+    StepShape,
+    cut_tiles,
+    padded_shape,
+    to_device,
+)
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.step_rows import (
     Batch,
@@ -44,7 +62,7 @@ NUMERICS_VERSION = "cuda-2"
 COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the following copies
 # bytes needed beside the weights: attention's buffer is 256 MiB; CUDA graphs, a small KV cache
 RESERVED_BYTES = 512 << 20
-MAX_GRAPH_ROWS = 256  # rows of a step that replays a CUDA graph; larger steps launch each kernel
+MAX_GRAPH_ROWS = MAX_OUTPUTS  # rows of a decode step that replays a CUDA graph
 MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
@@ -57,7 +75,7 @@ class CudaBackend:
         model: Model,
         config: EngineConfig | None = None,
         *,
-        weights: dict[str, torch.Tensor] | None = None,
+        weights: dict[str, Weight] | None = None,
     ) -> None:
         config = config or EngineConfig(backend="cuda")
         if config.kv_type != "f16":
@@ -66,12 +84,18 @@ class CudaBackend:
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
-        self._weights = load(model.weights, model.spec, self.device) if weights is None else weights
+        if weights is None:
+            memory = self.available_memory()
+            kept = "both" if 2 * weight_bytes(model, "both") <= memory else "only"
+            weights = load(model.weights, model.spec, self.device, kept)
+        self._weights = weights
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         # per cache group an extra block that no sequence owns: the padding rows of a graph use it
-        self._padding_blocks: tuple[int, ...] = ()
-        self._graphs: dict[tuple[int, int], StepGraph] = {}
+        self.padding_blocks: tuple[int, ...] = ()
+        self._graphs: dict[tuple[int, int], StepGraph[GraphInputs]] = {}
+        self._padded_graphs: dict[StepShape, StepGraph[PaddedInputs]] = {}
+        self._seen_shapes: set[StepShape] = set()
         self._host_rows = host_sampler(config)
         self._host_logits: torch.Tensor | None = None  # pinned [rows, vocab]
         self.gpu_sampler = GpuSampler(model.spec.vocab, self.device)
@@ -109,7 +133,7 @@ class CudaBackend:
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert not self._caches, "allocate is called once"
-        self._padding_blocks = blocks
+        self.padding_blocks = blocks
         self._caches = tuple(
             (self._cache(len(group.layers), n + 1), self._cache(len(group.layers), n + 1))
             for group, n in zip(self.spec.groups, blocks, strict=True)
@@ -130,6 +154,15 @@ class CudaBackend:
         stored = torch.frombuffer(bytearray(data), dtype=torch.float16).reshape(shape)
         for cache, part in zip(self._caches[group], stored, strict=True):
             cache[:, block] = part.to(self.device)
+
+    def matrices(self) -> list[torch.Tensor]:
+        """The weights [n, k] that one matmul reads."""
+        unpacked = {
+            name: weight.unpacked if isinstance(weight, BlockWeight) else weight
+            for name, weight in self._weights.items()
+            if is_matrix(name.split("+")[0]) and (name != "embed" or self.spec.tied)
+        }
+        return [w for w in unpacked.values() if w is not None and w.ndim == 2]
 
     # ---- execute a step
 
@@ -175,12 +208,17 @@ class CudaBackend:
         all_logits = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)
         if self._use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS:
             return self._replay(plan.sequences, plan.rows, tokens)
-        step = self._device_step(make_batch(plan, len(self._caches)))
+        batch = make_batch(plan, len(self._caches))
+        if self._use_graphs and tokens is None and only_draws(plan):
+            replayed = self._replay_padded(batch)
+            if replayed is not None:
+                return replayed
+        step = to_device(batch, self.spec, self.device)
         if tokens is not None:
             step.tokens.copy_(tokens)
-        return self._compute(step)
+        return self.compute(step)
 
-    def _compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
         ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step)
         hidden, logits = forward(self.spec, ops)
         return hidden, logits
@@ -303,90 +341,65 @@ class CudaBackend:
         event.record()
         return event
 
-    # ---- the inputs of a step without a graph
-
-    def _device_step(self, batch: Batch) -> DeviceStep:
-        """Cut the sequences into query tiles, and copy the step's integers to the device."""
-        cuts = self._cut_tiles(batch)
-        arrays = [batch.tokens, batch.positions, batch.outputs, batch.logits]
-        arrays += [self._slots(batch, table) for table in batch.tables]
-        for first_row, count, owner in cuts.values():
-            arrays += [first_row, count, batch.positions[first_row]]
-            arrays += [table[owner] for table in batch.tables]
-        tokens, positions, outputs, logits, *rest = self._send(arrays)
-        groups = len(batch.tables)
-        slots, rest = tuple(rest[:groups]), rest[groups:]
-        tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
-        for lines in cuts:
-            first, counts, first_positions, *tables = rest[: 3 + groups]
-            rest = rest[3 + groups :]
-            for tiling, table in zip(tilings, tables, strict=True):
-                tiling.append(QueryTiles(table, first, counts, first_positions, lines))
-        all_outputs = len(batch.outputs) == batch.rows
-        all_logits = len(batch.logits) == len(batch.outputs)
-        return DeviceStep(
-            tokens,
-            positions,
-            slots,
-            tuple(tuple(tiling) for tiling in tilings),
-            None if all_outputs else outputs,
-            None if all_logits else logits,
-            kernels.span_count(int(batch.positions.max()) + 1),
-        )
-
-    def _cut_tiles(self, batch: Batch) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Lines per query tile -> first row, rows and sequence of each such tile."""
-        heads, kv_heads = self.spec.heads, self.spec.kv_heads
-        cuts: dict[int, list[tuple[int, int, int]]] = {}
-        for s, (first, last) in enumerate(
-            zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
-        ):
-            lines = kernels.tile_lines(heads, kv_heads, last - first, self.device)
-            most = lines // (heads // kv_heads)
-            cuts.setdefault(lines, []).extend(
-                (row, min(most, last - row), s) for row in range(first, last, most)
-            )
-        return {lines: tuple(np.array(cut, np.int32).T) for lines, cut in cuts.items()}
-
-    def _slots(self, batch: Batch, table: np.ndarray) -> np.ndarray:
-        """The cache slot of each row: block * block_size + place in the block."""
-        owner = np.repeat(np.arange(len(batch.first) - 1), np.diff(batch.first))
-        blocks = table[owner, batch.positions // self.block_size]
-        assert blocks.min() >= 0, "the block of each token is in the table"
-        return np.asarray(blocks * self.block_size + batch.positions % self.block_size, np.int32)
-
-    def _send(self, arrays: Sequence[np.ndarray]) -> list[torch.Tensor]:
-        """Copy several int32 arrays to the device in one transfer."""
-        flat = torch.from_numpy(
-            np.concatenate([np.ascontiguousarray(a, np.int32).reshape(-1) for a in arrays])
-        )
-        pieces = flat.to(self.device).split([a.size for a in arrays])
-        return [piece.view(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
-
     # ---- CUDA graphs
 
     def _replay(
         self, sequences: Sequence[SeqStep], rows: int, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """A step in which every row needs logits. One CUDA graph is captured per number of rows
-        and spans, both rounded up to a power of two."""
-        size = 1 << (rows - 1).bit_length()
+        and spans, both rounded up."""
+        size = graph_rows(rows)
         spans = 1 << (kernels.span_count(max(s.end for s in sequences)) - 1).bit_length()
         spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
             lines = kernels.tile_lines(self.spec.heads, self.spec.kv_heads, 1, self.device)
-            inputs = GraphInputs(size, spans, self._padding_blocks, lines, self.device)
-            graph = self._graphs[size, spans] = StepGraph(inputs, self._compute, self.pool)
-        hidden, logits = graph.run(sequences, tokens)
+            inputs = GraphInputs(
+                size, spans, self.padding_blocks, lines, self.device, self._logits[:size]
+            )
+            inputs.fill(())
+            graph = self._graphs[size, spans] = StepGraph(inputs, self.compute, self.pool)
+        graph.inputs.fill(sequences, tokens)
+        hidden, logits = graph.replay()
         return hidden[:rows], logits[:rows]
+
+    def _replay_padded(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """A step with prompts, padded to the shape of a CUDA graph. A shape is captured when it
+        comes up for the second time; None: launch each kernel instead."""
+        cuts = cut_tiles(batch, self.spec, self.device)
+        shape = padded_shape(batch, cuts, self.spec)
+        if shape is None:
+            return None
+        graph = self._padded_graphs.get(shape)
+        if graph is None:
+            if shape not in self._seen_shapes:
+                self._seen_shapes.add(shape)
+                return None
+            logits = self._logits[: shape.outputs]
+            inputs = PaddedInputs(shape, self.padding_blocks, self.spec, self.device, logits)
+            inputs.fill(None, {})
+            graph = self._padded_graphs[shape] = StepGraph(inputs, self.compute, self.pool)
+        graph.inputs.fill(batch, cuts)
+        hidden, logits = graph.replay()
+        return hidden[: len(batch.outputs)], logits[: len(batch.outputs)]
+
+    @cached_property
+    def _logits(self) -> torch.Tensor:
+        """The logits of every graph: only one runs at a time."""
+        return torch.empty((MAX_OUTPUTS, self.spec.vocab), dtype=torch.float32, device=self.device)
 
     def close(self) -> None:
         # the launched step may still run: PyTorch does not reuse its memory before it ends
         self._ahead.launched = None
         self._graphs.clear()
+        self._padded_graphs.clear()
         self._caches = ()
         self._weights.clear()
+
+
+def graph_rows(rows: int) -> int:
+    """Rows of the graph for a decode step: a power of two, or a multiple of 32 above 64."""
+    return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 32) * 32
 
 
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
@@ -406,7 +419,14 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     )
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes of the weights in half precision, as ops.load stores them (norms are float32, but
-    small)."""
-    return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
+def weight_bytes(model: Model, blocks: str = "only") -> int:
+    """Bytes of the weights on the device, at least: quantised matrices in their blocks ("only"), or
+    also in half precision ("both"). Norms are float32, but small."""
+    total = 0
+    for name, tensor in model.weights.items():
+        half = 2 * int(np.prod(tensor.shape))
+        if not keeps_blocks(name, tensor):
+            total += half
+        else:
+            total += int(tensor.data.nbytes) + (half if blocks == "both" else 0)
+    return total

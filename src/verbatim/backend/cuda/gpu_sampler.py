@@ -37,6 +37,7 @@ from verbatim.backend.cuda.sampling_plan import (
     mask_words,
     row_plan,
 )
+from verbatim.backend.cuda.step_inputs import aligned
 from verbatim.backend.cuda.token_counts import MAX_HISTORY, TokenCounts
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
@@ -173,12 +174,13 @@ class GpuSampler:
 
         PyTorch does not reuse the pinned memory before the copy is done."""
         count = len(specs)
+        first = aligned(6 * count)
         pinned = torch.empty(
-            (COLUMNS + 6) * count, dtype=torch.int32, pin_memory=self.device.type == "cuda"
+            first + COLUMNS * count, dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
         shapes = pinned[: 6 * count].numpy().view(np.float64).reshape(count, 3)
         shapes[:] = [(plan.temperature, plan.top_p, plan.log_min_p) for plan in plans]
-        table = pinned[6 * count :].numpy().reshape(COLUMNS, count)
+        table = pinned[first:].numpy().reshape(COLUMNS, count)
         table[:2] = np.array([spec.key for spec in specs], "<u8").view(np.int32).reshape(-1, 2).T
         table[2] = np.array(positions, np.int64).astype(np.int32)
         table[3:5] = (
@@ -186,7 +188,7 @@ class GpuSampler:
         )
         table[5] = [plan.top_k for plan in plans]
         sent = pinned.to(self.device, non_blocking=True)
-        return sent[6 * count :], sent[: 6 * count].view(torch.float64)
+        return sent[first:], sent[: 6 * count].view(torch.float64)
 
     def _copy(self, array: np.ndarray) -> torch.Tensor:
         """Copy an array to the device without waiting for it."""
@@ -272,7 +274,8 @@ class GpuSampler:
         noise: bool,
     ) -> torch.Tensor:
         count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
-        bests, seconds = torch.empty((2, count, chunks), dtype=torch.float32, device=self.device)
+        bests = torch.empty((count, chunks), dtype=torch.float32, device=self.device)
+        seconds = torch.empty_like(bests)
         ids = torch.empty((count, chunks), dtype=torch.int32, device=self.device)
         out = torch.empty(count, dtype=torch.int32, device=self.device)
         programs, block = triton.cdiv(count, ROWS), triton.next_power_of_2(chunks)

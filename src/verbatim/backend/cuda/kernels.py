@@ -115,8 +115,19 @@ def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
         program = flops / rate + SPLIT_TIME * splits / tile.parallel
         return float(triton.cdiv(programs, SMS) * program + sums / SUM_BANDWIDTH)
 
-    tiles = [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
-    return min(tiles, key=microseconds)
+    return min(tma_tiles(splits), key=microseconds)
+
+
+def tma_tiles(splits: int) -> list[MatmulTile]:
+    return [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
+
+
+def all_tiles(splits: int, tma: bool) -> list[MatmulTile]:
+    """Every tile that choose_tile may return for a weight with this number of splits."""
+    few = [MatmulTile(16, columns, BK, 4, 3, splits, False) for columns in (32, 64)]
+    if tma:
+        return few + tma_tiles(splits)
+    return few + [choose_tile(m, BN, BK, splits, False) for m in (32, 256, 512)]
 
 
 def matmul(
@@ -124,15 +135,20 @@ def matmul(
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
+    out: torch.Tensor | None = None,
 ) -> SplitSums:
     """x [m, k] times weightᵀ, weight [n, k] in half precision.
 
-    x is rounded to the weight's type; sums are float32."""
+    x is rounded to the weight's type; sums are float32. `out` [m, n]: where to write them, unless
+    they are split."""
     (m, k), n = x.shape, weight.shape[0]
     splits, blocks = split_k(n, k)
     if tile is None:
         tile = choose_tile(m, n, k, splits, has_tma(weight))
-    out = torch.empty((tile.parallel, m, n), dtype=torch.float32, device=x.device)
+    if out is None or tile.parallel > 1:
+        out = torch.empty((tile.parallel, m, n), dtype=torch.float32, device=x.device)
+    else:
+        out = out[None]
     grid = (triton.cdiv(n, tile.columns) * triton.cdiv(m, tile.rows), tile.parallel, 1)
     a, b = x, weight
     if tile.tma:
@@ -300,6 +316,7 @@ class QueryTiles:
     count: torch.Tensor  # rows of the tile
     first_position: torch.Tensor
     lines: int  # lines of each tile: (row, query head) pairs that share a KV head
+    rows: int  # most rows of a tile
 
 
 def attend(
@@ -354,7 +371,7 @@ def attend(
         if not merged:
             launch(
                 jit.merge_spans,
-                (len(tiles.count), heads, tiles.lines // shared),
+                (len(tiles.count), heads, tiles.rows),
                 (
                     sums, peaks, masses, q if sinks is None else sinks, out,
                     tiles.first_row, tiles.count, tiles.first_position,

@@ -14,13 +14,14 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda import kernels, quant
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
 from verbatim.model.rope import query_scales, tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.quant import requantise
 from verbatim.weights.tensor import Tensor
 
+Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight
 Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
 # weights that are stored in half precision
 # fmt: off
@@ -32,16 +33,24 @@ MATRICES = (
 
 
 def load(
-    source: Mapping[str, Tensor], spec: ModelSpec, device: torch.device
-) -> dict[str, torch.Tensor]:
+    source: Mapping[str, Tensor],
+    spec: ModelSpec,
+    device: torch.device,
+    blocks: Literal["unpacked", "both", "only"] = "unpacked",
+) -> dict[str, Weight]:
     """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
-    float32; q, k, v and gate, up are concatenated, because one matmul reads them."""
-    out: dict[str, torch.Tensor] = {}
+    float32; q, k, v and gate, up are concatenated, because one matmul reads them.
+
+    `blocks`: whether quantised matrices are unpacked to float16, also stay in their blocks of 4
+    bits, or only stay in their blocks. The bits of a result are the same."""
+    out: dict[str, Weight] = {}
     for name, tensor in source.items():
-        half = name in ("embed", "head", "positions") or name.endswith(MATRICES)
-        out[name] = (
-            _half(tensor, device) if half else torch.from_numpy(tensor.to_f32().copy()).to(device)
-        )
+        if blocks != "unpacked" and keeps_blocks(name, tensor):
+            out[name] = quant.to_blocks(tensor, device)
+        elif is_matrix(name):
+            out[name] = _half(tensor, device)
+        else:
+            out[name] = torch.from_numpy(tensor.to_f32().copy()).to(device)
     if spec.norm == "layer" and not spec.norm_bias:
         for name in [n for n in out if n.endswith("norm")]:
             out[f"{name}.bias"] = torch.zeros_like(out[name])
@@ -56,7 +65,40 @@ def load(
                 _join(out, f"layers.{i}.shared", ("gate", "up"), spec.mlp_bias)
         elif spec.gated:
             _join(out, f"layers.{i}.mlp", ("gate", "up"), spec.mlp_bias)
+    unpack_blocks(out, blocks)
     return out
+
+
+def is_matrix(name: str) -> bool:
+    return name in ("embed", "head", "positions") or name.endswith(MATRICES)
+
+
+def keeps_blocks(name: str, tensor: Tensor) -> bool:
+    """Whether the matmul can read the tensor in its blocks. Experts are unpacked."""
+    return (
+        is_matrix(name)
+        and tensor.type in quant.FORMATS
+        and len(tensor.shape) == 2
+        and name != "positions"
+        and ".moe." not in name
+    )
+
+
+def unpack_blocks(weights: dict[str, Weight], blocks: str) -> None:
+    """Add float16 copies ("both"), or the buffer for them ("only")."""
+    held = {name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight)}
+    if blocks == "both":
+        for name, weight in held.items():
+            plain = quant.unpack(weight)
+            # with 8 bits the blocks are no faster
+            weights[name] = replace(weight, unpacked=plain) if weight.bits == 4 else plain
+    elif held:
+        size = quant.buffer_values(list(held.values()))
+        device = next(iter(held.values())).codes.device
+        buffer = torch.empty(size, dtype=torch.float16, device=device)
+        for name, weight in held.items():
+            if weight.shape[0] * weight.shape[1] <= size:
+                weights[name] = replace(weight, buffer=buffer)
 
 
 def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
@@ -72,11 +114,15 @@ def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
         return torch.from_numpy(tensor.to_f32().astype(np.float16)).to(device)
 
 
-def _join(
-    weights: dict[str, torch.Tensor], prefix: str, parts: tuple[str, ...], bias: bool
-) -> None:
+def _join(weights: dict[str, Weight], prefix: str, parts: tuple[str, ...], bias: bool) -> None:
     for tail in ("", ".bias") if bias else ("",):
         tensors = [weights.pop(f"{prefix}.{part}{tail}") for part in parts]
+        if all(isinstance(tensor, quant.BlockWeight) for tensor in tensors):
+            joined = quant.join(tensors)
+            if joined is not None:
+                weights[f"{prefix}.{'+'.join(parts)}{tail}"] = joined
+                continue
+        tensors = [quant.unpack(t) if isinstance(t, quant.BlockWeight) else t for t in tensors]
         types = {tensor.dtype for tensor in tensors}
         if len(types) > 1:  # a file that mixes bfloat16 with other types
             tensors = [tensor.to(torch.float32).to(torch.float16) for tensor in tensors]
@@ -96,6 +142,7 @@ class DeviceStep:
     outputs: torch.Tensor | None  # rows whose final state is needed; None: all rows
     logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
     spans: int  # attention spans of the longest sequence
+    logits_out: torch.Tensor | None = None  # [logits, vocabulary]: where to write the logits
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +169,7 @@ class CudaOps:
     def __init__(
         self,
         spec: ModelSpec,
-        weights: dict[str, torch.Tensor],
+        weights: dict[str, Weight],
         caches: tuple[tuple[torch.Tensor, torch.Tensor], ...],
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
         step: DeviceStep,
@@ -139,7 +186,11 @@ class CudaOps:
     # ---- row by row
 
     def embed(self) -> Rows:
-        rows = self.weights["embed"].index_select(0, self.step.tokens).float()
+        weight, tokens = self.weights["embed"], self.step.tokens
+        if isinstance(weight, quant.BlockWeight):
+            rows = quant.unpack(weight, rows=tokens).float()
+        else:
+            rows = weight.index_select(0, tokens).float()
         return Residual(rows if self.spec.embed_scale == 1.0 else rows * self.spec.embed_scale)
 
     def positions(self) -> Rows:
@@ -167,7 +218,7 @@ class CudaOps:
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         if isinstance(x, Residual):  # a block without a norm before it
             x = self._flush(x)
-        return kernels.matmul(x, self.weights[name], self.weights[f"{name}.bias"] if bias else None)
+        return quant.matmul(x, self.weights[name], self.weights[f"{name}.bias"] if bias else None)
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
         heads = PendingHeads(self.linear(h, f"layers.{layer}.attn.q+k+v", self.spec.qkv_bias))
@@ -202,11 +253,13 @@ class CudaOps:
 
     def head(self, h: Rows) -> Rows:
         weight = self.weights["embed" if self.spec.tied else "head"]
-        logits = kernels.reduce_splits(kernels.matmul(h.to(weight.dtype), weight))
+        logits = kernels.reduce_splits(
+            quant.matmul(h.to(weight.dtype), weight, out=self.step.logits_out)
+        )
         if self.spec.logit_scale != 1.0:
-            logits = logits * self.spec.logit_scale
+            logits *= self.spec.logit_scale
         cap = self.spec.logit_softcap
-        return torch.tanh(logits / cap) * cap if cap else logits
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
     # ---- attention
 

@@ -1,13 +1,13 @@
 """StepGraph: a captured CUDA graph of one step, and the integers that are its input.
 
-In: the sequences of a step in which every row needs logits. Out: final states and logits. A graph
-has a fixed number of rows and attention spans; padding rows fill it up.
+In: the integers of a step. Out: final states and logits. A graph has a fixed number of rows and
+attention spans; padding rows fill it up. GraphInputs are those of a decode step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,13 @@ class GraphInputs:
     another object than in the previous step."""
 
     def __init__(
-        self, rows: int, spans: int, padding: tuple[int, ...], lines: int, device: torch.device
+        self,
+        rows: int,
+        spans: int,
+        padding: tuple[int, ...],
+        lines: int,
+        device: torch.device,
+        logits_out: torch.Tensor | None = None,
     ) -> None:
         self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
         groups = len(padding)
@@ -46,10 +52,12 @@ class GraphInputs:
         row = torch.arange(rows, dtype=torch.int32, device=device)
         one = torch.ones_like(row)
         tiles = tuple(
-            (QueryTiles(table.view(rows, self.width), row, one, positions, lines),)
+            (QueryTiles(table.view(rows, self.width), row, one, positions, lines, 1),)
             for table in rest[groups:]
         )
-        self.step = DeviceStep(tokens, positions, tuple(rest[:groups]), tiles, None, None, spans)
+        self.step = DeviceStep(
+            tokens, positions, tuple(rest[:groups]), tiles, None, None, spans, logits_out
+        )
 
     def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:
         """Write and send the step's integers. `drawn` replaces the tokens, if only the device has
@@ -82,14 +90,20 @@ class GraphInputs:
             self.step.tokens[:n].copy_(drawn)
 
 
-class StepGraph:
-    """A captured CUDA graph of one step with a fixed number of rows and spans."""
+class HasStep(Protocol):
+    step: DeviceStep
 
-    def __init__(self, inputs: GraphInputs, forward: Forward, pool: Any) -> None:
+
+Inputs = TypeVar("Inputs", bound=HasStep)
+
+
+class StepGraph(Generic[Inputs]):
+    """A captured CUDA graph of one step of a fixed shape."""
+
+    def __init__(self, inputs: Inputs, forward: Forward, pool: Any) -> None:
         """`forward` computes a step; `pool` is the memory that all graphs share, because only one
-        of them runs at a time."""
+        of them runs at a time. The inputs are filled with padding."""
         self.inputs = inputs
-        self.inputs.fill(())
         torch.cuda.synchronize()  # the inputs are on the device, and no other step runs
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -100,10 +114,8 @@ class StepGraph:
         with torch.cuda.graph(self.graph, pool=pool):
             self.out = forward(inputs.step)
 
-    def run(
-        self, sequences: Sequence[SeqStep], tokens: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self.inputs.fill(sequences, tokens)
+    def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the step whose integers the inputs hold."""
         self.graph.replay()
         hidden, logits = self.out
         return hidden, logits

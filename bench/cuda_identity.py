@@ -1,0 +1,157 @@
+"""Promise 1 on a GPU with real weights: a needle in a crowd, and draws of the device and the host.
+
+    python bench/cuda_identity.py [--model smollm2] [--copies 1000] [--draws 1000000]
+
+Needle: copies of one request among random requests, half of them in an engine with prefix cache and
+large steps, half in one without and with small steps, with and without drafts. Every copy must have
+the same tokens. Draws: random logits with random sampling parameters, drawn by the device and by
+the host sampler; rows that the device leaves to the host are counted. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+
+from verbatim import LLM, SamplingParams
+from verbatim.backend.cuda.gpu_sampler import GpuSampler
+from verbatim.base.records import Drawn, DrawSpec
+from verbatim.sampling.pipeline import Row, sample_rows
+
+TOKENS = 400
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "temperature 0": {"temperature": 0.0},
+    "temperature 1, seed": {"temperature": 1.0},
+    "top_p, top_k, min_p": {"temperature": 1.0, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
+    "repetition_penalty": {"temperature": 1.0, "repetition_penalty": 1.1},
+}
+ENGINES: tuple[dict[str, Any], ...] = (
+    {"prefix_cache": True, "step_tokens": 4096},
+    {"prefix_cache": False, "step_tokens": 333},
+)
+VOCAB = 2048  # of the random logits
+BATCH = 512
+
+
+def needle(model: str, copies: int) -> dict[str, Any]:
+    """Distinct answers of all copies, per sampler."""
+    answers: dict[str, set[tuple[int, ...]]] = {name: set() for name in SAMPLERS}
+    counts = dict.fromkeys(SAMPLERS, 0)
+    began, tokens = time.perf_counter(), 0
+    for engine, options in enumerate(ENGINES):
+        llm = LLM(model, backend="cuda", max_running=256, **options)
+        prompt = llm.encode("The keeper of the lighthouse wrote in his diary:")
+        for number, (name, sampling) in enumerate(SAMPLERS.items()):
+            r = random.Random(10 * engine + number)
+            prompts, params = [], []
+            for i in range(copies // len(ENGINES)):
+                speculate = r.choice(("off", "off", "ngram"))
+                prompts.append(prompt)
+                params.append(
+                    SamplingParams(
+                        seed=7, max_tokens=TOKENS, ignore_eos=True, speculate=speculate, **sampling
+                    )
+                )
+                if i % 4 == 0:  # other requests
+                    prompts.append([r.randrange(1000) for _ in range(r.choice((3, 60, 700)))])
+                    size = r.choice((5, 100, 300))
+                    params.append(SamplingParams(seed=i, max_tokens=size, ignore_eos=True))
+            order = r.sample(range(len(prompts)), len(prompts))
+            done = llm.generate([prompts[i] for i in order], [params[i] for i in order])
+            tokens += sum(one.usage.completion_tokens for one in done)
+            found = [d.token_ids for i, d in zip(order, done, strict=True) if prompts[i] is prompt]
+            counts[name] += len(found)
+            answers[name] |= {tuple(ids) for ids in found}
+            print(f"needle: {name}, {options}: {len(found)} copies", flush=True)
+        llm.close()
+    seconds = time.perf_counter() - began
+    distinct = {name: len(found) for name, found in answers.items()}
+    return {"copies": counts, "distinct": distinct, "tokens": tokens, "seconds": round(seconds, 1)}
+
+
+# ---- draws
+
+
+def random_params(r: random.Random) -> SamplingParams:
+    options: dict[str, Any] = {"temperature": r.choice((0.0, 0.3, 0.8, 1.0, 1.7))}
+    choices: dict[str, tuple[Any, ...]] = {
+        "top_k": (1, 3, 20, 40, 200), "top_p": (0.01, 0.3, 0.9, 0.999), "min_p": (0.001, 0.1, 1.0),
+        "repetition_penalty": (1.3, 0.7), "frequency_penalty": (0.4, -0.3),
+        "presence_penalty": (0.7, -1.1), "banned_token_ids": ((0, 5, 700),), "logprobs": (0, 5),
+    }  # fmt: skip
+    for name, values in choices.items():
+        if r.random() < 0.25:
+            options[name] = r.choice(values)
+    return SamplingParams(**options)
+
+
+PARAMS = [random_params(random.Random(i)) for i in range(1000)]
+
+
+def batch(seed: int) -> tuple[np.ndarray, list[Row]]:
+    """Logits [BATCH, VOCAB], of which one in four rows has many ties, and a Row for each."""
+    r, numbers = random.Random(seed), np.random.default_rng(seed)
+    logits = numbers.standard_normal((BATCH, VOCAB), np.float32)
+    logits *= numbers.choice(np.array([1.0, 3.0, 10.0], np.float32), (BATCH, 1))
+    logits[::4] = np.rint(logits[::4])
+    rows = []
+    for _ in range(BATCH):
+        params, prompt, written = r.choice(PARAMS), r.randint(1, 20), r.randint(0, 40)
+        history = tuple(r.choices(range(VOCAB), k=prompt + written)) if params.needs_history else ()
+        spec = DrawSpec(params, r.getrandbits(64), prompt, history)
+        rows.append(Row(spec, prompt + written, history))
+    return logits, rows
+
+
+def host_draws(seed: int) -> list[Drawn]:
+    return sample_rows(*batch(seed))
+
+
+def draws(count: int) -> dict[str, Any]:
+    sampler = GpuSampler(VOCAB, torch.device("cuda"))
+    differ = left = 0
+    seeds = range(-(-count // BATCH))
+    began = time.perf_counter()
+    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
+        for seed, wanted in zip(seeds, pool.map(host_draws, seeds, chunksize=4), strict=True):
+            logits, rows = batch(seed)
+            # sequence ids are new in every batch: counts of another sequence must not remain
+            ids = range(seed * BATCH, (seed + 1) * BATCH)
+            found = sampler(torch.from_numpy(logits).cuda(), rows, list(ids))
+            left += found.count(None)
+            differ += sum(
+                one is not None and one != right for one, right in zip(found, wanted, strict=True)
+            )
+    return {
+        "draws": len(seeds) * BATCH,
+        "differ": differ,
+        "left_to_host": left,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--copies", type=int, default=1000)
+    parser.add_argument("--draws", type=int, default=1_000_000)
+    args = parser.parse_args()
+    out: dict[str, Any] = {}
+    if args.draws:
+        out["draws"] = draws(args.draws)
+        print(json.dumps(out), flush=True)
+    if args.copies:
+        out["needle"] = needle(args.model, args.copies)
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

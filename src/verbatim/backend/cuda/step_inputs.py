@@ -1,0 +1,224 @@
+"""The inputs of a step with prompts: rows, slots and query tiles as integers, on the host and on
+the device.
+
+In: a Batch. Out: a DeviceStep of exactly its rows (`to_device`), or of a fixed shape that a CUDA
+graph needs (PaddedInputs). Padding rows write to the padding block and belong to no tile. A row's
+bits depend only on its own sequence, so padding changes none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda.kernels import QueryTiles
+from verbatim.backend.cuda.ops import DeviceStep
+from verbatim.backend.step_rows import Batch
+from verbatim.base.config import BLOCK_SIZE
+from verbatim.model.spec import ModelSpec
+
+MAX_OUTPUTS = 256  # rows of logits of a step that replays a graph
+OUTPUTS = (16, 64, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
+MORE_TILES = 32  # tiles beyond those of full ones: sequences whose last tile is not full
+MIN_ROWS = 32
+
+
+class TileArrays(NamedTuple):
+    """Query tiles with the same number of lines. All are int32 [tiles]."""
+
+    first_row: np.ndarray
+    count: np.ndarray
+    owner: np.ndarray  # index of the sequence
+
+
+class StepShape(NamedTuple):
+    """The fixed sizes of a graph's inputs."""
+
+    rows: int
+    outputs: int  # and tiles of few rows
+    tiles: int  # of a prompt
+    spans: int
+
+
+def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
+    """Lines per query tile -> the tiles. Each has rows of one sequence."""
+    cuts: dict[int, list[tuple[int, int, int]]] = {}
+    for s, (first, last) in enumerate(
+        zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
+    ):
+        lines = kernels.tile_lines(spec.heads, spec.kv_heads, last - first, device)
+        most = tile_rows(lines, spec)
+        cuts.setdefault(lines, []).extend(
+            (row, min(most, last - row), s) for row in range(first, last, most)
+        )
+    return {lines: TileArrays(*np.array(cut, np.int32).T) for lines, cut in cuts.items()}
+
+
+def tile_rows(lines: int, spec: ModelSpec) -> int:
+    """Rows of a full tile: a row has one line per query head that shares a KV head."""
+    return lines // (spec.heads // spec.kv_heads)
+
+
+def slots_of(batch: Batch, table: np.ndarray) -> np.ndarray:
+    """The cache slot of each row: block * BLOCK_SIZE + place in the block."""
+    owner = np.repeat(np.arange(len(batch.first) - 1), np.diff(batch.first))
+    blocks = table[owner, batch.positions // BLOCK_SIZE]
+    assert blocks.min() >= 0, "the block of each token is in the table"
+    return np.asarray(blocks * BLOCK_SIZE + batch.positions % BLOCK_SIZE, np.int32)
+
+
+def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep:
+    """Copy the step's integers to the device."""
+    cuts = cut_tiles(batch, spec, device)
+    arrays = [batch.tokens, batch.positions, batch.outputs, batch.logits]
+    arrays += [slots_of(batch, table) for table in batch.tables]
+    for tiles in cuts.values():
+        arrays += [tiles.first_row, tiles.count, batch.positions[tiles.first_row]]
+        arrays += [table[tiles.owner] for table in batch.tables]
+    tokens, positions, outputs, logits, *rest = _send(arrays, device)
+    groups = len(batch.tables)
+    slots, rest = tuple(rest[:groups]), rest[groups:]
+    tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
+    for lines in cuts:
+        first, counts, first_positions, *tables = rest[: 3 + groups]
+        rest = rest[3 + groups :]
+        for tiling, table in zip(tilings, tables, strict=True):
+            rows = tile_rows(lines, spec)
+            tiling.append(QueryTiles(table, first, counts, first_positions, lines, rows))
+    all_outputs = len(batch.outputs) == batch.rows
+    all_logits = len(batch.logits) == len(batch.outputs)
+    return DeviceStep(
+        tokens,
+        positions,
+        slots,
+        tuple(tuple(tiling) for tiling in tilings),
+        None if all_outputs else outputs,
+        None if all_logits else logits,
+        kernels.span_count(int(batch.positions.max()) + 1),
+    )
+
+
+def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Copy several int32 arrays to the device in one transfer."""
+    sizes = [aligned(a.size) for a in arrays]
+    flat = np.zeros(sum(sizes), np.int32)
+    for place, a in zip(np.split(flat, np.cumsum(sizes)[:-1]), arrays, strict=True):
+        place[: a.size] = a.reshape(-1)
+    pieces = torch.from_numpy(flat).to(device).split(sizes)
+    return [piece[: a.size].view(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
+
+
+def aligned(size: int) -> int:
+    """The size of an int32 array after which another one starts at a multiple of 16 bytes. Triton
+    compiles one kernel for pointers that are such multiples, and another one for those that are
+    not."""
+    return -(-size // 4) * 4
+
+
+# ---- a fixed shape
+
+
+def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> StepShape | None:
+    """The smallest shape that holds the step, or None if it has more logits or tiles than a graph.
+
+    Rows are rounded up by an eighth at most."""
+    step = max(MIN_ROWS, 1 << max(0, batch.rows.bit_length() - 4))
+    rows = -(-batch.rows // step) * step
+    few = len(cuts[kernels.DECODE_LINES].count) if kernels.DECODE_LINES in cuts else 0
+    outputs = next((n for n in OUTPUTS if n >= max(few, len(batch.outputs))), None)
+    if outputs is None or not len(batch.outputs) or len(batch.logits) < len(batch.outputs):
+        return None
+    others = [lines for lines in cuts if lines != kernels.DECODE_LINES]
+    if len(others) != 1:
+        return None
+    tiles = aligned(-(-rows // tile_rows(others[0], spec)) + MORE_TILES)
+    if len(cuts[others[0]].count) > tiles:
+        return None
+    spans = 1 << (kernels.span_count(int(batch.positions.max()) + 1) - 1).bit_length()
+    return StepShape(rows, outputs, tiles, spans)
+
+
+class PaddedInputs:
+    """The integers of a step of a fixed shape. The host writes and sends them in one copy."""
+
+    def __init__(
+        self,
+        shape: StepShape,
+        padding: tuple[int, ...],
+        spec: ModelSpec,
+        device: torch.device,
+        logits_out: torch.Tensor | None = None,
+    ) -> None:
+        self.shape, self.padding, self._spec, self._device = shape, padding, spec, device
+        self._width = shape.spans * kernels.SPAN // BLOCK_SIZE
+        groups = len(padding)
+        prompt_lines = kernels.tile_lines(spec.heads, spec.kv_heads, shape.rows, device)
+        self._lines = {kernels.DECODE_LINES: shape.outputs, prompt_lines: shape.tiles}
+        # tokens, positions, outputs, slots per group; per kind of tile first rows, counts, first
+        # positions and a table per group
+        sizes = [shape.rows, shape.rows, shape.outputs, *[shape.rows] * groups]
+        for count in self._lines.values():
+            sizes += [count, count, count, *[count * self._width] * groups]
+        self._host = np.zeros(sum(sizes), np.int32)
+        self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._parts = np.split(self._host, np.cumsum(sizes)[:-1])
+        tokens, positions, outputs, *rest = self._sent.split(sizes)
+        slots, rest = tuple(rest[:groups]), rest[groups:]
+        tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
+        for lines, count in self._lines.items():
+            first, counts, first_positions, *tables = rest[: 3 + groups]
+            rest = rest[3 + groups :]
+            rows = tile_rows(lines, spec)
+            for tiling, table in zip(tilings, tables, strict=True):
+                of_tile = table.view(count, self._width)
+                tiling.append(QueryTiles(of_tile, first, counts, first_positions, lines, rows))
+        self.step = DeviceStep(
+            tokens,
+            positions,
+            slots,
+            tuple(tuple(tiling) for tiling in tilings),
+            outputs,
+            None,
+            shape.spans,
+            logits_out,
+        )
+
+    def fill(self, batch: Batch | None, cuts: dict[int, TileArrays]) -> None:
+        """Write and send a step's integers; without a batch, those of padding alone."""
+        self._host[:] = 0
+        groups = len(self.padding)
+        tokens, positions, outputs, *rest = self._parts
+        for slots, padding in zip(rest[:groups], self.padding, strict=True):
+            slots[:] = padding * BLOCK_SIZE
+        if batch is not None:
+            n = batch.rows
+            tokens[:n], positions[:n] = batch.tokens, batch.positions
+            outputs[: len(batch.outputs)] = batch.outputs
+            for slots, table in zip(rest[:groups], batch.tables, strict=True):
+                slots[:n] = slots_of(batch, table)
+            self._fill_tiles(batch, cuts, rest[groups:])
+        # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
+        # pinned memory before the copy from it is done.
+        sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)
+        sent.numpy()[:] = self._host
+        self._sent.copy_(sent, non_blocking=True)
+
+    def _fill_tiles(
+        self, batch: Batch, cuts: dict[int, TileArrays], parts: Sequence[np.ndarray]
+    ) -> None:
+        groups = len(self.padding)
+        for i, (lines, count) in enumerate(self._lines.items()):
+            if lines not in cuts:
+                continue
+            first, counts, first_positions, *tables = parts[i * (3 + groups) :][: 3 + groups]
+            tiles = cuts[lines]
+            n = len(tiles.count)
+            first[:n], counts[:n] = tiles.first_row, tiles.count
+            first_positions[:n] = batch.positions[tiles.first_row]
+            for table, source in zip(tables, batch.tables, strict=True):
+                width = min(self._width, source.shape[1])
+                table.reshape(count, self._width)[:n, :width] = source[tiles.owner, :width]
