@@ -50,6 +50,7 @@ class Batch:
         tokens    [17, 3, 9, 40, 41]    outputs [2, 3, 4]  rows whose final state is needed
         positions [ 4, 5, 6,  0,  1]    logits  [0, 1, 2]  indices into `outputs`: logits needed
         first     [0, 3, 5]             rows of sequence s: first[s] .. first[s + 1]
+        adapters  [-1, -1, -1, 2, 2]    rows of the second sequence use adapter 2
     """
 
     tokens: np.ndarray  # [rows]
@@ -58,6 +59,7 @@ class Batch:
     tables: tuple[np.ndarray, ...]  # per cache group [sequences, max blocks]: block ids, -1: none
     outputs: np.ndarray  # [outputs]
     logits: np.ndarray  # [logits]
+    adapters: np.ndarray  # [rows]: number of the row's LoRA adapter, -1: none
 
     @property
     def rows(self) -> int:
@@ -85,6 +87,7 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
         tables=tuple(_table(plan, g) for g in range(groups)),
         outputs=np.array(outputs, np.int32),
         logits=np.array(logits, np.int32),
+        adapters=np.repeat(np.array([s.adapter for s in plan.sequences], np.int32), lengths),
     )
 
 

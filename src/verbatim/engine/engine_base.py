@@ -59,6 +59,7 @@ class EngineBase:
         quant: str | None = None,
         check: bool = False,
         defaults: str = "model",
+        adapters: Mapping[str, str] | Sequence[str] = (),
         **unknown: Never,
     ) -> None:
         """Load a model. Blocks until it is ready.
@@ -84,6 +85,8 @@ class EngineBase:
         quant: quantise float weights while loading: q8_0 or q4_0
         check: check the block accounting after every step
         defaults: sampling parameters that a request does not give: model, protocol or greedy
+        adapters: LoRA adapters, name -> PEFT directory or GGUF file; SamplingParams(adapter=name)
+            chooses one for a request
 
         An unknown option is a TypeError that names the right one.
         """

@@ -54,6 +54,7 @@ class Request:
     hidden: bool = False  # also collect the final hidden state of every prompt token
     pooling: str = "mean"  # how the hidden states become one embedding
     thoughts: ThoughtFormat | None = None  # of a chat with a reasoning model
+    adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
 
     def matcher(self, tokenizer: Tokenizer, ends: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a thought budget."""
@@ -116,7 +117,19 @@ def make_request(
         warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
         pooling=parts.pooling,
+        adapter=_adapter(parts, params.adapter),
     )
+
+
+def _adapter(parts: LoadedModel, name: str) -> int:
+    """The number of the adapter that a request names; -1: none."""
+    if not name:
+        return -1
+    names = [adapter.name for adapter in parts.adapters]
+    if name not in names:
+        loaded = f"loaded are {', '.join(names[:10])}" if names else "none is loaded"
+        raise ParameterError("adapter", f"{name!r:.60} is no loaded adapter; {loaded}")
+    return names.index(name)
 
 
 def _check_thoughts(params: SamplingParams, thoughts: ThoughtFormat | None) -> None:

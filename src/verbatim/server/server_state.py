@@ -62,7 +62,14 @@ class State:
         return self.limits.max_json_values + (0 if facts is None else facts.context)
 
     def names(self) -> tuple[str, ...]:
-        return self.settings.served_names or (self.settings.model,)
+        """Names that requests may use as `model`: the model's, then those of its adapters."""
+        return (*self.settings.base_names, *self.settings.adapter_names)
+
+    def adapter_of(self, name: str | None) -> str:
+        """The LoRA adapter that a request's `model` names; empty: the base model."""
+        plain = (name or "").removesuffix(":latest")
+        adapters = self.settings.adapter_names
+        return name if name in adapters and name else plain if plain in adapters else ""
 
     def check_model(self, name: str | None) -> str:
         """The served name for a request's `model`; None: the first. A name is only looked up in the

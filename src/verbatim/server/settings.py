@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 
 MIB = 1 << 20
@@ -188,6 +189,18 @@ class Settings:
             )
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port")
+        if twice := set(self.adapter_names) & set(self.base_names):
+            raise ParameterError(
+                "adapters", f"{twice.pop()!r} is also the name of the model; choose another"
+            )
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        return self.served_names or (self.model,)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(split_adapter(entry)[0] for entry in self.engine.get("adapters", ()))
 
     @property
     def served_name(self) -> str:

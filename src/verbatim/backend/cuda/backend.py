@@ -21,6 +21,7 @@ from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
 from verbatim.backend.cuda.kernels import QueryTiles
+from verbatim.backend.cuda.lora import adapter_rows, load_adapter
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, load, rope_tables
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
@@ -67,6 +68,7 @@ class CudaBackend:
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         self._weights = load(model.weights, model.spec, self.device) if weights is None else weights
+        self._adapters = tuple(load_adapter(a, model.spec, self.device) for a in model.adapters)
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         # per cache group an extra block that no sequence owns: the padding rows of a graph use it
@@ -161,7 +163,8 @@ class CudaBackend:
 
         `tokens` [rows] replaces the plan's tokens, if only the device has them."""
         all_logits = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)
-        if self._use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS:
+        adapted = any(s.adapter >= 0 for s in plan.sequences)
+        if self._use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS and not adapted:
             return self._replay(plan.sequences, plan.rows, tokens)
         step = self._device_step(make_batch(plan, len(self._caches)))
         if tokens is not None:
@@ -169,7 +172,7 @@ class CudaBackend:
         return self._compute(step)
 
     def _compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
-        ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step)
+        ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step, self._adapters)
         hidden, logits = forward(self.spec, ops)
         return hidden, logits
 
@@ -320,6 +323,7 @@ class CudaBackend:
             None if all_outputs else outputs,
             None if all_logits else logits,
             kernels.span_count(int(batch.positions.max()) + 1),
+            adapter_rows(batch.adapters, self.device),
         )
 
     def _cut_tiles(self, batch: Batch) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -396,5 +400,7 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
 
 def weight_bytes(model: Model) -> int:
     """Bytes of the weights in half precision, as ops.load stores them (norms are float32, but
-    small)."""
-    return 2 * sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
+    small), and of the adapters in float32."""
+    adapters = [t for a in model.adapters for p in a.parts.values() for t in (p.a, p.b)]
+    values = sum(int(np.prod(tensor.shape)) for tensor in model.weights.values())
+    return 2 * values + 4 * sum(int(np.prod(tensor.shape)) for tensor in adapters)
