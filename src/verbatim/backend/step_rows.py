@@ -8,7 +8,7 @@ inner rows need neither. `collect` samples and scores the computed logits. All b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -59,7 +59,8 @@ class Batch:
     tables: tuple[np.ndarray, ...]  # per cache group [sequences, max blocks]: block ids, -1: none
     outputs: np.ndarray  # [outputs]
     logits: np.ndarray  # [logits]
-    adapters: np.ndarray  # [rows]: number of the row's LoRA adapter, -1: none
+    # [rows]: number of the row's LoRA adapter, -1: none; empty: no row has one
+    adapters: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def rows(self) -> int:

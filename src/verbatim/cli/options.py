@@ -147,7 +147,8 @@ def chosen_adapter(flags: Values, given: str | None = None) -> str:
     names = [split_adapter(entry)[0] for entry in flags.get("e_adapters") or ()]
     if given is None and len(names) > 1:
         raise ParameterError(
-            "use_adapter", f"several adapters are loaded; name one of them: {', '.join(names)}"
+            "use_adapter",
+            f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}",
         )
     return names[0] if given is None and names else given or ""
 

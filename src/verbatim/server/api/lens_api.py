@@ -185,7 +185,8 @@ async def replay(call: RequestContext) -> Response:
     assert done.receipt is not None
     # WireChoice has the fields of Choice that compare() reads
     choices = cast(Sequence[Choice], done.choices)
-    verdict = compare(receipt, choices, {name: done.receipt[name] for name in MAKERS})
+    makers = {name: done.receipt[name] for name in MAKERS}
+    verdict = compare(receipt, choices, makers | {"adapter": done.receipt.get("adapter", "")})
     return Json(
         {
             "identical": verdict.identical,
