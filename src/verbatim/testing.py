@@ -23,7 +23,7 @@ import numpy as np
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
-from verbatim.engine.loaded_model import LoadedModel
+from verbatim.engine.loaded_model import AdapterInfo, LoadedModel
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -125,7 +125,7 @@ class FakeBackend:
     def _sequence(self, step: SeqStep) -> SeqResult:
         if self.canary:
             self._verify(step)
-        number = self._read(step, 0, step.start - 1)[2] if step.start else 1
+        number = self._read(step, 0, step.start - 1)[2] if step.start else _first(step)
         numbers = []
         for position, token in enumerate(step.tokens, step.start):
             number = mix(number, token)
@@ -163,7 +163,7 @@ class FakeBackend:
         known = self.known(step.seq_id) if self.known else None
         for group, layers in enumerate(self.spec.groups):
             first = 0 if layers.window is None else max(step.start - layers.window + 1, 0)
-            before: int | None = 1 if first == 0 else None
+            before: int | None = _first(step) if first == 0 else None
             for position in range(first, step.start):
                 _, token, number = self._read(step, group, position)
                 if (known is not None and token != known[position]) or (
@@ -227,6 +227,11 @@ class FakeBackend:
             else []
         )
         return Drawn(token, logprob, candidates=tuple((-t, lp) for lp, t in found))
+
+
+def _first(step: SeqStep) -> int:
+    """The number before the first token: each adapter has another."""
+    return step.adapter + 2
 
 
 class ByteTokenizer:
@@ -353,7 +358,8 @@ THINK_SOURCE = (
 
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
-    then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model)."""
+    then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), adapters=A+B
+    (LoRA adapters of these names)."""
     from verbatim.text.chat_template import ChatTemplate
 
     kind, *pairs = options.split(",")
@@ -376,4 +382,9 @@ def server_parts(options: str) -> LoadedModel:
         name="fake",
         digest="fake",
         template=template,
+        adapters=tuple(
+            AdapterInfo(name, f"fake {name}", 4) for name in values.get("adapters", "").split("+")
+        )
+        if "adapters" in values
+        else (),
     )

@@ -18,9 +18,12 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.model.adapter import Adapter, is_adapted
 from verbatim.model.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.load import Model
+from verbatim.model.spec import ModelSpec
+from verbatim.weights.adapter_file import LowRank
 from verbatim.weights.quantise import quantise
 from verbatim.weights.safetensors import SafetensorsDir
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
@@ -192,6 +195,21 @@ def tiny_model(
     ).hexdigest()
     source = SafetensorsDir(Path(f"tiny-{family}"), config, {}, {}, digest)
     return Model(spec, Weights(tensors, f"tiny-{family}", digest), source, (1,), {})
+
+
+def tiny_adapter(
+    spec: ModelSpec, name: str = "adapter", *, seed: int = 0, rank: int = 4
+) -> Adapter:
+    """A random LoRA adapter of every weight that an adapter can change."""
+    random = np.random.default_rng(seed)
+    parts: dict[str, LowRank] = {}
+    for weight, shape in layout(spec).items():
+        if is_adapted(weight):
+            a = random.standard_normal((rank, shape[1]), np.float32) / np.float32(shape[1] ** 0.5)
+            b = random.standard_normal((shape[0], rank), np.float32) * np.float32(0.3)
+            pair = [Tensor(weight, "f32", x.shape, x.reshape(-1).view(np.uint8)) for x in (a, b)]
+            parts[weight] = LowRank(*pair, scale=0.5 + seed)
+    return Adapter(name, f"tiny adapter {seed} of rank {rank}", parts)
 
 
 def _values(

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
 from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
-from verbatim.testing_models import FIRST_FAMILIES, TINY_CONFIGS, tiny_model
+from verbatim.testing_models import FIRST_FAMILIES, TINY_CONFIGS, tiny_adapter, tiny_model
 from verbatim.weights.tensor import BLOCKS as BLOCK_SIZES
 from verbatim.weights.tensor import Tensor
 
@@ -165,6 +166,30 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
     while not seq.finished:
         run(backend, [seq], [20])
     assert same_bits(expected, seq)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family: str) -> None:
+    """Two adapters and the base model in one batch, in chunks: each has the bits of its own run."""
+    model = small(family)
+    found = tuple(tiny_adapter(model.spec, str(n), seed=n, rank=3 + 2 * n) for n in range(2))
+    model = replace(model, adapters=found)
+    backend, reference = opened(model), opened(model, "reference")
+    alone = [run_alone(backend, TOKENS, adapter=n, number=n + 1) for n in (-1, 0, 1)]
+    for n, seq in zip((-1, 0, 1), alone, strict=True):
+        theirs = run_alone(reference, TOKENS, adapter=n)
+        assert np.abs(np.array(seq.logprobs) - np.array(theirs.logprobs)).mean() < 0.02
+    assert not same_bits(alone[0], alone[1])
+    assert not same_bits(alone[1], alone[2])
+    blocks = Blocks(backend.spec, backend.block_size, 5)
+    together = [blocks.allocate(n + 1, TOKENS) for n in (-1, 0, 1)]
+    for n, seq in zip((-1, 0, 1), together, strict=True):
+        seq.adapter = n
+    run(backend, together, [3, 1, 4])
+    while left := [seq for seq in together if not seq.finished]:
+        run(backend, left, [5] * len(left))
+    for one, other in zip(alone, together, strict=True):
+        assert same_bits(one, other)
 
 
 def test_attention_over_several_spans_is_right_and_keeps_its_bits(
@@ -813,7 +838,7 @@ ELSEWHERE = {
     "early_stopping", "num_beam_groups", "diversity_penalty", "json_schema", "regex", "grammar",
     "choice", "prompt_logprobs", "logprobs_mode", "receipt", "speculate", "priority", "cache_salt",
     "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "xtc_threshold",
-    "thinking_budget",
+    "thinking_budget", "adapter",
 }  # fmt: skip
 # Parameters with a value that the device does not support.
 HOST_ONLY: dict[str, object] = {

@@ -27,6 +27,7 @@ class ScoredSeq:
     logprobs: list[float] = field(default_factory=list)
     hidden: list[np.ndarray] = field(default_factory=list)
     drawn: list[tuple[int, float]] = field(default_factory=list)
+    adapter: int = -1
 
     @property
     def finished(self) -> bool:
@@ -83,6 +84,7 @@ def make_plan(
                 draw=params(seq),
                 targets=tuple(seq.tokens[seq.done + 1 : seq.done + 1 + count]),
                 hidden=True,
+                adapter=seq.adapter,
             )
         )
     return StepPlan(0, tuple(steps))
@@ -102,9 +104,12 @@ def run(
         seq.drawn = [(result.drawn[0].token, result.drawn[0].logprob)]
 
 
-def run_alone(backend: Backend, tokens: list[int], seed: int = 0, number: int = 0) -> ScoredSeq:
+def run_alone(
+    backend: Backend, tokens: list[int], seed: int = 0, number: int = 0, adapter: int = -1
+) -> ScoredSeq:
     """Compute the sequence alone, in one step."""
     seq = Blocks(backend.spec, backend.block_size, seed).allocate(number, tokens)
+    seq.adapter = adapter
     run(backend, [seq], [len(tokens)])
     return seq
 

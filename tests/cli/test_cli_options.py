@@ -66,6 +66,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "explain": (["3"], 3),
     "priority": (["-1"], -1),
     "cache_salt": (["me"], "me"),
+    "adapter": (["sql"], "sql"),
     "thinking_budget": (["64"], 64),
 }
 
@@ -91,7 +92,7 @@ def call(*words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [n for n in FIELDS if n not in options.NOT_FLAGS])
 def test_every_parameter_is_a_flag(name: str) -> None:
-    flag = "--" + name.replace("_", "-")
+    flag = options.flag_name(name)
     if FIELDS[name].kind == "bool":
         words, wanted = (
             ([flag] if not FIELDS[name].default else [f"--no-{flag[2:]}"]),
@@ -115,6 +116,16 @@ def test_without_flags_the_defaults_and_a_fixed_seed_apply() -> None:
         )
     )
     assert call()["engine"] == {}
+
+
+def test_one_loaded_adapter_is_used_and_of_several_one_is_named() -> None:
+    assert call("--adapter", "sql=x")["params"]["adapter"] == "sql"
+    assert call("--lora", "some/sql.gguf")["params"]["adapter"] == "sql"
+    two = ["--adapter", "a=x", "--lora-modules", "b=y"]
+    with pytest.raises(ParameterError, match=r"use_adapter.*a, b"):
+        call(*two)
+    assert call(*two, "--use-adapter", "b")["params"]["adapter"] == "b"
+    assert call(*two, "--use-adapter", "")["params"]["adapter"] == ""
 
 
 def test_beam_search_needs_no_temperature() -> None:
@@ -151,7 +162,7 @@ def test_every_engine_setting_is_a_flag_with_help() -> None:
     names = {f.name for f in fields(EngineConfig)}
     assert names == set(options.ENGINE_HELP)
     flags = {flag for param in probe.params for flag in param.opts}
-    assert {"--" + name.replace("_", "-") for name in names} <= flags
+    assert {options.flag_name(name) for name in names} <= flags
     assert call("--threads", "3", "--kv-memory", "1.5G", "--no-prefix-cache", "--speculate", "off")[
         "engine"
     ] == {

@@ -8,7 +8,7 @@ inner rows need neither. `collect` samples and scores the computed logits. All b
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -50,6 +50,7 @@ class Batch:
         tokens    [17, 3, 9, 40, 41]    outputs [2, 3, 4]  rows whose final state is needed
         positions [ 4, 5, 6,  0,  1]    logits  [0, 1, 2]  indices into `outputs`: logits needed
         first     [0, 3, 5]             rows of sequence s: first[s] .. first[s + 1]
+        adapters  [-1, -1, -1, 2, 2]    rows of the second sequence use adapter 2
     """
 
     tokens: np.ndarray  # [rows]
@@ -58,6 +59,8 @@ class Batch:
     tables: tuple[np.ndarray, ...]  # per cache group [sequences, max blocks]: block ids, -1: none
     outputs: np.ndarray  # [outputs]
     logits: np.ndarray  # [logits]
+    # [rows]: number of the row's LoRA adapter, -1: none; empty: no row has one
+    adapters: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
 
     @property
     def rows(self) -> int:
@@ -85,6 +88,7 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
         tables=tuple(_table(plan, g) for g in range(groups)),
         outputs=np.array(outputs, np.int32),
         logits=np.array(logits, np.int32),
+        adapters=np.repeat(np.array([s.adapter for s in plan.sequences], np.int32), lengths),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import SupportsIndex
 
@@ -70,8 +71,11 @@ class EngineConfig:
     # model | protocol | greedy: sampling parameters that a request does not give (base/defaults.py)
     defaults: str = "model"
     check: bool = False  # check the block accounting after every step
+    # LoRA adapters to load, as NAME=PATH; a mapping from name to path is accepted, too
+    adapters: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "adapters", _adapters(self.adapters))
         for name in SIZES:
             size: object = getattr(self, name)
             if isinstance(size, str):
@@ -110,6 +114,43 @@ class EngineConfig:
                 f"{self.threads} is more than the {max_threads} that are possible; this machine "
                 f"has {processors} processor{plural}, and more threads than that only wait",
             )
+
+
+def split_adapter(entry: str) -> tuple[str, str]:
+    """(name, path) of NAME=PATH. A path alone is named by its last part.
+
+    >>> split_adapter("sql=adapters/sql-r16")
+    ('sql', 'adapters/sql-r16')
+    >>> split_adapter("adapters/sql.gguf")
+    ('sql', 'adapters/sql.gguf')
+    """
+    name, equals, path = entry.partition("=")
+    if not equals:
+        name, path = os.path.basename(entry.rstrip("/")).removesuffix(".gguf"), entry
+    if not path or not _ADAPTER_NAME.fullmatch(name):
+        raise ParameterError(
+            "adapters",
+            f"{entry!r:.80} is not NAME=PATH; a name has letters, digits and . _ - : / only",
+        )
+    return name, path
+
+
+_ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,119}")
+
+
+def _adapters(given: object) -> object:
+    """The setting as a tuple of NAME=PATH. Another type is left to the type check."""
+    if isinstance(given, Mapping):
+        given = [f"{name}={os.fspath(path)}" for name, path in given.items()]
+    if not isinstance(given, (list, tuple)) or not all(isinstance(g, str) for g in given):
+        return given
+    names: set[str] = set()
+    for entry in given:
+        name, _ = split_adapter(entry)
+        if name in names:
+            raise ParameterError("adapters", f"the name {name!r} is given twice")
+        names.add(name)
+    return tuple(given)
 
 
 # annotation -> (accepted types, name in errors); NumPy integers have __index__

@@ -32,6 +32,8 @@ PARAMETERS = {
     "response_format": "write json_schema",
     "num_samples": "write n",
     "random_state": "write seed",
+    "lora_request": "write adapter='NAME', a name of LLM(..., adapters={'NAME': PATH})",
+    "lora": "write adapter='NAME', a name of LLM(..., adapters={'NAME': PATH})",
 }
 OPTIONS = {
     "model_path": "write model, or give it as the first argument",
@@ -57,6 +59,11 @@ OPTIONS = {
     "max_num_batched_tokens": "write step_tokens",
     "enable_prefix_caching": "write prefix_cache",
     "speculative_config": "write speculate",
+    "enable_lora": "write adapters={'NAME': PATH}; it needs no switch",
+    "lora_modules": "write adapters={'NAME': PATH}",
+    "lora_path": "write adapters={'NAME': PATH}",
+    "max_lora_rank": "leave it out: each adapter has its own rank",
+    "max_loras": "leave it out: every loaded adapter may be in a batch",
     "seed": "it belongs to a request: SamplingParams(seed=...)",
     "temperature": "it belongs to a request: SamplingParams(temperature=...)",
     "trust_remote_code": "leave it out: nothing in a model file is ever executed",

@@ -249,6 +249,7 @@ class SamplingParams:
         "str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting"
     )
     priority: int = declared("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1)
+    adapter: str = declared("str", "", "name of a loaded LoRA adapter; empty: the base model")
     cache_salt: str = declared("str", "", "requests share cached prefixes only under the same salt")
     # (name, origin) of each parameter in DEFAULTED that was given: "request". base/defaults.py adds
     # the others: "model: generation_config.json", "protocol: ollama", ...

@@ -77,6 +77,7 @@ class SeqStep(NamedTuple):
     targets: tuple[int, ...] = ()
     target_top: int = 0  # best alternatives to report per target
     hidden: bool = False  # also return the final hidden state (after the last norm) per token
+    adapter: int = -1  # number of the LoRA adapter in Model.adapters; -1: the base model
 
     @property
     def end(self) -> int:

@@ -103,7 +103,7 @@ ABOVE = (
     " [suffix]",
 )
 @model_options
-@engine_options_without("speculate")
+@engine_options_without("speculate", "adapters")
 def command(
     quick: bool,
     against: str | None,

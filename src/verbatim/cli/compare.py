@@ -18,7 +18,7 @@ from verbatim.cli.options import (
     Option,
     check_output,
     engine_of,
-    engine_options,
+    engine_options_without,
     engine_value,
     given_sampling,
     model_options,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 DEFAULT_SETTINGS = ("temperature=0", "temperature=1,seed=0")
 DEFAULT_TOKENS = 96
 QUIZ_TOKENS = 32
-ENGINE = {field.name: str(field.type) for field in fields(EngineConfig)}
+ENGINE = {field.name: str(field.type) for field in fields(EngineConfig) if field.name != "adapters"}
 COLUMN = 38  # characters: two texts side by side on 80 columns
 
 
@@ -73,7 +73,7 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without("adapters")
 @sampling_options
 def command(
     prompts: tuple[str, ...],

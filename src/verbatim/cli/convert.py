@@ -4,7 +4,7 @@ The file is written atomically: complete or not at all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from verbatim.cli.options import Command, Option, check_output
 from verbatim.cli.terminal import Progress, note, warn, write
 
 if TYPE_CHECKING:
+    from verbatim.model.load import Model
     from verbatim.weights.gguf_write import LazyTensor
     from verbatim.weights.tensor import Tensor
 
@@ -174,8 +175,28 @@ def _bytes(tensors: Any) -> int:
     return sum(int(t.data.nbytes) for t in tensors)
 
 
-def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor]]:
-    """Metadata, the GGUF types of its values, and tensors by their GGUF names."""
+def write_merged(path: Path, target: Path, change: Callable[[Model], Model]) -> None:
+    """Write a changed model as GGUF; every other tensor and key is the source's."""
+    from verbatim.weights.gguf_write import write_gguf
+
+    metadata, kinds, tensors = _read_model(path, change)
+    if path.is_file():
+        from verbatim.convert.export_model import model_tensors
+        from verbatim.model.load import load_model
+
+        before = load_model(path)
+        after = change(before)
+        kept = before.weights.tensors
+        changed = {n for n, tensor in after.weights.items() if tensor is not kept[n]}
+        tensors |= {t.name: t for t in model_tensors(after, only=changed)}
+    write_gguf(target, metadata, tensors.values(), types=kinds)
+
+
+def _read_model(
+    path: Path, change: Callable[[Model], Model] | None = None
+) -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor]]:
+    """Metadata, the GGUF types of its values, and tensors by their GGUF names. `change` replaces
+    the weights of a safetensors model."""
     if path.is_file():
         from verbatim.weights.gguf import read_gguf
 
@@ -195,6 +216,8 @@ def _read_model(path: Path) -> tuple[dict[str, Any], dict[str, str], dict[str, T
     model = load_model(path)
     for line in model.warnings:
         warn(line)
+    if change is not None:
+        model = change(model)
     arch = ARCHITECTURE.get(model.spec.family, model.spec.family)
     metadata, extra = model_metadata(model, path.name)
     metadata |= tokenizer_metadata(path, from_directory(path), model.spec.vocab, arch)

@@ -13,7 +13,7 @@ from verbatim.cli.options import (
     Command,
     Option,
     check_output,
-    engine_options,
+    engine_options_without,
     model_options,
 )
 from verbatim.cli.terminal import write_json
@@ -62,7 +62,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without("adapters")
 def command(
     prompt: tuple[str, ...],
     file: str | None,

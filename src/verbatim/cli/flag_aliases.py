@@ -20,6 +20,7 @@ FLAG_ALIASES: dict[str, tuple[str, ...]] = {
     "--system": ("-sys", "--system-prompt"),
     "--served-model-name": ("-a", "--alias"),
     "--file": ("-f", "--prompt-file"),
+    "--adapter": ("--lora", "--lora-modules"),
     "--requantise": ("--requantize", "--allow-requantize"),
 }
 
@@ -43,6 +44,12 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ("--keepalive", "--keep-alive"): "the model stays loaded until the command ends; leave it out",
     ("-fa", "--flash-attn"): "each backend has one attention kernel; leave it out",
     ("--mlock", "--no-mmap"): "files are mapped into memory; leave it out",
+    ("--enable-lora", "--max-lora-rank", "--max-loras", "--max-cpu-loras"): (
+        "--adapter NAME=PATH loads a LoRA adapter of any rank, and may be repeated"
+    ),
+    ("--lora-scaled", "--lora-base"): (
+        "--adapter NAME=PATH loads a LoRA adapter with the scale that its file states"
+    ),
     ("--trust-remote-code",): "nothing in a model file is ever executed; leave it out",
     ("--stream", "--no-stream"): "text is streamed, and --json prints one object; leave it out",
     ("--do-sample",): (

@@ -44,6 +44,7 @@ GROUPS = {
         "models": "List the catalog and the downloaded models.",
         "pull": "Download a model into the cache.",
         "convert": "Write a model as a (quantised) GGUF file.",
+        "merge": "Add a LoRA adapter to the weights of a model.",
     },
     "System": {
         "plan": "Memory, speed limits and cost of a model, from its config.",

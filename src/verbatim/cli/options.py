@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import click
 
-from verbatim.base.config import SIZES, EngineConfig, parse_size
+from verbatim.base.config import SIZES, EngineConfig, parse_size, split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import Field
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
@@ -58,7 +58,10 @@ ENGINE_HELP = {
     " protocol's), protocol, or greedy (temperature 0)",
     "quant": "quantise float weights while loading: q8_0 or q4_0",
     "check": "verify the KV block accounting after every step",
+    "adapters": "load a LoRA adapter, a PEFT directory or a GGUF file (may be repeated)",
 }
+# Flags whose names are not those of their fields: --adapter loads, --use-adapter chooses.
+FLAG_NAMES = {"adapters": "--adapter", "adapter": "--use-adapter"}
 HIDDEN = {"kv_blocks", "check"}
 FROM_FILE = {"json_schema", "grammar"}  # @FILE as a value reads the file
 PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
@@ -77,8 +80,12 @@ def sampling_options(command: F) -> F:
     return command
 
 
+def flag_name(field: str) -> str:
+    return FLAG_NAMES.get(field, "--" + field.replace("_", "-"))
+
+
 def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
-    flag, dest = "--" + name.replace("_", "-"), "p_" + name
+    flag, dest = flag_name(name), "p_" + name
     shown = DEFAULTS.get(name, rule.default)
     text = rule.help.partition("; missing:")[0] if name in DEFAULTS else rule.help
     if name in DEFAULTED and name not in DEFAULTS:
@@ -122,6 +129,8 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     """SamplingParams from the parsed flags. A wrong value raises a ParameterError that names it."""
     given = given_sampling(flags)
     values: Values = {**DEFAULTS, **defaults, **given}
+    if flags.get("e_adapters"):
+        values["adapter"] = chosen_adapter(flags, given.get("adapter"))
     if values.get("num_beams", 1) > 1:  # beam search supports neither default
         values = {
             name: value for name, value in values.items() if name not in DEFAULTS or name in given
@@ -134,6 +143,18 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
         # Raises the error that beam search cannot use speculative decoding.
         params.with_(speculate=flags["e_speculate"])
     return params
+
+
+def chosen_adapter(flags: Values, given: str | None = None) -> str:
+    """The adapter that a command of one request uses: the one that --adapter loads, or of several
+    the one that --use-adapter names."""
+    names = [split_adapter(entry)[0] for entry in flags.get("e_adapters") or ()]
+    if given is None and len(names) > 1:
+        raise ParameterError(
+            "use_adapter",
+            f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}",
+        )
+    return names[0] if given is None and names else given or ""
 
 
 def given_sampling(flags: Values) -> Values:
@@ -339,7 +360,7 @@ def _engine_flags(command: F, without: tuple[str, ...]) -> F:
     for field in reversed(fields(EngineConfig)):
         if field.name in without:
             continue
-        flag, dest, kind = "--" + field.name.replace("_", "-"), "e_" + field.name, str(field.type)
+        flag, dest, kind = flag_name(field.name), "e_" + field.name, str(field.type)
         common: Values = {
             "cls": Option,
             "section": "Model and engine",
@@ -352,8 +373,9 @@ def _engine_flags(command: F, without: tuple[str, ...]) -> F:
         elif kind.startswith("bool"):
             option = click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
         elif kind.startswith("tuple"):
+            metavar = "NAME=PATH" if field.name == "adapters" else "NAME"
             option = click.option(
-                flag, dest, multiple=True, metavar="NAME", **{**common, "default": ()}
+                flag, dest, multiple=True, metavar=metavar, **{**common, "default": ()}
             )
         elif kind.startswith("int"):
             option = click.option(flag, dest, type=int, metavar="N", **common)

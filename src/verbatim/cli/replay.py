@@ -61,6 +61,7 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
             "backend": info.name,
             "numerics": info.numerics,
             "context": llm.context,
+            "adapter": next((a.digest for a in llm.parts.adapters if a.name == params.adapter), ""),
         }
         verdict = compare(receipt, done.choices, environment)
         around = [] if verdict.identical else _around(llm, receipt, done, verdict)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ContextError
-from verbatim.cli.options import Command, Option, engine_options, model_options
+from verbatim.cli.options import Command, Option, chosen_adapter, engine_options, model_options
 from verbatim.cli.report import token_logprobs
 from verbatim.cli.terminal import note, warn, write, write_json
 
@@ -70,9 +70,10 @@ def command(
 
     named = text[0][1:] if len(text) == 1 and text[0].startswith("@") else None
     content = read_prompt(() if named and not file else text, "text", file or named)
+    adapter = chosen_adapter(flags)
     with open_llm(flags, quiet=as_json) as llm:
         try:
-            score = llm.score(content, top=top, window=window, stride=stride)
+            score = llm.score(content, top=top, window=window, stride=stride, adapter=adapter)
         except ContextError as error:
             raise ContextError(
                 f"{error.message}, or score it in windows (--window {llm.context})",
@@ -86,7 +87,7 @@ def command(
                 "tokens": list(score.token_ids),
                 "logprobs": token_logprobs(score.logprobs),
                 "model": llm.parts.name,
-                "fingerprint": llm.fingerprint,
+                "fingerprint": llm.core.fingerprints[0 if adapter else -1],
                 "warnings": list(score.warnings),
             }
             write_json(out)

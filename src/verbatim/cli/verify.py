@@ -32,7 +32,7 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
 @click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
-@engine_options_without(*VARIED)
+@engine_options_without(*VARIED, "adapters")
 def command(
     model: str | None,
     backends: str,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -191,9 +191,10 @@ def _vector(name: str, values: np.ndarray) -> Tensor:
 # --- weights
 
 
-def model_tensors(model: Model) -> Iterator[Tensor]:
+def model_tensors(model: Model, only: Collection[str] | None = None) -> Iterator[Tensor]:
     """Every weight under its GGUF name, one at a time: fused where GGUF fuses, the rotated rows
-    of llama interleaved, the norm offset added to the norms."""
+    of llama interleaved, the norm offset added to the norms. `only`: the tensors that hold one of
+    these weights."""
     spec = model.spec
     arch = ARCHITECTURE.get(spec.family, spec.family)
     two_norms = spec.parallel and not spec.shared_norm
@@ -201,8 +202,11 @@ def model_tensors(model: Model) -> Iterator[Tensor]:
     sources = {name: gguf_source(arch, name, two_norms=two_norms) for name in layout(spec)}
     counts = Counter(source.names[0] for source in sources.values())
     rotated = next((layer.rope.dim for layer in spec.layers if layer.rope), 0)
+    wanted = {sources[name].names[0] for name in (sources if only is None else only)}
     for name, source in sources.items():
         key = source.names[0]
+        if key not in wanted:
+            continue
         tensor = model.weights[name]
         if name.endswith("norm") and spec.norm_offset:
             tensor = _vector(key, tensor.to_f32() + np.float32(spec.norm_offset))

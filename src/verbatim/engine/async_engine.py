@@ -172,10 +172,15 @@ class AsyncEngine(AsyncCalls):
         return await self._submit(make, params, request_id, tenant, reader, hidden)
 
     async def embed(
-        self, prompt: str | Sequence[int], *, request_id: str | None = None, tenant: str = ""
+        self,
+        prompt: str | Sequence[int],
+        *,
+        request_id: str | None = None,
+        tenant: str = "",
+        adapter: str = "",
     ) -> tuple[np.ndarray, int]:
         """The embedding of LLM.embed() (float32 [hidden]), and the number of prompt tokens."""
-        params = SamplingParams(max_tokens=0)
+        params = SamplingParams(max_tokens=0, adapter=adapter)
         stream = await self._submit(
             partial(_same, prompt), params, request_id, tenant, self._stream, hidden=True
         )

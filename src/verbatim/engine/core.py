@@ -47,6 +47,10 @@ class EngineCore:
         self.disk_cache = open_disk_cache(parts, config)
         self.scheduler = make_scheduler(parts, config, self.cache_plan, self.disk_cache)
         self.fingerprint = fingerprint_of(parts)
+        # by number of the adapter; -1: the base model
+        self.fingerprints = {
+            number: fingerprint_of(parts, number) for number in range(-1, len(parts.adapters))
+        }
         self.metrics = EngineMetrics()
         self.step_log = StepLog()
         self.drafting = Drafting(parts, config, self.scheduler)
@@ -250,7 +254,8 @@ class EngineCore:
     def _complete(self, running: RunningRequest) -> Completion:
         request = running.request
         saved = sum(self.drafting.finish(seq, request.tenant) for seq in running.sequences)
-        completion = running.completion(self.fingerprint, saved)
+        fingerprint = self.fingerprints[request.adapter]
+        completion = running.completion(fingerprint, saved)
         if request.params.receipt:
             completion = replace(completion, receipt=self._receipt(request, completion))
         del self.requests[request.id]
@@ -269,7 +274,8 @@ class EngineCore:
             backend=self.backend.info.name,
             detail=self.backend.info.detail,
             numerics=self.backend.info.numerics,
-            fingerprint=self.fingerprint,
+            fingerprint=completion.fingerprint,
+            adapter=self.parts.adapters[request.adapter].digest if request.adapter >= 0 else "",
             context=self.context,
             prompt_ids=request.prompt_ids,
             params=request.params,

@@ -10,7 +10,7 @@ from dataclasses import fields
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Never, Self
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import EngineConfig, split_adapter
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.habits import METHODS, OPTIONS, attribute
 from verbatim.engine.core import EngineCore
@@ -61,6 +61,7 @@ class EngineBase:
         quant: str | None = None,
         check: bool = False,
         defaults: str = "model",
+        adapters: Mapping[str, str] | Sequence[str] = (),
         **unknown: Never,
     ) -> None:
         """Load a model. Blocks until it is ready.
@@ -88,6 +89,8 @@ class EngineBase:
         quant: quantise float weights while loading: q8_0 or q4_0
         check: check the block accounting after every step
         defaults: sampling parameters that a request does not give: model, protocol or greedy
+        adapters: LoRA adapters, name -> PEFT directory or GGUF file; SamplingParams(adapter=name)
+            chooses one for a request
 
         An unknown option is a TypeError that names the right one.
         """
@@ -104,7 +107,11 @@ class EngineBase:
     def from_parts(cls, parts: LoadedModel, **options: Any) -> Self:
         """An engine for an already loaded model, or for the fakes of verbatim.testing."""
         self = cls.__new__(cls)
-        self._open(parts, _config(cls.__name__, options))
+        config = _config(cls.__name__, options)
+        named = [split_adapter(entry)[0] for entry in config.adapters]
+        if named and named != [adapter.name for adapter in parts.adapters]:
+            raise ParameterError("adapters", "the model was loaded without them; use load_parts()")
+        self._open(parts, config)
         return self
 
     if not TYPE_CHECKING:  # a type checker reports unknown names itself

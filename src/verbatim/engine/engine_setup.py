@@ -61,10 +61,11 @@ def make_scheduler(
     )
 
 
-def fingerprint_of(parts: LoadedModel) -> str:
-    """Digest of weights, backend and numerics: equal fingerprints promise equal tokens."""
+def fingerprint_of(parts: LoadedModel, adapter: int = -1) -> str:
+    """Digest of weights, backend, numerics and adapter: equal fingerprints promise equal tokens."""
     info = parts.backend.info
-    identity = "\0".join((parts.digest, info.name, info.numerics))
+    adapted = (parts.adapters[adapter].digest,) if adapter >= 0 else ()
+    identity = "\0".join((parts.digest, info.name, info.numerics, *adapted))
     return f"vb-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 

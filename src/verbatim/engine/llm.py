@@ -207,7 +207,13 @@ class LLM(BlockingEngine):
         return Explanation(self._run([text], [wanted])[0], wanted, self.tokenizer)
 
     def score(
-        self, text: Prompt, *, top: int = 0, window: int | None = None, stride: int | None = None
+        self,
+        text: Prompt,
+        *,
+        top: int = 0,
+        window: int | None = None,
+        stride: int | None = None,
+        adapter: str = "",
     ) -> Score:
         """Teacher-forced log-probability of every token, and the perplexity.
 
@@ -215,13 +221,14 @@ class LLM(BlockingEngine):
         top: alternatives to report per token
         window: score a text of any length in windows of this many tokens
         stride: tokens between window starts (default: half a window)
+        adapter: a loaded LoRA adapter; empty: the base model
         Returns a Score.
 
         >>> score = llm.score("The sky is blue.")
         >>> len(score.logprobs) == len(score.token_ids)
         True
         """
-        params = SamplingParams(max_tokens=0, prompt_logprobs=top)
+        params = SamplingParams(max_tokens=0, prompt_logprobs=top, adapter=adapter)
         if window is None:
             if stride is not None:
                 raise ParameterError("stride", "belongs to window; set it too, or leave stride out")
@@ -268,18 +275,20 @@ class LLM(BlockingEngine):
         ranked = tuple(sorted(counts.items(), key=lambda item: -item[1]))  # stable: ties in order
         return Vote(ranked[0][0] if ranked else "", ranked, done)
 
-    def embed(self, text: Prompt) -> np.ndarray:
+    def embed(self, text: Prompt, *, adapter: str = "") -> np.ndarray:
         """Embedding of a text: the pooled final hidden states, float32 [hidden]. Pooling is the
         mean, or the pooling_type of a GGUF file (mean, cls: the first state, last). A file with
         another pooling type raises UnsupportedError.
 
         text: a string or a list of token ids
+        adapter: a loaded LoRA adapter; empty: the base model
         Returns a NumPy array, not normalised.
 
         >>> llm.embed("hi").dtype.name
         'float32'
         """
-        request = self.core.request(text, SamplingParams(max_tokens=0), hidden=True)
+        params = SamplingParams(max_tokens=0, adapter=adapter)
+        request = self.core.request(text, params, hidden=True)
         with self._awaited([request]):
             with self._lock:  # another thread's step must not complete the request in between
                 self._add(request)

@@ -72,6 +72,16 @@ class ModelFile:
     license: str = ""  # as the file states it
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A loaded LoRA adapter. Its place in LoadedModel.adapters is its number in step plans."""
+
+    name: str
+    digest: str = ""  # of its matrices; part of the fingerprint
+    rank: int = 0  # the largest one
+    path: str = ""
+
+
 @dataclass(frozen=True)
 class LoadedModel:
     """What an engine runs on. `template` is None when the model has no chat template."""
@@ -91,6 +101,7 @@ class LoadedModel:
     warnings: tuple[str, ...] = ()
     pooling: str = "mean"  # how the hidden states of a prompt become one embedding
     file: ModelFile = field(default_factory=ModelFile)
+    adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
 
 
 def load_parts(
@@ -108,6 +119,10 @@ def load_parts(
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     loaded = load_model(path, context=config.context, quant=config.quant)
+    if config.adapters:
+        from verbatim.model.adapter_load import with_adapters
+
+        loaded = with_adapters(loaded, config.adapters)
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
     text = _BackgroundTask(lambda: _read_text(loaded.source))
     backend = open_backend(loaded, config)
@@ -137,7 +152,12 @@ def load_parts(
         warnings=(*loaded.warnings, *defaults.warnings, *draft_warnings),
         pooling=loaded.pooling,
         file=_file_of(loaded),
+        adapters=adapter_infos(loaded),
     )
+
+
+def adapter_infos(model: Model) -> tuple[AdapterInfo, ...]:
+    return tuple(AdapterInfo(a.name, a.digest, a.rank, a.path) for a in model.adapters)
 
 
 def _file_of(model: Model) -> ModelFile:

@@ -54,6 +54,8 @@ class Request:
     hidden: bool = False  # also collect the final hidden state of every prompt token
     pooling: str = "mean"  # how the hidden states become one embedding
     thoughts: ThoughtFormat | None = None  # of a chat with a reasoning model
+    adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
+    adapter_digest: str = ""
 
     def matcher(self, tokenizer: Tokenizer, ends: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a thought budget."""
@@ -100,6 +102,7 @@ def make_request(
         raise ParameterError(
             "speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}"
         )
+    adapter = _adapter(parts, params.adapter)
     thoughts = getattr(prompt, "thoughts", None)
     _check_thoughts(params, thoughts)
     structure = _structure(params, parts.tokenizer, engine_busy, deadline)
@@ -116,7 +119,20 @@ def make_request(
         warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
         pooling=parts.pooling,
+        adapter=adapter,
+        adapter_digest=parts.adapters[adapter].digest if adapter >= 0 else "",
     )
+
+
+def _adapter(parts: LoadedModel, name: str) -> int:
+    """The number of the adapter that a request names; -1: none."""
+    if not name:
+        return -1
+    names = [adapter.name for adapter in parts.adapters]
+    if name not in names:
+        loaded = f"loaded are {', '.join(names[:10])}" if names else "none is loaded"
+        raise ParameterError("adapter", f"{name!r:.60} is no loaded adapter; {loaded}")
+    return names.index(name)
 
 
 def _check_thoughts(params: SamplingParams, thoughts: ThoughtFormat | None) -> None:

@@ -126,7 +126,16 @@ class RunningRequest:
             limit_name=self.limit_name,
             key=key,
             ends=self.ends,
-            salt=f"{request.tenant}\0{request.params.cache_salt}",
+            # Keys and values depend on the adapter: prefixes are never shared across adapters. The
+            # digest, because a disk cache outlives the numbers.
+            salt="\0".join(
+                (
+                    f"{request.adapter} {request.adapter_digest}",
+                    request.tenant,
+                    request.params.cache_salt,
+                )
+            ),
+            adapter=request.adapter,
             hidden=request.hidden,
             breakers=request.breakers,
             beam=beam,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.adapter import Adapter
 from verbatim.model.families import WRAPPERS, read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.layout import (
@@ -53,6 +54,7 @@ class Model:
     warnings: tuple[str, ...] = ()
     # How `embed` pools a sequence: mean, cls, last, or another name, which `embed` rejects.
     pooling: str = "mean"
+    adapters: tuple[Adapter, ...] = ()  # a request may name one of them
 
     @property
     def path(self) -> Path:
@@ -371,6 +373,13 @@ class _Collector:
         if tensor.shape[-1] % BLOCKS[self.quant][0]:
             return tensor  # a row must be a multiple of 32 values to be quantised
         return requantise(tensor, self.quant)
+
+
+def file_rows(spec: ModelSpec, tensor: Tensor, source: Source, file: str) -> Tensor:
+    """The rows of a matrix that belong to one weight, in the decoder's order. The matrix is B of an
+    adapter, whose rows are in the file's order of the weight's rows."""
+    collector = _Collector(spec, {tensor.name: tensor}, file, None, HF_KEY_NAMES)
+    return collector._part(tensor.name, replace(source, transpose=False))
 
 
 def _and_more(names: list[str]) -> str:

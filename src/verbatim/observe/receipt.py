@@ -36,7 +36,9 @@ def make_receipt(
     params: SamplingParams,
     seed: int,
     choices: Sequence[Choice],
+    adapter: str = "",
 ) -> dict[str, Any]:
+    """`adapter`: the digest of the LoRA adapter; params.adapter is its name."""
     asked = {
         k: v
         for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items()
@@ -51,6 +53,7 @@ def make_receipt(
         "numerics": numerics,
         "fingerprint": fingerprint,
         "context": context,
+        **({"adapter": adapter} if adapter else {}),
         "prompt_ids": list(prompt_ids),
         "params": _json_ready(asked),
         "origins": dict(params.origins),
@@ -143,6 +146,9 @@ def compare(
         for name in ("digest", "backend", "numerics", "context")
         if name in makers and makers[name] != receipt[name]
     )
+    if makers.get("adapter", "") != receipt.get("adapter", ""):
+        then, now_ = receipt.get("adapter", ""), makers.get("adapter", "")
+        reasons += (f"adapter differs: {_brief(then)} then, {_brief(now_)} now",)
     now = {c.index: c for c in choices}
     for then in receipt["choices"]:
         choice = now.get(then["index"])

@@ -139,7 +139,8 @@ class Scheduler(SequenceQueues):
         at, table = start // self.block_size, blocks[0]
         if at >= len(table) or self.cache.pools[0].refs[table[at]] != 1:
             return None
-        return SeqStep(seq.id, (seq.tokens[-1],), start, blocks, 1, seq.draw_spec())
+        token = (seq.tokens[-1],)
+        return SeqStep(seq.id, token, start, blocks, 1, seq.draw_spec(), adapter=seq.adapter)
 
     def _plan_running(self, seq: Sequence, budget: int, copies: Copies) -> SeqStep | None:
         """The next chunk of a running sequence. None: the sequence itself was preempted."""

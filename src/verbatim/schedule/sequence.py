@@ -28,12 +28,14 @@ class Sequence:
     reuse           False: no prefix hit for this sequence
     beam            > 0: report this many candidates and wait for extend(), instead of appending
                     the drawn token
+    adapter         number of the LoRA adapter; -1: the base model. It is part of the salt
     siblings        further choices of the same prompt; they fork from this sequence when all but
                     the last prompt token are computed
     """
 
     __slots__ = (
         "accepted",
+        "adapter",
         "beam",
         "blocks",
         "cached_tokens",
@@ -85,6 +87,7 @@ class Sequence:
         beam: int = 0,
         breakers: tuple[tuple[int, ...], ...] = (),
         siblings: Seq[Sequence] = (),
+        adapter: int = -1,
     ) -> None:
         self.id = id
         self.tokens = list(tokens)
@@ -99,6 +102,7 @@ class Sequence:
         self.hidden = hidden
         self.reuse = reuse and not hidden
         self.beam = beam
+        self.adapter = adapter
         self.siblings = list(siblings)
 
         self.computed = 0
@@ -183,4 +187,6 @@ class Sequence:
             top = self.params.prompt_logprobs or 0
         draw = self.draw_spec() if draws else None
         hidden = self.hidden and start < self.prompt_len
-        return SeqStep(self.id, tokens, start, blocks, draws, draw, targets, top, hidden)
+        return SeqStep(
+            self.id, tokens, start, blocks, draws, draw, targets, top, hidden, self.adapter
+        )

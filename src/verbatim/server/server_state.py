@@ -77,9 +77,17 @@ class State:
         return self.supervisor.ready.is_set()
 
     def names(self) -> tuple[str, ...]:
+        """Names that requests may use as `model`: the model's, then those of its adapters.
+        Of several models, their own names."""
         if self.pool is not None:
             return tuple(self.pool.models)
-        return self.settings.served_names or (self.settings.model,)
+        return (*self.settings.base_names, *self.settings.adapter_names)
+
+    def adapter_of(self, name: str | None) -> str:
+        """The LoRA adapter that a request's `model` names; empty: the base model."""
+        plain = (name or "").removesuffix(":latest")
+        adapters = self.settings.adapter_names
+        return name if name in adapters and name else plain if plain in adapters else ""
 
     def engines(self) -> dict[str, Supervisor]:
         """Supervisors by model name."""

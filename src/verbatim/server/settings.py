@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 
 MIB = 1 << 20
@@ -202,6 +203,10 @@ class Settings:
         for name in ("max_loaded_models", "model_idle_seconds"):
             if getattr(self, name) < 0:
                 raise ParameterError(name, f"{getattr(self, name)} is below 0")
+        if self.models and self.engine.get("adapters"):
+            raise ParameterError(
+                "adapters", "belong to one model; write --model-setting NAME.adapters=NAME=PATH"
+            )
         pinned = sum(named.pinned for named in self.models)
         if 0 < self.max_loaded_models <= pinned < len(self.models):
             raise ParameterError(
@@ -211,6 +216,18 @@ class Settings:
             )
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port")
+        if twice := set(self.adapter_names) & set(self.base_names):
+            raise ParameterError(
+                "adapters", f"{twice.pop()!r} is also the name of the model; choose another"
+            )
+
+    @property
+    def base_names(self) -> tuple[str, ...]:
+        return self.served_names or (self.model,)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        return tuple(split_adapter(entry)[0] for entry in self.engine.get("adapters", ()))
 
     @property
     def served_name(self) -> str:

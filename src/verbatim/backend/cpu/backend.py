@@ -84,7 +84,8 @@ class CpuBackend:
         self._sampler = NativeSampler(native, self._engine)
         # without a tied head, a token reads one embedding row only, so the matrix does not count
         embed = 0 if spec.tied else int(model.weights["embed"].data.nbytes)
-        self._weight_bytes = int(self._engine.weight_bytes) - embed
+        adapters = sum(adapter.nbytes for adapter in model.adapters)
+        self._weight_bytes = int(self._engine.weight_bytes) - embed - adapters
 
     @property
     def info(self) -> BackendInfo:

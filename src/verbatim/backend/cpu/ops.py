@@ -48,6 +48,7 @@ class Recorder:
         self.weights = model.weights
         self.engine = engine
         self._file = str(model.path)
+        self._adapters = model.adapters
         self._matrices: dict[str, int] = {}
         self._ropes: dict[RopeSpec, int] = {}
         spec = self.spec
@@ -99,6 +100,21 @@ class Recorder:
         return int(
             self.engine.vector(np.ascontiguousarray(values + np.float32(offset), np.float32))
         )
+
+    def _lora(self, name: str, heads: int = 0) -> int:
+        """Pack the adapters' matrices of this weight; -1: no adapter changes it. B has the panels
+        of the weight (`heads`: see _matrix)."""
+        parts = [adapter.parts.get(name) for adapter in self._adapters]
+        if not any(parts):
+            return -1
+        a, b, scale = [], [], []
+        for part in parts:
+            a.append(-1 if part is None else self._pack(part.a, *repack(part.a), part.a.shape[0]))
+            b.append(
+                -1 if part is None else self._pack(part.b, *repack(part.b), part.b.shape[0], heads)
+            )
+            scale.append(1.0 if part is None else part.scale)
+        return int(self.engine.lora(a, b, scale))
 
     def _bias(self, name: str, has_bias: bool) -> int:
         return self._vector(f"{name}.bias") if has_bias else -1
@@ -157,6 +173,7 @@ class Recorder:
                 "layer": layer,
                 "mat": [self._matrix(n, self.spec.head_dim) for n in names],
                 "bias": [self._bias(n, self.spec.qkv_bias) for n in names],
+                "lora": [self._lora(n, self.spec.head_dim) for n in names],
             }
         return (
             Handle(qkv={**fields, "part": "q"}),
@@ -203,7 +220,12 @@ class Recorder:
         return Handle(self._o)
 
     def linear(self, x: Handle, name: str, bias: bool) -> Handle:
-        fields = {**self._normed(x), "mat": [self._matrix(name)], "bias": [self._bias(name, bias)]}
+        fields = {
+            **self._normed(x),
+            "mat": [self._matrix(name)],
+            "bias": [self._bias(name, bias)],
+            "lora": [self._lora(name)],
+        }
         return Handle(pending=("linear", fields))
 
     def mlp(self, h: Handle, name: str) -> Handle:
@@ -211,9 +233,10 @@ class Recorder:
         parts = ["gate", "up"] if self.spec.gated else ["up"]
         mats = [self._matrix(f"{name}.{p}") for p in parts]
         biases = [self._bias(f"{name}.{p}", self.spec.mlp_bias) for p in parts]
+        loras = [self._lora(f"{name}.{p}") for p in parts]
         if not self.spec.gated:
-            mats, biases = [-1, *mats], [-1, *biases]
-        self.engine.op("gateup", dst=inner, mat=mats, bias=biases, **self._normed(h))
+            mats, biases, loras = [-1, *mats], [-1, *biases], [-1, *loras]
+        self.engine.op("gateup", dst=inner, mat=mats, bias=biases, lora=loras, **self._normed(h))
         return self.linear(Handle(inner), f"{name}.down", self.spec.mlp_bias)
 
     def moe(self, h: Handle, layer: int) -> Handle:

@@ -22,6 +22,7 @@ from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
+from verbatim.backend.cuda.lora import load_adapter
 from verbatim.backend.cuda.ops import (
     CudaOps,
     DeviceStep,
@@ -89,6 +90,7 @@ class CudaBackend:
             kept = "both" if 2 * weight_bytes(model, "both") <= memory else "only"
             weights = load(model.weights, model.spec, self.device, kept)
         self._weights = weights
+        self._adapters = tuple(load_adapter(a, model.spec, self.device) for a in model.adapters)
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
         # per cache group an extra block that no sequence owns: the padding rows of a graph use it
@@ -206,10 +208,11 @@ class CudaBackend:
 
         `tokens` [rows] replaces the plan's tokens, if only the device has them."""
         all_logits = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)
-        if self._use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS:
+        adapted = any(s.adapter >= 0 for s in plan.sequences)
+        if self._use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS and not adapted:
             return self._replay(plan.sequences, plan.rows, tokens)
         batch = make_batch(plan, len(self._caches))
-        if self._use_graphs and tokens is None and only_draws(plan):
+        if self._use_graphs and tokens is None and only_draws(plan) and not adapted:
             replayed = self._replay_padded(batch)
             if replayed is not None:
                 return replayed
@@ -219,7 +222,7 @@ class CudaBackend:
         return self.compute(step)
 
     def compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
-        ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step)
+        ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step, self._adapters)
         hidden, logits = forward(self.spec, ops)
         return hidden, logits
 
@@ -421,7 +424,8 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
 
 def weight_bytes(model: Model, blocks: str = "only") -> int:
     """Bytes of the weights on the device, at least: quantised matrices in their blocks ("only"), or
-    also in half precision ("both"). Norms are float32, but small."""
+    also in half precision ("both"), and of the adapters in float32. Norms are float32, but
+    small."""
     total = 0
     for name, tensor in model.weights.items():
         half = 2 * int(np.prod(tensor.shape))
@@ -429,4 +433,5 @@ def weight_bytes(model: Model, blocks: str = "only") -> int:
             total += half
         else:
             total += int(tensor.data.nbytes) + (half if blocks == "both" else 0)
-    return total
+    adapters = [t for a in model.adapters for p in a.parts.values() for t in (p.a, p.b)]
+    return total + 4 * sum(int(np.prod(tensor.shape)) for tensor in adapters)

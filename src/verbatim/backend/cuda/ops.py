@@ -16,6 +16,7 @@ import torch
 
 from verbatim.backend.cuda import kernels, quant
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
+from verbatim.backend.cuda.lora import DeviceAdapter, add_low_rank
 from verbatim.model.rope import query_scales, tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.quant import requantise
@@ -143,6 +144,8 @@ class DeviceStep:
     logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
     spans: int  # attention spans of the longest sequence
     logits_out: torch.Tensor | None = None  # [logits, vocabulary]: where to write the logits
+    # rows of each LoRA adapter in this step: (number of the adapter, int64 rows)
+    adapters: tuple[tuple[int, torch.Tensor], ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -173,8 +176,9 @@ class CudaOps:
         caches: tuple[tuple[torch.Tensor, torch.Tensor], ...],
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
         step: DeviceStep,
+        adapters: tuple[DeviceAdapter, ...] = (),
     ) -> None:
-        self.spec, self.weights, self.caches = spec, weights, caches
+        self.spec, self.weights, self.caches, self.adapters = spec, weights, caches, adapters
         self.angles, self.step = angles, step
         # layer -> (cache group, index of the layer in that group's cache)
         self._cache_of = {
@@ -218,7 +222,11 @@ class CudaOps:
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         if isinstance(x, Residual):  # a block without a norm before it
             x = self._flush(x)
-        return quant.matmul(x, self.weights[name], self.weights[f"{name}.bias"] if bias else None)
+        bias_row = self.weights[f"{name}.bias"] if bias else None
+        sums = quant.matmul(x, self.weights[name], bias_row)
+        for adapter, rows in self.step.adapters:
+            add_low_rank(sums, x, rows, self.adapters[adapter].get(name, ()))
+        return sums
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
         heads = PendingHeads(self.linear(h, f"layers.{layer}.attn.q+k+v", self.spec.qkv_bias))

@@ -92,7 +92,7 @@ def next_step(step: SeqStep, context: int) -> SeqStep | None:
     for table in blocks:
         if end >= BLOCK_SIZE * len(table):
             return None
-    return SeqStep(step.seq_id, (0,), end, blocks, 1, step.draw)
+    return SeqStep(step.seq_id, (0,), end, blocks, 1, step.draw, adapter=step.adapter)
 
 
 def _is_decode(step: SeqStep) -> bool:

@@ -16,6 +16,7 @@ import torch
 
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.kernels import QueryTiles
+from verbatim.backend.cuda.lora import adapter_rows
 from verbatim.backend.cuda.ops import DeviceStep
 from verbatim.backend.step_rows import Batch
 from verbatim.base.config import BLOCK_SIZE
@@ -99,6 +100,7 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
         None if all_outputs else outputs,
         None if all_logits else logits,
         kernels.span_count(int(batch.positions.max()) + 1),
+        adapters=adapter_rows(batch.adapters, device),
     )
 
 

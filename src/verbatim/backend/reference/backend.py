@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.reference.blas import one_thread
 from verbatim.backend.reference.canary import Canary
-from verbatim.backend.reference.ops import Cache, FloatWeights, ReferenceOps
+from verbatim.backend.reference.ops import Cache, FloatWeights, ReferenceOps, float_adapter
 from verbatim.backend.step_rows import HostRows, collect, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
@@ -49,6 +49,7 @@ class ReferenceBackend:
         self._gpu_note = gpu_note
         self._detail = f"numpy {np.__version__}, float32" + (f"; {note}" if note else "")
         self._weights = FloatWeights(model.weights)
+        self._adapters = tuple(float_adapter(adapter) for adapter in model.adapters)
         self._caches: tuple[Cache, ...] | None = None
         self._canary: Canary | None = None
 
@@ -116,7 +117,8 @@ class ReferenceBackend:
         # exp(-x) may overflow to inf, and 1 / inf is the right 0. NaN is reported by the sampler.
         with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
             hidden, logits = forward(
-                self.spec, ReferenceOps(self.spec, self._weights, self._caches, batch)
+                self.spec,
+                ReferenceOps(self.spec, self._weights, self._caches, batch, self._adapters),
             )
         return collect(plan, hidden, HostRows(logits))
 

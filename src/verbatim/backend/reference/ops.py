@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from verbatim.backend.step_rows import Batch
+from verbatim.model.adapter import Adapter
 from verbatim.model.rope import query_scales, tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 from verbatim.weights.tensor import Tensor
@@ -21,6 +22,8 @@ from verbatim.weights.tensor import Tensor
 F32 = np.float32
 # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
 Array: TypeAlias = Any
+# weight name -> A [rank, in], B [out, rank], scale
+FloatAdapter: TypeAlias = dict[str, tuple[Array, Array, Any]]
 _GELU = F32(math.sqrt(2.0 / math.pi))
 _ERF = np.frompyfunc(math.erf, 1, 1)
 SWIGLU_LIMIT, SWIGLU_ALPHA = F32(7.0), F32(1.702)  # of swiglu_oai
@@ -80,9 +83,17 @@ class ReferenceOps:
     """The operations of one step. model.decoder.Ops is the protocol and defines each of them."""
 
     def __init__(
-        self, spec: ModelSpec, weights: FloatWeights, caches: tuple[Cache, ...], batch: Batch
+        self,
+        spec: ModelSpec,
+        weights: FloatWeights,
+        caches: tuple[Cache, ...],
+        batch: Batch,
+        adapters: tuple[FloatAdapter, ...] = (),
     ) -> None:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
+        self._adapters = adapters
+        # adapter -> its rows of this step
+        self._adapted = {a: np.flatnonzero(batch.adapters == a) for a in {*batch.adapters} - {-1}}
         # layer -> (cache group, index of the layer in that group's cache)
         self._cache_of = {
             layer: (g, i)
@@ -123,6 +134,10 @@ class ReferenceOps:
 
     def linear(self, x: Array, name: str, bias: bool) -> Array:
         y = rows_times(x, self.weights[name])
+        for adapter, rows in self._adapted.items():
+            part = self._adapters[adapter].get(name)
+            if part is not None:
+                y[rows] += low_rank(x[rows], *part)
         return y + self.weights[f"{name}.bias"] if bias else y
 
     def qkv(self, h: Array, layer: int) -> tuple[Array, Array, Array]:
@@ -261,6 +276,18 @@ class ReferenceOps:
 
 
 # ---- functions
+
+
+def float_adapter(adapter: Adapter) -> FloatAdapter:
+    return {
+        name: (aligned(part.a.to_f32()), aligned(part.b.to_f32()), F32(part.scale))
+        for name, part in adapter.parts.items()
+    }
+
+
+def low_rank(x: Array, a: Array, b: Array, scale: Any) -> Array:
+    """B · (scale · A · x) of each row."""
+    return rows_times(rows_times(x, a) * scale, b)
 
 
 def rows_times(x: Array, weight: Array) -> Array:

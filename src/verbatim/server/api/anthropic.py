@@ -254,10 +254,10 @@ class MessagesReply:
         }
 
     def extension_fields(self) -> dict[str, Any]:
-        facts, runs = self.call.state.facts, self.call.runs
+        runs = self.call.runs
         return {
             "seed": self.ask.params.get("seed"),
-            "system_fingerprint": facts.fingerprint,
+            "system_fingerprint": self.call.fingerprint,
             **speculation(runs),
             **extra_fields(runs),
         }

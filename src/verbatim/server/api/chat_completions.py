@@ -63,7 +63,7 @@ class ChatReply:
             "object": "chat.completion",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": self.call.state.facts.fingerprint,
+            "system_fingerprint": self.call.fingerprint,
             "seed": ask.params.get("seed"),
             "service_tier": "default",
         }

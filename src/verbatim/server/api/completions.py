@@ -120,7 +120,7 @@ class CompletionsReply:
             "object": "text_completion",
             "created": int(time.time()),
             "model": model,
-            "system_fingerprint": call.state.facts.fingerprint,
+            "system_fingerprint": call.fingerprint,
         }
         self.echo = bool(body.get("echo"))
         self.parse = parses_special(body, prompts)

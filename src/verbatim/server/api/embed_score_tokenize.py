@@ -102,7 +102,7 @@ async def score(call: RequestContext) -> Response:
         {
             "object": "list",
             "model": model,
-            "system_fingerprint": call.state.facts.fingerprint,
+            "system_fingerprint": call.fingerprint,
             "data": [_scored(i, r) for i, r in enumerate(results)],
             "usage": usage_of(call.runs),
             **extra_fields(call.runs),

@@ -19,11 +19,13 @@ def _model(call: RequestContext, name: str) -> dict[str, Any]:
         "owned_by": "verbatim",
     }
     facts = call.state.facts_of(name)
+    if name in call.state.settings.adapter_names:  # as vLLM lists them
+        out["parent"] = call.state.names()[0]
     if facts is None:
         return out
     return out | {
         "context_length": facts.context,
-        "fingerprint": facts.fingerprint,
+        "fingerprint": facts.adapters.get(name, facts.fingerprint),
         "sampling": report(model_params(facts, call.state)),
     }
 

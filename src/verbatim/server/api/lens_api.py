@@ -118,7 +118,8 @@ async def step(call: RequestContext) -> Response:
     params = _params(call, body.get("params", {}))
     if params.get("num_beams", 1) > 1:
         raise Problem("invalid_parameter", "params.num_beams: beam search draws no token", "params")
-    row = await _row(call, [*prompt, *output], params.get("cache_salt", ""))
+    shared = {name: params[name] for name in ("adapter", "cache_salt") if name in params}
+    row = await _row(call, [*prompt, *output], shared)
     data = await _inspect(
         call,
         "step",
@@ -149,7 +150,7 @@ def _params(call: RequestContext, params: dict[str, Any]) -> dict[str, Any]:
         raise Problem(problem.code, f"params.{problem.message}", "params") from None
 
 
-async def _row(call: RequestContext, known: list[int], salt: str) -> bytes:
+async def _row(call: RequestContext, known: list[int], shared: dict[str, Any]) -> bytes:
     call.admission.enter_context(call.state.admission.admit_rows())
     params: dict[str, Any] = {
         "max_tokens": 1,
@@ -158,8 +159,7 @@ async def _row(call: RequestContext, known: list[int], salt: str) -> bytes:
         "receipt": True,
         "seed": 0,
     }
-    if salt:
-        params["cache_salt"] = salt
+    params |= shared
     call.submit(Generate(call.next_id(), call.tenant, params, False, known, explain_rows=True))
     (done,) = await call.results(Generated)
     observe_latency(call)
@@ -185,7 +185,8 @@ async def replay(call: RequestContext) -> Response:
     assert done.receipt is not None
     # WireChoice has the fields of Choice that compare() reads
     choices = cast(Sequence[Choice], done.choices)
-    verdict = compare(receipt, choices, {name: done.receipt[name] for name in MAKERS})
+    makers = {name: done.receipt[name] for name in MAKERS}
+    verdict = compare(receipt, choices, makers | {"adapter": done.receipt.get("adapter", "")})
     return Json(
         {
             "identical": verdict.identical,

@@ -220,7 +220,9 @@ LLAMA_COMPLETION: dict[str, Rule] = {
     "response_fields": Rule("refused", "a response has all its fields", only=([],)),
     "t_max_predict_ms": Rule("refused", "the time limit is the server's", only=(0, -1)),
     "n_indent": Rule("refused", "use a regex or a grammar", only=(0,)),
-    "lora": Rule("refused", "adapters are chosen when the server starts", only=([],)),
+    "lora": Rule(
+        "refused", "use the adapter's name as model; serve --adapter loads it", only=([],)
+    ),
     "report_params": REPORT,
 }
 LLAMA_TEMPLATE: dict[str, Rule] = {

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -131,11 +132,30 @@ class RequestContext:
             wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
             self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
         if isinstance(message, Generate):
+            if self.adapter:
+                params = {**message.params, "adapter": self.adapter}
+                message = replace(message, params=params)
             message = with_defaults(message, self.given, self.state, self.route)
         running = self.state.supervisor.submit(message, self.signal)
         running.on_fail, running.localize = self._failed, self._with_client_names
         self.runs.append(running)
         return running
+
+    @property
+    def adapter(self) -> str:
+        """The LoRA adapter that `model` or `adapter` names; empty: the base model."""
+        named, field = self.state.adapter_of(self.given.get("model")), self.given.get("adapter", "")
+        if named and field and field != named:
+            raise Problem(
+                "invalid_parameter", f"adapter: model names another adapter, {named!r}", "adapter"
+            )
+        return str(named or field)
+
+    @property
+    def fingerprint(self) -> str:
+        """The fingerprint of the model with the request's adapter."""
+        facts = self.state.facts
+        return facts.adapters.get(self.adapter, facts.fingerprint)
 
     def _with_client_names(self, problem: Problem) -> Problem:
         return with_client_names(problem, self.names, self.shift)

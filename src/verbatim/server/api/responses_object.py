@@ -90,7 +90,7 @@ class ResponsesReply:
             "user": body.get("user"),
             "background": False,
             "seed": ask.params.get("seed"),
-            "system_fingerprint": self.call.state.facts.fingerprint,
+            "system_fingerprint": self.call.fingerprint,
         }
         self.base["text"].setdefault("format", {"type": "text"})
 

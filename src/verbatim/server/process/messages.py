@@ -132,6 +132,7 @@ class ModelFacts:
     control: frozenset[int]  # ids of control tokens
     space_prefix: bool  # the tokenizer puts a space before the first word
     longest_token: int  # bytes
+    adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapter -> its fingerprint
     thinks: bool = False  # the chat template marks thoughts (text/thoughts.py)
     # template variables that switch thinking, see api/thinking.py
     thinking_switches: list[str] = field(default_factory=list)

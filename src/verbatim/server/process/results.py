@@ -77,6 +77,10 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         control=frozenset(t for t in ids if tokenizer.is_control(t)),
         space_prefix=tokenizer.space_prefix,
         longest_token=max((len(tokenizer.token_bytes(t)) for t in ids), default=1) or 1,
+        adapters={
+            adapter.name: engine.core.fingerprints[number]
+            for number, adapter in enumerate(engine.parts.adapters)
+        },
         thinks=engine.thoughts is not None,
         thinking_switches=_switches(template),
         slots=engine.config.max_running,

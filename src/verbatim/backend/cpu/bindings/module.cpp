@@ -31,7 +31,7 @@ int64_t integer(PyObject* o) {
 
 struct Names {  // attribute names of SeqStep, interned once
     nb::str tokens{"tokens"}, start{"start"}, blocks{"blocks"}, draws{"draws"}, targets{"targets"},
-        hidden{"hidden"};
+        hidden{"hidden"}, adapter{"adapter"};
 };
 
 // Converts the sequences of a StepPlan to a Step. Every index is checked here, so that the kernels
@@ -43,6 +43,8 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
     s.tokens.clear();
     s.positions.clear();
     s.sequence.clear();
+    s.adapter.clear();
+    s.adapted.clear();
     s.outputs.clear();
     s.logits.clear();
     s.sequences.resize(nb::len(sequences));
@@ -56,7 +58,12 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
         q.start = integer(nb::object(h.attr(names->start)).ptr());
         if (q.start < 0 || q.start > e.max_positions() - q.rows)
             throw std::invalid_argument("a position is out of range");
+        int64_t adapter = integer(nb::object(h.attr(names->adapter)).ptr());
+        if (adapter < -1 || adapter >= e.adapters())
+            throw std::invalid_argument("adapter " + std::to_string(adapter) + " does not exist");
         for (int i = 0; i < q.rows; i++) {
+            s.adapter.push_back((int32_t)adapter);
+            if (adapter >= 0) s.adapted.push_back(q.row0 + i);
             int64_t t = integer(PyTuple_GET_ITEM(tokens.ptr(), i));
             if (t < 0 || t >= e.shape.vocab)
                 throw std::invalid_argument("token " + std::to_string(t) +
@@ -124,6 +131,14 @@ class PyEngine {
     }
     int vector(Floats v) { return engine_.add_vector(v.data(), (int64_t)v.size()); }
     int rope(Doubles f, double factor) { return engine_.add_rope(f.data(), (int)f.size(), factor); }
+    int lora(const std::vector<int>& a, const std::vector<int>& b,
+             const std::vector<float>& scale) {
+        if (a.size() != b.size() || a.size() != scale.size())
+            throw std::invalid_argument("an adapter has A, B and a scale");
+        std::vector<LowRank> adapters;
+        for (size_t i = 0; i < a.size(); i++) adapters.push_back({a[i], b[i], scale[i]});
+        return engine_.add_lora(adapters);
+    }
     void group(int window, const std::vector<int>& layers) {
         engine_.add_group(window, layers);
         groups_++;
@@ -146,6 +161,7 @@ class PyEngine {
             else if (k == "norm_bias") o.norm_bias = nb::cast<int>(value);
             else if (k == "mat") copy3(nb::cast<std::vector<int>>(value), o.mat);
             else if (k == "bias") copy3(nb::cast<std::vector<int>>(value), o.bias);
+            else if (k == "lora") copy3(nb::cast<std::vector<int>>(value), o.lora);
             else if (k == "add") o.add = nb::cast<bool>(value);
             else if (k == "layer") o.layer = nb::cast<int>(value);
             else if (k == "rope") o.rope = nb::cast<int>(value);
@@ -355,6 +371,7 @@ NB_MODULE(_native, m) {
         .def("vector", &PyEngine::vector)
         .def("rope", &PyEngine::rope)
         .def("buffer", [](PyEngine& e, int width) { return e.engine_.add_buffer(width); })
+        .def("lora", &PyEngine::lora)
         .def("group", &PyEngine::group)
         .def("op", &PyEngine::op)
         .def("finish", &PyEngine::finish)

@@ -166,6 +166,7 @@ void Engine::finish() {
     for (auto& m : matrices_) m->p.exceeds_cache = weight_bytes() > LARGEST_CPU_CACHE;
     for (auto& b : buffers_) b->keeps_floats = !b->has_quantised;
     for (const Op& op : ops_) {
+        if (has_lora(op)) buffers_[op.src]->keeps_floats = true;  // A reads float rows
         if (op.src < 0 || !buffers_[op.src]->has_quantised) continue;
         bool quant = op.norm < 0 && op.mat[0] >= 0 &&
                      KIND[matrices_[op.mat[0]]->p.kind].quantised &&
@@ -220,6 +221,7 @@ void Engine::reserve(int rows) {
     }
     shared_.f = Pages((size_t)want * max_width_ * 4 + 256);
     shared_.q = quant_pages(want, max_width_, shared_.qr);
+    if (max_rank_) low_ = Pages((size_t)want * 3 * max_rank_ * 4 + 256);
     chunk_maxes_ = Pages((size_t)want * chunks() * 4 + 256);
     for (size_t i = 0; i < ropes_.size(); i++)
         angles_[i] = Pages((size_t)want * 2 * ropes_[i].half * 4 + 256);
@@ -230,6 +232,7 @@ void Engine::reserve(int rows) {
         w->act = Pages((size_t)MM_ROWS * 64 * 4 + 256);
         w->norm = Pages((size_t)MAX_PER_THREAD_ROWS * max_width_ * 4 + 256);
         w->q = quant_pages(MAX_PER_THREAD_ROWS, max_width_, w->qr);
+        w->low = Pages((size_t)(std::max(vdim_, 64) + 16) * 4 + 256);
         w->scores = Pages((size_t)group * TILE * 4 + 256);
         w->wide = Pages((size_t)WIDEN_BLOCKS * BLOCK * vdim_ * 4 + 256);
         w->o = Pages((size_t)group * vdim_ * 4 + 256);

@@ -51,6 +51,12 @@ struct Matrix {
     int64_t file_bytes;
 };
 
+// The matrices of one adapter for one weight, by number: A [rank][in], B [out][rank].
+struct LowRank {
+    int a = -1, b = -1;  // -1: the adapter leaves this weight as it is
+    float scale = 1.0f;
+};
+
 enum OpType : int {
     O_EMBED,
     O_POSITIONS,
@@ -72,6 +78,7 @@ struct Op {
     int norm = -1, norm_bias = -1;  // vectors; -1: no norm before the operation
     int mat[3] = {-1, -1, -1};      // q, k, v | weight | gate, up
     int bias[3] = {-1, -1, -1};
+    int lora[3] = {-1, -1, -1};  // per matrix: what add_lora() returned; -1: no adapter has it
     bool add = false;  // dst += result (residual connection)
     int layer = -1, rope = -1, qnorm = -1, knorm = -1;
     bool norm_last = false;  // qnorm and knorm after the rotation
@@ -121,6 +128,8 @@ struct Step {
     std::vector<int32_t> tokens;
     std::vector<int32_t> positions;
     std::vector<int32_t> sequence;  // index into `sequences`, per row
+    std::vector<int32_t> adapter;   // per row; -1: none
+    std::vector<int32_t> adapted;   // rows that have an adapter
     std::vector<Sequence> sequences;
     std::vector<int32_t> outputs;  // rows whose final hidden state is needed
     std::vector<int32_t> logits;   // indices into `outputs` whose logits are needed
@@ -143,6 +152,7 @@ class Engine : ThreadPool::Job {
     int add_vector(const float* data, int64_t n);
     int add_rope(const double* inv_freq, int half, double factor);
     int add_buffer(int width);
+    int add_lora(const std::vector<LowRank>& adapters);  // one entry per adapter
     void add_group(int window, const std::vector<int>& layers);
     void add_op(Op op);
     void finish();  // call after the last add_op()
@@ -166,6 +176,7 @@ class Engine : ThreadPool::Job {
     int64_t weight_bytes() const;
     ThreadPool& pool() { return pool_; }
     int group_window(int g) const { return groups_[g].window; }
+    int adapters() const { return adapters_; }
     int64_t max_positions() const { return max_positions_; }
     const Packed& matrix(int i) const { return matrices_[i]->p; }
 
@@ -182,7 +193,7 @@ class Engine : ThreadPool::Job {
         int splits;
     };
     struct Worker {  // scratch memory of one thread
-        Pages tile, act, norm, q, scores, wide, o, run;
+        Pages tile, act, norm, q, scores, wide, o, run, low;
         QRows qr{};
     };
     struct ProductInput {
@@ -229,6 +240,12 @@ class Engine : ThreadPool::Job {
     void linear(const Op& op, WorkItems& items);
     void gateup(const Op& op, WorkItems& items);
     void norm(const Op& op, WorkItems& items);
+    bool has_lora(const Op& op) const;
+    const LowRank* low_rank(const Op& op, int slot, int row) const;
+    float* low_row(int row, int slot);
+    void lora_down(const Op& op, WorkItems& items);
+    void lora_up(const Op& op, int slot, int p, int np, int r, int m, float* tile, int64_t ld,
+                 int thread);
     int moe_up_items(const Op& op) const;
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
@@ -260,7 +277,10 @@ class Engine : ThreadPool::Job {
     std::vector<std::unique_ptr<Worker>> workers_;
     Buffer shared_;              // normalised and quantised input rows (mode SHARED)
     std::vector<Pages> angles_;  // cos and sin per rope: [rows][2][half]
-    enum Stage : int { S_NORM_QUANTISE, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM };
+    std::vector<std::vector<LowRank>> lora_;  // [what Op::lora names][adapter]
+    int adapters_ = 0, max_rank_ = 0;         // max_rank_: rounded up to whole panels
+    Pages low_;                               // scale · A · x: [rows][3][max_rank_]
+    enum Stage : int { S_NORM_QUANTISE, S_LORA, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM };
     struct Phase {
         int op;
         Stage stage;

@@ -199,6 +199,7 @@ void Engine::qkv(const Op& op, WorkItems& items) {
             QRows q = in.q.at_block(in.q.first_block(r, n / 32));
             kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile,
                                vdim_, r + MM_ROWS < rows ? nullptr : next_weights);
+            lora_up(op, part, head * per, per, r, m, tile, vdim_, items.thread);
             qkv_head(op, part, head, r, m, tile, vdim_);
         }
     }
@@ -277,6 +278,7 @@ void Engine::linear(const Op& op, WorkItems& items) {
             kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k,
                                in.idx ? rebased : nullptr, m, tile, 16 * MAX_PANELS,
                                r + MM_ROWS < rows ? nullptr : next_weights);
+            lora_up(op, 0, p, np, r, m, tile, 16 * MAX_PANELS, thread);
             if (bias) kernels.add_rows(tile, 16 * MAX_PANELS, bias + 16 * p, 0, m, cols);
             if (op.scale != 1.0f)
                 for (int i = 0; i < m; i++)
@@ -325,11 +327,13 @@ void Engine::gateup(const Op& op, WorkItems& items) {
                                 !last   ? nullptr
                                 : gated ? panel(op.mat[0], p)
                                         : next_weights);
+            lora_up(op, 1, p, np, r, m, tu, width, thread);
             if (op.bias[1] >= 0)
                 kernels.add_rows(tu, width, vectors_[op.bias[1]].data() + 16 * p, 0, m, cols);
             if (gated) {
                 kernels.mm[gate->kind](*gate, p, np, q, x, nullptr, m, tg, width,
                                        last ? next_weights : nullptr);
+                lora_up(op, 0, p, np, r, m, tg, width, thread);
                 if (op.bias[0] >= 0)
                     kernels.add_rows(tg, width, vectors_[op.bias[0]].data() + 16 * p, 0, m, cols);
             }
@@ -392,6 +396,8 @@ void Engine::plan_phases() {
                 if (input_mode(op, in) == SHARED)
                     add(i, S_NORM_QUANTISE,
                         (in.rows + norm_rows_per_item(in.rows) - 1) / norm_rows_per_item(in.rows));
+                if (!step.adapted.empty() && has_lora(op))
+                    add(i, S_LORA, (int)step.adapted.size());
                 if (op.type != O_MOE) {
                     add(i, S_WORK, in.rows ? product_items(op) : 0);
                     break;
@@ -412,6 +418,7 @@ void Engine::phase(int number, WorkItems& items) {
     const Op& op = ops_[phases_[number].op];
     switch (phases_[number].stage) {
         case S_NORM_QUANTISE: return norm_quantise(op, items);
+        case S_LORA: return lora_down(op, items);
         case S_ROUTE: return moe_route(op, items);
         case S_SORT: return moe_sort(op, items);
         case S_UP: return moe_up(op, items);

@@ -1,0 +1,145 @@
+"""Load LoRA adapters for a model: names and paths in, Adapters out.
+
+The file's modules are mapped to the model's weights by the names of the file's own format, so a
+PEFT adapter fits a GGUF model and a GGUF adapter a safetensors model. B is rearranged like the
+rows of the weight it belongs to: fused matrices are split, interleaved rotary rows reordered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from verbatim.base.config import split_adapter
+from verbatim.base.errors import ModelError
+from verbatim.model.adapter import Adapter, is_adapted
+from verbatim.model.layout import HF_KEY_NAMES, Shape, deciding_keys, layout
+from verbatim.model.load import Model, file_rows
+from verbatim.model.spec import ModelSpec
+from verbatim.weights.adapter_file import AdapterFile, LowRank, read_adapter
+from verbatim.weights.names import GGUF_LAYER, HF_LAYER, HF_PREFIXES, Source, gguf_source, hf_source
+from verbatim.weights.tensor import Tensor
+
+FLOATS = ("f32", "f16", "bf16")
+# family -> GGUF's name of its architecture, where they differ
+_ARCHITECTURES = {"mixtral": "llama", "granitehybrid": "granite"}
+
+
+def with_adapters(model: Model, given: Iterable[str]) -> Model:
+    """The model with the adapters of these NAME=PATH entries."""
+    entries = [split_adapter(entry) for entry in given]
+    return replace(
+        model, adapters=tuple(load_adapter(name, path, model.spec) for name, path in entries)
+    )
+
+
+def load_adapter(name: str, path: str, spec: ModelSpec) -> Adapter:
+    """Read the adapter at `path` and check it against the model's weights."""
+    source = read_adapter(path)
+    file = str(source.path)
+    shapes = {name: shape for name, shape in layout(spec).items() if is_adapted(name)}
+    places = _places(source, spec, shapes, file)
+    parts: dict[str, LowRank] = {}
+    for module, pair in source.pairs.items():
+        targets = places.get(module)
+        if not targets:
+            raise ModelError(_unknown(module, spec, places), file=file)
+        for weight, rows in targets:
+            parts[weight] = _part(weight, pair, rows, shapes[weight], spec, file)
+    return Adapter(name, _digest(parts), parts, file)
+
+
+def _places(
+    source: AdapterFile, spec: ModelSpec, shapes: Iterable[str], file: str
+) -> dict[str, list[tuple[str, Source]]]:
+    """The weights that each module name of the file can adapt; several if the module is fused."""
+    if source.fan_in_fan_out and spec.family != "gpt2":
+        raise ModelError(
+            f"fan_in_fan_out is true, which is right for gpt2 only; this model is {spec.family}",
+            file=file,
+        )
+    names = list(shapes)
+    if source.kind == "gguf":
+        architecture = _ARCHITECTURES.get(spec.family, spec.family)
+        if source.architecture != architecture or architecture not in GGUF_LAYER:
+            raise ModelError(
+                f"general.architecture is {source.architecture!r:.40}, and the model is "
+                f"{architecture}: the adapter belongs to another model",
+                file=file,
+            )
+        return _by_module(names, lambda name: gguf_source(architecture, name), "")
+    if spec.family not in HF_LAYER:
+        raise ModelError(f"PEFT's names of {spec.family} are not known", file=file)
+    found: dict[str, list[tuple[str, Source]]] = {}
+    for prefix in HF_PREFIXES:
+
+        def find(name: str, prefix: str = prefix) -> Source:
+            return hf_source(spec.family, prefix, name, 0)
+
+        found = _by_module(names, find, ".weight")
+        if any(module in found for module in source.pairs):
+            break
+    return found
+
+
+def _by_module(
+    names: Iterable[str], find: Callable[[str], Source], suffix: str
+) -> dict[str, list[tuple[str, Source]]]:
+    found: dict[str, list[tuple[str, Source]]] = {}
+    for name in names:
+        rows = find(name)
+        found.setdefault(rows.names[0].removesuffix(suffix), []).append((name, rows))
+    return found
+
+
+def _unknown(module: str, spec: ModelSpec, places: Iterable[str]) -> str:
+    kinds = sorted({place.split(".", 3)[-1].partition(".weight")[0] for place in places})
+    return (
+        f"{module} is no linear layer of this {spec.family} model of {len(spec.layers)} layers "
+        f"that an adapter can change; those are {', '.join(kinds)} of each layer (embeddings, "
+        "heads, norms, routers and experts are not supported)"
+    )
+
+
+def _part(
+    weight: str, pair: LowRank, rows: Source, shape: Shape, spec: ModelSpec, file: str
+) -> LowRank:
+    """The pair of one weight. B is [out, rank], its rows in the file's order of W's rows."""
+    a, b = _float(pair.a), file_rows(spec, _float(pair.b), rows, file)
+    out, inputs = shape
+    if a.shape[1] != inputs or b.shape[0] != out:
+        raise ModelError(
+            f"{pair.a.name} is {pair.a.shape} and {pair.b.name} {pair.b.shape}; the weight {weight}"
+            f" is {shape}, by {deciding_keys(weight, HF_KEY_NAMES)}: the adapter belongs to "
+            "another model",
+            file=file,
+        )
+    for tensor in (a, b):
+        if not np.isfinite(tensor.to_f32()).all():
+            raise ModelError(
+                f"tensor {tensor.name} holds a value that is not a finite number", file=file
+            )
+    return LowRank(a, b, pair.scale)
+
+
+def _float(tensor: Tensor) -> Tensor:
+    """A float tensor as it is; a quantised one as float32."""
+    if tensor.type in FLOATS:
+        return tensor
+    values = np.ascontiguousarray(tensor.to_f32(), np.float32)
+    return Tensor(tensor.name, "f32", tensor.shape, values.reshape(-1).view(np.uint8))
+
+
+def _digest(parts: dict[str, LowRank]) -> str:
+    """SHA-256 of every matrix and scale: adapters are small, so all of their bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(parts):
+        part = parts[name]
+        digest.update(repr((name, part.scale)).encode())
+        for tensor in (part.a, part.b):
+            digest.update(repr((tensor.type, tensor.shape)).encode())
+            digest.update(np.ascontiguousarray(tensor.data))
+    return digest.hexdigest()
