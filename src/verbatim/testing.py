@@ -23,6 +23,7 @@ from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
 from verbatim.engine.loaded_model import LoadedModel
+from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -253,6 +254,9 @@ class ByteTokenizer:
         ids = self.encode(text, special=special)
         return ids if ids[:1] == [self.BOS] else [self.BOS, *ids]
 
+    def truncated(self, ids: list[int], limit: int) -> list[int]:
+        return ids[:limit]
+
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else self.NAMES[token - 256].encode()
 
@@ -270,7 +274,12 @@ def fake_parts(backend: Any = None, **options: Any) -> LoadedModel:
     FakeBackend."""
     backend = backend or FakeBackend(**options)
     return LoadedModel(
-        backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake"
+        backend,
+        ByteTokenizer(),
+        eos_ids=(ByteTokenizer.EOS,),
+        name="fake",
+        digest="fake",
+        embedding=EmbeddingSpec("mean"),
     )
 
 
@@ -369,4 +378,5 @@ def server_parts(options: str) -> LoadedModel:
         name="fake",
         digest="fake",
         template=template,
+        embedding=EmbeddingSpec("mean"),
     )

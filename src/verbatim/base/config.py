@@ -16,6 +16,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kv_type": ("f16", "q8"),
     "quant": ("q8_0", "q4_0"),
     "defaults": ("model", "protocol", "greedy"),
+    "pooling": ("mean", "cls", "last"),
 }
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
@@ -66,6 +67,7 @@ class EngineConfig:
     quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
     # model | protocol | greedy: sampling parameters that a request does not give (base/defaults.py)
     defaults: str = "model"
+    pooling: str | None = None  # of embeddings: mean | cls | last; None: as the model's files say
     check: bool = False  # check the block accounting after every step
 
     def __post_init__(self) -> None:
