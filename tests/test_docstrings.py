@@ -23,9 +23,9 @@ from verbatim.testing import server_parts
 MODULES = [
     "base.config", "base.errors", "base.habits", "base.notebook", "base.params", "base.records",
     "base.schema_types", "engine.async_calls", "engine.async_engine", "engine.async_stream",
-    "engine.call_inputs", "engine.engine_base", "engine.llm", "engine.scoring",
-    "grammar.ecma_pattern", "grammar.lower", "grammar.translate", "observe.explained",
-    "observe.explanation",
+    "engine.call_inputs", "engine.embed_calls", "engine.engine_base", "engine.llm",
+    "engine.scoring", "grammar.ecma_pattern", "grammar.lower", "grammar.translate",
+    "observe.explained", "observe.explanation",
 ]  # fmt: skip
 # Aliases of types, which cannot have a docstring.
 ALIASES = {"FinishReason", "Message", "Progress", "Prompt", "__version__"}

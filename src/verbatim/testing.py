@@ -335,6 +335,14 @@ class ChatByteTokenizer(ByteTokenizer):
         ]
 
 
+class PairByteTokenizer(ChatByteTokenizer):
+    """Bytes, for a fake cross-encoder: BOS query EOS document EOS."""
+
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> list[int]:
+        ids = [self.BOS, *first.encode(), self.EOS, *second.encode()]
+        return [*(ids if limit is None else ids[: limit - 1]), self.EOS]
+
+
 class ThinkByteTokenizer(ChatByteTokenizer):
     """Bytes, and the tags of a reasoning model as control tokens."""
 
@@ -355,13 +363,15 @@ THINK_SOURCE = (
 
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
-    then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model)."""
+    then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), rank=yes (a
+    cross-encoder)."""
     from verbatim.text.chat_template import ChatTemplate
 
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
-    thinks = "think" in values
-    tokenizer = ThinkByteTokenizer() if thinks else ChatByteTokenizer()
+    thinks, ranks = "think" in values, "rank" in values
+    kinds = {(True, False): ThinkByteTokenizer, (False, True): PairByteTokenizer}
+    tokenizer = kinds.get((thinks, ranks), ChatByteTokenizer)()
     context = int(values.get("context", 4096))
     spec = fake_spec(vocab=tokenizer.vocab_size, context=context)
     backend = PacedBackend(
@@ -377,6 +387,7 @@ def server_parts(options: str) -> LoadedModel:
         eos_ids=(ByteTokenizer.EOS,),
         name="fake",
         digest="fake",
-        template=template,
-        embedding=EmbeddingSpec("mean"),
+        template=None if ranks else template,
+        embedding=EmbeddingSpec("last" if ranks else "mean"),
+        task="rerank" if ranks else "generate",
     )

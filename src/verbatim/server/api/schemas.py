@@ -441,6 +441,14 @@ class _OllamaOptions(Strict):
 _ollama: Any = {theirs: (type_of(ours) | None, None) for theirs, ours in OLLAMA_PARAMS.items()}
 _machine: Any = dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None))
 OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama, **_machine)
+
+
+class RankDocument(Strict):
+    """A document of /v1/rerank as an object."""
+
+    text: Text
+
+
 OllamaEmbedOptions = create_model("OllamaEmbedOptions", __base__=Strict, **_machine)
 # Seconds, or a duration as Go writes it ("5m", "1h30m"); negative: for ever
 KeepAlive = (
