@@ -153,7 +153,8 @@ def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
     from verbatim.text import tokenizer as text
 
     model = load_encoder(path, context=config.context)
-    tokenizer = text.from_directory(path)
+    metadata = getattr(model.source, "metadata", None)
+    tokenizer = text.from_directory(path) if metadata is None else text.from_gguf(metadata)
     tokenizer.fit(model.spec.vocab)
     separator, embedding, task = None, model.embedding, "embed"
     if model.spec.scores:
@@ -167,7 +168,7 @@ def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
         separator = pair.between[0] if pair.typed and model.spec.types > 1 else None
         # The backend returns one row, the score.
         embedding, task = EmbeddingSpec("last"), "rerank"
-    files = [p.stat() for p in path.glob("*.safetensors")]
+    files = [p.stat() for p in (path.glob("*.safetensors") if metadata is None else [path])]
     most = max(model.types, key=lambda kind: model.types[kind], default="")
     return LoadedModel(
         EncoderBackend(model, config, separator),
@@ -180,7 +181,7 @@ def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
         embedding=embedding,
         task=task,
         file=ModelFile(
-            "safetensors",
+            "safetensors" if metadata is None else "gguf",
             sum(s.st_size for s in files),
             int(max((s.st_mtime for s in files), default=0)),
             sum(model.types.values()),

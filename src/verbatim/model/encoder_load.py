@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,16 @@ import numpy as np
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.config_fields import Fields, short
 from verbatim.model.embedding import EmbeddingSpec, read_embedding
+from verbatim.model.encoder_gguf import (
+    GGUF_ENCODER_KEYS,
+    GGUF_NAMES,
+    peek_architecture,
+    read_encoder_header,
+)
 from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.encoder_spec import EncoderModel, EncoderSpec
 from verbatim.model.keys import check_keys
+from verbatim.weights.gguf import GGUFFile, read_gguf
 from verbatim.weights.safetensors import SafetensorsDir, read_directory, read_json
 from verbatim.weights.tensor import Tensor
 
@@ -83,21 +91,34 @@ _IGNORED = re.compile(
 
 
 def encoder_type(path: Path) -> str | None:
-    """The model_type of a directory with an encoder; None for any other model."""
-    if not path.is_dir() or not (path / "config.json").is_file():
+    """The model_type of a directory with an encoder, or the architecture of a GGUF file with one;
+    None for any other model."""
+    if path.is_file():
+        found = peek_architecture(path)
+        return found if found in GGUF_ENCODER_KEYS else None
+    if not (path / "config.json").is_file():
         return None
     kind = read_json(path / "config.json").get("model_type")
     return kind if isinstance(kind, str) and kind in ENCODER_KEYS else None
 
 
 def load_encoder(path: Path, *, context: int | None = None) -> EncoderModel:
-    """Load the encoder in the directory `path`. `context`: the longest text in tokens; None: what
-    the model's files state."""
-    source = read_directory(path)
-    embedding = read_embedding(path)
-    spec, warnings = read_encoder_config(source.config, str(path / "config.json"))
+    """Load the encoder at `path`, a directory or a GGUF file.
+
+    `context`: the longest text in tokens; None: what the model's files state."""
+    source: SafetensorsDir | GGUFFile
+    more: tuple[str, ...] = ()
+    if path.is_dir():
+        source = read_directory(path)
+        embedding = read_embedding(path)
+        spec, warnings = read_encoder_config(source.config, str(path / "config.json"))
+        finder = _Finder(spec, source.tensors, str(path), NAMES[spec.family], source.others)
+        more = source.warnings
+    else:
+        source = read_gguf(path)
+        spec, embedding, warnings = read_encoder_header(source.metadata, source.tensors, str(path))
+        finder = _Finder(spec, source.tensors, str(path), GGUF_NAMES[spec.family], {})
     spec = with_context(spec, embedding, context)
-    finder = _Finder(spec, source, str(path))
     weights = finder.collect()
     identity = repr((source.digest, spec))
     return EncoderModel(
@@ -107,14 +128,12 @@ def load_encoder(path: Path, *, context: int | None = None) -> EncoderModel:
         hashlib.sha256(identity.encode()).hexdigest(),
         embedding,
         dict(finder.types),
-        (*warnings, *source.warnings),
+        (*warnings, *more),
     )
 
 
 def with_context(spec: EncoderSpec, embedding: EmbeddingSpec, context: int | None) -> EncoderSpec:
     """The spec for texts of at most `context` tokens, or of the length that the files state."""
-    from dataclasses import replace
-
     if context is not None and context > spec.context:
         raise ParameterError(
             "context",
@@ -215,10 +234,16 @@ def _score_activation(f: Fields) -> Any:
 class _Finder:
     """Maps the tensors of a file to the weights of the spec, as float32 arrays."""
 
-    def __init__(self, spec: EncoderSpec, source: SafetensorsDir, file: str) -> None:
-        self.spec, self.tensors, self.file = spec, source.tensors, file
-        self.others = source.others
-        self.names = NAMES[spec.family]
+    def __init__(
+        self,
+        spec: EncoderSpec,
+        tensors: Mapping[str, Tensor],
+        file: str,
+        names: Mapping[str, str],
+        others: Mapping[str, object],  # tensors that are not float
+    ) -> None:
+        self.spec, self.tensors, self.file = spec, tensors, file
+        self.names, self.others = names, others
         self.prefix = self._find_prefix()
         self.types: Counter[str] = Counter()
 
@@ -252,7 +277,8 @@ class _Finder:
 
     def _weight(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         tensor: Tensor = self.tensors[self.file_name(name)]
-        fused = 3 if tensor.name.endswith("Wqkv.weight") else 1
+        stem = name.rpartition(".")[2]
+        fused = 3 if stem in "qkv" and self.names["q"] == self.names["k"] else 1
         expected = (shape[0] * fused, *shape[1:])
         if tensor.shape != expected:
             raise ModelError(
