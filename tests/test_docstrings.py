@@ -23,7 +23,8 @@ from verbatim.testing import server_parts
 MODULES = [
     "base.config", "base.errors", "base.habits", "base.notebook", "base.params", "base.records",
     "base.schema_types", "engine.async_calls", "engine.async_engine", "engine.async_stream",
-    "engine.blocking_engine", "engine.call_inputs", "engine.engine_base", "engine.llm",
+    "engine.blocking_engine", "engine.call_inputs", "engine.embed_calls", "engine.engine_base",
+    "engine.llm",
     "engine.scoring", "grammar.ecma_pattern", "grammar.lower", "grammar.translate",
     "observe.explained", "observe.explanation",
 ]  # fmt: skip

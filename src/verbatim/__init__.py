@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from verbatim.engine.async_stream import AsyncStream
     from verbatim.engine.blocking_engine import Stream
     from verbatim.engine.call_inputs import ProgressBar, Prompt
+    from verbatim.engine.embed_calls import Ranked
     from verbatim.engine.engine_base import Message
     from verbatim.engine.llm import LLM, Vote
     from verbatim.engine.loaded_model import Progress
@@ -72,6 +73,7 @@ __all__ = [
     "Progress",
     "ProgressBar",
     "Prompt",
+    "Ranked",
     "RequestError",
     "SamplingParams",
     "Score",
@@ -98,6 +100,7 @@ _LAZY = {
     "DeltaStream": "verbatim.engine.async_calls",
     "AsyncStream": "verbatim.engine.async_stream",
     "Message": "verbatim.engine.engine_base",
+    "Ranked": "verbatim.engine.embed_calls",
     "Progress": "verbatim.engine.loaded_model",
     "Score": "verbatim.engine.scoring",
 }

@@ -24,6 +24,7 @@ from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel
+from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 _MASK = (1 << 64) - 1
@@ -265,6 +266,9 @@ class ByteTokenizer:
         ids = self.encode(text, special=special)
         return ids if ids[:1] == [self.BOS] else [self.BOS, *ids]
 
+    def truncated(self, ids: list[int], limit: int) -> list[int]:
+        return ids[:limit]
+
     def token_bytes(self, token: int) -> bytes:
         return bytes([token]) if token < 256 else self.NAMES[token - 256].encode()
 
@@ -282,7 +286,12 @@ def fake_parts(backend: Any = None, **options: Any) -> LoadedModel:
     FakeBackend."""
     backend = backend or FakeBackend(**options)
     return LoadedModel(
-        backend, ByteTokenizer(), eos_ids=(ByteTokenizer.EOS,), name="fake", digest="fake"
+        backend,
+        ByteTokenizer(),
+        eos_ids=(ByteTokenizer.EOS,),
+        name="fake",
+        digest="fake",
+        embedding=EmbeddingSpec("mean"),
     )
 
 
@@ -338,6 +347,14 @@ class ChatByteTokenizer(ByteTokenizer):
         ]
 
 
+class PairByteTokenizer(ChatByteTokenizer):
+    """Bytes, for a fake cross-encoder: BOS query EOS document EOS."""
+
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> list[int]:
+        ids = [self.BOS, *first.encode(), self.EOS, *second.encode()]
+        return [*(ids if limit is None else ids[: limit - 1]), self.EOS]
+
+
 class ThinkByteTokenizer(ChatByteTokenizer):
     """Bytes, and the tags of a reasoning model as control tokens."""
 
@@ -358,14 +375,15 @@ THINK_SOURCE = (
 
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
-    then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), adapters=A+B
-    (LoRA adapters of these names)."""
+    then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), rank=yes (a
+    cross-encoder), adapters=A+B (LoRA adapters of these names)."""
     from verbatim.text.chat_template import ChatTemplate
 
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
-    thinks = "think" in values
-    tokenizer = ThinkByteTokenizer() if thinks else ChatByteTokenizer()
+    thinks, ranks = "think" in values, "rank" in values
+    kinds = {(True, False): ThinkByteTokenizer, (False, True): PairByteTokenizer}
+    tokenizer = kinds.get((thinks, ranks), ChatByteTokenizer)()
     context = int(values.get("context", 4096))
     spec = fake_spec(vocab=tokenizer.vocab_size, context=context)
     backend = PacedBackend(
@@ -381,7 +399,9 @@ def server_parts(options: str) -> LoadedModel:
         eos_ids=(ByteTokenizer.EOS,),
         name="fake",
         digest="fake",
-        template=template,
+        template=None if ranks else template,
+        embedding=EmbeddingSpec("last" if ranks else "mean"),
+        task="rerank" if ranks else "generate",
         adapters=tuple(
             AdapterInfo(name, f"fake {name}", 4) for name in values.get("adapters", "").split("+")
         )

@@ -11,7 +11,7 @@ class DocServer:
 
     def port(self) -> int:
         if self._live is None:
-            flags = ("--model", "smollm2", "--served-model-name", "smollm2")
+            flags = ("--model", "smollm2", "--served-model-name", "smollm2", "--pooling", "mean")
             self._live = Live(*flags, engine=None).wait_ready()
         return self._live.port
 

@@ -26,6 +26,7 @@ from verbatim.base.errors import (
     VerbatimError,
 )
 from verbatim.base.records import Completion
+from verbatim.model.embedding import EmbeddingSpec
 from verbatim.sampling.draw import noise_key
 from verbatim.testing import (
     ByteTokenizer,
@@ -692,16 +693,54 @@ def test_embed_follows_the_models_pooling(pooling: str, row: int) -> None:
         number = mix(number, token)
         rows.append(FakeBackend()._hidden(number))
     for options in ({}, {"step_tokens": 2}):
-        got = LLM.from_parts(replace(fake_parts(), pooling=pooling), **options).embed("hello")
-        np.testing.assert_array_equal(got, np.array(rows[row], np.float32))
+        stated = replace(fake_parts(), embedding=EmbeddingSpec(pooling))
+        for llm in (
+            LLM.from_parts(stated, **options),
+            LLM.from_parts(fake_parts(), pooling=pooling, **options),
+        ):
+            np.testing.assert_array_equal(llm.embed("hello"), np.array(rows[row], np.float32))
 
 
-@pytest.mark.parametrize("pooling", ["none", "rank"])
+@pytest.mark.parametrize("pooling", ["none", "rank", ""])
 def test_a_pooling_that_embed_does_not_have_is_named(pooling: str) -> None:
-    llm = LLM.from_parts(replace(fake_parts(), pooling=pooling))
-    with pytest.raises(UnsupportedError, match=f"pooling_type.*{pooling}"):
+    llm = LLM.from_parts(replace(fake_parts(), embedding=EmbeddingSpec(pooling)))
+    with pytest.raises(UnsupportedError, match=f"^pooling: fake .*{pooling or 'not state'}.*mean"):
         llm.embed("hello")
     assert llm.generate("hello", SamplingParams(max_tokens=2)).token_ids
+
+
+def test_embed_takes_a_list_a_prompt_name_dimensions_and_truncation() -> None:
+    spec = EmbeddingSpec("mean", normalise=True, prompts={"q": "query: ", "d": ""})
+    llm = LLM.from_parts(replace(fake_parts(), embedding=spec), context=32)
+    both = llm.embed(["hello", "world"])
+    assert both.shape == (2, 8)
+    np.testing.assert_array_equal(both[1], llm.embed("world"))
+    np.testing.assert_allclose(np.linalg.norm(both, axis=1), 1, rtol=1e-6)
+    np.testing.assert_array_equal(llm.embed("hi", prompt_name="q"), llm.embed("query: hi"))
+    np.testing.assert_array_equal(llm.embed("hi", prompt_name="d"), llm.embed("hi"))
+    default = replace(fake_parts(), embedding=replace(spec, default_prompt="q"))
+    np.testing.assert_array_equal(LLM.from_parts(default).embed("hi"), llm.embed("query: hi"))
+    short = llm.embed("hello", dimensions=3)
+    np.testing.assert_allclose(short, both[0][:3] / np.linalg.norm(both[0][:3]), rtol=1e-6)
+    np.testing.assert_array_equal(llm.embed("a" * 40, truncate=True), llm.embed("a" * 31))
+    np.testing.assert_array_equal(llm.embed([97] * 40, truncate=True), llm.embed([97] * 32))
+    for wrong, error in (
+        ({"prompt_name": "x"}, "prompt_name.*known: q, d"),
+        ({"dimensions": 9}, "dimensions: 9 is not from 1 to 8"),
+        ({"dimensions": 0}, "dimensions"),
+    ):
+        with pytest.raises(ParameterError, match=error):
+            llm.embed("hello", **wrong)
+    with pytest.raises(ContextError, match="41 tokens and the context holds 32"):
+        llm.embed("a" * 40)
+    with pytest.raises(ParameterError, match="is empty"):
+        llm.embed("")
+    with pytest.raises(ParameterError, match="list is empty"):
+        llm.embed([])
+    with pytest.raises(ParameterError, match="token ids get no prompt"):
+        llm.embed([1, 2], prompt_name="q")
+    with pytest.raises(UnsupportedError, match="no cross-encoder"):
+        llm.rerank("hello", ["world"])
 
 
 def test_embed_is_the_mean_of_all_positions(llm: LLM) -> None:

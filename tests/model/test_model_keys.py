@@ -304,7 +304,7 @@ def test_an_adapter_file_is_rejected() -> None:
 )
 def test_pooling_types_are_read(value: int, pooling: str) -> None:
     assert header("qwen3", pooling_type=value).pooling == pooling
-    assert header("qwen3").pooling == "mean"
+    assert header("qwen3").pooling == ""
 
 
 def test_a_scaling_factor_without_a_type_is_linear() -> None:

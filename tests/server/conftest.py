@@ -24,8 +24,8 @@ def fake() -> Iterator[Live]:
 
 @pytest.fixture(scope="session")
 def real(default_model: Path) -> Iterator[Live]:
-    """The default model."""
-    live = Live("--model", str(default_model), engine=None).wait_ready()
+    """The default model, which states no pooling of embeddings."""
+    live = Live("--model", str(default_model), "--pooling", "mean", engine=None).wait_ready()
     yield live
     numbers = live.wait_at_rest()
     check_ledger(numbers)

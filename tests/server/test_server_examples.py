@@ -256,7 +256,7 @@ def quick() -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def model(default_model: Path) -> Iterator[Live]:
-    yield from served("--model", str(default_model), engine=None)
+    yield from served("--model", str(default_model), "--pooling", "mean", engine=None)
 
 
 def send(live: Live, name: str) -> list[dict[str, Any]]:

@@ -95,7 +95,7 @@ def test_ollama_embeddings(fake: Live) -> None:
     (old,) = ok(fake.post("/api/embeddings", {"prompt": "a"})).values()
     scale = openai[0]["embedding"][0] / old[0]
     assert [x * scale for x in old] == pytest.approx(openai[0]["embedding"])
-    for more in ({"options": {"temperature": 1.0}}, {"truncate": True}, {"dimensions": 1000}):
+    for more in ({"options": {"temperature": 1.0}}, {"truncate": 1}, {"dimensions": 1000}):
         assert fake.post("/api/embed", {"input": "a", **more}).status_code == 400
 
 

@@ -51,6 +51,8 @@ BASE: dict[str, dict[str, Any]] = {
     "/v1/responses": {"model": "m", "input": "x", "max_output_tokens": 2},
     "/v1/responses/input_tokens": {"input": "x"},
     "/v1/embeddings": {"model": "m", "input": "x"},
+    "/v1/rerank": {"model": "m", "query": "x", "documents": ["y"]},
+    "/rerank": {"model": "m", "query": "x", "documents": ["y"]},
     "/v1/score": {"model": "m", "prompt": "x"},
     "/tokenize": {"prompt": "x"},
     "/detokenize": {"tokens": [65]},
@@ -69,6 +71,7 @@ BASE: dict[str, dict[str, Any]] = {
     "/lens/api/step": {"prompt": [65]},
     "/lens/api/replay": {"receipt": RECEIPT},
     "/completion": {"prompt": "x", "n_predict": 2},
+    "/embedding": {"content": "x"},
     "/apply-template": {"messages": [{"role": "user", "content": "x"}]},
 }
 # 24 values as JSON text: Python's json cannot write some of them
@@ -99,6 +102,20 @@ def probe(fake: Any) -> Iterator[Any]:
 
 
 @functools.cache
+def ranker() -> Live:
+    """A server with a fake cross-encoder, for the routes that other models refuse."""
+    return Live(engine="hash,rank=yes").wait_ready()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def stop_ranker() -> Iterator[None]:
+    yield
+    if ranker.cache_info().currsize:
+        assert ranker().stop() == 0
+        ranker.cache_clear()
+
+
+@functools.cache
 def stored(fake: Any) -> str:
     """The id of a stored completion."""
     return str(
@@ -109,8 +126,9 @@ def stored(fake: Any) -> str:
 
 
 def send(fake: Any, path: str, body: str | bytes, **headers: str) -> tuple[int, dict[str, Any]]:
+    live = ranker() if path.endswith("/rerank") else fake
     path = path.replace("{id}", stored(fake)) if "{id}" in path else path
-    answer = fake.client.post(
+    answer = live.client.post(
         path, content=body, headers={"content-type": "application/json", **headers}
     )
     return answer.status_code, answer.json()

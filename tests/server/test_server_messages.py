@@ -62,6 +62,9 @@ TO_ENGINE: list[ToEngine] = [
     Start("m", None, True, {"kv_blocks": 8, "suffix_tenants": ["a"]}, "", "m", 0.5),
     Generate("r", "t", {"seed": 2**63 - 1, "logit_bias": {5: -1.0}}, True, "text"),
     Generate("r", "t", {}, False, [1, 2, 3], num_ctx=5, open_end=True, embedding=True),
+    Generate(
+        "r", "t", {}, False, "q", embedding=True, document="d", prompt_name="p", truncate=True
+    ),
     Generate("r", "t", {}, False, messages=[{"role": "user", "content": "hi"}], template={}),
     Tokenize("r", "t", "text", add_special=False, parse_special=True),
     Detokenize("r", "t", [1, 2]),

@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "kv_type": ("f16", "q8"),
     "quant": ("q8_0", "q4_0"),
     "defaults": ("model", "protocol", "greedy"),
+    "pooling": ("mean", "cls", "last"),
 }
 SIZES = ("kv_memory", "cache_dir_size")  # settings in bytes, also given as text: 512M
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
@@ -70,6 +71,7 @@ class EngineConfig:
     quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
     # model | protocol | greedy: sampling parameters that a request does not give (base/defaults.py)
     defaults: str = "model"
+    pooling: str | None = None  # of embeddings: mean | cls | last; None: as the model's files say
     check: bool = False  # check the block accounting after every step
     # LoRA adapters to load, as NAME=PATH; a mapping from name to path is accepted, too
     adapters: tuple[str, ...] = ()

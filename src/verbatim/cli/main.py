@@ -31,6 +31,8 @@ GROUPS = {
         "chat": "Chat with a model in the terminal.",
         "batch": "Answer a file of requests.",
         "serve": "Serve OpenAI's API over HTTP.",
+        "embed": "Embedding of each text.",
+        "rerank": "Documents by their relevance to a query.",
     },
     "Inspect": {
         "lens": "Open the page that shows how each token is made.",

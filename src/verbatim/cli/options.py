@@ -56,6 +56,8 @@ ENGINE_HELP = {
     " *: every tenant, at most 256 (may be repeated)",
     "defaults": "sampling parameters that are not given: model (what the model states, else the"
     " protocol's), protocol, or greedy (temperature 0)",
+    "pooling": "how a text's hidden states become one embedding: mean, cls or last; default: as the"
+    " model's files say",
     "quant": "quantise float weights while loading: q8_0 or q4_0",
     "check": "verify the KV block accounting after every step",
     "adapters": "load a LoRA adapter, a PEFT directory or a GGUF file (may be repeated)",

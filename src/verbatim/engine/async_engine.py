@@ -39,6 +39,8 @@ from verbatim.base.records import Completion, Finish
 from verbatim.engine.async_calls import AsyncCalls
 from verbatim.engine.async_stream import AsyncStream, OutputSink, SinkRequest
 from verbatim.engine.core import EngineCore
+from verbatim.engine.embed_calls import Ranked, pairs, ranked
+from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
@@ -62,8 +64,8 @@ def _same(value: T) -> T:
 
 
 class AsyncEngine(AsyncCalls):
-    """A loaded model for asyncio: `generate`, `stream`, `chat`, `chat_stream`, `embed`, and
-    `submit` for the stream of one request with an id and a tenant.
+    """A loaded model for asyncio: `generate`, `stream`, `chat`, `chat_stream`, `embed`,
+    `rerank`, and `submit` for the stream of one request with an id and a tenant.
 
     The constructor takes the arguments of LLM, loads the model, and blocks meanwhile. Any number of
     coroutines may call it; their requests run in the same batch.
@@ -152,7 +154,7 @@ class AsyncEngine(AsyncCalls):
         self,
         sink: OutputSink,
         request_id: str,
-        prompt: str | Sequence[int] | None,
+        prompt: str | Sequence[int] | EmbedInput | None,
         params: SamplingParams | None = None,
         *,
         messages: Sequence[Mapping[str, Any]] | None = None,
@@ -162,7 +164,7 @@ class AsyncEngine(AsyncCalls):
     ) -> SinkRequest:
         """submit(), or submit_chat() with `messages`, for a reader of many requests. With `hidden`
         the returned SinkRequest has the embedding of the prompt."""
-        make: Callable[[], str | Sequence[int]]
+        make: Callable[[], str | Sequence[int] | EmbedInput]
         if messages is not None:
             make = partial(self.encode_chat, messages, **(template or {}))
         else:
@@ -175,21 +177,42 @@ class AsyncEngine(AsyncCalls):
         self,
         prompt: str | Sequence[int],
         *,
+        prompt_name: str | None = None,
+        truncate: bool = False,
         request_id: str | None = None,
         tenant: str = "",
         adapter: str = "",
     ) -> tuple[np.ndarray, int]:
         """The embedding of LLM.embed() (float32 [hidden]), and the number of prompt tokens."""
-        params = SamplingParams(max_tokens=0, adapter=adapter)
+        given = EmbedInput(prompt, prompt_name=prompt_name, truncate=truncate, adapter=adapter)
+        return await self._vector(given, request_id, tenant)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncate: bool = False,
+        tenant: str = "",
+    ) -> list[Ranked]:
+        """LLM.rerank(): the documents by their relevance to the query, best first."""
+        inputs = pairs(query, documents, top_n, truncate)
+        found = await asyncio.gather(*(self._vector(given, None, tenant) for given in inputs))
+        return ranked(documents, [float(vector[0]) for vector, _ in found], top_n)
+
+    async def _vector(
+        self, given: EmbedInput, request_id: str | None, tenant: str
+    ) -> tuple[np.ndarray, int]:
         stream = await self._submit(
-            partial(_same, prompt), params, request_id, tenant, self._stream, hidden=True
+            partial(_same, given), given.params, request_id, tenant, self._stream, hidden=True
         )
         completion = await stream.result()
         return stream._hidden.vector(), len(completion.prompt_ids)
 
     async def _submit(
         self,
-        prompt: Callable[[], str | Sequence[int]],
+        prompt: Callable[[], str | Sequence[int] | EmbedInput],
         params: SamplingParams | None,
         request_id: str | None,
         tenant: str,
@@ -431,8 +454,8 @@ class AsyncEngine(AsyncCalls):
                 by_sink.setdefault(reader.sink, []).extend((request_id, item) for item in items)
             elif reader is not None:
                 reader._put(items)
-        for sink, pairs in by_sink.items():
-            sink._put(pairs)
+        for sink, sent in by_sink.items():
+            sink._put(sent)
 
     def _die(self, error: BaseException) -> None:
         """The loop has failed: end every stream and every call() with an error."""

@@ -21,6 +21,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Finish, StepPlan, StepResult, TokenEvent
 from verbatim.engine.beam_request import request_class
 from verbatim.engine.drafting import Drafting
+from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_setup import (
     fingerprint_of,
     make_scheduler,
@@ -65,7 +66,7 @@ class EngineCore:
 
     def request(
         self,
-        prompt: str | Seq[int],
+        prompt: str | Seq[int] | EmbedInput,
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,

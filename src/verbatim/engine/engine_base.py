@@ -14,6 +14,7 @@ from verbatim.base.config import EngineConfig, split_adapter
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.habits import METHODS, OPTIONS, attribute
 from verbatim.engine.core import EngineCore
+from verbatim.engine.engine_setup import prepare
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
 from verbatim.engine.request import EncodedText, encoded, lost_in
 from verbatim.text.thoughts import ThoughtFormat
@@ -62,6 +63,7 @@ class EngineBase:
         check: bool = False,
         defaults: str = "model",
         adapters: Mapping[str, str] | Sequence[str] = (),
+        pooling: str | None = None,
         **unknown: Never,
     ) -> None:
         """Load a model. Blocks until it is ready.
@@ -91,6 +93,8 @@ class EngineBase:
         defaults: sampling parameters that a request does not give: model, protocol or greedy
         adapters: LoRA adapters, name -> PEFT directory or GGUF file; SamplingParams(adapter=name)
             chooses one for a request
+        pooling: how a text's hidden states become one embedding: mean, cls or last; None: as the
+            model's files say, and embed() refuses if they do not
 
         An unknown option is a TypeError that names the right one.
         """
@@ -121,6 +125,7 @@ class EngineBase:
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         """Subclasses extend this with their own state: locks, streams, a thread."""
+        parts, config = prepare(parts, config)
         self.parts = parts
         self.config = config
         self.core = EngineCore(parts, config)

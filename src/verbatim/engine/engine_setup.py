@@ -4,6 +4,7 @@ fingerprint go out. Runs once per engine, before the first request."""
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
@@ -34,6 +35,8 @@ def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
 def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | None:
     if config.cache_dir is None:
         return None
+    if parts.task != "generate":
+        raise ParameterError("cache_dir", "an encoder has no KV cache; leave it out")
     backend = parts.backend
     # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
     layout = (backend.info.detail, backend.block_size, backend.block_bytes())
@@ -77,3 +80,16 @@ def _context(parts: LoadedModel, config: EngineConfig) -> int:
             f"{config.context} is more than this model's {limit} positions; ask for at most that",
         )
     return config.context or limit
+
+
+def prepare(parts: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, EngineConfig]:
+    """Apply the setting `pooling`, and the settings of an engine that runs an encoder."""
+    if config.pooling is not None:
+        if parts.task == "rerank":
+            raise ParameterError("pooling", "has no effect on a cross-encoder; leave it out")
+        parts = replace(parts, embedding=replace(parts.embedding, pooling=config.pooling))
+    if parts.task != "generate":
+        from verbatim.backend.encoder import encoder_config
+
+        config = encoder_config(config, parts.context or parts.backend.spec.context)
+    return parts, config

@@ -34,6 +34,8 @@ from verbatim.engine.call_inputs import (
     refuse_habits,
     refuse_unknown,
 )
+from verbatim.engine.embed_calls import EmbedCalls
+from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_base import Message
 from verbatim.engine.request import read_prompt
 from verbatim.engine.scoring import Score, score_of, windows
@@ -55,8 +57,9 @@ class Vote:
     completion: Completion
 
 
-class LLM(BlockingEngine):
-    """A loaded model: `generate`, `stream`, `chat`, `explain`, `score`, `embed`. Calls block.
+class LLM(EmbedCalls, BlockingEngine):
+    """A loaded model: `generate`, `stream`, `chat`, `explain`, `score`, `embed`, `rerank`. Calls
+    block.
 
     The arguments of the constructor are documented in `LLM.__init__`. Close it, or use it in a
     `with` block. Threads may share it.
@@ -275,23 +278,16 @@ class LLM(BlockingEngine):
         ranked = tuple(sorted(counts.items(), key=lambda item: -item[1]))  # stable: ties in order
         return Vote(ranked[0][0] if ranked else "", ranked, done)
 
-    def embed(self, text: Prompt, *, adapter: str = "") -> np.ndarray:
-        """Embedding of a text: the pooled final hidden states, float32 [hidden]. Pooling is the
-        mean, or the pooling_type of a GGUF file (mean, cls: the first state, last). A file with
-        another pooling type raises UnsupportedError.
-
-        text: a string or a list of token ids
-        adapter: a loaded LoRA adapter; empty: the base model
-        Returns a NumPy array, not normalised.
-
-        >>> llm.embed("hi").dtype.name
-        'float32'
-        """
-        params = SamplingParams(max_tokens=0, adapter=adapter)
-        request = self.core.request(text, params, hidden=True)
-        with self._awaited([request]):
-            with self._lock:  # another thread's step must not complete the request in between
-                self._add(request)
-                running = self.core.requests[request.id]
-            self._finish([request.id])
-        return running.hidden.vector()
+    def _vectors(self, inputs: Sequence[EmbedInput]) -> list[np.ndarray]:
+        """The embedding (of a pair: the score) of each input, for embed() and rerank()."""
+        requests = [self.core.request(given, given.params, hidden=True) for given in inputs]
+        for request in requests:
+            self.core.check_fits(request)
+        running = []
+        with self._awaited(requests):
+            for request in requests:
+                with self._lock:  # another thread's step must not complete it in between
+                    self._add(request)
+                    running.append(self.core.requests[request.id])
+            self._finish([request.id for request in requests])
+        return [request.hidden.vector() for request in running]

@@ -24,7 +24,8 @@ from verbatim.base.defaults import (
     read_generation_config,
     read_gguf,
 )
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.embedding import EmbeddingSpec
 
 if TYPE_CHECKING:
     from verbatim.model.draft_head import DraftHead
@@ -99,7 +100,10 @@ class LoadedModel:
     defaults: ModelDefaults = NO_DEFAULTS
     # Keys of the model's files that are ignored, or that transformers reads differently.
     warnings: tuple[str, ...] = ()
-    pooling: str = "mean"  # how the hidden states of a prompt become one embedding
+    # How the hidden states of a text become one embedding, as the model's files say.
+    embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
+    # generate: a causal model, which may embed too; embed, rerank: an encoder
+    task: str = "generate"
     file: ModelFile = field(default_factory=ModelFile)
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
 
@@ -114,10 +118,13 @@ def load_parts(
 ) -> LoadedModel:
     """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend."""
     from verbatim.backend import open_backend
+    from verbatim.model.encoder_load import encoder_type
     from verbatim.model.load import load_model
     from verbatim.weights.catalog import resolve
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
+    if encoder_type(path) is not None:
+        return _encoder_parts(os.fspath(model), path, config)
     loaded = load_model(path, context=config.context, quant=config.quant)
     if config.adapters:
         from verbatim.model.adapter_load import with_adapters
@@ -150,7 +157,7 @@ def load_parts(
         template=template,
         defaults=defaults,
         warnings=(*loaded.warnings, *defaults.warnings, *draft_warnings),
-        pooling=loaded.pooling,
+        embedding=loaded.embedding,
         file=_file_of(loaded),
         adapters=adapter_infos(loaded),
     )
@@ -158,6 +165,49 @@ def load_parts(
 
 def adapter_infos(model: Model) -> tuple[AdapterInfo, ...]:
     return tuple(AdapterInfo(a.name, a.digest, a.rank, a.path) for a in model.adapters)
+
+
+def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
+    from verbatim.backend.encoder import EncoderBackend
+    from verbatim.model.encoder_load import load_encoder
+    from verbatim.text import tokenizer as text
+
+    model = load_encoder(path, context=config.context)
+    metadata = getattr(model.source, "metadata", None)
+    tokenizer = text.from_directory(path) if metadata is None else text.from_gguf(metadata)
+    tokenizer.fit(model.spec.vocab)
+    separator, embedding, task = None, model.embedding, "embed"
+    if model.spec.scores:
+        pair = tokenizer.pair
+        if pair is None:
+            raise ModelError(
+                "the tokenizer puts nothing between the two texts of a pair, "
+                "which a cross-encoder needs",
+                file=str(path / "tokenizer.json"),
+            )
+        separator = pair.between[0] if pair.typed and model.spec.types > 1 else None
+        # The backend returns one row, the score.
+        embedding, task = EmbeddingSpec("last"), "rerank"
+    files = [p.stat() for p in (path.glob("*.safetensors") if metadata is None else [path])]
+    most = max(model.types, key=lambda kind: model.types[kind], default="")
+    return LoadedModel(
+        EncoderBackend(model, config, separator),
+        tokenizer,
+        eos_ids=(),
+        name=name,
+        digest=model.digest,
+        context=model.spec.context,
+        warnings=model.warnings,
+        embedding=embedding,
+        task=task,
+        file=ModelFile(
+            "safetensors" if metadata is None else "gguf",
+            sum(s.st_size for s in files),
+            int(max((s.st_mtime for s in files), default=0)),
+            sum(model.types.values()),
+            most.upper(),
+        ),
+    )
 
 
 def _file_of(model: Model) -> ModelFile:

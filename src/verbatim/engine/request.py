@@ -16,13 +16,14 @@ from weakref import WeakKeyDictionary
 from verbatim.base.defaults import resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
+from verbatim.engine.embed_input import EmbedInput, check_task, cut_text, encode_pair
 from verbatim.engine.loaded_model import LoadedModel, Tokenizer
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
 from verbatim.grammar.compile_pool import Busy, never_busy
+from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.thoughts import ThoughtFormat
 
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
-POOLINGS = ("mean", "cls", "last")
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
@@ -52,7 +53,7 @@ class Request:
     breakers: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     hidden: bool = False  # also collect the final hidden state of every prompt token
-    pooling: str = "mean"  # how the hidden states become one embedding
+    embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)  # how they become one vector
     thoughts: ThoughtFormat | None = None  # of a chat with a reasoning model
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""
@@ -70,7 +71,7 @@ class Request:
 def make_request(
     parts: LoadedModel,
     context: int,
-    prompt: str | Sequence[int],
+    prompt: str | Sequence[int] | EmbedInput,
     params: SamplingParams | None = None,
     *,
     defaults: str = "model",
@@ -88,13 +89,12 @@ def make_request(
     if not isinstance(params, SamplingParams):
         raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
     params = resolve(params, parts.defaults, defaults)
-    if hidden and parts.pooling not in POOLINGS:
-        raise UnsupportedError(
-            "pooling_type",
-            f"{parts.name} says {parts.pooling!r}; embeddings are made by {', '.join(POOLINGS)}; "
-            "use it for text instead",
-        )
-    ids, prompt_warnings = read_prompt(parts, prompt)
+    pair = isinstance(prompt, EmbedInput) and prompt.document is not None
+    check_task(parts, hidden=hidden, pair=pair)
+    if isinstance(prompt, EmbedInput):
+        ids, prompt_warnings = read_embed_input(parts, prompt, context)
+    else:
+        ids, prompt_warnings = read_prompt(parts, prompt)
     _check_ids(params, parts.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
@@ -118,7 +118,7 @@ def make_request(
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
         warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
-        pooling=parts.pooling,
+        embedding=parts.embedding,
         adapter=adapter,
         adapter_digest=parts.adapters[adapter].digest if adapter >= 0 else "",
     )
@@ -157,6 +157,20 @@ def read_prompt(
     else:
         ids = _prompt_ids(prompt, parts.backend.spec.vocab)
     return ids, (*_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt))
+
+
+def read_embed_input(
+    parts: LoadedModel, given: EmbedInput, context: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The token ids of an input of `embed` or `rerank`, and warnings about how it was encoded."""
+    if given.document is not None:
+        ids, warnings = encode_pair(parts, given, context)
+        return tuple(ids), tuple(warnings)
+    if not given.text:
+        raise ParameterError("prompt", "is empty; give at least one character or token")
+    found, warned = read_prompt(parts, given.with_prompt(parts))
+    cut, told = cut_text(parts, given, found, context)
+    return cut, (*warned, *told)
 
 
 def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:

@@ -27,21 +27,25 @@ from verbatim.base.records import (
 from verbatim.engine.loaded_model import Tokenizer
 from verbatim.engine.request import Request
 from verbatim.engine.stream import ChoiceStream
+from verbatim.model.embedding import EmbeddingSpec
 from verbatim.sampling.draw import noise_key
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 
 Output = Delta | Completion
+MIN_LENGTH = 1e-12  # a shorter vector is divided by this, as torch.nn.functional.normalize does
 
 
 class HiddenPool:
-    """Pools the prompt's hidden states into one vector: their mean, the first (cls) or the last.
+    """Pools the prompt's hidden states into one vector: their mean, the first (cls) or the last,
+    scaled to length 1 if the model says so.
 
     States are added in order of position, so prefill chunk sizes change no bit. Memory: one state.
     """
 
-    def __init__(self, pooling: str = "mean") -> None:
-        self._pooling = pooling
+    def __init__(self, spec: EmbeddingSpec | None = None) -> None:
+        self._pooling = spec.pooling if spec is not None else "mean"
+        self._normalise = spec is not None and spec.normalise
         self._sum: np.ndarray | None = None  # float64 [hidden]
         self.count = 0
 
@@ -59,7 +63,10 @@ class HiddenPool:
         """float32 [hidden]"""
         assert self._sum is not None, "no hidden state was computed"
         divisor = self.count if self._pooling == "mean" else 1
-        vector: np.ndarray = (self._sum / divisor).astype(np.float32)
+        pooled = self._sum / divisor
+        if self._normalise:
+            pooled = pooled / max(float(np.sqrt(np.sum(pooled * pooled))), MIN_LENGTH)
+        vector: np.ndarray = pooled.astype(np.float32)
         return vector
 
 
@@ -88,7 +95,7 @@ class RunningRequest:
         self.sends_deltas = (params.best_of or params.n) == params.n
         self.matchers: dict[int, Any] = {}  # by sequence id; empty without structured output
         self.scored: dict[int, TokenLogprob] = {}  # by prompt position
-        self.hidden = HiddenPool(request.pooling)
+        self.hidden = HiddenPool(request.embedding)
         self.started_at: float | None = None  # time.perf_counter of the first step
         self.first_token_at: float | None = None
         self.error: VerbatimError | None = None

@@ -34,7 +34,7 @@ class Header:
 
     spec: ModelSpec
     warnings: tuple[str, ...] = ()  # shown to the user at load
-    pooling: str = "mean"  # how `embed` pools a sequence into one vector
+    pooling: str = ""  # how `embed` pools a sequence into one vector; empty: not stated
 
 
 def spec_from_gguf(
@@ -69,8 +69,9 @@ def read_header(
     warnings += checked.warnings
     fields = Fields(checked.values, file, prefix, warnings)
     spec = check_spec(_ARCHITECTURES[architecture](fields, tensors, context), file, GGUF_KEY_NAMES)
-    kind = fields.integer("pooling_type", 1, low=0, high=max(POOLING))
-    return Header(spec, tuple(warnings), POOLING[kind])
+    stated = fields.has("pooling_type")
+    kind = fields.integer("pooling_type", 0, low=0, high=max(POOLING))
+    return Header(spec, tuple(warnings), POOLING[kind] if stated else "")
 
 
 def _qwen2(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:

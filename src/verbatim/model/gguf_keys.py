@@ -23,7 +23,8 @@ _FIRST: dict[str, Key] = {
     "attention.head_count_kv": followed("key and value heads; absent: as many as query heads"),
     "attention.causal": must_equal(True, note="attention is causal; encoders are not supported"),
     "pooling_type": followed(
-        "how `embed` pools a sequence: 1 mean, 2 cls, 3 last; `embed` rejects others"
+        "how `embed` pools a sequence: 1 mean, 2 cls, 3 last; `embed` refuses others, and "
+        "a file without it, unless the setting `pooling` names one"
     ),
     "vocab_size": no_effect("the embedding's rows decide"),
     "tensor_data_layout": no_effect("metadata"),

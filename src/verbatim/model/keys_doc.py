@@ -8,6 +8,8 @@ from typing import Any
 
 from verbatim.model.config_key_parts import COMMON_KEYS
 from verbatim.model.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
+from verbatim.model.embedding import POOLING_KEYS
+from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, NAMESPACES
 from verbatim.model.keys import Key, Table
 
@@ -76,6 +78,13 @@ def document() -> str:
     ]
     for family, table in CONFIG_KEYS.items():
         lines += [f"## config.json: {family}", "", *_table(_family_rows(table, COMMON_KEYS))]
+    for family, table in ENCODER_KEYS.items():
+        lines += [f"## config.json: {family}", "", *_table(_family_rows(table, COMMON_KEYS))]
+    lines += [
+        "## Sentence-transformers: 1_Pooling/config.json",
+        "",
+        *_table(sorted(POOLING_KEYS.items())),
+    ]
     lines += [
         "## Rope records",
         "",

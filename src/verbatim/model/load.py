@@ -19,6 +19,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.adapter import Adapter
+from verbatim.model.embedding import EmbeddingSpec, read_embedding
 from verbatim.model.families import WRAPPERS, read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.layout import (
@@ -52,8 +53,7 @@ class Model:
     generation_config: dict[str, Any] = field(default_factory=dict)
     # Keys that are ignored or that differ from transformers; shown to the user at load.
     warnings: tuple[str, ...] = ()
-    # How `embed` pools a sequence: mean, cls, last, or another name, which `embed` rejects.
-    pooling: str = "mean"
+    embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
     adapters: tuple[Adapter, ...] = ()  # a request may name one of them
 
     @property
@@ -93,9 +93,8 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     )
     digest = _digest(source.digest, spec, quant)
     eos = _gguf_eos(source.metadata)
-    return Model(
-        spec, Weights(weights, file, digest), source, eos, {}, header.warnings, header.pooling
-    )
+    embedding = EmbeddingSpec(header.pooling)
+    return Model(spec, Weights(weights, file, digest), source, eos, {}, header.warnings, embedding)
 
 
 def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
@@ -129,7 +128,8 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     generation = dict(source.generation_config or {})
     digest = _digest(source.digest, spec, quant)
     eos = _config_eos(source.config, generation)
-    return Model(spec, Weights(weights, file, digest), source, eos, generation, warnings)
+    embedding = read_embedding(path)
+    return Model(spec, Weights(weights, file, digest), source, eos, generation, warnings, embedding)
 
 
 def _types(others: Mapping[str, RawTensor]) -> dict[str, str]:

@@ -1,7 +1,8 @@
 """Tokenizer of a GGUF file. In: the file's metadata. Out: a Vocabulary. The file is untrusted:
 every key is checked before use.
 
-tokenizer.ggml.model   gpt2: byte-level BPE with merges;  llama: SentencePiece with scores
+tokenizer.ggml.model   gpt2: byte-level BPE with merges;  llama: SentencePiece with scores;
+                       bert: WordPiece
 tokenizer.ggml.tokens, .token_type, .merges, .scores, .pre, .add_bos_token, .add_space_prefix,
                .…_token_id
 """
@@ -10,13 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from tokenizers import AddedToken, models, normalizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
 from verbatim.text.pretokenize import normalizer_of, pre_tokenizer_of, split_rules_of
+from verbatim.text.spm import piece_bytes
 from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes, end_of_turn
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -63,9 +66,11 @@ class _Reader:
             return self._byte_level()
         if model == "llama":
             return self._sentencepiece()
+        if model == "bert":
+            return self._wordpiece()
         raise self.wrong(
             f"tokenizer.ggml.model is {model!r}; "
-            "known here: gpt2 (byte-level BPE) and llama (SentencePiece)"
+            "known here: gpt2 (byte-level BPE), llama (SentencePiece) and bert (WordPiece)"
         )
 
     # ------------------------------------------------------------------------ tokenizer models
@@ -92,7 +97,7 @@ class _Reader:
         )
 
     def _sentencepiece(self) -> Vocabulary:
-        from verbatim.text.spm import merges_from_scores, piece_bytes
+        from verbatim.text.spm import merges_from_scores
 
         scores = self.array("scores", float)
         if len(scores) != len(self.tokens):
@@ -126,6 +131,40 @@ class _Reader:
             space_prefix=prefix,
             to_bytes=lambda text: piece_bytes(text, text in byte_ids),
         )
+
+    def _wordpiece(self) -> Vocabulary:
+        """BERT's vocabulary as llama.cpp writes it: U+2581 before a token that starts a word, no
+        mark before one that continues it. GGUF has no key for a cased vocabulary; llama.cpp
+        always lowers the case."""
+        vocab = {
+            text
+            if kind in (CONTROL, UNKNOWN)
+            else text[1:]
+            if text.startswith(SPACE)
+            else f"##{text}": i
+            for i, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+        }
+        unknown = self.token_id("unknown")
+        first = self.token_id("bos")
+        last = self.token_id("seperator")  # the key is spelled so
+        last = self.token_id("eos") if last is None else last
+        if len(vocab) != len(self.tokens) or None in (unknown, first, last):
+            raise self.wrong(
+                "a bert tokenizer needs distinct tokens, and bos_token_id, seperator_token_id and "
+                "unknown_token_id"
+            )
+        assert unknown is not None
+        made = self._finish(
+            models.WordPiece(vocab, unk_token=self.tokens[unknown], max_input_chars_per_word=100),
+            normalizers.BertNormalizer(lowercase=True),
+            pre_tokenizers.BertPreTokenizer(),
+            add_bos=True,
+            space_prefix=True,
+            to_bytes=lambda text: piece_bytes(text, False),
+        )
+        assert first is not None
+        assert last is not None
+        return replace(made, prefix=(first,), suffix=(last,))
 
     def _finish(
         self,

@@ -4,7 +4,7 @@ special_tokens_map.json. Out: a Vocabulary. The files are untrusted."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,13 @@ from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
 from verbatim.text.spm import piece_bytes
-from verbatim.text.vocabulary import SPACE, Vocabulary, byte_level_bytes, end_of_turn
+from verbatim.text.vocabulary import (
+    SPACE,
+    PairTemplate,
+    Vocabulary,
+    byte_level_bytes,
+    end_of_turn,
+)
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MAX_JSON = 256 * 2**20  # bytes; the largest tokenizer.json in use has some 35 MB
@@ -98,9 +104,10 @@ def check_parts(spec: Mapping[str, Any]) -> None:
     """Reject what the library would accept: other models, randomness, steps that inflate a text."""
     model = spec.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
-    if kind not in ("BPE", "Unigram"):
+    if kind not in ("BPE", "Unigram", "WordPiece"):
         raise ModelError(
-            f"the tokenizer's model is {str(kind)[:40]!r}; known here are BPE and Unigram"
+            f"the tokenizer's model is {str(kind)[:40]!r}; known here are BPE, Unigram and "
+            "WordPiece"
         )
     assert isinstance(model, dict)
     if model.get("dropout"):
@@ -133,6 +140,8 @@ def _growth(step: Mapping[str, Any]) -> float:
     """The largest factor by which a step can lengthen a text."""
     if step.get("type") == "ByteLevel":
         return 2.0  # a byte above 127 becomes a two-byte character
+    if step.get("type") == "BertNormalizer":
+        return 3.0  # a space on each side of a CJK character, and decomposed accents
     if step.get("type") == "Prepend":
         return 1.0 + len(str(step.get("prepend", "")))
     if step.get("type") != "Replace":
@@ -160,6 +169,7 @@ def _vocabulary(
     )
     prefix, suffix = _prefix_and_suffix(special, spec, config, ids)
     tokens = _tokens(special)
+    continued_by = _wordpiece_prefix(spec)
     outside = [i for i in (*prefix, *suffix) if i >= len(tokens)]
     if outside:
         raise ModelError(
@@ -172,7 +182,7 @@ def _vocabulary(
         tokens=tokens,
         plain=plain,
         special=special,
-        to_bytes=byte_level_bytes if byte_level else _sentencepiece_bytes,
+        to_bytes=byte_level_bytes if byte_level else _bytes_of(continued_by),
         control=control,
         added=added,
         bos_id=ids.get("bos_token"),
@@ -183,7 +193,8 @@ def _vocabulary(
         prefix=prefix,
         suffix=suffix,
         byte_level=byte_level,
-        space_prefix=not byte_level and _adds_space(spec),
+        space_prefix=not byte_level and (continued_by is not None or _adds_space(spec)),
+        pair=_pair_template(special),
         continued=_continuation_encoder(plain, spec),
         extra=texts,
     )
@@ -251,6 +262,30 @@ def _prefix_and_suffix(
     return _apply_flag(prefix, config, "bos", ids), _apply_flag(suffix, config, "eos", ids)
 
 
+def _pair_template(encoder: Any) -> PairTemplate | None:
+    """What the post-processor puts before, between and after the texts of a pair; None where it
+    adds nothing between them."""
+    bare = [encoder.encode(text, add_special_tokens=False).ids for text in ("a", "b")]
+    full = encoder.encode("a", "b", add_special_tokens=True)
+    ids, (a, b) = full.ids, bare
+    if not a or not b:
+        return None
+    starts = range(len(ids))
+    at = next((i for i in starts if ids[i : i + len(a)] == a), None)
+    if at is None:
+        return None
+    end = at + len(a)
+    second = next((i for i in starts if i >= end and ids[i : i + len(b)] == b), None)
+    if second is None or second == end:
+        return None
+    rest = second + len(b)
+    if at + second - end + len(ids) - rest > MAX_ADDED_TOKENS:
+        raise ModelError(f"the post-processor puts more than {MAX_ADDED_TOKENS} tokens in a pair")
+    return PairTemplate(
+        tuple(ids[:at]), tuple(ids[end:second]), tuple(ids[rest:]), full.type_ids[second] == 1
+    )
+
+
 def _apply_flag(
     added_ids: tuple[int, ...], config: Mapping[str, Any], name: str, ids: Mapping[str, int | None]
 ) -> tuple[int, ...]:
@@ -281,6 +316,27 @@ def _adds_space(spec: Mapping[str, Any]) -> bool:
     ):
         return True
     return "Prepend" in _types(spec.get("normalizer"))
+
+
+def _wordpiece_prefix(spec: Mapping[str, Any]) -> str | None:
+    """The mark of a token that continues a word ("##"), in a WordPiece vocabulary."""
+    model = spec["model"]
+    if model.get("type") != "WordPiece":
+        return None
+    return str(model.get("continuing_subword_prefix", "##"))
+
+
+def _bytes_of(continued_by: str | None) -> Callable[[str], bytes]:
+    """Bytes of a token. A WordPiece token without the mark starts a word, after a space."""
+    if continued_by is None:
+        return _sentencepiece_bytes
+    mark = continued_by
+
+    def wordpiece_bytes(text: str) -> bytes:
+        continues = bool(mark) and text.startswith(mark)
+        return (text[len(mark) :] if continues else f" {text}").encode("utf-8", errors="replace")
+
+    return wordpiece_bytes
 
 
 def _sentencepiece_bytes(text: str) -> bytes:

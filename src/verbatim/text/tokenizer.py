@@ -19,7 +19,7 @@ from verbatim.base.habits import TOKENIZER, attribute
 from verbatim.text import gguf_vocab, hf_vocab
 from verbatim.text.control_tokens import ControlFinder
 from verbatim.text.decode import decode_all
-from verbatim.text.vocabulary import BYTE_ALPHABET, Vocabulary
+from verbatim.text.vocabulary import BYTE_ALPHABET, PairTemplate, Vocabulary
 
 MAX_LOST = 16  # characters that `lost` reports at most; enough for a warning
 
@@ -76,6 +76,28 @@ class Tokenizer:
         if not (prefix and tuple(ids[: len(prefix)]) == prefix):
             ids = [*prefix, *ids]
         return [*ids, *self._vocab.suffix]
+
+    def truncated(self, ids: list[int], limit: int) -> list[int]:
+        """The first tokens of `encode_prompt`'s ids and the model's suffix, `limit` in all."""
+        suffix = self._vocab.suffix
+        return [*ids[: limit - len(suffix)], *suffix] if len(ids) > limit else ids
+
+    @property
+    def pair(self) -> PairTemplate | None:
+        """How two texts become one input of a cross-encoder, where the file says."""
+        return self._vocab.pair
+
+    def encode_pair(self, first: str, second: str, limit: int | None = None) -> list[int]:
+        """Ids of two texts in one input. With `limit` the longer text is cut first, by the rule
+        "longest first" of the `tokenizers` library."""
+        pair = self._vocab.pair
+        assert pair is not None, "the caller checks that there is a pair template"
+        texts = [self.encode(first), self.encode(second)]
+        if limit is not None:
+            room = limit - len(pair.before) - len(pair.between) - len(pair.after)
+            lengths = _longest_first(len(texts[0]), len(texts[1]), max(room, 0))
+            texts = [ids[:length] for ids, length in zip(texts, lengths, strict=True)]
+        return [*pair.before, *texts[0], *pair.between, *texts[1], *pair.after]
 
     def encode_parts(self, parts: Iterable[tuple[str, int | None]]) -> list[int]:
         """Ids of a text that is split at its control tokens: (text, None) is plain text, (_, id) a
@@ -233,6 +255,19 @@ def _ids(encoder: Any, text: str) -> list[int]:
         raise ModelError(
             f"the model's tokenizer fails on a text of {len(text)} characters: {str(error)[:200]}"
         ) from error
+
+
+def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
+    """The lengths of two texts cut to `room` tokens together: the longer one is cut to the length
+    of the shorter, then both alike."""
+    if first + second <= room:
+        return first, second
+    short = min(first, second)
+    long = max(short, room - short)
+    if short + long > room:
+        short = room // 2
+        long = short + room % 2
+    return (long, short) if first > second else (short, long)
 
 
 def _split_matches(text: str, pattern: re.Pattern[str]) -> Iterable[str]:

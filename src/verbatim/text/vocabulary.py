@@ -32,6 +32,16 @@ def end_of_turn(control: Mapping[str, int]) -> list[int]:
     return [control[name] for name in names if name in control]
 
 
+@dataclass(frozen=True, slots=True)
+class PairTemplate:
+    """Token ids around the two texts of a pair: [CLS] query [SEP] document [SEP]."""
+
+    before: tuple[int, ...]
+    between: tuple[int, ...]
+    after: tuple[int, ...]
+    typed: bool  # tokens behind the first of `between` have token type 1
+
+
 @dataclass(frozen=True)
 class Vocabulary:
     """Tokens, encoders and special ids of one model."""
@@ -54,6 +64,7 @@ class Vocabulary:
     space_prefix: bool = False  # encoding adds a space before the first word, decoding removes it
     continued: Any = None  # `plain` for text after the start of a prompt, if it differs
     extra: Mapping[str, str] = field(default_factory=dict)  # more special tokens, for templates
+    pair: PairTemplate | None = None  # how two texts become one input of a cross-encoder
 
 
 def _byte_alphabet() -> dict[str, int]:

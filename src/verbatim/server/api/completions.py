@@ -44,9 +44,11 @@ from verbatim.server.process.messages import Generate, Generated, WireChoice
 DEFAULT_MAX_TOKENS = 16
 
 
-def prompts_of(value: Any, name: str, call: RequestContext) -> list[str | list[int]]:
-    """The four forms of `prompt` as a list. Prompts that are empty, too long or have invalid token
-    ids are rejected here, before they reach the engine."""
+def prompts_of(
+    value: Any, name: str, call: RequestContext, *, truncate: bool = False
+) -> list[str | list[int]]:
+    """The four forms of `prompt` as a list. Prompts that are empty, too long (unless the engine may
+    `truncate` them) or have invalid token ids are rejected here, before they reach the engine."""
     many = isinstance(value, list) and not isinstance(value[0], int)
     prompts: list[str | list[int]] = list(value) if many else [value]
     limit = call.state.limits.max_prompts
@@ -65,9 +67,11 @@ def prompts_of(value: Any, name: str, call: RequestContext) -> list[str | list[i
                 where,
             )
         if isinstance(prompt, str):
-            to_params.check_text_length(where, prompt, call.state.facts)
+            if not truncate:
+                to_params.check_text_length(where, prompt, call.state.facts)
         else:
-            to_params.check_id_count(where, prompt, call.state.facts)
+            if not truncate:
+                to_params.check_id_count(where, prompt, call.state.facts)
             to_params.check_vocabulary(where, prompt, call.state.facts)
     return prompts
 

@@ -76,6 +76,12 @@ LIST_SEED = Rule(
     "each prompt of a list gets its own, which its choices report (the response's seed is null)",
     INT64,
 )
+TRUNCATE = Rule(
+    "honoured",
+    "true: cut the end of a text that is longer than the context, with a warning (of a pair, the "
+    "longer text first); missing: such a text is refused",
+    TRUE_FALSE,
+)
 STREAM = Rule("honoured", "stream the output as events", TRUE_FALSE)
 USER = Rule("label", "written to the log", schemas.Label)
 STREAM_OPTIONS = Rule(

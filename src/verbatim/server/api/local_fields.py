@@ -21,6 +21,7 @@ from verbatim.server.api.field_rules import (
     REPORT,
     STREAM,
     TRUE_FALSE,
+    TRUNCATE,
     Rule,
     extensions,
     sampling,
@@ -118,7 +119,7 @@ OLLAMA_EMBED: dict[str, Rule] = {
     "dimensions": Rule(
         "honoured", "keep this many leading dimensions and normalise to length 1", LENGTH
     ),
-    "truncate": Rule("refused", "the server never truncates a prompt", only=(False,)),
+    "truncate": TRUNCATE,
 }
 OLLAMA_EMBEDDINGS: dict[str, Rule] = {
     **_OLLAMA_EMBED,
@@ -224,6 +225,19 @@ LLAMA_COMPLETION: dict[str, Rule] = {
         "refused", "use the adapter's name as model; serve --adapter loads it", only=([],)
     ),
     "report_params": REPORT,
+}
+LLAMA_EMBEDDING: dict[str, Rule] = {
+    "model": Rule("honoured", "missing: the served model", schemas.Label),
+    "content": Rule(
+        "honoured",
+        "a string, a list of strings, token ids, or a list of lists of them",
+        schemas.Prompt,
+        required=True,
+    ),
+    "embd_normalize": Rule(
+        "honoured", "2: scale the vector to length 1 (default); -1: as it is", Literal[-1, 2]
+    ),
+    "truncate": TRUNCATE,
 }
 LLAMA_TEMPLATE: dict[str, Rule] = {
     "model": Rule("honoured", "missing: the served model", schemas.Label),

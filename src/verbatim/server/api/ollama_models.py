@@ -13,15 +13,13 @@ from starlette.responses import Response
 
 from verbatim import __version__
 from verbatim.base.defaults import report
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.completions import prompts_of
 from verbatim.server.api.default_params import default_params
-from verbatim.server.api.embed_score_tokenize import embed, unit_vector
+from verbatim.server.api.embed_rerank import embed, unit_vector
 from verbatim.server.api.generate import extra_fields
 from verbatim.server.api.ollama import warnings_of
 from verbatim.server.api.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.api.request_context import Json, RequestContext
-from verbatim.server.process.messages import Generated, ModelFacts
+from verbatim.server.process.messages import ModelFacts
 
 NEVER = "9999-12-31T23:59:59Z"  # expiry time: the model is never unloaded
 
@@ -125,9 +123,9 @@ async def show(call: RequestContext) -> Response:
             "details": details(facts),
             "model_info": info,
             "capabilities": [
-                "completion",
+                *(["completion"] if facts.task == "generate" else []),
                 *(["tools"] if facts.has_template else []),
-                "embedding",
+                *(["embedding"] if facts.task != "rerank" else []),
             ],
         }
     )
@@ -141,7 +139,7 @@ async def embeddings_of_list(call: RequestContext) -> Response:
     """/api/embed: one vector of length 1 per text."""
     body = await call.body()
     model = call.state.check_model(body["model"])
-    results = await _run(call, body, body["input"], "input")
+    results = await embed(call, body, "input")
     vectors = [unit_vector(done.embedding or [], body.get("dimensions")) for done in results]
     return Json(
         {
@@ -159,18 +157,8 @@ async def embedding_of_prompt(call: RequestContext) -> Response:
     """/api/embeddings, which /api/embed replaces: one vector, not normalised."""
     body = await call.body()
     call.state.check_model(body["model"])
-    (done,) = await _run(call, body, body["prompt"], "prompt")
+    (done,) = await embed(call, body, "prompt")
     return Json({"embedding": done.embedding or [], **_more(call, body)})
-
-
-async def _run(
-    call: RequestContext, body: dict[str, Any], texts: Any, name: str
-) -> list[Generated]:
-    hidden = call.state.facts.hidden
-    if body.get("dimensions", 1) > hidden:
-        why = f"dimensions: {body['dimensions']} is above the model's {hidden}"
-        raise Problem("invalid_parameter", why, "dimensions")
-    return await embed(call, prompts_of(texts, name, call), name)
 
 
 def _more(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from verbatim.server.api.field_rules import (
     STREAM_OPTIONS,
     TIER,
     TRUE_FALSE,
+    TRUNCATE,
     USER,
     Rule,
     extensions,
@@ -242,6 +243,34 @@ EMBEDDINGS: dict[str, Rule] = {
     "encoding_format": Rule(
         "honoured", "float, or base64 of little-endian float32", Literal["float", "base64"]
     ),
+    "prompt_name": Rule(
+        "honoured",
+        "the model's prompt to put before each text, by its name in "
+        "config_sentence_transformers.json; missing: the model's default prompt, if it has one",
+        schemas.Label,
+    ),
+    "truncate": TRUNCATE,
+    "user": USER,
+}
+
+RERANK: dict[str, Rule] = {
+    "model": MODEL,
+    "query": Rule("honoured", "a text", schemas.Text, required=True),
+    "documents": Rule(
+        "honoured",
+        "a list of texts, or of objects with a text",
+        Annotated[list[schemas.Text | schemas.RankDocument], P(min_length=1)],
+        required=True,
+    ),
+    "top_n": Rule("honoured", "return only this many documents, the best", LENGTH),
+    "return_documents": Rule(
+        "honoured", "true: each result has its document; missing: only its index", TRUE_FALSE
+    ),
+    "truncate": TRUNCATE,
+    "max_chunks_per_doc": Rule("refused", "a document is scored whole; see truncate"),
+    "max_tokens_per_doc": Rule("refused", "a document is scored whole; see truncate"),
+    "rank_fields": Rule("refused", "a document is a text"),
+    "truncate_prompt_tokens": Rule("refused", "use truncate"),
     "user": USER,
 }
 

@@ -195,3 +195,9 @@ BiasPair = Annotated[
     ],
     Field(strict=False),  # JSON has no tuples
 ]
+
+
+class RankDocument(Strict):
+    """A document of /v1/rerank as an object."""
+
+    text: Text

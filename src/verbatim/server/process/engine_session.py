@@ -25,6 +25,7 @@ from verbatim.base.errors import (
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, Timings, Usage
 from verbatim.engine.async_stream import OutputSink
+from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.request import encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 from verbatim.server.api.api_errors import Problem, problem_of
@@ -252,10 +253,14 @@ class EngineSession:
             done = replace(done, params=report(request.params, completion.seed))
         self._outbox.put(done)
 
-    async def _prompt(self, request: OpenRequest, message: Generate) -> str | Sequence[int] | None:
+    async def _prompt(
+        self, request: OpenRequest, message: Generate
+    ) -> str | Sequence[int] | EmbedInput | None:
         """The prompt for the engine; None: it encodes the conversation itself. A prompt is encoded
         here if its control tokens are parsed, or if its length decides about num_ctx."""
         prompt, num_ctx = message.prompt, message.num_ctx
+        if message.embedding and prompt is not None:
+            return EmbedInput(prompt, message.document, message.prompt_name, message.truncate)
         if isinstance(prompt, list) or not (message.parse_special or num_ctx):
             return prompt
         ids = await asyncio.to_thread(self._encode_prompt, message)

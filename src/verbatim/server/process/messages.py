@@ -54,7 +54,10 @@ class Generate:
     open_end: bool = (
         False  # Ollama: the client set no max_tokens, so num_ctx may shorten the output
     )
-    embedding: bool = False  # Generated carries the mean hidden state of the prompt
+    embedding: bool = False  # Generated carries the embedding of the prompt (engine/embed_input.py)
+    document: str | None = None  # with embedding: the second text of a pair, for its relevance
+    prompt_name: str | None = None  # with embedding: the model's prompt to put before the text
+    truncate: bool = False  # with embedding: cut a text that is longer than the context
     explain_rows: bool = False  # explanations carry their rows of logits
     # where parameters came from that the client did not give (base/defaults.py)
     origins: dict[str, str] = field(default_factory=dict)
@@ -133,6 +136,7 @@ class ModelFacts:
     space_prefix: bool  # the tokenizer puts a space before the first word
     longest_token: int  # bytes
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapter -> its fingerprint
+    task: str = "generate"  # or embed, rerank: an encoder
     thinks: bool = False  # the chat template marks thoughts (text/thoughts.py)
     # template variables that switch thinking, see api/thinking.py
     thinking_switches: list[str] = field(default_factory=list)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from verbatim.engine.async_engine import AsyncEngine
 
 # Parameters that can mask every token, the narrowest first: the first one a client should relax.
+NO_BOUND = 1 << 40
 MASKING = ("allowed_token_ids", "banned_token_ids", *STRUCTURE, "no_repeat_ngram", "min_tokens")
 
 
@@ -76,11 +77,12 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         ),
         control=frozenset(t for t in ids if tokenizer.is_control(t)),
         space_prefix=tokenizer.space_prefix,
-        longest_token=max((len(tokenizer.token_bytes(t)) for t in ids), default=1) or 1,
         adapters={
             adapter.name: engine.core.fingerprints[number]
             for number, adapter in enumerate(engine.parts.adapters)
         },
+        longest_token=_longest_token(engine),
+        task=engine.parts.task,
         thinks=engine.thoughts is not None,
         thinking_switches=_switches(template),
         slots=engine.config.max_running,
@@ -101,6 +103,15 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         sampling=dict(engine.parts.defaults.values),
         sampling_source=engine.parts.defaults.source,
     )
+
+
+def _longest_token(engine: AsyncEngine) -> int:
+    """Bytes of text that one token may stand for. An encoder's tokenizer drops white space and
+    turns a long word into one unknown token, so there is no bound."""
+    if engine.parts.task != "generate":
+        return NO_BOUND
+    tokenizer = engine.tokenizer
+    return max((len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)), default=1) or 1
 
 
 def _switches(template: Any) -> list[str]:

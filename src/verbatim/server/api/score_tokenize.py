@@ -1,10 +1,8 @@
-"""/v1/embeddings, /v1/score, /tokenize and /detokenize: text or token ids in, numbers out."""
+"""/v1/score, /tokenize and /detokenize: text or token ids in, numbers out."""
 
 from __future__ import annotations
 
-import base64
 import math
-import struct
 from typing import Any
 
 from starlette.responses import Response
@@ -23,60 +21,6 @@ from verbatim.server.process.messages import (
     Tokenize,
     Tokenized,
 )
-
-
-async def embeddings(call: RequestContext) -> Response:
-    """One embedding vector per prompt (LLM.embed), normalised to length 1 as OpenAI does."""
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    prompts = prompts_of(body["input"], "input", call)
-    hidden = call.state.facts.hidden
-    if body.get("dimensions", 1) > hidden:
-        raise Problem(
-            "invalid_parameter",
-            f"dimensions: {body['dimensions']} is above the model's {hidden}",
-            "dimensions",
-        )
-    results = await embed(call, prompts, "input")
-    data = [
-        {
-            "object": "embedding",
-            "index": i,
-            "embedding": _spell_vector(r.embedding or [], body),
-        }
-        for i, r in enumerate(results)
-    ]
-    total = sum(r.usage.prompt_tokens for r in results)
-    usage = {"prompt_tokens": total, "total_tokens": total}
-    return Json(
-        {"object": "list", "data": data, "model": model, "usage": usage, **extra_fields(call.runs)}
-    )
-
-
-async def embed(call: RequestContext, prompts: list[str | list[int]], name: str) -> list[Generated]:
-    """Results that carry the mean hidden state of each prompt. `name`: the client's field."""
-    state = call.state
-    params = to_params.finish_params(
-        {"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts
-    )
-    call.names = {"prompt": name}
-    for prompt in prompts:
-        call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, embedding=True))
-    return await call.results(Generated)
-
-
-def unit_vector(vector: list[float], dimensions: int | None) -> list[float]:
-    """The first `dimensions` numbers (None: all), scaled to length 1."""
-    kept = vector[:dimensions]
-    length = math.sqrt(sum(x * x for x in kept))
-    return [x / length for x in kept] if length else kept
-
-
-def _spell_vector(hidden: list[float], body: dict[str, Any]) -> Any:
-    vector = unit_vector(hidden, body.get("dimensions"))
-    if body.get("encoding_format") == "base64":
-        return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
-    return vector
 
 
 async def score(call: RequestContext) -> Response:

@@ -1,0 +1,119 @@
+"""EmbedInput: one text, or one pair of texts, for an embedding or a relevance score.
+
+In: what a caller of `embed` or `rerank` gave. Out: token ids and warnings. The model must state how
+a text becomes one vector, or the user must: otherwise the request is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
+from verbatim.base.params import SamplingParams
+from verbatim.model.embedding import POOLINGS
+
+if TYPE_CHECKING:
+    from verbatim.engine.loaded_model import LoadedModel
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedInput:
+    """text: a text or token ids
+    document: the second text of a pair, for a cross-encoder
+    prompt_name: the model's prompt to put before the text; None: the model's default, if it has one
+    truncate: cut the end of a text that is too long, instead of refusing it
+    adapter: a loaded LoRA adapter; empty: the base model"""
+
+    text: str | Sequence[int]
+    document: str | None = None
+    prompt_name: str | None = None
+    truncate: bool = False
+    adapter: str = ""
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(max_tokens=0, adapter=self.adapter)
+
+    def with_prompt(self, parts: LoadedModel) -> str | Sequence[int]:
+        """The text behind the prompt that it names, or the model's default prompt."""
+        prompts = parts.embedding.prompts
+        name = parts.embedding.default_prompt if self.prompt_name is None else self.prompt_name
+        if self.prompt_name is not None and name not in prompts:
+            known = f"known: {', '.join(prompts)}" if prompts else "the model has no prompts"
+            raise ParameterError("prompt_name", f"{name!r:.60} is not a prompt; {known}")
+        if not name:
+            return self.text
+        if not isinstance(self.text, str):
+            if self.prompt_name is None:
+                return self.text
+            raise ParameterError("prompt_name", "belongs to a text; token ids get no prompt")
+        return prompts[name] + self.text
+
+
+def check_task(parts: LoadedModel, *, hidden: bool, pair: bool) -> None:
+    """Refuse what the model cannot do: text from an encoder, scores from another model."""
+    if parts.task != "generate" and not hidden:
+        use = "rerank" if parts.task == "rerank" else "embed"
+        raise UnsupportedError(
+            "model", f"{parts.name} is an encoder and generates no text; use {use}"
+        )
+    if pair and parts.task != "rerank":
+        raise UnsupportedError(
+            "model",
+            f"{parts.name} is no cross-encoder, so it cannot score a query and a document; "
+            "use a model whose architecture ends in ForSequenceClassification with one label",
+        )
+    if hidden and not pair and parts.task == "rerank":
+        raise UnsupportedError(
+            "model", f"{parts.name} is a cross-encoder and gives no embeddings; use rerank"
+        )
+    if hidden and not pair:
+        _check_pooling(parts)
+
+
+def _check_pooling(parts: LoadedModel) -> None:
+    pooling = parts.embedding.pooling
+    if pooling in POOLINGS:
+        return
+    choose = f"choose one with the setting pooling: {', '.join(POOLINGS)}"
+    if not pooling:
+        raise UnsupportedError(
+            "pooling",
+            f"{parts.name} does not state how hidden states become one embedding "
+            f"(modules.json with a Pooling module, or pooling_type in GGUF); {choose}",
+        )
+    raise UnsupportedError(
+        "pooling", f"{parts.name} says {pooling!r:.60}, which gives no single vector; {choose}"
+    )
+
+
+def encode_pair(parts: LoadedModel, given: EmbedInput, context: int) -> tuple[list[int], list[str]]:
+    """Token ids of a query and a document, and warnings."""
+    tokenizer: Any = parts.tokenizer
+    assert isinstance(given.text, str)
+    assert given.document is not None
+    ids: list[int] = tokenizer.encode_pair(given.text, given.document)
+    if len(ids) <= context:
+        return ids, []
+    if not given.truncate:
+        raise ContextError(
+            f"the query and the document have {len(ids)} tokens and the context holds {context}; "
+            f"shorten them by at least {len(ids) - context}, or set truncate",
+            param="documents",
+        )
+    cut: list[int] = tokenizer.encode_pair(given.text, given.document, context)
+    return cut, [f"documents: {len(ids)} tokens were truncated to {len(cut)}"]
+
+
+def cut_text(
+    parts: LoadedModel, given: EmbedInput, ids: tuple[int, ...], context: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """The ids of a text that is too long, truncated if the caller asked for that."""
+    if not given.truncate or len(ids) <= context:
+        return ids, ()
+    tokenizer: Any = parts.tokenizer
+    whole = isinstance(given.text, str)
+    cut = tuple(tokenizer.truncated(list(ids), context)) if whole else ids[:context]
+    return cut, (f"prompt: {len(ids)} tokens were truncated to {len(cut)}",)
