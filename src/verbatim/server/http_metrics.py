@@ -38,7 +38,6 @@ class Metrics:
     def text(self, supervisor: Supervisor, open_requests: int) -> str:
         """Prometheus text. `open_requests`: requests admitted and not yet answered."""
         ledger = supervisor.ledger
-        waiting = max(0, ledger.running - int(supervisor.stats.get("requests_running", 0)))
 
         def put(name: str, help: str, value: float, **labels: str) -> None:
             self._registry.number(f"verbatim_{name}", help, **labels).value = value
@@ -47,20 +46,31 @@ class Metrics:
         put("http_tasks", "asyncio tasks of the HTTP process", len(asyncio.all_tasks()))
         put("requests_opened_total", "requests sent to the engine", ledger.opened)
         put("requests_open", "requests in the engine process", ledger.running)
-        put(
-            "requests_waiting",
-            "requests open with no sequence running (vllm:num_requests_waiting)",
-            waiting,
-        )
         for state, count in sorted(ledger.states.items()):
             put("requests_ended_total", "requests by how they ended", count, state=state)
         for kind, count in sorted(ledger.usage.items()):
             put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
-        put("engine_restarts_total", "times the engine was started again", supervisor.restarts)
         put(
             "engine_reports_total",
             "heartbeats that brought the engine's metrics",
             supervisor.reports,
         )
-        put("engine_up", "1 when the engine is ready", float(supervisor.ready.is_set()))
-        return self._registry.render() + supervisor.metrics
+        return self._registry.render() + engines_text(supervisor) + supervisor.metrics
+
+
+def engines_text(supervisor: Supervisor) -> str:
+    """What the HTTP process knows about each engine. The labels name a replica, if there are
+    several; a registry of its own, because replicas come and go."""
+    registry = Registry()
+    for labels, engine in supervisor.engines():
+        for name, help, value in (
+            (
+                "requests_waiting",
+                "requests open with no sequence running (vllm:num_requests_waiting)",
+                engine.waiting,
+            ),
+            ("engine_restarts_total", "times the engine was started again", engine.restarts),
+            ("engine_up", "1 when the engine is ready", int(engine.up)),
+        ):
+            registry.number(f"verbatim_{name}", help, **labels).value = value
+    return registry.render() if supervisor.engines() else ""
