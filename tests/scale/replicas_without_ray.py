@@ -134,7 +134,11 @@ class LocalService:
 
     def routing(self) -> dict[str, int]:
         d = self.decider
-        return {"routed": d.routed_total, "possible": d.possible, "found": d.found}
+        return {
+            "requests": d.routed_total,
+            "prefix_possible": d.possible,
+            "prefix_found": d.found,
+        }
 
     def stop(self) -> None:
         self.stopped = True

@@ -74,16 +74,16 @@ async def test_the_routers_hashes_are_those_of_the_engines_prefix_cache(gateway:
 
 
 async def test_repeats_go_where_their_prefix_is(gateway: Gateway) -> None:
-    before = gateway.cluster.routing()
+    before = gateway.service.routing()
     prompts = [f"{i} {PREFIX}" for i in range(8)]
     for _ in range(3):
         await asyncio.gather(*(gateway.complete(prompt) for prompt in prompts))
         await gateway.service.report()
     _, body = await gateway.complete(prompts[0])
     assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
-    after = gateway.cluster.routing()
+    after = gateway.service.routing()
     routing = {name: after[name] - before[name] for name in after}
-    assert routing == {"routed": 25, "possible": 17, "found": 17}
+    assert routing == {"requests": 25, "prefix_possible": 17, "prefix_found": 17}
 
 
 async def test_a_client_that_leaves_aborts_its_request_on_the_replica(gateway: Gateway) -> None:

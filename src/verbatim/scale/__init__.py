@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verbatim.scale.deploy import deployment
+    from verbatim.scale.application import deployment
     from verbatim.scale.generate import Generate
 
 __all__ = ["Generate", "deployment"]
@@ -22,7 +22,7 @@ __all__ = ["Generate", "deployment"]
 
 def __getattr__(name: str) -> Any:
     if name == "deployment":
-        from verbatim.scale.deploy import deployment
+        from verbatim.scale.application import deployment
 
         return deployment
     if name == "Generate":

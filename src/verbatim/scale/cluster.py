@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from verbatim.base.errors import VerbatimError
+from verbatim.observe.engine_metrics import Registry
 from verbatim.scale.merge_metrics import merge
 from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.routing import Route
@@ -26,6 +27,11 @@ from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.scale")
 POLL_SECONDS = 0.5  # interval at which the gateway reads the replicas' reports
+ROUTER_HELP = {
+    "requests": "requests sent to replicas",
+    "prefix_possible": "requests of which a replica had a part of the prefix",
+    "prefix_found": "of these, requests sent to such a replica",
+}
 DIED = Problem(
     "engine_died",
     "the replica that ran this request died; send the request again for the same answer",
@@ -48,7 +54,8 @@ class Service(Protocol):
     def reports(self) -> dict[str, dict[str, Any]]:
         """The newest report of each replica that is alive."""
 
-    def routing(self) -> dict[str, int]: ...
+    def routing(self) -> dict[str, int]:
+        """Counts by the names of ROUTER_HELP."""
 
     def stop(self) -> None: ...
 
@@ -147,8 +154,8 @@ class Cluster(Supervisor):
         if reports != self._reports:
             self._reports = reports
             self.reports += 1
-            texts = {name: report.get("metrics", "") for name, report in reports.items()}
-            self.metrics = merge(texts)
+        texts = {name: report.get("metrics", "") for name, report in reports.items()}
+        self.metrics = merge(texts) + self._router_text()
         alive = any(report.get("up", True) for report in reports.values())
         if alive != self.ready.is_set():
             (self.ready.set if alive else self.ready.clear)()
@@ -166,8 +173,12 @@ class Cluster(Supervisor):
             for name, report in sorted(self._reports.items())
         ]
 
-    def routing(self) -> dict[str, int]:
-        return self._service.routing()
+    def _router_text(self) -> str:
+        registry = Registry()
+        for name, count in self._service.routing().items():
+            registry.number(f"verbatim_router_{name}_total", ROUTER_HELP[name]).value = count
+        registry.number("verbatim_replicas", "replicas that are alive").value = len(self._reports)
+        return registry.render()
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,8 @@
-"""Deploys the replicas on Ray Serve, for `verbatim serve --ray` and for a user's own Serve config.
+"""Deploys the replicas on Ray Serve.
 
 `verbatim serve --ray`: the HTTP process of `verbatim serve` is the gateway, so sockets, TLS, limits
-and drains are the same; Ray Serve's own HTTP proxy is not started. `deployment(...)`: the gateway
-is a deployment of its own behind Ray Serve's proxy.
+and drains are the same; Ray Serve's own HTTP proxy is not started. In a user's own Serve config the
+gateway is a deployment too, behind Serve's proxy (application.py).
 """
 
 from __future__ import annotations
@@ -11,50 +11,53 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.errors import BackendError
 from verbatim.diagnose.footprint import Footprint, read_footprint
 from verbatim.scale.autoscale import policy
-from verbatim.scale.options import LOCAL, RayOptions, parse_replicas, require_ray
+from verbatim.scale.options import LOCAL, RayOptions, require_ray
 from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.resources import Node, ReplicaNeeds, state_needs
 from verbatim.scale.routing import REPORT_SECONDS, Route
+from verbatim.scale.snapshots import snapshot
+from verbatim.server.logs import set_up_logs
 from verbatim.server.process.engine_process import open_text
-from verbatim.server.settings import Limits, Settings
+from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.scale")
 ENGINES = "engine"  # name of the deployment of the replicas
 # Requests wait in the engines' fair queues, never in front of a replica: there a queue would be
 # first-in-first-out over all tenants.
 MAX_ONGOING = 1 << 16
+QUIET: dict[str, Any] = {
+    "namespace": "serve",
+    "logging_level": logging.WARNING,
+    "log_to_driver": False,  # Ray keeps the replicas' output in its session directory
+}
+# A Ray that is started here sends no usage report to its makers, and its ports listen on loopback:
+# the second setting is Ray's own for macOS and Windows, and works everywhere.
+LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 
 def connect(address: str) -> bool:
     """Connect to a running cluster, or start one on loopback. True: it was started here."""
     require_ray()
+    if address == LOCAL:
+        os.environ.update(LOCAL_RAY)  # read when Ray is imported
     import ray
 
     if ray.is_initialized():
         return False
     if address != LOCAL:
         try:
-            ray.init(address=address, namespace="serve", logging_level=logging.WARNING)
+            ray.init(address=address, **QUIET)
         except (ConnectionError, RuntimeError, ValueError) as error:
             first = str(error).strip().partition("\n")[0]
             raise BackendError(f"no Ray cluster at {address}: {first}") from None
         return False
-    # Ray reports usage to its makers unless told otherwise.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    ray.init(
-        address="local",
-        namespace="serve",
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",  # every port of Ray listens on loopback
-        logging_level=logging.WARNING,
-    )
+    ray.init(address="local", include_dashboard=False, **QUIET)
     return True
 
 
@@ -171,15 +174,15 @@ class HandleService:
         return self.handle.options(stream=True).run.remote(frame, route=route)
 
     def reports(self) -> dict[str, dict[str, Any]]:
-        from verbatim.scale.router import snapshot
-
         return snapshot(self.application).reports
 
     def routing(self) -> dict[str, int]:
-        from verbatim.scale.router import snapshot
-
         now = snapshot(self.application)
-        return {"routed": now.routed, "possible": now.possible, "found": now.found}
+        return {
+            "requests": now.routed,
+            "prefix_possible": now.possible,
+            "prefix_found": now.found,
+        }
 
     def stop(self) -> None:
         pass
@@ -191,104 +194,55 @@ class OwnService(HandleService):
     def __init__(self, settings: Settings, options: RayOptions) -> None:
         super().__init__(settings, f"verbatim-{settings.port or secrets.token_hex(4)}")
         self._options = options
-        self._started_ray = False
-        self._deployed = False
+        self._started_ray = connect(options.address)
+        self._footprint = footprint_of(settings)
+        self._needs = state_needs(
+            self._footprint, settings.engine, cluster_nodes(), options.replicas
+        )
+        log.info("each of %s replicas asks Ray for %s", options.replicas, self._needs)
 
     def start(self) -> PromptHashes | None:
         from ray import serve
 
-        self._started_ray = connect(self._options.address)
-        quiet_ray()
-        footprint = footprint_of(self.settings)
-        needs = state_needs(
-            footprint, self.settings.engine, cluster_nodes(), self._options.replicas
-        )
-        log.info("each of %s replicas asks Ray for %s", self._options.replicas, needs)
-        serve.start(proxy_location="Disabled")
-        self._deployed = True
+        serve.start(proxy_location="Disabled", logging_config=quiet_serve())
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         self.handle = serve.run(
-            replicas_application(self.settings, needs, self._options),
+            replicas_application(self.settings, self._needs, self._options),
             name=self.application,
             route_prefix=None,
+            logging_config=quiet_serve(),
         )
-        return open_hashes(self.settings, footprint)
+        return open_hashes(self.settings, self._footprint)
 
     def stop(self) -> None:
         import ray
         from ray import serve
 
-        if self._deployed:
-            log.info("deleting the replicas")
-            with contextlib.suppress(Exception):  # a cluster that is gone has no replicas
-                serve.delete(self.application)
+        log.info("deleting the replicas")
+        with contextlib.suppress(Exception):  # a cluster that is gone has no replicas
+            serve.delete(self.application)
         if self._started_ray:
             with contextlib.suppress(Exception):
                 serve.shutdown()
             ray.shutdown()
 
 
-def quiet_ray() -> None:
-    """Ray Serve logs each deployment step to the terminal; this process says it in one line."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+def quiet_serve() -> Any:
+    """Ray Serve's own log: failures only. The gateway logs requests and replicas."""
+    from ray.serve.schema import LoggingConfig
+
+    return LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
 def serve_on_ray(settings: Settings, options: RayOptions) -> int:
     """`verbatim serve --ray`: runs until SIGTERM or Ctrl-C; returns the exit code."""
     from verbatim.scale.cluster import Cluster
-    from verbatim.server.http_process import run
+    from verbatim.server.http_process import bind, check_certificate, run
 
     require_ray()
+    set_up_logs(settings)
+    check_certificate(settings)
+    bind(settings).close()  # a port in use fails before Ray starts
     settings = replace(settings, prefix_key=secrets.token_bytes(32))
     service = OwnService(settings, options)
     return run(settings, lambda s, clock: Cluster(s, clock, service=service))
-
-
-def deployment(
-    model: str = "smollm2",
-    *,
-    replicas: str | int = 1,
-    keys: Sequence[str] | None = None,
-    served_names: Sequence[str] = (),
-    allowed_hosts: Sequence[str] = (),
-    target_requests: int = 16,
-    limits: Limits | None = None,
-    drain_seconds: float = 30.0,
-    test_engine: str = "",
-    **engine: Any,
-) -> Any:
-    """An application for Ray Serve: a gateway with every route of `verbatim serve`, and replicas.
-
-        app = verbatim.scale.deployment("smollm2", replicas="2-8", context=4096)
-        serve.run(app)
-
-    replicas: a number, or MIN-MAX for autoscaling
-    keys: API keys of clients. None: those of VERBATIM_API_KEY, which must then exist. Pass () only
-        if Serve's proxy listens on loopback.
-    target_requests: open requests per replica that autoscaling aims at
-    engine: the settings of LLM (context, threads, kv_memory, ...)
-    """
-    require_ray()
-    if keys is None:
-        keys = os.environ.get("VERBATIM_API_KEY", "").split()
-        if not keys:
-            raise ParameterError(
-                "keys",
-                "Ray Serve may listen beyond this machine: set VERBATIM_API_KEY or pass keys; pass "
-                "keys=() if its proxy listens on loopback only",
-            )
-    settings = Settings(
-        model=model,
-        served_names=tuple(served_names),
-        engine=engine,
-        keys=tuple(keys),
-        allowed_hosts=tuple(allowed_hosts),
-        limits=limits or Limits(),
-        drain_seconds=drain_seconds,
-        test_engine=test_engine,
-        prefix_key=secrets.token_bytes(32),
-    )
-    from verbatim.scale.gateway import gateway_application
-
-    return gateway_application(
-        settings, RayOptions("auto", parse_replicas(replicas), target_requests)
-    )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from typing import Any
 
 from ray import serve
@@ -56,8 +55,7 @@ class Gateway:
 
 def gateway_application(settings: Settings, options: RayOptions) -> Any:
     """The gateway bound to its replicas. The needs are checked when the application is built."""
-    if not os.environ.get("RAY_ADDRESS"):
-        connect(options.address)
+    connect(options.address)
     needs = state_needs(footprint_of(settings), settings.engine, cluster_nodes(), options.replicas)
     log.info("each of %s replicas asks Ray for %s", options.replicas, needs)
     engines = replicas_application(settings, needs, options)

@@ -1,42 +1,21 @@
 """The RequestRouter of Ray Serve over the engine's own block hashes; the decision is routing.py's.
 
 Serve creates one router per process that calls the replicas (the gateway). The replicas' reports
-(replica.record_routing_stats) arrive here through Serve's controller; `snapshot` gives the newest
-ones to the gateway, for /metrics.
+(replica.record_routing_stats) arrive here through Serve's controller. Serve copies this module's
+code by value, so what the gateway reads from a router is in snapshots.py.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from verbatim.scale.routing import HASH_BYTES, Candidate, Decider, Route
+from verbatim.scale.snapshots import Snapshot, publish
 
 log = logging.getLogger("verbatim.scale")
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The replicas of one application, as this process knows them."""
-
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)  # by replica
-    routed: int = 0  # requests
-    possible: int = 0  # of these, requests with a prefix in some replica
-    found: int = 0  # of these, requests sent to a replica with a part of the prefix
-
-
-_routers: dict[str, PrefixRouter] = {}  # by application
-
-
-def snapshot(application: str) -> Snapshot:
-    router = _routers.get(application)
-    if router is None:
-        return Snapshot()
-    decider = router.decider
-    return Snapshot(dict(router.reports), decider.routed_total, decider.possible, decider.found)
 
 
 class PrefixRouter(RequestRouter):
@@ -44,7 +23,11 @@ class PrefixRouter(RequestRouter):
         self.decider = Decider()
         self.reports: dict[str, dict[str, Any]] = {}
         self._fingerprint = ""
-        _routers[self.app_name] = self
+        publish(self.app_name, self.snapshot)
+
+    def snapshot(self) -> Snapshot:
+        d = self.decider
+        return Snapshot(dict(self.reports), d.routed_total, d.possible, d.found)
 
     async def choose_replicas(
         self,
