@@ -19,7 +19,7 @@ unexport PYTHONDONTWRITEBYTECODE
 TESTS  ?= tests
 # Files go to the two workers in the order of collection. xdist would put those with few tests last,
 # and these are the slow ones: the run would end with one worker idle.
-SUITE   = $(BIN)/python -m pytest $(TESTS) -m "not soak and not models" \
+SUITE   = $(BIN)/python -m pytest $(TESTS) -m "not soak and not models and not ray" \
           -n 2 --dist loadfile --no-loadscope-reorder
 # One prompt to text, the needle on the fake backend, stop strings, one HTTP answer.
 SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
@@ -27,7 +27,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu lint format soak clients \
+.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu test-ray lint format soak clients \
         bench clean config-keys models docs pictures docs-outputs
 
 run: $(VENV)/.installed
@@ -47,6 +47,10 @@ test-slow-machine: $(VENV)/.dev
 
 test-models: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/models -m models
+
+# Replicas and batches on a local Ray, which this target installs (about 80 MB, once).
+test-ray: $(VENV)/.ray
+	$(BIN)/python -m pytest tests/scale -m "not soak"
 
 # Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch,
 # Triton, pytest and the build tools (scikit-build-core, nanobind, CMake), and neither a network nor
@@ -130,4 +134,9 @@ $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what the tests need into $(VENV) (once; a few minutes)"
 	@$(PIP) torch==2.13.0
 	@$(PIP) "verbatim-llm[dev]"
+	@touch $@
+
+$(VENV)/.ray: $(VENV)/.dev
+	@echo "installing Ray into $(VENV) (once)"
+	@$(PIP) "verbatim-llm[ray]"
 	@touch $@

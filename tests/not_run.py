@@ -22,6 +22,7 @@ def opt_in() -> dict[str, str]:
     models = "set" if folder else "not set"
     return {
         "soak": "marker soak: heavy; run `make soak`",
+        "ray": "marker ray: needs Ray; run `make test-ray`",
         "models": (
             f"marker models: real files; run `make test-models` (VERBATIM_TEST_MODELS is {models})"
         ),

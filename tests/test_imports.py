@@ -37,7 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "convert": {"text"} | NUMBERS,
     "bench": {"engine"} | BELOW_ENGINE,
     "diagnose": {"engine"} | BELOW_ENGINE,
-    "cli": {"server", "engine", "lens", "convert", "bench", "diagnose"} | BELOW_ENGINE,
+    "scale": {"server", "engine", "diagnose"} | BELOW_ENGINE,
+    "cli": {"scale", "server", "engine", "lens", "convert", "bench", "diagnose"} | BELOW_ENGINE,
 }
 # Top-level modules without a rule: public fakes and entry points.
 FREE = {"testing", "testing_models", "__main__", "__init__"}
@@ -48,7 +49,9 @@ USES_FAKES = {"server/process/engine_process.py"}
 # loaded on demand.
 HEAVY: dict[str, tuple[str, ...]] = {
     "fastapi": ("server",),
-    "starlette": ("server",),
+    "starlette": ("server", "scale"),
+    "ray": ("scale",),
+    "pyarrow": ("scale",),
     "uvicorn": ("server", "cli"),
     "uvloop": ("server",),
     "httptools": ("server",),
@@ -258,13 +261,16 @@ def test_import_verbatim_is_light() -> None:
         "import verbatim.weights.catalog, verbatim.weights.gguf; "
         "import verbatim.weights.safetensors, verbatim.weights.gguf_write",
         "import verbatim.model.load, verbatim.backend, verbatim.backend.reference",
-        "import verbatim.cli.main",
+        "import verbatim.cli.main, verbatim.cli.serve, verbatim.cli.batch",
+        "import verbatim.scale, verbatim.scale.options, verbatim.scale.routing",
         "from verbatim import LLM, AsyncEngine",
     ],
 )
 def test_unused_optional_libraries_are_not_loaded(statement: str) -> None:
     optional = {
         "torch",
+        "ray",
+        "pyarrow",
         "fastapi",
         "starlette",
         "uvicorn",

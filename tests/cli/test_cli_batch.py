@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from cli_result import Call
 
-from verbatim.cli import batch
+from verbatim.server import batch_requests as batch
 
 pytestmark = pytest.mark.server
 ENGINE = ("-q", "--test-engine", "pipeline,pause=0.005", "--served-model-name", "any")

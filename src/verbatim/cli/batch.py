@@ -8,22 +8,26 @@ Requests run concurrently through the server's own handlers, in this process and
 so an answer is what the server would send. The command resumes: requests that OUT already answers
 are skipped. A 429 or 503 is retried at a lower concurrency. Requests that still fail at the end
 (429 and 5xx) are written to OUT; the next run retries them and replaces their lines.
+
+With --ray the requests run on several engines, and the answers are in the order of IN. IN and OUT
+may be Parquet files (names that end in .parquet).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from verbatim.base.errors import BackendError, ModelError, ParameterError
+from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.param_checks import no_key_twice
 from verbatim.cli.options import (
     Command,
@@ -35,13 +39,7 @@ from verbatim.cli.options import (
 )
 from verbatim.cli.terminal import note
 
-if TYPE_CHECKING:
-    from verbatim.server.settings import Settings
-
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-SERIAL_RETRIES = 3  # last rounds with concurrency 1, before a 429 or 503 becomes the answer
-MAX_PAUSE = 10.0  # seconds; caps Retry-After
-RESTART_SECONDS = 900.0  # timeout for a restarted engine to load its model again
 Line = dict[str, Any]
 
 
@@ -63,6 +61,24 @@ Line = dict[str, Any]
     metavar="NAME",
     help="a name requests may use instead of MODEL; repeatable",
 )
+@click.option(
+    "--ray",
+    cls=Option,
+    section="Replicas",
+    is_flag=False,
+    flag_value="local",
+    default=None,
+    metavar="[ADDRESS]",
+    help="run the requests on Ray: HOST:PORT, auto (this machine's cluster), or a new local one",
+)
+@click.option(
+    "--replicas",
+    cls=Option,
+    section="Replicas",
+    default=None,
+    metavar="N|MIN-MAX",
+    help="engines that share the requests; needs --ray [1]",
+)
 @click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress bar, no closing line")
 @click.option(
     "--test-engine",
@@ -80,6 +96,8 @@ def command(
     names: tuple[str, ...],
     quiet: bool,
     test_engine: str,
+    ray: str | None,
+    replicas: str | None,
     **flags: Any,
 ) -> int:
     """Answer every request of IN (OpenAI's batch format, one per line) into OUT. Run again to
@@ -89,17 +107,26 @@ def command(
     response, from this run or an earlier one.
     """
     try:
+        from verbatim.server.batch_requests import answer_all
         from verbatim.server.settings import Limits, Settings
     except ImportError as error:
         raise BackendError(
             f"batch needs {error.name}; install the extra 'server': "
             "pip install '.[server]' in the checkout"
         ) from None
+    if ray is None and replicas is not None:
+        raise ParameterError("replicas", "needs --ray; without it one engine runs the batch")
+    if ray is not None:
+        from verbatim.scale.options import RayOptions, parse_address, parse_replicas, require_ray
+
+        on_ray = RayOptions(parse_address(ray), parse_replicas(replicas or 1))
+        require_ray()
     check_output("OUT", target)
     if Path(target).exists() and Path(source).samefile(target):
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
     lines = read_requests(Path(source))
-    statuses = read_answers(Path(target), {line["custom_id"] for line in lines})
+    journal = journal_of(Path(target))
+    statuses = read_answers(journal, {line["custom_id"] for line in lines})
     todo = [line for line in lines if line["custom_id"] not in statuses]
     already = sum(status == 200 for status in statuses.values())
     limits = Limits(max_queue=concurrency, request_seconds=86_400.0)
@@ -117,17 +144,26 @@ def command(
     os.environ.setdefault("VERBATIM_LOG", "WARNING")
     if todo:
         with (
-            open(target, "a", encoding="utf-8") as out,
+            open(journal, "a", encoding="utf-8") as out,
             progress(len(lines), len(statuses), quiet) as advance,
         ):
 
             def write(answer: Line) -> None:
                 out.write(json.dumps(answer, ensure_ascii=False) + "\n")
                 out.flush()
-                statuses[answer["custom_id"]] = status_of(answer)
+                statuses[answer["custom_id"]] = answer["response"]["status_code"]
                 advance()
 
-            asyncio.run(answer_all(settings, todo, concurrency, write))
+            if ray is None:
+                asyncio.run(answer_all(settings, todo, concurrency, write))
+            else:
+                from verbatim.scale.batch_on_ray import answer_on_ray
+
+                answer_on_ray(settings, on_ray, todo, concurrency, write)
+    if journal != Path(target):
+        from verbatim.scale.parquet import write_answers
+
+        write_answers(journal, Path(target), [line["custom_id"] for line in lines])
     good = sum(status == 200 for status in statuses.values())
     if not quiet:
         note(
@@ -137,12 +173,32 @@ def command(
     return 0 if good == len(lines) else 1
 
 
+def journal_of(target: Path) -> Path:
+    """The JSONL file that answers are appended to: OUT itself, or beside an OUT in Parquet, which
+    cannot be appended to and is written at the end."""
+    return target.with_name(target.name + ".jsonl") if is_parquet(target) else target
+
+
+def is_parquet(path: Path) -> bool:
+    return path.suffix == ".parquet"
+
+
+def raw_lines(path: Path) -> Generator[bytes, None, None]:
+    if is_parquet(path):
+        from verbatim.scale.parquet import read_rows
+
+        yield from read_rows(path)
+        return
+    with open(path, "rb") as file:
+        yield from file
+
+
 def read_requests(path: Path) -> list[Line]:
     """Read and check every line before any request runs: a typo in the last line fails at once."""
     out: list[Line] = []
     seen: set[str] = set()
-    with open(path, "rb") as file:
-        for number, raw in enumerate(file, 1):
+    with contextlib.closing(raw_lines(path)) as lines:
+        for number, raw in enumerate(lines, 1):
             if not raw.strip():
                 continue
             where = f"{path}: line {number}"
@@ -190,11 +246,6 @@ def read_requests(path: Path) -> list[Line]:
     return out
 
 
-def status_of(answer: Line) -> int:
-    status: int = answer["response"]["status_code"]
-    return status
-
-
 def is_retryable(status: int) -> bool:
     """Whether a retry may succeed: the status is not caused by the request itself."""
     return status == 429 or status >= 500
@@ -211,7 +262,8 @@ def read_answers(path: Path, wanted: set[str]) -> dict[str, int]:
     for number, text in enumerate(raw.split(b"\n")[:-1], 1):
         try:
             answer = json.loads(text)
-            ours, final = answer["custom_id"] in wanted, not is_retryable(status_of(answer))
+            status = answer["response"]["status_code"]
+            ours, final = answer["custom_id"] in wanted, not is_retryable(status)
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ParameterError(
                 "OUT", f"{path}: line {number} is not an answer of a batch; choose another file"
@@ -219,7 +271,7 @@ def read_answers(path: Path, wanted: set[str]) -> dict[str, int]:
         if final or not ours:
             kept.append(text + b"\n")
         if final and ours:
-            done[answer["custom_id"]] = status_of(answer)
+            done[answer["custom_id"]] = status
     shrink_file(path, raw, b"".join(kept))
     return done
 
@@ -262,147 +314,3 @@ class progress:
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
-
-
-async def answer_all(
-    settings: Settings, todo: list[Line], concurrency: int, write: Callable[[Line], None]
-) -> None:
-    """Start the engine, run all requests, close the engine."""
-    from verbatim.server.app import make_app
-    from verbatim.server.process.supervisor import Supervisor
-    from verbatim.server.server_state import State
-
-    supervisor = Supervisor(settings)
-    state = State(settings, supervisor)
-    app = make_app(state)
-    supervisor.start()
-    try:
-        await asyncio.wait(
-            (asyncio.ensure_future(supervisor.ready.wait()), supervisor.fatal),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if supervisor.fatal.done():
-            raise ModelError(supervisor.fatal.result())
-
-        async def send_one(line: Line) -> tuple[Line, float]:
-            await wait_for_engine(supervisor.ready)
-            return await send_request(app, state.names()[0], line)
-
-        await answer_in_rounds(send_one, todo, concurrency, write)
-    finally:
-        await supervisor.close()
-
-
-async def wait_for_engine(ready: asyncio.Event) -> None:
-    try:
-        await asyncio.wait_for(ready.wait(), RESTART_SECONDS)
-    except TimeoutError:
-        raise BackendError(
-            f"the engine died and did not restart within {RESTART_SECONDS:g} seconds; see its log; "
-            "run the same command again to resume"
-        ) from None
-
-
-async def answer_in_rounds(
-    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
-    todo: list[Line],
-    concurrency: int,
-    write: Callable[[Line], None],
-) -> None:
-    """Run all requests; retry those with a 429 or 503 in further rounds, each at half the
-    concurrency. The last rounds run one request at a time: then the queue holds nothing else, and
-    an engine that dies there was killed by this very request."""
-    limits = [concurrency >> halved for halved in range(concurrency.bit_length() - 1)] + [
-        1
-    ] * SERIAL_RETRIES
-    refused: list[tuple[Line, Line]] = []
-    for limit in limits:
-        refused = await one_round(send_one, todo, limit, write)
-        todo = [line for line, _ in refused]
-    for _, answer in refused:
-        write(answer)
-
-
-async def one_round(
-    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
-    todo: list[Line],
-    limit: int,
-    write: Callable[[Line], None],
-) -> list[tuple[Line, Line]]:
-    """`limit` workers take requests in order and write each answer as it completes. Returns the
-    requests that got a 429 or 503, with those answers."""
-    pending = iter(todo)
-    refused: list[tuple[Line, Line]] = []
-
-    async def work() -> None:
-        for line in pending:
-            answer, pause = await send_one(line)
-            if status_of(answer) in (429, 503):
-                refused.append((line, answer))
-                await asyncio.sleep(min(pause, MAX_PAUSE))
-            else:
-                write(answer)
-
-    await asyncio.gather(*(work() for _ in range(min(limit, len(todo)))))
-    return refused
-
-
-async def send_request(app: Any, model: str, line: Line) -> tuple[Line, float]:
-    """Send one request through the application. Returns its answer, and the seconds to wait before
-    the next request if this one was rejected."""
-    request_body = line["body"]
-    if request_body.get("model") is None:  # a batch has only one model
-        request_body = {**request_body, "model": model}
-    status, headers, body = await call(app, line["url"], request_body)
-    response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
-    answer = {
-        "id": "batch_req_" + secrets.token_hex(12),
-        "custom_id": line["custom_id"],
-        "response": response,
-        "error": None,
-    }
-    return answer, float(headers.get("retry-after", 1))
-
-
-async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any]:
-    """Call the ASGI application without a socket: the same checks and the same answer."""
-    raw = json.dumps(body).encode()
-    headers = [
-        (b"host", b"localhost"),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(raw)).encode()),
-    ]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
-        "query_string": b"",
-        "headers": headers,
-        "client": None,
-        "server": ("localhost", 0),
-        "root_path": "",
-    }
-    sent: list[dict[str, Any]] = []
-    given = False
-
-    async def receive() -> dict[str, Any]:
-        nonlocal given
-        if given:
-            await asyncio.Event().wait()  # this client never disconnects
-        given = True
-        return {"type": "http.request", "body": raw, "more_body": False}
-
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    await app(scope, receive, send)
-    text = b"".join(m.get("body", b"") for m in sent[1:])
-    return (
-        sent[0]["status"],
-        {k.decode(): v.decode() for k, v in sent[0]["headers"]},
-        json.loads(text),
-    )

@@ -180,6 +180,24 @@ def limit_options(command: F) -> F:
     hidden=True,
     help="tests: an engine of verbatim.testing instead of a model",
 )
+@click.option(
+    "--ray",
+    cls=Option,
+    section="Replicas",
+    is_flag=False,
+    flag_value="local",
+    default=None,
+    metavar="[ADDRESS]",
+    help="run the engines on Ray: HOST:PORT, auto (this machine's cluster), or a new local one",
+)
+@click.option(
+    "--replicas",
+    cls=Option,
+    section="Replicas",
+    default=None,
+    metavar="N|MIN-MAX",
+    help="engines behind this server; MIN-MAX scales with the load; needs --ray [1]",
+)
 @limit_options
 @several_model_options
 @engine_options
@@ -240,7 +258,15 @@ def command(
         test_engine=flags["test_engine"],
         limits=Limits(**limits),
     )
-    return run(settings)
+    if flags["ray"] is None:
+        if flags["replicas"] is not None:
+            raise ParameterError("replicas", "needs --ray; one server has one engine")
+        return run(settings)
+    from verbatim.scale.deploy import serve_on_ray
+    from verbatim.scale.options import RayOptions, parse_address, parse_replicas
+
+    replicas = parse_replicas(flags["replicas"] or 1)
+    return serve_on_ray(settings, RayOptions(parse_address(flags["ray"]), replicas))
 
 
 NAMED = re.compile(r"([\w.:+-]+)=(.+)")

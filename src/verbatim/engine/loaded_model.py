@@ -210,6 +210,18 @@ def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
     )
 
 
+def load_text(
+    model: str | os.PathLike[str], *, revision: str | None = None, offline: bool = False
+) -> tuple[Tokenizer, Any]:
+    """The tokenizer and the chat template of a model; no weight is read."""
+    from verbatim.weights.catalog import resolve
+    from verbatim.weights.gguf import read_gguf
+    from verbatim.weights.safetensors import read_directory
+
+    path = resolve(os.fspath(model), revision=revision, offline=offline)
+    return _read_text(read_directory(path) if path.is_dir() else read_gguf(path))
+
+
 def _file_of(model: Model) -> ModelFile:
     path = model.path
     paths = list(path.glob("*.safetensors")) if path.is_dir() else [path]

@@ -56,7 +56,7 @@ class Request:
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)  # how they become one vector
     thoughts: ThoughtFormat | None = None  # of a chat with a reasoning model
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
-    adapter_digest: str = ""
+    adapter_digest: str = ""  # what identifies the adapter also after a restart
 
     def matcher(self, tokenizer: Tokenizer, ends: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a thought budget."""

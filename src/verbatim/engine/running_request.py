@@ -29,6 +29,7 @@ from verbatim.engine.request import Request
 from verbatim.engine.stream import ChoiceStream
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.sampling.draw import noise_key
+from verbatim.schedule.prefix import prefix_salt
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 
@@ -133,15 +134,7 @@ class RunningRequest:
             limit_name=self.limit_name,
             key=key,
             ends=self.ends,
-            # Keys and values depend on the adapter: prefixes are never shared across adapters. The
-            # digest, because a disk cache outlives the numbers.
-            salt="\0".join(
-                (
-                    f"{request.adapter} {request.adapter_digest}",
-                    request.tenant,
-                    request.params.cache_salt,
-                )
-            ),
+            salt=prefix_salt(request.tenant, request.params.cache_salt, request.adapter_digest),
             adapter=request.adapter,
             hidden=request.hidden,
             breakers=request.breakers,

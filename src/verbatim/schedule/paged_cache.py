@@ -6,6 +6,8 @@ nothing changes. The scheduler decides which sequence is served first.
 
 from __future__ import annotations
 
+import itertools
+
 from verbatim.base.records import CacheGroup
 from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import BlockPool
@@ -32,6 +34,19 @@ class PagedCache:
         self.store = store  # blocks outside the pools: the disk cache
         self.windows = [g.window for g in groups]
         self._windowed = any(w is not None for w in self.windows)
+
+    def set_prefix_key(self, key: bytes) -> None:
+        """Hash blocks with this key instead of a random one: engines with one key agree on the
+        hash of a prefix. Called before the first request."""
+        if self.prefix is not None:
+            self.prefix = PrefixChain(self.block_size, key)
+
+    def prefix_hashes(self, limit: int) -> list[bytes]:
+        """The hashes of at most `limit` blocks that a prefix hit can use, newest first. Groups
+        with a window keep only the end of a prefix, so a group without one is asked if any."""
+        full = [pool for pool, window in zip(self.pools, self.windows, strict=True) if not window]
+        hashes = reversed((full or self.pools)[0].by_hash)
+        return list(itertools.islice(hashes, limit))
 
     def blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)

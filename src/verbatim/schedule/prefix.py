@@ -16,6 +16,12 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 
+def prefix_salt(tenant: str, cache_salt: str, adapter: str = "") -> str:
+    """The salt of a request's block hashes. `adapter` identifies a LoRA adapter: keys and values
+    depend on it, so prefixes are never shared across adapters."""
+    return "\0".join((*([f"adapter {adapter}"] if adapter else []), tenant, cache_salt))
+
+
 class PrefixChain:
     __slots__ = ("_key", "block_size")
 

@@ -52,34 +52,42 @@ class Metrics:
             put("requests_ended_total", "requests by how they ended", count, state=state)
         for kind, count in sorted(ledger.usage.items()):
             put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
-        for name, engine in engines.items():
-            labels = {"model": name} if len(engines) > 1 else {}
-            running = int(engine.stats.get("requests_running", 0))
-            put(
-                "requests_waiting",
-                "requests open with no sequence running (vllm:num_requests_waiting)",
-                max(0, engine.open_requests - running),
-                **labels,
-            )
-            put(
-                "engine_restarts_total",
-                "times the engine was started again",
-                engine.restarts,
-                **labels,
-            )
+        for name, supervisor in engines.items():
             put(
                 "engine_reports_total",
                 "heartbeats that brought the engine's metrics",
-                engine.reports,
-                **labels,
+                supervisor.reports,
+                **model_label(engines, name),
             )
-            put(
-                "engine_up",
-                "1 when the engine is ready",
-                float(engine.ready.is_set()),
-                **labels,
-            )
-        return self._registry.render() + merge({n: e.metrics for n, e in engines.items()})
+        texts = {name: supervisor.metrics for name, supervisor in engines.items()}
+        return self._registry.render() + engines_text(engines) + merge(texts)
+
+
+def model_label(engines: Mapping[str, Supervisor], name: str) -> dict[str, str]:
+    return {"model": name} if len(engines) > 1 else {}
+
+
+def engines_text(engines: Mapping[str, Supervisor]) -> str:
+    """What the HTTP process knows about each engine. The labels name a replica or a model, if there
+    are several; a registry of its own, because replicas come and go."""
+    registry = Registry()
+    states = [
+        ({**labels, **model_label(engines, name)}, state)
+        for name, supervisor in engines.items()
+        for labels, state in supervisor.engines()
+    ]
+    for labels, engine in states:
+        for name, help, value in (
+            (
+                "requests_waiting",
+                "requests open with no sequence running (vllm:num_requests_waiting)",
+                engine.waiting,
+            ),
+            ("engine_restarts_total", "times the engine was started again", engine.restarts),
+            ("engine_up", "1 when the engine is ready", int(engine.up)),
+        ):
+            registry.number(f"verbatim_{name}", help, **labels).value = value
+    return registry.render() if states else ""
 
 
 def merge(texts: Mapping[str, str]) -> str:

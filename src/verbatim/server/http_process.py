@@ -80,12 +80,18 @@ def check_certificate(settings: Settings) -> None:
         ) from None
 
 
-async def serve(settings: Settings, clock: Callable[[], float] = time.monotonic) -> int:
-    """`clock` is read for every deadline; the tests pass one that they move themselves."""
+async def serve(
+    settings: Settings,
+    clock: Callable[[], float] = time.monotonic,
+    supervise: Callable[[Settings, Callable[[], float]], Supervisor] = Supervisor,
+) -> int:
+    """`clock` is read for every deadline; the tests pass one that they move themselves.
+    `supervise` makes the supervisor: of one engine process, or of replicas elsewhere
+    (scale/cluster.py)."""
     check_certificate(settings)
     sock = bind(settings)
     pool = ModelPool(settings, clock) if settings.models else None
-    supervisor = Supervisor(settings, clock) if pool is None else pool.first.supervisor
+    supervisor = supervise(settings, clock) if pool is None else pool.first.supervisor
     state = State(settings, supervisor, clock, pool)
     state.access = AccessLog(settings.log_format)
     app = make_app(state)
@@ -212,12 +218,15 @@ def connection_limit(requested: int) -> int:
     return max(files, 1)
 
 
-def run(settings: Settings) -> int:
+def run(
+    settings: Settings,
+    supervise: Callable[[Settings, Callable[[], float]], Supervisor] = Supervisor,
+) -> int:
     set_up_logs(settings)
     raise_file_limit()
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(serve(settings))
-    result: int = uvloop.run(serve(settings))
+        return asyncio.run(serve(settings, supervise=supervise))
+    result: int = uvloop.run(serve(settings, supervise=supervise))
     return result

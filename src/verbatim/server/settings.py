@@ -182,6 +182,8 @@ class Settings:
     log_format: str = "text"  # text | json
     log_prompts: bool = False
     test_engine: str = ""  # tests only: options of verbatim.testing.server_parts
+    # Key of the prefix cache's block hashes; empty: random. The replicas of one service share it.
+    prefix_key: bytes = b""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:

@@ -41,12 +41,35 @@ from verbatim.server.process.messages import (
 
 if TYPE_CHECKING:
     from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.loaded_model import Tokenizer
 
 BEAT_SECONDS = 0.25  # heartbeat interval; also the age of the statistics in /metrics
 log = logging.getLogger("verbatim.engine")
 
 
 def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
+    """Load the model and set the key of its prefix cache; blocks."""
+    engine = _load(start, found)
+    if start.prefix_key and engine.core.disk_cache is None:  # a disk cache has its own key
+        engine.core.scheduler.cache.set_prefix_key(start.prefix_key)
+    return engine
+
+
+def open_text(
+    model: str, *, revision: str | None, offline: bool, test_engine: str
+) -> tuple[Tokenizer, Any]:
+    """The tokenizer and the chat template (None: the model has none), without the weights."""
+    from verbatim.engine.loaded_model import load_text
+
+    if test_engine:
+        from verbatim import testing
+
+        parts = testing.server_parts(test_engine)
+        return parts.tokenizer, parts.template
+    return load_text(model, revision=revision, offline=offline)
+
+
+def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
     """Load the model; blocks. Calls `found` when the name turns out to be a model's: its file
     exists, or a download starts. `test_engine` is a hidden flag for tests: a fake engine of
     verbatim.testing."""

@@ -7,6 +7,7 @@ In: an Inspect message. Out: plain data for Inspected.
     step     one draw, stage by stage: the logits after bias, masks and penalties, and what each of
              these stages removed; the page runs the stages from the temperature on itself
     engine   running requests of the tenant, cache blocks, the last steps
+    prefix   the newest block hashes of the prefix cache, for the router of several replicas
 
 Invariant: an answer changes no state, and shows a tenant no request of another.
 """
@@ -54,6 +55,12 @@ class Inspector:
                     lambda core: engine_report(core, tenant, after)
                 )
                 return report
+            case "prefix":
+                limit = int(arguments["limit"])
+                hashes: list[bytes] = await self._engine.call(
+                    lambda core: core.scheduler.cache.prefix_hashes(limit)
+                )
+                return {"hashes": hashes}
             case _:
                 raise AssertionError(f"no such question: {what}")
 

@@ -34,6 +34,7 @@ class Start:
     test_engine: str  # tests only: options of verbatim.testing.server_parts; empty: load the model
     served_name: str  # the model's name in receipts
     cache_share: float  # share of the KV cache that one tenant's requests may claim
+    prefix_key: bytes = b""  # key of the prefix cache's block hashes; empty: random
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +95,7 @@ class Inspect:
 
     request_id: str
     tenant: str
-    what: str  # facts, vocab, step or engine
+    what: str  # facts, vocab, step, engine or prefix
     arguments: dict[str, Any] = field(default_factory=dict)
 
 

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from verbatim.server.api.api_errors import Problem
@@ -45,6 +46,15 @@ from verbatim.server.settings import Settings
 log = logging.getLogger("verbatim.server")
 CLOSE_SECONDS = 5.0  # from the Close message until the engine process is killed
 STABLE_SECONDS = 60.0  # an engine that ran this long resets the restart back-off
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """One engine, as /metrics shows it."""
+
+    waiting: int  # requests open with no sequence running
+    restarts: int
+    up: bool
 
 
 class Supervisor:
@@ -84,6 +94,13 @@ class Supervisor:
     @property
     def closed(self) -> bool:
         return self._closing.is_set()
+
+    def engines(self) -> list[tuple[dict[str, str], EngineState]]:
+        """The engines behind this HTTP process and the labels of each in /metrics: one, without
+        labels."""
+        running = int(self.stats.get("requests_running", 0))
+        waiting = max(0, self.open_requests - running)
+        return [({}, EngineState(waiting, self.restarts, self.ready.is_set()))]
 
     def submit(self, message: Work, signal: Signal | None = None) -> Running:
         if not self.ready.is_set() or self._outbox is None:
@@ -243,6 +260,7 @@ class Supervisor:
             test_engine=settings.test_engine,
             served_name=settings.served_name,
             cache_share=settings.limits.max_cache_share,
+            prefix_key=settings.prefix_key,
         )
 
     def _handle(self, message: FromEngine) -> None:

@@ -1,0 +1,82 @@
+"""`verbatim batch --ray`: the requests of a batch on the actors of Ray Data.
+
+Requests come in; write() gets each answer exactly once, in the order of the requests. This process
+is the only writer: an actor's batch arrives here whole or not at all, so a batch that ran twice
+because its actor died leaves no trace. A batch is BATCH_FACTOR times the concurrency: long enough
+to keep an engine full, short enough that a dead actor costs little.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from verbatim.scale.deploy import cluster_nodes, connect, footprint_of
+from verbatim.scale.generate import AnswerRequests
+from verbatim.scale.options import RayOptions
+from verbatim.scale.resources import state_needs
+from verbatim.server.batch_requests import Line
+from verbatim.server.settings import Settings
+
+log = logging.getLogger("verbatim.scale")
+BATCH_FACTOR = 2
+# Batches in an actor at once: while one drains to its last, longest answers, the next fills up.
+IN_FLIGHT = 2
+
+
+def answer_on_ray(
+    settings: Settings,
+    options: RayOptions,
+    todo: list[Line],
+    concurrency: int,
+    write: Callable[[Line], None],
+) -> None:
+    started = connect(options.address)
+    import ray
+    import ray.data
+
+    try:
+        needs = state_needs(
+            footprint_of(settings), settings.engine, cluster_nodes(), options.replicas
+        )
+        limits = replace(settings.limits, max_queue=IN_FLIGHT * concurrency)
+        engine = {**settings.engine, **needs.settings}
+        actor_settings = replace(settings, engine=engine, limits=limits)
+        context = ray.data.DataContext.get_current()
+        context.execution_options.preserve_order = True
+        context.enable_progress_bars = False  # the command has its own
+        rows = min(BATCH_FACTOR * concurrency, max(len(todo) // options.replicas.most, 1))
+        requests = ray.data.from_items(
+            [{"request": json.dumps(line)} for line in todo],
+            override_num_blocks=-(-len(todo) // rows),
+        )
+        answers = requests.map_batches(
+            AnswerRequests,
+            batch_size=None,  # one block is one batch: what Ray runs again when an actor dies
+            fn_constructor_args=(actor_settings, concurrency, bool(needs.gpus)),
+            compute=ray.data.ActorPoolStrategy(
+                min_size=options.replicas.least,
+                max_size=options.replicas.most,
+                max_tasks_in_flight_per_actor=IN_FLIGHT,
+            ),
+            **remote_args(needs.actor_options()),
+        )
+        for row in answers.iter_rows():
+            write(json.loads(row["answer"]))
+    finally:
+        if started:
+            ray.shutdown()
+
+
+def remote_args(resources: dict[str, Any]) -> dict[str, Any]:
+    """Ray restarts a dead actor and runs its batches again without limit: a request that kills its
+    engine is answered with an error by the supervisor, so no batch can do it for ever."""
+    return {
+        **resources,
+        "max_concurrency": IN_FLIGHT,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }

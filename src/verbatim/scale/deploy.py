@@ -1,0 +1,248 @@
+"""Deploys the replicas on Ray Serve.
+
+`verbatim serve --ray`: the HTTP process of `verbatim serve` is the gateway, so sockets, TLS, limits
+and drains are the same; Ray Serve's own HTTP proxy is not started. In a user's own Serve config the
+gateway is a deployment too, behind Serve's proxy (application.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+from dataclasses import replace
+from typing import Any
+
+from verbatim.base.errors import BackendError
+from verbatim.diagnose.footprint import Footprint, read_footprint
+from verbatim.scale.autoscale import policy
+from verbatim.scale.options import LOCAL, RayOptions, require_ray
+from verbatim.scale.prompt_hashes import PromptHashes
+from verbatim.scale.resources import Node, ReplicaNeeds, state_needs
+from verbatim.scale.routing import REPORT_SECONDS, Route
+from verbatim.scale.snapshots import snapshot
+from verbatim.server.logs import set_up_logs
+from verbatim.server.process.engine_process import open_text
+from verbatim.server.settings import Settings
+
+log = logging.getLogger("verbatim.scale")
+ENGINES = "engine"  # name of the deployment of the replicas
+# Requests wait in the engines' fair queues, never in front of a replica: there a queue would be
+# first-in-first-out over all tenants.
+MAX_ONGOING = 1 << 16
+QUIET: dict[str, Any] = {
+    "namespace": "serve",
+    "logging_level": logging.WARNING,
+    "log_to_driver": False,  # Ray keeps the replicas' output in its session directory
+}
+# A Ray that is started here sends no usage report to its makers, and its ports listen on loopback:
+# the second setting is Ray's own for macOS and Windows, and works everywhere.
+LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
+
+def connect(address: str) -> bool:
+    """Connect to a running cluster, or start one on loopback. True: it was started here."""
+    require_ray()
+    if address == LOCAL:
+        os.environ.update(LOCAL_RAY)  # read when Ray is imported
+    import ray
+
+    if ray.is_initialized():
+        return False
+    if address != LOCAL:
+        try:
+            ray.init(address=address, **QUIET)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            first = str(error).strip().partition("\n")[0]
+            raise BackendError(f"no Ray cluster at {address}: {first}") from None
+        return False
+    ray.init(address="local", include_dashboard=False, **QUIET)
+    return True
+
+
+def cluster_nodes() -> list[Node]:
+    import ray
+
+    return [
+        Node(
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
+            int(node["Resources"].get("memory", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def footprint_of(settings: Settings) -> Footprint | None:
+    """None: a fake engine of the tests."""
+    if settings.test_engine:
+        return None
+    from verbatim.weights.catalog import resolve
+
+    engine = settings.engine
+    return read_footprint(
+        settings.model,
+        quant=engine.get("quant"),
+        kv_type=engine.get("kv_type", "f16"),
+        resolve=lambda name: resolve(name, revision=settings.revision, offline=settings.offline),
+    )
+
+
+def replica_settings(settings: Settings, needs: ReplicaNeeds) -> Settings:
+    """A replica knows no keys and no addresses; it queues what the gateway admits."""
+    return replace(
+        settings,
+        engine={**settings.engine, **needs.settings},
+        host="127.0.0.1",
+        keys=(),
+        tls_cert=None,
+        tls_key=None,
+        store_items=0,
+    )
+
+
+def replicas_application(settings: Settings, needs: ReplicaNeeds, options: RayOptions) -> Any:
+    """The Serve application of the replicas alone."""
+    from ray import serve
+    from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+    from verbatim.scale.replica import Replica
+
+    replicas = options.replicas
+    scaling: dict[str, Any] = {"num_replicas": replicas.most}
+    if not replicas.fixed:
+        scaling = {
+            "autoscaling_config": AutoscalingConfig(
+                min_replicas=replicas.least,
+                max_replicas=replicas.most,
+                target_ongoing_requests=options.target_requests,
+                policy=AutoscalingPolicy(policy_function=policy),
+            )
+        }
+    made: Any = serve.deployment(Replica).options(
+        name=ENGINES,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options=needs.actor_options(),
+        health_check_period_s=2.0,
+        health_check_timeout_s=30.0,
+        # From a scale-down until a stream that still runs gets an error event.
+        graceful_shutdown_timeout_s=max(settings.drain_seconds, 0.1),
+        graceful_shutdown_wait_loop_s=0.2,
+        max_constructor_retry_count=3,
+        request_router_config=RequestRouterConfig(
+            request_router_class="verbatim.scale.router.PrefixRouter",
+            request_routing_stats_period_s=REPORT_SECONDS,
+        ),
+        **scaling,
+    )
+    return made.bind(replica_settings(settings, needs), bool(needs.gpus))
+
+
+def open_hashes(settings: Settings, footprint: Footprint | None) -> PromptHashes | None:
+    if not settings.engine.get("prefix_cache", True) or not settings.engine.get("use_cache", True):
+        return None
+    tokenizer, template = open_text(
+        settings.model,
+        revision=settings.revision,
+        offline=settings.offline,
+        test_engine=settings.test_engine,
+    )
+    if footprint is None:
+        return PromptHashes(tokenizer, template, settings.prefix_key)
+    cost = footprint.ops_token / max(footprint.prompt_ops_token, 1)
+    return PromptHashes(tokenizer, template, settings.prefix_key, cost)
+
+
+class HandleService:
+    """The replicas behind a DeploymentHandle of Ray Serve."""
+
+    def __init__(self, settings: Settings, application: str) -> None:
+        self.settings = settings
+        self.application = application
+        self.handle: Any = None
+
+    def start(self) -> PromptHashes | None:
+        return open_hashes(self.settings, footprint_of(self.settings))
+
+    async def facts(self) -> bytes:
+        frame: bytes = await self.handle.facts.remote()
+        return frame
+
+    def run(self, frame: bytes, route: Route) -> Any:
+        return self.handle.options(stream=True).run.remote(frame, route=route)
+
+    def reports(self) -> dict[str, dict[str, Any]]:
+        return snapshot(self.application).reports
+
+    def routing(self) -> dict[str, int]:
+        now = snapshot(self.application)
+        return {
+            "requests": now.routed,
+            "prefix_possible": now.possible,
+            "prefix_found": now.found,
+        }
+
+    def stop(self) -> None:
+        pass
+
+
+class OwnService(HandleService):
+    """The replicas of `verbatim serve --ray`: deployed at the start and deleted at the end."""
+
+    def __init__(self, settings: Settings, options: RayOptions) -> None:
+        super().__init__(settings, f"verbatim-{settings.port or secrets.token_hex(4)}")
+        self._options = options
+        self._started_ray = connect(options.address)
+        self._footprint = footprint_of(settings)
+        self._needs = state_needs(
+            self._footprint, settings.engine, cluster_nodes(), options.replicas
+        )
+        log.info("each of %s replicas asks Ray for %s", options.replicas, self._needs)
+
+    def start(self) -> PromptHashes | None:
+        from ray import serve
+
+        serve.start(proxy_location="Disabled", logging_config=quiet_serve())
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
+        self.handle = serve.run(
+            replicas_application(self.settings, self._needs, self._options),
+            name=self.application,
+            route_prefix=None,
+            logging_config=quiet_serve(),
+        )
+        return open_hashes(self.settings, self._footprint)
+
+    def stop(self) -> None:
+        import ray
+        from ray import serve
+
+        log.info("deleting the replicas")
+        with contextlib.suppress(Exception):  # a cluster that is gone has no replicas
+            serve.delete(self.application)
+        if self._started_ray:
+            with contextlib.suppress(Exception):
+                serve.shutdown()
+            ray.shutdown()
+
+
+def quiet_serve() -> Any:
+    """Ray Serve's own log: failures only. The gateway logs requests and replicas."""
+    from ray.serve.schema import LoggingConfig
+
+    return LoggingConfig(log_level="WARNING", enable_access_log=False)
+
+
+def serve_on_ray(settings: Settings, options: RayOptions) -> int:
+    """`verbatim serve --ray`: runs until SIGTERM or Ctrl-C; returns the exit code."""
+    from verbatim.scale.cluster import Cluster
+    from verbatim.server.http_process import bind, check_certificate, run
+
+    require_ray()
+    set_up_logs(settings)
+    check_certificate(settings)
+    bind(settings).close()  # a port in use fails before Ray starts
+    settings = replace(settings, prefix_key=secrets.token_bytes(32))
+    service = OwnService(settings, options)
+    return run(settings, lambda s, clock: Cluster(s, clock, service=service))

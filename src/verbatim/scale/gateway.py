@@ -1,0 +1,69 @@
+"""The gateway as a deployment of Ray Serve: our ASGI application behind Serve's HTTP proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from ray import serve
+from starlette.types import Receive, Scope, Send
+
+from verbatim.scale.cluster import Cluster
+from verbatim.scale.deploy import (
+    HandleService,
+    cluster_nodes,
+    connect,
+    footprint_of,
+    replicas_application,
+)
+from verbatim.scale.options import RayOptions
+from verbatim.scale.resources import state_needs
+from verbatim.server.app import make_app
+from verbatim.server.http_process import send_keepalives
+from verbatim.server.logs import AccessLog, set_up_logs
+from verbatim.server.server_state import State
+from verbatim.server.settings import Settings
+
+log = logging.getLogger("verbatim.scale")
+_app: Any = None  # of this process's gateway: Serve takes the application before it makes the class
+
+
+async def _forward(scope: Scope, receive: Receive, send: Send) -> None:
+    if _app is not None and scope["type"] == "http":
+        await _app(scope, receive, send)
+
+
+@serve.ingress(_forward)
+class Gateway:
+    async def __init__(self, settings: Settings, replicas: Any) -> None:
+        global _app
+        set_up_logs(settings)
+        service = HandleService(settings, serve.get_replica_context().app_name)
+        service.handle = replicas
+        self._cluster = Cluster(settings, service=service)
+        self._state = State(settings, self._cluster)
+        self._state.access = AccessLog(settings.log_format)
+        self._cluster.start()
+        ready = asyncio.ensure_future(self._cluster.ready.wait())
+        await asyncio.wait((ready, self._cluster.fatal), return_when=asyncio.FIRST_COMPLETED)
+        if self._cluster.fatal.done():
+            raise RuntimeError(self._cluster.fatal.result())
+        self._keepalives = asyncio.create_task(send_keepalives(self._state))
+        _app = make_app(self._state)
+
+
+def gateway_application(settings: Settings, options: RayOptions) -> Any:
+    """The gateway bound to its replicas. The needs are checked when the application is built."""
+    connect(options.address)
+    needs = state_needs(footprint_of(settings), settings.engine, cluster_nodes(), options.replicas)
+    log.info("each of %s replicas asks Ray for %s", options.replicas, needs)
+    engines = replicas_application(settings, needs, options)
+    made: Any = serve.deployment(Gateway).options(
+        name="gateway",
+        num_replicas=1,  # limits and stored answers are the gateway's: one counts for all
+        max_ongoing_requests=settings.limits.max_connections,
+        ray_actor_options={"num_cpus": 1},
+        graceful_shutdown_timeout_s=max(settings.drain_seconds, 0.1),
+    )
+    return made.bind(settings, engines)

@@ -1,0 +1,83 @@
+"""Request and answer files of a batch in Parquet, with pyarrow.
+
+A request file has the columns custom_id, url, body (JSON text, or a struct) and optionally method.
+An answer file has custom_id, status_code, body (JSON text) and error (the message, or null), in the
+order of the requests. Rows pass through the same JSON lines as a JSONL file, so they get the same
+checks and the same answers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from verbatim.base.errors import BackendError, ParameterError
+
+
+def _pyarrow() -> Any:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise BackendError(
+            "Parquet files need pyarrow; install the extra 'ray': pip install '.[ray]' in the "
+            "checkout"
+        ) from None
+    return pyarrow
+
+
+def read_rows(path: Path) -> Generator[bytes, None, None]:
+    """The rows of a request file as JSON lines."""
+    arrow = _pyarrow()
+    try:
+        file = arrow.parquet.ParquetFile(path)
+        for batch in file.iter_batches():
+            for row in batch.to_pylist():
+                yield json.dumps(_request(row), ensure_ascii=False).encode()
+    except (arrow.ArrowInvalid, OSError) as error:
+        raise ParameterError("IN", f"{path} is not a Parquet file: {error}") from None
+
+
+def _request(row: dict[str, Any]) -> dict[str, Any]:
+    out = {name: value for name, value in row.items() if value is not None}
+    if isinstance(out.get("body"), str):
+        try:
+            out["body"] = json.loads(out["body"])
+        except ValueError:
+            raise ParameterError(
+                "IN", f"the body of {out.get('custom_id')!r:.40} is not JSON"
+            ) from None
+    elif isinstance(out.get("body"), dict):  # a struct has every field in every row
+        out["body"] = {key: value for key, value in out["body"].items() if value is not None}
+    return out
+
+
+def write_answers(journal: Path, target: Path, order: Sequence[str]) -> None:
+    """Write the answers of a JSONL file as Parquet, complete or not at all."""
+    arrow = _pyarrow()
+    lines = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
+    answers = {line["custom_id"]: line["response"] for line in lines}
+    names = [name for name in order if name in answers]
+    bodies = [answers[name]["body"] for name in names]
+    table = arrow.table(
+        {
+            "custom_id": arrow.array(names, arrow.string()),
+            "status_code": arrow.array(
+                [answers[name]["status_code"] for name in names], arrow.int32()
+            ),
+            "body": arrow.array(
+                [json.dumps(body, ensure_ascii=False) for body in bodies], arrow.string()
+            ),
+            "error": arrow.array([_message(body) for body in bodies], arrow.string()),
+        }
+    )
+    part = target.with_name(target.name + ".part")
+    arrow.parquet.write_table(table, part)
+    part.replace(target)
+
+
+def _message(body: dict[str, Any]) -> str | None:
+    error = body.get("error")
+    return str(error.get("message")) if isinstance(error, dict) else None

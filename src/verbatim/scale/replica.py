@@ -1,0 +1,144 @@
+"""One replica on Ray Serve: a supervisor and its engine process, without HTTP.
+
+Encoded Work messages (server/process/messages.py) come in; encoded Accepted, Deltas and exactly one
+result go out, as an async generator. Deltas that the gateway has not taken yet leave together, so a
+slow gateway gets fewer and larger messages. An engine that dies is restarted by the supervisor;
+check_health fails when that does not help, and Serve then replaces the whole replica. The engine
+process ends with this process: its socket closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, Route
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.process.message_codec import decode_to_engine, encode
+from verbatim.server.process.messages import (
+    Accepted,
+    Deltas,
+    Inspect,
+    Inspected,
+    Ready,
+    Refused,
+    Result,
+    Work,
+)
+from verbatim.server.process.running import Running, Signal
+from verbatim.server.process.supervisor import Supervisor
+from verbatim.server.settings import Settings
+
+log = logging.getLogger("verbatim.scale")
+RESTART_SECONDS = 120.0  # an engine that does not restart within this time: replace the replica
+LOG_FORMAT = "%(levelname)s replica: %(message)s"
+
+
+class Replica:
+    async def __init__(self, settings: Settings, on_gpu: bool) -> None:
+        """Returns when the model is loaded: Serve sends no request before."""
+        logging.basicConfig(level=os.environ.get("VERBATIM_LOG", "INFO"), format=LOG_FORMAT)
+        if not on_gpu:  # the backend `auto` must not find a GPU that belongs to another actor
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        self._supervisor = Supervisor(settings)
+        self._down_since: float | None = None
+        self._probes = 0
+        self._supervisor.start()
+        ready = asyncio.ensure_future(self._supervisor.ready.wait())
+        await asyncio.wait((ready, self._supervisor.fatal), return_when=asyncio.FIRST_COMPLETED)
+        if self._supervisor.fatal.done():
+            ready.cancel()
+            raise RuntimeError(self._supervisor.fatal.result())
+
+    async def facts(self) -> bytes:
+        assert self._supervisor.facts is not None
+        return encode(Ready(self._supervisor.facts))
+
+    async def run(self, frame: bytes, route: Route | None = None) -> AsyncIterator[bytes]:
+        """Run one request. `route` is for the router alone. A caller that stops reading aborts the
+        request."""
+        message: Work = decode_to_engine(frame)  # type: ignore[assignment]
+        signal = Signal()
+        try:
+            running = self._supervisor.submit(message, signal)
+        except Problem as problem:
+            yield encode(Refused.of(message.request_id, problem))
+            return
+        try:
+            async for part in _parts(running, signal):
+                yield part
+        finally:
+            running.close()
+
+    # ------------------------------------------------------------------------ called by Ray Serve
+
+    async def check_health(self) -> None:
+        """Raises when the engine cannot be restarted."""
+        if self._supervisor.fatal.done():
+            raise RuntimeError(self._supervisor.fatal.result())
+        if self._supervisor.ready.is_set():
+            self._down_since = None
+        elif self._down_since is None:
+            self._down_since = time.monotonic()
+        elif time.monotonic() - self._down_since > RESTART_SECONDS:
+            raise RuntimeError(f"the engine is down for more than {RESTART_SECONDS:g} seconds")
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Once, when the replica is ready."""
+        assert self._supervisor.facts is not None
+        return {"fingerprint": self._supervisor.facts.fingerprint}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """The report that reaches the router of every gateway."""
+        up = self._supervisor.ready.is_set()
+        [(_, state)] = self._supervisor.engines()
+        return {
+            "up": up,
+            "hashes": await self._prefix_hashes() if up else b"",
+            "metrics": self._supervisor.metrics,
+            "waiting": state.waiting,
+            "restarts": state.restarts,
+            "pid": os.getpid(),
+        }
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        [(_, state)] = self._supervisor.engines()
+        usage = self._supervisor.stats.get("kv_cache_usage_ratio", 0.0)
+        return {"waiting": float(state.waiting), "kv_cache_usage": float(usage)}
+
+    async def _prefix_hashes(self) -> bytes:
+        self._probes += 1
+        question = Inspect(f"prefix-{self._probes}", "", "prefix", {"limit": MAX_HASHES})
+        try:
+            answer = await self._supervisor.submit(question).result()
+        except Problem:  # the engine is being restarted: its cache is empty
+            return b""
+        assert isinstance(answer, Inspected)
+        return b"".join(block_hash[:HASH_BYTES] for block_hash in answer.data["hashes"])
+
+
+async def _parts(running: Running, signal: Signal) -> AsyncIterator[bytes]:
+    """The messages of one request, as the engine process would send them."""
+    accepted = False
+    while True:
+        # Before take(): deltas that arrive while this generator yields are taken next time.
+        ended = running.ended
+        deltas = running.take()
+        if running.accepted and not accepted:
+            accepted = True
+            yield encode(Accepted(running.id, running.text, running.prompt_tokens))
+        if deltas:
+            yield encode(Deltas(deltas))
+        if ended:
+            break
+        await signal.wait()
+    if running.problem is not None:
+        yield encode(Refused.of(running.id, running.problem))
+    else:
+        done: Result | None = running.done
+        assert done is not None
+        yield encode(done)

@@ -1,0 +1,191 @@
+"""Runs the requests of a batch through the server's own handlers, in this process and without a
+socket.
+
+In: request lines of OpenAI's batch format, checked. Out: one answer line per request, as the
+server would send it. A 429 or 503 is retried at a lower concurrency.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from verbatim.base.errors import BackendError, ModelError
+from verbatim.server.app import make_app
+from verbatim.server.process.supervisor import Supervisor
+from verbatim.server.server_state import State
+from verbatim.server.settings import Settings
+
+SERIAL_RETRIES = 3  # last rounds with concurrency 1, before a 429 or 503 becomes the answer
+MAX_PAUSE = 10.0  # seconds; caps Retry-After
+RESTART_SECONDS = 900.0  # timeout for a restarted engine to load its model again
+Line = dict[str, Any]
+
+
+def status_of(answer: Line) -> int:
+    status: int = answer["response"]["status_code"]
+    return status
+
+
+class BatchEngine:
+    """An engine process and the application over it. Requests run through the same handlers as on a
+    server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._supervisor = Supervisor(settings)
+        self._state = State(settings, self._supervisor)
+        self._app = make_app(self._state)
+
+    async def start(self) -> None:
+        """Returns when the model is loaded; raises a ModelError if it cannot be."""
+        self._supervisor.start()
+        await asyncio.wait(
+            (asyncio.ensure_future(self._supervisor.ready.wait()), self._supervisor.fatal),
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self._supervisor.fatal.done():
+            raise ModelError(self._supervisor.fatal.result())
+
+    async def answer(
+        self, todo: list[Line], concurrency: int, write: Callable[[Line], None]
+    ) -> None:
+        """Call write() once per request, in the order of completion."""
+
+        async def send_one(line: Line) -> tuple[Line, float]:
+            await wait_for_engine(self._supervisor.ready)
+            return await send_request(self._app, self._state.names()[0], line)
+
+        await answer_in_rounds(send_one, todo, concurrency, write)
+
+    async def close(self) -> None:
+        await self._supervisor.close()
+
+
+async def answer_all(
+    settings: Settings, todo: list[Line], concurrency: int, write: Callable[[Line], None]
+) -> None:
+    """Start the engine, run all requests, close the engine."""
+    engine = BatchEngine(settings)
+    try:
+        await engine.start()
+        await engine.answer(todo, concurrency, write)
+    finally:
+        await engine.close()
+
+
+async def wait_for_engine(ready: asyncio.Event) -> None:
+    try:
+        await asyncio.wait_for(ready.wait(), RESTART_SECONDS)
+    except TimeoutError:
+        raise BackendError(
+            f"the engine died and did not restart within {RESTART_SECONDS:g} seconds; see its log; "
+            "run the same command again to resume"
+        ) from None
+
+
+async def answer_in_rounds(
+    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
+    todo: list[Line],
+    concurrency: int,
+    write: Callable[[Line], None],
+) -> None:
+    """Run all requests; retry those with a 429 or 503 in further rounds, each at half the
+    concurrency. The last rounds run one request at a time: then the queue holds nothing else, and
+    an engine that dies there was killed by this very request."""
+    limits = [concurrency >> halved for halved in range(concurrency.bit_length() - 1)] + [
+        1
+    ] * SERIAL_RETRIES
+    refused: list[tuple[Line, Line]] = []
+    for limit in limits:
+        refused = await one_round(send_one, todo, limit, write)
+        todo = [line for line, _ in refused]
+    for _, answer in refused:
+        write(answer)
+
+
+async def one_round(
+    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
+    todo: list[Line],
+    limit: int,
+    write: Callable[[Line], None],
+) -> list[tuple[Line, Line]]:
+    """`limit` workers take requests in order and write each answer as it completes. Returns the
+    requests that got a 429 or 503, with those answers."""
+    pending = iter(todo)
+    refused: list[tuple[Line, Line]] = []
+
+    async def work() -> None:
+        for line in pending:
+            answer, pause = await send_one(line)
+            if status_of(answer) in (429, 503):
+                refused.append((line, answer))
+                await asyncio.sleep(min(pause, MAX_PAUSE))
+            else:
+                write(answer)
+
+    await asyncio.gather(*(work() for _ in range(min(limit, len(todo)))))
+    return refused
+
+
+async def send_request(app: Any, model: str, line: Line) -> tuple[Line, float]:
+    """Send one request through the application. Returns its answer, and the seconds to wait before
+    the next request if this one was rejected."""
+    request_body = line["body"]
+    if request_body.get("model") is None:  # a batch has only one model
+        request_body = {**request_body, "model": model}
+    status, headers, body = await call(app, line["url"], request_body)
+    response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
+    answer = {
+        "id": "batch_req_" + secrets.token_hex(12),
+        "custom_id": line["custom_id"],
+        "response": response,
+        "error": None,
+    }
+    return answer, float(headers.get("retry-after", 1))
+
+
+async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any]:
+    """Call the ASGI application without a socket: the same checks and the same answer."""
+    raw = json.dumps(body).encode()
+    headers = [
+        (b"host", b"localhost"),
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(raw)).encode()),
+    ]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": url,
+        "raw_path": url.encode(),
+        "query_string": b"",
+        "headers": headers,
+        "client": None,
+        "server": ("localhost", 0),
+        "root_path": "",
+    }
+    sent: list[dict[str, Any]] = []
+    given = False
+
+    async def receive() -> dict[str, Any]:
+        nonlocal given
+        if given:
+            await asyncio.Event().wait()  # this client never disconnects
+        given = True
+        return {"type": "http.request", "body": raw, "more_body": False}
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    text = b"".join(m.get("body", b"") for m in sent[1:])
+    return (
+        sent[0]["status"],
+        {k.decode(): v.decode() for k, v in sent[0]["headers"]},
+        json.loads(text),
+    )

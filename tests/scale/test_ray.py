@@ -1,0 +1,260 @@
+"""On a real Ray of one node: replicas and batches whose processes are killed give the answers of a
+single engine, each request once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from eventually import eventually
+from verbatim import LLM, SamplingParams
+from verbatim.scale.deploy import LOCAL_RAY
+from verbatim.testing import server_parts
+
+pytestmark = [pytest.mark.ray, pytest.mark.server, pytest.mark.slow]
+HERE = Path(__file__).parent
+KEY = "a-key-of-the-tests"
+REQUESTS = 150
+ROWS = 300
+# A cut answer is an error event; a request that found no replica is refused.
+ENDS = {"engine_died", "unavailable"}
+
+
+@pytest.fixture(scope="module")
+def ray_address() -> Iterator[str]:
+    pytest.importorskip("ray")
+    before = open_ports()
+    head = subprocess.Popen(
+        [sys.executable, str(HERE / "ray_head.py"), "8"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert head.stdin is not None
+    assert head.stdout is not None
+    address = head.stdout.readline().strip()
+    assert address.startswith("127.0.0.1:")
+    assert open_ports() <= before, "Ray listens beyond loopback"
+    yield address
+    head.stdin.close()
+    head.wait()
+
+
+def open_ports() -> set[tuple[str, str]]:
+    """Listening sockets that other machines reach, as the kernel writes them."""
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    found = {tuple(row[1].split(":")) for row in rows if row[3] == "0A"}
+    return {(a, p) for a, p in found if not a.endswith(("0100007F", "01000000"))}
+
+
+def processes(words: str) -> list[int]:
+    """Processes of Ray whose title contains `words`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            title = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if title.startswith("ray::") and words in title:
+            found.append(int(path.parent.name))
+    return sorted(found)
+
+
+def ray_env() -> dict[str, str]:
+    return {**os.environ, **LOCAL_RAY, "VERBATIM_API_KEY": KEY}
+
+
+class RayServer:
+    def __init__(self, address: str, *flags: str) -> None:
+        self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
+        words = [sys.executable, "-m", "verbatim", "serve", "--ray", address, "--port", "0"]
+        words += ["--test-engine", "pipeline", "--served-model-name", "m", "--threads", "1"]
+        self.process = subprocess.Popen(
+            [*words, *flags], stdout=self.log, stderr=self.log, env=ray_env()
+        )
+        found = eventually(
+            lambda: (
+                re.search(r"listening on http://127.0.0.1:(\d+)", self.text())
+                or self.process.poll() is not None
+            ),
+            self.text,
+        )
+        assert not isinstance(found, bool), self.text()
+        self.url = f"http://127.0.0.1:{found[1]}"
+        self.headers = {"authorization": f"Bearer {KEY}"}
+        eventually(lambda: httpx.get(f"{self.url}/health").status_code == 200, self.text)
+
+    def text(self) -> str:
+        return Path(self.log.name).read_text()
+
+    def metrics(self) -> dict[str, float]:
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        rows = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
+        return {name: float(value) for name, value in rows}
+
+    def replicas_up(self) -> int:
+        return sum(v for k, v in self.metrics().items() if k.startswith("verbatim_engine_up"))
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(300)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            self.log.close()
+
+
+def test_a_replica_is_killed_and_every_request_ends_once(ray_address: str) -> None:
+    server = RayServer(ray_address, "--replicas", "3")
+    eventually(lambda: server.replicas_up() == 3, server.text)
+    prompts = [f"a prefix of more than one block, then request {i % 25}" for i in range(REQUESTS)]
+    prompts += ["one prompt, many copies"] * 40
+    answers = asyncio.run(send_all(server, prompts))
+    llm = LLM.from_parts(server_parts("pipeline"))
+    unique = sorted(set(prompts))
+    completed = llm.generate(unique, SamplingParams(max_tokens=16, seed=7))
+    right = dict(zip(unique, (c.text for c in completed), strict=True))
+    good = [(prompt, text) for prompt, text, _ in answers if text is not None]
+    lost = Counter(code for _, text, code in answers if text is None)
+    assert [p for p, text in good if text != right[p]] == []
+    assert set(lost) <= ENDS, lost
+    assert len(good) > REQUESTS / 2
+    assert len({text for prompt, text in good if prompt.startswith("one prompt")}) == 1
+    eventually(lambda: server.replicas_up() == 3, server.text)  # Ray replaced it
+    m = server.metrics()
+    ended = sum(v for k, v in m.items() if k.startswith("verbatim_requests_ended_total"))
+    assert m["verbatim_requests_opened_total"] == ended
+    assert m["verbatim_router_prefix_found_total"] >= (
+        0.9 * m["verbatim_router_prefix_possible_total"]
+    )
+    assert m["verbatim_router_prefix_possible_total"] > 0
+    check_access(server)
+    assert server.stop() == 0, server.text()
+    assert "replica" in server.text()
+    eventually(lambda: not processes("ServeReplica:verbatim"), "a replica is left")
+
+
+async def send_all(server: RayServer, prompts: list[str]) -> list[tuple[str, str | None, str]]:
+    """(prompt, text or None, error code) of each. One replica is killed in the middle."""
+    done = 0
+    slots = asyncio.Semaphore(16)
+    async with httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=600) as http:
+
+        async def one(prompt: str) -> tuple[str, str | None, str]:
+            nonlocal done
+            async with slots:
+                body = {"model": "m", "prompt": prompt, "max_tokens": 16, "seed": 7}
+                answer = await http.post("/v1/completions", json=body)
+                done += 1
+                if done == len(prompts) // 3:
+                    os.kill(processes("ServeReplica:verbatim")[0], signal.SIGKILL)
+                data = answer.json()
+                if answer.status_code == 200:
+                    return prompt, data["choices"][0]["text"], ""
+                return prompt, None, data["error"]["code"]
+
+        return await asyncio.gather(*map(one, prompts))
+
+
+def check_access(server: RayServer) -> None:
+    """Keys and checks are those of a server without Ray."""
+    url = f"{server.url}/v1/completions"
+    assert httpx.post(url, json={"prompt": "x"}).status_code == 401
+    for body in ({"prompt": "x", "nonsense": 1}, {"prompt": "x", "max_tokens": -1}, {"model": "n"}):
+        answer = httpx.post(url, json=body, headers=server.headers)
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.json()["error"]["message"]
+
+
+def test_a_batch_whose_actors_are_killed_equals_one_without_ray(
+    ray_address: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    lines = [
+        {
+            "custom_id": f"row-{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"request {i}", "max_tokens": -1 if i == 7 else 12, "seed": i},
+        }
+        for i in range(ROWS)
+    ]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plain, target = tmp_path / "plain.jsonl", tmp_path / "ray.jsonl"
+    common = ["--test-engine", "pipeline,pause=0.005", "--served-model-name", "m", "--threads", "1"]
+    batch = [sys.executable, "-m", "verbatim", "batch", str(source)]
+    run = [*batch, str(target), "--ray", ray_address, "--replicas", "2", "--concurrency", "8"]
+    process = subprocess.Popen([*run, *common], env=ray_env(), stderr=subprocess.PIPE, text=True)
+    for rows in (20, 120):
+        eventually(
+            lambda rows=rows: (
+                process.poll() is not None
+                or (target.exists() and target.read_text().count("\n") >= rows)
+            ),
+            "no answers",
+        )
+        victims = processes("MapWorker")
+        assert victims or process.poll() is not None
+        for victim in victims[:1]:
+            os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == 1, errors  # row 7 is an error
+    subprocess.run([*batch, str(plain), *common, "-q"], check=False)
+    on_ray, without = read_lines(target), read_lines(plain)
+    assert [line["custom_id"] for line in on_ray] == [line["custom_id"] for line in lines]
+    assert {line["custom_id"]: stable(line) for line in on_ray} == {
+        line["custom_id"]: stable(line) for line in without
+    }
+    check_parquet(lines[:20], on_ray[:20], ray_address, tmp_path, common)
+
+
+def check_parquet(
+    lines: list[Any], answers: list[Any], address: str, folder: Path, common: list[str]
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {name: [line[name] for line in lines] for name in ("custom_id", "method", "url")}
+    columns["body"] = [json.dumps(line["body"]) for line in lines]
+    source, target = folder / "in.parquet", folder / "out.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), source)
+    words = [sys.executable, "-m", "verbatim", "batch", str(source), str(target), "--ray", address]
+    subprocess.run([*words, *common, "-q"], env=ray_env(), check=False)
+    rows = pyarrow.parquet.read_table(target).to_pylist()
+    assert [row["custom_id"] for row in rows] == [line["custom_id"] for line in lines]
+    assert [bool(row["error"]) for row in rows] == [row["status_code"] != 200 for row in rows]
+    for row, answer in zip(rows, answers, strict=True):
+        assert texts(json.loads(row["body"])) == texts(answer["response"]["body"])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def texts(body: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in body.get("choices", ())]
+
+
+def stable(line: dict[str, Any]) -> str:
+    """A line without what differs between two runs of any batch: random ids and times."""
+    text = json.dumps({**line, "id": ""}, sort_keys=True)
+    text = re.sub(r'"(request_id|id)": "[^"]*"', r'"\1": ""', text)
+    return re.sub(r'"(created|[a-z_]*seconds)": [0-9.e+-]+', r'"\1": 0', text)

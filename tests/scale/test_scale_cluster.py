@@ -1,0 +1,153 @@
+"""Replicas behind one gateway, without Ray: one answer from any replica, a dead replica costs only
+its own requests, the router's hashes are the engine's."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from prometheus_client.parser import text_string_to_metric_families
+from replicas_without_ray import Gateway, LocalService, settings_of
+
+from verbatim import LLM, SamplingParams
+from verbatim.scale.routing import HASH_BYTES
+from verbatim.server.process.messages import Generate
+from verbatim.testing import server_parts
+
+pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
+PREFIX = "a prefix that several requests have in common, longer than three blocks: "
+
+
+async def open_gateway() -> Gateway:
+    settings = settings_of()
+    service = LocalService(settings)
+    await asyncio.gather(*(service.add(name) for name in ("a", "b")))
+    return await Gateway(settings, service).start()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Gateway]:
+    """Two replicas that live as long as the tests of this file."""
+    made = await open_gateway()
+    yield made
+    await made.close()
+
+
+def expected(prompts: list[str], **params: Any) -> list[str]:
+    llm = LLM.from_parts(server_parts("pipeline"))
+    sampling = SamplingParams(**{"max_tokens": 8, "seed": 7, **params})
+    return [answer.text for answer in llm.generate(prompts, sampling)]
+
+
+async def test_an_error_of_the_client_is_the_same_as_without_replicas(gateway: Gateway) -> None:
+    before = gateway.cluster.ledger.states["refused"]
+    status, body = await gateway.complete("x" * 5000)
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    status, body = await gateway.complete("x", temperature=-1)
+    assert (status, body["error"]["param"]) == (400, "temperature")
+    # The second never left the gateway.
+    assert gateway.cluster.ledger.states["refused"] == before + 1
+
+
+async def test_the_routers_hashes_are_those_of_the_engines_prefix_cache(gateway: Gateway) -> None:
+    await gateway.complete(PREFIX)
+    await gateway.service.report()
+    joined = b"".join(r["hashes"] for r in gateway.service.latest.values())
+    reported = {joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)}
+    hashes = gateway.service.start()
+    assert hashes is not None
+    plain = await hashes.route(Generate("r", "", {}, False, prompt=PREFIX))
+    assert len(plain.hashes) >= 3
+    assert set(plain.hashes) <= reported
+    other = await hashes.route(Generate("r", "tenant", {}, False, prompt=PREFIX))
+    salted = await hashes.route(Generate("r", "", {"cache_salt": "s"}, False, prompt=PREFIX))
+    assert not set(plain.hashes) & {*other.hashes, *salted.hashes}
+    chat = [{"role": "user", "content": PREFIX}]
+    talk = await hashes.route(Generate("r", "", {}, False, messages=chat))
+    assert talk.tokens > len(PREFIX)
+    broken = await hashes.route(Generate("r", "", {}, False, messages=[{"role": 7}]))
+    assert (broken.hashes, broken.tokens) == ((), 0)
+
+
+async def test_repeats_go_where_their_prefix_is(gateway: Gateway) -> None:
+    before = gateway.service.routing()
+    prompts = [f"{i} {PREFIX}" for i in range(8)]
+    for _ in range(3):
+        await asyncio.gather(*(gateway.complete(prompt) for prompt in prompts))
+        await gateway.service.report()
+    _, body = await gateway.complete(prompts[0])
+    assert body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    after = gateway.service.routing()
+    routing = {name: after[name] - before[name] for name in after}
+    assert routing == {"requests": 25, "prefix_possible": 17, "prefix_found": 17}
+
+
+async def test_a_client_that_leaves_aborts_its_request_on_the_replica(gateway: Gateway) -> None:
+    supervisors = [gateway.service.supervisor(name) for name in ("a", "b")]
+
+    def cancelled() -> tuple[int, int]:
+        there = sum(s.ledger.states["cancel"] for s in supervisors)
+        return gateway.cluster.ledger.states["cancel"], there
+
+    before = cancelled()
+    params = {"max_tokens": 2000, "ignore_eos": True}
+    running = gateway.cluster.submit(Generate("long", "", params, True, prompt="x"))
+    await running.wait_accepted()
+    running.close()
+    while any(s.open_requests for s in supervisors) or gateway.cluster.open_requests:
+        await asyncio.sleep(0.01)
+    assert cancelled() == (before[0] + 1, before[1] + 1)
+
+
+async def test_metrics_name_the_replica(gateway: Gateway) -> None:
+    await gateway.complete("x")
+    await gateway.service.report()
+    while len(gateway.cluster.engines()) < 2 or "verbatim_blocks" not in gateway.cluster.metrics:
+        await asyncio.sleep(0.05)
+    text = gateway.state.metrics.text(gateway.cluster, 0)
+    families = {f.name: f for f in text_string_to_metric_families(text)}
+    types = re.findall(r"^# TYPE (\S+)", text, re.M)
+    assert len(types) == len(set(types))
+    for name in ("requests_waiting", "requests_running", "kv_cache_usage_ratio", "engine_up"):
+        labels = {s.labels["replica"] for s in families[f"verbatim_{name}"].samples}
+        assert labels == {"a", "b"}, name
+
+
+async def test_a_killed_replica_costs_only_its_requests_and_answers_stay_equal() -> None:
+    gateway = await open_gateway()
+    prompts = [f"{PREFIX}{i % 5}" for i in range(40)]
+
+    async def one(prompt: str) -> tuple[str, int, dict[str, Any]]:
+        return prompt, *await gateway.complete(prompt, max_tokens=24)
+
+    tasks = [asyncio.create_task(one(prompt)) for prompt in prompts]
+    while gateway.cluster.ledger.states.total() < 4:  # in the middle
+        await asyncio.sleep(0)
+    await gateway.service.kill("a")
+    await gateway.service.add("c")
+    tasks += [asyncio.create_task(one(prompt)) for prompt in prompts[:10]]
+    answers = await asyncio.gather(*tasks)
+    right = dict(zip(prompts, expected(prompts, max_tokens=24), strict=True))
+    good = [(prompt, body) for prompt, status, body in answers if status == 200]
+    lost = [body["error"]["code"] for _, status, body in answers if status != 200]
+    assert len(good) >= 10
+    assert all(body["choices"][0]["text"] == right[prompt] for prompt, body in good)
+    assert set(lost) <= {"engine_died"}
+    states = gateway.cluster.ledger.states
+    assert states.total() == 50 == gateway.cluster.ledger.opened
+    assert states["engine_died"] == len(lost) > 0
+    # Without any replica the service answers 503, until there is one again.
+    await gateway.service.kill("b")
+    await gateway.service.kill("c")
+    while gateway.cluster.ready.is_set():
+        await asyncio.sleep(0.02)
+    status, body = await gateway.complete("x")
+    assert (status, body["error"]["code"]) == (503, "unavailable")
+    await gateway.service.add("d")
+    await gateway.cluster.ready.wait()
+    assert (await gateway.complete("x"))[0] == 200
+    await gateway.close()

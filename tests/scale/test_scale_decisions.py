@@ -1,0 +1,248 @@
+"""Decisions that need no Ray: the options, the routing, the resource statement, autoscaling, the
+merged metrics, Parquet-free parts of a batch."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import verbatim.scale
+from verbatim.base.errors import ParameterError
+from verbatim.diagnose.footprint import Footprint, footprint_of_config
+from verbatim.scale.autoscale import wanted_replicas
+from verbatim.scale.merge_metrics import merge
+from verbatim.scale.options import Replicas, parse_address, parse_replicas
+from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
+from verbatim.scale.routing import ASSUME_SECONDS, MAX_HASHES, Candidate, Decider, PrefixMap, Route
+
+GIB = 1 << 30
+
+
+def hashes(*names: str) -> tuple[bytes, ...]:
+    return tuple(name.encode().ljust(8) for name in names)
+
+
+# --------------------------------------------------------------------------------------- options
+
+
+def test_replicas_are_a_number_or_a_range() -> None:
+    assert parse_replicas("3") == Replicas(3, 3)
+    assert parse_replicas(2).fixed
+    assert parse_replicas("2-8") == Replicas(2, 8)
+    assert str(parse_replicas("2-8")) == "2-8"
+    for wrong in ("0", "4-2", "-1", "two", "1-", "1.5", ""):
+        with pytest.raises(ParameterError, match="replicas"):
+            parse_replicas(wrong)
+
+
+def test_an_address_is_not_a_model() -> None:
+    for good in ("local", "auto", "10.0.0.1:6379", "head.cluster:6379", "ray://head:10001"):
+        assert parse_address(good) == good
+    for wrong in ("smollm2", "org/name", "http://x:1", "./model.gguf", ""):
+        with pytest.raises(ParameterError, match="before --ray"):
+            parse_address(wrong)
+
+
+def test_the_package_exports_two_names() -> None:
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = verbatim.scale.nothing  # type: ignore[attr-defined]
+    assert verbatim.scale.Generate.__name__ == "Generate"
+
+
+# --------------------------------------------------------------------------------------- routing
+
+
+def test_the_prefix_wins_until_the_load_outweighs_it() -> None:
+    """The worked numbers of routing.py."""
+    decider = Decider()
+    decider.mean_work = 300.0
+    blocks = tuple(bytes([i]) * 8 for i in range(56))
+    decider.prefixes.report("a", set(blocks))
+    route = Route(blocks, tokens=1000, output=0)
+    assert decider.rank(route, [Candidate("a", 2), Candidate("b", 0)]) == ["a", "b"]
+    assert decider.rank(route, [Candidate("a", 4), Candidate("b", 0)]) == ["b", "a"]
+
+
+def test_without_a_prefix_the_shortest_queue_is_first() -> None:
+    decider = Decider()
+    ranked = decider.rank(
+        Route(tokens=100), [Candidate("a", 3), Candidate("b", 1), Candidate("c", 2)]
+    )
+    assert ranked == ["b", "c", "a"]
+
+
+def test_a_replica_that_restarts_its_engine_is_last() -> None:
+    decider = Decider()
+    ranked = decider.rank(Route(), [Candidate("a", 0, ready=False), Candidate("b", 50)])
+    assert ranked == ["b", "a"]
+
+
+def test_blocks_routed_a_moment_ago_are_assumed_and_forgotten() -> None:
+    now = 0.0
+    prefixes = PrefixMap(lambda: now)
+    prefixes.routed("a", hashes("1", "2"))
+    assert prefixes.hit("a", hashes("1", "2", "3")) == 2
+    prefixes.report("a", {b"other"})
+    assert prefixes.hit("a", hashes("1")) == 1
+    now = ASSUME_SECONDS + 1
+    prefixes.report("a", {b"other"})  # the blocks were evicted
+    assert prefixes.hit("a", hashes("1")) == 0
+    prefixes.report("a", set(hashes("2")))
+    assert prefixes.hit("a", hashes("1", "2")) == 0, "a hit is a run from the first block"
+    prefixes.keep({"b"})
+    assert prefixes.hit("a", hashes("2")) == 0
+
+
+def test_assumed_blocks_are_bounded() -> None:
+    prefixes = PrefixMap(lambda: 0.0)
+    prefixes.routed("a", [str(i).encode() for i in range(MAX_HASHES + 5)])
+    assert prefixes.hit("a", [b"4"]) == 0
+    assert prefixes.hit("a", [b"5"]) == 1
+
+
+def test_repeats_are_found_and_counted() -> None:
+    decider = Decider()
+    for _ in range(3):
+        route = Route(hashes("x", "y"), tokens=40, output=8)
+        name = decider.rank(route, [Candidate("a", 0), Candidate("b", 0)])[0]
+        decider.routed(route, name, ["a", "b"])
+    assert (decider.routed_total, decider.possible, decider.found) == (3, 2, 2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.integers(0, 40), st.booleans()),
+        unique_by=lambda item: item[0],
+        min_size=1,
+    ),
+    st.lists(st.binary(min_size=8, max_size=8), max_size=6),
+    st.randoms(),
+)
+def test_the_ranking_has_every_replica_once_whatever_the_order(
+    state: list[tuple[str, int, bool]], blocks: list[bytes], random: Any
+) -> None:
+    decider = Decider()
+    decider.prefixes.report("a", set(blocks))
+    candidates = [Candidate(*item) for item in state]
+    ranked = decider.rank(Route(tuple(blocks), 16 * len(blocks) + 1), candidates)
+    assert sorted(ranked) == sorted(name for name, _, _ in state)
+    random.shuffle(candidates)
+    assert decider.rank(Route(tuple(blocks), 16 * len(blocks) + 1), candidates) == ranked
+
+
+# ------------------------------------------------------------------------------------- resources
+
+
+def footprint() -> Footprint:
+    config = {
+        "model_type": "llama",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+    }
+    return footprint_of_config(config, "config.json", quant="q8_0")
+
+
+def test_replicas_of_a_node_share_its_cpus_and_memory() -> None:
+    nodes = [Node(16, 0, 64 * GIB)] * 2
+    needs = state_needs(footprint(), {}, nodes, Replicas(4, 4))
+    assert needs.cpus == 8 == needs.settings["threads"]
+    assert needs.weights == int(footprint().weight_bytes)
+    assert needs.memory == needs.weights + needs.cache + PROCESS_BYTES
+    assert needs.settings["kv_memory"] == needs.cache
+    assert 2 * needs.memory <= 64 * GIB
+    assert needs.actor_options()["num_gpus"] == 0
+
+
+def test_given_settings_are_kept() -> None:
+    nodes = [Node(16, 0, 64 * GIB)]
+    engine = {"threads": 3, "kv_memory": 1 << 29}
+    needs = state_needs(footprint(), engine, nodes, Replicas(1, 2))
+    assert (needs.cpus, needs.cache) == (3, 1 << 29)
+
+
+def test_a_model_that_fits_no_node_is_refused_with_the_numbers() -> None:
+    nodes = [Node(8, 0, 4 * GIB), Node(4, 0, 2 * GIB)]
+    with pytest.raises(ParameterError) as caught:
+        state_needs(footprint(), {"context": 4096}, nodes, Replicas(1, 1))
+    text = str(caught.value)
+    assert "weights 6.7 GiB" in text
+    assert "KV cache 2 GiB" in text
+    assert "8 CPUs, 4 GiB" in text
+
+
+def test_more_replicas_than_the_cluster_holds_are_refused() -> None:
+    nodes = [Node(2, 0, 64 * GIB)]
+    with pytest.raises(ParameterError, match=r"3 replicas need 1 CPUs .* room for 2"):
+        state_needs(footprint(), {"threads": 1}, nodes, Replicas(3, 3))
+    assert state_needs(None, {"threads": 1}, nodes, Replicas(1, 3)).cpus == 1
+
+
+def test_all_replicas_run_on_gpus_or_none() -> None:
+    nodes = [Node(16, 2, 64 * GIB), Node(16, 0, 64 * GIB)]
+    two = state_needs(footprint(), {}, nodes, Replicas(2, 2))
+    assert two.gpus == 1
+    assert two.settings == {"backend": "cuda"}
+    three = state_needs(footprint(), {}, nodes, Replicas(3, 3))
+    assert three.gpus == 0
+    with pytest.raises(ParameterError, match="a GPU per replica: 3, and the cluster has 2"):
+        state_needs(footprint(), {"backend": "cuda"}, nodes, Replicas(3, 3))
+
+
+# -------------------------------------------------------------------------- autoscaling, metrics
+
+
+def test_replicas_follow_the_queue_and_the_cache() -> None:
+    assert wanted_replicas(1, 40, 16, [0.2], 0) == 3
+    assert wanted_replicas(3, 2, 16, [0.1, 0.2, 0.1], 0) == 1
+    assert wanted_replicas(2, 10, 16, [0.95, 0.97], 4) == 3, "blocks are missing"
+    assert wanted_replicas(2, 10, 16, [0.95, 0.97], 0) == 2, "full, but nothing waits"
+    assert wanted_replicas(3, 2, 16, [0.6, 0.7, 0.6], 0) == 3, "the others could not take it"
+    assert wanted_replicas(1, 0, 16, [], 0) == 1
+
+
+def test_metrics_of_replicas_are_grouped_by_name() -> None:
+    text = '# HELP x of {all}\n# TYPE x counter\nx_total{kind="a b"} 2\nx_total 1.5\n'
+    merged = merge({"r1": text, "r2": text})
+    assert merged.count("# TYPE x") == 1
+    assert merged.splitlines()[2:] == [
+        'x_total{replica="r1",kind="a b"} 2',
+        'x_total{replica="r1"} 1.5',
+        'x_total{replica="r2",kind="a b"} 2',
+        'x_total{replica="r2"} 1.5',
+    ]
+    assert merge({}) == ""
+
+
+# ------------------------------------------------------------------------------------- Ray Data
+
+
+def test_generate_keeps_the_order_and_puts_errors_into_a_column() -> None:
+    prompts = ["one", "x" * 5000, "two", "one"]
+    generate = verbatim.scale.Generate(
+        "m", params={"max_tokens": 4, "seed": 7}, test_engine="pipeline", threads=1
+    )
+    try:
+        out = generate({"id": [1, 2, 3, 4], "prompt": prompts})
+        chat = generate({"prompt": [[{"role": "user", "content": "hi"}]]})
+        with pytest.raises(ParameterError, match="no column 'prompt'"):
+            generate({"text": ["a"]})
+    finally:
+        generate.close()
+    assert out["id"] == [1, 2, 3, 4]
+    assert out["text"][0] == out["text"][3]
+    assert out["text"][1] is None
+    assert "4096" in out["error"][1]
+    assert [bool(error) for error in out["error"]] == [False, True, False, False]
+    assert chat["error"] == [None]
+    assert json.dumps(out)  # plain values
