@@ -15,7 +15,9 @@ ASK = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
-    server = Live("--adapter", "sql=unused", "--lora", "fr=unused", engine="pipeline,adapters=sql+fr")
+    server = Live(
+        "--adapter", "sql=unused", "--lora", "fr=unused", engine="pipeline,adapters=sql+fr"
+    )
     yield server.wait_ready()
     assert server.stop() == 0, server.log_text()
 
