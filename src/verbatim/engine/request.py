@@ -55,6 +55,13 @@ class Request:
     pooling: str = "mean"  # how the hidden states become one embedding
     thoughts: ThoughtFormat | None = None  # of a chat with a reasoning model
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
+    adapter_digest: str = ""
+
+    @property
+    def salt(self) -> str:
+        """Requests share cached prefixes under the same salt only. Keys and values depend on the
+        adapter. Its digest, not its number, stays the same when an engine is opened again."""
+        return f"{self.adapter_digest}\0{self.tenant}\0{self.params.cache_salt}"
 
     def matcher(self, tokenizer: Tokenizer, ends: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a thought budget."""
@@ -103,6 +110,7 @@ def make_request(
         )
     thoughts = getattr(prompt, "thoughts", None)
     _check_thoughts(params, thoughts)
+    adapter = _adapter(parts, params.adapter)
     structure = _structure(params, parts.tokenizer, engine_busy, deadline)
     return Request(
         thoughts=thoughts,
@@ -117,7 +125,8 @@ def make_request(
         warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
         pooling=parts.pooling,
-        adapter=_adapter(parts, params.adapter),
+        adapter=adapter,
+        adapter_digest=parts.adapters[adapter].digest if adapter >= 0 else "",
     )
 
 

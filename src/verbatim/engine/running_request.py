@@ -126,8 +126,7 @@ class RunningRequest:
             limit_name=self.limit_name,
             key=key,
             ends=self.ends,
-            # keys and values depend on the adapter: prefixes are never shared across adapters
-            salt=f"{request.adapter}\0{request.tenant}\0{request.params.cache_salt}",
+            salt=request.salt,
             adapter=request.adapter,
             hidden=request.hidden,
             breakers=request.breakers,

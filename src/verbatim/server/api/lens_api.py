@@ -118,7 +118,9 @@ async def step(call: RequestContext) -> Response:
     params = _params(call, body.get("params", {}))
     if params.get("num_beams", 1) > 1:
         raise Problem("invalid_parameter", "params.num_beams: beam search draws no token", "params")
-    shared = {name: params[name] for name in ("adapter", "cache_salt") if name in params}
+    shared: dict[str, Any] = {
+        name: params[name] for name in ("adapter", "cache_salt") if name in params
+    }
     row = await _row(call, [*prompt, *output], shared)
     data = await _inspect(
         call,
