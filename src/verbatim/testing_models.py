@@ -207,8 +207,10 @@ def tiny_adapter(
         if is_adapted(weight):
             a = random.standard_normal((rank, shape[1]), np.float32) / np.float32(shape[1] ** 0.5)
             b = random.standard_normal((shape[0], rank), np.float32) * np.float32(0.3)
-            pair = [Tensor(weight, "f32", x.shape, x.reshape(-1).view(np.uint8)) for x in (a, b)]
-            parts[weight] = LowRank(*pair, scale=0.5 + seed)
+            low, high = (
+                Tensor(weight, "f32", x.shape, x.reshape(-1).view(np.uint8)) for x in (a, b)
+            )
+            parts[weight] = LowRank(low, high, 0.5 + seed)
     return Adapter(name, f"tiny adapter {seed} of rank {rank}", parts)
 
 

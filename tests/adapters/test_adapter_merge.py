@@ -66,7 +66,7 @@ def test_quantised_weights_and_existing_files_are_refused(tmp_path: Path) -> Non
     assert not out.exists()
     merge(file, adapter, "-o", out, "--requantise")
     close = states(adapted(load_model(file), {"a": adapter}), 0)
-    assert np.abs(states(load_model(out)) - close).max() < 0.3
+    assert np.abs(states(load_model(out)) - close).mean() < 0.1
     with pytest.raises(ParameterError, match="--force"):
         merge(file, adapter, "-o", out, "--requantise")
     with pytest.raises(ParameterError, match=r"does not end in \.gguf"):

@@ -31,10 +31,10 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits(
     alone = [run_alone(backend, TOKENS, adapter=n, number=n + 1) for n in (-1, 0, 1)]
     for n, seq in zip((-1, 0, 1), alone, strict=True):
         theirs = run_alone(reference, TOKENS, adapter=n)
-        assert np.abs(np.array(seq.logprobs) - np.array(theirs.logprobs)).mean() < 0.1
+        assert np.abs(np.array(seq.logprobs) - np.array(theirs.logprobs)).mean() < 0.05
     for one, other in ((0, 1), (1, 2)):
         apart = np.abs(np.array(alone[one].logprobs) - np.array(alone[other].logprobs))
-        assert apart.mean() > 0.5, "the adapter matters"
+        assert apart.mean() > 0.25, "the adapter matters"
     blocks = Blocks(backend.spec, backend.block_size, 5)
     together = [blocks.allocate(n + 1, TOKENS) for n in (-1, 0, 1)]
     for n, seq in zip((-1, 0, 1), together, strict=True):

@@ -123,7 +123,7 @@ def _merge_file(source: Path, target: Path, pairs: Mapping[str, LowRank]) -> set
         for name, _, _, data in entries:
             if name in pairs:
                 data = _merged_bytes(tensors[name], pairs[name])
-            out.write(np.ascontiguousarray(data))
+            out.write(np.ascontiguousarray(data).data)
     return set(tensors) & set(pairs)
 
 

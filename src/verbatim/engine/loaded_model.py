@@ -78,7 +78,7 @@ class AdapterInfo:
     """A loaded LoRA adapter. Its place in LoadedModel.adapters is its number in step plans."""
 
     name: str
-    digest: str = ""  # of its matrices; part of the fingerprint
+    digest: str  # of its matrices; part of the fingerprint and of the prefix cache's salt
     rank: int = 0  # the largest one
     path: str = ""
 

@@ -141,5 +141,5 @@ def _digest(parts: dict[str, LowRank]) -> str:
         digest.update(repr((name, part.scale)).encode())
         for tensor in (part.a, part.b):
             digest.update(repr((tensor.type, tensor.shape)).encode())
-            digest.update(np.ascontiguousarray(tensor.data))
+            digest.update(np.ascontiguousarray(tensor.data).data)
     return digest.hexdigest()

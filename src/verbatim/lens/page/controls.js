@@ -11,7 +11,7 @@ const GROUPS = {
   "Penalties and bans": ["repetition_penalty", "frequency_penalty", "presence_penalty", "penalty_range", "no_repeat_ngram", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "logit_bias", "allowed_token_ids", "banned_token_ids"],
   Structure: ["json_schema", "regex", "grammar", "choice"],
   "Several answers": ["n", "best_of", "num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"],
-  Engine: ["speculate", "priority", "cache_salt", "logprobs_mode"],
+  Engine: ["speculate", "priority", "adapter", "cache_salt", "logprobs_mode"],
 };
 // The page sets these itself.
 const OWN = { explain: "the Lens", receipt: "the Lens", logprobs: "the Lens", prompt_logprobs: "the Lens" };
