@@ -147,7 +147,7 @@ def score(spec: EncoderSpec, weights: dict[str, Array], states: Array) -> Array:
 
 
 def linear(weights: dict[str, Array], name: str, x: Array) -> Array:
-    y = x @ weights[name].T
+    y: Array = x @ weights[name].T
     bias = weights.get(name + ".bias")
     return y if bias is None else y + bias
 
@@ -155,8 +155,9 @@ def linear(weights: dict[str, Array], name: str, x: Array) -> Array:
 def layer_norm(spec: EncoderSpec, weights: dict[str, Array], name: str, x: Array) -> Array:
     centred = x - x.mean(axis=-1, keepdims=True)
     variance = np.mean(centred * centred, axis=-1, keepdims=True)
-    y = centred / np.sqrt(variance + F32(spec.norm_eps))
-    return y * weights[name] + weights[name + ".bias"]
+    unit = centred / np.sqrt(variance + F32(spec.norm_eps))
+    y: Array = unit * weights[name] + weights[name + ".bias"]
+    return y
 
 
 def attend(
@@ -205,11 +206,14 @@ def mlp(spec: EncoderSpec, weights: dict[str, Array], layer: str, x: Array) -> A
 
 
 def activation(x: Array, kind: str) -> Array:
+    y: Array
     if kind == "relu":
-        return np.maximum(x, F32(0))
-    if kind == "gelu":
-        return F32(0.5) * x * (F32(1) + erf(x * F32(math.sqrt(0.5))))
-    return activate(x, kind)
+        y = np.maximum(x, F32(0))
+    elif kind == "gelu":
+        y = F32(0.5) * x * (F32(1) + erf(x * F32(math.sqrt(0.5))))
+    else:
+        y = activate(x, kind)
+    return y
 
 
 _ERF_STEPS = 256  # table entries per unit; cubic interpolation is then exact to 1e-11
@@ -230,4 +234,5 @@ def erf(x: Array) -> Array:
     found = low + t * (
         slope + t * (3 * rise - 2 * slope - next_slope + t * (slope + next_slope - 2 * rise))
     )
-    return np.copysign(found, x).astype(F32)
+    signed: Array = np.copysign(found, x).astype(F32)
+    return signed

@@ -454,8 +454,8 @@ class AsyncEngine(AsyncCalls):
                 by_sink.setdefault(reader.sink, []).extend((request_id, item) for item in items)
             elif reader is not None:
                 reader._put(items)
-        for sink, sent in by_sink.items():
-            sink._put(sent)
+        for sink, batch in by_sink.items():
+            sink._put(batch)
 
     def _die(self, error: BaseException) -> None:
         """The loop has failed: end every stream and every call() with an error."""

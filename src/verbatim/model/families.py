@@ -13,6 +13,7 @@ from typing import Any
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.config_keys import CONFIG_KEYS
+from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.families_dense import DENSE_FAMILIES, olmo3_records
 from verbatim.model.families_layer_norm import LAYER_NORM_FAMILIES
 from verbatim.model.families_llama import LLAMA_FAMILIES, gemma3_records
@@ -48,6 +49,12 @@ def read_config(
         kind, text = _text_config(outer, kind)
         tied = outer.boolean("tie_word_embeddings", True)
         fields = Fields({**text, "tie_word_embeddings": tied}, file)
+    if kind in ENCODER_KEYS:
+        raise ModelError(
+            f"model_type {kind!r} is an encoder, which generates no text; "
+            "`verbatim embed`, `verbatim rerank` and `verbatim serve` run it",
+            file=file,
+        )
     if kind not in _FAMILIES:
         raise ModelError(
             f"model_type {kind!r} is unknown; known: {', '.join(sorted(_FAMILIES))}", file=file

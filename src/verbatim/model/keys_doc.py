@@ -9,6 +9,7 @@ from typing import Any
 from verbatim.model.config_key_parts import COMMON_KEYS
 from verbatim.model.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
 from verbatim.model.embedding import POOLING_KEYS
+from verbatim.model.encoder_gguf import GGUF_ENCODER_KEYS
 from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, NAMESPACES
 from verbatim.model.keys import Key, Table
@@ -107,7 +108,7 @@ def document() -> str:
         "Unknown keys of these and of other namespaces cannot change logits; a warning names them.",
         "",
     ]
-    for architecture, table in GGUF_KEYS.items():
+    for architecture, table in {**GGUF_KEYS, **GGUF_ENCODER_KEYS}.items():
         lines += [
             f"## GGUF: {architecture}",
             "",
