@@ -154,3 +154,116 @@ def test_a_budget_is_refused_where_the_start_of_a_thought_is_not_a_token() -> No
         check_supported(unseen, "thinking_budget")
     for start in ("open", "closed"):  # the prompt decides, so the opening tag is not needed
         check_supported(replace(unseen, start=start), "thinking_budget")
+
+
+def is_space(token: int) -> bool:
+    return token < 256 and bytes([token]).isspace()
+
+
+def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> None:
+    """The splitter drops white space before the opening tag, so the matcher must not take it for
+    the start of the answer."""
+    only_budget = ThoughtMatcher(None, think_format(), VOCAB, (ByteTokenizer.EOS,), 2, is_space)
+    for token in (*b"\n ", OPEN, *b"a"):
+        only_budget.advance(token)
+    mask = only_budget.mask()
+    assert [t for t in range(VOCAB) if allowed(mask, t)] == [CLOSE]
+
+    structure = compile_structure(SamplingParams(regex=r"\n?(yes|no)"), ThinkByteTokenizer())
+    assert structure is not None
+    matcher = ThoughtMatcher(
+        structure.start(), think_format(), VOCAB, (ByteTokenizer.EOS,), None, is_space
+    )
+    matcher.advance(ord("\n"))
+    assert allowed(matcher.mask(), OPEN), "white space switched the thought off"
+    for each in (matcher, matcher.copy()):
+        for token in (OPEN, *b"x {", CLOSE):
+            each.advance(token)
+        first = [t for t in range(VOCAB) if allowed(each.mask(), t)]
+        assert first == [ord("\n"), ord("n"), ord("y")]  # the whole grammar, white space included
+        for token in b"no":
+            each.advance(token)
+        assert each.finished
+    for start in ("\n", "\n\n  "):  # an answer behind white space, without a thought
+        loose = ThoughtMatcher(None, think_format(), VOCAB, (ByteTokenizer.EOS,), 2, is_space)
+        for token in (*start.encode(), *b"abc", OPEN):
+            loose.advance(token)
+        assert loose.mask() is None
+
+
+def test_a_grammar_of_white_space_alone_ends_behind_it() -> None:
+    structure = compile_structure(SamplingParams(regex=r"\n"), ThinkByteTokenizer())
+    assert structure is not None
+    matcher = ThoughtMatcher(
+        structure.start(), think_format(), VOCAB, (ByteTokenizer.EOS,), None, is_space
+    )
+    matcher.advance(ord("\n"))
+    assert matcher.finished
+
+
+# ------------------------------------------------ reports about vLLM, each as a test (issue number)
+
+
+def split_in(pieces: list[str], thoughts: ThoughtFormat) -> tuple[str, str]:
+    splitter = thoughts.splitter()
+    found = [piece for text in pieces for piece in splitter.push(text)] + splitter.finish()
+    return tuple("".join(t for k, t in found if k == kind) for kind in ("thought", "answer"))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("cut", [1, 2, 3, 5, 1000])
+def test_vllm_46042_and_45687_the_tags_of_minimax_m3_do_not_leak(cut: int) -> None:
+    """`<mm:think>` and `</mm:think>` were streamed as content."""
+    template = "{{ messages }}{% if x %}<mm:think></mm:think>{% endif %}"
+    thoughts = find_format([template], ByteTokenizer())
+    assert thoughts is not None
+    text = "<mm:think>reasoning text</mm:think>final answer"
+    pieces = [text[i : i + cut] for i in range(0, len(text), cut)]
+    assert split_in(pieces, thoughts) == ("reasoning text", "final answer")
+
+
+def test_vllm_39885_a_thought_after_tool_results_is_a_thought() -> None:
+    """Earlier turns with closed thoughts and tool results do not decide about the next output."""
+    template = "{{ messages }}<|channel>thought\n<channel|>"
+    thoughts = find_format([template], ByteTokenizer())
+    assert thoughts is not None
+    prompt = "<|channel>thought\nold<channel|>call<|tool>result<tool|><|turn>model\n"
+    output = ["<|chan", "nel>tho", "ught\nnew", "<chan", "nel|>It is 20 degrees."]
+    assert split_in(output, thoughts.after(prompt)) == ("new", "It is 20 degrees.")
+
+
+@pytest.mark.parametrize("size", range(1, 12))
+def test_vllm_55195_markers_in_deltas_of_several_tokens(size: int) -> None:
+    """One delta may hold a whole thought, both markers and the start of the answer."""
+    tokens = [OPEN, *b"So.", CLOSE, *b"\n\nYes </think> no"]
+    stream = ChoiceStream("r", 0, SamplingParams(), ThinkByteTokenizer(), think_format())
+    deltas = []
+    for at in range(0, len(tokens), size):
+        for token in tokens[at : at + size]:
+            stream.push(Drawn(token, 0.0), None)
+        deltas.append(stream.take())
+    stream.end(Finish("stop", "eos"))
+    deltas.append(stream.take())
+    assert "".join(d.reasoning for d in deltas if d) == "So."
+    assert "".join(d.text for d in deltas if d) == "Yes </think> no"
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, TEMPLATE + "<think>"])
+def test_vllm_47027_a_json_schema_does_not_switch_thinking_off(source: str) -> None:
+    """The opening tag stays allowed, or the prompt has opened the thought; only the budget ends
+    it."""
+    with open_llm(source) as llm:
+        params = SamplingParams(
+            json_schema=SCHEMA, thinking_budget=6, max_tokens=200, seed=3, logit_bias={OPEN: 100.0}
+        )
+        done = llm.chat([{"role": "user", "content": "hi"}], params)
+    assert done.usage.reasoning_tokens >= 6
+    assert json.loads(done.text)["n"] in (1, 2, 3)
+
+
+def test_vllm_50948_constrained_json_is_the_answer_and_not_the_thought() -> None:
+    """A model that writes the document at once, without a thought, has an answer."""
+    with open_llm() as llm:
+        params = SamplingParams(json_schema=SCHEMA, max_tokens=200, seed=3, logit_bias={OPEN: -100})
+        done = llm.chat([{"role": "user", "content": "hi"}], params)
+    assert done.reasoning == ""
+    assert json.loads(done.text)["n"] in (1, 2, 3)

@@ -65,7 +65,11 @@ class Request:
         if self.thoughts is None or (inner is None and budget is None):
             return inner
         vocab = tokenizer.vocab_size
-        return ThoughtMatcher(inner, self.thoughts, vocab, tuple(ends), budget)
+
+        def is_space(token: int) -> bool:
+            return tokenizer.token_bytes(token).decode("utf-8", "replace").isspace()
+
+        return ThoughtMatcher(inner, self.thoughts, vocab, tuple(ends), budget, is_space)
 
 
 def make_request(

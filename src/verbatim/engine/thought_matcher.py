@@ -2,12 +2,13 @@
 
 In: the matcher of the request's grammar, or None, and the model's thought format. Out: the masks
 of a Matcher. While the model thinks, every token is allowed except an end of sequence (with a
-grammar), and only the closing tag once the thought has used its token budget.
+grammar), and only the closing tag once the thought has used its token budget. White space before
+the opening tag belongs to the format (text/tag_splitter.py), so a thought may start behind it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Literal
 
@@ -42,8 +43,11 @@ class ThoughtMatcher:
         vocab: int,
         end_ids: Sequence[int],
         budget: int | None = None,
+        is_space: Callable[[int], bool] = lambda token: False,
     ) -> None:
         self._inner, self._thoughts = inner, thoughts
+        self._fresh: Any = None  # the grammar before white space that may precede a thought
+        self._is_space = is_space
         self._vocab, self._ends, self._budget = vocab, frozenset(end_ids), budget
         self._state: State = "start"
         if thoughts.start:
@@ -117,15 +121,26 @@ class ThoughtMatcher:
         elif self._state == "start" and token == self._thoughts.open_id:
             self._state = "thought"
             self._tokens.append(token)
+            self._inner, self._fresh = self._fresh or self._inner, None
         else:
-            self._state = "answer"
-            if self._inner is not None:
-                self._inner.advance(token)
+            self._advance_answer(token)
+
+    def _advance_answer(self, token: int) -> None:
+        space = self._state == "start" and self._is_space(token)
+        if self._inner is not None:
+            if space and self._fresh is None:
+                self._fresh = self._inner.copy()
+            self._inner.advance(token)
+        if not space or (self._inner is not None and self._inner.finished):
+            self._state, self._fresh = "answer", None
 
     def copy(self) -> ThoughtMatcher:
         inner = None if self._inner is None else self._inner.copy()
-        twin = ThoughtMatcher(inner, self._thoughts, self._vocab, tuple(self._ends), self._budget)
+        twin = ThoughtMatcher(
+            inner, self._thoughts, self._vocab, tuple(self._ends), self._budget, self._is_space
+        )
         twin._state, twin._tokens = self._state, list(self._tokens)
+        twin._fresh = None if self._fresh is None else self._fresh.copy()
         return twin
 
     # ------------------------------------------------------------------------------------ masks

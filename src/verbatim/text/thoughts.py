@@ -19,6 +19,7 @@ from verbatim.text.tag_splitter import Piece, TagSplitter
 TAGS = (
     ("<think>", "</think>"),  # Qwen3, DeepSeek, SmolLM3, GLM, Granite 3.3, most others
     ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<mm:think>", "</mm:think>"),  # MiniMax M3
     ("[THINK]", "[/THINK]"),  # Mistral
     ("<|channel>thought\n", "<channel|>"),  # Gemma 4
     ("◁think▷", "◁/think▷"),  # Kimi
