@@ -382,6 +382,8 @@ def test_weights_in_blocks_have_the_values_of_the_file(
     expected = tensor.to_f32().astype(np.float16)
     weight = quant.to_blocks(tensor, device)
     assert np.array_equal(quant.unpack(weight).cpu().numpy(), expected)
+    if k == 512:  # a whole pack
+        assert weight.nbytes == quant.block_bytes(type, 9 * k)
     chosen = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
     assert np.array_equal(quant.unpack(weight, rows=chosen).cpu().numpy(), expected[[8, 0, 3]])
 

@@ -18,21 +18,13 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda import kernels, quant
 from verbatim.backend.cuda.device import device, kernel_ran
+from verbatim.backend.cuda.device_weights import Weight, is_matrix, load, weight_bytes
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.ops import (
-    CudaOps,
-    DeviceStep,
-    Weight,
-    is_matrix,
-    keeps_blocks,
-    load,
-    rope_tables,
-)
+from verbatim.backend.cuda.ops import CudaOps, DeviceStep, rope_tables
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
-from verbatim.backend.cuda.quant import BlockWeight
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
 from verbatim.backend.cuda.step_inputs import (
     MAX_OUTPUTS,
@@ -67,8 +59,8 @@ MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
 class CudaBackend:
-    """`weights`: tensors on the device in the layout of ops.load. bench/cuda.py passes random
-    weights in shapes for which there is no file."""
+    """`weights`: tensors on the device in the layout of device_weights.load. bench/cuda.py passes
+    random weights in shapes for which there is no file."""
 
     def __init__(
         self,
@@ -86,7 +78,7 @@ class CudaBackend:
         self.device = device()
         if weights is None:
             memory = self.available_memory()
-            kept = "both" if 2 * weight_bytes(model, "both") <= memory else "only"
+            kept = "both" if 2 * weight_bytes(model.weights, "both") <= memory else "only"
             weights = load(model.weights, model.spec, self.device, kept)
         self._weights = weights
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
@@ -146,7 +138,7 @@ class CudaBackend:
     def matrices(self) -> list[torch.Tensor]:
         """The weights [n, k] that one matmul reads."""
         unpacked = {
-            name: weight.unpacked if isinstance(weight, BlockWeight) else weight
+            name: weight.unpacked if isinstance(weight, quant.BlockWeight) else weight
             for name, weight in self._weights.items()
             if is_matrix(name.split("+")[0]) and (name != "embed" or self.spec.tied)
         }
@@ -395,7 +387,7 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
 
     Otherwise raise a BackendError with the reason; no GPU memory stays allocated."""
     kernel_ran()
-    target, needed = device(), weight_bytes(model) + RESERVED_BYTES
+    target, needed = device(), weight_bytes(model.weights) + RESERVED_BYTES
     free = int(torch.cuda.mem_get_info(target)[0]) if target.type == "cuda" else needed
     if needed <= free:
         # out of memory all the same: another process has allocated memory since
@@ -405,16 +397,3 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     raise BackendError(
         f"the model needs {needed / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are free"
     )
-
-
-def weight_bytes(model: Model, blocks: str = "only") -> int:
-    """Bytes of the weights on the device, at least: quantised matrices in their blocks ("only"), or
-    also in half precision ("both"). Norms are float32, but small."""
-    total = 0
-    for name, tensor in model.weights.items():
-        half = 2 * int(np.prod(tensor.shape))
-        if not keeps_blocks(name, tensor):
-            total += half
-        else:
-            total += int(tensor.data.nbytes) + (half if blocks == "both" else 0)
-    return total
