@@ -9,6 +9,7 @@ has neither.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -579,6 +580,14 @@ def test_the_next_step_needs_a_block_and_a_position_in_the_context() -> None:
     assert next_step(step, 99) is None
     assert next_step(longer, 17) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
     assert next_step(longer, 16) is None, "the position is beyond the context"
+
+
+def test_a_full_garbage_collection_does_not_visit_the_objects_of_pytorch() -> None:
+    """It would stop the host for 110 ms, in which no step is launched."""
+    backend = opened(small("llama"))
+    assert gc.get_freeze_count() > 10_000
+    backend.close()
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_mixture_of_experts_does_not_overlap_steps() -> None:

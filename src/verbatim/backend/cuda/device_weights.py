@@ -19,6 +19,7 @@ from verbatim.model.spec import ModelSpec
 from verbatim.weights.tensor import Tensor
 
 Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight
+BlockMode: TypeAlias = Literal["unpacked", "both", "only"]
 # weights that are stored in half precision
 # fmt: off
 MATRICES = (
@@ -32,7 +33,7 @@ def load(
     source: Mapping[str, Tensor],
     spec: ModelSpec,
     device: torch.device,
-    blocks: Literal["unpacked", "both", "only"] = "unpacked",
+    blocks: BlockMode = "unpacked",
 ) -> dict[str, Weight]:
     """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
     float32; q, k, v and gate, up are concatenated, because one matmul reads them.
@@ -80,7 +81,7 @@ def keeps_blocks(name: str, tensor: Tensor) -> bool:
     )
 
 
-def unpack_blocks(weights: dict[str, Weight], blocks: str) -> None:
+def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
     """Add float16 copies ("both"), or the buffer for them ("only")."""
     held = {name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight)}
     if blocks == "both":
@@ -124,7 +125,7 @@ def _join(weights: dict[str, Weight], prefix: str, parts: tuple[str, ...], bias:
         weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(tensors, dim)
 
 
-def weight_bytes(source: Mapping[str, Tensor], blocks: str = "only") -> int:
+def weight_bytes(source: Mapping[str, Tensor], blocks: BlockMode = "only") -> int:
     """Bytes of the weights on the device: quantised matrices in their blocks and a buffer to unpack
     one of them ("only"), or in their blocks and in half precision ("both"). Norms are float32, but
     small."""
