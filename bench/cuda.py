@@ -21,7 +21,7 @@ import torch
 from verbatim import LLM, SamplingParams
 from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
-from verbatim.backend.cuda.ops import unpack_blocks
+from verbatim.backend.cuda.device_weights import BlockMode, unpack_blocks
 from verbatim.backend.cuda.warm_up import compile_kernels
 from verbatim.base.config import EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
@@ -95,10 +95,10 @@ def random_blocks(
 
 
 def weights_of(
-    spec: Any, device: torch.device, type: str | None = None, blocks: str = "both"
+    spec: Any, device: torch.device, type: str | None = None, blocks: BlockMode = "both"
 ) -> dict[str, Any]:
-    """Random weights, created on the device in the layout of ops.load: bfloat16, or blocks of a
-    quantised type."""
+    """Random weights, created on the device in the layout of device_weights.load: bfloat16, or
+    blocks of a quantised type."""
     make = torch.Generator(device=device).manual_seed(0)
     found: dict[str, Any] = {}
     for name, shape in layout(spec).items():
@@ -124,7 +124,9 @@ def weights_of(
     return found
 
 
-def open_shape(name: str, type: str | None = None, blocks: str = "both", **options: Any) -> LLM:
+def open_shape(
+    name: str, type: str | None = None, blocks: BlockMode = "both", **options: Any
+) -> LLM:
     spec = spec_from_config(SHAPES[name], context=None, file=name)
     source = SafetensorsDir(Path(name), SHAPES[name], {}, {}, name)
     model = Model(spec, Weights({}, name, name), source, (), {})

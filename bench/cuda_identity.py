@@ -39,12 +39,15 @@ ENGINES: tuple[dict[str, Any], ...] = (
 )
 VOCAB = 2048  # of the random logits
 BATCH = 512
+# Standard deviation of the logits of a row. Sharp rows are like a model's; a flat row with top-p or
+# min-p alone keeps more ids than the device lists, and so may one with ties.
+KINDS = {"sharp": 6.0, "middling": 3.0, "flat": 1.0, "ties": 3.0}
 
 
 def needle(model: str, copies: int) -> dict[str, Any]:
     """Distinct answers of all copies, per sampler."""
     answers: dict[str, set[tuple[int, ...]]] = {name: set() for name in SAMPLERS}
-    counts = dict.fromkeys(SAMPLERS, 0)
+    counts, left = dict.fromkeys(SAMPLERS, 0), dict.fromkeys(SAMPLERS, 0)
     began, tokens = time.perf_counter(), 0
     for engine, options in enumerate(ENGINES):
         llm = LLM(model, backend="cuda", max_running=256, **options)
@@ -65,16 +68,26 @@ def needle(model: str, copies: int) -> dict[str, Any]:
                     size = r.choice((5, 100, 300))
                     params.append(SamplingParams(seed=i, max_tokens=size, ignore_eos=True))
             order = r.sample(range(len(prompts)), len(prompts))
+            sampler = llm.core.backend.gpu_sampler
+            sampler.undecided = 0
             done = llm.generate([prompts[i] for i in order], [params[i] for i in order])
-            tokens += sum(one.usage.completion_tokens for one in done)
+            tokens += sum(len(one.token_ids) for one in done)
             found = [d.token_ids for i, d in zip(order, done, strict=True) if prompts[i] is prompt]
             counts[name] += len(found)
+            left[name] += sampler.undecided
             answers[name] |= {tuple(ids) for ids in found}
-            print(f"needle: {name}, {options}: {len(found)} copies", flush=True)
+            seen = f"{counts[name]} copies, {len(answers[name])} distinct answers"
+            print(f"needle: {name}, {options}: {seen}", flush=True)
         llm.close()
     seconds = time.perf_counter() - began
     distinct = {name: len(found) for name, found in answers.items()}
-    return {"copies": counts, "distinct": distinct, "tokens": tokens, "seconds": round(seconds, 1)}
+    return {
+        "copies": counts,
+        "distinct": distinct,
+        "left_to_host": left,
+        "tokens": tokens,
+        "seconds": round(seconds, 1),
+    }
 
 
 # ---- draws
@@ -97,11 +110,12 @@ PARAMS = [random_params(random.Random(i)) for i in range(1000)]
 
 
 def batch(seed: int) -> tuple[np.ndarray, list[Row]]:
-    """Logits [BATCH, VOCAB], of which one in four rows has many ties, and a Row for each."""
+    """Logits [BATCH, VOCAB] and a Row for each. Row i has the kind KINDS[i % 4]."""
     r, numbers = random.Random(seed), np.random.default_rng(seed)
     logits = numbers.standard_normal((BATCH, VOCAB), np.float32)
-    logits *= numbers.choice(np.array([1.0, 3.0, 10.0], np.float32), (BATCH, 1))
-    logits[::4] = np.rint(logits[::4])
+    for i, spread in enumerate(KINDS.values()):
+        logits[i :: len(KINDS)] *= spread
+    logits[3::4] = np.rint(logits[3::4])
     rows = []
     for _ in range(BATCH):
         params, prompt, written = r.choice(PARAMS), r.randint(1, 20), r.randint(0, 40)
@@ -117,7 +131,7 @@ def host_draws(seed: int) -> list[Drawn]:
 
 def draws(count: int) -> dict[str, Any]:
     sampler = GpuSampler(VOCAB, torch.device("cuda"))
-    differ = left = 0
+    differ, left = 0, dict.fromkeys(KINDS, 0)
     seeds = range(-(-count // BATCH))
     began = time.perf_counter()
     with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
@@ -126,14 +140,15 @@ def draws(count: int) -> dict[str, Any]:
             # sequence ids are new in every batch: counts of another sequence must not remain
             ids = range(seed * BATCH, (seed + 1) * BATCH)
             found = sampler(torch.from_numpy(logits).cuda(), rows, list(ids))
-            left += found.count(None)
+            for i, kind in enumerate(KINDS):
+                left[kind] += found[i :: len(KINDS)].count(None)
             differ += sum(
                 one is not None and one != right for one, right in zip(found, wanted, strict=True)
             )
     return {
         "draws": len(seeds) * BATCH,
         "differ": differ,
-        "left_to_host": left,
+        "left_to_host": {kind: n * len(KINDS) / (len(seeds) * BATCH) for kind, n in left.items()},
         "seconds": round(time.perf_counter() - began, 1),
     }
 

@@ -9,6 +9,7 @@ has neither.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Iterator
@@ -407,6 +408,8 @@ def test_weights_in_blocks_have_the_values_of_the_file(
     expected = tensor.to_f32().astype(np.float16)
     weight = quant.to_blocks(tensor, device)
     assert np.array_equal(quant.unpack(weight).cpu().numpy(), expected)
+    if k == 512:  # a whole pack
+        assert weight.nbytes == quant.block_bytes(type, 9 * k)
     chosen = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
     assert np.array_equal(quant.unpack(weight, rows=chosen).cpu().numpy(), expected[[8, 0, 3]])
 
@@ -602,6 +605,14 @@ def test_the_next_step_needs_a_block_and_a_position_in_the_context() -> None:
     assert next_step(step, 99) is None
     assert next_step(longer, 17) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
     assert next_step(longer, 16) is None, "the position is beyond the context"
+
+
+def test_a_full_garbage_collection_does_not_visit_the_objects_of_pytorch() -> None:
+    """It would stop the host for 110 ms, in which no step is launched."""
+    backend = opened(small("llama"))
+    assert gc.get_freeze_count() > 10_000
+    backend.close()
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_mixture_of_experts_does_not_overlap_steps() -> None:

@@ -7,7 +7,6 @@ is fused into the next kernel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -15,121 +14,13 @@ import numpy as np
 import torch
 
 from verbatim.backend.cuda import kernels, quant
+from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
 from verbatim.backend.cuda.lora import DeviceAdapter, add_low_rank
-from verbatim.model.rope import query_scales, tables
+from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
-from verbatim.weights.quant import requantise
-from verbatim.weights.tensor import Tensor
 
-Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight
 Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
-# weights that are stored in half precision
-# fmt: off
-MATRICES = (
-    "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
-    "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
-)
-# fmt: on
-
-
-def load(
-    source: Mapping[str, Tensor],
-    spec: ModelSpec,
-    device: torch.device,
-    blocks: Literal["unpacked", "both", "only"] = "unpacked",
-) -> dict[str, Weight]:
-    """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
-    float32; q, k, v and gate, up are concatenated, because one matmul reads them.
-
-    `blocks`: whether quantised matrices are unpacked to float16, also stay in their blocks of 4
-    bits, or only stay in their blocks. The bits of a result are the same."""
-    out: dict[str, Weight] = {}
-    for name, tensor in source.items():
-        if blocks != "unpacked" and keeps_blocks(name, tensor):
-            out[name] = quant.to_blocks(tensor, device)
-        elif is_matrix(name):
-            out[name] = _half(tensor, device)
-        else:
-            out[name] = torch.from_numpy(tensor.to_f32().copy()).to(device)
-    if spec.norm == "layer" and not spec.norm_bias:
-        for name in [n for n in out if n.endswith("norm")]:
-            out[f"{name}.bias"] = torch.zeros_like(out[name])
-    if spec.query_scale_beta:
-        positions = np.arange(spec.context)
-        out["query_scales"] = torch.from_numpy(query_scales(spec, positions)).to(device)
-    for i, layer in enumerate(spec.layers):
-        _join(out, f"layers.{i}.attn", ("q", "k", "v"), spec.qkv_bias)
-        if layer.experts:
-            _join(out, f"layers.{i}.moe", ("gate", "up"), spec.expert_bias)
-            if spec.shared_mlp:
-                _join(out, f"layers.{i}.shared", ("gate", "up"), spec.mlp_bias)
-        elif spec.gated:
-            _join(out, f"layers.{i}.mlp", ("gate", "up"), spec.mlp_bias)
-    unpack_blocks(out, blocks)
-    return out
-
-
-def is_matrix(name: str) -> bool:
-    return name in ("embed", "head", "positions") or name.endswith(MATRICES)
-
-
-def keeps_blocks(name: str, tensor: Tensor) -> bool:
-    """Whether the matmul can read the tensor in its blocks. Experts are unpacked."""
-    return (
-        is_matrix(name)
-        and tensor.type in quant.FORMATS
-        and len(tensor.shape) == 2
-        and name != "positions"
-        and ".moe." not in name
-    )
-
-
-def unpack_blocks(weights: dict[str, Weight], blocks: str) -> None:
-    """Add float16 copies ("both"), or the buffer for them ("only")."""
-    held = {name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight)}
-    if blocks == "both":
-        for name, weight in held.items():
-            plain = quant.unpack(weight)
-            # with 8 bits the blocks are no faster
-            weights[name] = replace(weight, unpacked=plain) if weight.bits == 4 else plain
-    elif held:
-        size = quant.buffer_values(list(held.values()))
-        device = next(iter(held.values())).codes.device
-        buffer = torch.empty(size, dtype=torch.float16, device=device)
-        for name, weight in held.items():
-            if weight.shape[0] * weight.shape[1] <= size:
-                weights[name] = replace(weight, buffer=buffer)
-
-
-def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
-    """bfloat16 stays as it is, and mxfp4 becomes bfloat16, which holds its powers of two. All other
-    types become float16: it has three more mantissa bits."""
-    if tensor.type == "mxfp4":
-        tensor = requantise(tensor, "bf16")
-    if tensor.type == "bf16":
-        raw = np.ascontiguousarray(tensor.data).view(np.int16).reshape(tensor.shape)
-        return torch.from_numpy(raw.copy()).to(device).view(torch.bfloat16)
-    # a value beyond float16 becomes infinite; the sampler reports the logits it leads to
-    with np.errstate(over="ignore"):
-        return torch.from_numpy(tensor.to_f32().astype(np.float16)).to(device)
-
-
-def _join(weights: dict[str, Weight], prefix: str, parts: tuple[str, ...], bias: bool) -> None:
-    for tail in ("", ".bias") if bias else ("",):
-        tensors = [weights.pop(f"{prefix}.{part}{tail}") for part in parts]
-        if all(isinstance(tensor, quant.BlockWeight) for tensor in tensors):
-            joined = quant.join(tensors)
-            if joined is not None:
-                weights[f"{prefix}.{'+'.join(parts)}{tail}"] = joined
-                continue
-        tensors = [quant.unpack(t) if isinstance(t, quant.BlockWeight) else t for t in tensors]
-        types = {tensor.dtype for tensor in tensors}
-        if len(types) > 1:  # a file that mixes bfloat16 with other types
-            tensors = [tensor.to(torch.float32).to(torch.float16) for tensor in tensors]
-        # concatenate the output dimension; a mixture has its experts dimension before it
-        dim = -1 if tail else -2
-        weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(tensors, dim)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

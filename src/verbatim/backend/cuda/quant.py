@@ -75,6 +75,7 @@ class Values(NamedTuple):
 class Format(NamedTuple):
     bits: int
     group: int
+    scale_bytes: int  # per group, of scale and offset
     read: Callable[[torch.Tensor], Values]  # blocks [n, k / values, bytes per block] uint8
 
 
@@ -133,11 +134,11 @@ def _q6_k(blocks: torch.Tensor) -> Values:
 
 
 FORMATS = {
-    "q4_0": Format(4, 32, _q4_0),
-    "q4_1": Format(4, 32, _q4_1),
-    "q4_k": Format(4, 32, _q4_k),
-    "q6_k": Format(8, 16, _q6_k),
-    "q8_0": Format(8, 32, _q8_0),
+    "q4_0": Format(4, 32, 2, _q4_0),
+    "q4_1": Format(4, 32, 4, _q4_1),
+    "q4_k": Format(4, 32, 8, _q4_k),
+    "q6_k": Format(8, 16, 4, _q6_k),
+    "q8_0": Format(8, 32, 2, _q8_0),
 }
 
 
@@ -149,6 +150,12 @@ def packing(k: int) -> tuple[int, int]:
     _, blocks = kernels.split_k(1, k)
     pack = next(size for size in PACKS if blocks * BK % size == 0)
     return pack, triton.cdiv(triton.cdiv(k, BK), blocks) * blocks * BK
+
+
+def block_bytes(type: str, values: int) -> int:
+    """Bytes of so many values in blocks on the device, without the padding of their rows."""
+    form = FORMATS[type]
+    return values * form.bits // 8 + values // form.group * form.scale_bytes
 
 
 def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:

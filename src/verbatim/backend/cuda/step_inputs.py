@@ -32,7 +32,7 @@ class TileArrays(NamedTuple):
     """Query tiles with the same number of lines. All are int32 [tiles]."""
 
     first_row: np.ndarray
-    count: np.ndarray
+    rows: np.ndarray  # rows of the tile
     owner: np.ndarray  # index of the sequence
 
 
@@ -78,7 +78,7 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
     arrays = [batch.tokens, batch.positions, batch.outputs, batch.logits]
     arrays += [slots_of(batch, table) for table in batch.tables]
     for tiles in cuts.values():
-        arrays += [tiles.first_row, tiles.count, batch.positions[tiles.first_row]]
+        arrays += [tiles.first_row, tiles.rows, batch.positions[tiles.first_row]]
         arrays += [table[tiles.owner] for table in batch.tables]
     tokens, positions, outputs, logits, *rest = _send(arrays, device)
     groups = len(batch.tables)
@@ -130,7 +130,7 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     Rows are rounded up by an eighth at most."""
     step = max(MIN_ROWS, 1 << max(0, batch.rows.bit_length() - 4))
     rows = -(-batch.rows // step) * step
-    few = len(cuts[kernels.DECODE_LINES].count) if kernels.DECODE_LINES in cuts else 0
+    few = len(cuts[kernels.DECODE_LINES].rows) if kernels.DECODE_LINES in cuts else 0
     outputs = next((n for n in OUTPUTS if n >= max(few, len(batch.outputs))), None)
     if outputs is None or not len(batch.outputs) or len(batch.logits) < len(batch.outputs):
         return None
@@ -138,7 +138,7 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     if len(others) != 1:
         return None
     tiles = aligned(-(-rows // tile_rows(others[0], spec)) + MORE_TILES)
-    if len(cuts[others[0]].count) > tiles:
+    if len(cuts[others[0]].rows) > tiles:
         return None
     spans = 1 << (kernels.span_count(int(batch.positions.max()) + 1) - 1).bit_length()
     return StepShape(rows, outputs, tiles, spans)
@@ -218,8 +218,8 @@ class PaddedInputs:
                 continue
             first, counts, first_positions, *tables = parts[i * (3 + groups) :][: 3 + groups]
             tiles = cuts[lines]
-            n = len(tiles.count)
-            first[:n], counts[:n] = tiles.first_row, tiles.count
+            n = len(tiles.rows)
+            first[:n], counts[:n] = tiles.first_row, tiles.rows
             first_positions[:n] = batch.positions[tiles.first_row]
             for table, source in zip(tables, batch.tables, strict=True):
                 width = min(self._width, source.shape[1])
