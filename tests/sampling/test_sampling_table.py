@@ -166,18 +166,16 @@ class Engines:
     def single(self, p: SamplingParams) -> Any:
         return seen(self.plain.generate(PROMPT, p))
 
-    def batch(self, p: SamplingParams, llm: LLM | None = None) -> Any:
+    def batch(self, p: SamplingParams, llm: LLM | None = None, around: int = 3) -> Any:
+        """`around`: neighbours before and after the request."""
         neighbours = [params_of(values) for values in NEIGHBOURS]
-        prompts = [
-            *(f"neighbour {i}, not of interest here" for i in range(3)),
-            PROMPT,
-            "x",
-            "yy",
-            "zzz",
-        ]
-        done = (llm or self.plain).generate(prompts, [*neighbours[:3], p, *neighbours[3:]])
+        before = [f"neighbour {i}, not of interest here" for i in range(around)]
+        after = ["x", "yy", "zzz"][:around]
+        done = (llm or self.plain).generate(
+            [*before, PROMPT, *after], [*neighbours[:around], p, *neighbours[3 : 3 + around]]
+        )
         self.preemptions += sum(d.timings.preemptions for d in done)
-        return seen(done[3])
+        return seen(done[around])
 
     def streamed(self, p: SamplingParams) -> Any:
         stream = self.plain.stream(PROMPT, p)
@@ -224,7 +222,7 @@ def cell(engines: Engines, name: str, mode: str, alone: Any) -> str:
         named = error.param in (*values, *extra, *STRUCTURE)
         return "refused" if named else f"WRONG: refused for {error.param}"
     together = engines.single(with_it)
-    if engines.batch(with_it) != together:
+    if engines.batch(with_it, around=1) != together:
         return "WRONG: differs in a batch"
     if mode == "n>1" and name != "best_of" and together[0][0] != alone[0][0]:
         return "WRONG: the first of n choices differs from the single choice"

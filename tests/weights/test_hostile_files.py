@@ -361,7 +361,7 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("gguf", 8_000),
+        ("gguf", 10_000),
         ("split", 2_500),
         ("safetensors", 4_000),
         ("directory", 3_000),
