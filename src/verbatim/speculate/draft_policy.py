@@ -218,7 +218,8 @@ class Speculator:
             if not written:
                 continue
             self.rates.learn(view.seq_id, draft, written)
-            if pending.submitted and draft.match_length:  # a false match tends to stay false
+            # A false match tends to stay false.
+            if self.adaptive and pending.submitted and draft.match_length:
                 missed = draft.tokens[0] != written[0]
                 misses = record.misses.get(draft.source, 0) + 1 if missed else 0
                 record.misses[draft.source] = misses
