@@ -6,8 +6,8 @@
 `record` decodes the prompts of bench/prompts.py plainly and stores their tokens and, per position,
 the drafts of the draft head. Drafts never change a token, so `replay` can walk along these tokens
 with the policy of the package: it counts steps, drafted and accepted tokens, and prices each step
-by a cost curve. The machine's load changes nothing. Of each pair of prompts, the first is for tuning
-and the second is reported. The last line is JSON.
+by a cost curve. The machine's load changes nothing. Of each pair of prompts, the first is for
+tuning and the second is reported. The last line is JSON.
 """
 
 from __future__ import annotations
