@@ -23,7 +23,7 @@ from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.draft_head import DraftHead
 from verbatim.schedule.scheduler import NOTHING_LEFT
-from verbatim.speculate.draft_budget import DraftBudget
+from verbatim.speculate.draft_policy import Speculator
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
@@ -328,12 +328,13 @@ def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.Mon
     """Whether a completion ends by an end token, a stop string, a limit or for lack of allowed
     tokens: the time saved is that of the accepted drafts."""
     settled: list[int] = []
-    settle = DraftBudget.settle
-    monkeypatch.setattr(
-        DraftBudget,
-        "settle",
-        lambda budget, won, *costs: (settled.append(won), settle(budget, won, *costs)),
-    )
+    account = Speculator._account
+
+    def counted(self: Speculator, record: Any, pending: Any, seen: Any) -> None:
+        settled.append(seen.accepted - record.accepted)
+        account(self, record, pending, seen)
+
+    monkeypatch.setattr(Speculator, "_account", counted)
     r = random.Random(5)
     with engine("reference", "draft", backend_of("reference")) as llm:
         for _ in range(60):

@@ -79,7 +79,8 @@ class Footprint:
         return self.ops_position * self._positions(context)
 
     def prompt_attention_ops(self, tokens: float) -> float:
-        """The same for all tokens of a prompt: token i sees i positions, or its window."""
+        """Operations in attention of all tokens of a prompt. Token i sees i positions, or its
+        window."""
         total = 0.0
         for window in self.windows:
             seen = min(tokens, window or tokens)

@@ -153,11 +153,7 @@ class Drafting:
             speculator = self._speculator(mode)
             if not speculator.should_draft(running):
                 continue
-            views = [
-                self._view(seq, requests[seq.id])
-                for seq in seqs
-                if requests[seq.id].matchers or speculator.is_active(seq.id)
-            ]
+            views = [self._view(seq, requests[seq.id]) for seq in seqs]
             for seq_id, drafts in (speculator.drafts(views, running) if views else {}).items():
                 matcher = requests[seq_id].matchers.get(seq_id)
                 if matcher is not None:

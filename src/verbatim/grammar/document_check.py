@@ -205,7 +205,8 @@ class DocumentCheck:
 
 
 def _check_prefix(text: bytes, stack: tuple[Frame, ...], scalar: int) -> None:
-    """The item that is being written must be the start of one that is not there yet."""
+    """uniqueItems over an enum: raise Invalid unless the item that is being written can still
+    become a value that the array does not hold yet."""
     if scalar >= 0 and stack and stack[-1].choices is not None:
         part = text[scalar:]
         if not any(

@@ -22,7 +22,9 @@ _ANY = {
 
 
 def rust_pattern(pattern: str, *, common: bool) -> str:
-    r"""
+    r"""An ECMA-262 pattern for Rust's regex: classes such as \d get ECMA's members. `common`: only
+    members that every JSON Schema validator agrees on.
+
     >>> rust_pattern(r"^\d+[^\w]$", common=True), rust_pattern(r"^\d+[^\w]$", common=False)
     ('^[0-9]+[^\\p{L}\\p{M}\\p{N}_]$', '^[0-9]+[^A-Za-z0-9_]$')
     """

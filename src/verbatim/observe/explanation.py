@@ -83,7 +83,7 @@ def what_if(
     """Draw recorded steps again under `params` (those of the recorded request) with `changes`.
 
     `prompt_ids` is needed if a penalty reads the history, `breakers`
-    (sampling.breakers.breakers_of) if DRY is on."""
+    (sampling.dry_breakers.breakers_of) if DRY is on."""
     for name in changes:
         if name not in FIELDS:
             raise ParameterError(name, "no such parameter")

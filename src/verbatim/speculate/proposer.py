@@ -31,9 +31,9 @@ class SeqView(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """Drafted tokens. `match_length` groups drafts of like reliability: the acceptance rate is
-    learnt per group; 0 without a match. `probs`, where the proposer states them: the probability
-    that each token and all before it are accepted."""
+    """Drafted tokens. `match_length`: tokens of the earlier match that is copied; 0 without one.
+    `probs`, where the proposer states them: the probability that each token and all before it are
+    accepted."""
 
     tokens: tuple[int, ...]
     source: str

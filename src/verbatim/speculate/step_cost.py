@@ -4,27 +4,11 @@ size."""
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import NamedTuple
 
 SPEED_WEIGHT = 0.3  # weight of the newest step in the machine's speed, which changes fast
 CURVE_WEIGHT = 0.05  # weight of the newest step in the curve over sizes, which changes slowly
 SIZE_WEIGHT = 0.12  # weight of the newest step in the mean rows of a size class
-SLOPE_ROWS = 3  # rows over which the cost of one more row is averaged
-MIN_ROW_COST = 0.08  # lower bound for one more row, as a fraction of a one-row step
 DEFAULT_ROW_COST = 0.15  # as a fraction of a one-row step, until steps are measured
-
-
-class StepLoad(NamedTuple):
-    """A step without drafts: one row per decoding sequence."""
-
-    running: int
-    seconds: float  # of the step; 0 while nothing is measured
-    row: float  # seconds that one more row adds
-    min_row: float  # lower bound of `row`
-
-    def price(self, draft_cost: float) -> float:
-        """Cost of one more draft, in units of the time per token; 0 while nothing is measured."""
-        return (self.row + draft_cost) * self.running / self.seconds if self.seconds else 0.0
 
 
 class StepCost:
@@ -102,32 +86,16 @@ class StepCost:
         below, at = self._monotone[above - 1], self._rows[above - 1]
         return below + (high - below) * (rows - at) / (where - at)
 
-    @property
-    def sizes(self) -> int:
-        """Number of distinct step sizes measured."""
-        return len(self._rows)
-
     def seconds(self, rows: float) -> float:
-        """Predicted seconds of a step of this many rows; 0 until two sizes were measured."""
-        if len(self._rows) < 2:
+        """Predicted seconds of a step of this many rows; 0 until a step was measured."""
+        if not self._rows:
             return 0.0
         at = self._index.get(rows)
         return (self._relative(rows) if at is None else self._monotone[at]) * self._unit_seconds
 
-    def extra_seconds(self, load: StepLoad, count: int) -> list[float]:
-        """Seconds that 1, 2, ... `count` more rows add to such a step; load.seconds must be
-        known."""
-        running, plain, _, min_row = load
-        places, high, unit = self._index, self._monotone, self._unit_seconds
-        out = []
-        for j in range(1, count + 1):  # seconds() inlined, because this runs in every step
-            at = places.get(running + j)
-            more = (self._relative(running + j) if at is None else high[at]) * unit - plain
-            out.append(more if more > j * min_row else j * min_row)
-        return out
-
-    def load(self, running: int) -> StepLoad:
-        seconds = self.seconds(running)
-        min_row = MIN_ROW_COST * (seconds if running == 1 else self.seconds(1))
-        row = (self.seconds(running + SLOPE_ROWS) - seconds) / SLOPE_ROWS
-        return StepLoad(running, seconds, row if row > min_row else min_row, min_row)
+    def price(self, running: int, draft_cost: float = 0.0) -> float:
+        """Cost of one more row in a step of `running` sequences, and of drafting it, in units of
+        the time per token; 0 until a step was measured."""
+        step = self.seconds(running)
+        more = self.seconds(running + 1) - step + draft_cost
+        return more * running / step if step else 0.0

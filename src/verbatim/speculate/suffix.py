@@ -1,8 +1,7 @@
 """Suffix decoding: draft what followed the longest suffix of the sequence that occurred before.
 
 In: a sequence's tokens and, for a tenant that opted in, its recent completions. Out: the
-continuation of the longest match. Matches longer than prompt lookup's five tokens are more
-reliable, and their acceptance rate is learnt separately.
+continuation of the longest match, which is more reliable than prompt lookup's five tokens.
 
 The index is the suffix automaton of Blumer et al. (1985): one state per set of end positions, O(1)
 amortised per token. Each state stores the latest position at which its substrings ended.
@@ -18,7 +17,6 @@ from verbatim.speculate.ngram import unroll
 from verbatim.speculate.proposer import Draft, SeqView
 
 MIN_MATCH = 2  # tokens; a match of one token predicts nothing
-MAX_MATCH = 16  # tokens; longer matches share one acceptance rate
 CHUNK = 4096  # tokens read per sequence and step: about 10 ms
 EXACT_ENDS = 16  # suffixes per token whose latest end is updated
 ANSWERS_PER_TENANT = 16  # recent completions kept for a tenant that opted in
@@ -153,7 +151,7 @@ class SuffixProposer:
                 if BARRIER in draft:  # the end of a remembered completion
                     draft = draft[: draft.index(BARRIER)]
                 if draft:
-                    out[view.seq_id] = Draft(draft, self.name, min(length, MAX_MATCH))
+                    out[view.seq_id] = Draft(draft, self.name, length)
         return out
 
     def finish(self, view: SeqView) -> None:

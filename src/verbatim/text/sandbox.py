@@ -13,7 +13,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
-from functools import update_wrapper
 from typing import Any
 
 from jinja2 import Template, nodes, pass_eval_context
@@ -28,8 +27,6 @@ from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
 from verbatim.text.template_budget import (
-    MAX_BITS,
-    MAX_ELEMENTS,
     MAX_OUTPUT,
     MAX_SECONDS,
     Budget,
@@ -37,9 +34,17 @@ from verbatim.text.template_budget import (
     current,
     use_budget,
 )
+from verbatim.text.template_guards import (
+    check_format,
+    check_method,
+    check_power,
+    check_product,
+    check_width,
+    guarded_filter,
+    guarded_test,
+)
 
 MAX_SOURCE = 64 * 1024  # characters of template source; the longest in use have a quarter of that
-MAX_PAD = 1000  # width of a padding, indentation or format field
 
 _STR = (
     "capitalize casefold center count endswith find format format_map index isalnum isalpha "
@@ -61,148 +66,7 @@ FILTERS = (
     "min pprint reject rejectattr replace reverse round safe select selectattr slice sort "
     "string sum title trim truncate unique upper wordcount"
 )
-# Filters that are cheap on a long string; the others create a list of its characters or words.
-_CHEAP_ON_STRINGS = frozenset(
-    [
-        "capitalize",
-        "count",
-        "d",
-        "default",
-        "e",
-        "escape",
-        "first",
-        "float",
-        "forceescape",
-        "format",
-        "indent",
-        "int",
-        "items",
-        "last",
-        "length",
-        "lower",
-        "replace",
-        "safe",
-        "string",
-        "trim",
-        "upper",
-    ]
-)
-# A format field wider than 999, or with a width from an argument.
-_WIDE_FORMAT = re.compile(r"\*|\d{4,}|\{[^{}]*\{")
 _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
-
-
-# ------------------------------------------------------------- checks before values are created
-
-
-def _check_width(width: Any) -> None:
-    if isinstance(width, int) and width > MAX_PAD:
-        raise BudgetError(
-            f"the chat template pads to {width} characters; at most {MAX_PAD} are allowed"
-        )
-
-
-def _check_format(pattern: Any) -> None:
-    if isinstance(pattern, str) and _WIDE_FORMAT.search(pattern):
-        raise BudgetError("the chat template formats with a width that no chat needs")
-
-
-def _check_list_size(text: str, elements: int) -> None:
-    if elements > MAX_ELEMENTS:
-        raise BudgetError(
-            f"the chat template makes a list out of {len(text)} characters, "
-            "more than a chat can need"
-        )
-
-
-def _charge_join(separator: Any, items: Any) -> list[Any]:
-    if isinstance(items, str):
-        _check_list_size(items, len(items))
-    parts = current().weigh(list(items))
-    current().spend(len(parts) * len(str(separator)))
-    return list(parts)
-
-
-def _charge_replace(text: str, old: str, new: str, count: Any = None) -> None:
-    times = text.count(old)
-    if isinstance(count, int) and count >= 0:
-        times = min(times, count)
-    current().spend(len(text) + times * len(new))
-
-
-def _check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Check the arguments of a string method before it runs. Returns the arguments to use."""
-    if name in ("ljust", "rjust", "center", "zfill"):
-        for width in args[:1]:
-            _check_width(width)
-    elif (
-        name == "replace"
-        and len(args) >= 2
-        and isinstance(args[0], str)
-        and isinstance(args[1], str)
-    ):
-        _charge_replace(owner, args[0], args[1], args[2] if len(args) > 2 else None)
-    elif name == "join" and len(args) == 1:
-        return (_charge_join(owner, args[0]),)
-    elif name in ("split", "rsplit", "splitlines"):
-        # Without a separator only the length of the text bounds the number of parts.
-        by = args[0] if args and isinstance(args[0], str) and args[0] else None
-        _check_list_size(owner, len(owner) // 8 if by is None else owner.count(by))
-    return args
-
-
-def _check_filter(name: str, value: Any, rest: list[Any]) -> Any:
-    """The same for filters: `value` is filtered, `rest` are the other arguments in order."""
-    if isinstance(value, str) and name not in _CHEAP_ON_STRINGS:
-        _check_list_size(value, len(value))
-    if name in ("indent", "batch", "slice", "round", "truncate", "center"):
-        for width in rest:
-            _check_width(width)
-        if name == "indent":
-            width = max(
-                [
-                    4,
-                    *(
-                        w if isinstance(w, int) else len(w)
-                        for w in rest
-                        if isinstance(w, (int, str))
-                    ),
-                ]
-            )
-            current().spend((str(value).count("\n") + 1) * width)
-    elif name == "format":
-        _check_format(value)
-    elif name == "replace" and len(rest) >= 2:
-        _charge_replace(str(value), str(rest[0]), str(rest[1]), rest[2] if len(rest) > 2 else None)
-    elif name == "join":
-        return _charge_join(rest[0] if rest else "", value)
-    elif name == "sum" and any(isinstance(r, (list, tuple)) for r in rest):
-        raise BudgetError("the chat template sums lists; join them with + instead")
-    return value
-
-
-def _guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a filter: check its arguments before, charge its result after. update_wrapper() copies
-    the attributes of Jinja's calling convention."""
-    context_args = 1 if hasattr(function, "jinja_pass_arg") else 0
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        budget = current()
-        budget.tick()
-        context, values = args[:context_args], args[context_args:]
-        if values:
-            values = (_check_filter(name, values[0], [*values[1:], *kwargs.values()]), *values[1:])
-        return budget.weigh(function(*context, *values, **kwargs))
-
-    return update_wrapper(run, function)
-
-
-def _guarded_test(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        current().tick()
-        return function(*args, **kwargs)
-
-    return update_wrapper(run, function)
 
 
 # ------------------------------------------------------------------------ globals and functions
@@ -225,7 +89,7 @@ def _tojson(
 ) -> str:
     """As Hugging Face's templates expect it: no HTML escaping, Unicode unescaped."""
     current().tick()
-    _check_width(len(indent) if isinstance(indent, str) else indent)
+    check_width(len(indent) if isinstance(indent, str) else indent)
     current().weigh(value)
     text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -363,11 +227,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         self.finalize = self.guard_output
-        self.filters = {name: _guarded_filter(name, self.filters[name]) for name in FILTERS.split()}
+        self.filters = {name: guarded_filter(name, self.filters[name]) for name in FILTERS.split()}
         self.filters["tojson"] = _tojson
-        self.tests = {
-            name: _guarded_test(test) for name, test in dict[str, Any](self.tests).items()
-        }
+        self.tests = {name: guarded_test(test) for name, test in dict[str, Any](self.tests).items()}
         self.globals = {
             "range": self.globals["range"],
             "namespace": _TemplateNamespace,
@@ -398,24 +260,24 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         budget.tick()
         owner = getattr(__obj, "__self__", None)
         if isinstance(owner, str):
-            args = _check_method(owner, getattr(__obj, "__name__", ""), args)
+            args = check_method(owner, getattr(__obj, "__name__", ""), args)
         return budget.weigh(super().call(__context, __obj, *args, **kwargs))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:
-            _check_format(value.__self__)
+            check_format(value.__self__)
         return wrapped
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         budget = current()
         budget.tick()
         if operator == "*":
-            _check_product(left, right)
+            check_product(left, right)
         elif operator == "**":
-            _check_power(left, right)
+            check_power(left, right)
         elif operator == "%":
-            _check_format(left)
+            check_format(left)
         elif isinstance(left, (str, list, tuple)) and isinstance(right, (str, list, tuple)):
             budget.spend(len(left) + len(right))
         return budget.weigh(super().call_binop(context, operator, left, right))
@@ -446,25 +308,6 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         pieces = list(parts)
         current().spend(sum(map(len, pieces)))
         return "".join(pieces)
-
-
-def _check_product(left: Any, right: Any) -> None:
-    if isinstance(left, int) and not isinstance(right, int):
-        left, right = right, left
-    if isinstance(right, int):
-        if isinstance(left, (str, list, tuple)):
-            current().spend(len(left) * max(right, 0))
-        elif isinstance(left, int) and left.bit_length() + right.bit_length() > MAX_BITS:
-            raise BudgetError("the chat template computes with an absurdly large number")
-
-
-def _check_power(left: Any, right: Any) -> None:
-    if (
-        isinstance(left, int)
-        and isinstance(right, int)
-        and left.bit_length() * max(right, 1) > MAX_BITS
-    ):
-        raise BudgetError("the chat template computes with an absurdly large number")
 
 
 _environment: list[ChatEnvironment] = []
