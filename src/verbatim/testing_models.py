@@ -168,7 +168,39 @@ TINY_CONFIGS |= {
         "sliding_window": 12,
     },
 }
-NEWER_FAMILIES = tuple(family for family in TINY_CONFIGS if family not in FIRST_FAMILIES)
+_DELTA: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+TINY_CONFIGS |= {
+    "lfm2": {
+        "model_type": "lfm2",
+        **{key: value for key, value in _BASE.items() if key != "rms_norm_eps"},
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "conv", "full_attention", "conv"],
+        "block_multiple_of": 16,
+    },
+    "qwen3next": {
+        "model_type": "qwen3_next",
+        **_BASE,
+        **_MOE,
+        **_DELTA,
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "qwen35": {"model_type": "qwen3_5_text", **_BASE, **_DELTA},
+}
+RECURRENT_FAMILIES = ("lfm2", "qwen3next", "qwen35")
+NEWER_FAMILIES = tuple(
+    family
+    for family in TINY_CONFIGS
+    if family not in FIRST_FAMILIES and family not in RECURRENT_FAMILIES
+)
 FAMILIES = tuple(TINY_CONFIGS)
 
 
@@ -222,6 +254,12 @@ def _values(
         return values * np.float32(0.1)
     if name.endswith(".sinks"):
         return values
+    if name.endswith("delta.decay"):
+        return -np.exp(values)
+    if name.endswith(".kernel"):
+        return values * np.float32(0.7)
+    if name.endswith("delta.norm"):
+        return np.float32(1.0) + values * np.float32(0.1)
     if "norm" in name:
         return np.float32(1.0 - offset) + values * np.float32(0.1)
     if name in ("embed", "positions"):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
 from safetensors.numpy import load_file
 
 from verbatim.weights.gguf_write import write_gguf
@@ -106,6 +107,37 @@ _OTHER_NAMES = {
         _F + r"mlp\.dense_4h_to_h\.weight": r"blk.\1.ffn_down.weight",
     },
 }
+_DELTA_NAMES = {
+    **_MLP_NORM,
+    _L + r"linear_attn\.in_proj_qkv\.weight": r"blk.\1.attn_qkv.weight",
+    _L + r"linear_attn\.in_proj_z\.weight": r"blk.\1.attn_gate.weight",
+    _L + r"linear_attn\.in_proj_b\.weight": r"blk.\1.ssm_beta.weight",
+    _L + r"linear_attn\.in_proj_a\.weight": r"blk.\1.ssm_alpha.weight",
+    _L + r"linear_attn\.in_proj_ba\.weight": r"blk.\1.ssm_ba.weight",
+    _L + r"linear_attn\.conv1d\.weight": r"blk.\1.ssm_conv1d.weight",
+    _L + r"linear_attn\.A_log": r"blk.\1.ssm_a",
+    _L + r"linear_attn\.dt_bias": r"blk.\1.ssm_dt.bias",
+    _L + r"linear_attn\.norm\.weight": r"blk.\1.ssm_norm.weight",
+    _L + r"linear_attn\.out_proj\.weight": r"blk.\1.ssm_out.weight",
+    _L + r"mlp\.shared_expert\.(\w+)_proj\.weight": r"blk.\1.ffn_\2_shexp.weight",
+    _L + r"mlp\.shared_expert_gate\.weight": r"blk.\1.ffn_gate_inp_shexp.weight",
+}
+_OTHER_NAMES |= {
+    "qwen3next": _DELTA_NAMES,
+    "qwen35": _DELTA_NAMES,
+    "lfm2": {
+        r"model\.embedding_norm\.weight": "token_embd_norm.weight",
+        _L + r"operator_norm\.weight": r"blk.\1.attn_norm.weight",
+        _L + r"self_attn\.out_proj\.weight": r"blk.\1.attn_output.weight",
+        _L + r"self_attn\.([qk])_layernorm\.weight": r"blk.\1.attn_\2_norm.weight",
+        _L + r"conv\.(in|out)_proj\.weight": r"blk.\1.shortconv.\2_proj.weight",
+        _L + r"conv\.conv\.weight": r"blk.\1.shortconv.conv.weight",
+        _L + r"feed_forward\.w1\.weight": r"blk.\1.ffn_gate.weight",
+        _L + r"feed_forward\.w2\.weight": r"blk.\1.ffn_down.weight",
+        _L + r"feed_forward\.w3\.weight": r"blk.\1.ffn_up.weight",
+        _L + r"ffn_norm\.weight": r"blk.\1.ffn_norm.weight",
+    },
+}
 # Architectures whose rotated rows llama.cpp's converter interleaves.
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3", "arcee")
 _EXPERT = re.compile(
@@ -161,6 +193,10 @@ def _arrays(
         state = _split_gpt_oss(state)
     if config["model_type"] == "granitemoehybrid":
         state = _split_granite(state)
+    if architecture in ("qwen3next", "qwen35"):
+        state = delta_state(state, config, architecture)
+    if architecture == "lfm2":
+        state = {n: v.squeeze(1) if "conv.conv" in n else v for n, v in state.items()}
     result: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in state.items():
@@ -255,10 +291,13 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         kv = 1
     eps = next(
         config[key]
-        for key in ("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon")
+        for key in (
+            *("rms_norm_eps", "norm_eps", "layer_norm_eps", "norm_epsilon", "layer_norm_epsilon"),
+        )
         if key in config
     )
-    kind = "layer_norm_rms_epsilon" if "rms_norm_eps" in config else "layer_norm_epsilon"
+    rms = "rms_norm_eps" in config or "norm_eps" in config
+    kind = "layer_norm_rms_epsilon" if rms else "layer_norm_epsilon"
     drafts = config.get("num_mtp_layers", 0)
     metadata = {
         f"{a}.block_count": config["num_hidden_layers"] + drafts,
@@ -275,7 +314,8 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
     if a == "granite":
         del metadata[f"{a}.attention.key_length"], metadata[f"{a}.attention.value_length"]
     types = config.get("layer_types")
-    if types and len(set(types)) > 1 and a not in ("cohere2", "gpt-oss", "gemma2"):
+    recurrent = ("lfm2", "qwen3next", "qwen35")
+    if types and len(set(types)) > 1 and a not in ("cohere2", "gpt-oss", "gemma2", *recurrent):
         metadata[f"{a}.attention.sliding_window_pattern"] = [
             t == "sliding_attention" for t in types
         ]
@@ -306,7 +346,11 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         for ours, theirs in optional.items()
         if config.get(ours) is not None
     }
-    if a == "qwen3moe":
+    if a == "lfm2":
+        metadata |= lfm2_metadata(config)
+    if a in ("qwen3next", "qwen35"):
+        metadata |= delta_metadata(config, a)
+    if a in ("qwen3moe", "qwen3next"):
         del metadata[f"{a}.expert_weights_norm"]
     rope, tables = _rope(config, a, head_dim)
     return metadata | rope, tables

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from checkpoints import CASES
 from parity_case import Case
 
-from verbatim.testing_models import FIRST_FAMILIES, TINY_CONFIGS
+from verbatim.testing_models import FIRST_FAMILIES, RECURRENT_FAMILIES, TINY_CONFIGS
 
 # transformers' class -> model_type, and published models of the family.
 KINDS: dict[str, tuple[str, str]] = {
@@ -47,6 +47,9 @@ KINDS: dict[str, tuple[str, str]] = {
     "Falcon": ("falcon", "Falcon"),
     "Glm4Moe": ("glm4_moe", "GLM-4.5, 4.6"),
     "GptOss": ("gpt_oss", "gpt-oss (float weights)"),
+    "Lfm2": ("lfm2", "LFM2"),
+    "Qwen3Next": ("qwen3_next", "Qwen3-Next"),
+    "Qwen3_5Text": ("qwen3_5_text", "Qwen3.5 (dense; the text part of `qwen3_5`)"),
 }
 _INTRO = """\
 # Models
@@ -66,8 +69,8 @@ What the tests compare:
 The number is that of checkpoints: each has other head counts, biases, windows or rope scalings.
 A `config.json` may change any key: it is followed, checked or refused by name
 ([config-keys.md](config-keys.md)), which random mutations of every family's config test.
-The `model_type`s `gemma3` and `mistral3` wrap a language model and an image encoder; the language
-model is used.
+The `model_type`s `gemma3`, `mistral3` and `qwen3_5` wrap a language model and an image encoder; the
+language model is used.
 
 """
 _ALL_TYPES = "f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1"
@@ -97,6 +100,8 @@ def document() -> str:
     models = dict(KINDS.values())
     for kind, cases in cases_of(CASES).items():
         types = _ALL_TYPES if tiny[kind] in FIRST_FAMILIES else _TWO_TYPES
+        if tiny[kind] in RECURRENT_FAMILIES:
+            types = "refused by name"
         cells = (f"`{kind}`", models[kind], str(len(cases)), _gguf(cases), types)
         lines.append(f"| {' | '.join(cells)} |")
     return _INTRO + "\n".join(lines) + "\n"

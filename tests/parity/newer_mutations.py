@@ -28,6 +28,17 @@ KIND = {
     "falcon": "Falcon",
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
+    "lfm2": "Lfm2",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5Text",
+}
+_DELTA = {
+    "head_dim": 16,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
 _YARN = {
@@ -80,6 +91,19 @@ _BASES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "rope_parameters": {k: v for k, v in _YARN.items() if "llama" not in k},
     },
+    "lfm2": {
+        "rms_norm_eps": None,
+        "layer_types": ["conv", "full_attention"],
+        "block_multiple_of": 16,
+    },
+    "qwen3_next": {
+        **_DELTA,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+    },
+    "qwen3_5_text": _DELTA,
 }
 
 
@@ -184,6 +208,33 @@ _VALUES: dict[str, Values] = {
         "swiglu_limit": (7.0, 5.0),
         "swiglu_alpha": (1.702, 1.5),
         "initial_context_length": (4096,),
+    },
+    "lfm2": {
+        "norm_eps": (1e-3, ABSENT),
+        "conv_bias": (True, False, ABSENT),
+        "conv_L_cache": (2, 4, ABSENT),
+        "layer_types": (["full_attention", "conv"], ["conv", "conv"], ["conv"], ABSENT),
+        "full_attn_idxs": ([0], [1], None),
+        "block_auto_adjust_ff_dim": (True, False, ABSENT),
+        "block_ffn_dim_multiplier": (1.0, 1.5, ABSENT),
+        "block_ff_dim": (48, 64),
+    },
+    "qwen3_next": {
+        "linear_num_value_heads": (2, 6, 3),
+        "linear_conv_kernel_dim": (2, 3, ABSENT),
+        "layer_types": (["full_attention", "linear_attention"], ["linear_attention"], ABSENT),
+        "num_experts": (0, 3),
+        "mlp_only_layers": ([0], [1], []),
+        "norm_topk_prob": (True, False, ABSENT),
+        "decoder_sparse_step": (1, 2),
+    },
+    "qwen3_5_text": {
+        "linear_num_value_heads": (2, 6, 3),
+        "linear_value_head_dim": (4, 12),
+        "linear_conv_kernel_dim": (2, 3, ABSENT),
+        "full_attention_interval": (1, 2, None),
+        "partial_rotary_factor": (0.25, 0.5, ABSENT),
+        "attn_output_gate": (True, False),
     },
 }
 

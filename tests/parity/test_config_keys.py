@@ -52,8 +52,12 @@ CLASSES = {
     "falcon": "Falcon",
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
+    "lfm2": "Lfm2",
+    "qwen3_next": "Qwen3Next",
+    "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_5": "Qwen3_5",
 }
-WRAPPERS = ("gemma3", "mistral3")
+WRAPPERS = ("gemma3", "mistral3", "qwen3_5")
 # Keys whose default the class computes. The tables have none; the parity tests compare the result.
 COMPUTED = {"rope_parameters", "text_config", "vision_config", "layer_types", "mlp_only_layers"}
 

@@ -13,7 +13,12 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.testing import ByteTokenizer
-from verbatim.testing_models import FIRST_FAMILIES, NEWER_FAMILIES, tiny_model
+from verbatim.testing_models import (
+    FIRST_FAMILIES,
+    NEWER_FAMILIES,
+    RECURRENT_FAMILIES,
+    tiny_model,
+)
 
 BACKENDS = ["reference", "cpu", *(["cuda"] if gpu.present() else [])]
 PROMPTS = ["The needle is ", "q", "Three short prompts, of different lengths, that share a step. "]
@@ -36,7 +41,8 @@ def opened(family: str, **options: Any) -> LLM:
 @pytest.mark.parametrize(
     ("family", "backend"),
     [(family, backend) for family in FIRST_FAMILIES for backend in BACKENDS]
-    + [(family, BACKENDS[-1]) for family in NEWER_FAMILIES],
+    + [(family, BACKENDS[-1]) for family in NEWER_FAMILIES]
+    + [(family, "reference") for family in RECURRENT_FAMILIES],
 )
 def test_generating_and_scoring_give_equal_logprobs(family: str, backend: str) -> None:
     """Three sequences decoded in one batch, against one prefill per sequence: equal bits."""

@@ -32,10 +32,16 @@ FinishReason = Literal["stop", "length", "loop", "cancel", "error"]
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
     """Layers that share one block table. Layers with a sliding window form their own group, so that
-    blocks outside the window can be released while full-attention layers keep theirs."""
+    blocks outside the window can be released while full-attention layers keep theirs.
 
-    window: int | None  # None: full attention; w: position p attends to p-w+1 .. p
+    Recurrent layers are windowed, too (docs/adr/0022). "conv": a block holds the inputs of a causal
+    convolution, and the window is its kernel. "state": a block holds the state before its first
+    position and the updates of its positions, and the window is 2: the first position of a block
+    reads the block before it."""
+
+    window: int | None  # None: full attention; w: position p reads the blocks of p-w+1 .. p
     layers: tuple[int, ...]
+    kind: Literal["attention", "conv", "state"] = "attention"
 
 
 @dataclass(frozen=True, slots=True)

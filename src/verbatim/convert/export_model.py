@@ -37,6 +37,11 @@ NOT_COMPARED = {"family", "norm_offset", "layers"}
 def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """The metadata keys, and the small tensors that some rope scalings need."""
     spec, config = model.spec, getattr(model.source, "config", {})
+    if spec.delta is not None:
+        raise ModelError(
+            f"{spec.family} is not written as GGUF: its fused matrices have no writer yet",
+            file=str(model.path),
+        )
     arch = ARCHITECTURE.get(spec.family, spec.family)
     meta: dict[str, Any] = {"general.architecture": arch, "general.name": name}
     keys: dict[str, Any] = {
@@ -45,7 +50,7 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         "block_count": len(spec.layers),
         "feed_forward_length": spec.mlp or spec.expert_mlp,
         "attention.head_count": spec.heads,
-        "attention.head_count_kv": spec.kv_heads,
+        "attention.head_count_kv": _kv_heads(spec),
         "attention.layer_norm_epsilon"
         if spec.norm == "layer"
         else "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
@@ -54,6 +59,8 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
     if not spec.learned_positions:
         keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
     keys |= _experts(spec) | _windows(spec) | _softcaps(spec) | _scales(spec)
+    if spec.family == "lfm2":
+        keys["shortconv.l_cache"] = spec.conv_kernel
     if spec.family == "gptneox":
         keys["use_parallel_residual"] = spec.parallel
     extra: list[Tensor] = []
@@ -62,6 +69,13 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         more, extra = _rope(spec, config, str(model.path))
         keys |= more
     return meta | {f"{arch}.{key}": value for key, value in keys.items()}, extra
+
+
+def _kv_heads(spec: ModelSpec) -> int | list[int]:
+    """One number, or one per layer where some layers are convolutions."""
+    if not spec.recurrent:
+        return spec.kv_heads
+    return [spec.kv_heads if layer.mixer == "attention" else 0 for layer in spec.layers]
 
 
 def _experts(spec: ModelSpec) -> dict[str, Any]:
@@ -258,7 +272,8 @@ def check_round_trip(
                 file=file,
             )
     for i, (a, b) in enumerate(zip(ours.layers, seen.layers, strict=True)):
-        if a.window != b.window or a.experts != b.experts or not _same_rope(a.rope, b.rope):
+        same = (a.window, a.experts, a.mixer) == (b.window, b.experts, b.mixer)
+        if not same or not _same_rope(a.rope, b.rope):
             raise ModelError(
                 f"layer {i}: GGUF has no key for its window, experts or rope settings", file=file
             )

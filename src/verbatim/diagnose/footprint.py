@@ -180,7 +180,7 @@ def _of_spec(
         kv_heads=spec.kv_heads,
         heads=spec.heads,
         head_dim=spec.head_dim,
-        windows=tuple(layer.window for layer in spec.layers),
+        windows=tuple(a.window for a in spec.layers if a.mixer == "attention"),
         context=spec.context,
         ops_token=card.ops_token,
         prompt_ops_token=card.prompt_ops_token,
@@ -224,4 +224,7 @@ def _shape(spec: ModelSpec) -> str:
     heads = f"{spec.heads} query heads over {spec.kv_heads} key heads of {spec.head_dim} ({kind})"
     experts = max(layer.experts for layer in spec.layers)
     mixture = f", {spec.experts_used} of {experts} experts" if experts else ""
-    return f"{spec.family}, {len(spec.layers)} layers, hidden {spec.hidden}, {heads}{mixture}"
+    others = len(spec.layers) - spec.attention_layers
+    recurrent = f", {others} recurrent layers (states not counted)" if others else ""
+    layers = f"{len(spec.layers)} layers, hidden {spec.hidden}"
+    return f"{spec.family}, {layers}, {heads}{mixture}{recurrent}"

@@ -24,6 +24,7 @@ from verbatim.model.config_key_parts import (
 )
 from verbatim.model.config_keys_dense import DENSE_KEYS
 from verbatim.model.config_keys_other import OTHER_KEYS
+from verbatim.model.config_keys_recurrent import RECURRENT_KEYS
 from verbatim.model.keys import Key, Table, alias, followed, must_equal, no_effect
 
 QWEN_WINDOWS = {
@@ -222,6 +223,7 @@ CONFIG_KEYS: dict[str, Table] = {
     },
     **DENSE_KEYS,
     **OTHER_KEYS,
+    **RECURRENT_KEYS,
 }
 
 # --------------------------------------------------------------------------------------- rope
@@ -234,7 +236,8 @@ _ANY: dict[str, Key] = {
     "type": followed("older name of `rope_type`, which wins"),
     "rope_theta": followed("base of the frequencies"),
     "partial_rotary_factor": followed(
-        "rotated fraction of a head (phi3, glm4, glm4_moe, gpt_neox, stablelm); others need 1.0"
+        "rotated fraction of a head (phi3, glm4, glm4_moe, gpt_neox, stablelm, qwen3_next, "
+        "qwen3_5_text); others need 1.0"
     ),
     "mrope_section": must_equal(note="positions are one number per token"),
     "finetuned": no_effect("metadata", private=True),
@@ -283,6 +286,10 @@ ROPE_EXTRA: dict[str, Table] = {
             "queries at position p are multiplied by 1 + beta ln(1 + floor(p / trained length))"
         ),
         "max_position_embeddings": no_effect("the config's own value decides"),
+    },
+    "qwen3_5_text": {
+        "mrope_section": no_effect("text has one position per token in every section"),
+        "mrope_interleaved": no_effect("text has one position per token in every section"),
     },
     "hunyuan_v1_dense": {
         "alpha": followed("with dynamic: theta is multiplied by alpha ** (d / (d - 2))"),

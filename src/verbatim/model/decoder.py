@@ -56,6 +56,24 @@ class Ops(Protocol[Rows]):
         by rope.query_scales of the position. If spec.sinks, the softmax has one more term per
         head, exp(sink), whose value is zero."""
 
+    def short_conv(self, x: Rows, layer: int) -> Rows:
+        """[rows, 3H] -> [rows, H]. A row has three parts b, c, u. The products b·u go into the
+        cache, and the result is c · (convolution of the products over the last conv_kernel
+        positions, tap j of conv.kernel[:, j] at position p - conv_kernel + 1 + j, added from the
+        oldest on, + conv.kernel.bias if spec.conv_bias)."""
+
+    def delta_net(self, qkv: Rows, z: Rows, b: Rows, a: Rows, layer: int) -> Rows:
+        """[rows, values]: a gated delta net, one position after the other (docs/adr/0022).
+
+        q, k, v are silu(convolution of qkv with delta.kernel); q and k of each head are divided by
+        the root of their sum of squares + 1e-6, and q by the root of key_dim. With
+        beta = sigmoid(b) and decay = exp(delta.decay · softplus(a + delta.dt)), the state S of a
+        value head becomes S' = decay S + k (beta (v - k·decay S)). The output q·S' gets an RMS norm
+        with weight delta.norm (without norm_offset), and is multiplied by silu(z)."""
+
+    def gated(self, x: Rows, gate: Rows) -> Rows:
+        """x · sigmoid(gate). `gate` is as wide as x, or one column for the whole row."""
+
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         """x · weightᵀ (+ `name`.bias): [rows, out]."""
 
@@ -96,7 +114,7 @@ def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
 def _sequential(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
     layer = f"layers.{i}"
     h = ops.norm(x, f"{layer}.attn_norm") if spec.pre_norms else x
-    a = _attention(spec, ops, h, i)
+    a = _mixer(spec, ops, h, i)
     x = ops.add(x, ops.norm(a, f"{layer}.attn_post_norm") if spec.post_norms else a)
     h = ops.norm(x, f"{layer}.mlp_norm") if spec.pre_norms else x
     if not spec.layers[i].experts:
@@ -104,6 +122,8 @@ def _sequential(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
         return ops.add(x, ops.norm(y, f"{layer}.mlp_post_norm") if spec.post_norms else y)
     # `add` may write into x, which h may read: compute both parts before the first addition.
     shared = ops.mlp(h, f"{layer}.shared") if spec.shared_mlp else None
+    if shared is not None and spec.shared_gate:
+        shared = ops.gated(shared, ops.linear(h, f"{layer}.shared.scale", False))
     x = ops.add(x, ops.moe(h, i))
     return x if shared is None else ops.add(x, shared)
 
@@ -116,6 +136,19 @@ def _parallel(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
     return ops.add(ops.add(x, a), y)
 
 
+def _mixer(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
+    """What mixes the positions of a sequence in layer i."""
+    layer, mixer = f"layers.{i}", spec.layers[i].mixer
+    if mixer == "conv":
+        x = ops.short_conv(ops.linear(h, f"{layer}.conv.in", spec.conv_bias), i)
+        return ops.linear(x, f"{layer}.conv.out", spec.conv_bias)
+    if mixer == "delta":
+        parts = ("qkv", "z", "b", "a")
+        qkv, z, b, a = (ops.linear(h, f"{layer}.delta.{part}", False) for part in parts)
+        return ops.linear(ops.delta_net(qkv, z, b, a, i), f"{layer}.delta.out", False)
+    return _attention(spec, ops, h, i)
+
+
 def _attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
     layer = f"layers.{i}"
     q, k, v = ops.qkv(h, i)
@@ -125,7 +158,10 @@ def _attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
         q, k = ops.rope(q, i), ops.rope(k, i)
     if spec.qk_norm == "rotated_head":
         q, k = _qk_norm(ops, q, k, layer)
-    return ops.linear(ops.attend(q, k, v, i), f"{layer}.attn.o", spec.out_bias)
+    a = ops.attend(q, k, v, i)
+    if spec.attention_gate:
+        a = ops.gated(a, ops.linear(h, f"{layer}.attn.gate", spec.qkv_bias))
+    return ops.linear(a, f"{layer}.attn.o", spec.out_bias)
 
 
 def _qk_norm(ops: Ops[Rows], q: Rows, k: Rows, layer: str) -> tuple[Rows, Rows]:

@@ -18,6 +18,7 @@ from verbatim.model.families_dense import DENSE_FAMILIES, olmo3_records
 from verbatim.model.families_layer_norm import LAYER_NORM_FAMILIES
 from verbatim.model.families_llama import LLAMA_FAMILIES, gemma3_records
 from verbatim.model.families_moe import MOE_FAMILIES
+from verbatim.model.families_recurrent import RECURRENT_FAMILIES
 from verbatim.model.family_parts import check_spec
 from verbatim.model.keys import check_keys
 from verbatim.model.rope_record import Record, family_record
@@ -25,7 +26,11 @@ from verbatim.model.spec import ModelSpec
 
 # Multi-modal wrappers, of which only the language model is used: the model_types that their
 # text_config may have, the first where it has none.
-WRAPPERS = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+WRAPPERS = {
+    "gemma3": ("gemma3_text",),
+    "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",),
+}
 
 
 def spec_from_config(
@@ -111,6 +116,7 @@ _FAMILIES: dict[str, Callable[[Fields, int | None], ModelSpec]] = {
     **DENSE_FAMILIES,
     **LAYER_NORM_FAMILIES,
     **MOE_FAMILIES,
+    **RECURRENT_FAMILIES,
 }
 _RECORDS: dict[str, Callable[[Fields], tuple[Record, Record]]] = {
     "gemma3_text": gemma3_records,

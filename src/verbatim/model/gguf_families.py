@@ -16,6 +16,7 @@ from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.family_parts import MAX_LAYERS, check_spec, pick_context
 from verbatim.model.gguf_families_newer import NEWER_ARCHITECTURES
+from verbatim.model.gguf_families_recurrent import RECURRENT_ARCHITECTURES
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, POOLING, is_metadata
 from verbatim.model.gguf_parts import Tensors, cap, rope_of, rotary, sliding_layers, vocab_of
 from verbatim.model.keys import check_keys, printable
@@ -175,4 +176,5 @@ _ARCHITECTURES: dict[str, Callable[[Fields, Tensors, int | None], ModelSpec]] = 
     "phi3": _phi3,
     "gpt2": _gpt2,
     **NEWER_ARCHITECTURES,
+    **RECURRENT_ARCHITECTURES,
 }

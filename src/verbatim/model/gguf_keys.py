@@ -82,6 +82,17 @@ _LAYER_NORM: dict[str, Key] = {
     "attention.layer_norm_epsilon": followed("epsilon of the norms"),
     "attention.layer_norm_rms_epsilon": no_effect("the norms are layer norms"),
 }
+_DELTA: dict[str, Key] = {
+    **_ROTARY,
+    "ssm.conv_kernel": followed("taps of the convolutions"),
+    "ssm.state_size": followed("size of a key head of a delta net"),
+    "ssm.group_count": followed("key heads of a delta net"),
+    "ssm.time_step_rank": followed("value heads of a delta net"),
+    "ssm.inner_size": followed("width of all value heads of a delta net"),
+    "full_attention_interval": followed("layer period: every N-th layer is attention", 4),
+    "nextn_predict_layers": followed("last layers, which draft tokens and are not used", 0),
+    "rope.dimension_sections": no_effect("text has one position per token in every section"),
+}
 _PARALLEL = "attention and MLP read the same residual"
 
 
@@ -183,6 +194,20 @@ GGUF_KEYS: dict[str, Table] = {
         **_pattern(2, ""),
         "expert_gating_func": must_equal(0, 1, 3, note="softmax"),
     },
+    "lfm2": {
+        **_ROTARY,
+        "attention.head_count_kv": followed(
+            "key and value heads, layer by layer; 0: the layer is a convolution"
+        ),
+        "shortconv.l_cache": followed("taps of the convolutions"),
+    },
+    "qwen3next": {
+        **_DELTA,
+        **_MOE,
+        "expert_count": followed("experts of a layer"),
+        "expert_shared_feed_forward_length": followed("inner width of the shared MLP"),
+    },
+    "qwen35": _DELTA,
 }
 
 # Namespaces other than ARCH.* and their use. None of them changes logits.

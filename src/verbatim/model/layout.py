@@ -6,7 +6,7 @@ table, so backends can rely on it.
 
 from __future__ import annotations
 
-from verbatim.model.spec import ModelSpec
+from verbatim.model.spec import LayerSpec, ModelSpec
 
 Shape = tuple[int, ...]
 
@@ -29,6 +29,10 @@ HF_KEY_NAMES = {
     "tied": "tie_word_embeddings",
     "rotary": "partial_rotary_factor",
     "experts_used": "num_experts_per_tok",
+    "conv_kernel": "conv_L_cache or linear_conv_kernel_dim",
+    "delta": "linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, "
+    "linear_value_head_dim",
+    "mixers": "layer_types",
 }
 GPT2_KEY_NAMES = HF_KEY_NAMES | {
     "hidden": "n_embd",
@@ -57,6 +61,9 @@ GGUF_KEY_NAMES = {
     "tied": "output.weight",
     "rotary": "rope.dimension_count",
     "experts_used": "expert_used_count",
+    "conv_kernel": "shortconv.l_cache or ssm.conv_kernel",
+    "delta": "ssm.group_count, ssm.time_step_rank, ssm.state_size, ssm.inner_size",
+    "mixers": "attention.head_count_kv or full_attention_interval",
 }
 _DECIDES = {
     "embed": ("vocab", "hidden"),
@@ -80,6 +87,16 @@ _DECIDES = {
     "shared.gate": ("hidden", "shared_mlp", "mixtures"),
     "shared.up": ("hidden", "shared_mlp", "mixtures"),
     "shared.down": ("hidden", "shared_mlp", "mixtures"),
+    "shared.scale": ("hidden", "mixtures"),
+    "attn.gate": ("hidden", "heads", "head_dim"),
+    "conv.in": ("hidden", "mixers"),
+    "conv.out": ("hidden", "mixers"),
+    "conv.kernel": ("hidden", "conv_kernel", "mixers"),
+    "delta.kernel": ("conv_kernel", "delta", "mixers"),
+    **{
+        f"delta.{part}": ("hidden", "delta", "mixers")
+        for part in ("qkv", "z", "b", "a", "out", "decay", "dt", "norm")
+    },
 }
 
 
@@ -96,7 +113,10 @@ def deciding_keys(name: str, key_names: dict[str, str]) -> str:
 
 
 # Matrices that --quant quantises. Norms, biases, routers and learned positions keep their type.
-QUANTISED = ("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o")
+QUANTISED = (
+    *("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "conv.in", "conv.out"),
+    *("delta.qkv", "delta.z", "delta.out"),
+)
 _QUANTISED_PARTS = tuple(
     f"{block}.{part}" for block in ("mlp", "moe", "shared") for part in ("gate", "up", "down")
 )
@@ -115,8 +135,7 @@ def layout(spec: ModelSpec) -> dict[str, Shape]:
         weights["positions"] = (spec.trained_positions, spec.hidden)
     for i in range(len(spec.layers)):
         weights |= {
-            f"layers.{i}.{name}": shape
-            for name, shape in _layer(spec, spec.layers[i].experts).items()
+            f"layers.{i}.{name}": shape for name, shape in _layer(spec, spec.layers[i]).items()
         }
     weights |= _norm(spec, "final_norm")
     if not spec.tied:
@@ -134,10 +153,20 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
     return {name: (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
 
 
-def _layer(spec: ModelSpec, experts: int) -> dict[str, Shape]:
-    hidden, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+def _layer(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
+    hidden, experts = spec.hidden, layer.experts
     weights = _norm(spec, "attn_norm") if spec.pre_norms else {}
-    weights |= _linear("attn.q", q, hidden, spec.qkv_bias)
+    weights |= {"attention": _attention, "conv": _conv, "delta": _delta}[layer.mixer](spec)
+    if spec.pre_norms and not spec.shared_norm:
+        weights |= _norm(spec, "mlp_norm")
+    if spec.post_norms:
+        weights |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
+    return weights | (_experts(spec, experts) if experts else _mlp(spec, "mlp", spec.mlp))
+
+
+def _attention(spec: ModelSpec) -> dict[str, Shape]:
+    hidden, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    weights = _linear("attn.q", q, hidden, spec.qkv_bias)
     weights |= _linear("attn.k", kv, hidden, spec.qkv_bias)
     weights |= _linear("attn.v", kv, hidden, spec.qkv_bias)
     weights |= _linear("attn.o", hidden, q, spec.out_bias)
@@ -147,11 +176,30 @@ def _layer(spec: ModelSpec, experts: int) -> dict[str, Shape]:
         weights |= {"attn.q_norm": (spec.head_dim,), "attn.k_norm": (spec.head_dim,)}
     if spec.sinks:
         weights["attn.sinks"] = (spec.heads,)
-    if spec.pre_norms and not spec.shared_norm:
-        weights |= _norm(spec, "mlp_norm")
-    if spec.post_norms:
-        weights |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
-    return weights | (_experts(spec, experts) if experts else _mlp(spec, "mlp", spec.mlp))
+    return weights | (_linear("attn.gate", q, hidden, spec.qkv_bias) if spec.attention_gate else {})
+
+
+def _conv(spec: ModelSpec) -> dict[str, Shape]:
+    hidden, bias = spec.hidden, spec.conv_bias
+    weights = _linear("conv.in", 3 * hidden, hidden, bias)
+    weights |= _linear("conv.kernel", hidden, spec.conv_kernel, bias)
+    return weights | _linear("conv.out", hidden, hidden, bias)
+
+
+def _delta(spec: ModelSpec) -> dict[str, Shape]:
+    delta, hidden = spec.delta, spec.hidden
+    assert delta is not None, "a delta layer has sizes"
+    return {
+        "delta.qkv": (delta.qkv, hidden),
+        "delta.z": (delta.values, hidden),
+        "delta.b": (delta.value_heads, hidden),
+        "delta.a": (delta.value_heads, hidden),
+        "delta.kernel": (delta.qkv, spec.conv_kernel),
+        "delta.decay": (delta.value_heads,),
+        "delta.dt": (delta.value_heads,),
+        "delta.norm": (delta.value_dim,),
+        "delta.out": (hidden, delta.values),
+    }
 
 
 def _mlp(spec: ModelSpec, name: str, inner: int) -> dict[str, Shape]:
@@ -174,4 +222,6 @@ def _experts(spec: ModelSpec, experts: int) -> dict[str, Shape]:
         weights[f"moe.{part}"] = (experts, rows, columns)
         if spec.expert_bias:
             weights[f"moe.{part}.bias"] = (experts, rows)
+    if spec.shared_gate:
+        weights["shared.scale"] = (1, hidden)
     return weights | (_mlp(spec, "shared", spec.shared_mlp) if spec.shared_mlp else {})

@@ -30,6 +30,7 @@ from verbatim.model.layout import (
     is_quantisable,
     layout,
 )
+from verbatim.model.recurrent_rows import rearranged
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import GGUFFile, read_gguf
 from verbatim.weights.names import Source, find_prefix, gguf_source, hf_source, ignorable
@@ -101,7 +102,7 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     source = read_directory(path)
     file = str(path)
     spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
-    warnings = (*warnings, *source.warnings)
+    warnings = (*warnings, *source.warnings, *_draft_warnings(source.tensors, spec))
     prefix = find_prefix(source.tensors, spec.family)
     if prefix is None:
         raise ModelError("no embedding weight was found under any known name", file=file)
@@ -152,7 +153,14 @@ def has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
 
 def _draft_layers(spec: ModelSpec) -> int | None:
     """The first layer behind the model's own, where files of the family have such layers."""
-    return len(spec.layers) if spec.family == "glm4moe" else None
+    return len(spec.layers) if spec.family in ("glm4moe", "qwen3next", "qwen35") else None
+
+
+def _draft_warnings(tensors: Mapping[str, Tensor], spec: ModelSpec) -> tuple[str, ...]:
+    """A note on tensors of layers that draft tokens, which some recurrent families have."""
+    if spec.delta is None or not any(name.startswith("mtp.") for name in tensors):
+        return ()
+    return ("the file's mtp.* tensors draft tokens (multi-token prediction); they are not used",)
 
 
 def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
@@ -264,6 +272,9 @@ class _Collector:
             raise ModelError(
                 f"tensor {file_name} has type {tensor.type}, which is not supported", file=self.file
             )
+        tensor = rearranged(tensor, source, self.spec, self.file)
+        if source.interleaved:
+            return tensor
         if source.transpose:
             tensor = self._transposed(tensor)
         if source.alternating:

@@ -35,6 +35,8 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "glm4_moe": {"partial": True},
     "stablelm": {"partial": True},
     "gpt_neox": {"partial": True, "keys": ("rotary_emb_base", "rotary_pct")},
+    "qwen3_next": {"partial": True},
+    "qwen3_5_text": {"partial": True, "extra": ROPE_EXTRA["qwen3_5_text"]},
     "ministral3": {"extra": ROPE_EXTRA["ministral3"]},
     "hunyuan_v1_dense": {"extra": ROPE_EXTRA["hunyuan_v1_dense"]},
 }

@@ -10,7 +10,11 @@ of each file format to them):
     layers.{i}.mlp.{gate,up,down}[.bias]
     layers.{i}.moe.router[.bias]   layers.{i}.moe.choice_bias
     layers.{i}.moe.{gate,up,down}[.bias]    stacked: [experts, out, in], biases [experts, out]
-    layers.{i}.shared.{gate,up,down}
+    layers.{i}.shared.{gate,up,down}[.bias]    layers.{i}.shared.scale    [1, hidden]
+    layers.{i}.attn.gate           gate of the attention's output
+    layers.{i}.conv.{in,out}[.bias]    layers.{i}.conv.kernel[.bias]    [channels, taps]
+    layers.{i}.delta.{qkv,z,b,a,out}   layers.{i}.delta.kernel
+    layers.{i}.delta.{decay,dt,norm}   [value heads], [value heads], [value head]
 
 A linear weight is [out, in]. Rotary pairs are (j, j + d/2) of the rotated part of a head. The
 loader reorders the rows of files whose pairs are (2j, 2j + 1).
@@ -19,7 +23,7 @@ loader reorders the rows of files whose pairs are (2j, 2j + 1).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from verbatim.base.records import CacheGroup
@@ -43,6 +47,40 @@ class LayerSpec:
     window: int | None = None  # sliding window: positions p-window+1 .. p are visible; None: all
     rope: RopeSpec | None = None  # None: no rotary positions (gpt2; some layers of smollm3)
     experts: int = 0  # 0: dense MLP
+    # What mixes positions: attention, a short convolution (lfm2) or a gated delta net (qwen3_next).
+    # Not in repr, which is part of every model's fingerprint.
+    mixer: Literal["attention", "conv", "delta"] = field(default="attention", repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaSpec:
+    """Sizes of gated delta nets. A value head has a state [key_dim, value_dim], in float32."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    # Value head j reads key head j % key_heads (GGUF's qwen35) instead of j // (values per key).
+    tiled: bool = False
+
+    @property
+    def keys(self) -> int:
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def qkv(self) -> int:
+        """Channels of the convolution: queries, keys, values."""
+        return 2 * self.keys + self.values
+
+    def key_head(self, value_head: int) -> int:
+        """The key head that a value head reads."""
+        if self.tiled:
+            return value_head % self.key_heads
+        return value_head * self.key_heads // self.value_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +136,11 @@ class ModelSpec:
     expert_bias: bool = False
     shared_mlp: int = 0  # inner width of an MLP that every token uses beside the experts; 0: none
     trained_positions: int = 0  # rows of `positions` (learned positions only)
+    attention_gate: bool = False  # the attention's output is multiplied by sigmoid(attn.gate · h)
+    shared_gate: bool = False  # the shared MLP's output is multiplied by sigmoid(shared.scale · h)
+    conv_kernel: int = 0  # taps of the causal convolution of conv and delta layers
+    conv_bias: bool = False  # biases of all matrices and of the kernel of conv layers
+    delta: DeltaSpec | None = None  # of delta layers
 
     @property
     def scale(self) -> float:
@@ -105,14 +148,51 @@ class ModelSpec:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Layers grouped by window, full attention first. A model without windows has one group."""
-        windows = sorted(
-            {layer.window for layer in self.layers}, key=lambda w: (w is not None, w or 0)
-        )
-        return tuple(
-            CacheGroup(w, tuple(i for i, layer in enumerate(self.layers) if layer.window == w))
-            for w in windows
-        )
+        """Attention layers grouped by window, full attention first, then the convolutions, then the
+        recurrent states. A model without windows and recurrent layers has one group."""
+        attention = [(i, a.window) for i, a in enumerate(self.layers) if a.mixer == "attention"]
+        windows = sorted({w for _, w in attention}, key=lambda w: (w is not None, w or 0))
+        groups = [CacheGroup(w, tuple(i for i, v in attention if v == w)) for w in windows]
+        mixers = [layer.mixer for layer in self.layers]
+        if conv := tuple(i for i, mixer in enumerate(mixers) if mixer != "attention"):
+            groups.append(CacheGroup(self.conv_kernel, conv, "conv"))
+        if delta := tuple(i for i, mixer in enumerate(mixers) if mixer == "delta"):
+            groups.append(CacheGroup(2, delta, "state"))
+        return tuple(groups)
+
+    @property
+    def recurrent(self) -> bool:
+        return any(layer.mixer != "attention" for layer in self.layers)
+
+    @property
+    def attention_layers(self) -> int:
+        return sum(layer.mixer == "attention" for layer in self.layers)
+
+    @property
+    def conv_channels(self) -> int:
+        """Channels of the causal convolution of conv and delta layers."""
+        return self.hidden if self.delta is None else self.delta.qkv
+
+    @property
+    def update_values(self) -> int:
+        """Values that one position of a delta layer adds to its state block: key, value, decay and
+        beta."""
+        delta = self.delta
+        return 0 if delta is None else delta.keys + delta.values + 2 * delta.value_heads
+
+    @property
+    def state_values(self) -> int:
+        """Values of the state of one delta layer."""
+        delta = self.delta
+        return 0 if delta is None else delta.values * delta.key_dim
+
+    def block_values(self, group: CacheGroup, block_size: int) -> int:
+        """Values in a block of one layer of the group."""
+        if group.kind == "conv":
+            return block_size * self.conv_channels
+        if group.kind == "state":
+            return self.state_values + block_size * self.update_values
+        return block_size * self.kv_values
 
     @property
     def kv_values(self) -> int:

@@ -91,7 +91,7 @@ def cost_card(spec: Any, info: Any) -> CostCard:
     other)."""
     linear, experts = 0, spec.experts_used
     for layer in spec.layers:
-        attention = spec.hidden * spec.head_dim * (2 * spec.heads + 2 * spec.kv_heads)
+        attention = _mixer_weights(spec, layer)
         matrices = 3 if spec.gated else 2
         mlp = matrices * spec.hidden * (spec.expert_mlp * experts if layer.experts else spec.mlp)
         linear += attention + mlp + (spec.hidden * layer.experts)
@@ -103,6 +103,17 @@ def cost_card(spec: Any, info: Any) -> CostCard:
         ops_position=len(spec.layers) * 4 * spec.heads * spec.head_dim,
         prompt_ops_token=2 * linear,
     )
+
+
+def _mixer_weights(spec: Any, layer: Any) -> int:
+    """Weights of the matrices of attention, of a convolution layer or of a delta net."""
+    if layer.mixer == "conv":
+        return int(4 * spec.hidden * spec.hidden)
+    if layer.mixer == "delta":
+        delta = spec.delta
+        return int(spec.hidden * (delta.qkv + 2 * delta.values + 2 * delta.value_heads))
+    gates = 1 if spec.attention_gate else 0
+    return int(spec.hidden * spec.head_dim * ((2 + gates) * spec.heads + 2 * spec.kv_heads))
 
 
 # --- measurement

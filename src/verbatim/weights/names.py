@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 # Names of one layer in Hugging Face's llama. Other families are given as differences.
 _LLAMA = {
@@ -78,6 +79,23 @@ _FALCON = _GPT_NEOX | {
     "attn.o": "self_attention.dense",
 }
 _SHARED = {f"shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+_QWEN35 = _LLAMA | {
+    "attn.gate": "self_attn.q_proj",
+    **{f"delta.{part}": f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")},
+    "delta.kernel": "linear_attn.conv1d",
+    "delta.decay": "linear_attn.A_log",
+    "delta.dt": "linear_attn.dt_bias",
+    "delta.norm": "linear_attn.norm",
+    "delta.out": "linear_attn.out_proj",
+    **{f"shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "shared.scale": "mlp.shared_expert_gate",
+}
+_QWEN3_NEXT = _QWEN35 | {
+    "delta.qkv": "linear_attn.in_proj_qkvz",
+    "delta.z": "linear_attn.in_proj_qkvz",
+    "delta.b": "linear_attn.in_proj_ba",
+    "delta.a": "linear_attn.in_proj_ba",
+}
 HF_LAYER = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
@@ -122,17 +140,37 @@ HF_LAYER = {
         "moe.up": "mlp.experts.gate_up_proj",
         "moe.down": "mlp.experts.down_proj",
     },
+    "lfm2": {
+        "attn_norm": "operator_norm",
+        "attn.q": "self_attn.q_proj",
+        "attn.k": "self_attn.k_proj",
+        "attn.v": "self_attn.v_proj",
+        "attn.o": "self_attn.out_proj",
+        "attn.q_norm": "self_attn.q_layernorm",
+        "attn.k_norm": "self_attn.k_layernorm",
+        "conv.in": "conv.in_proj",
+        "conv.kernel": "conv.conv",
+        "conv.out": "conv.out_proj",
+        "mlp_norm": "ffn_norm",
+        "mlp.gate": "feed_forward.w1",
+        "mlp.up": "feed_forward.w3",
+        "mlp.down": "feed_forward.w2",
+    },
+    "qwen3next": _QWEN3_NEXT,
+    "qwen35": _QWEN35,
 }
 _HF_TOP = {"embed": "embed_tokens", "final_norm": "norm", "head": "lm_head", "stack": "layers"}
 _HF_TOPS = {
     "gpt2": {"embed": "wte", "positions": "wpe", "final_norm": "ln_f", "stack": "h"},
     "gptneox": {"embed": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
     "falcon": {"embed": "word_embeddings", "final_norm": "ln_f", "stack": "h"},
+    "lfm2": {"final_norm": "embedding_norm"},
 }
 # Families whose safetensors files rotate interleaved pairs: the loader reorders rows of q and k.
 _HF_INTERLEAVED = ("command-r", "cohere2", "glm4", "ernie4_5")
+_RECURRENT = ("lfm2", "qwen3next", "qwen35")
 # Names without ".weight": parameters that are no module.
-_BARE = ("moe.choice_bias", "attn.sinks")
+_BARE = ("moe.choice_bias", "attn.sinks", "delta.decay", "delta.dt")
 
 _GGUF = {
     "attn_norm": "attn_norm",
@@ -157,6 +195,20 @@ _GGUF = {
     "shared.gate": "ffn_gate_shexp",
     "shared.up": "ffn_up_shexp",
     "shared.down": "ffn_down_shexp",
+    "shared.scale": "ffn_gate_inp_shexp",
+    "attn.gate": "attn_q",
+    "conv.in": "shortconv.in_proj",
+    "conv.kernel": "shortconv.conv",
+    "conv.out": "shortconv.out_proj",
+    "delta.qkv": "attn_qkv",
+    "delta.z": "attn_gate",
+    "delta.b": "ssm_beta",
+    "delta.a": "ssm_alpha",
+    "delta.kernel": "ssm_conv1d",
+    "delta.decay": "ssm_a",
+    "delta.dt": "ssm_dt",
+    "delta.norm": "ssm_norm",
+    "delta.out": "ssm_out",
 }
 _GGUF_MLP_NORM = {"mlp_norm": "post_attention_norm"}
 _GGUF_FUSED_QKV = {"attn.q": "attn_qkv", "attn.k": "attn_qkv", "attn.v": "attn_qkv"}
@@ -189,6 +241,9 @@ GGUF_LAYER = {
     "falcon": _GGUF | _GGUF_FUSED_QKV,
     "glm4moe": _GGUF | _GGUF_MLP_NORM,
     "gpt-oss": _GGUF | _GGUF_MLP_NORM,
+    "lfm2": _GGUF,
+    "qwen3next": _GGUF | _GGUF_MLP_NORM | {"delta.b": "ssm_ba", "delta.a": "ssm_ba"},
+    "qwen35": _GGUF | _GGUF_MLP_NORM,
 }
 # Architectures whose GGUF files rotate interleaved pairs.
 _GGUF_INTERLEAVED = (
@@ -213,7 +268,10 @@ _LAYER = re.compile(r"^(model\.layers|blk)\.(\d{1,5})\.")
 _TIED_HEADS = (
     *("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight", "output.weight"),
 )
-_IGNORABLE_VISION = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision)\.")
+_IGNORABLE_VISION = re.compile(
+    r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision|visual)\."
+)
+_DRAFTS = re.compile(r"^mtp\.")  # layers that draft tokens, beside the model's own
 
 HF_PREFIXES = (
     *("model.", "model.language_model.", "language_model.model.", "transformer.", "gpt_neox."),
@@ -231,6 +289,11 @@ class Source:
     permuted: bool = False  # the file interleaves the two halves of each rotated head
     grouped: bool = False  # a fused matrix holds, KV head by KV head, the rows of its q, k and v
     alternating: bool = False  # gate and up are alternating rows of a fused matrix
+    # The rows of one part of a recurrent family's fused matrix: q and gate alternate head by head
+    # ("q_gate"); q, k, v, z ("qkvz") or b, a ("ba") alternate key head by key head.
+    interleaved: Literal["", "q_gate", "qkvz", "ba"] = ""
+    squeeze: bool = False  # a convolution's kernel: drop the dimension of size 1
+    negative_exp: bool = False  # the weight is -exp(the file's values)
 
 
 def hf_source(
@@ -258,6 +321,8 @@ def hf_source(
         path = f"{path}.{suffix}"
     if "{e}" in path:
         return Source(tuple(path.replace("{e}", str(e)) for e in range(experts)))
+    if family in _RECURRENT and (source := _recurrent(family, names, path, part)):
+        return replace(source, negative_exp=part == "delta.decay")
     return Source(
         (path,),
         part=part.rsplit(".", 1)[-1] if _is_fused(names, part) else "",
@@ -265,6 +330,22 @@ def hf_source(
         permuted=family in _HF_INTERLEAVED and part in ("attn.q", "attn.k"),
         grouped=family in ("gptneox", "falcon"),
     )
+
+
+def _recurrent(family: str, names: dict[str, str], path: str, part: str) -> Source | None:
+    """Location of a weight that only recurrent families have; None for all other weights."""
+    if part.endswith(".kernel"):
+        return Source((path,), squeeze=True)
+    if part in ("attn.q", "attn.gate") and family != "lfm2":
+        return Source((path,), part=part.removeprefix("attn."), interleaved="q_gate")
+    if part.startswith("delta."):
+        kind: Literal["", "qkvz", "ba"] = ""
+        if names[part].endswith("qkvz"):
+            kind = "qkvz"
+        elif names[part].endswith("ba"):
+            kind = "ba"
+        return Source((path,), part=part.removeprefix("delta.") if kind else "", interleaved=kind)
+    return None
 
 
 def _gpt_oss_experts(path: str, part: str, suffix: str) -> Source:
@@ -278,15 +359,21 @@ def gguf_source(architecture: str, name: str, *, two_norms: bool = False) -> Sou
     """Location of a weight in a GGUF file of this architecture (`two_norms`: see hf_source)."""
     stem, suffix = _split(name)
     if not stem.startswith("layers."):
-        return Source((f"{_GGUF_TOP[stem]}.{suffix}",))
+        top = _GGUF_TOP[stem]
+        if architecture == "lfm2" and stem == "final_norm":
+            top = "token_embd_norm"  # llama.cpp's name of the norm before the head
+        return Source((f"{top}.{suffix}",))
     _, index, part = stem.split(".", 2)
     names = GGUF_LAYER[architecture]
     if architecture == "falcon" and two_norms:
         names = names | {"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
-    if part == "moe.choice_bias":
+    if part in ("moe.choice_bias", "delta.dt"):
         suffix = "bias"
+    path = f"blk.{index}.{names[part]}" + ("" if part == "delta.decay" else f".{suffix}")
+    if architecture in _RECURRENT and (source := _recurrent(architecture, names, path, part)):
+        return source
     return Source(
-        (f"blk.{index}.{names[part]}.{suffix}",),
+        (path,),
         part=part.rsplit(".", 1)[-1] if _is_fused(names, part) else "",
         permuted=architecture in _GGUF_INTERLEAVED and part in ("attn.q", "attn.k"),
     )
@@ -320,6 +407,7 @@ def ignorable(
         bool(pattern.search(name))
         or name in heads
         or drafts(name)
+        or (draft_layers_from is not None and bool(_DRAFTS.search(name)))
         or (nested and bool(_IGNORABLE_VISION.search(name)))
     )
 
@@ -330,5 +418,9 @@ def _split(name: str) -> tuple[str, str]:
 
 def _is_fused(names: dict[str, str], part: str) -> bool:
     """Whether several matrices have one name in the file. (Norms have no dot in their names.)"""
-    matrices = [file_part for name, file_part in names.items() if "." in name]
+    matrices = [
+        file_part
+        for name, file_part in names.items()
+        if "." in name and not name.startswith(("delta.", "attn.gate"))
+    ]
     return "." in part and matrices.count(names[part]) > 1

@@ -39,6 +39,8 @@ KV_TYPES = ("f16", "q8")
 def unsupported(model: Model) -> str | None:
     """The reason why the native kernels cannot run this model; None if they can."""
     spec = model.spec
+    if spec.recurrent:
+        return f"no native kernels for the recurrent layers of {spec.family}"
     if spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
         return f"{spec.heads} query heads over {spec.kv_heads} key heads"
     if spec.head_dim > 1024 or spec.head_dim % 2:

@@ -82,6 +82,11 @@ class CudaBackend:
             raise ParameterError(
                 "kv_type", f"{config.kv_type!r} is not supported by the cuda backend; use f16"
             )
+        if model.spec.recurrent:
+            raise BackendError(
+                f"the cuda backend has no kernels for the recurrent layers of {model.spec.family}; "
+                "use the backend reference"
+            )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         if weights is None:
@@ -414,6 +419,8 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     """Open a model on a GPU that runs a test kernel and has memory for the weights.
 
     Otherwise raise a BackendError with the reason; no GPU memory stays allocated."""
+    if model.spec.recurrent:
+        raise BackendError(f"it has no kernels for the recurrent layers of {model.spec.family}")
     kernel_ran()
     target, needed = device(), weight_bytes(model.weights) + RESERVED_BYTES
     # adapters are float32

@@ -10,6 +10,7 @@ model). The KV cache is float32 whatever EngineConfig.kv_type says.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from numpy.typing import NDArray
 
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.reference.blas import one_thread
+from verbatim.backend.reference.cache import GroupCache, empty_cache
 from verbatim.backend.reference.canary import Canary
-from verbatim.backend.reference.ops import Cache, FloatWeights, ReferenceOps, float_adapter
+from verbatim.backend.reference.ops import FloatWeights, ReferenceOps, float_adapter
 from verbatim.backend.step_rows import HostRows, collect, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
@@ -50,12 +52,12 @@ class ReferenceBackend:
         self._detail = f"numpy {np.__version__}, float32" + (f"; {note}" if note else "")
         self._weights = FloatWeights(model.weights)
         self._adapters = tuple(float_adapter(adapter) for adapter in model.adapters)
-        self._caches: tuple[Cache, ...] | None = None
+        self._caches: tuple[GroupCache, ...] | None = None
         self._canary: Canary | None = None
 
     @property
     def info(self) -> BackendInfo:
-        kv = self.spec.kv_values * 4 * len(self.spec.layers)
+        kv = self.spec.kv_values * 4 * self.spec.attention_layers
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
         return BackendInfo(
             "reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv, self._gpu_note
@@ -65,16 +67,18 @@ class ReferenceBackend:
         return None  # the KV cache is in main memory
 
     def block_bytes(self) -> tuple[int, ...]:
-        slot = self.spec.kv_values * 4
-        return tuple(len(group.layers) * self.block_size * slot for group in self.spec.groups)
+        return tuple(
+            4 * len(group.layers) * self.spec.block_values(group, self.block_size)
+            for group in self.spec.groups
+        )
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert self._caches is None, "allocate is called once"
         groups = self.spec.groups
         assert len(blocks) == len(groups), "one count for each cache group"
-        shape = (self.spec.kv_heads, self.block_size, self.spec.head_dim)
         self._caches = tuple(
-            Cache.empty(len(g.layers), n, shape) for g, n in zip(groups, blocks, strict=True)
+            empty_cache(self.spec, g, n, self.block_size)
+            for g, n in zip(groups, blocks, strict=True)
         )
         if self.config.check:
             self._canary = Canary(groups, blocks, self.block_size)
@@ -93,10 +97,13 @@ class ReferenceBackend:
             start += part.nbytes
 
     def _block_parts(self, group: int, block: int) -> list[NDArray[Any]]:
-        """Views of everything that is kept per block: keys, values, the canary's stamps."""
+        """Views of everything that is kept per block: keys and values, or recurrent states, and the
+        canary's stamps."""
         assert self._caches is not None, "allocate is called before the first block is read"
         cache = self._caches[group]
-        parts: list[NDArray[Any]] = [cache.keys[:, block], cache.values[:, block]]
+        parts: list[NDArray[Any]] = [
+            getattr(cache, field.name)[:, block] for field in fields(cache)
+        ]
         if self._canary is not None:
             parts += [self._canary.stamps[group][block], self._canary.tokens[group][block]]
         return parts

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from verbatim.backend.reference.cache import AttentionCache, ConvCache, GroupCache, StateCache
+from verbatim.backend.reference.recurrent import convolve, delta_states, l2_normed, softplus
 from verbatim.backend.step_rows import Batch
 from verbatim.model.adapter import Adapter
 from verbatim.model.rope import query_scales, tables
@@ -61,24 +62,6 @@ def aligned(array: Array) -> Array:
     return copy
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Cache:
-    """Keys and values of one cache group: [layers, blocks, kv_heads, block_size, head_dim]."""
-
-    keys: Array
-    values: Array
-
-    @staticmethod
-    def empty(layers: int, blocks: int, shape: tuple[int, int, int]) -> Cache:
-        return Cache(
-            np.zeros((layers, blocks, *shape), F32), np.zeros((layers, blocks, *shape), F32)
-        )
-
-    def copy(self, source: int, target: int) -> None:
-        self.keys[:, target] = self.keys[:, source]
-        self.values[:, target] = self.values[:, source]
-
-
 class ReferenceOps:
     """The operations of one step. model.decoder.Ops is the protocol and defines each of them."""
 
@@ -86,7 +69,7 @@ class ReferenceOps:
         self,
         spec: ModelSpec,
         weights: FloatWeights,
-        caches: tuple[Cache, ...],
+        caches: tuple[GroupCache, ...],
         batch: Batch,
         adapters: tuple[FloatAdapter, ...] = (),
     ) -> None:
@@ -94,9 +77,9 @@ class ReferenceOps:
         self._adapters = adapters
         # adapter -> its rows of this step
         self._adapted = {a: np.flatnonzero(batch.adapters == a) for a in {*batch.adapters} - {-1}}
-        # layer -> (cache group, index of the layer in that group's cache)
+        # kind of group, layer -> (cache group, index of the layer in that group's cache)
         self._cache_of = {
-            layer: (g, i)
+            (group.kind, layer): (g, i)
             for g, group in enumerate(spec.groups)
             for i, layer in enumerate(group.layers)
         }
@@ -126,11 +109,12 @@ class ReferenceOps:
         heads = x.reshape(len(x), -1, self.spec.head_dim)
         return self._rms(heads, name).reshape(x.shape)
 
-    def _rms(self, x: Array, name: str) -> Array:
+    def _rms(self, x: Array, name: str, offset: float | None = None) -> Array:
         square = (x * x).mean(axis=-1, keepdims=True, dtype=F32)
         scaled = x / np.sqrt(square + F32(self.spec.norm_eps))
         weight = self.weights[name]
-        return scaled * (weight + F32(self.spec.norm_offset) if self.spec.norm_offset else weight)
+        offset = self.spec.norm_offset if offset is None else offset
+        return scaled * (weight + F32(offset) if offset else weight)
 
     def linear(self, x: Array, name: str, bias: bool) -> Array:
         y = rows_times(x, self.weights[name])
@@ -182,8 +166,10 @@ class ReferenceOps:
         spec, batch = self.spec, self.batch
         if spec.query_scale_beta:
             q = q * query_scales(spec, batch.positions)[:, None]
-        group, index = self._cache_of[layer]
-        keys, values = self.caches[group].keys[index], self.caches[group].values[index]
+        group, index = self._cache_of["attention", layer]
+        cache = self.caches[group]
+        assert isinstance(cache, AttentionCache)
+        keys, values = cache.keys[index], cache.values[index]
         size = keys.shape[2]
         # the query heads of one KV head are adjacent
         heads = (len(q), spec.kv_heads, -1, spec.head_dim)
@@ -235,6 +221,40 @@ class ReferenceOps:
                 self.spec.attention_softcap,
                 sinks,
             )
+
+    # ---- recurrent layers
+
+    def short_conv(self, x: Array, layer: int) -> Array:
+        b, c, u = np.split(x, 3, axis=1)
+        y = self._convolved(b * u, f"layers.{layer}.conv.kernel", layer)
+        if self.spec.conv_bias:
+            y = y + self.weights[f"layers.{layer}.conv.kernel.bias"]
+        return c * y
+
+    def _convolved(self, x: Array, kernel: str, layer: int) -> Array:
+        group, index = self._cache_of["conv", layer]
+        cache = self.caches[group]
+        assert isinstance(cache, ConvCache)
+        return convolve(x, self.weights[kernel], cache.inputs[index], self.batch, group)
+
+    def delta_net(self, qkv: Array, z: Array, b: Array, a: Array, layer: int) -> Array:
+        prefix, delta, rows = f"layers.{layer}.delta", self.spec.delta, len(qkv)
+        assert delta is not None
+        mixed = activate(self._convolved(qkv, f"{prefix}.kernel", layer), "silu")
+        q, k, v = np.split(mixed, [delta.keys, 2 * delta.keys], axis=1)
+        q, k = (l2_normed(part.reshape(rows, delta.key_heads, -1)) for part in (q, k))
+        q = q * F32(delta.key_dim**-0.5)
+        decay = np.exp(self.weights[f"{prefix}.decay"] * softplus(a + self.weights[f"{prefix}.dt"]))
+        group, index = self._cache_of["state", layer]
+        cache = self.caches[group]
+        assert isinstance(cache, StateCache)
+        updates = np.concatenate([k.reshape(rows, -1), v, decay, sigmoid(b)], axis=1)
+        y = delta_states(q, updates, cache.layer(index), delta, self.batch, group)
+        y = self._rms(y, f"{prefix}.norm", offset=0.0).reshape(rows, -1)
+        return y * activate(z, "silu")
+
+    def gated(self, x: Array, gate: Array) -> Array:
+        return x * sigmoid(gate)
 
     # ---- MLP and mixture of experts
 
