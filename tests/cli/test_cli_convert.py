@@ -206,6 +206,16 @@ def test_an_unknown_pre_tokenizer_is_rejected(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------- the whole command
 
 
+def test_a_tokenizer_of_the_size_of_llama_3_is_exported(tmp_path: Path) -> None:
+    """Its tokenizer.json has 550,000 values, more than any other JSON file of a model may have."""
+    byte_level(tmp_path)
+    original = from_directory(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    data["truncation"] = [0] * 800_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    assert tokenizer_metadata(tmp_path, original, 300, "llama")["tokenizer.ggml.pre"] == "gpt-2"
+
+
 def call(*words: str) -> int:
     from verbatim.cli.main import main
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError
 from verbatim.text.gguf_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
-from verbatim.text.pretokenize import SPLIT_RULES
+from verbatim.text.hf_vocab import read_json
+from verbatim.text.pretokenize import SPLIT_RULES, SplitRules
 from verbatim.text.tokenizer import Tokenizer, from_gguf
-from verbatim.weights.safetensors import read_json
 
 if TYPE_CHECKING:
     from verbatim.text.vocabulary import Vocabulary
@@ -41,7 +41,7 @@ def tokenizer_metadata(
 ) -> dict[str, Any]:
     """Keys for a file whose embedding has `vocab` rows. Raises ModelError if GGUF cannot express
     it."""
-    data = read_json(path / "tokenizer.json", 256 << 20)
+    data = read_json(path / "tokenizer.json")
     model = data.get("model")
     if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, Mapping) else None
@@ -75,7 +75,10 @@ def tokenizer_metadata(
         }
         return _checked(meta, original, path)
     meta |= {f"{K}model": "gpt2", f"{K}merges": merges}
-    for name in SPLIT_RULES:
+    names: dict[SplitRules, str] = {}  # many names stand for the same rules: try the first
+    for name, rules in SPLIT_RULES.items():
+        names.setdefault(rules, name)
+    for name in names.values():
         candidate = {**meta, f"{K}pre": name}
         if _difference(from_gguf(candidate), original) is None:
             return candidate
