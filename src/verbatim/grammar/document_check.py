@@ -36,7 +36,7 @@ class Frame(NamedTuple):
     array: bool
     unique: bool = False
     choices: tuple[tuple[bytes, Any], ...] | None = (
-        None  # values that an item may have: (JSON, key)
+        None  # possible items: (JSON, key)
     )
     seen: frozenset[Any] = frozenset()  # keys of the items, if they must be unique
     key: str = ""  # of the member that is being written
