@@ -42,7 +42,7 @@ class Footprint:
     known: then there is no KV cache and no attention in any number."""
 
     name: str
-    shape: str  # for people
+    shape: str  # layers and widths in one line, for the report
     stored: str  # type of the weights
     params: int
     weight_bytes: float  # in memory

@@ -35,7 +35,9 @@ class Frame(NamedTuple):
 
     array: bool
     unique: bool = False
-    choices: tuple[tuple[bytes, Any], ...] | None = None  # of the items: (text, key)
+    choices: tuple[tuple[bytes, Any], ...] | None = (
+        None  # possible items: (JSON, key)
+    )
     seen: frozenset[Any] = frozenset()  # keys of the items, if they must be unique
     key: str = ""  # of the member that is being written
     wants_key: bool = False

@@ -104,7 +104,8 @@ def _check_finite(schema: Any) -> None:
 
 
 def _ignored(keywords: Sequence[str], formats: set[str]) -> tuple[str, ...]:
-    """
+    """The warning about keywords that assert nothing, if there are any.
+
     >>> _ignored(["$default"], {"format: path"})
     ('json_schema: these keywords assert nothing and were ignored: $default, format: path',)
     """

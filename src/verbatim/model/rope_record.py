@@ -28,7 +28,7 @@ _SCALED_BY_LENGTH = ("llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-# What differs from the plain record of llama: arguments of flat_record.
+# model_type -> arguments of flat_record, where its rope record differs from llama's.
 _OPTIONS: dict[str, dict[str, Any]] = {
     "phi3": {"phi3": True},
     "glm4": {"partial": True},
@@ -40,7 +40,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "ministral3": {"extra": ROPE_EXTRA["ministral3"]},
     "hunyuan_v1_dense": {"extra": ROPE_EXTRA["hunyuan_v1_dense"]},
 }
-# The record of a config without one, where it is not the plain record.
+# model_type -> rope record of a config that has none, where it is not llama's.
 _DEFAULTS: dict[str, Record] = {
     "ministral3": {
         "rope_type": "yarn",

@@ -113,7 +113,7 @@ class Registry:
 
 
 def _show(value: float) -> str:
-    """Exact: tests compare counters to the last unit, so nothing is rounded."""
+    """The value as text. Nothing is rounded: tests compare counters to the last unit."""
     return str(int(value)) if value == int(value) else repr(value)
 
 

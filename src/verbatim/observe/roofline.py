@@ -87,8 +87,8 @@ class CostCard:
 
 
 def cost_card(spec: Any, info: Any) -> CostCard:
-    """From a ModelSpec and a BackendInfo (by their fields, so that this package imports no
-    other)."""
+    """The CostCard of a ModelSpec and a BackendInfo. Both are read by their fields, so that this
+    package imports no other."""
     linear, experts = 0, spec.experts_used
     for layer in spec.layers:
         attention = _mixer_weights(spec, layer)
