@@ -13,6 +13,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from replicas_without_ray import Gateway, LocalService, settings_of
 
+from eventually import eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.routing import HASH_BYTES
 from verbatim.server.process.messages import Generate
@@ -98,17 +99,25 @@ async def test_a_client_that_leaves_aborts_its_request_on_the_replica(gateway: G
     running = gateway.cluster.submit(Generate("long", "", params, True, prompt="x"))
     await running.wait_accepted()
     running.close()
-    while any(s.open_requests for s in supervisors) or gateway.cluster.open_requests:
-        await asyncio.sleep(0.01)
+
+    async def settled() -> bool:
+        return not (any(s.open_requests for s in supervisors) or gateway.cluster.open_requests)
+
+    await eventually_async(settled)
     assert cancelled() == (before[0] + 1, before[1] + 1)
 
 
 async def test_metrics_name_the_replica(gateway: Gateway) -> None:
     await gateway.complete("x")
     await gateway.service.report()
-    while len(gateway.cluster.engines()) < 2 or "verbatim_blocks" not in gateway.cluster.metrics:
-        await asyncio.sleep(0.05)
-    text = gateway.state.metrics.text(gateway.cluster, 0)
+
+    async def settled() -> bool:
+        return not (
+            len(gateway.cluster.engines()) < 2 or "verbatim_blocks" not in gateway.cluster.metrics
+        )
+
+    await eventually_async(settled)
+    text = gateway.state.metrics.text({"m": gateway.cluster}, 0)
     families = {f.name: f for f in text_string_to_metric_families(text)}
     types = re.findall(r"^# TYPE (\S+)", text, re.M)
     assert len(types) == len(set(types))
@@ -143,8 +152,11 @@ async def test_a_killed_replica_costs_only_its_requests_and_answers_stay_equal()
     # Without any replica the service answers 503, until there is one again.
     await gateway.service.kill("b")
     await gateway.service.kill("c")
-    while gateway.cluster.ready.is_set():
-        await asyncio.sleep(0.02)
+
+    async def settled() -> bool:
+        return not (gateway.cluster.ready.is_set())
+
+    await eventually_async(settled)
     status, body = await gateway.complete("x")
     assert (status, body["error"]["code"]) == (503, "unavailable")
     await gateway.service.add("d")

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
+from eventually import eventually_async
 from verbatim.base.errors import ParameterError
 from verbatim.cli.serve import read_models
 from verbatim.server import model_pool
@@ -203,8 +204,11 @@ async def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> Non
     pool = make_pool(monkeypatch, [10_000], model_idle_seconds=0.001)
     pool.start()
     task = asyncio.create_task(pool.unload_idle())
-    while pool.loaded:
-        await asyncio.sleep(0.001)
+
+    async def unloaded() -> bool:
+        return not pool.loaded
+
+    await eventually_async(unloaded)
     task.cancel()
 
 
