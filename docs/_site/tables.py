@@ -158,16 +158,16 @@ def metric_names() -> dict[str, tuple[str, str]]:
     from verbatim.observe.engine_metrics import EngineMetrics
     from verbatim.server.http_metrics import Metrics
     from verbatim.server.process import engine_process
+    from verbatim.server.process.supervisor import EngineState
 
     async def http_text() -> str:
-        metrics, ready = Metrics(), asyncio.Event()
+        metrics = Metrics()
         metrics.answered("/health", 200)
         ledger = SimpleNamespace(
             opened=0, running=0, states={"stop": 0}, usage={"prompt_tokens": 0}
         )
-        supervisor = SimpleNamespace(
-            ledger=ledger, stats={}, restarts=0, reports=0, ready=ready, metrics="", open_requests=0
-        )
+        engines = [({}, EngineState(waiting=0, restarts=0, up=True))]
+        supervisor = SimpleNamespace(ledger=ledger, reports=0, metrics="", engines=lambda: engines)
         http = metrics.text({"model": supervisor}, 0)  # type: ignore[dict-item]
         return http + engine_process.tasks_text()
 

@@ -39,6 +39,7 @@ REASONS = {
     "network": "a model hub or an index beyond the package registries",
     "GPU": "an NVIDIA GPU",
     "Docker": "a container engine",
+    "Ray": "the extra ray, or a cluster; `make test-ray` runs on a local one",
     "another engine": "vLLM, llama.cpp, Ollama or transformers with weights",
     "until stopped": "it serves or listens until it is stopped; the test has its own server",
     "minutes": "takes minutes, or changes the environment",

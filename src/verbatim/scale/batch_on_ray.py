@@ -21,7 +21,6 @@ from verbatim.scale.resources import state_needs
 from verbatim.server.batch_requests import Line
 from verbatim.server.settings import Settings
 
-log = logging.getLogger("verbatim.scale")
 BATCH_FACTOR = 2
 # Batches in an actor at once: while one drains to its last, longest answers, the next fills up.
 IN_FLIGHT = 2
@@ -48,6 +47,8 @@ def answer_on_ray(
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
         context.enable_progress_bars = False  # the command has its own
+        context.print_on_execution_start = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
         rows = min(BATCH_FACTOR * concurrency, max(len(todo) // options.replicas.most, 1))
         requests = ray.data.from_items(
             [{"request": json.dumps(line)} for line in todo],

@@ -36,7 +36,7 @@ async def _forward(scope: Scope, receive: Receive, send: Send) -> None:
 
 @serve.ingress(_forward)
 class Gateway:
-    async def __init__(self, settings: Settings, replicas: Any) -> None:
+    async def __init__(self, settings: Settings, replicas: Any) -> None:  # type: ignore[misc]
         global _app
         set_up_logs(settings)
         service = HandleService(settings, serve.get_replica_context().app_name)

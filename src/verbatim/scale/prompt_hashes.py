@@ -77,5 +77,6 @@ class PromptHashes:
 def _output(message: Generate) -> int:
     tokens = message.params.get("max_tokens")
     width = message.params.get("best_of") or message.params.get("n") or 1
-    known = isinstance(tokens, int) and isinstance(width, int)
-    return min(tokens, DECODE_TOKENS) * width if known else DECODE_TOKENS
+    if not isinstance(tokens, int) or not isinstance(width, int):
+        return DECODE_TOKENS
+    return min(tokens, DECODE_TOKENS) * width

@@ -39,7 +39,7 @@ LOG_FORMAT = "%(levelname)s replica: %(message)s"
 
 
 class Replica:
-    async def __init__(self, settings: Settings, on_gpu: bool) -> None:
+    async def __init__(self, settings: Settings, on_gpu: bool) -> None:  # type: ignore[misc]
         """Returns when the model is loaded: Serve sends no request before."""
         logging.basicConfig(level=os.environ.get("VERBATIM_LOG", "INFO"), format=LOG_FORMAT)
         if not on_gpu:  # the backend `auto` must not find a GPU that belongs to another actor

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 REPORT_SECONDS = 1.0  # interval of a replica's reports
@@ -92,7 +92,7 @@ class PrefixMap:
     def hit(self, replica: str, hashes: Sequence[bytes]) -> int:
         """Leading blocks of a prompt that the replica has."""
         reported = self._reported.get(replica, ())
-        assumed = self._assumed.get(replica, {})
+        assumed: Mapping[bytes, float] = self._assumed.get(replica, {})
         for count, block_hash in enumerate(hashes):
             if block_hash not in reported and block_hash not in assumed:
                 return count
