@@ -17,6 +17,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.model.adapter_load import load_adapter
+from verbatim.model.load import load_model
 from verbatim.testing_models import tiny_model
 from verbatim.weights.adapter_file import read_adapter
 from verbatim.weights.gguf_write import write_gguf
@@ -177,6 +178,8 @@ def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"adapter_config\.json is missing"):
         read_adapter(tmp_path / "empty")
     folder = write_peft(tmp_path / "a", SPEC)
+    with pytest.raises(ModelError, match="is a LoRA adapter, not a model"):
+        load_model(folder)
     with pytest.raises(ModelError, match="give the directory"):
         read_adapter(folder / "adapter_model.safetensors")
     (folder / "adapter_model.safetensors").unlink()

@@ -104,11 +104,6 @@ def read_adapter(path: str | Path) -> AdapterFile:
     )
 
 
-def is_adapter(path: Path) -> bool:
-    """Whether a directory is a PEFT adapter, for error texts."""
-    return (path / CONFIG).is_file()
-
-
 # -------------------------------------------------------------------------------------------- PEFT
 
 

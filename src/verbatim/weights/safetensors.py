@@ -139,6 +139,8 @@ def _no_model(directory: Path) -> str:
     if files:
         more = f" (and {len(files) - 1} more)" if len(files) > 1 else ""
         return f"is a directory; give the GGUF file itself: {directory / files[0]}{more}"
+    if (directory / "adapter_config.json").exists():
+        return "is a LoRA adapter, not a model; load its base model and add --adapter NAME=PATH"
     return (
         "is not a model: a directory needs config.json and *.safetensors beside it; "
         "or give a .gguf file"
