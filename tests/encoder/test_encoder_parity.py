@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tiny_encoders import KINDS, write_encoder
+from tiny_encoders import KINDS, write_encoder, write_modules, write_unigram
 from verbatim import LLM
 from verbatim.backend.encoder import erf
+from verbatim.base.errors import UnsupportedError
 from verbatim.model.encoder_keys import ENCODER_KEYS
 
 pytestmark = pytest.mark.torch
@@ -34,14 +36,20 @@ def oracle_ids(directory: Path, *texts: str) -> Any:
     return Tokenizer.from_file(str(directory / "tokenizer.json")).encode(*texts)
 
 
-def states_of(directory: Path, ids: list[int]) -> np.ndarray:
+@functools.cache
+def oracle(directory: Path) -> Any:
     import torch
     import transformers
 
     torch.set_num_threads(1)
-    model = transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+    return transformers.AutoModel.from_pretrained(directory, attn_implementation="eager").eval()
+
+
+def states_of(directory: Path, ids: list[int]) -> np.ndarray:
+    import torch
+
     with torch.no_grad():
-        found: np.ndarray = model(torch.tensor([ids]))[0][0].numpy()
+        found: np.ndarray = oracle(directory)(torch.tensor([ids]))[0][0].numpy()
     return found
 
 
@@ -185,3 +193,28 @@ def test_the_error_function_is_exact_in_float32() -> None:
     exact = np.array([math.erf(float(v)) for v in x])
     np.testing.assert_allclose(erf(x), exact, atol=6e-8, rtol=6e-8)
     assert erf(np.float32([np.nan, np.inf, -np.inf])).tolist()[1:] == [1.0, -1.0]
+
+
+def test_a_causal_model_embeds_as_its_files_say(tmp_path: Path) -> None:
+    """The form of Qwen3-Embedding: a bare Qwen3Model, the last state, length 1, a query prompt."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    vocab = write_unigram(tmp_path)
+    config = transformers.Qwen3Config(vocab_size=vocab, **sizes, **heads)
+    model = transformers.Qwen3Model(config).eval()
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, backend="reference") as llm, pytest.raises(UnsupportedError, match="state"):
+        llm.embed(TEXTS[0])
+    write_modules(tmp_path, "last", True, prompts={"query": "why "})
+    with LLM(tmp_path, backend="reference") as llm:
+        made, asked = llm.embed(TEXTS[0]), llm.embed("the sky", prompt_name="query")
+        ids, query = llm.encode(TEXTS[0]), llm.encode("why the sky")
+    for vector, tokens in ((made, ids), (asked, query)):
+        with torch.no_grad():
+            last = model(torch.tensor([tokens]))[0][0, -1]
+        expected = torch.nn.functional.normalize(last, dim=0).numpy()
+        np.testing.assert_allclose(vector, expected, atol=2e-6)

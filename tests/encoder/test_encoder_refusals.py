@@ -146,6 +146,7 @@ def test_a_model_that_states_no_pooling_is_refused(tiny: Path, tmp_path: Path) -
         ("config_sentence_transformers.json", {"prompts": {"a": 1}}, "prompt 'a' is not a text"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "default_prompt_name"),
         ("sentence_bert_config.json", {"max_seq_length": -1}, "max_seq_length is -1"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "do_lower_case is True"),
         ("config.json", {"is_decoder": True}, "is_decoder"),
         ("config.json", {"position_embedding_type": "relative_key"}, "position_embedding_type"),
         ("config.json", {"hidden_act": "mish"}, "hidden_act is 'mish'"),

@@ -134,4 +134,6 @@ def _max_tokens(file: Path) -> int | None:
     if not file.is_file():
         return None
     f = Fields(read_json(file), str(file))
+    if f.boolean("do_lower_case", False):
+        raise f.fail("do_lower_case", "only false is supported; the tokenizer's own rule decides")
     return f.integer("max_seq_length") if f.has("max_seq_length") else None
