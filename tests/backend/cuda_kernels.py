@@ -321,28 +321,25 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(device: torch.device) 
         assert padded.data_ptr() == given.data_ptr()
 
 
-def test_compiling_ahead_launches_every_tile_and_changes_no_result(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = small("llama")
-    plain, warm = opened(model), opened(model)
-    launched, chosen, matmul = set(), set(), kernels.matmul
+def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = opened(small("llama"))
+    launched = set()
 
-    def recorded(x: Any, weight: Any, bias: Any = None, tile: Any = None, out: Any = None) -> Any:
+    def matmul(x: Any, weight: Any, bias: Any = None, tile: Any = None, out: Any = None) -> Any:
         launched.add(tile)
-        return matmul(x, weight, bias, tile, out)
+        return kernels.SplitSums(torch.zeros((1, len(x), len(weight)), device=x.device), bias)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(kernels, "matmul", recorded)
-        patch.setattr(warm_up, "STEPS", ((32, 1),))
-        warm_up.compile_kernels(warm)
-    for n, k in ((64, 128), (576, 64)):
+    monkeypatch.setattr(kernels, "matmul", matmul)
+    monkeypatch.setattr(warm_up, "STEPS", ((32, 1),))
+    warm_up.compile_kernels(backend)  # type: ignore[arg-type]
+    chosen = set()
+    for n, k in ((64, 1024), (576, 64)):
         splits = kernels.split_k(n, k)[0]
         chosen |= {kernels.choose_tile(m, n, k, splits, True) for m in range(1, 4200, 37)}
+    assert len(chosen) > 5
     assert {tile._replace(parallel=1) for tile in chosen} <= {
         tile._replace(parallel=1) for tile in launched if tile is not None
     }
-    assert same_bits(run_alone(plain, TOKENS), run_alone(warm, TOKENS))
 
 
 def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) -> None:
@@ -414,38 +411,36 @@ def test_weights_in_blocks_have_the_values_of_the_file(
 
 
 @pytest.mark.parametrize(
-    ("type", "rows", "n"), [("q4_1", 1, 70), ("q6_k", 18, 70), ("q4_k", 2, 600)]
+    ("type", "rows", "n", "k"), [("q4_1", 1, 70, 512), ("q6_k", 18, 70, 512), ("q4_k", 2, 300, 256)]
 )
 def test_a_matmul_in_blocks_has_the_bits_of_an_unpacked_one(
-    type: str, rows: int, n: int, device: torch.device
+    type: str, rows: int, n: int, k: int, device: torch.device
 ) -> None:
-    """A weight with four splits and one with one. Exact sums: the interpreter adds in any order."""
-    weight = quant.to_blocks(block_tensor(type, n, 512), device)
-    x = torch.from_numpy(np.random.default_rng(3).integers(-2, 3, (rows, 512)).astype(np.float16))
+    """Weights with two splits and with one. Exact sums: the interpreter adds in any order."""
+    weight = quant.to_blocks(block_tensor(type, n, k), device)
+    x = torch.from_numpy(np.random.default_rng(3).integers(-2, 3, (rows, k)).astype(np.float16))
     assert quant.in_kernel(weight, rows)
     expected = kernels.matmul(x.to(device), quant.unpack(weight))
     got = quant.matmul(x.to(device), weight)
     assert torch.equal(kernels.reduce_splits(got), kernels.reduce_splits(expected))
 
 
-@pytest.mark.parametrize("type", ["q4_0", "q8_0"])
 def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(
-    type: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without memory for float16 weights, few rows are multiplied in blocks, more through the
     buffer, and the embedding's rows are unpacked."""
-    model = small("llama", type=type)
-    expected = run_alone(opened(model), TOKENS)
+    model = small("llama", type="q4_0")
+    expected = run_alone(opened(model), TOKENS) if device.type == "cuda" else None
     monkeypatch.setattr(cuda_backend.CudaBackend, "available_memory", lambda _: 0)
     monkeypatch.setattr(quant, "MORE_ROWS", 16)
     backend: Any = opened(model)
     held = [w for w in backend._weights.values() if isinstance(w, quant.BlockWeight)]
     assert held
     assert all(weight.unpacked is None for weight in held)
-    long = np.random.default_rng(4).integers(0, 260, 40).tolist()
-    assert difference(model, long) < 0.02
-    alone = run_alone(backend, TOKENS)
-    assert np.abs(np.array(alone.logprobs) - np.array(expected.logprobs)).max() < 1e-3
+    assert difference(model, [*TOKENS, *TOKENS]) < 0.02
+    if expected is not None:  # the interpreter adds in another order
+        assert same_bits(expected, run_alone(backend, TOKENS))
 
 
 # ---- overlapped decoding

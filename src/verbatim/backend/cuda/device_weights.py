@@ -28,6 +28,7 @@ MATRICES = (
     "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
 )
 # fmt: on
+HEADS = ("embed", "head")  # multiplied with few rows: their size does not count for the buffer
 
 
 def load(
@@ -39,8 +40,8 @@ def load(
     """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
     float32; q, k, v and gate, up are concatenated, because one matmul reads them.
 
-    `blocks`: whether quantised matrices are unpacked to float16, also stay in their blocks of 4
-    bits, or only stay in their blocks. The bits of a result are the same."""
+    `blocks`: whether quantised matrices are unpacked to float16, also stay in their blocks if that
+    is faster, or only stay in their blocks. The bits of a result are the same."""
     out: dict[str, Weight] = {}
     for name, tensor in source.items():
         if blocks != "unpacked" and keeps_blocks(name, tensor):
@@ -68,7 +69,7 @@ def load(
 
 
 def is_matrix(name: str) -> bool:
-    return name in ("embed", "head", "positions") or name.endswith(MATRICES)
+    return name in (*HEADS, "positions") or name.endswith(MATRICES)
 
 
 def keeps_blocks(name: str, tensor: Tensor) -> bool:
@@ -83,15 +84,15 @@ def keeps_blocks(name: str, tensor: Tensor) -> bool:
 
 
 def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
-    """Add float16 copies ("both"), or the buffer for them ("only")."""
+    """Add float16 copies, which replace blocks that are not faster ("both"), or the buffer for such
+    copies ("only")."""
     held = {name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight)}
     if blocks == "both":
         for name, weight in held.items():
             plain = quant.unpack(weight)
-            # with 8 bits the blocks are no faster
-            weights[name] = replace(weight, unpacked=plain) if weight.bits == 4 else plain
+            weights[name] = replace(weight, unpacked=plain) if weight.fast else plain
     elif held:
-        size = quant.buffer_values(list(held.values()))
+        size = quant.buffer_values([w for name, w in held.items() if name not in HEADS])
         device = next(iter(held.values())).codes.device
         buffer = torch.empty(size, dtype=torch.float16, device=device)
         for name, weight in held.items():
@@ -140,6 +141,6 @@ def weight_bytes(source: Mapping[str, Tensor], blocks: BlockMode = "only") -> in
             total += 2 * values
             continue
         total += quant.block_bytes(tensor.type, values) + (2 * values if blocks == "both" else 0)
-        if name not in ("embed", "head"):
+        if name not in HEADS:
             largest = max(largest, 2 * values)  # gate and up are joined
     return total + (2 * min(largest, quant.MAX_BUFFER) if blocks == "only" else 0)

@@ -25,7 +25,7 @@ from verbatim.weights.tensor import BLOCKS, Tensor
 
 FEW_ROWS = 16  # multiplied with unpacking in the kernel
 MORE_ROWS = 32  # also multiplied that way, if the weight is not unpacked at loading
-MAX_BUFFER = 1 << 28  # weights with more values (heads) are never unpacked into the shared buffer
+MAX_BUFFER = 1 << 28  # weights with more values are never unpacked into the shared buffer
 PACKS = (512, 256, 128)  # inputs per pack; the largest that divides a split
 MAX_BYTES = 256  # of 8-bit codes per pack; with more, shared memory holds fewer programs
 COLUMNS = (
@@ -56,6 +56,12 @@ class BlockWeight:
     @property
     def ndim(self) -> int:
         return 2
+
+    @property
+    def fast(self) -> bool:
+        """Whether few rows are multiplied faster in blocks than with float16 weights: measured for
+        Q4_0 and the largest pack (docs/gpu-performance.md)."""
+        return self.bits == 4 and self.offsets is None and self.pack == PACKS[0]
 
     @property
     def nbytes(self) -> int:
@@ -263,9 +269,9 @@ def matmul(
 
 
 def in_kernel(weight: BlockWeight, rows: int) -> bool:
-    """Whether the matmul's kernel unpacks the weight. With 8 bits it is no faster than float16."""
+    """Whether the matmul's kernel unpacks the weight."""
     if weight.unpacked is not None:
-        return rows <= FEW_ROWS and weight.bits == 4
+        return rows <= FEW_ROWS
     return rows <= MORE_ROWS or weight.buffer is None
 
 

@@ -34,7 +34,7 @@ def compile_kernels(backend: CudaBackend) -> None:
             x = torch.zeros((tile.rows, k), dtype=weight.dtype, device=weight.device)
             kernels.matmul(x, weight, tile=tile)
     for rows, spans in STEPS:
-        shape = StepShape(rows, OUTPUTS[0], rows, spans)
+        shape = StepShape(rows, OUTPUTS[0], max(4, rows // 32), spans)
         inputs = PaddedInputs(shape, backend.padding_blocks, backend.spec, backend.device)
         inputs.fill(None, {})
         backend.compute(inputs.step)
