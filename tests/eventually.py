@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 # Seconds after which a wait counts as a hang.
-HANG_SECONDS = float(os.environ.get("VERBATIM_TEST_HANG_SECONDS", "120"))
+HANG_SECONDS = float(os.environ.get("VERBATIM_TEST_HANG_SECONDS", "300"))
 POLL_SECONDS = 0.02
 
 
