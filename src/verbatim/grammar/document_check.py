@@ -35,9 +35,7 @@ class Frame(NamedTuple):
 
     array: bool
     unique: bool = False
-    choices: tuple[tuple[bytes, Any], ...] | None = (
-        None  # possible items: (JSON, key)
-    )
+    choices: tuple[tuple[bytes, Any], ...] | None = None  # possible items: (JSON, key)
     seen: frozenset[Any] = frozenset()  # keys of the items, if they must be unique
     key: str = ""  # of the member that is being written
     wants_key: bool = False
