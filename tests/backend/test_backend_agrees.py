@@ -15,7 +15,12 @@ import pytest
 from plans import BLOCKS, Open, run_alone
 
 from verbatim.backend.reference import ReferenceBackend
-from verbatim.testing_models import FIRST_FAMILIES, NEWER_FAMILIES, tiny_model
+from verbatim.testing_models import (
+    FIRST_FAMILIES,
+    NEWER_FAMILIES,
+    RECURRENT_FAMILIES,
+    tiny_model,
+)
 
 FLOATS = ("f32", "f16", "bf16")
 TOKENS = np.random.default_rng(1).integers(0, 260, 60).tolist()
@@ -44,7 +49,7 @@ def test_every_family_and_weight_type_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("type", ["f32", "q8_0"])
-@pytest.mark.parametrize("family", NEWER_FAMILIES)
+@pytest.mark.parametrize("family", [*NEWER_FAMILIES, *RECURRENT_FAMILIES])
 def test_every_newer_family_agrees_with_the_reference(
     family: str, type: str, open_tiny: Open
 ) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda import kernels, recurrent
 from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
@@ -35,7 +35,7 @@ from verbatim.backend.step_rows import (
 )
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.base.records import CacheGroup, Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of
@@ -64,16 +64,11 @@ class CudaBackend:
             raise ParameterError(
                 "kv_type", f"{config.kv_type!r} is not supported by the cuda backend; use f16"
             )
-        if model.spec.recurrent:
-            raise BackendError(
-                f"the cuda backend has no kernels for the recurrent layers of {model.spec.family}; "
-                "use the backend reference"
-            )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         self._weights = load(model.weights, model.spec, self.device) if weights is None else weights
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
-        self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self._caches: tuple[tuple[torch.Tensor, ...], ...] = ()
         # per cache group an extra block that no sequence owns: the padding rows of a graph use it
         self._padding_blocks: tuple[int, ...] = ()
         self._graphs: dict[tuple[int, int], StepGraph] = {}
@@ -84,15 +79,17 @@ class CudaBackend:
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         # a mixture of experts sorts its rows on the host in every layer, which a graph cannot do
         mixture = any(layer.experts for layer in model.spec.layers)
-        self._use_graphs = self.device.type == "cuda" and not mixture
-        self.overlap = not mixture
+        # the integers of recurrent layers are not among the inputs of a graph
+        eager = mixture or model.spec.recurrent
+        self._use_graphs = self.device.type == "cuda" and not eager
+        self.overlap = not eager
 
     @property
     def info(self) -> BackendInfo:
         read = sum(
             w.nbytes for name, w in self._weights.items() if name != "embed" or self.spec.tied
         )
-        kv = sum(self.block_bytes()) // BLOCK_SIZE
+        kv = self.spec.kv_values * 2 * self.spec.attention_layers
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
             major, minor = torch.cuda.get_device_capability(self.device)
@@ -108,17 +105,26 @@ class CudaBackend:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def block_bytes(self) -> tuple[int, ...]:
-        return tuple(
-            len(g.layers) * self.block_size * self.spec.kv_values * 2 for g in self.spec.groups
-        )
+        return tuple(len(g.layers) * self._layer_bytes(g) for g in self.spec.groups)
+
+    def _layer_bytes(self, group: CacheGroup) -> int:
+        """Bytes of one layer in a block of the group."""
+        if group.kind == "attention":
+            return self.block_size * self.spec.kv_values * 2
+        return 4 * recurrent.block_floats(self.spec, group, self.block_size)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert not self._caches, "allocate is called once"
         self._padding_blocks = blocks
         self._caches = tuple(
-            (self._cache(len(group.layers), n + 1), self._cache(len(group.layers), n + 1))
+            self._group_cache(group, n + 1)
             for group, n in zip(self.spec.groups, blocks, strict=True)
         )
+
+    def _group_cache(self, group: CacheGroup, blocks: int) -> tuple[torch.Tensor, ...]:
+        if group.kind == "attention":
+            return self._cache(len(group.layers), blocks), self._cache(len(group.layers), blocks)
+        return recurrent.empty_caches(self.spec, group, blocks, self.block_size, self.device)
 
     def _cache(self, layers: int, blocks: int) -> torch.Tensor:
         shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
@@ -306,6 +312,8 @@ class CudaBackend:
         for first_row, count, owner in cuts.values():
             arrays += [first_row, count, batch.positions[first_row]]
             arrays += [table[owner] for table in batch.tables]
+        own = recurrent.step_arrays(self.spec, batch, BLOCK_SIZE) if self.spec.recurrent else []
+        arrays += own
         tokens, positions, outputs, logits, *rest = self._send(arrays)
         groups = len(batch.tables)
         slots, rest = tuple(rest[:groups]), rest[groups:]
@@ -315,6 +323,7 @@ class CudaBackend:
             rest = rest[3 + groups :]
             for tiling, table in zip(tilings, tables, strict=True):
                 tiling.append(QueryTiles(table, first, counts, first_positions, lines))
+        layers = recurrent.RecurrentStep(*rest) if own else None
         all_outputs = len(batch.outputs) == batch.rows
         all_logits = len(batch.logits) == len(batch.outputs)
         return DeviceStep(
@@ -325,6 +334,7 @@ class CudaBackend:
             None if all_outputs else outputs,
             None if all_logits else logits,
             kernels.span_count(int(batch.positions.max()) + 1),
+            layers,
         )
 
     def _cut_tiles(self, batch: Batch) -> dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]]:
@@ -386,8 +396,6 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     """Open a model on a GPU that runs a test kernel and has memory for the weights.
 
     Otherwise raise a BackendError with the reason; no GPU memory stays allocated."""
-    if model.spec.recurrent:
-        raise BackendError(f"it has no kernels for the recurrent layers of {model.spec.family}")
     kernel_ran()
     target, needed = device(), weight_bytes(model) + RESERVED_BYTES
     free = int(torch.cuda.mem_get_info(target)[0]) if target.type == "cuda" else needed
