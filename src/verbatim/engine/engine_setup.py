@@ -41,7 +41,7 @@ def make_scheduler(parts: LoadedModel, config: EngineConfig, cache_plan: CachePl
         max_running=config.max_running,
         prefix_cache=config.prefix_cache,
         use_cache=config.use_cache,
-        cost=TokenCost(card.prompt_ops_token, card.ops_position // len(backend.spec.layers)),
+        cost=TokenCost(card.prompt_ops_token, card.ops_position // backend.spec.attention_layers),
         overlap=backend.overlap,
     )
 
