@@ -94,7 +94,11 @@ def interpreter_fault() -> str:
 if os.environ.get("TRITON_INTERPRET") == "1" and (fault := interpreter_fault()):
     pytest.skip(fault, allow_module_level=True)
 
+_DELTA = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 SMALL: dict[str, dict[str, object]] = {
+    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    "qwen3next": _DELTA,
+    "qwen35": _DELTA,
     "gpt2": {"n_layer": 1},
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 3},
     "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
@@ -129,10 +133,19 @@ def run_checked(model: Model, tokens: list[int]) -> tuple[Backend, ScoredSeq]:
     return backend, found
 
 
+def difference(model: Model, tokens: list[int]) -> float:
+    """Mean difference of log-probabilities between the cuda and the reference backend."""
+    ours, theirs = (
+        np.array(run_alone(opened(model, kind), tokens, seed=3).logprobs)
+        for kind in ("cuda", "reference")
+    )
+    return float(np.abs(ours - theirs).mean())
+
+
 # The newer families whose operations no other family has. test_backend_agrees.py runs all on a GPU.
 OWN_OPERATIONS = (
     *("granite", "olmo2", "hunyuan-dense", "ministral3", "cohere2", "arcee", "glm4_moe"),
-    "gpt_oss",
+    *("gpt_oss", "lfm2", "qwen3next", "qwen35"),
 )
 
 
@@ -189,6 +202,23 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family
         run(backend, left, [5] * len(left))
     for one, other in zip(alone, together, strict=True):
         assert same_bits(one, other)
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3next", "qwen35"])
+def test_recurrent_layers_keep_their_bits_over_the_borders_of_blocks(family: str) -> None:
+    """One step of 37 tokens, against steps that start and end inside blocks and at their borders,
+    beside another sequence, after a draft that was rejected."""
+    tokens = np.random.default_rng(3).integers(0, 260, 37).tolist()
+    backend = opened(small(family))
+    expected = run_alone(backend, tokens)
+    blocks = Blocks(backend.spec, backend.block_size, 5)
+    seq, other = blocks.allocate(0, tokens), blocks.allocate(1, tokens[::-1])
+    run(backend, [other, seq], [8, 5])
+    tables = tuple(tuple(table) for table in seq.tables)
+    backend.execute(StepPlan(0, (SeqStep(seq.id, (1, 2, 3, 4), 5, tables),)))
+    for count in (11, 1, 15, 1, 4):
+        run(backend, [seq], [count])
+    assert same_bits(expected, seq)
 
 
 def test_attention_over_several_spans_is_right_and_keeps_its_bits(

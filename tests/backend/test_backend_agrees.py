@@ -18,7 +18,12 @@ from plans import BLOCKS, Open, run_alone
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.model.layout import is_quantisable
 from verbatim.model.load import Model
-from verbatim.testing_models import FIRST_FAMILIES, NEWER_FAMILIES, tiny_model
+from verbatim.testing_models import (
+    FIRST_FAMILIES,
+    NEWER_FAMILIES,
+    RECURRENT_FAMILIES,
+    tiny_model,
+)
 from verbatim.weights.codebook_formats import SCALED
 from verbatim.weights.tensor import Tensor
 
@@ -79,7 +84,7 @@ def test_every_family_and_weight_type_agrees_with_the_reference(
 
 
 @pytest.mark.parametrize("type", ["f32", "q8_0"])
-@pytest.mark.parametrize("family", NEWER_FAMILIES)
+@pytest.mark.parametrize("family", [*NEWER_FAMILIES, *RECURRENT_FAMILIES])
 def test_every_newer_family_agrees_with_the_reference(
     family: str, type: str, open_tiny: Open
 ) -> None:

@@ -13,7 +13,12 @@ from plans import Blocks, Open, ScoredSeq, run, run_alone, same_bits
 
 from verbatim.base.errors import BackendError, ModelError
 from verbatim.base.records import SeqStep, StepPlan
-from verbatim.testing_models import FIRST_FAMILIES, NEWER_FAMILIES, tiny_model
+from verbatim.testing_models import (
+    FIRST_FAMILIES,
+    NEWER_FAMILIES,
+    RECURRENT_FAMILIES,
+    tiny_model,
+)
 from verbatim.weights.quantise import quantise
 from verbatim.weights.tensor import Tensor
 
@@ -27,7 +32,7 @@ def tokens_of(seed: int, count: int = LENGTH) -> list[int]:
 @pytest.mark.parametrize(
     ("family", "type"),
     [(family, type) for family in FIRST_FAMILIES for type in ("f32", "q8_0")]
-    + [(family, "q8_0") for family in NEWER_FAMILIES],
+    + [(family, "q8_0") for family in (*NEWER_FAMILIES, *RECURRENT_FAMILIES)],
 )
 def test_a_sequence_has_the_same_bits_alone_in_chunks_and_in_a_batch(
     family: str, type: str, open_tiny: Open

@@ -60,7 +60,7 @@ def test_the_cost_card_counts_every_matrix() -> None:
     from verbatim.model.layout import is_quantisable, layout
     from verbatim.testing_models import tiny_model
 
-    for family in ("llama", "gpt2", "qwen2"):
+    for family in ("llama", "gpt2", "qwen2", "lfm2"):
         spec = tiny_model(family).spec
         card = cost_card(spec, SimpleNamespace(weight_bytes=1, kv_token_bytes=2))
         sizes = {
@@ -72,7 +72,7 @@ def test_the_cost_card_counts_every_matrix() -> None:
         body = sum(size for name, size in sizes.items() if name not in ("embed", "head"))
         assert card.ops_token == 2 * (body + head), family
         assert card.prompt_ops_token == 2 * body
-        assert card.ops_position == len(spec.layers) * 4 * spec.heads * spec.head_dim
+        assert card.ops_position == spec.attention_layers * 4 * spec.heads * spec.head_dim
 
 
 def test_a_mixture_of_experts_costs_only_its_active_experts() -> None:

@@ -115,12 +115,13 @@ def test_a_q8_0_gguf_file_gives_the_logits_of_transformers_with_that_file(
 
 
 @pytest.mark.parametrize("style", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "qwen3_5"])
 def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
     wrapper: str, style: str, built: Any, tmp_path: Path
 ) -> None:
-    """A text_config, a prefix before all names, and a vision tower, which is ignored."""
-    name = {"gemma3": "gemma3", "mistral3": "ministral3"}[wrapper]
+    """A text_config, a prefix before all names, and a vision tower, which is ignored. The tensors
+    of qwen3_5 that draft tokens are ignored with a warning."""
+    name = {"gemma3": "gemma3", "mistral3": "ministral3", "qwen3_5": "qwen3_5"}[wrapper]
     case = next(c for c in CASES if c.name == name)
     directory, tokens, logits = built(case)
     state = load_file(directory / "model.safetensors")
@@ -130,6 +131,10 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
         nested[f"{'language_model.' if style.startswith('language') else ''}lm_head.weight"] = head
     tower = "vision_tower." if style.startswith("language") else "model.vision_tower."
     nested[f"{tower}vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
+    if wrapper == "qwen3_5":
+        nested |= dict.fromkeys(
+            ("mtp.fc.weight", "model.visual.merger.norm.weight"), np.ones(4, "f")
+        )
     save_file(nested, tmp_path / "model.safetensors")
     config = json.loads((directory / "config.json").read_text())
     outer = {"model_type": wrapper, "text_config": config, "eos_token_id": [1, 5]}
@@ -138,6 +143,7 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
     )
     model = load_model(tmp_path)
     assert model.eos_ids == (1, 5, 2)
+    assert any("mtp.*" in text for text in model.warnings) == (wrapper == "qwen3_5")
     assert np.abs(Driver(model).feed(tokens) - logits).max() < TOLERANCE
 
 

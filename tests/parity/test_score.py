@@ -41,8 +41,7 @@ def opened(family: str, **options: Any) -> LLM:
 @pytest.mark.parametrize(
     ("family", "backend"),
     [(family, backend) for family in FIRST_FAMILIES for backend in BACKENDS]
-    + [(family, BACKENDS[-1]) for family in NEWER_FAMILIES]
-    + [(family, "reference") for family in RECURRENT_FAMILIES],
+    + [(family, BACKENDS[-1]) for family in (*NEWER_FAMILIES, *RECURRENT_FAMILIES)],
 )
 def test_generating_and_scoring_give_equal_logprobs(family: str, backend: str) -> None:
     """Three sequences decoded in one batch, against one prefill per sequence: equal bits."""

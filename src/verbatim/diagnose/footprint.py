@@ -184,7 +184,7 @@ def _of_spec(
         context=spec.context,
         ops_token=card.ops_token,
         prompt_ops_token=card.prompt_ops_token,
-        ops_position=card.ops_position // len(spec.layers),
+        ops_position=card.ops_position // spec.attention_layers,
     )
 
 

@@ -59,7 +59,7 @@ def make_scheduler(
         use_cache=config.use_cache,
         prefix_key=None if store is None else store.key,
         store=store,
-        cost=TokenCost(card.prompt_ops_token, card.ops_position // len(backend.spec.layers)),
+        cost=TokenCost(card.prompt_ops_token, card.ops_position // backend.spec.attention_layers),
         overlap=backend.overlap,
     )
 

@@ -100,7 +100,7 @@ def cost_card(spec: Any, info: Any) -> CostCard:
         weight_bytes=info.weight_bytes,
         kv_token_bytes=info.kv_token_bytes,
         ops_token=2 * (linear + head),
-        ops_position=len(spec.layers) * 4 * spec.heads * spec.head_dim,
+        ops_position=spec.attention_layers * 4 * spec.heads * spec.head_dim,
         prompt_ops_token=2 * linear,
     )
 

@@ -66,7 +66,8 @@ class Writer:
         assert inv_freq.dtype == np.float64
         return self._array(inv_freq, "rope", float(factor))
 
-    def group(self, window: int, layers: list[int]) -> None:
+    def group(self, window: int, layers: list[int], kind: int, floats: int) -> None:
+        assert (kind, floats) == (0, 0), "models with recurrent layers are not written"
         self.line("group", window, len(layers), *layers)
 
     def op(self, name: str, **fields: Any) -> None:

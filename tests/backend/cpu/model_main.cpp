@@ -119,7 +119,7 @@ int main(int argc, char** argv) {
         } else if (what == "buffer") e.add_buffer((int)integer());
         else if (what == "group") {
             int window = (int)integer();
-            e.add_group(window, list());
+            e.add_group(window, list(), G_ATTENTION, 0);
         } else if (what == "op") e.add_op(read_op());
         else if (what == "finish") e.finish();
         else if (what == "generate") return generate(e), 0;

@@ -33,7 +33,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.model.load import Model, load_model
-from verbatim.testing_models import NEWER_FAMILIES, tiny_model
+from verbatim.testing_models import NEWER_FAMILIES, RECURRENT_FAMILIES, tiny_model
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
@@ -230,7 +230,7 @@ def test_mixtures_of_random_shapes_have_the_same_bits_everywhere(data: st.DataOb
         assert states(model, tokens, cuts, threads=1) == scalar, cuts
 
 
-@pytest.mark.parametrize("family", NEWER_FAMILIES)
+@pytest.mark.parametrize("family", [*NEWER_FAMILIES, *RECURRENT_FAMILIES])
 def test_newer_families_have_the_same_bits_everywhere(family: str) -> None:
     """Attention sinks, scales, norms over all heads, sigmoid routers: every instruction set gives
     the bits of the scalar kernels, with any number of threads and in any chunks."""
@@ -305,7 +305,7 @@ def test_an_unknown_instruction_set_is_rejected(monkeypatch: pytest.MonkeyPatch)
 # ---- other machines, sanitizers
 
 EXACT = ["-std=c++20", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "selftest")
+PORTABLE = ("pack", "rope", "isa", "engine", "ops", "attention", "moe", "recurrent", "selftest")
 MAINS = {
     "digest": SOURCES / "kernels" / "digest_main.cpp",
     "model": Path(__file__).with_name("model_main.cpp"),

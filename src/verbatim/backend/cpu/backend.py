@@ -39,8 +39,6 @@ KV_TYPES = ("f16", "q8")
 def unsupported(model: Model) -> str | None:
     """The reason why the native kernels cannot run this model; None if they can."""
     spec = model.spec
-    if spec.recurrent:
-        return f"no native kernels for the recurrent layers of {spec.family}"
     if spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
         return f"{spec.heads} query heads over {spec.kv_heads} key heads"
     if spec.head_dim > 1024 or spec.head_dim % 2:
@@ -91,7 +89,8 @@ class CpuBackend:
 
     @property
     def info(self) -> BackendInfo:
-        kv = sum(self._engine.block_bytes()) // BLOCK_SIZE
+        sizes = zip(self.spec.groups, self._engine.block_bytes(), strict=True)
+        kv = sum(size for group, size in sizes if group.kind == "attention") // BLOCK_SIZE
         numerics = (
             NUMERICS_VERSION
             if self.config.kv_type == "f16"

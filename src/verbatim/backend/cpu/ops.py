@@ -19,7 +19,9 @@ from typing import Any, Literal
 import numpy as np
 
 from verbatim.backend.cpu.repack import repack
+from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.errors import ModelError
+from verbatim.base.records import CacheGroup
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.model.rope import query_scales
@@ -64,6 +66,20 @@ class Recorder:
             for name, width in (("mlp", spec.mlp), ("shared", spec.shared_mlp))
             if width
         }
+        if spec.attention_gate or spec.shared_gate:
+            self._gates = {n: engine.buffer(n) for n in (1, spec.heads * spec.head_dim)}
+            self._gated = engine.buffer(spec.heads * spec.head_dim)
+        if (delta := spec.delta) is not None:
+            self._delta = {
+                name: engine.buffer(width)
+                for name, width in (
+                    *(("src", delta.qkv), ("keys", delta.qkv), ("values", delta.values)),
+                    *(("betas", delta.value_heads), ("alphas", delta.value_heads)),
+                    ("dst", delta.values),
+                )
+            }
+        elif spec.recurrent:
+            self._conv = {"src": engine.buffer(3 * spec.hidden), "dst": engine.buffer(spec.hidden)}
         self._logits = engine.buffer(spec.vocab)
 
     # ---- weights
@@ -89,17 +105,17 @@ class Recorder:
         return [self._pack(t, kind, parts[e], rows) for e in range(count)]
 
     def _vector(self, name: str, offset: float = 0.0) -> int:
-        t = self.weights[name]
-        values = t.to_f32().reshape(-1)
+        return self._floats(name, self.weights[name].to_f32() + np.float32(offset))
+
+    def _floats(self, name: str, values: np.ndarray) -> int:
+        values = np.ascontiguousarray(values, np.float32).reshape(-1)
         if not np.isfinite(values).all():
             raise ModelError(
-                f"tensor {t.name}: it holds a value that is not a finite number; "
+                f"tensor {self.weights[name].name}: it holds a value that is not a finite number; "
                 "the file is damaged: get it again",
                 file=self._file,
             )
-        return int(
-            self.engine.vector(np.ascontiguousarray(values + np.float32(offset), np.float32))
-        )
+        return int(self.engine.vector(values))
 
     def _lora(self, name: str, heads: int = 0) -> int:
         """Pack the adapters' matrices of this weight; -1: no adapter changes it. B has the panels
@@ -219,6 +235,52 @@ class Recorder:
         )
         return Handle(self._o)
 
+    def short_conv(self, x: Handle, layer: int) -> Handle:
+        self._emit(x, self._conv["src"], add=False)
+        self.engine.op("conv", layer=layer, **self._conv, **self._kernel(f"layers.{layer}.conv"))
+        return Handle(self._conv["dst"])
+
+    def _kernel(self, prefix: str) -> dict[str, int]:
+        """The kernel of a convolution as [taps, channels], and its bias."""
+        taps = self.weights[f"{prefix}.kernel"].to_f32()
+        fields = {"kernel": self._floats(f"{prefix}.kernel", taps.T), "taps": taps.shape[1]}
+        if self.spec.conv_bias:
+            fields["kernel_bias"] = self._vector(f"{prefix}.kernel.bias")
+        return fields
+
+    def delta_net(self, qkv: Handle, z: Handle, b: Handle, a: Handle, layer: int) -> Handle:
+        delta, prefix = self.spec.delta, f"layers.{layer}.delta"
+        assert delta is not None
+        for x, name in ((qkv, "src"), (z, "values"), (b, "betas"), (a, "alphas")):
+            self._emit(x, self._delta[name], add=False)
+        self.engine.op(
+            "delta",
+            layer=layer,
+            **self._delta,
+            **self._kernel(prefix),
+            decay=self._vector(f"{prefix}.decay"),
+            dt=self._vector(f"{prefix}.dt"),
+            qnorm=self._vector(f"{prefix}.norm"),
+            key_heads=delta.key_heads,
+            value_heads=delta.value_heads,
+            key_dim=delta.key_dim,
+            value_dim=delta.value_dim,
+            tiled=delta.tiled,
+        )
+        return Handle(self._delta["dst"])
+
+    def gated(self, x: Handle, gate: Handle) -> Handle:
+        """The attention's output is gated into a buffer, and the shared MLP's output into the
+        residual. Both products are computed now, because an addition may change their input."""
+        if x.pending is None:
+            gates = self._gates[self.spec.heads * self.spec.head_dim]
+            self._emit(gate, gates, add=False)
+            self.engine.op("gated", src=x.buffer, keys=gates, dst=self._gated)
+            return Handle(self._gated)
+        self._emit(x, self._y, add=False)
+        self._emit(gate, self._gates[1], add=False)
+        return Handle(pending=("gated", {"src": self._y, "keys": self._gates[1]}))
+
     def linear(self, x: Handle, name: str, bias: bool) -> Handle:
         fields = {
             **self._normed(x),
@@ -284,9 +346,28 @@ def record(model: Model, engine: Any) -> int:
     """Pack the model's weights into `engine` and record its forward pass there.
 
     Returns the engine's number of the embedding matrix, which a draft head uses."""
+    kinds = ("attention", "conv", "state")
     for group in model.spec.groups:
-        engine.group(group.window or 0, list(group.layers))
+        engine.group(
+            group.window or 0,
+            list(group.layers),
+            kinds.index(group.kind),
+            block_floats(model.spec, group),
+        )
     recorder = Recorder(model, engine)
     forward(model.spec, recorder)
     engine.finish()
     return recorder._matrix("embed")
+
+
+def block_floats(spec: ModelSpec, group: CacheGroup) -> int:
+    """Floats in a block of one layer of a recurrent group; 0 for attention. A value head of a delta
+    net has its own copy of the keys, so that the value heads can be computed in parallel."""
+    if group.kind == "attention":
+        return 0
+    if group.kind == "conv":
+        return BLOCK_SIZE * spec.conv_channels
+    delta = spec.delta
+    assert delta is not None
+    updates = BLOCK_SIZE * (delta.key_dim + delta.value_dim + 2)
+    return delta.value_heads * (delta.key_dim * delta.value_dim + updates)

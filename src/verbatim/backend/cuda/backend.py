@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import kernels, quant
+from verbatim.backend.cuda import kernels, quant, recurrent
 from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.device_weights import (
     BlockMode,
@@ -53,7 +53,7 @@ from verbatim.backend.step_rows import (
 )
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.base.records import CacheGroup, Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of
@@ -82,11 +82,6 @@ class CudaBackend:
             raise ParameterError(
                 "kv_type", f"{config.kv_type!r} is not supported by the cuda backend; use f16"
             )
-        if model.spec.recurrent:
-            raise BackendError(
-                f"the cuda backend has no kernels for the recurrent layers of {model.spec.family}; "
-                "use the backend reference"
-            )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         if weights is None:
@@ -98,7 +93,7 @@ class CudaBackend:
         self._weights = weights
         self._adapters = tuple(load_adapter(a, model.spec, self.device) for a in model.adapters)
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
-        self._caches: tuple[tuple[torch.Tensor, torch.Tensor], ...] = ()
+        self._caches: tuple[tuple[torch.Tensor, ...], ...] = ()
         # per cache group an extra block that no sequence owns: the padding rows of a graph use it
         self.padding_blocks: tuple[int, ...] = ()
         self._graphs: dict[tuple[int, int], StepGraph[GraphInputs]] = {}
@@ -111,15 +106,17 @@ class CudaBackend:
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         # a mixture of experts sorts its rows on the host in every layer, which a graph cannot do
         mixture = any(layer.experts for layer in model.spec.layers)
-        self._use_graphs = self.device.type == "cuda" and not mixture
-        self.overlap = not mixture
+        # the integers of recurrent layers are not among the inputs of a graph
+        eager = mixture or model.spec.recurrent
+        self._use_graphs = self.device.type == "cuda" and not eager
+        self.overlap = not eager
 
     @property
     def info(self) -> BackendInfo:
         read = sum(
             w.nbytes for name, w in self._weights.items() if name != "embed" or self.spec.tied
         )
-        kv = sum(self.block_bytes()) // BLOCK_SIZE
+        kv = self.spec.kv_values * 2 * self.spec.attention_layers
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
             major, minor = torch.cuda.get_device_capability(self.device)
@@ -135,20 +132,29 @@ class CudaBackend:
         return int(torch.cuda.mem_get_info(self.device)[0])
 
     def block_bytes(self) -> tuple[int, ...]:
-        return tuple(
-            len(g.layers) * self.block_size * self.spec.kv_values * 2 for g in self.spec.groups
-        )
+        return tuple(len(g.layers) * self._layer_bytes(g) for g in self.spec.groups)
+
+    def _layer_bytes(self, group: CacheGroup) -> int:
+        """Bytes of one layer in a block of the group."""
+        if group.kind == "attention":
+            return self.block_size * self.spec.kv_values * 2
+        return 4 * recurrent.block_floats(self.spec, group, self.block_size)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert not self._caches, "allocate is called once"
         self.padding_blocks = blocks
         self._caches = tuple(
-            (self._cache(len(group.layers), n + 1), self._cache(len(group.layers), n + 1))
+            self._group_cache(group, n + 1)
             for group, n in zip(self.spec.groups, blocks, strict=True)
         )
         # PyTorch and Triton create 190,000 objects: without them a full collection takes less than
         # a millisecond instead of 110 ms, in which no step is launched
         gc.freeze()
+
+    def _group_cache(self, group: CacheGroup, blocks: int) -> tuple[torch.Tensor, ...]:
+        if group.kind == "attention":
+            return self._cache(len(group.layers), blocks), self._cache(len(group.layers), blocks)
+        return recurrent.empty_caches(self.spec, group, blocks, self.block_size, self.device)
 
     def _cache(self, layers: int, blocks: int) -> torch.Tensor:
         shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
@@ -156,15 +162,18 @@ class CudaBackend:
 
     def read_block(self, group: int, block: int) -> bytes:
         parts = [cache[:, block] for cache in self._caches[group]]
-        return bytes(torch.stack(parts).cpu().numpy().tobytes())
+        return b"".join(part.contiguous().cpu().numpy().tobytes() for part in parts)
 
     def write_block(self, group: int, block: int, data: bytes) -> None:
         if len(data) != self.block_bytes()[group]:
             raise ValueError(f"{len(data)} bytes are not a block of group {group}")
-        shape = (2, *self._caches[group][0][:, block].shape)
-        stored = torch.frombuffer(bytearray(data), dtype=torch.float16).reshape(shape)
-        for cache, part in zip(self._caches[group], stored, strict=True):
-            cache[:, block] = part.to(self.device)
+        start = 0
+        for cache in self._caches[group]:
+            part = cache[:, block]
+            count = part.numel()
+            stored = torch.frombuffer(bytearray(data), dtype=part.dtype, count=count, offset=start)
+            cache[:, block] = stored.view(part.shape).to(self.device)
+            start += count * part.element_size()
 
     def matrices(self) -> list[torch.Tensor]:
         """The weights [n, k] that one matmul reads."""
@@ -419,8 +428,6 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     """Open a model on a GPU that runs a test kernel and has memory for the weights.
 
     Otherwise raise a BackendError with the reason; no GPU memory stays allocated."""
-    if model.spec.recurrent:
-        raise BackendError(f"it has no kernels for the recurrent layers of {model.spec.family}")
     kernel_ran()
     target, needed = device(), weight_bytes(model.weights) + RESERVED_BYTES
     # adapters are float32

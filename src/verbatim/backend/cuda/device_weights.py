@@ -26,6 +26,7 @@ BlockMode: TypeAlias = Literal["unpacked", "both", "only"]
 MATRICES = (
     "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
     "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
+    "attn.gate", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out",
 )
 # fmt: on
 HEADS = ("embed", "head")  # multiplied with few rows: their size does not count for the buffer
@@ -57,7 +58,8 @@ def load(
         positions = np.arange(spec.context)
         out["query_scales"] = torch.from_numpy(query_scales(spec, positions)).to(device)
     for i, layer in enumerate(spec.layers):
-        _join(out, f"layers.{i}.attn", ("q", "k", "v"), spec.qkv_bias)
+        if layer.mixer == "attention":
+            _join(out, f"layers.{i}.attn", ("q", "k", "v"), spec.qkv_bias)
         if layer.experts:
             _join(out, f"layers.{i}.moe", ("gate", "up"), spec.expert_bias)
             if spec.shared_mlp:

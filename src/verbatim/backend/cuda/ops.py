@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from verbatim.backend.cuda import kernels, quant
+from verbatim.backend.cuda import kernels, quant, recurrent
 from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
 from verbatim.backend.cuda.lora import DeviceAdapter, add_low_rank
+from verbatim.backend.cuda.recurrent import RecurrentStep
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 
@@ -37,6 +38,7 @@ class DeviceStep:
     logits_out: torch.Tensor | None = None  # [logits, vocabulary]: where to write the logits
     # rows of each LoRA adapter in this step: (number of the adapter, int64 rows)
     adapters: tuple[tuple[int, torch.Tensor], ...] = ()
+    recurrent: RecurrentStep | None = None  # of a model with recurrent layers
 
 
 @dataclass(slots=True, eq=False)
@@ -64,16 +66,16 @@ class CudaOps:
         self,
         spec: ModelSpec,
         weights: dict[str, Weight],
-        caches: tuple[tuple[torch.Tensor, torch.Tensor], ...],
+        caches: tuple[tuple[torch.Tensor, ...], ...],
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
         step: DeviceStep,
         adapters: tuple[DeviceAdapter, ...] = (),
     ) -> None:
         self.spec, self.weights, self.caches, self.adapters = spec, weights, caches, adapters
         self.angles, self.step = angles, step
-        # layer -> (cache group, index of the layer in that group's cache)
+        # kind of group, layer -> (cache group, index of the layer in that group's cache)
         self._cache_of = {
-            layer: (g, i)
+            (group.kind, layer): (g, i)
             for g, group in enumerate(spec.groups)
             for i, layer in enumerate(group.layers)
         }
@@ -104,7 +106,8 @@ class CudaOps:
         weights of two types need float32."""
         layer, _, kind = norm.rpartition(".")
         mlp = ("mlp.gate+up", "mlp.up")
-        attention = ("attn.q+k+v", *(mlp if self.spec.shared_norm else ()))
+        attention = ("attn.q+k+v", "attn.gate", *(mlp if self.spec.shared_norm else ()))
+        attention += ("conv.in", "delta.qkv", "delta.z", "delta.b", "delta.a")
         consumers = {"attn_norm": attention, "mlp_norm": mlp}.get(kind, ())
         names = [f"{layer}.{consumer}" for consumer in consumers]
         found = {self.weights[name].dtype for name in names if name in self.weights}
@@ -164,7 +167,7 @@ class CudaOps:
 
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int) -> Rows:
         spec, step = self.spec, self.step
-        group, index = self._cache_of[layer]
+        group, index = self._cache_of["attention", layer]
         keys, values = (cache[index] for cache in self.caches[group])
         rope, window = spec.layers[layer].rope, spec.layers[layer].window
         norms = (self.weights[q.norm], self.weights[k.norm]) if q.norm else None
@@ -188,6 +191,8 @@ class CudaOps:
             queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
         sinks = self.weights[f"layers.{layer}.attn.sinks"] if spec.sinks else None
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
+        if spec.attention_gate:
+            dtype = torch.float32  # `gated` reads it
         scale, cap = spec.scale, spec.attention_softcap
         return kernels.attend(
             queries, keys, values, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
@@ -207,6 +212,39 @@ class CudaOps:
             for part, name in ((queries, q.norm), (keys, k.norm))
         ]
         return SplitSums(torch.cat([*parts, values], 1)[None])
+
+    # ---- recurrent layers
+
+    def short_conv(self, x: Rows, layer: int) -> Rows:
+        prefix = f"layers.{layer}.conv"
+        b, c, u = torch.split(kernels.reduce_splits(x), self.spec.hidden, 1)
+        y = self._convolved(b * u, f"{prefix}.kernel", layer)
+        if self.spec.conv_bias:
+            y = y + self.weights[f"{prefix}.kernel.bias"]
+        return (c * y).to(self.weights[f"{prefix}.out"].dtype)
+
+    def _convolved(self, x: torch.Tensor, kernel: str, layer: int) -> torch.Tensor:
+        group, index = self._cache_of["conv", layer]
+        step = self.step.recurrent
+        assert step is not None, "the step of a recurrent model"
+        (inputs,) = self.caches[group]
+        slots = self.step.slots[group]
+        return recurrent.convolve(x, self.weights[kernel], inputs[index], slots, step.history)
+
+    def delta_net(self, qkv: Rows, z: Rows, b: Rows, a: Rows, layer: int) -> Rows:
+        prefix, step = f"layers.{layer}.delta", self.step.recurrent
+        assert step is not None, "the step of a recurrent model"
+        mixed = self._convolved(kernels.reduce_splits(qkv), f"{prefix}.kernel", layer)
+        inputs = (recurrent.silu(mixed), *(kernels.reduce_splits(x) for x in (z, b, a)))
+        group, index = self._cache_of["state", layer]
+        caches = tuple(cache[index] for cache in self.caches[group])
+        vectors = tuple(self.weights[f"{prefix}.{name}"] for name in ("decay", "dt", "norm"))
+        out = recurrent.delta_net(self.spec, inputs, vectors, caches, step)
+        return out.to(self.weights[f"{prefix}.out"].dtype)
+
+    def gated(self, x: Rows, gate: Rows) -> Rows:
+        rows = kernels.reduce_splits(x) if isinstance(x, SplitSums) else x
+        return rows * (1.0 / (1.0 + torch.exp(-kernels.reduce_splits(gate))))
 
     # ---- MLP and mixture of experts
 

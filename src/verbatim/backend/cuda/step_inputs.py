@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda import kernels, recurrent
 from verbatim.backend.cuda.kernels import QueryTiles
 from verbatim.backend.cuda.lora import adapter_rows
 from verbatim.backend.cuda.ops import DeviceStep
@@ -80,6 +80,8 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
     for tiles in cuts.values():
         arrays += [tiles.first_row, tiles.rows, batch.positions[tiles.first_row]]
         arrays += [table[tiles.owner] for table in batch.tables]
+    own = recurrent.step_arrays(spec, batch, BLOCK_SIZE) if spec.recurrent else []
+    arrays += own
     tokens, positions, outputs, logits, *rest = _send(arrays, device)
     groups = len(batch.tables)
     slots, rest = tuple(rest[:groups]), rest[groups:]
@@ -101,6 +103,7 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
         None if all_logits else logits,
         kernels.span_count(int(batch.positions.max()) + 1),
         adapters=adapter_rows(batch.adapters, device),
+        recurrent=recurrent.RecurrentStep(*rest) if own else None,
     )
 
 

@@ -6,6 +6,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <cstring>
+#include <iterator>
 #include <stdexcept>
 
 #include "draft_head.h"
@@ -139,16 +140,19 @@ class PyEngine {
         for (size_t i = 0; i < a.size(); i++) adapters.push_back({a[i], b[i], scale[i]});
         return engine_.add_lora(adapters);
     }
-    void group(int window, const std::vector<int>& layers) {
-        engine_.add_group(window, layers);
+    void group(int window, const std::vector<int>& layers, int kind, int64_t floats) {
+        if (kind < G_ATTENTION || kind > G_STATE || (kind != G_ATTENTION) != (floats > 0))
+            throw std::invalid_argument("a cache group of an unknown kind");
+        engine_.add_group(window, layers, (GroupKind)kind, floats);
         groups_++;
     }
     void op(const std::string& type, nb::kwargs kw) {
         static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
-                                      "norm",  "normadd",   "moe", "head",   "heads"};
+                                      "norm",  "normadd",   "moe", "head",   "heads",  "conv",
+                                      "delta", "gated"};
         Op o{};
         o.type = (OpType)-1;
-        for (int i = 0; i < 11; i++)
+        for (int i = 0; i < (int)std::size(NAMES); i++)
             if (type == NAMES[i]) o.type = (OpType)i;
         if ((int)o.type < 0) throw std::invalid_argument("unknown operation " + type);
         for (auto [key, value] : kw) {
@@ -183,6 +187,18 @@ class PyEngine {
             else if (k == "gates") o.experts[0] = nb::cast<std::vector<int>>(value);
             else if (k == "ups") o.experts[1] = nb::cast<std::vector<int>>(value);
             else if (k == "downs") o.experts[2] = nb::cast<std::vector<int>>(value);
+            else if (k == "kernel") o.kernel = nb::cast<int>(value);
+            else if (k == "kernel_bias") o.kernel_bias = nb::cast<int>(value);
+            else if (k == "taps") o.taps = nb::cast<int>(value);
+            else if (k == "betas") o.betas = nb::cast<int>(value);
+            else if (k == "alphas") o.alphas = nb::cast<int>(value);
+            else if (k == "decay") o.decay = nb::cast<int>(value);
+            else if (k == "dt") o.dt = nb::cast<int>(value);
+            else if (k == "key_heads") o.key_heads = nb::cast<int>(value);
+            else if (k == "value_heads") o.value_heads = nb::cast<int>(value);
+            else if (k == "key_dim") o.key_dim = nb::cast<int>(value);
+            else if (k == "value_dim") o.value_dim = nb::cast<int>(value);
+            else if (k == "tiled") o.tiled = nb::cast<bool>(value);
             else throw std::invalid_argument("unknown field " + k);
         }
         engine_.add_op(std::move(o));
@@ -372,7 +388,8 @@ NB_MODULE(_native, m) {
         .def("rope", &PyEngine::rope)
         .def("buffer", [](PyEngine& e, int width) { return e.engine_.add_buffer(width); })
         .def("lora", &PyEngine::lora)
-        .def("group", &PyEngine::group)
+        .def("group", &PyEngine::group, nb::arg("window"), nb::arg("layers"), nb::arg("kind") = 0,
+             nb::arg("floats") = 0)
         .def("op", &PyEngine::op)
         .def("finish", &PyEngine::finish)
         .def("block_bytes", &PyEngine::block_bytes)

@@ -23,6 +23,7 @@ void Engine::plan_attention() {
         auto& query_groups = query_groups_[g];
         attend_items.clear();
         query_groups.clear();
+        if (groups_[g].kind != G_ATTENTION) continue;
         int window = groups_[g].window;
         for (size_t s = 0; s < step.sequences.size(); s++) {
             const Sequence& q = step.sequences[s];

@@ -131,11 +131,18 @@ int Engine::add_buffer(int width) {
     max_width_ = std::max(max_width_, width);
     return (int)buffers_.size() - 1;
 }
-void Engine::add_group(int window, const std::vector<int>& layers) {
+void Engine::add_group(int window, const std::vector<int>& layers, GroupKind kind,
+                       int64_t floats) {
     int g = (int)groups_.size();
     groups_.emplace_back();
+    groups_.back().kind = kind;
+    groups_.back().floats = floats;
     groups_.back().window = window;
     groups_.back().layers = layers;
+    if (kind != G_ATTENTION) {
+        (kind == G_CONV ? conv_group_ : state_group_) = g;
+        return;
+    }
     for (size_t i = 0; i < layers.size(); i++) {
         if ((int)layer_group_.size() <= layers[i]) {
             layer_group_.resize(layers[i] + 1, 0);
@@ -184,7 +191,9 @@ int64_t Engine::weight_bytes() const {
 }
 
 int64_t Engine::block_bytes(int group) const {
-    return (int64_t)kv_slice_bytes_ * shape.kv_heads * (int64_t)groups_[group].layers.size();
+    const Group& g = groups_[group];
+    const int64_t layer = g.floats ? g.floats * 4 : (int64_t)kv_slice_bytes_ * shape.kv_heads;
+    return layer * (int64_t)g.layers.size();
 }
 
 void Engine::allocate(const std::vector<int64_t>& blocks) {
@@ -209,7 +218,7 @@ void Engine::copy_block(int group, int64_t from, int64_t to) {
 }
 
 uint8_t* Engine::block(int group, int64_t block) const {
-    return kv_slice(groups_[group].layers[0], block, 0);
+    return groups_[group].pages.data() + block * block_bytes(group);
 }
 
 void Engine::reserve(int rows) {

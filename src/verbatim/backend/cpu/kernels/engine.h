@@ -68,7 +68,10 @@ enum OpType : int {
     O_NORMADD,
     O_MOE,
     O_HEAD,
-    O_HEADS
+    O_HEADS,
+    O_CONV,
+    O_DELTA,
+    O_GATED
 };
 
 struct Op {
@@ -95,6 +98,13 @@ struct Op {
     float experts_scale = 1.0f;  // multiplies the weights of the experts
     bool outputs = false;   // O_NORM: only the rows in Step::outputs
     int next_product = -1;  // the next operation with a matrix product
+    // O_CONV, O_DELTA: vectors [taps][channels] and [channels]. O_DELTA: src holds q, k, v before
+    // the convolution; buffers `keys` (after it), `values` (z), `betas` and `alphas`; vectors
+    // `decay`, `dt` and `qnorm`. O_GATED: `keys` holds the gates.
+    int kernel = -1, kernel_bias = -1, taps = 0;
+    int betas = -1, alphas = -1, decay = -1, dt = -1;
+    int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
+    bool tiled = false;  // value head j reads key head j % key_heads
 };
 
 struct Shape {
@@ -109,8 +119,13 @@ struct Rope {
     std::vector<double> inv_freq;
 };
 
-// A KV cache group: layers that share one block table.
+// What a block of a cache group holds: keys and values, inputs of convolutions, or states.
+enum GroupKind : int { G_ATTENTION, G_CONV, G_STATE };
+
+// A cache group: layers that share one block table.
 struct Group {
+    GroupKind kind;
+    int64_t floats;  // per layer and block; 0 for attention, whose size the engine knows
     int window;  // sliding window in positions; 0: full attention
     std::vector<int> layers;
     int64_t blocks = 0;
@@ -153,7 +168,7 @@ class Engine : ThreadPool::Job {
     int add_rope(const double* inv_freq, int half, double factor);
     int add_buffer(int width);
     int add_lora(const std::vector<LowRank>& adapters);  // one entry per adapter
-    void add_group(int window, const std::vector<int>& layers);
+    void add_group(int window, const std::vector<int>& layers, GroupKind kind, int64_t floats);
     void add_op(Op op);
     void finish();  // call after the last add_op()
     int64_t block_bytes(int group) const;
@@ -246,6 +261,15 @@ class Engine : ThreadPool::Job {
     void lora_down(const Op& op, WorkItems& items);
     void lora_up(const Op& op, int slot, int p, int np, int r, int m, float* tile, int64_t ld,
                  int thread);
+    // Channels of the convolution of O_CONV (a third of its input) or O_DELTA.
+    int conv_width(const Op& op) const {
+        return op.type == O_CONV ? buffers_[op.dst]->width : buffers_[op.src]->width;
+    }
+    int conv_items(const Op& op) const;
+    float* recurrent_block(int group, int layer, int64_t block) const;
+    void convolve(const Op& op, WorkItems& items);
+    void delta(const Op& op, WorkItems& items);
+    void gated(const Op& op, WorkItems& items);
     int moe_up_items(const Op& op) const;
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
@@ -272,7 +296,8 @@ class Engine : ThreadPool::Job {
     std::vector<Rope> ropes_;
     std::vector<std::unique_ptr<Buffer>> buffers_;
     std::vector<Group> groups_;
-    std::vector<int> layer_group_, layer_slot_;
+    std::vector<int> layer_group_, layer_slot_;  // of attention layers
+    int conv_group_ = -1, state_group_ = -1;
     std::vector<Op> ops_;
     std::vector<std::unique_ptr<Worker>> workers_;
     Buffer shared_;              // normalised and quantised input rows (mode SHARED)
@@ -280,7 +305,9 @@ class Engine : ThreadPool::Job {
     std::vector<std::vector<LowRank>> lora_;  // [what Op::lora names][adapter]
     int adapters_ = 0, max_rank_ = 0;         // max_rank_: rounded up to whole panels
     Pages low_;                               // scale · A · x: [rows][3][max_rank_]
-    enum Stage : int { S_NORM_QUANTISE, S_LORA, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM };
+    enum Stage : int {
+        S_NORM_QUANTISE, S_LORA, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM, S_CONV
+    };
     struct Phase {
         int op;
         Stage stage;

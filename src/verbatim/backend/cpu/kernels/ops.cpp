@@ -385,6 +385,12 @@ void Engine::plan_phases() {
             case O_POSITIONS:
             case O_HEADS:
             case O_NORMADD: add(i, S_WORK, rows); break;
+            case O_GATED: add(i, S_WORK, rows); break;
+            case O_CONV: add(i, S_CONV, conv_items(op)); break;
+            case O_DELTA:
+                add(i, S_CONV, conv_items(op));
+                add(i, S_WORK, (int)step.sequences.size() * op.value_heads);
+                break;
             case O_NORM: add(i, S_WORK, op.outputs ? (int)step.outputs.size() : rows); break;
             case O_ATTEND: add(i, S_WORK, (int)attend_items_[layer_group_[op.layer]].size()); break;
             case O_QKV:
@@ -424,6 +430,7 @@ void Engine::phase(int number, WorkItems& items) {
         case S_UP: return moe_up(op, items);
         case S_DOWN: return moe_down(op, items);
         case S_SUM: return moe_sum(op, items);
+        case S_CONV: return convolve(op, items);
         case S_WORK: break;
     }
     switch (op.type) {
@@ -437,6 +444,9 @@ void Engine::phase(int number, WorkItems& items) {
         case O_GATEUP: return gateup(op, items);
         case O_NORM:
         case O_NORMADD: return norm(op, items);
+        case O_DELTA: return delta(op, items);
+        case O_GATED: return gated(op, items);
+        case O_CONV:
         case O_MOE: return;
     }
 }

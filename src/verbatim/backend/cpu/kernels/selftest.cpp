@@ -134,8 +134,8 @@ uint64_t model(const Kernels& k, const Format& t, int threads, bool q8, std::vec
     Noise noise{77};
     int hidden = 256, heads = 6, kv = 2, inner = 512, vocab = 100, width = heads * head_dim;
     Engine e(k, threads, Shape{vocab, hidden, heads, kv, head_dim, A_SILU, false, 1e-5f}, q8);
-    e.add_group(0, {0});
-    e.add_group(45, {1});
+    e.add_group(0, {0}, G_ATTENTION, 0);
+    e.add_group(45, {1}, G_ATTENTION, 0);
     auto mat = [&](int rows, int cols, int group) {
         bool fits = cols % t.values == 0;
         const Format& format = fits ? t : FORMATS[0];
