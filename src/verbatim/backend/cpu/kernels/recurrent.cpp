@@ -83,22 +83,33 @@ void Engine::convolve(const Op& op, WorkItems& items) {
     }
 }
 
-// Advances the state [key_dim][value_dim] by one position. `error` is scratch of value_dim.
-static void advance(float* state, const float* k, const float* v, float decay, float beta,
-                    int key_dim, int value_dim, float* error) {
+// One update of the state [key_dim][value_dim] in two halves. decay_state: state *= decay, and
+// error = k·state.
+static void decay_state(float* __restrict state, const float* k, float decay, int key_dim,
+                        int value_dim, float* __restrict error) {
     for (int j = 0; j < value_dim; j++) error[j] = 0.0f;
-    for (int i = 0; i < key_dim; i++) {
-        float* s = state + (int64_t)i * value_dim;
+    for (int i = 0; i < key_dim; i++, state += value_dim)
         for (int j = 0; j < value_dim; j++) {
-            s[j] *= decay;
-            error[j] += k[i] * s[j];
+            state[j] *= decay;
+            error[j] += k[i] * state[j];
         }
+}
+
+// error becomes the correction (v - error) * beta, and state += k correction. In the same pass over
+// the state, each value is multiplied by `decay` (1 leaves it as it is), and sum += x·state.
+static void correct_state(float* __restrict state, const float* k, const float* v, float beta,
+                          int key_dim, int value_dim, float* __restrict error, float decay,
+                          const float* x, float* __restrict sum) {
+    for (int j = 0; j < value_dim; j++) {
+        error[j] = (v[j] - error[j]) * beta;
+        sum[j] = 0.0f;
     }
-    for (int j = 0; j < value_dim; j++) error[j] = (v[j] - error[j]) * beta;
-    for (int i = 0; i < key_dim; i++) {
-        float* s = state + (int64_t)i * value_dim;
-        for (int j = 0; j < value_dim; j++) s[j] += k[i] * error[j];
-    }
+    for (int i = 0; i < key_dim; i++, state += value_dim)
+        for (int j = 0; j < value_dim; j++) {
+            const float s = (state[j] + k[i] * error[j]) * decay;
+            sum[j] += x[i] * s;
+            state[j] = s;
+        }
 }
 
 // y = x * factor / root of the sum of squares + 1e-6.
@@ -136,8 +147,15 @@ void Engine::delta(const Op& op, WorkItems& items) {
             const int64_t index = (seq.start - 1) / BLOCK;
             const float *stored = head_block(index), *p = stored + state_floats;
             std::memcpy(state.data(), stored, (size_t)state_floats * 4);
-            for (int64_t s = index * BLOCK; s < seq.start; s++, p += update)
-                advance(state.data(), p, p + dk, p[dk + dv], p[dk + dv + 1], dk, dv, error.data());
+            decay_state(state.data(), p, p[dk + dv], dk, dv, error.data());
+            for (int64_t s = index * BLOCK; s < seq.start; s++, p += update) {
+                // the second half of this update, with the first half of the next one
+                const bool last = s + 1 == seq.start;
+                const float* next = last ? p : p + update;
+                correct_state(state.data(), p, p + dk, p[dk + dv + 1], dk, dv, error.data(),
+                              last ? 1.0f : next[dk + dv], next, out.data());
+                std::swap(error, out);
+            }
         }
         for (int r = 0; r < seq.rows; r++) {
             const int64_t row = seq.row0 + r, position = seq.start + r;
@@ -152,10 +170,9 @@ void Engine::delta(const Op& op, WorkItems& items) {
             p[dk + dv] = decay_of(vectors_[op.decay][head],
                                   a[row * heads + head] + vectors_[op.dt][head]);
             p[dk + dv + 1] = sigmoid(b[row * heads + head]);
-            advance(state.data(), p, p + dk, p[dk + dv], p[dk + dv + 1], dk, dv, error.data());
-            std::fill(out.begin(), out.end(), 0.0f);
-            for (int i = 0; i < dk; i++)
-                for (int j = 0; j < dv; j++) out[j] += query[i] * state[(int64_t)i * dv + j];
+            decay_state(state.data(), p, p[dk + dv], dk, dv, error.data());
+            correct_state(state.data(), p, p + dk, p[dk + dv + 1], dk, dv, error.data(), 1.0f,
+                          query.data(), out.data());
             kernels.rms_norm(out.data(), vectors_[op.qnorm].data(), dv, shape.eps, out.data());
             const int64_t at = row * values + head * dv;
             kernels.gate(A_SILU, z + at, out.data(), dv, dst + at);
