@@ -204,7 +204,7 @@ def test_a_causal_model_embeds_as_its_files_say(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     vocab = write_unigram(tmp_path)
-    config = transformers.Qwen3Config(vocab_size=vocab, **sizes, **heads)
+    config = transformers.Qwen3Config(vocab_size=vocab, tie_word_embeddings=True, **sizes, **heads)
     model = transformers.Qwen3Model(config).eval()
     model.save_pretrained(tmp_path)
     with LLM(tmp_path, backend="reference") as llm, pytest.raises(UnsupportedError, match="state"):
