@@ -49,7 +49,7 @@ USES_FAKES = {"server/process/engine_process.py"}
 # loaded on demand.
 HEAVY: dict[str, tuple[str, ...]] = {
     "fastapi": ("server",),
-    "starlette": ("server", "scale"),
+    "starlette": ("server",),
     "ray": ("scale",),
     "pyarrow": ("scale",),
     "uvicorn": ("server", "cli"),

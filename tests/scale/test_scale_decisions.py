@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import verbatim.scale
 from verbatim.base.errors import ParameterError
+from verbatim.cli.main import main
 from verbatim.diagnose.footprint import Footprint, footprint_of_config
 from verbatim.scale.autoscale import wanted_replicas
 from verbatim.scale.merge_metrics import merge
@@ -45,6 +46,24 @@ def test_an_address_is_not_a_model() -> None:
     for wrong in ("smollm2", "org/name", "http://x:1", "./model.gguf", ""):
         with pytest.raises(ParameterError, match="before --ray"):
             parse_address(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("serve", "--replicas", "2"), "needs --ray"),
+        (("serve", "--ray", "smollm2"), "put it before --ray"),
+        (("serve", "--ray", "--replicas", "0"), "at least 1"),
+        (("batch", __file__, "out.jsonl", "--replicas", "2"), "needs --ray"),
+    ],
+)
+def test_wrong_flags_are_refused_before_anything_starts(
+    words: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert ended.value.code == 2
+    assert text in capsys.readouterr().err
 
 
 def test_the_package_exports_two_names() -> None:

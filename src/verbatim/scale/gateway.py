@@ -7,7 +7,6 @@ import logging
 from typing import Any
 
 from ray import serve
-from starlette.types import Receive, Scope, Send
 
 from verbatim.scale.cluster import Cluster
 from verbatim.scale.deploy import (
@@ -26,15 +25,15 @@ from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.scale")
-_app: Any = None  # of this process's gateway: Serve takes the application before it makes the class
+_app: Any = None  # the application of this process's gateway
 
 
-async def _forward(scope: Scope, receive: Receive, send: Send) -> None:
-    if _app is not None and scope["type"] == "http":
-        await _app(scope, receive, send)
+def _build() -> Any:
+    """Serve calls this after the constructor."""
+    return _app
 
 
-@serve.ingress(_forward)
+@serve.ingress(_build)
 class Gateway:
     async def __init__(self, settings: Settings, replicas: Any) -> None:  # type: ignore[misc]
         global _app
