@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
 from typing import cast
 
 from live_server import Live
@@ -14,6 +12,7 @@ from verbatim.base.records import Usage
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.supervisor import Supervisor
+from verbatim.server.settings import Settings
 
 
 def scrape(text: str) -> dict[tuple[str, ...], float]:
@@ -33,15 +32,10 @@ async def test_open_requests_that_do_not_run_count_as_waiting() -> None:
     ledger.close("d", "stop", Usage(3, 2, 1, 0, 0))
     metrics.answered("/v1/models", 200)
     metrics.answered("/v1/models", 200)
-    engine = SimpleNamespace(
-        ledger=ledger,
-        stats={"requests_running": 1},
-        restarts=2,
-        reports=0,
-        ready=asyncio.Event(),
-        metrics="verbatim_x 1\n",
-    )
-    found = scrape(metrics.text(cast(Supervisor, engine), 5))
+    engine = Supervisor(Settings())
+    engine.ledger, engine.stats = ledger, {"requests_running": 1}
+    engine.restarts, engine.metrics = 2, "verbatim_x 1\n"
+    found = scrape(metrics.text(engine, 5))
     assert found[("verbatim_requests_open",)] == 3
     assert found[("verbatim_requests_waiting",)] == 2
     assert found[("verbatim_requests_opened_total",)] == 4
