@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -31,13 +32,16 @@ REQUESTS = 150
 ROWS = 300
 # A cut answer is an error event; a request that found no replica is refused.
 ENDS = {"engine_died", "unavailable"}
+RUNNING = os.environ.get("VERBATIM_TEST_RAY")  # HOST:PORT of a Ray with 8 CPUs or more
+# Ray's own authentication, between the head and its drivers.
+TOKEN = {} if RUNNING else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
 @pytest.fixture(scope="module")
 def ray_address() -> Iterator[str]:
     pytest.importorskip("ray")
-    if running := os.environ.get("VERBATIM_TEST_RAY"):  # HOST:PORT of a Ray with 8 CPUs or more
-        yield running
+    if RUNNING:
+        yield RUNNING
         return
     before = open_ports()
     head = subprocess.Popen(
@@ -45,6 +49,7 @@ def ray_address() -> Iterator[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env={**os.environ, **TOKEN},
     )
     assert head.stdin is not None
     assert head.stdout is not None
@@ -81,7 +86,7 @@ def processes(words: str) -> list[int]:
 
 
 def ray_env() -> dict[str, str]:
-    return {**os.environ, **LOCAL_RAY, "VERBATIM_API_KEY": KEY}
+    return {**os.environ, **LOCAL_RAY, **TOKEN, "VERBATIM_API_KEY": KEY}
 
 
 class RayServer:

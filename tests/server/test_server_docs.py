@@ -16,8 +16,7 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast, get_type_hints
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -26,7 +25,7 @@ from verbatim.server.api.api_errors import CODES
 from verbatim.server.api.field_table import PROTOCOLS, QUERIES
 from verbatim.server.process import ledger as ledger_of
 from verbatim.server.process.supervisor import Supervisor
-from verbatim.server.settings import limits_table
+from verbatim.server.settings import Settings, limits_table
 
 ROOT = Path(__file__).parents[2]
 WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
@@ -191,16 +190,9 @@ def metric_names() -> set[str]:
         metrics.answered("/health", 200)
         ledger.open("a")
         ledger.close("a", "stop", Usage(*(1,) * len(ledger_of.USAGE)))
-        engine = SimpleNamespace(
-            ledger=ledger,
-            stats={},
-            restarts=0,
-            reports=0,
-            open_requests=0,
-            ready=asyncio.Event(),
-            metrics=EngineMetrics().registry.render(),
-        )
-        return metrics.text({"m": cast(Supervisor, engine)}, 0)
+        engine = Supervisor(Settings())
+        engine.ledger, engine.metrics = ledger, EngineMetrics().registry.render()
+        return metrics.text({"m": engine}, 0)
 
     return set(re.findall(r"# TYPE (verbatim_\w+)", asyncio.run(everything())))
 

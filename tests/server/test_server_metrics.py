@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from types import SimpleNamespace
-from typing import cast
-
 from live_server import Live
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -14,6 +10,7 @@ from verbatim.base.records import Usage
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.supervisor import Supervisor
+from verbatim.server.settings import Settings
 
 
 def scrape(text: str) -> dict[tuple[str, ...], float]:
@@ -33,16 +30,11 @@ async def test_open_requests_that_do_not_run_count_as_waiting() -> None:
     ledger.close("d", "stop", Usage(3, 2, 1, 0, 0))
     metrics.answered("/v1/models", 200)
     metrics.answered("/v1/models", 200)
-    engine = SimpleNamespace(
-        ledger=ledger,
-        stats={"requests_running": 1},
-        restarts=2,
-        reports=0,
-        open_requests=3,
-        ready=asyncio.Event(),
-        metrics="verbatim_x 1\n",
-    )
-    found = scrape(metrics.text({"m": cast(Supervisor, engine)}, 5))
+    engine = Supervisor(Settings())
+    engine.ledger, engine.stats = ledger, {"requests_running": 1}
+    engine.restarts, engine.metrics = 2, "verbatim_x 1\n"
+    engine._running = dict.fromkeys("abc")  # type: ignore[arg-type]
+    found = scrape(metrics.text({"m": engine}, 5))
     assert found[("verbatim_requests_open",)] == 3
     assert found[("verbatim_requests_waiting",)] == 2
     assert found[("verbatim_requests_opened_total",)] == 4
@@ -56,11 +48,8 @@ async def test_open_requests_that_do_not_run_count_as_waiting() -> None:
     ledger.close("a", "stop")
     ledger.close("b", "stop")
     ledger.close("c", "stop")
-    engine.open_requests = 0  # before the next heartbeat
-    assert (
-        scrape(metrics.text({"m": cast(Supervisor, engine)}, 5))[("verbatim_requests_waiting",)]
-        == 0
-    )
+    engine._running.clear()  # before the next heartbeat
+    assert scrape(metrics.text({"m": engine}, 5))[("verbatim_requests_waiting",)] == 0
 
 
 def test_metrics_of_a_live_server_parse(fake: Live) -> None:
