@@ -21,6 +21,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from cpu_blocks import random_blocks
 from plans import BLOCKS, Blocks, ScoredSeq, run, run_alone, same_bits
 
 from verbatim.backend import gpu, open_backend
@@ -37,6 +38,7 @@ from verbatim.backend.cuda import (
 from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
+from verbatim.backend.cuda.ops import _half as half_weight
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.step_graph import GraphInputs
@@ -271,6 +273,16 @@ def test_tokens_sampled_on_the_device_equal_those_of_the_host_sampler() -> None:
         assert scored.logprob < 0.0
         assert len(scored.top) == 2
     assert drawn[1].top[0][0] == drawn[1].token
+
+
+def test_mxfp4_becomes_bfloat16_without_loss(device: torch.device) -> None:
+    """float16 lacks the range of its powers of two."""
+    blocks = random_blocks("mxfp4", np.random.default_rng(0), 4, 64)
+    blocks[::17] = np.arange(60, 68)  # 2 ** -67 and the following: zero in float16
+    tensor = Tensor("w", "mxfp4", (4, 64), blocks)
+    made = half_weight(tensor, device)
+    assert made.dtype == torch.bfloat16
+    np.testing.assert_array_equal(made.float().cpu().numpy(), tensor.to_f32())
 
 
 def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> None:

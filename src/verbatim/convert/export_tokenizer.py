@@ -8,6 +8,7 @@ tokenizer that matches none is rejected.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from verbatim.text.vocabulary import Vocabulary
 
 K = "tokenizer.ggml."
+# Letters with and without case, digits, punctuation, a mark, white space, and the format, private
+# and other characters that patterns of punctuation include or not.
+_CLASSES = "aB1\u0663!$/'\u0301\u200d\u00a0 \n\r\u00e9\u4e2d\ue000"
 PROBES = (
     "Hello, world! It's 3:45 pm; I've 12345 apples, don't you? 'Tis WE'LL they'RE",
     "  leading spaces,   three   between \t\ttabs\n\nnewlines \r\n and trailing   ",
@@ -33,6 +37,9 @@ PROBES = (
     "|x| ~y~ `z` ^w^",
     "1 12 123 1234 12345 123456 1234567 0.5 1,000,000 ١٢٣ ½",
     "CamelCaseWords HTMLParser iPhone McDonald ALLCAPS lower",
+    "\u200dj\U0003031e\u254du\U0006decf\x0c안녕하세요\tif (a != b) { c++; }\r\n0x1F + 1e-9 Hello",
+    # Every run of three among the classes of characters that the patterns tell apart.
+    "".join(map("".join, product(_CLASSES, repeat=3))),
 )
 
 
@@ -119,7 +126,10 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
 
 
 def _checked(meta: dict[str, Any], original: Tokenizer, path: Path) -> dict[str, Any]:
-    bad = _difference(from_gguf(meta), original)
+    inner = original._vocab
+    added = [i for i in sorted(inner.added) if not original.is_control(i)][:300]
+    within = "".join(f"a {inner.tokens[i]} b{inner.tokens[i]}" for i in added)
+    bad = _difference(from_gguf(meta), original, within)
     if bad is not None:
         raise ModelError(
             f"its tokenizer cannot be said in GGUF: {bad[:40]!r} would be cut differently",
@@ -128,9 +138,9 @@ def _checked(meta: dict[str, Any], original: Tokenizer, path: Path) -> dict[str,
     return meta
 
 
-def _difference(candidate: Tokenizer, original: Tokenizer) -> str | None:
+def _difference(candidate: Tokenizer, original: Tokenizer, *more: str) -> str | None:
     """The first probe text that the two tokenize differently."""
-    for text in PROBES:
+    for text in (*PROBES, *more):
         if candidate.encode(text) != original.encode(text) or candidate.encode_prompt(
             text
         ) != original.encode_prompt(text):

@@ -55,7 +55,8 @@ def scaled_integers(type: str, blocks: np.ndarray) -> Scaled:
 
 def _field(blocks: np.ndarray, start: int, stop: int, kind: str = "u1") -> np.ndarray:
     """Bytes start..stop of each block, as `kind` [n, count]."""
-    return np.ascontiguousarray(blocks[:, start:stop]).view(kind)
+    found: np.ndarray = np.ascontiguousarray(blocks[:, start:stop]).view(kind)
+    return found
 
 
 def _d(blocks: np.ndarray, at: int) -> np.ndarray:
@@ -66,7 +67,8 @@ def _split(packed: np.ndarray, bits: int, count: int) -> np.ndarray:
     """[n, m] -> [n, m * count]: `count` fields of `bits` bits of each integer, lowest first."""
     shifts = np.arange(0, bits * count, bits, dtype=packed.dtype)
     mask = packed.dtype.type((1 << bits) - 1)
-    return ((packed[:, :, None] >> shifts) & mask).reshape(len(packed), -1)
+    fields: np.ndarray = (packed[:, :, None] >> shifts) & mask
+    return fields.reshape(len(packed), -1)
 
 
 def _low_high(packed: np.ndarray) -> np.ndarray:
@@ -79,7 +81,7 @@ def _low_high(packed: np.ndarray) -> np.ndarray:
 def _signed(name: str, indices: np.ndarray, signs: np.ndarray) -> np.ndarray:
     """Codebook vectors [n, m] with the signs of 8 elements each [n, 256 / 8]."""
     n = len(indices)
-    vectors = codebook(name)[indices].reshape(n, -1, 8) * _FACTORS[signs]
+    vectors: np.ndarray = codebook(name)[indices].reshape(n, -1, 8) * _FACTORS[signs]
     return vectors.reshape(n, -1)
 
 
@@ -157,7 +159,8 @@ def _iq3_s(blocks: np.ndarray) -> Scaled:
 def _shifted(indices: np.ndarray, minus: np.ndarray) -> np.ndarray:
     """8 times the vectors of iq1, plus or minus 1; indices and minus [n, 32]."""
     shift = (1 - 2 * minus.astype(np.int8))[:, :, None]
-    return (8 * codebook("iq1_s")[indices] + shift).reshape(len(indices), -1)
+    vectors: np.ndarray = 8 * codebook("iq1_s")[indices] + shift
+    return vectors.reshape(len(indices), -1)
 
 
 def _iq1_s(blocks: np.ndarray) -> Scaled:

@@ -36,7 +36,7 @@ def codebook(name: str) -> np.ndarray:
     bits = np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little")
     members = np.flatnonzero(bits)
     digits = members[:, None] // base ** np.arange(width) % base
-    vectors = levels[digits]
+    vectors: np.ndarray = levels[digits]
     vectors.setflags(write=False)
     return vectors
 

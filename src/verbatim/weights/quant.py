@@ -71,16 +71,15 @@ def broken_scales(type: str, data: np.ndarray) -> np.ndarray:
     For f32, f16 and bf16 the values themselves are checked, and a block is one value."""
     blocks = data.reshape(-1, BLOCKS[type][1])
     if type == "mxfp4":
-        broken: np.ndarray = blocks[:, :1] > _LARGEST_E8M0
-        return broken
+        return np.asarray(blocks[:, :1] > _LARGEST_E8M0)
     if type == "iq1_m":
         with np.errstate(invalid="ignore"):  # the cast of a NaN
-            return ~np.isfinite(iq1_m_d(blocks))
+            return np.asarray(~np.isfinite(iq1_m_d(blocks)))
     kind, offsets = _SCALES[type]
     if kind == "<u2":
-        return (data.view(kind) & np.uint16(0x7F80) == 0x7F80)[:, None]
+        return np.asarray(data.view(kind) & np.uint16(0x7F80) == 0x7F80)[:, None]
     columns = np.array(offsets) // np.dtype(kind).itemsize
-    return ~np.isfinite(data.view(kind).reshape(len(blocks), -1)[:, columns])
+    return np.asarray(~np.isfinite(data.view(kind).reshape(len(blocks), -1)[:, columns]))
 
 
 def broken_block(tensor: Tensor) -> int | None:
