@@ -36,14 +36,16 @@ HALVES = {
 }
 
 
-def random_blocks(kind: str, random: np.random.Generator, rows: int, k: int) -> np.ndarray:
-    """The bytes of a [rows, k] matrix, flat uint8."""
+def random_blocks(
+    kind: str, random: np.random.Generator, rows: int, k: int, scale: float = 0.03
+) -> np.ndarray:
+    """The bytes of a [rows, k] matrix, flat uint8. `scale`: of the blocks' float16 scales."""
     values, size = BLOCKS[kind]
     count = rows * k // values
     out = random.integers(0, 256, (count, size), dtype=np.uint8)
     for at in HALVES.get(kind, ()):
         out[:, at : at + 2] = (
-            (random.standard_normal(count) * 0.03).astype("<f2").view(np.uint8).reshape(count, 2)
+            (random.standard_normal(count) * scale).astype("<f2").view(np.uint8).reshape(count, 2)
         )
     if kind in ("f32", "q8_k"):
         out[:, :4] = (

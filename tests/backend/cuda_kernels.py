@@ -36,9 +36,9 @@ from verbatim.backend.cuda import (
     warm_up,
 )
 from verbatim.backend.cuda.device import kernel_ran
+from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.ops import _half as half_weight
 from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.step_graph import GraphInputs

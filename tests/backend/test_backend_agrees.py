@@ -53,7 +53,7 @@ def with_blocks(kind: str) -> Model:
     random = np.random.default_rng(3)
     for name, tensor in list(model.weights.tensors.items()):
         if is_quantisable(name) and not name.endswith((".q", ".k")):
-            blocks = random_blocks(kind, random, tensor.rows, 256)
+            blocks = random_blocks(kind, random, tensor.rows, 256, 0.003)
             model.weights.tensors[name] = Tensor(name, kind, tensor.shape, blocks)
     return model
 
