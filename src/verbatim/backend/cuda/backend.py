@@ -57,6 +57,7 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import CacheGroup, Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
+from verbatim.model.spec import ModelSpec
 from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-2"
