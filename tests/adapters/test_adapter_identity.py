@@ -106,7 +106,7 @@ def test_prefix_cache_never_crosses_adapters(adapters: dict[str, Path]) -> None:
 
 
 def test_beams_choices_and_embeddings_keep_the_adapter(adapters: dict[str, Path]) -> None:
-    with open_llm(model_of(adapters)) as llm:
+    with open_llm(model_of(adapters), pooling="mean") as llm:
         beams = SamplingParams(num_beams=3, max_tokens=6, adapter="a3")
         crowd = llm.generate([PROMPTS[0]] * 2, [beams, beams.with_(adapter="")])
         assert crowd[0].token_ids == llm.generate(PROMPTS[0], beams).token_ids

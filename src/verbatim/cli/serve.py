@@ -281,6 +281,12 @@ def read_models(
     """The models to serve, in order. A single one without NAME= has the name ""."""
     from verbatim.server.settings import NamedModel
 
+    if positional and len(given) == 1 and given[0] != positional and "=" not in given[0]:
+        raise ParameterError(
+            "model",
+            f"{positional!r} and --model {given[0]!r} contradict each other; for several models"
+            " write --model NAME=MODEL for each",
+        )
     given = tuple(dict.fromkeys((*([positional] if positional else []), *given)))
     if not given:
         return (NamedModel("", os.environ.get("VERBATIM_MODEL", DEFAULT_MODEL)),)

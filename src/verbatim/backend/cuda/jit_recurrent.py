@@ -42,37 +42,41 @@ def delta_net(
     rate, shift = tl.load(decay + head), tl.load(dt + head)
     weight = tl.load(norm + j, mask=in_v, other=0.0)
     # One loop advances the state over stored and new positions: in two loops, the compiler may sum
-    # in two orders.
+    # in two orders. At a stored position the first row is read and ignored.
+    both = tl.arange(0, 2)
     for p in range(tl.where(start > 0, before * SIZE, 0), start + end - row0):
         position = start * 0 + p  # a tensor, also under the interpreter
-        new = position >= start
-        wide = (row0 + position - start).to(tl.int64)
+        new, new_k = cell * 0 + position >= start, i * 0 + position >= start
+        new_v = j * 0 + position >= start
+        wide = (row0 + tl.maximum(position - start, 0)).to(tl.int64)
         place = tl.load(table + position // SIZE).to(tl.int64) * VALUE_HEADS + head
         slot = position % SIZE
-        tl.store(states + place * DK * DV + cell, state, mask=inside & (cell * 0 + slot == 0) & new)
+        first_slot = cell * 0 + slot == 0
+        tl.store(states + place * DK * DV + cell, state, mask=inside & first_slot & new)
         x = mixed + wide * (2 * KEY_HEADS * DK + VALUE_HEADS * DV)
-        q = tl.load(x + key_head * DK + i, mask=in_k & new, other=0.0)
-        k = tl.load(x + (KEY_HEADS + key_head) * DK + i, mask=in_k & new, other=0.0)
-        v = tl.load(x + 2 * KEY_HEADS * DK + head * DV + j, mask=in_v & new, other=0.0)
+        q = tl.load(x + key_head * DK + i, mask=in_k, other=0.0)
+        k = tl.load(x + (KEY_HEADS + key_head) * DK + i, mask=in_k, other=0.0)
+        v = tl.load(x + 2 * KEY_HEADS * DK + head * DV + j, mask=in_v, other=0.0)
         q = q / tl.sqrt(tl.sum(q * q, 0) + 1e-6) * scale
         k = k / tl.sqrt(tl.sum(k * k, 0) + 1e-6)
         at = wide * VALUE_HEADS + head
-        drive = tl.load(a + at, mask=new, other=0.0) + shift
+        drive = tl.load(a + at) + shift
         softplus = tl.maximum(drive, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(drive)))
-        keep = tl.exp(rate * softplus)
-        beta = 1.0 / (1.0 + tl.exp(-tl.load(b + at, mask=new, other=0.0)))
+        keep, beta = tl.exp(rate * softplus), 1.0 / (1.0 + tl.exp(-tl.load(b + at)))
         stored = updates + (place * SIZE + slot) * (DK + DV + 2)
-        old = position < start
-        k = tl.where(new, k, tl.load(stored + i, mask=in_k & old, other=0.0))
-        v = tl.where(new, v, tl.load(stored + DK + j, mask=in_v & old, other=0.0))
-        keep = tl.where(new, keep, tl.load(stored + DK + DV, mask=old, other=0.0))
-        beta = tl.where(new, beta, tl.load(stored + DK + DV + 1, mask=old, other=0.0))
-        tl.store(stored + i, k, mask=in_k & new)
-        tl.store(stored + DK + j, v, mask=in_v & new)
-        tl.store(stored + DK + DV, keep, mask=new)
-        tl.store(stored + DK + DV + 1, beta, mask=new)
+        k = tl.where(new_k, k, tl.load(stored + i, mask=in_k, other=0.0))
+        v = tl.where(new_v, v, tl.load(stored + DK + j, mask=in_v, other=0.0))
+        keep = tl.where(position >= start, keep, tl.load(stored + DK + DV))
+        beta = tl.where(position >= start, beta, tl.load(stored + DK + DV + 1))
+        tl.store(stored + i, k, mask=in_k & new_k)
+        tl.store(stored + DK + j, v, mask=in_v & new_v)
+        tl.store(
+            stored + DK + DV + both,
+            tl.where(both == 0, keep, beta),
+            mask=both * 0 + position >= start,
+        )
         state = advance(state, k, v, keep, beta)
         y = tl.sum(state * q[:, None], 0)
         y = y / tl.sqrt(tl.sum(y * y, 0) / DV + eps) * weight
-        gate = tl.load(z + at * DV + j, mask=in_v & new, other=0.0)
-        tl.store(out + at * DV + j, y * (gate / (1.0 + tl.exp(-gate))), mask=in_v & new)
+        gate = tl.load(z + at * DV + j, mask=in_v, other=0.0)
+        tl.store(out + at * DV + j, y * (gate / (1.0 + tl.exp(-gate))), mask=in_v & new_v)
