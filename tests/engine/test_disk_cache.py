@@ -161,10 +161,38 @@ def test_files_are_private_and_partial_ones_are_removed(tmp_path: Path) -> None:
     ask("fake", tmp_path, PROMPT)
     for path in (*files(tmp_path), tmp_path / "key"):
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    left = files(tmp_path)[0].with_name("ab.0.12345678.partial")
+    block = files(tmp_path)[0]
+    left = block.with_name(f"{block.name}.12345678.partial")
     left.write_bytes(b"x")
     ask("fake", tmp_path, PROMPT)
     assert not left.exists()
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    """The user may name a directory that has other files, such as a repository."""
+    others = [
+        *("docs/en/guide.md", "data/v1/download.partial", "objects/ab/" + "c" * 38),
+        *("ab/cd/" + "e" * 32 + ".0", "f" * 32 + "/ab/notes.txt", "f" * 32 + "/ab/x.partial"),
+    ]
+    for name in others:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"x" * 5000)
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "plain" / "ab").write_text("a file, not a folder")
+    ask("fake", tmp_path, PROMPT, cache_dir_size=8000)
+    ask("fake", tmp_path, PROMPT, cache_dir_size=8000)
+    assert all((tmp_path / name).read_bytes() == b"x" * 5000 for name in others)
+
+
+def test_a_size_that_holds_no_block_is_refused_by_name(tmp_path: Path) -> None:
+    for options in ({"cache_dir_size": 1}, {"cache_dir_size": 1 << 20, "no_dir": True}):
+        folder = None if options.pop("no_dir", False) else tmp_path
+        with pytest.raises(ParameterError) as caught:
+            ask("fake", folder, PROMPT, **options)
+        assert caught.value.param == "cache_dir_size"
+    with pytest.raises(ParameterError, match="cache_dir"):
+        EngineConfig(cache_dir="")
 
 
 def test_a_lost_key_hides_the_old_blocks(tmp_path: Path) -> None:
@@ -243,5 +271,6 @@ def test_a_killed_engine_leaves_no_wrong_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(7200)
 def test_an_engine_killed_200_times_leaves_no_wrong_block(tmp_path: Path) -> None:
     _kill(tmp_path, 200)

@@ -20,6 +20,7 @@ from verbatim.server import model_pool
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.http_metrics import merge
 from verbatim.server.model_pool import ModelPool
+from verbatim.server.server_state import State
 from verbatim.server.settings import NamedModel, Settings
 
 MODELS = ("--model", "a=first", "--model", "b=second", "--model", "c=third")
@@ -112,6 +113,30 @@ def test_ollama_unloads_with_keep_alive_zero(two: Live) -> None:
     answer = two.client.post("/api/generate", json={"model": "b", "keep_alive": 0})
     assert answer.json()["done_reason"] == "unload"
     assert "b" not in loaded(two)
+
+
+def test_a_request_that_unloads_or_asks_for_facts_loads_nothing(two: Live) -> None:
+    for name in ("b", "a", "c"):
+        assert complete(two, name).status_code == 200
+    before = loaded(two)
+    assert "b" not in before
+    answer = two.client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+    assert answer.json()["done_reason"] == "unload"
+    assert two.client.post("/api/show", json={"model": "b"}).status_code == 200
+    assert loaded(two) == before
+
+
+def test_an_adapter_of_one_of_several_models_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = read_models(None, ("a=x", "b=y"), (), ("a.adapters=r=P", "a.adapters=s=Q"))
+    assert read[0].engine == {"adapters": ("r=P", "s=Q")}
+
+    async def names() -> tuple[str, ...]:
+        monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+        settings = Settings(models=read)
+        pool = ModelPool(settings, lambda: 0.0)
+        return State(settings, pool.first.supervisor, pool=pool).names()
+
+    assert asyncio.run(names()) == ("a", "b", "r", "s")
 
 
 def test_a_pinned_model_stays_and_a_model_in_use_too(tmp_path: Path) -> None:
@@ -232,6 +257,10 @@ def test_flags_are_read_or_refused_by_name() -> None:
         with pytest.raises(ParameterError) as caught:
             read_models(None, given, pinned, settings)
         assert caught.value.param == named
+    two = (NamedModel("a", "x", pinned=True), NamedModel("b", "y", pinned=True))
+    with pytest.raises(ParameterError, match="pinned"):
+        Settings(models=two, max_loaded_models=1)
+    assert Settings(models=two, max_loaded_models=2)
     with pytest.raises(ParameterError, match="pinned"):
         Settings(models=(NamedModel("a", "x", pinned=True), NamedModel("b", "y")),
                  max_loaded_models=1)  # fmt: skip

@@ -20,6 +20,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "pooling": ("mean", "cls", "last"),
 }
 SIZES = ("kv_memory", "cache_dir_size")  # settings in bytes, also given as text: 512M
+CACHE_DIR_SIZE = 8 << 30  # bytes
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
@@ -62,7 +63,7 @@ class EngineConfig:
     kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference backend always uses f32
     prefix_cache: bool = True
     cache_dir: str | None = None  # directory for the KV blocks of prompts (engine/disk_cache.py)
-    cache_dir_size: int = 8 << 30  # most bytes in cache_dir
+    cache_dir_size: int = CACHE_DIR_SIZE  # most bytes in cache_dir
     use_cache: bool = True  # False: recompute all tokens in each step (examples/cache_cost.py)
     # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
     speculate: str = "auto"
@@ -98,6 +99,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value not in choices:
                 raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(choices)}")
+        if self.cache_dir == "":
+            raise ParameterError("cache_dir", "names no directory")
+        if self.cache_dir is None and self.cache_dir_size != CACHE_DIR_SIZE:
+            raise ParameterError("cache_dir_size", "belongs to cache_dir; give that, too")
         if self.cache_dir is not None and not (self.prefix_cache and self.use_cache):
             raise ParameterError("cache_dir", "needs the prefix cache, which is switched off")
         mode, colon, _ = self.speculate.partition(":")

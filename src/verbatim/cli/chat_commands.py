@@ -60,7 +60,7 @@ def _help(chat: Chat, rest: str) -> None:
         note(f"{f'/{name} {argument}'.rstrip():22}{text}")
     note(
         "Ctrl-C stops the answer, not the program. A line that ends in \\ continues on the next;"
-        ' """ opens and closes a message of several lines.'
+        ' typed, """ opens and closes a message of several lines.'
     )
 
 

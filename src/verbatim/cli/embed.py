@@ -8,7 +8,14 @@ from typing import Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option, engine_options, model_options
+from verbatim.cli.options import (
+    Command,
+    Option,
+    chosen_adapter,
+    engine_options,
+    model_options,
+    use_adapter_option,
+)
 from verbatim.cli.terminal import note, write, write_json
 
 
@@ -37,6 +44,7 @@ from verbatim.cli.terminal import note, write, write_json
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
 @engine_options
+@use_adapter_option
 def command(
     texts: tuple[str, ...],
     file: str | None,
@@ -55,9 +63,14 @@ def command(
     from verbatim.cli.open_model import open_llm
 
     given = read_lines(texts, file, "text")
+    adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
     with open_llm(flags, quiet=as_json) as llm:
         vectors = llm.embed(
-            given, prompt_name=prompt_name, dimensions=dimensions, truncate=truncate
+            given,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            truncate=truncate,
+            adapter=adapter,
         )
         rows = [[round(float(x), 8) for x in vector] for vector in vectors]
         if as_json:

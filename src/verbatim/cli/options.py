@@ -147,6 +147,12 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     return params
 
 
+def use_adapter_option(command: F) -> F:
+    """Add --use-adapter, for a command without the sampling flags. Arrives as `use_adapter`."""
+    text = "the adapter to use, of those that --adapter loads; one is used without this"
+    return click.option("--use-adapter", cls=Option, metavar="NAME", help=text)(command)
+
+
 def chosen_adapter(flags: Values, given: str | None = None) -> str:
     """The adapter that a command of one request uses: the one that --adapter loads, or of several
     the one that --use-adapter names."""

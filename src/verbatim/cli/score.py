@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ContextError
-from verbatim.cli.options import Command, Option, chosen_adapter, engine_options, model_options
+from verbatim.cli.options import (
+    Command,
+    Option,
+    chosen_adapter,
+    engine_options,
+    model_options,
+    use_adapter_option,
+)
 from verbatim.cli.report import token_logprobs
 from verbatim.cli.terminal import note, warn, write, write_json
 
@@ -49,6 +56,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
 @engine_options
+@use_adapter_option
 def command(
     text: tuple[str, ...],
     file: str | None,
@@ -70,7 +78,7 @@ def command(
 
     named = text[0][1:] if len(text) == 1 and text[0].startswith("@") else None
     content = read_prompt(() if named and not file else text, "text", file or named)
-    adapter = chosen_adapter(flags)
+    adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
     with open_llm(flags, quiet=as_json) as llm:
         try:
             score = llm.score(content, top=top, window=window, stride=stride, adapter=adapter)

@@ -226,6 +226,11 @@ def command(
         model, models = models[0].model, ()
     else:
         model = models[0].model
+    if models and not flags["test_engine"]:
+        from verbatim.weights.catalog import check_known
+
+        for named in models:
+            check_known(named.model)
     if models and names:
         raise ParameterError("served_model_name", "belongs to one model; write --model NAME=MODEL")
     limits = {
@@ -301,7 +306,8 @@ def read_models(
     settings: dict[str, dict[str, Any]] = {name: {} for name in models}
     for text in model_settings:
         name, key, value = _model_setting(text, tuple(models))
-        settings[name][key] = value
+        earlier = settings[name].get(key, ())
+        settings[name][key] = (*earlier, *value) if isinstance(value, tuple) else value
     for name in pinned:
         if name not in models:
             raise ParameterError("pin", f"no model has the name {name!r}: {', '.join(models)}")

@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import re
 import secrets
 import threading
 from collections import OrderedDict
@@ -34,6 +35,9 @@ log = logging.getLogger("verbatim")
 QUEUE_BYTES = 256 << 20  # bytes that wait to be written
 CHECKSUM = 16  # bytes
 KEY = 32  # bytes
+OWN_FILE = re.compile(
+    r"[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{32}\.[0-9]+(?P<partial>\.[0-9a-f]{8}\.partial)?"
+)
 
 
 class DiskCache:
@@ -187,16 +191,22 @@ class DiskCache:
 
 
 def _scan(root: Path) -> list[tuple[str, int]]:
-    """Stored blocks, least recently used first. Deletes what an interrupted write left behind."""
+    """Stored blocks, least recently used first. Deletes what an interrupted write left behind.
+
+    Only names that this cache gives are looked at: the user may name a directory with other
+    files."""
     found: list[tuple[float, str, int]] = []
     for folder in root.glob("*/??"):
-        for entry in os.scandir(folder):
+        for entry in os.scandir(folder) if folder.is_dir() else ():
+            name = f"{folder.parent.name}/{folder.name}/{entry.name}"
+            match = OWN_FILE.fullmatch(name)
+            if match is None:
+                continue
             with suppress(OSError):
-                if entry.name.endswith(".partial"):
+                if match["partial"]:
                     os.unlink(entry.path)
                 else:
                     stat = entry.stat()
-                    name = f"{folder.parent.name}/{folder.name}/{entry.name}"
                     found.append((stat.st_mtime, name, stat.st_size))
     return [(name, size) for _, name, size in sorted(found)]
 

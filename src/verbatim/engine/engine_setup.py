@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
+from verbatim.base.units import size_text
 from verbatim.engine.disk_cache import DiskCache
 from verbatim.engine.drafting import cache_share
 from verbatim.engine.loaded_model import LoadedModel
@@ -38,6 +39,12 @@ def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | Non
     if parts.task != "generate":
         raise ParameterError("cache_dir", "an encoder has no KV cache; leave it out")
     backend = parts.backend
+    if config.cache_dir_size < 2 * max(backend.block_bytes()):
+        raise ParameterError(
+            "cache_dir_size",
+            f"{size_text(config.cache_dir_size)} holds no two blocks of"
+            f" {size_text(max(backend.block_bytes()))}; ask for more",
+        )
     # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
     layout = (backend.info.detail, backend.block_size, backend.block_bytes())
     identity = f"{fingerprint_of(parts)} {layout}"

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from verbatim.base.errors import ParameterError
 from verbatim.base.units import size_text
 from verbatim.schedule.sizing import available_memory
 from verbatim.server.api.api_errors import Problem
@@ -70,6 +71,13 @@ class ModelPool:
                 models=(),
             )
             self.models[named.name] = ServedModel(named, own, partial(self._supervisor, own))
+        # adapter -> its model: a request may name an adapter as its model
+        self.adapters: dict[str, str] = {}
+        for name, model in self.models.items():
+            for adapter in model.settings.adapter_names:
+                if adapter in self.models or adapter in self.adapters:
+                    raise ParameterError("adapters", f"the name {adapter!r} is taken")
+                self.adapters[adapter] = name
         self.first = next(iter(self.models.values()))
         self._changing = asyncio.Lock()  # one model starts or stops at a time
 

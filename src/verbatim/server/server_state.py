@@ -78,9 +78,9 @@ class State:
 
     def names(self) -> tuple[str, ...]:
         """Names that requests may use as `model`: the model's, then those of its adapters.
-        Of several models, their own names."""
+        Of several models, their names, then those of their adapters."""
         if self.pool is not None:
-            return tuple(self.pool.models)
+            return (*self.pool.models, *self.pool.adapters)
         return (*self.settings.base_names, *self.settings.adapter_names)
 
     def adapter_of(self, name: str | None) -> str:
@@ -100,7 +100,7 @@ class State:
         time."""
         if self.pool is None:
             return self.supervisor.facts
-        model = self.pool.models[name]
+        model = self.pool.models[self.pool.adapters.get(name, name)]
         return model.supervisor.facts or model.facts
 
     def for_model(self, model: ServedModel) -> State:

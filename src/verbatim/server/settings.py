@@ -210,11 +210,12 @@ class Settings:
                 "adapters", "belong to one model; write --model-setting NAME.adapters=NAME=PATH"
             )
         pinned = sum(named.pinned for named in self.models)
-        if 0 < self.max_loaded_models <= pinned < len(self.models):
+        most = self.max_loaded_models
+        if 0 < most <= pinned and (pinned > most or pinned < len(self.models)):
             raise ParameterError(
                 "max_loaded_models",
-                f"{pinned} models are pinned, and at most {self.max_loaded_models} may be loaded;"
-                " the others could never be",
+                f"{pinned} models are pinned, and at most {most} may be loaded; raise it, or pin"
+                " fewer",
             )
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port")

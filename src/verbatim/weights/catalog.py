@@ -115,6 +115,15 @@ def home_dir() -> Path:
         ) from None
 
 
+def check_known(model: str) -> None:
+    """Raise a ModelError unless `model` is a path, a catalog name or the form of a hub name."""
+    model = SYNONYMS.get(model, model)
+    if model in CATALOG or Path(model).expanduser().exists():
+        return
+    if _HUB.fullmatch(hub_name(model)) is None or ".." in model:
+        raise ModelError(_unknown(model))
+
+
 def resolve(
     model: str,
     *,

@@ -19,8 +19,11 @@ def _model(call: RequestContext, name: str) -> dict[str, Any]:
         "owned_by": "verbatim",
     }
     facts = call.state.facts_of(name)
-    if name in call.state.settings.adapter_names:  # as vLLM lists them
-        out["parent"] = call.state.names()[0]
+    pool = call.state.pool
+    parents = dict.fromkeys(call.state.settings.adapter_names, call.state.names()[0])
+    parent = parents.get(name) if pool is None else pool.adapters.get(name)
+    if parent is not None:  # as vLLM lists them
+        out["parent"] = parent
     if facts is None:
         return out
     return out | {

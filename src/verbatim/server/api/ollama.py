@@ -27,7 +27,7 @@ from verbatim.server.api.generate import (
 )
 from verbatim.server.api.local_fields import OLLAMA_CHAT
 from verbatim.server.api.ollama_schemas import OLLAMA_MACHINE_OPTIONS, OLLAMA_PARAMS
-from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id
+from verbatim.server.api.request_context import EventStream, Json, RequestContext, is_zero, new_id
 from verbatim.server.json_io import dumps, loads_lossless
 from verbatim.server.process.messages import Generate, Generated, WireFinish
 
@@ -125,17 +125,16 @@ async def load_only(call: RequestContext, body: dict[str, Any], model: str, empt
                 " free the memory",
                 "keep_alive",
             )
-        if not await call.state.pool.unload(model):
+        if call.state.pool.models[model].pinned:
             raise Problem(
-                "overloaded", "the model is pinned, or in use; it is not unloaded", retry_after=2
+                "invalid_parameter",
+                "keep_alive: the model is pinned (--pin) and is not unloaded",
+                "keep_alive",
             )
+        if not await call.state.pool.unload(model):
+            raise Problem("overloaded", "the model is in use; it is not unloaded", retry_after=2)
         reason = "unload"
     return Json({**_head(model), **empty, "done": True, "done_reason": reason})
-
-
-def is_zero(duration: Any) -> bool:
-    """Whether a keep_alive asks for no time at all: 0, "0" or "0s"."""
-    return duration is not None and not any(digit in str(duration) for digit in "123456789")
 
 
 class OllamaReply:

@@ -45,6 +45,17 @@ class Json(Response):
         return dumps(content)
 
 
+def is_zero(duration: Any) -> bool:
+    """Whether a keep_alive asks for no time at all: 0, "0" or "0s"."""
+    return duration is not None and not any(digit in str(duration) for digit in "123456789")
+
+
+def asks_to_unload(route: str, body: Mapping[str, Any]) -> bool:
+    """Ollama: no prompt, and keep_alive 0."""
+    asked = body.get("prompt") or body.get("messages")
+    return route.startswith("/api/") and not asked and is_zero(body.get("keep_alive"))
+
+
 class RequestContext:
     def __init__(self, request: Request, state: State, route: str) -> None:
         self.request = request
@@ -76,15 +87,24 @@ class RequestContext:
         body = check(route or self.route, data)
         self.request.scope["verbatim.labels"] = labels_of(body)
         self.given = body
-        await self.choose_model(body.get("model"))
+        await self.choose_model(body.get("model"), body)
         return body
 
-    async def choose_model(self, name: str | None) -> None:
-        """Of several models: load the one that the request names, and hold it until the end."""
+    async def choose_model(self, name: str | None, body: Mapping[str, Any] | None = None) -> None:
+        """Of several models: load the one that the request names, and hold it until the end. A
+        request that only unloads a model, or asks for known facts, loads nothing."""
         pool = self.state.pool
         if pool is None:
             return
         name = self.state.check_model(name)
+        name = pool.adapters.get(name, name)
+        model = pool.models[name]
+        if not model.loaded and (
+            (self.route == "/api/show" and model.facts is not None)
+            or asks_to_unload(self.route, body or {})
+        ):
+            self.state = self.state.for_model(model)
+            return
         wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
         self.state = self.state.for_model(await pool.hold(name, max(wait, 0)))
         self.admission.callback(pool.release, name)
