@@ -14,8 +14,8 @@ import verbatim.scale
 from verbatim.base.errors import ParameterError
 from verbatim.cli.main import main
 from verbatim.diagnose.footprint import Footprint, footprint_of_config
+from verbatim.observe.merge_metrics import merge
 from verbatim.scale.autoscale import wanted_replicas
-from verbatim.scale.merge_metrics import merge
 from verbatim.scale.options import Replicas, parse_address, parse_replicas
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
 from verbatim.scale.routing import ASSUME_SECONDS, MAX_HASHES, Candidate, Decider, PrefixMap, Route
@@ -232,7 +232,7 @@ def test_replicas_follow_the_queue_and_the_cache() -> None:
 
 def test_metrics_of_replicas_are_grouped_by_name() -> None:
     text = '# HELP x of {all}\n# TYPE x counter\nx_total{kind="a b"} 2\nx_total 1.5\n'
-    merged = merge({"r1": text, "r2": text})
+    merged = merge("replica", {"r1": text, "r2": text})
     assert merged.count("# TYPE x") == 1
     assert merged.splitlines()[2:] == [
         'x_total{replica="r1",kind="a b"} 2',
@@ -240,7 +240,7 @@ def test_metrics_of_replicas_are_grouped_by_name() -> None:
         'x_total{replica="r2",kind="a b"} 2',
         'x_total{replica="r2"} 1.5',
     ]
-    assert merge({}) == ""
+    assert merge("replica", {}) == ""
 
 
 # ------------------------------------------------------------------------------------- Ray Data

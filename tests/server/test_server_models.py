@@ -16,9 +16,9 @@ from live_server import Live
 from eventually import eventually_async
 from verbatim.base.errors import ParameterError
 from verbatim.cli.serve import read_models
+from verbatim.observe.merge_metrics import merge
 from verbatim.server import model_pool
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.http_metrics import merge
 from verbatim.server.model_pool import ModelPool
 from verbatim.server.server_state import State
 from verbatim.server.settings import NamedModel, Settings
@@ -268,8 +268,7 @@ def test_flags_are_read_or_refused_by_name() -> None:
 
 def test_metrics_of_engines_are_merged() -> None:
     one = '# HELP x h\n# TYPE x counter\nx{k="1"} 2\n# HELP y h\n# TYPE y gauge\ny 3\n'
-    assert merge({"a": one}) == one
-    assert merge({"a": one, "b": one, "c": ""}) == (
+    assert merge("model", {"a": one, "b": one, "c": ""}) == (
         '# HELP x h\n# TYPE x counter\nx{model="a",k="1"} 2\nx{model="b",k="1"} 2\n'
         '# HELP y h\n# TYPE y gauge\ny{model="a"} 3\ny{model="b"} 3\n'
     )

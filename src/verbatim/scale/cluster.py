@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from verbatim.base.errors import VerbatimError
 from verbatim.observe.engine_metrics import Registry
-from verbatim.scale.merge_metrics import merge
+from verbatim.observe.merge_metrics import merge
 from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.routing import Route
 from verbatim.server.api.api_errors import Problem
@@ -156,7 +156,7 @@ class Cluster(Supervisor):
             self._reports = reports
             self.reports += 1
         texts = {name: report.get("metrics", "") for name, report in reports.items()}
-        self.metrics = merge(texts) + self._router_text()
+        self.metrics = merge("replica", texts) + self._router_text()
         alive = any(report.get("up", True) for report in reports.values())
         if alive != self.ready.is_set():
             (self.ready.set if alive else self.ready.clear)()

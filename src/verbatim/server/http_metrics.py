@@ -12,7 +12,8 @@ import platform
 from collections.abc import Mapping
 
 import verbatim
-from verbatim.observe.engine_metrics import Registry, escape
+from verbatim.observe.engine_metrics import Registry
+from verbatim.observe.merge_metrics import merge
 from verbatim.server.process.supervisor import Supervisor
 
 
@@ -60,7 +61,8 @@ class Metrics:
                 **model_label(engines, name),
             )
         texts = {name: supervisor.metrics for name, supervisor in engines.items()}
-        return self._registry.render() + engines_text(engines) + merge(texts)
+        merged = merge("model", texts) if len(texts) > 1 else "".join(texts.values())
+        return self._registry.render() + engines_text(engines) + merged
 
 
 def model_label(engines: Mapping[str, Supervisor], name: str) -> dict[str, str]:
@@ -88,27 +90,3 @@ def engines_text(engines: Mapping[str, Supervisor]) -> str:
         ):
             registry.number(f"verbatim_{name}", help, **labels).value = value
     return registry.render() if states else ""
-
-
-def merge(texts: Mapping[str, str]) -> str:
-    """One Prometheus text from the engines' texts by model name, with a label `model` on every
-    sample. Prometheus wants the samples of a metric together, after its HELP and TYPE lines."""
-    if len(texts) == 1:
-        return next(iter(texts.values()))
-    headers: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for model, text in texts.items():
-        label, metric = f'model="{escape(model)}"', ""
-        for line in text.splitlines():
-            if line.startswith("# HELP "):
-                metric = line.split()[2]
-                headers[metric], samples[metric] = [], samples.get(metric, [])
-            if line.startswith("#"):
-                headers[metric].append(line)
-            else:
-                name, brace, rest = line.partition("{")
-                if not brace:
-                    name, _, rest = line.partition(" ")
-                samples[metric].append(f"{name}{{{label}{',' if brace else '} '}{rest}")
-    lines = [line for metric in headers for line in (*headers[metric], *samples[metric])]
-    return "\n".join(lines) + "\n" if lines else ""

@@ -1,7 +1,7 @@
 """Recurrent layers on the GPU: their caches, the integers of a step, and the launch of the kernel.
 
 Caches are float32. A block of a delta net holds, per value head, the state before the block and the
-update of each position: key, value, decay, beta (docs/adr/0022-recurrent-state.md).
+update of each position: key, value, decay, beta (docs/adr/0023-recurrent-state.md).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 // position. So neither the thread that computes it nor the cut of the sequence into steps changes
 // its bits. A state is never updated in place: a block holds the state before its first position
 // and the updates of its positions, and the state at any position is a replay of at most one block
-// (docs/adr/0022-recurrent-state.md).
+// (docs/adr/0023-recurrent-state.md).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
