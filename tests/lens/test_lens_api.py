@@ -113,6 +113,27 @@ def test_a_step_has_the_logits_that_the_sampler_drew_from(
         ]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"regex": "[a-f]{9}[xyz]+"}, {"frequency_penalty": 1.5}, {"min_tokens": 9}],
+    ids=str,
+)
+def test_a_step_of_a_branch_continues_the_output(live: Live, params: dict[str, Any]) -> None:
+    """The same tokens as prompt and output, or as output alone: one distribution."""
+    settings = {"seed": 3, "max_tokens": 12, **params}
+    ids = api(live, PROMPT, **settings)["ids"]
+    whole = step(live, ids[:6], **settings)
+    body = {
+        "prompt": [*prompt_ids(live), *ids[:4]],
+        "output": ids[4:6],
+        "params": {**settings, "output_prefix": 4},
+        "rest": True,
+    }
+    continued = live.client.post("/lens/api/step", json=body).json()
+    for name in ("row", "stages", "cut", "top", "key", "position", "prompt_len"):
+        assert continued[name] == whole[name], name
+
+
 def test_a_step_refuses_what_it_cannot_explain(live: Live) -> None:
     ids = prompt_ids(live)
     for body, word in (

@@ -137,6 +137,39 @@ def test_a_branch_is_a_request_with_that_prefix(lens: LensPage) -> None:
     assert lens.tokens() == before
 
 
+def test_a_branch_inside_structured_output_continues_its_grammar(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    settings = {"regex": "[ -~]{4}[0-9]{6}z?", "seed": 11, "max_tokens": 24, "temperature": 0.8}
+    before, known = page.generate(**settings), prompt_ids(live)
+    page.select(2)
+    row = page.page.locator(".candidates tr:has(button)").nth(1)
+    candidate = int(str(row.get_attribute("data-id")))
+    with page.one_request():
+        row.locator("button").click()
+    prefix = [*before[:2], candidate]
+    direct = api(live, known + prefix, output_prefix=3, **settings)
+    assert page.tokens() == prefix + direct["ids"]
+    written = bytes(t for t in page.tokens() if t < 256).decode()
+    assert re.fullmatch(r"[ -~]{4}[0-9]{6}z?", written)
+    # a token that the grammar does not allow, as a client without the table's tags would ask for
+    before = page.tokens()
+    page.page.evaluate(
+        """async () => {
+          const { branchFrom } = await import("/lens/run.js");
+          const { current } = await import("/lens/store.js");
+          await branchFrom(current(), 2, 10);
+        }"""
+    )
+    alert = page.page.wait_for_selector("[role=alert]")
+    assert alert is not None
+    assert "does not allow '\\n' (id 10)" in str(alert.text_content())
+    assert page.tokens() == before
+    page.expect_errors(400, "/v1/completions")
+    page.page.click("#prove")
+    page.page.wait_for_selector("#proof.identical")
+    page.close()
+
+
 def test_a_branch_with_other_settings_starts_with_the_redrawn_token(lens: LensPage) -> None:
     before, known = lens.tokens(), prompt_ids(lens.live)
     lens.select(4)
