@@ -196,6 +196,31 @@ def test_a_key_sees_only_its_own_requests() -> None:
     core.close()
 
 
+def test_evicted_blocks_and_preemptions_are_reported() -> None:
+    """A cache of 8 blocks of 16 tokens: prompts one after the other evict each other's blocks, and
+    three at once preempt."""
+    core = EngineCore(fake_parts(), EngineConfig(kv_blocks=8))
+    engine_report(core, "a", 0)  # the log is on from now
+    for i in range(4):
+        core.add(core.request([i] * 40, SamplingParams(max_tokens=1, seed=1), tenant="a"))
+        while core.busy:
+            core.step()
+    [pool] = engine_report(core, "a", 0)["pools"]
+    assert pool["evictions"] == len(pool["evicted"]) > 0
+    assert pool["evicted"] == list(core.scheduler.cache.pools[0].evicted)
+    assert set(pool["evicted"]) <= set(range(8))
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True)
+    for i in range(3):
+        core.add(core.request([50 + i] * 20, params, tenant="a"))
+    while core.busy:
+        core.step()
+    report = engine_report(core, "a", 0)
+    seen = [p["preemptions"] for s in report["steps"] for p in s["parts"]]
+    assert max(seen) > 0
+    assert report["preemptions"] > 0
+    core.close()
+
+
 def test_steps_are_recorded_only_while_a_page_watches() -> None:
     now = 100.0
     log = StepLog(lambda: now)
@@ -219,6 +244,7 @@ def test_steps_are_recorded_only_while_a_page_watches() -> None:
             "accepted": 2,
             "source": "ngram",
             "arrival": 0.25,
+            "preemptions": 0,
         }
     ]
     now += WATCH_SECONDS + 1

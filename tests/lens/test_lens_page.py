@@ -223,6 +223,47 @@ def test_the_engine_view_shows_this_keys_steps_and_blocks(lens: LensPage) -> Non
     lens.page.wait_for_selector("#tile-23")
 
 
+def test_the_engine_view_marks_evicted_blocks_and_preempted_requests(
+    browser: Any, live: Live
+) -> None:
+    """Two reports of a small cache, as the server would send them: between them two cached blocks
+    were evicted, and a request that was preempted computes its tokens again."""
+    page = LensPage(browser, live)
+    reports = iter(range(1000))
+
+    def answer(route: Any) -> None:
+        report = route.fetch().json()
+        late = next(reports) > 0
+        part = {"request": "req-0123456789", "tokens": 1, "kind": "decode", "drafts": 0}
+        part |= {"accepted": 0, "source": "", "arrival": 0.5, "preemptions": 0}
+        steps = [{"step": 1, "at": 1.0, "seconds": 0.1, "parts": [part | {"start": 40}]}]
+        again = part | {"start": 0, "tokens": 41, "kind": "prefill", "preemptions": 1}
+        steps += [{"step": 2, "at": 3.0, "seconds": 0.2, "parts": [again]}]
+        pool = {"total": 8, "used": 3, "cached": 3, "free": 2, "own": 2, "shared": 1}
+        pool |= {"strip": "oosccc..", "evictions": 9, "evicted": [7, 4]}
+        if late:
+            pool |= {"evictions": 11, "evicted": [7, 4, 1, 3]}
+        report |= {"pools": [pool], "steps": [] if late else [s | {"others": 0} for s in steps]}
+        route.fulfill(json=report)
+
+    page.page.route("**/lens/api/engine*", answer)
+    page.open()
+    page.page.click("nav >> text=Engine")
+    marked = page.page.wait_for_function(  # one look: the marks fade
+        """() => {
+          const cells = [...document.querySelectorAll(".strip i")].map((cell, i) =>
+            cell.classList.contains("gone") ? i : -1).filter((i) => i >= 0);
+          return cells.length && cells;
+        }"""
+    )
+    assert marked.json_value() == [1, 3]
+    assert "evicted 11" in str(page.page.text_content("[aria-label=cache]"))
+    assert page.page.locator(".lanes i.preempted").count() == 1
+    assert "preempted 1×" in str(page.page.text_content(".lanes"))
+    assert page.errors == []
+    page.close()
+
+
 # --------------------------------------------------------------------- saved runs and the proof
 
 

@@ -299,6 +299,7 @@ def engine_report(core: EngineCore, tenant: str, after: int) -> dict[str, Any]:
                 "own": len(blocks),
                 "shared": sum(count > 1 for count in pool.refs),
                 "evictions": pool.evictions,
+                "evicted": list(pool.evicted),
                 "strip": strip_of(pool, blocks),
             }
         )
