@@ -890,7 +890,7 @@ ELSEWHERE = {
     "early_stopping", "num_beam_groups", "diversity_penalty", "json_schema", "regex", "grammar",
     "choice", "prompt_logprobs", "logprobs_mode", "receipt", "speculate", "priority", "cache_salt",
     "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "xtc_threshold",
-    "thinking_budget", "adapter",
+    "thinking_budget", "adapter", "output_prefix",
 }  # fmt: skip
 # Parameters with a value that the device does not support.
 HOST_ONLY: dict[str, object] = {

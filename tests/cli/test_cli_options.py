@@ -60,6 +60,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "regex": (["[ab]+"], "[ab]+"),
     "grammar": (['start: "a"'], 'start: "a"'),
     "choice": (["yes", "--choice", "no"], ("yes", "no")),
+    "output_prefix": (["3"], 3),
     "logprobs": (["5"], 5),
     "prompt_logprobs": (["2"], 2),
     "logprobs_mode": (["processed"], "processed"),

@@ -137,6 +137,39 @@ def test_a_branch_is_a_request_with_that_prefix(lens: LensPage) -> None:
     assert lens.tokens() == before
 
 
+def test_a_branch_inside_structured_output_continues_its_grammar(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    settings = {"regex": "[ -~]{4}[0-9]{6}z?", "seed": 11, "max_tokens": 24, "temperature": 0.8}
+    before, known = page.generate(**settings), prompt_ids(live)
+    page.select(2)
+    row = page.page.locator(".candidates tr:has(button)").nth(1)
+    candidate = int(str(row.get_attribute("data-id")))
+    with page.one_request():
+        row.locator("button").click()
+    prefix = [*before[:2], candidate]
+    direct = api(live, known + prefix, output_prefix=3, **settings)
+    assert page.tokens() == prefix + direct["ids"]
+    written = bytes(t for t in page.tokens() if t < 256).decode()
+    assert re.fullmatch(r"[ -~]{4}[0-9]{6}z?", written)
+    # a token that the grammar does not allow, as a client without the table's tags would ask for
+    before = page.tokens()
+    page.page.evaluate(
+        """async () => {
+          const { branchFrom } = await import("/lens/run.js");
+          const { current } = await import("/lens/store.js");
+          await branchFrom(current(), 2, 10);
+        }"""
+    )
+    alert = page.page.wait_for_selector("[role=alert]")
+    assert alert is not None
+    assert "does not allow '\\n' (id 10)" in str(alert.text_content())
+    assert page.tokens() == before
+    page.expect_errors(400, "/v1/completions")
+    page.page.click("#prove")
+    page.page.wait_for_selector("#proof.identical")
+    page.close()
+
+
 def test_a_branch_with_other_settings_starts_with_the_redrawn_token(lens: LensPage) -> None:
     before, known = lens.tokens(), prompt_ids(lens.live)
     lens.select(4)
@@ -188,6 +221,47 @@ def test_the_engine_view_shows_this_keys_steps_and_blocks(lens: LensPage) -> Non
     lens.page.wait_for_selector("#plot canvas")
     lens.page.click("nav >> text=Generate")
     lens.page.wait_for_selector("#tile-23")
+
+
+def test_the_engine_view_marks_evicted_blocks_and_preempted_requests(
+    browser: Any, live: Live
+) -> None:
+    """Two reports of a small cache, as the server would send them: between them two cached blocks
+    were evicted, and a request that was preempted computes its tokens again."""
+    page = LensPage(browser, live)
+    reports = iter(range(1000))
+
+    def answer(route: Any) -> None:
+        report = route.fetch().json()
+        late = next(reports) > 0
+        part = {"request": "req-0123456789", "tokens": 1, "kind": "decode", "drafts": 0}
+        part |= {"accepted": 0, "source": "", "arrival": 0.5, "preemptions": 0}
+        steps = [{"step": 1, "at": 1.0, "seconds": 0.1, "parts": [part | {"start": 40}]}]
+        again = part | {"start": 0, "tokens": 41, "kind": "prefill", "preemptions": 1}
+        steps += [{"step": 2, "at": 3.0, "seconds": 0.2, "parts": [again]}]
+        pool = {"total": 8, "used": 3, "cached": 3, "free": 2, "own": 2, "shared": 1}
+        pool |= {"strip": "oosccc..", "evictions": 9, "evicted": [7, 4]}
+        if late:
+            pool |= {"evictions": 11, "evicted": [7, 4, 1, 3]}
+        report |= {"pools": [pool], "steps": [] if late else [s | {"others": 0} for s in steps]}
+        route.fulfill(json=report)
+
+    page.page.route("**/lens/api/engine*", answer)
+    page.open()
+    page.page.click("nav >> text=Engine")
+    marked = page.page.wait_for_function(  # one look: the marks fade
+        """() => {
+          const cells = [...document.querySelectorAll(".strip i")].map((cell, i) =>
+            cell.classList.contains("gone") ? i : -1).filter((i) => i >= 0);
+          return cells.length && cells;
+        }"""
+    )
+    assert marked.json_value() == [1, 3]
+    assert "evicted 11" in str(page.page.text_content("[aria-label=cache]"))
+    assert page.page.locator(".lanes i.preempted").count() == 1
+    assert "preempted 1×" in str(page.page.text_content(".lanes"))
+    assert page.errors == []
+    page.close()
 
 
 # --------------------------------------------------------------------- saved runs and the proof

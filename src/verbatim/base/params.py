@@ -223,6 +223,13 @@ class SamplingParams:
         "str", None, "the answer is in the language of this Lark grammar"
     )
     choice: Sequence[str] | None = declared("strings", None, "the answer is one of these strings")
+    output_prefix: int = declared(
+        "int",
+        0,
+        "the prompt's last tokens that count as output: structure, penalties, min_tokens",
+        low=0,
+        high=MOST,
+    )
     # reports
     logprobs: int | None = declared(
         "int",
@@ -410,6 +417,7 @@ DEFAULTED = (
 # Parameters that beam search refuses, because it draws nothing.
 BEAM_REFUSES = (
     "temperature", *FILTERS, "seed", "n", "best_of", "speculate", "on_loop", *STRUCTURE,
+    "output_prefix",
 )
 # fmt: on
 # Values that beam search implies: no randomness or the model's own distribution; no drafts.

@@ -51,7 +51,7 @@ class DrawSpec:
 
     params: SamplingParams
     key: int  # 64-bit noise key, made from (seed, choice index) by sampling.draw.noise_key
-    prompt_len: int  # tokens before this position belong to the prompt
+    prompt_len: int  # output starts here: the length of the prompt less its output_prefix
     # all known tokens except drafts; empty unless params.needs_history
     history: tuple[int, ...] = ()
     # ids excluded from the draw before min_tokens (end of sequence, stop ids)

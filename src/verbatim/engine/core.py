@@ -206,7 +206,8 @@ class EngineCore:
             drawn[event.seq_id] = drawn.get(event.seq_id, 0) + (event.drawn is not None)
         parts = []
         for step in plan.sequences:
-            request = self._by_seq[step.seq_id].request
+            running = self._by_seq[step.seq_id]
+            request = running.request
             source = self.drafting.source(step.seq_id, request.params) if step.draws > 1 else ""
             parts.append(
                 StepPart(
@@ -218,6 +219,7 @@ class EngineCore:
                     drawn.get(step.seq_id, 0),
                     source,
                     request.arrival,
+                    running.preemptions,
                 )
             )
         self.step_log.add(started, executed, tuple(parts))

@@ -5,7 +5,7 @@ import { sliderRange } from "./controls.js";
 import { count, number, percent } from "./format.js";
 import { draw, logprobOf, settingsOf, sideBySide, stages } from "./funnel.js";
 import { noiseKey } from "./noise.js";
-import { branchFrom, branchWith, extend, isStructured, rowOf, rowKey } from "./run.js";
+import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
 import { sample } from "./sampler.js";
 import { changed, current, select, selectedToken, state } from "./store.js";
 import { play } from "./tiles.js";
@@ -91,16 +91,15 @@ function candidates(branch, index, step) {
     ? [...step.row.data.top.map(([id, raw]) => ({ id, logprob: logprobOf(step.row, raw) })),
        ...step.row.data.cut.map(([id, raw, by]) => ({ id, by, logprob: logprobOf(step.row, raw) }))].sort((a, b) => b.logprob - a.logprob)
     : (token.record?.top ?? []);
-  const structured = isStructured(token.segment.params);
   return html`<table class="candidates"><caption class="quiet">The most likely tokens; a button continues from one of them</caption>
     <tbody>${known.slice(0, listed).map((c, rank) => {
-      const p = Math.exp(c.logprob), taken = c.id === token.id;
+      const p = Math.exp(c.logprob), taken = c.id === token.id, by = c.by ?? (c.processed === null ? "cut" : "");
       return html`<tr class=${taken ? "drawn" : ""} data-id=${c.id}>
         <td class="rank">${rank + 1}</td>
         <td class="word"><q>${state.vocab.show(c.id)}</q><small>${c.id}${state.bytes ? ` · ${state.vocab.hex(c.id)}` : ""}</small></td>
         <td class="meter"><i .style=${`inline-size:${(100 * p).toFixed(2)}%`}></i></td>
         <td class="p" data-logprob=${c.logprob}>${percent(p)}</td>
-        <td>${c.by ? html`<span class="tag">${c.by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline || structured ? nothing
+        <td>${by ? html`<span class="tag">${by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline ? nothing
           : html`<button class="small" aria-label="branch from ${state.vocab.show(c.id)}" @click=${() => branchFrom(branch, index, c.id)}>branch</button>`}</td></tr>`;
     })}</tbody></table>
     <p class="row">${known.length > listed ? html`<button class="link" @click=${() => { listed += 52; changed(); }}>Show more of ${known.length}</button>` : nothing}
