@@ -19,6 +19,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ray_watch import processes, read_lines, stable
 
 from eventually import eventually
 from verbatim import LLM, SamplingParams
@@ -70,19 +71,6 @@ def open_ports() -> set[tuple[str, str]]:
     ]
     found = {tuple(row[1].split(":")) for row in rows if row[3] == "0A"}
     return {(a, p) for a, p in found if not a.endswith(("0100007F", "01000000"))}
-
-
-def processes(words: str) -> list[int]:
-    """Processes of Ray whose title contains `words`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            title = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if title.startswith("ray::") and words in title:
-            found.append(int(path.parent.name))
-    return sorted(found)
 
 
 def ray_env() -> dict[str, str]:
@@ -255,16 +243,5 @@ def check_parquet(
         assert texts(json.loads(row["body"])) == texts(answer["response"]["body"])
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def texts(body: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in body.get("choices", ())]
-
-
-def stable(line: dict[str, Any]) -> str:
-    """A line without what differs between two runs of any batch: random ids and times."""
-    text = json.dumps({**line, "id": ""}, sort_keys=True)
-    text = re.sub(r'"(request_id|id)": "[^"]*"', r'"\1": ""', text)
-    return re.sub(r'"(created|[a-z_]*seconds)": [0-9.e+-]+', r'"\1": 0', text)
