@@ -200,9 +200,7 @@ def test_a_share_above_the_limit_is_explained(
     bench._measure(llm, None, {}, 1, True)
     last = capsys.readouterr().out.splitlines()[-1]
     assert (
-        last.startswith(
-            "share above 100 % (decode at 1): the limit was measured in a slower minute"
-        )
+        last.startswith("share above 100 % (decode at 1): the machine was slower while its limits")
         == result
     )
 
@@ -247,7 +245,7 @@ def test_a_plot_without_matplotlib_fails_before_any_measurement(
     result = verbatim("bench", "--plot", str(tmp_path / "p.svg"), "--model", "no/such/model")
     assert result.code == 2
     assert result.err.startswith("verbatim: plot: ")
-    assert "pip install '.[bench]'" in result.err
+    assert "pip install 'verbatim-llm[bench]'" in result.err
 
 
 # ------------------------------------------------------------------------------------------ rivals

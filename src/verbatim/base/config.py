@@ -100,11 +100,15 @@ class EngineConfig:
             if value is not None and value not in choices:
                 raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(choices)}")
         if self.cache_dir == "":
-            raise ParameterError("cache_dir", "names no directory")
+            raise ParameterError("cache_dir", "is empty; give the path of a directory")
         if self.cache_dir is None and self.cache_dir_size != CACHE_DIR_SIZE:
-            raise ParameterError("cache_dir_size", "belongs to cache_dir; give that, too")
+            raise ParameterError(
+                "cache_dir_size", "has an effect only with cache_dir; give that, too"
+            )
         if self.cache_dir is not None and not (self.prefix_cache and self.use_cache):
-            raise ParameterError("cache_dir", "needs the prefix cache, which is switched off")
+            raise ParameterError(
+                "cache_dir", "needs the prefix cache, which is switched off; leave one out"
+            )
         mode, colon, _ = self.speculate.partition(":")
         if mode not in SPECULATE or (colon and mode not in ("head", "draft")):
             raise ParameterError(

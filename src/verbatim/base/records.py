@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from verbatim.base.habits import COMPLETION, attribute
 from verbatim.base.notebook import box, token_span
+from verbatim.base.parsed import parse_answer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -254,10 +255,19 @@ class Choice:
     reasoning: str = ""  # the thought of a reasoning model; `text` is the answer without it
     # text of each token, if logprobs were asked for; U+FFFD where a token ends inside a character
     pieces: tuple[str, ...] = ()
+    json_schema: str | None = field(default=None, repr=False)  # of the request
 
     @property
     def finish_reason(self) -> FinishReason:
         return self.finish.reason
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as an object of the type that the request gave as json_schema (a pydantic
+        model, a TypedDict, a dataclass), or as plain data for a schema in JSON; None without one.
+        An answer that was cut is a RequestError.
+        """
+        return parse_answer(self.json_schema, self.text, self.finish.reason)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -336,6 +346,11 @@ class Completion:
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """Choice.parsed of the first choice."""
+        return self.choices[0].parsed
 
     @property
     def reasoning(self) -> str:

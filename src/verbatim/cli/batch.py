@@ -112,7 +112,7 @@ def command(
     except ImportError as error:
         raise BackendError(
             f"batch needs {error.name}; install the extra 'server': "
-            "pip install '.[server]' in the checkout"
+            "pip install 'verbatim-llm[server]'"
         ) from None
     if ray is None and replicas is not None:
         raise ParameterError("replicas", "needs --ray; without it one engine runs the batch")
@@ -209,7 +209,9 @@ def read_requests(path: Path) -> list[Line]:
                     "IN", f"{where} is not UTF-8; save the file in that encoding"
                 ) from None
             except (json.JSONDecodeError, RecursionError):
-                raise ParameterError("IN", f"{where} is not JSON") from None
+                raise ParameterError(
+                    "IN", f"{where} is not JSON; a line is one object {{…}}"
+                ) from None
             except ValueError as error:
                 raise ParameterError("IN", f"{where}: {error}") from None
             if (
@@ -222,7 +224,9 @@ def read_requests(path: Path) -> list[Line]:
                 )
             if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
                 raise ParameterError(
-                    "IN", f"{where}: no such key of a request: {min(unknown)[:40]!r}"
+                    "IN",
+                    f"{where} has the key {min(unknown)[:40]!r}; the keys of a request are"
+                    " custom_id, method, url and body",
                 )
             if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
                 raise ParameterError(
@@ -232,15 +236,17 @@ def read_requests(path: Path) -> list[Line]:
             if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
                 raise ParameterError(
                     "IN",
-                    f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate",
+                    f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate,"
+                    " which is not text; use another id",
                 )
             if line["custom_id"] in seen:
                 raise ParameterError(
                     "IN",
-                    f"{where}: custom_id {line['custom_id'][:40]!r} appears twice",
+                    f"{where}: custom_id {line['custom_id'][:40]!r} appears twice; each request"
+                    " needs its own",
                 )
             if line["body"].get("stream"):
-                raise ParameterError("IN", f"{where}: a batch cannot be streamed")
+                raise ParameterError("IN", f"{where}: a batch cannot be streamed; leave out stream")
             seen.add(line["custom_id"])
             out.append(line)
     return out

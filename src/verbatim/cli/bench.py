@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +15,7 @@ from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.options import (
     Command,
     Option,
-    check_output,
+    check_plot,
     engine_options_without,
     model_options,
 )
@@ -30,8 +29,8 @@ if TYPE_CHECKING:
 
 SECTION = "What to measure"
 ABOVE = (
-    "the limit was measured in a slower minute than the work,"
-    " or part of the model stayed in a CPU cache; the limit is not exact here"
+    "the machine was slower while its limits were measured, or part of the model stayed in a"
+    " CPU cache; the limits are not exact here"
 )
 
 
@@ -124,7 +123,6 @@ def command(
     """
     from verbatim.bench.measure import first_token
     from verbatim.cli.open_model import open_llm
-    from verbatim.observe.plot import require_matplotlib
 
     sizes = {
         "prefills": _numbers("prefills", prefills or ("32,512" if quick else "32,512,2000")),
@@ -132,14 +130,10 @@ def command(
         "batches": _numbers("batches", batches or ("1,4" if quick else "1,4,16,32")),
     }
     rounds = repeats or (2 if quick else 5)
-    if plot and Path(plot).suffix not in (".svg", ".png"):
-        raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
-    if plot:
-        check_output("plot", plot)
-        require_matplotlib()
+    check_plot(plot)
     for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
         if value and not against:
-            raise ParameterError(name, "needs --against")
+            raise ParameterError(name, "needs --against, which names the other engine")
     if flags["e_backend"] == "cuda":
         raise UnsupportedError(
             "backend",
@@ -237,7 +231,7 @@ def _numbers(name: str, text: str) -> list[int]:
     except ValueError:
         raise ParameterError(name, f"{text!r} is not a list of numbers such as 32,512") from None
     if any(number < 1 for number in numbers):
-        raise ParameterError(name, f"{min(numbers)} is below 1")
+        raise ParameterError(name, f"{min(numbers)} is below 1, the smallest size")
     return numbers
 
 

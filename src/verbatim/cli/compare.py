@@ -16,7 +16,7 @@ from verbatim.cli.options import (
     DEFAULTS,
     Command,
     Option,
-    check_output,
+    check_plot,
     engine_of,
     engine_options_without,
     engine_value,
@@ -93,13 +93,7 @@ def command(
     --max-tokens is given. With --quiz FILE the questions of the file are answered greedily and by
     sampling instead.
     """
-    if plot:
-        from verbatim.observe.plot import require_matplotlib
-
-        if Path(plot).suffix not in (".svg", ".png"):
-            raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
-        check_output("plot", plot)
-        require_matplotlib()
+    check_plot(plot)
     if quiz is not None:
         if prompts or texts or file:
             raise ParameterError("quiz", "has its own prompts; leave out PROMPT, --file, --setting")
@@ -129,8 +123,8 @@ def _check_default_settings(flags: dict[str, Any]) -> None:
         if name in given_sampling(flags):
             raise ParameterError(
                 name,
-                f"the default settings ({' and '.join(DEFAULT_SETTINGS)}) state it; name the "
-                "columns, such as -s temperature=0.3 -s temperature=1,seed=4",
+                f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves; give "
+                "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4",
             )
 
 
@@ -323,7 +317,7 @@ def _quiz(file: str, samples: int, plot: str | None, as_json: bool, flags: dict[
     params = SamplingParams.from_mapping(given)
     for name in ("n", "best_of", "num_beams"):
         if getattr(params, name) != FIELDS[name].default:
-            raise ParameterError(name, "--quiz sets it itself; use --samples")
+            raise ParameterError(name, "--quiz sets it itself; leave it out, and set --samples")
     with open_llm(flags, quiet=as_json) as llm:
         result = run_quiz(llm, questions, samples=samples, params=params, seed=seed)
         fingerprint = llm.fingerprint

@@ -296,6 +296,6 @@ def _compare(before: Path, after: Path, text: str) -> None:
             results.append(llm.score(text, window=window, stride=window).perplexity)
     old, new = results
     if math.isnan(old):
-        raise ParameterError("perplexity", "the text has fewer than two tokens")
+        raise ParameterError("perplexity", "the text has fewer than two tokens; give a longer one")
     write("\tsource\ttarget\tchange\n")
     write(f"perplexity\t{old:.4f}\t{new:.4f}\t{(new / old - 1) * 100:+.2f} %\n")

@@ -38,9 +38,14 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
     help="with MODEL: also run it: does a turn end, does it loop, a quiz [on]",
 )
 @click.option(
-    "--seed", cls=Option, type=click.IntRange(0), default=0, metavar="N", help="of the live checks"
+    "--seed",
+    cls=Option,
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="seed of the live checks [0]",
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON value")
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print the result as JSON")
 @click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
 @click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
 @engine_options_without("adapters")
@@ -92,8 +97,7 @@ def findings() -> Iterator[Finding]:
             yield (
                 "note",
                 extra,
-                f"{package} is not installed; if you need it: "
-                f"pip install '.[{extra}]' in the checkout",
+                f"{package} is not installed; if you need it: pip install 'verbatim-llm[{extra}]'",
             )
     yield from _cache()
 

@@ -90,7 +90,9 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
     prompt."""
     if file is not None:
         if args:
-            raise ParameterError(param, f"--file {file} and an argument contradict each other")
+            raise ParameterError(
+                param, f"--file {file} and an argument contradict each other; give one"
+            )
         return read_text(file, param)
     if len(args) > 1:
         raise ParameterError(param, _too_many_arguments(args, param))
@@ -136,7 +138,7 @@ def read_text(file: str, param: str) -> str:
     except (UnicodeDecodeError, ValueError):
         raise ParameterError(param, f"{file!r} is not UTF-8 text; convert it first") from None
     if not text:
-        raise ParameterError(param, f"{file!r} is empty")
+        raise ParameterError(param, f"{file!r} is empty; give a file with text")
     return text
 
 
@@ -185,11 +187,11 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
     from verbatim.weights.catalog import CATALOG
     from verbatim.weights.hub_catalog import suggestion
 
-    error = f"{len(args)} arguments were given, and it is one"
+    error = f"{len(args)} arguments were given, and the {param} is one argument"
     if _is_model_name(args[0]):
         return f"{error}; pass the model with -m: {called} -m {shlex.quote(args[0])} …"
     if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
-        return f"is one argument, in quotes, and there is no model {args[0]!r}{hint}"
+        return f"the {param} is one argument, in quotes, and there is no model {args[0]!r}{hint}"
     joined = shlex.quote(" ".join(args))
     return (
         f"{error}; put it in quotes: {called} {joined}"

@@ -47,13 +47,13 @@ ENGINE_HELP = {
     "prefix_cache": "reuse the KV cache of a shared prompt prefix",
     "cache_dir": "directory that keeps the KV cache of prompts, so that a prefix hit survives a"
     " restart",
-    "cache_dir_size": "most bytes in --cache-dir, such as 512M or 8G [8G]",
-    "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and auto"
-    " drafts nothing",
+    "cache_dir_size": "maximum size of --cache-dir, such as 512M or 8G [8G]",
+    "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and"
+    " --speculate auto drafts nothing",
     "speculate": "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto;"
     " changes the speed, never the output",
-    "suffix_tenants": "tenant whose recent outputs suffix (and auto) may reuse for its drafts;"
-    " *: every tenant, at most 256 (may be repeated)",
+    "suffix_tenants": "tenant whose recent outputs --speculate suffix (and auto) may use for its"
+    " drafts; *: every tenant, at most 256 (may be repeated)",
     "defaults": "sampling parameters that are not given: model (what the model states, else the"
     " protocol's), protocol, or greedy (temperature 0)",
     "pooling": "how a text's hidden states become one embedding: mean, cls or last; default: as the"
@@ -149,7 +149,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
 
 def use_adapter_option(command: F) -> F:
     """Add --use-adapter, for a command without the sampling flags. Arrives as `use_adapter`."""
-    text = "the adapter to use, of those that --adapter loads; one is used without this"
+    text = "name of the adapter to use, if --adapter loads several"
     return click.option("--use-adapter", cls=Option, metavar="NAME", help=text)(command)
 
 
@@ -290,6 +290,18 @@ def check_output(name: str, file: str) -> None:
         raise ParameterError(name, f"cannot write {file!r}: permission denied; choose another path")
 
 
+def check_plot(file: str | None) -> None:
+    """check_output for --plot, whose file name decides the format. None: no plot was asked for."""
+    if file is None:
+        return
+    from verbatim.observe.plot import require_matplotlib
+
+    if Path(file).suffix not in (".svg", ".png"):
+        raise ParameterError("plot", f"{file!r} ends in neither .svg nor .png; choose one of them")
+    check_output("plot", file)
+    require_matplotlib()
+
+
 # ------------------------------------------------------------------------------- model and engine
 
 
@@ -300,7 +312,8 @@ def positional_model(flags: Values, name: str | None) -> None:
     source = click.get_current_context().get_parameter_source("model")
     if source is not None and source.name == "COMMANDLINE" and flags["model"] != name:
         raise ParameterError(
-            "model", f"{name!r} and --model {flags['model']!r} contradict each other"
+            "model",
+            f"{name!r} and --model {flags['model']!r} contradict each other; give one of them",
         )
     flags["model"] = name
 

@@ -29,8 +29,16 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="h200, h100, a100, a10, l4, 4090, this, or GB/s,TFLOPS[,GB] [this]",
 )
-@click.option("--context", cls=Option, type=int, metavar="N", help="prompt plus output [4096]")
-@click.option("--output", cls=Option, type=int, metavar="N", help="output tokens of these [256]")
+@click.option(
+    "--context",
+    cls=Option,
+    type=int,
+    metavar="N",
+    help="tokens of prompt and output together [4096]",
+)
+@click.option(
+    "--output", cls=Option, type=int, metavar="N", help="how many of these are output [256]"
+)
 @click.option("--batch", cls=Option, type=int, default=1, metavar="N", help="sequences at once [1]")
 @click.option(
     "--quant", cls=Option, metavar="TYPE", help="type of the weights [as the config or file says]"
@@ -67,7 +75,7 @@ def command(
     from verbatim.diagnose.footprint import read_footprint
 
     if price is not None and not 0 < price < 1e9:
-        raise ParameterError("price", f"{price:g} is not a price above 0")
+        raise ParameterError("price", f"{price:g} is not a price above 0 and below 1e9")
     name = model or os.environ.get("VERBATIM_MODEL") or DEFAULT_MODEL
     footprint = read_footprint(name, quant=quant, kv_type=kv_type, resolve=_local)
     if context is None:

@@ -106,7 +106,8 @@ def _around(llm: LLM, receipt: dict[str, Any], done: Completion, verdict: Verdic
         if token is not None:
             lines.append(f"in this run {shown(token)} has {chance}")
     if record.get("lead") is not None:
-        lines.append(f"{shown(record['token'])} led by {record['lead']:.4f}; a small lead can turn")
+        lead = f"{shown(record['token'])} led by {record['lead']:.4f}"
+        lines.append(f"{lead}; other rounding can reverse a small lead")
     return lines
 
 

@@ -91,7 +91,9 @@ def command(
     thought is shown dimmed on a terminal, never in a pipe; --json has it as `reasoning`.
     """
     if quiet and verbose:
-        raise ParameterError("verbose", "--quiet and --verbose contradict each other")
+        raise ParameterError(
+            "verbose", "--quiet and --verbose contradict each other; leave one out"
+        )
     from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.report import broken_structure
 
@@ -162,7 +164,8 @@ def start(
         if system is not None:
             raise ParameterError(
                 "system",
-                "this model has no chat template, so it takes no system message",
+                "this model has no chat template, so it takes no system message; leave out"
+                " --system, or write its text into the prompt",
             )
         return llm.stream(llm.encode(text, parse_special=parse_special), params)
     if parse_special:

@@ -13,6 +13,7 @@ from typing import Any, Never, Self, overload
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta
+from verbatim.engine.async_awaitable import await_only
 from verbatim.engine.async_stream import AsyncStream
 from verbatim.engine.call_inputs import (
     ProgressBar,
@@ -109,8 +110,9 @@ class AsyncCalls(EngineBase):
         *,
         progress: bool | Callable[..., ProgressBar] = False,
     ) -> list[Completion]: ...
+    @await_only("stream")
     async def generate(
-        self, prompts: Any, params: Any = None, *, progress: Any = False, **unknown: Any
+        self, prompts: Any = None, params: Any = None, *, progress: Any = False, **unknown: Any
     ) -> Any:
         """Generate completions, like LLM.generate().
 
@@ -156,6 +158,7 @@ class AsyncCalls(EngineBase):
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> list[Completion]: ...
+    @await_only("chat_stream")
     async def chat(
         self, messages: Any, params: Any = None, *, progress: Any = False, **template: Any
     ) -> Any:

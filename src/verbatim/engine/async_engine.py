@@ -290,6 +290,7 @@ class AsyncEngine(AsyncCalls):
                 self.core.metrics.refused.add()
                 raise OverloadedError(
                     f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}"
+                    "; send it again later, or raise max_waiting"
                 )
             self._readers[request_id] = _no_reader
             self._arriving += 1

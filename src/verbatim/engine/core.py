@@ -93,6 +93,7 @@ class EngineCore:
             waiting = len(self.scheduler.waiting)
             raise OverloadedError(
                 f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}"
+                "; send it again later, or raise max_waiting"
             )
         self.check_fits(request)
         running = self._running(request)

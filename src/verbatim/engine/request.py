@@ -144,7 +144,7 @@ def _adapter(parts: LoadedModel, name: str) -> int:
     names = [adapter.name for adapter in parts.adapters]
     if name not in names:
         loaded = f"loaded are {', '.join(names[:10])}" if names else "none is loaded"
-        raise ParameterError("adapter", f"{name!r:.60} is no loaded adapter; {loaded}")
+        raise ParameterError("adapter", f"{name!r:.60} is not a loaded adapter; {loaded}")
     return names.index(name)
 
 
@@ -278,7 +278,7 @@ def _structure(
         named = next(f for f in STRUCTURE if getattr(params, f) is not None)
         raise UnsupportedError(
             named,
-            "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout",
+            "structured output needs the extra 'grammar': pip install 'verbatim-llm[grammar]'",
         ) from None
     return compile_structure(params, tokenizer, engine_busy=engine_busy, deadline=deadline)
 

@@ -38,7 +38,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        remedy = "install the extra 'bench': pip install '.[bench]' in the checkout"
+        remedy = "install the extra 'bench': pip install 'verbatim-llm[bench]'"
         raise UnsupportedError("plot", f"plots need matplotlib; {remedy}") from None
 
 

@@ -171,7 +171,7 @@ def _shards(directory: Path) -> dict[str, list[str]]:
         return {files[0]: []}
     if files:
         raise ModelError(
-            f"{len(files)} safetensors files but no {INDEX} that says which to read",
+            f"{len(files)} safetensors files but no {INDEX} that says which to read; fetch it, too",
             file=str(directory),
         )
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):
