@@ -176,26 +176,34 @@ _DELTA: dict[str, Any] = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_DELTA_MOE = {
+    **_MOE,
+    **_DELTA,
+    "num_experts": 4,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+_CONV: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
 TINY_CONFIGS |= {
-    "lfm2": {
-        "model_type": "lfm2",
-        **{key: value for key, value in _BASE.items() if key != "rms_norm_eps"},
-        "num_hidden_layers": 4,
-        "layer_types": ["conv", "conv", "full_attention", "conv"],
-        "block_multiple_of": 16,
-    },
-    "qwen3next": {
-        "model_type": "qwen3_next",
-        **_BASE,
+    "lfm2": {"model_type": "lfm2", **_LAYER_NORM, **_CONV, "block_multiple_of": 16},
+    "lfm2moe": {
+        "model_type": "lfm2_moe",
+        **_LAYER_NORM,
         **_MOE,
-        **_DELTA,
+        **_CONV,
+        "num_dense_layers": 1,
         "num_experts": 4,
         "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
+        "routed_scaling_factor": 1.5,
     },
+    "qwen3next": {"model_type": "qwen3_next", **_BASE, **_DELTA_MOE},
     "qwen35": {"model_type": "qwen3_5_text", **_BASE, **_DELTA},
+    "qwen35moe": {"model_type": "qwen3_5_moe_text", **_BASE, **_DELTA_MOE},
 }
-RECURRENT_FAMILIES = ("lfm2", "qwen3next", "qwen35")
+RECURRENT_FAMILIES = ("lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe")
 NEWER_FAMILIES = tuple(
     family
     for family in TINY_CONFIGS

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,8 +13,6 @@ from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.model.load import Model
-
-os.environ["VERBATIM_DELTA_NETS"] = "1"  # the tests are what must pass before a user gets them
 
 GPU = pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU (make test-gpu)")
 

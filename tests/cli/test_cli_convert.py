@@ -62,7 +62,7 @@ def same_weights(a: Model, b: Model) -> None:
         np.testing.assert_array_equal(x + np.float32(offset), y, err_msg=name)
 
 
-DELTA = ("qwen3next", "qwen35")
+DELTA = ("qwen3next", "qwen35", "qwen35moe")
 
 
 @pytest.mark.parametrize("family", DELTA)

@@ -233,18 +233,18 @@ def header(architecture: str, **changes: Any) -> Any:
     }
     if architecture != "gpt2":
         keys["attention.layer_norm_rms_epsilon"] = 1e-5
-    if architecture in ("qwen3moe", "glm4moe", "gpt-oss", "qwen3next"):
+    if architecture in ("qwen3moe", "glm4moe", "gpt-oss", "qwen3next", "qwen35moe", "lfm2moe"):
         keys |= {"expert_count": 4, "expert_used_count": 2}
     if architecture in ("granite", "command-r", "cohere2"):
         keys["logit_scale"] = 2.0
     if architecture in ("cohere2", "gpt-oss"):
         keys["attention.sliding_window"] = 8
-    if architecture == "lfm2":
+    if architecture in ("lfm2", "lfm2moe"):
         keys |= {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}
-    if architecture in ("qwen3next", "qwen35"):
+    if architecture in ("qwen3next", "qwen35", "qwen35moe"):
         keys |= {"full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": 8}
         keys |= {"ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 32}
-    if architecture == "qwen3next":
+    if architecture in ("qwen3next", "qwen35moe"):
         keys["expert_shared_feed_forward_length"] = 48
     plain = {name.replace("__", "."): value for name, value in changes.items()}
     architecture_keys = {

@@ -13,6 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.model.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.load import load_model
@@ -340,6 +341,30 @@ def test_interleaved_rows_of_quantised_blocks_are_reordered(tmp_path: Path) -> N
     loaded = load_model(path).weights["layers.1.attn.q"]
     assert loaded.type == "q8_0"
     assert np.allclose(loaded.to_f32()[:, 0], np.arange(32), atol=0.2)
+
+
+@pytest.mark.parametrize("rows", [24, 23])
+def test_fused_experts_of_a_gguf_file_are_split(rows: int, tmp_path: Path) -> None:
+    """ffn_gate_up_exps holds, expert by expert, the rows of gate and then those of up."""
+    model = tiny_model("qwen3moe", norm_topk_prob=True)
+    path = tmp_path / "m.gguf"
+    metadata, _ = model_metadata(model, "m")
+    tensors = {t.name: t for t in model_tensors(model)}
+    for i in range(3):
+        gate, up = (
+            tensors.pop(f"blk.{i}.ffn_{part}_exps.weight").to_f32() for part in ("gate", "up")
+        )
+        fused = np.concatenate([gate, up[:, :rows]], axis=1)
+        name = f"blk.{i}.ffn_gate_up_exps.weight"
+        tensors[name] = Tensor(name, "f32", fused.shape, quantise("f32", fused))
+    write_gguf(path, metadata, list(tensors.values()))
+    if rows == 23:
+        with pytest.raises(ModelError, match="48 rows per expert are needed"):
+            load_model(path)
+        return
+    loaded = load_model(path)
+    for name, tensor in model.weights.items():
+        assert np.array_equal(tensor.to_f32(), loaded.weights[name].to_f32()), name
 
 
 # ----------------------------------------------------------------------------------------- layout

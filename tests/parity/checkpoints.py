@@ -199,7 +199,9 @@ def build(case: Case, directory: Path) -> Any:
         for name, p in model.named_parameters():
             randomise(name, p)
         for name, p in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # of a router, and trained
+            if name.endswith(
+                ("e_score_correction_bias", "expert_bias")
+            ):  # of a router, and trained
                 randomise(name, p)
     model.save_pretrained(directory)
     return model
@@ -228,7 +230,7 @@ def randomise(name: str, p: Any) -> None:
                 part in name
                 for part in (
                     *("q_proj", "k_proj", "qkv", "c_attn", "query_key_value", "router"),
-                    "mlp.gate.",
+                    *("mlp.gate.", "feed_forward.gate."),
                 )
             )
             else 1.0

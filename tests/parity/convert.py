@@ -125,23 +125,29 @@ _DELTA_NAMES = {
 _OTHER_NAMES |= {
     "qwen3next": _DELTA_NAMES,
     "qwen35": _DELTA_NAMES,
-    "lfm2": {
-        r"model\.embedding_norm\.weight": "token_embd_norm.weight",
-        _L + r"operator_norm\.weight": r"blk.\1.attn_norm.weight",
-        _L + r"self_attn\.out_proj\.weight": r"blk.\1.attn_output.weight",
-        _L + r"self_attn\.([qk])_layernorm\.weight": r"blk.\1.attn_\2_norm.weight",
-        _L + r"conv\.(in|out)_proj\.weight": r"blk.\1.shortconv.\2_proj.weight",
-        _L + r"conv\.conv\.weight": r"blk.\1.shortconv.conv.weight",
-        _L + r"feed_forward\.w1\.weight": r"blk.\1.ffn_gate.weight",
-        _L + r"feed_forward\.w2\.weight": r"blk.\1.ffn_down.weight",
-        _L + r"feed_forward\.w3\.weight": r"blk.\1.ffn_up.weight",
-        _L + r"ffn_norm\.weight": r"blk.\1.ffn_norm.weight",
-    },
+    "qwen35moe": _DELTA_NAMES,
 }
+_OTHER_NAMES["lfm2"] = _OTHER_NAMES["lfm2moe"] = {
+    r"model\.embedding_norm\.weight": "token_embd_norm.weight",
+    _L + r"operator_norm\.weight": r"blk.\1.attn_norm.weight",
+    _L + r"self_attn\.out_proj\.weight": r"blk.\1.attn_output.weight",
+    _L + r"self_attn\.([qk])_layernorm\.weight": r"blk.\1.attn_\2_norm.weight",
+    _L + r"conv\.(in|out)_proj\.weight": r"blk.\1.shortconv.\2_proj.weight",
+    _L + r"conv\.conv\.weight": r"blk.\1.shortconv.conv.weight",
+    _L + r"feed_forward\.w1\.weight": r"blk.\1.ffn_gate.weight",
+    _L + r"feed_forward\.w2\.weight": r"blk.\1.ffn_down.weight",
+    _L + r"feed_forward\.w3\.weight": r"blk.\1.ffn_up.weight",
+    _L + r"ffn_norm\.weight": r"blk.\1.ffn_norm.weight",
+    _L + r"feed_forward\.gate\.weight": r"blk.\1.ffn_gate_inp.weight",
+    _L + r"feed_forward\.expert_bias": r"blk.\1.exp_probs_b.bias",
+    _L + r"conv\.(in|out)_proj\.bias": r"blk.\1.shortconv.\2_proj.bias",
+    _L + r"conv\.conv\.bias": r"blk.\1.shortconv.conv.bias",
+}
+_DELTA = ("qwen3next", "qwen35", "qwen35moe")
 # Architectures whose rotated rows llama.cpp's converter interleaves.
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3", "arcee")
 _EXPERT = re.compile(
-    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight"
+    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe|feed_forward)\.experts\.(\d+)\.(\w+)\.weight"
 )
 _EXPERT_PARTS = {
     "w1": "gate",
@@ -193,10 +199,10 @@ def _arrays(
         state = _split_gpt_oss(state)
     if config["model_type"] == "granitemoehybrid":
         state = _split_granite(state)
-    if architecture in ("qwen3next", "qwen35"):
+    if architecture in _DELTA:
         state = delta_state(state, config, architecture)
-    if architecture == "lfm2":
-        state = {n: v.squeeze(1) if "conv.conv" in n else v for n, v in state.items()}
+    if architecture.startswith("lfm2"):
+        state = {n: v.squeeze(1) if n.endswith("conv.conv.weight") else v for n, v in state.items()}
     result: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in state.items():
@@ -303,7 +309,8 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         f"{a}.block_count": config["num_hidden_layers"] + drafts,
         f"{a}.context_length": config["max_position_embeddings"],
         f"{a}.embedding_length": config["hidden_size"],
-        f"{a}.feed_forward_length": config.get("intermediate_size") or config["ffn_hidden_size"],
+        f"{a}.feed_forward_length": config.get("intermediate_size")
+        or config.get("ffn_hidden_size", 0),
         f"{a}.attention.head_count": heads,
         f"{a}.attention.head_count_kv": kv,
         f"{a}.attention.{kind}": eps,
@@ -314,12 +321,12 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
     if a == "granite":
         del metadata[f"{a}.attention.key_length"], metadata[f"{a}.attention.value_length"]
     types = config.get("layer_types")
-    recurrent = ("lfm2", "qwen3next", "qwen35")
+    recurrent = ("lfm2", "lfm2moe", *_DELTA)
     if types and len(set(types)) > 1 and a not in ("cohere2", "gpt-oss", "gemma2", *recurrent):
         metadata[f"{a}.attention.sliding_window_pattern"] = [
             t == "sliding_attention" for t in types
         ]
-    if a == "glm4moe":
+    if a in ("glm4moe", "lfm2moe"):
         metadata[f"{a}.expert_gating_func"] = 2
     optional = {
         "sliding_window": "attention.sliding_window",
@@ -331,6 +338,7 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         "final_logit_softcapping": "final_logit_softcapping",
         "n_routed_experts": "expert_count",
         "n_shared_experts": "expert_shared_count",
+        "num_dense_layers": "leading_dense_block_count",
         "first_k_dense_replace": "leading_dense_block_count",
         "routed_scaling_factor": "expert_weights_scale",
         "norm_topk_prob": "expert_weights_norm",
@@ -346,11 +354,11 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         for ours, theirs in optional.items()
         if config.get(ours) is not None
     }
-    if a == "lfm2":
-        metadata |= lfm2_metadata(config)
-    if a in ("qwen3next", "qwen35"):
+    if a.startswith("lfm2"):
+        metadata |= lfm2_metadata(config, a)
+    if a in _DELTA:
         metadata |= delta_metadata(config, a)
-    if a in ("qwen3moe", "qwen3next"):
+    if a in ("qwen3moe", "qwen3next", "lfm2moe"):
         del metadata[f"{a}.expert_weights_norm"]
     rope, tables = _rope(config, a, head_dim)
     return metadata | rope, tables

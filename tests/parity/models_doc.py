@@ -48,8 +48,13 @@ KINDS: dict[str, tuple[str, str]] = {
     "Glm4Moe": ("glm4_moe", "GLM-4.5, 4.6"),
     "GptOss": ("gpt_oss", "gpt-oss (float weights)"),
     "Lfm2": ("lfm2", "LFM2"),
+    "Lfm2Moe": ("lfm2_moe", "LFM2 MoE"),
     "Qwen3Next": ("qwen3_next", "Qwen3-Next"),
     "Qwen3_5Text": ("qwen3_5_text", "Qwen3.5 (dense; the text part of `qwen3_5`)"),
+    "Qwen3_5MoeText": (
+        "qwen3_5_moe_text",
+        "Qwen3.5 (mixtures; the text part of `qwen3_5_moe`)",
+    ),
 }
 _INTRO = """\
 # Models
@@ -69,8 +74,8 @@ What the tests compare:
 The number is that of checkpoints: each has other head counts, biases, windows or rope scalings.
 A `config.json` may change any key: it is followed, checked or refused by name
 ([config-keys.md](config-keys.md)), which random mutations of every family's config test.
-The `model_type`s `gemma3`, `mistral3` and `qwen3_5` wrap a language model and an image encoder; the
-language model is used.
+The `model_type`s `gemma3`, `mistral3`, `qwen3_5` and `qwen3_5_moe` wrap a language model and an
+image encoder; the language model is used.
 
 """
 _ALL_TYPES = "f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1"

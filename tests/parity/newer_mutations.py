@@ -29,8 +29,10 @@ KIND = {
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "lfm2": "Lfm2",
+    "lfm2_moe": "Lfm2Moe",
     "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
 }
 _DELTA = {
     "head_dim": 16,
@@ -41,6 +43,12 @@ _DELTA = {
     "linear_value_head_dim": 8,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "head_dim": 16}
+_DELTA_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+}
 _YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -96,14 +104,17 @@ _BASES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "full_attention"],
         "block_multiple_of": 16,
     },
-    "qwen3_next": {
-        **_DELTA,
+    "lfm2_moe": {
+        "rms_norm_eps": None,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
         "num_experts": 4,
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
     },
+    "qwen3_next": {**_DELTA, **_DELTA_EXPERTS},
     "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_DELTA_EXPERTS, "intermediate_size": None},
 }
 
 
@@ -219,6 +230,16 @@ _VALUES: dict[str, Values] = {
         "block_ffn_dim_multiplier": (1.0, 1.5, ABSENT),
         "block_ff_dim": (48, 64),
     },
+    "lfm2_moe": {
+        "norm_eps": (1e-3, ABSENT),
+        "conv_L_cache": (2, 4, ABSENT),
+        "layer_types": (["full_attention", "conv"], ["conv", "conv"], ["conv"], ABSENT),
+        "num_dense_layers": (0, 2, ABSENT),
+        "num_experts": (3, 5),
+        "norm_topk_prob": (True, False, ABSENT),
+        "use_expert_bias": (True, False, ABSENT),
+        "routed_scaling_factor": (0.5, 2.5, ABSENT),
+    },
     "qwen3_next": {
         "linear_num_value_heads": (2, 6, 3),
         "linear_conv_kernel_dim": (2, 3, ABSENT),
@@ -235,6 +256,14 @@ _VALUES: dict[str, Values] = {
         "full_attention_interval": (1, 2, None),
         "partial_rotary_factor": (0.25, 0.5, ABSENT),
         "attn_output_gate": (True, False),
+    },
+    "qwen3_5_moe_text": {
+        "linear_num_value_heads": (2, 6, 3),
+        "num_experts": (3, 5),
+        "num_experts_per_tok": (1, 3),
+        "shared_expert_intermediate_size": (16, 40),
+        "full_attention_interval": (1, 2, None),
+        "norm_topk_prob": (True, False),
     },
 }
 

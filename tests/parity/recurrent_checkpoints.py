@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from parity_case import Case, rope
+from parity_case import ABSENT, Case, rope
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _DELTA: dict[str, Any] = {
@@ -21,6 +21,12 @@ _MOE: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
+}
+_LFM2_MOE: dict[str, Any] = {
+    "num_dense_layers": 1,
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
 }
 
 _CASES = [
@@ -45,6 +51,30 @@ _CASES = [
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": False,
         },
+    ),
+    Case(
+        "lfm2_moe",
+        "Lfm2Moe",
+        {
+            **_LFM2_MOE,
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", _FULL, "conv", _FULL],
+            "routed_scaling_factor": 1.5,
+        },
+        gguf="lfm2moe",
+    ),
+    Case(
+        "lfm2_moe-no-bias",
+        "Lfm2Moe",
+        {
+            **_LFM2_MOE,
+            "num_dense_layers": 0,
+            "layer_types": [_FULL, "conv"],
+            "use_expert_bias": False,
+            "conv_bias": True,
+            "tie_word_embeddings": False,
+        },
+        gguf="lfm2moe",
     ),
     Case("qwen3_next", "Qwen3Next", {**_DELTA, **_MOE}, gguf="qwen3next"),
     Case(
@@ -75,6 +105,12 @@ _CASES = [
             **rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
         },
         gguf="qwen35",
+    ),
+    Case(
+        "qwen3_5_moe",
+        "Qwen3_5MoeText",
+        {**_DELTA, **_MOE, "intermediate_size": ABSENT},
+        gguf="qwen35moe",
     ),
 ]
 # Variants of a family do not decode, to save time; the first checkpoint does.

@@ -7,19 +7,19 @@ from typing import Any
 import numpy as np
 
 
-def lfm2_metadata(config: dict[str, Any]) -> dict[str, Any]:
+def lfm2_metadata(config: dict[str, Any], a: str) -> dict[str, Any]:
     inner = config["intermediate_size"]
-    if config["block_auto_adjust_ff_dim"]:
+    if config.get("block_auto_adjust_ff_dim"):
         step = config["block_multiple_of"]
         inner = int(config["block_ffn_dim_multiplier"] * int(2 * inner / 3))
         inner = step * ((inner + step - 1) // step)
     kv = config["num_key_value_heads"]
     return {
-        "lfm2.attention.head_count_kv": [
+        f"{a}.attention.head_count_kv": [
             kv if kind == "full_attention" else 0 for kind in config["layer_types"]
         ],
-        "lfm2.feed_forward_length": inner,
-        "lfm2.shortconv.l_cache": config["conv_L_cache"],
+        f"{a}.feed_forward_length": inner,
+        f"{a}.shortconv.l_cache": config["conv_L_cache"],
     }
 
 
@@ -35,8 +35,8 @@ def delta_metadata(config: dict[str, Any], a: str) -> dict[str, Any]:
         f"{a}.ssm.inner_size": config["linear_value_head_dim"] * values,
         f"{a}.full_attention_interval": period,
     }
-    if a == "qwen35":
-        keys["qwen35.rope.dimension_sections"] = [11, 11, 10, 0]
+    if a != "qwen3next":
+        keys[f"{a}.rope.dimension_sections"] = [11, 11, 10, 0]
     if "shared_expert_intermediate_size" in config:
         keys[f"{a}.expert_shared_feed_forward_length"] = config["shared_expert_intermediate_size"]
     return keys
@@ -45,7 +45,7 @@ def delta_metadata(config: dict[str, Any], a: str) -> dict[str, Any]:
 def delta_state(
     state: dict[str, np.ndarray], config: dict[str, Any], a: str
 ) -> dict[str, np.ndarray]:
-    """qwen3next: q, k, v and z apart. qwen35: value heads of one key head apart from each other."""
+    """qwen3next: q, k, v and z apart. The others: value heads of one key head apart."""
     keys, values = config["linear_num_key_heads"], config["linear_num_value_heads"]
     key_dim, value_dim = config["linear_key_head_dim"], config["linear_value_head_dim"]
     share, result = values // keys, {}
@@ -70,8 +70,8 @@ def delta_state(
 def _tiled(
     name: str, tensor: np.ndarray, keys: int, share: int, key_dim: int, value_dim: int, a: str
 ) -> np.ndarray:
-    """The value heads of qwen35 in the order 0 of each key head, then 1 of each, …"""
-    if a != "qwen35" or "linear_attn" not in name or name.endswith("norm.weight"):
+    """The value heads of qwen35 and qwen35moe in the order 0 of each key head, then 1 of each, …"""
+    if a == "qwen3next" or "linear_attn" not in name or name.endswith("norm.weight"):
         return tensor
 
     def tile(rows: np.ndarray, dim: int) -> np.ndarray:

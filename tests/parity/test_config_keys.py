@@ -53,11 +53,14 @@ CLASSES = {
     "glm4_moe": "Glm4Moe",
     "gpt_oss": "GptOss",
     "lfm2": "Lfm2",
+    "lfm2_moe": "Lfm2Moe",
     "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text",
     "qwen3_5": "Qwen3_5",
+    "qwen3_5_moe_text": "Qwen3_5MoeText",
+    "qwen3_5_moe": "Qwen3_5Moe",
 }
-WRAPPERS = ("gemma3", "mistral3", "qwen3_5")
+WRAPPERS = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
 # Keys whose default the class computes. The tables have none; the parity tests compare the result.
 COMPUTED = {"rope_parameters", "text_config", "vision_config", "layer_types", "mlp_only_layers"}
 

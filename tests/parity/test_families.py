@@ -115,23 +115,27 @@ def test_a_q8_0_gguf_file_gives_the_logits_of_transformers_with_that_file(
 
 
 @pytest.mark.parametrize("style", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "qwen3_5"])
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"])
 def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
     wrapper: str, style: str, built: Any, tmp_path: Path
 ) -> None:
     """A text_config, a prefix before all names, and a vision tower, which is ignored. The tensors
-    of qwen3_5 that draft tokens are ignored with a warning."""
-    name = {"gemma3": "gemma3", "mistral3": "ministral3", "qwen3_5": "qwen3_5"}[wrapper]
+    of qwen3_5 that draft tokens are ignored with a warning. The experts of qwen3_5_moe are fused
+    stacks, as in published files; transformers saves a text model's experts one by one."""
+    name = "ministral3" if wrapper == "mistral3" else wrapper
     case = next(c for c in CASES if c.name == name)
     directory, tokens, logits = built(case)
     state = load_file(directory / "model.safetensors")
+    if wrapper == "qwen3_5_moe":
+        state = fused_experts(state, case.changes["num_experts"])
     head = state.pop("lm_head.weight", None)
     nested = {style + name.removeprefix("model."): values for name, values in state.items()}
     if head is not None:
         nested[f"{'language_model.' if style.startswith('language') else ''}lm_head.weight"] = head
     tower = "vision_tower." if style.startswith("language") else "model.vision_tower."
     nested[f"{tower}vision_model.post_layernorm.weight"] = np.ones(4, np.float32)
-    if wrapper == "qwen3_5":
+    drafts = wrapper.startswith("qwen3_5")
+    if drafts:
         nested |= dict.fromkeys(
             ("mtp.fc.weight", "model.visual.merger.norm.weight"), np.ones(4, "f")
         )
@@ -143,8 +147,25 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
     )
     model = load_model(tmp_path)
     assert model.eos_ids == (1, 5, 2)
-    assert any("mtp.*" in text for text in model.warnings) == (wrapper == "qwen3_5")
+    assert any("mtp.*" in text for text in model.warnings) == drafts
     assert np.abs(Driver(model).feed(tokens) - logits).max() < TOLERANCE
+
+
+def fused_experts(state: dict[str, np.ndarray], experts: int) -> dict[str, np.ndarray]:
+    """Per layer, gate and up of all experts in one stack, and down in another."""
+    first = [name for name in state if ".experts.0.gate_proj." in name]
+    result = {name: values for name, values in state.items() if ".experts." not in name}
+    for name in first:
+        layer = name.split(".experts.")[0]
+
+        def stack(part: str, layer: str = layer) -> np.ndarray:
+            names = [f"{layer}.experts.{e}.{part}_proj.weight" for e in range(experts)]
+            return np.stack([state[n] for n in names])
+
+        fused = np.concatenate([stack("gate"), stack("up")], axis=1)
+        result |= {f"{layer}.experts.gate_up_proj": fused}
+        result |= {f"{layer}.experts.down_proj": stack("down")}
+    return result
 
 
 OLD_KEYS = [

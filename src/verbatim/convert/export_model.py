@@ -59,7 +59,7 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
     if not spec.learned_positions:
         keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
     keys |= _experts(spec) | _windows(spec) | _softcaps(spec) | _scales(spec)
-    if spec.family == "lfm2":
+    if spec.family in ("lfm2", "lfm2moe"):
         keys["shortconv.l_cache"] = spec.conv_kernel
     if spec.family == "gptneox":
         keys["use_parallel_residual"] = spec.parallel

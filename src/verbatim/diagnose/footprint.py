@@ -22,7 +22,7 @@ from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.spec import ModelSpec
 from verbatim.observe.roofline import cost_card
 from verbatim.weights.gguf import read_gguf
-from verbatim.weights.names import gguf_source
+from verbatim.weights.names import FUSED_EXPERTS_GGUF, gguf_source
 from verbatim.weights.safetensors import read_json
 from verbatim.weights.tensor import BLOCKS
 
@@ -133,8 +133,10 @@ def _of_gguf(path: Path, quant: str | None, kv_type: str) -> Footprint:
     spec = read_header(source.metadata, source.tensors, file=str(path)).spec
     architecture = source.metadata["general.architecture"]
 
+    fused = any(f".{FUSED_EXPERTS_GGUF}." in name for name in source.tensors)
+
     def type_of(part: str) -> str:
-        names = gguf_source(architecture, part).names
+        names = gguf_source(architecture, part, fused_experts=fused).names
         tensor = source.tensors.get(names[0])
         if tensor is None:
             raise ModelError(f"tensor {names[0]} is missing", file=str(path))

@@ -237,7 +237,7 @@ _ANY: dict[str, Key] = {
     "rope_theta": followed("base of the frequencies"),
     "partial_rotary_factor": followed(
         "rotated fraction of a head (phi3, glm4, glm4_moe, gpt_neox, stablelm, qwen3_next, "
-        "qwen3_5_text); others need 1.0"
+        "qwen3_5_text, qwen3_5_moe_text); others need 1.0"
     ),
     "mrope_section": must_equal(note="positions are one number per token"),
     "finetuned": no_effect("metadata", private=True),

@@ -53,6 +53,12 @@ _DELTA: dict[str, Key] = {
     "attention_bias": followed("biases of q, k, v and o of attention", False),
     "mlp_bias": NO_BIAS,
 }
+_MOE: dict[str, Key] = {
+    **ROUTER,
+    "num_experts_per_tok": followed("experts used per token", 10),
+    "moe_intermediate_size": followed("inner width of an expert", 512),
+    "shared_expert_intermediate_size": followed("inner width of the shared MLP", 512),
+}
 _MTP = no_effect("layers that draft tokens are not read", private=True)
 _QWEN3_5: dict[str, Key] = {
     **COMMON_KEYS,
@@ -65,6 +71,23 @@ _QWEN3_5: dict[str, Key] = {
     "mtp_num_hidden_layers": _MTP,
     "mtp_use_dedicated_embeddings": _MTP,
 }
+
+
+def _wrapper(text: str) -> dict[str, Key]:
+    """Keys of a language model with an image encoder."""
+    return {
+        **COMMON_KEYS,
+        "text_config": followed(f"the language model: see {text}"),
+        "vision_config": IMAGES,
+        "tie_word_embeddings": followed("wins over text_config's value", False),
+        "image_token_id": IMAGES,
+        "video_token_id": IMAGES,
+        "vision_start_token_id": IMAGES,
+        "vision_end_token_id": IMAGES,
+        "language_model_only": no_effect("only the language model is used", private=True),
+    }
+
+
 RECURRENT_KEYS: dict[str, Table] = {
     "lfm2": {
         **sizes(65536, 2560, 12288, 32, 32, 8, 128000),
@@ -82,17 +105,28 @@ RECURRENT_KEYS: dict[str, Table] = {
         "block_ffn_dim_multiplier": followed("see block_auto_adjust_ff_dim", 1.0),
         "full_attn_idxs": followed("attention layers, where layer_types is absent; absent: all"),
     },
+    "lfm2_moe": {
+        **sizes(65536, 2048, 7168, 32, 32, 8, 128000),
+        **_LFM2,
+        **ROUTER,
+        "num_dense_layers": followed("first layers with a dense MLP", 2),
+        "num_experts": followed("experts of a layer", 32),
+        "num_experts_per_tok": followed("experts used per token", 4),
+        "moe_intermediate_size": followed("inner width of an expert", 1792),
+        "norm_topk_prob": followed(
+            "weights of the chosen experts sum to 1 (transformers adds 1e-6 to their sum)", True
+        ),
+        "routed_scaling_factor": followed("multiplies the weights of the chosen experts", 1.0),
+        "use_expert_bias": followed("the choice of experts has a bias", True),
+    },
     "qwen3_next": {
         **COMMON_KEYS,
-        **ROUTER,
+        **_MOE,
         **sizes(151936, 2048, 5632, 48, 16, 2, 32768),
         **rope_keys(10000.0, fraction=0.25),
         **llama_keys(followed("size of a head", 256)),
         **_DELTA,
         "num_experts": followed("experts of a layer; 0: dense", 512),
-        "num_experts_per_tok": followed("experts used per token", 10),
-        "moe_intermediate_size": followed("inner width of an expert", 512),
-        "shared_expert_intermediate_size": followed("inner width of the shared MLP", 512),
         "norm_topk_prob": followed("weights of the chosen experts sum to 1", True),
         "decoder_sparse_step": followed(
             "layer period: every N-th layer is a mixture of experts", 1
@@ -100,15 +134,19 @@ RECURRENT_KEYS: dict[str, Table] = {
         "mlp_only_layers": followed("layers with a dense MLP"),
     },
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5": {
-        **COMMON_KEYS,
-        "text_config": followed("the language model: see qwen3_5_text"),
-        "vision_config": IMAGES,
-        "tie_word_embeddings": followed("wins over text_config's value", False),
-        "image_token_id": IMAGES,
-        "video_token_id": IMAGES,
-        "vision_start_token_id": IMAGES,
-        "vision_end_token_id": IMAGES,
-        "language_model_only": no_effect("only the language model is used", private=True),
+    "qwen3_5": _wrapper("qwen3_5_text"),
+    "qwen3_5_moe_text": {
+        **_QWEN3_5,
+        **sizes(248320, 2048, 0, 40, 16, 2, 32768),
+        **_MOE,
+        "intermediate_size": no_effect("every layer is a mixture", private=True),
+        "num_experts": followed("experts of a layer", 256),
+        "num_experts_per_tok": followed("experts used per token", 8),
+        "norm_topk_prob": must_equal(
+            True, note="weights of the chosen experts sum to 1", private=True
+        ),
+        "decoder_sparse_step": must_equal(1, note="every layer is a mixture", private=True),
+        "mlp_only_layers": must_equal([], note="every layer is a mixture", private=True),
     },
+    "qwen3_5_moe": _wrapper("qwen3_5_moe_text"),
 }

@@ -30,6 +30,7 @@ WRAPPERS = {
     "gemma3": ("gemma3_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
 
 

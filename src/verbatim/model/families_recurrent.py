@@ -37,15 +37,16 @@ def with_mixers(
     return replace(spec, layers=layers)
 
 
-def _lfm2(f: Fields, requested: int | None) -> ModelSpec:
-    inner = f.with_values(rms_norm_eps=f.number("norm_eps"), intermediate_size=_lfm2_mlp(f))
+def _lfm2(f: Fields, requested: int | None, family: str = "lfm2") -> ModelSpec:
+    mlp = _lfm2_mlp(f) if family == "lfm2" else f.integer("intermediate_size")
+    inner = f.with_values(rms_norm_eps=f.number("norm_eps"), intermediate_size=mlp)
     base = rotary(inner, requested, family_record(f, "lfm2"), uniform=False)
     everywhere, indices = not f.has("full_attn_idxs"), f.items("full_attn_idxs")
     attention = _mixers(f, len(base.layers), "conv", lambda i: everywhere or i in indices)
     return with_mixers(
         replace(
             base,
-            family="lfm2",
+            family=family,
             qk_norm="head",
             conv_kernel=f.integer("conv_L_cache", high=MAX_TAPS),
             conv_bias=f.boolean("conv_bias", False),
@@ -68,6 +69,27 @@ def _lfm2_mlp(f: Fields) -> int:
     return inner
 
 
+def _lfm2_moe(f: Fields, requested: int | None) -> ModelSpec:
+    """lfm2 with a sigmoid router, and dense first layers."""
+    if not f.has("layer_types"):
+        raise f.fail("layer_types", "it is needed: full_attention or conv, layer by layer")
+    base, dense = _lfm2(f, requested, "lfm2moe"), f.integer("num_dense_layers", low=0)
+    experts = f.integer("num_experts", high=4096)
+    return replace(
+        base,
+        mlp=base.mlp if dense else 0,
+        layers=tuple(
+            replace(a, experts=experts if i >= dense else 0) for i, a in enumerate(base.layers)
+        ),
+        experts_used=f.integer("num_experts_per_tok"),
+        expert_mlp=f.integer("moe_intermediate_size"),
+        experts_renormalised=f.boolean("norm_topk_prob", True),
+        experts_scale=f.number("routed_scaling_factor"),
+        router="sigmoid",
+        choice_bias=f.boolean("use_expert_bias", True),
+    )
+
+
 def _qwen3_next(f: Fields, requested: int | None) -> ModelSpec:
     """Gated delta nets, gated attention, and mixtures with a gated shared MLP."""
     base = _qwen3_5(f, requested, "qwen3next")
@@ -79,6 +101,14 @@ def _qwen3_next(f: Fields, requested: int | None) -> ModelSpec:
         experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(len(base.layers))
     ]
     return _with_experts(f, base, experts, sparse)
+
+
+def _qwen3_5_moe(f: Fields, requested: int | None) -> ModelSpec:
+    """qwen3_5 with the mixtures of qwen3_next in every layer."""
+    inner = f.with_values(intermediate_size=f.integer("moe_intermediate_size"))
+    base = _qwen3_5(inner, requested, "qwen35moe")
+    experts = f.integer("num_experts", high=4096)
+    return _with_experts(inner, base, experts, [True] * len(base.layers))
 
 
 def _with_experts(f: Fields, base: ModelSpec, experts: int, sparse: list[bool]) -> ModelSpec:
@@ -126,6 +156,8 @@ def _delta(f: Fields) -> DeltaSpec:
 
 RECURRENT_FAMILIES = {
     "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe,
     "qwen3_next": _qwen3_next,
     "qwen3_5_text": _qwen3_5,
+    "qwen3_5_moe_text": _qwen3_5_moe,
 }

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from verbatim.model.config_fields import Fields
 from verbatim.model.families_recurrent import MAX_TAPS, with_mixers
-from verbatim.model.gguf_parts import Tensors, rotary
+from verbatim.model.gguf_parts import Tensors, cap, rotary
 from verbatim.model.spec import DeltaSpec, ModelSpec
 
 _KV = "attention.head_count_kv"
@@ -32,6 +32,25 @@ def _lfm2(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
         conv_bias=f"blk.{first}.shortconv.in_proj.bias" in tensors,
     )
     return with_mixers(base, attention, "conv")
+
+
+def _lfm2moe(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    """lfm2 with a sigmoid router, and dense first layers."""
+    base = _lfm2(f, tensors, requested)
+    experts = f.integer("expert_count", high=4096)
+    dense = f.integer("leading_dense_block_count", low=0)
+    return replace(
+        base,
+        family="lfm2moe",
+        mlp=f.integer("feed_forward_length") if dense else 0,
+        layers=tuple(
+            replace(a, experts=experts if i >= dense else 0) for i, a in enumerate(base.layers)
+        ),
+        experts_renormalised=f.boolean("expert_weights_norm", True),
+        experts_scale=cap(f, "expert_weights_scale") or 1.0,
+        router="sigmoid",
+        choice_bias=f"blk.{dense}.exp_probs_b.bias" in tensors,
+    )
 
 
 def _qwen35(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
@@ -64,8 +83,8 @@ def _delta(f: Fields) -> DeltaSpec:
     width = f.integer("ssm.inner_size")
     if width % heads:
         raise f.fail("ssm.inner_size", f"a multiple of the {heads} value heads is needed")
-    # llama.cpp's converter reorders the value heads of qwen35, but not of qwen3next
-    tiled = f.prefix == "qwen35." and heads != keys
+    # llama.cpp's converter reorders the value heads of qwen35 and qwen35moe, but not of qwen3next
+    tiled = f.prefix in ("qwen35.", "qwen35moe.") and heads != keys
     return DeltaSpec(keys, heads, f.integer("ssm.state_size"), width // heads, tiled)
 
 
@@ -78,8 +97,15 @@ def _qwen3next(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
     )
 
 
+def _qwen35moe(f: Fields, tensors: Tensors, requested: int | None) -> ModelSpec:
+    f.integer("expert_count")
+    return replace(_qwen3next(f, tensors, requested), family="qwen35moe")
+
+
 RECURRENT_ARCHITECTURES: dict[str, Callable[[Fields, Tensors, int | None], ModelSpec]] = {
     "lfm2": _lfm2,
+    "lfm2moe": _lfm2moe,
     "qwen3next": _qwen3next,
     "qwen35": _qwen35,
+    "qwen35moe": _qwen35moe,
 }

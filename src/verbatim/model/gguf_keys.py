@@ -93,6 +93,18 @@ _DELTA: dict[str, Key] = {
     "nextn_predict_layers": followed("last layers, which draft tokens and are not used", 0),
     "rope.dimension_sections": no_effect("text has one position per token in every section"),
 }
+_DELTA_MOE: dict[str, Key] = {
+    **_DELTA,
+    **_MOE,
+    "expert_count": followed("experts of a layer"),
+    "expert_shared_feed_forward_length": followed("inner width of the shared MLP"),
+}
+_CONV: dict[str, Key] = {
+    "attention.head_count_kv": followed(
+        "key and value heads, layer by layer; 0: the layer is a convolution"
+    ),
+    "shortconv.l_cache": followed("taps of the convolutions"),
+}
 _PARALLEL = "attention and MLP read the same residual"
 
 
@@ -194,20 +206,20 @@ GGUF_KEYS: dict[str, Table] = {
         **_pattern(2, ""),
         "expert_gating_func": must_equal(0, 1, 3, note="softmax"),
     },
-    "lfm2": {
+    "lfm2": {**_ROTARY, **_CONV},
+    "qwen3next": _DELTA_MOE,
+    "lfm2moe": {
         **_ROTARY,
-        "attention.head_count_kv": followed(
-            "key and value heads, layer by layer; 0: the layer is a convolution"
-        ),
-        "shortconv.l_cache": followed("taps of the convolutions"),
-    },
-    "qwen3next": {
-        **_DELTA,
         **_MOE,
+        **_CONV,
         "expert_count": followed("experts of a layer"),
-        "expert_shared_feed_forward_length": followed("inner width of the shared MLP"),
+        "expert_gating_func": must_equal(0, 2, note="sigmoid"),
+        "expert_weights_scale": followed("multiplies the weights of the chosen experts; 0: 1"),
+        "expert_weights_norm": followed("weights of the chosen experts sum to 1", True),
+        "leading_dense_block_count": followed("first layers with a dense MLP", 0),
     },
     "qwen35": _DELTA,
+    "qwen35moe": _DELTA_MOE,
 }
 
 # Namespaces other than ARCH.* and their use. None of them changes logits.

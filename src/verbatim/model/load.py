@@ -33,7 +33,15 @@ from verbatim.model.layout import (
 from verbatim.model.recurrent_rows import rearranged
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import GGUFFile, read_gguf
-from verbatim.weights.names import Source, find_prefix, gguf_source, hf_source, ignorable
+from verbatim.weights.names import (
+    FUSED_EXPERTS,
+    FUSED_EXPERTS_GGUF,
+    Source,
+    find_prefix,
+    gguf_source,
+    hf_source,
+    ignorable,
+)
 from verbatim.weights.packed_checkpoint import RawTensor
 from verbatim.weights.quant import requantise
 from verbatim.weights.safetensors import SafetensorsDir, read_directory
@@ -88,8 +96,9 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     architecture = source.metadata["general.architecture"]
     collector = _Collector(spec, source.tensors, file, quant, GGUF_KEY_NAMES)
     two_norms = spec.parallel and not spec.shared_norm
+    fused = any(f".{FUSED_EXPERTS_GGUF}." in name for name in source.tensors)
     weights = collector.collect(
-        lambda name: gguf_source(architecture, name, two_norms=two_norms),
+        lambda name: gguf_source(architecture, name, two_norms=two_norms, fused_experts=fused),
         ignorable("gguf", tied=spec.tied, nested=False, draft_layers_from=_draft_layers(spec)),
     )
     digest = _digest(source.digest, spec, quant)
@@ -107,10 +116,13 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     if prefix is None:
         raise ModelError("no embedding weight was found under any known name", file=file)
     experts = max(layer.experts for layer in spec.layers)
+    two_norms = spec.parallel and not spec.shared_norm
+    fused = any(name.endswith(f".experts.{FUSED_EXPERTS}") for name in source.tensors)
 
     def find(name: str) -> Source:
-        two_norms = spec.parallel and not spec.shared_norm
-        return hf_source(spec.family, prefix, name, experts, two_norms=two_norms)
+        return hf_source(
+            spec.family, prefix, name, experts, two_norms=two_norms, fused_experts=fused
+        )
 
     if spec.tied and has_own_head(source.tensors, find("embed").names[0], find("head").names[0]):
         spec = replace(spec, tied=False)
@@ -153,7 +165,9 @@ def has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
 
 def _draft_layers(spec: ModelSpec) -> int | None:
     """The first layer behind the model's own, where files of the family have such layers."""
-    return len(spec.layers) if spec.family in ("glm4moe", "qwen3next", "qwen35") else None
+    return (
+        len(spec.layers) if spec.family in ("glm4moe", "qwen3next", "qwen35", "qwen35moe") else None
+    )
 
 
 def _draft_warnings(tensors: Mapping[str, Tensor], spec: ModelSpec) -> tuple[str, ...]:
@@ -279,6 +293,8 @@ class _Collector:
             tensor = self._transposed(tensor)
         if source.alternating:
             tensor = self._every_other_row(tensor, source.part)
+        elif source.halves:
+            tensor = self._half_rows(tensor, source.part)
         elif source.part and source.grouped:
             tensor = self._grouped_rows(tensor, source.part)
         elif source.part:
@@ -311,6 +327,19 @@ class _Collector:
         pairs = tensor.data.reshape(experts, rows // 2, 2, -1)
         data = np.ascontiguousarray(pairs[:, :, 0 if part == "gate" else 1]).reshape(-1)
         return Tensor(tensor.name, tensor.type, (experts, rows // 2, *tensor.shape[2:]), data)
+
+    def _half_rows(self, tensor: Tensor, part: str) -> Tensor:
+        """gate (the first half of each expert's rows) or up (the second) of a stack of experts."""
+        inner = self.spec.expert_mlp
+        if len(tensor.shape) != 3 or tensor.shape[1] != 2 * inner:
+            raise ModelError(
+                f"tensor {tensor.name} has shape {tensor.shape}: {2 * inner} rows per expert are "
+                f"needed, by {self.key_names['expert_mlp']}",
+                file=self.file,
+            )
+        halves = tensor.data.reshape(tensor.shape[0], 2, -1)
+        data = np.ascontiguousarray(halves[:, 0 if part == "gate" else 1]).reshape(-1)
+        return Tensor(tensor.name, tensor.type, (tensor.shape[0], inner, tensor.shape[2]), data)
 
     def _grouped_rows(self, tensor: Tensor, part: str) -> Tensor:
         """The rows of q, k or v of a matrix that holds, for each KV head, the rows of its query

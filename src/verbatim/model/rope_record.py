@@ -37,6 +37,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neox": {"partial": True, "keys": ("rotary_emb_base", "rotary_pct")},
     "qwen3_next": {"partial": True},
     "qwen3_5_text": {"partial": True, "extra": ROPE_EXTRA["qwen3_5_text"]},
+    "qwen3_5_moe_text": {"partial": True, "extra": ROPE_EXTRA["qwen3_5_text"]},
     "ministral3": {"extra": ROPE_EXTRA["ministral3"]},
     "hunyuan_v1_dense": {"extra": ROPE_EXTRA["hunyuan_v1_dense"]},
 }

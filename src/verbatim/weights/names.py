@@ -96,6 +96,27 @@ _QWEN3_NEXT = _QWEN35 | {
     "delta.b": "linear_attn.in_proj_ba",
     "delta.a": "linear_attn.in_proj_ba",
 }
+_LFM2 = {
+    "attn_norm": "operator_norm",
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.out_proj",
+    "attn.q_norm": "self_attn.q_layernorm",
+    "attn.k_norm": "self_attn.k_layernorm",
+    "conv.in": "conv.in_proj",
+    "conv.kernel": "conv.conv",
+    "conv.out": "conv.out_proj",
+    "mlp_norm": "ffn_norm",
+    "mlp.gate": "feed_forward.w1",
+    "mlp.up": "feed_forward.w3",
+    "mlp.down": "feed_forward.w2",
+    "moe.router": "feed_forward.gate",
+    "moe.choice_bias": "feed_forward.expert_bias",
+    "moe.gate": "feed_forward.experts.{e}.w1",
+    "moe.up": "feed_forward.experts.{e}.w3",
+    "moe.down": "feed_forward.experts.{e}.w2",
+}
 HF_LAYER = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
@@ -140,24 +161,11 @@ HF_LAYER = {
         "moe.up": "mlp.experts.gate_up_proj",
         "moe.down": "mlp.experts.down_proj",
     },
-    "lfm2": {
-        "attn_norm": "operator_norm",
-        "attn.q": "self_attn.q_proj",
-        "attn.k": "self_attn.k_proj",
-        "attn.v": "self_attn.v_proj",
-        "attn.o": "self_attn.out_proj",
-        "attn.q_norm": "self_attn.q_layernorm",
-        "attn.k_norm": "self_attn.k_layernorm",
-        "conv.in": "conv.in_proj",
-        "conv.kernel": "conv.conv",
-        "conv.out": "conv.out_proj",
-        "mlp_norm": "ffn_norm",
-        "mlp.gate": "feed_forward.w1",
-        "mlp.up": "feed_forward.w3",
-        "mlp.down": "feed_forward.w2",
-    },
+    "lfm2": _LFM2,
+    "lfm2moe": _LFM2,
     "qwen3next": _QWEN3_NEXT,
     "qwen35": _QWEN35,
+    "qwen35moe": _QWEN35,
 }
 _HF_TOP = {"embed": "embed_tokens", "final_norm": "norm", "head": "lm_head", "stack": "layers"}
 _HF_TOPS = {
@@ -165,10 +173,12 @@ _HF_TOPS = {
     "gptneox": {"embed": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
     "falcon": {"embed": "word_embeddings", "final_norm": "ln_f", "stack": "h"},
     "lfm2": {"final_norm": "embedding_norm"},
+    "lfm2moe": {"final_norm": "embedding_norm"},
 }
 # Families whose safetensors files rotate interleaved pairs: the loader reorders rows of q and k.
 _HF_INTERLEAVED = ("command-r", "cohere2", "glm4", "ernie4_5")
-_RECURRENT = ("lfm2", "qwen3next", "qwen35")
+_LFM2_FAMILIES = ("lfm2", "lfm2moe")
+_RECURRENT = (*_LFM2_FAMILIES, "qwen3next", "qwen35", "qwen35moe")
 # Names without ".weight": parameters that are no module.
 _BARE = ("moe.choice_bias", "attn.sinks", "delta.decay", "delta.dt")
 
@@ -210,6 +220,7 @@ _GGUF = {
     "delta.norm": "ssm_norm",
     "delta.out": "ssm_out",
 }
+FUSED_EXPERTS, FUSED_EXPERTS_GGUF = "gate_up_proj", "ffn_gate_up_exps"  # gate and up in one stack
 _GGUF_MLP_NORM = {"mlp_norm": "post_attention_norm"}
 _GGUF_FUSED_QKV = {"attn.q": "attn_qkv", "attn.k": "attn_qkv", "attn.v": "attn_qkv"}
 GGUF_LAYER = {
@@ -242,8 +253,10 @@ GGUF_LAYER = {
     "glm4moe": _GGUF | _GGUF_MLP_NORM,
     "gpt-oss": _GGUF | _GGUF_MLP_NORM,
     "lfm2": _GGUF,
+    "lfm2moe": _GGUF,
     "qwen3next": _GGUF | _GGUF_MLP_NORM | {"delta.b": "ssm_ba", "delta.a": "ssm_ba"},
     "qwen35": _GGUF | _GGUF_MLP_NORM,
+    "qwen35moe": _GGUF | _GGUF_MLP_NORM,
 }
 # Architectures whose GGUF files rotate interleaved pairs.
 _GGUF_INTERLEAVED = (
@@ -289,6 +302,7 @@ class Source:
     permuted: bool = False  # the file interleaves the two halves of each rotated head
     grouped: bool = False  # a fused matrix holds, KV head by KV head, the rows of its q, k and v
     alternating: bool = False  # gate and up are alternating rows of a fused matrix
+    halves: bool = False  # gate and up are the halves of each expert's rows in a fused stack
     # The rows of one part of a recurrent family's fused matrix: q and gate alternate head by head
     # ("q_gate"); q, k, v, z ("qkvz") or b, a ("ba") alternate key head by key head.
     interleaved: Literal["", "q_gate", "qkvz", "ba"] = ""
@@ -297,11 +311,18 @@ class Source:
 
 
 def hf_source(
-    family: str, prefix: str, name: str, experts: int, *, two_norms: bool = False
+    family: str,
+    prefix: str,
+    name: str,
+    experts: int,
+    *,
+    two_norms: bool = False,
+    fused_experts: bool = False,
 ) -> Source:
     """Location of a weight in a safetensors directory of this family.
 
-    `two_norms`: attention and MLP of a parallel block have a norm each, which falcon names so."""
+    `two_norms`: attention and MLP of a parallel block have a norm each, which falcon names so.
+    `fused_experts`: the experts of a layer are two stacks, FUSED_EXPERTS and down_proj."""
     stem, suffix = _split(name)
     top = _HF_TOP | _HF_TOPS.get(family, {})
     if stem == "head":
@@ -319,6 +340,9 @@ def hf_source(
         return _gpt_oss_experts(path, part, suffix)
     if part not in _BARE:
         path = f"{path}.{suffix}"
+    if "{e}" in path and fused_experts:
+        stack = path.split(".{e}.")[0]
+        return _expert_stack(part, f"{stack}.{FUSED_EXPERTS}", f"{stack}.down_proj")
     if "{e}" in path:
         return Source(tuple(path.replace("{e}", str(e)) for e in range(experts)))
     if family in _RECURRENT and (source := _recurrent(family, names, path, part)):
@@ -336,7 +360,7 @@ def _recurrent(family: str, names: dict[str, str], path: str, part: str) -> Sour
     """Location of a weight that only recurrent families have; None for all other weights."""
     if part.endswith(".kernel"):
         return Source((path,), squeeze=True)
-    if part in ("attn.q", "attn.gate") and family != "lfm2":
+    if part in ("attn.q", "attn.gate") and family not in _LFM2_FAMILIES:
         return Source((path,), part=part.removeprefix("attn."), interleaved="q_gate")
     if part.startswith("delta."):
         kind: Literal["", "qkvz", "ba"] = ""
@@ -355,12 +379,21 @@ def _gpt_oss_experts(path: str, part: str, suffix: str) -> Source:
     return Source((name,), part=fused, transpose=suffix == "weight", alternating=bool(fused))
 
 
-def gguf_source(architecture: str, name: str, *, two_norms: bool = False) -> Source:
-    """Location of a weight in a GGUF file of this architecture (`two_norms`: see hf_source)."""
+def _expert_stack(part: str, fused: str, down: str) -> Source:
+    """Stacked experts: [experts, out, in], the rows of gate before those of up."""
+    if part == "moe.down":
+        return Source((down,))
+    return Source((fused,), part=part.removeprefix("moe."), halves=True)
+
+
+def gguf_source(
+    architecture: str, name: str, *, two_norms: bool = False, fused_experts: bool = False
+) -> Source:
+    """Location of a weight in a GGUF file of this architecture (options: see hf_source)."""
     stem, suffix = _split(name)
     if not stem.startswith("layers."):
         top = _GGUF_TOP[stem]
-        if architecture == "lfm2" and stem == "final_norm":
+        if architecture in _LFM2_FAMILIES and stem == "final_norm":
             top = "token_embd_norm"  # llama.cpp's name of the norm before the head
         return Source((f"{top}.{suffix}",))
     _, index, part = stem.split(".", 2)
@@ -369,6 +402,8 @@ def gguf_source(architecture: str, name: str, *, two_norms: bool = False) -> Sou
         names = names | {"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
     if part in ("moe.choice_bias", "delta.dt"):
         suffix = "bias"
+    if fused_experts and part in ("moe.gate", "moe.up"):
+        return _expert_stack(part, f"blk.{index}.{FUSED_EXPERTS_GGUF}.weight", "")
     path = f"blk.{index}.{names[part]}" + ("" if part == "delta.decay" else f".{suffix}")
     if architecture in _RECURRENT and (source := _recurrent(architecture, names, path, part)):
         return source

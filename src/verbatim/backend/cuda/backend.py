@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -57,7 +56,6 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import CacheGroup, Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
-from verbatim.model.spec import ModelSpec
 from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-2"
@@ -86,8 +84,6 @@ class CudaBackend:
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
-        if self.device.type == "cuda" and (reason := unproven(model.spec)):
-            raise BackendError(f"{reason}; use backend='cpu'")
         if weights is None:
             memory = self.available_memory()
             kept: BlockMode = (
@@ -428,25 +424,10 @@ def graph_rows(rows: int) -> int:
     return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 32) * 32
 
 
-def unproven(spec: ModelSpec) -> str:
-    """Why a GPU does not run this model although there are kernels for it; empty: it does. On an
-    H200 one of two families with gated delta nets gave other bits in chunks than in one step. The
-    kernel was changed since, and no GPU has run it. VERBATIM_DELTA_NETS=1 runs it all the same, for
-    the tests."""
-    if spec.delta is None or os.environ.get("VERBATIM_DELTA_NETS") == "1":
-        return ""
-    return (
-        f"the cuda backend does not run the gated delta nets of {spec.family}: no GPU has shown yet"
-        " that a prompt in chunks keeps its bits"
-    )
-
-
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     """Open a model on a GPU that runs a test kernel and has memory for the weights.
 
     Otherwise raise a BackendError with the reason; no GPU memory stays allocated."""
-    if reason := unproven(model.spec):
-        raise BackendError(reason)
     kernel_ran()
     target, needed = device(), weight_bytes(model.weights) + RESERVED_BYTES
     # adapters are float32
