@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"scale", "server", "engine", "lens", "convert", "bench", "diagnose"} | BELOW_ENGINE,
 }
 # Top-level modules without a rule: public fakes and entry points.
-FREE = {"testing", "testing_models", "__main__", "__init__"}
+FREE = {"testing", "testing_launcher", "testing_models", "__main__", "__init__"}
 # The engine process, which a test can start with a fake engine.
 USES_FAKES = {"server/process/engine_process.py"}
 

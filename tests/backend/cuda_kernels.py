@@ -24,6 +24,7 @@ import triton.language as tl
 from cpu_blocks import random_blocks
 from plans import BLOCKS, Blocks, ScoredSeq, run, run_alone, same_bits
 
+from overlap_crowd import count_rows, generate_all
 from verbatim.backend import gpu, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
@@ -39,8 +40,6 @@ from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
-from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.step_graph import GraphInputs
 from verbatim.backend.cuda.token_counts import TokenCounts
 from verbatim.backend.protocol import Backend
@@ -48,15 +47,13 @@ from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.base.records import Completion, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
-from verbatim.engine.llm import LLM
-from verbatim.engine.loaded_model import LoadedModel
+from verbatim.base.records import Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
-from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
+from verbatim.testing import FakeBackend, fake_spec
 from verbatim.testing_models import FIRST_FAMILIES, TINY_CONFIGS, tiny_adapter, tiny_model
 from verbatim.weights.tensor import BLOCKS as BLOCK_SIZES
 from verbatim.weights.tensor import Tensor
@@ -493,37 +490,6 @@ def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(
 # ---- overlapped decoding
 
 
-def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
-    """(arrival step, prompt, parameters) of 12 requests: the device samples most of them, the host
-    some, and some have drafts."""
-    kinds: list[dict[str, Any]] = [
-        {"top_k": 3, "logprobs": 2},
-        {"repetition_penalty": 1.3},
-        {"min_tokens": 4, "typical_p": 0.8},
-        {"n": 2},
-        {"stop": ["a"]},
-        {"speculate": "suffix"},
-    ]
-    out = []
-    for i in range(12):
-        more = kinds[i // 2] if i % 2 else {}
-        options = {
-            "temperature": r.choice((0.0, 0.8, 1.3)),
-            "seed": i,
-            "max_tokens": r.randint(2, 26),
-            "speculate": "off",
-            **more,
-        }
-        out.append(
-            (
-                r.choice((0, 0, 9, 30)),
-                r.choices(range(200), k=r.choice((2, 15, 17))),
-                SamplingParams(**options),
-            )
-        )
-    return sorted(out, key=lambda request: request[0])
-
-
 def open_fake_model(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cuda backend with the fake model and its canary as its forward pass: the interpreter would
     take minutes for a batch of real ones."""
@@ -560,30 +526,6 @@ def open_fake_model(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyP
     return backend
 
 
-def generate_all(backend: Any, r: random.Random) -> list[Any]:
-    """The choices of each request of crowd(), in a KV cache that forces preemption; one request is
-    aborted."""
-    tokenizer = ByteTokenizer()
-    parts = LoadedModel(backend, tokenizer, (tokenizer.EOS,), name="tiny", digest="tiny")
-    waiting, done = crowd(r), {}
-    with LLM.from_parts(
-        parts, backend="cuda", context=128, kv_blocks=9, step_tokens=24, check=True
-    ) as llm:
-        core, step = llm.core, 0
-        while waiting or core.busy:
-            while waiting and waiting[0][0] <= step:
-                _, prompt, params = waiting.pop(0)
-                core.add(core.request(prompt, params, request_id=str(len(waiting))))
-            if step == 12:
-                core.abort(next(iter(core.requests)))
-            done |= {
-                one.request_id: one.choices for one in core.step() if isinstance(one, Completion)
-            }
-            step += 1
-        assert core.scheduler.preemptions, "the KV cache was large enough: no preemption"
-    return sorted(done.items())
-
-
 def test_overlapped_decoding_does_not_change_the_tokens(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -596,56 +538,10 @@ def test_overlapped_decoding_does_not_change_the_tokens(
     monkeypatch.setattr(sampling_plan, "SLACK", 0.3)  # many rows are undecided and computed again
     without_resolving_ties(monkeypatch)
     plain, ahead = open_fake_model(windows, monkeypatch), open_fake_model(windows, monkeypatch)
-    monkeypatch.setattr(plain._ahead, "steady", lambda *_: False)
-    matched, launched, finish = 0, 0, ahead._finish
-
-    def count(plan: StepPlan, step: LaunchedStep, rows: dict[int, int], **options: bool) -> Any:
-        nonlocal matched, launched
-        matched, launched = matched + len(rows), launched + len(step.steps)
-        return finish(plan, step, rows, **options)
-
-    monkeypatch.setattr(ahead, "_finish", count)
+    plain._can_overlap = False
+    rows = count_rows(monkeypatch)
     assert generate_all(ahead, random.Random(3)) == generate_all(plain, random.Random(3))
-    assert 30 < matched < launched, "some launched rows match the plan, and some are discarded"
-
-
-def test_only_launched_rows_that_match_the_plan_are_used() -> None:
-    spec, other = (DrawSpec(SamplingParams(), 5, 1) for _ in range(2))
-    tables = ((4, 7), (1, 2))
-    step = SeqStep(1, (9,), 18, tables, draws=1, draw=spec)
-    right = [
-        step,
-        step._replace(blocks=((4, 7, 3), (1, 2, 6))),
-        step._replace(blocks=((4, 7), (-1, 2))),
-    ]
-    wrong = [
-        step._replace(seq_id=2),
-        step._replace(tokens=(8,)),
-        step._replace(tokens=(9, 8), draws=2),
-        step._replace(start=17),
-        step._replace(blocks=((4, 8), (1, 2))),
-        step._replace(blocks=((4,), (1, 2))),
-        step._replace(draw=other),
-        step._replace(targets=(3,)),
-        step._replace(hidden=True),
-        step._replace(draws=0),
-    ]
-    tokens = PendingTokens(torch.zeros(1), torch.zeros(1), None)
-    for i, planned in enumerate((*right, *wrong)):
-        ahead = LaunchAhead()
-        ahead.launched = LaunchedStep((step._replace(tokens=(0,)),), [9], tokens)
-        rows = {1: 0} if i < len(right) else {}
-        assert ahead.take(StepPlan(0, (planned,)))[1] == rows, planned
-        assert ahead.launched is None
-        assert ahead.take(StepPlan(0, (step,))) == (None, {})
-
-
-def test_the_next_step_needs_a_block_and_a_position_in_the_context() -> None:
-    step = SeqStep(1, (9,), 15, ((4,),), draws=1)
-    longer = step._replace(blocks=((4, 6),))
-    assert next_step(step, 99) is None
-    assert next_step(longer, 17) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
-    assert next_step(longer, 16) is None, "the position is beyond the context"
+    assert 30 < rows.matched < rows.launched, "some rows match the plan, and some are discarded"
 
 
 def test_a_full_garbage_collection_does_not_visit_the_objects_of_pytorch() -> None:
@@ -658,27 +554,8 @@ def test_a_full_garbage_collection_does_not_visit_the_objects_of_pytorch() -> No
 
 def test_a_mixture_of_experts_does_not_overlap_steps() -> None:
     """It sorts rows on the host in every layer, so a launch ahead would gain nothing."""
-    assert not opened(small("qwen3moe")).overlap
-    assert opened(small("llama")).overlap
-
-
-def test_launching_ahead_backs_off_after_a_discarded_step() -> None:
-    spec = DrawSpec(SamplingParams(), 5, 1)
-    ahead, launches = LaunchAhead(), []
-    for position in range(30):
-        plan = StepPlan(position, (SeqStep(1, (9,), position, ((4, 7),), draws=1, draw=spec),))
-        if position == 10:
-            tokens = PendingTokens(torch.zeros(1), torch.zeros(1), None)
-            ahead.launched = LaunchedStep(plan.sequences, [8], tokens)
-        _, rows = ahead.take(plan)
-        launches.append(ahead.steady(plan, len(rows), lambda _: True))
-    assert launches == [position not in (0, *range(10, 18)) for position in range(30)]
-    other = plan.sequences[0]._replace(start=30, draw=DrawSpec(SamplingParams(), 5, 1))
-    assert not ahead.steady(StepPlan(30, (other,)), 0, lambda _: True), (
-        "another DrawSpec, as the drafts of a draft model have"
-    )
-    assert not ahead.steady(StepPlan(30, ()), 0, lambda _: True), "no sequence decodes"
-    assert not ahead.steady(plan, 0, lambda _: True), "the same step again does not continue it"
+    assert opened(small("qwen3moe")).launcher is None
+    assert opened(small("llama")).launcher is not None
 
 
 # ---- the GPU sampler

@@ -67,7 +67,7 @@ def make_scheduler(
         prefix_key=None if store is None else store.key,
         store=store,
         cost=TokenCost(card.prompt_ops_token, card.ops_position // backend.spec.attention_layers),
-        overlap=backend.overlap,
+        overlap=backend.launcher is not None,
     )
 
 

@@ -60,7 +60,7 @@ class CpuBackend:
             )
         self.spec = spec = model.spec
         self.block_size = BLOCK_SIZE
-        self.overlap = False
+        self.launcher = None
         self.config = config
         self._model = model
         try:

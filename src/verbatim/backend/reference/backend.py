@@ -45,7 +45,7 @@ class ReferenceBackend:
         gpu_note: str = "",
     ) -> None:
         self.spec = model.spec
-        self.overlap = False
+        self.launcher = None
         self.block_size = block_size
         self.config = config or EngineConfig()
         self._gpu_note = gpu_note
