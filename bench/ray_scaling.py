@@ -23,6 +23,7 @@ import hashlib
 import json
 import os
 import random
+import secrets
 import signal
 import subprocess
 import sys
@@ -101,7 +102,9 @@ def up(live: Live) -> int:
 
 @contextlib.contextmanager
 def local_ray(cpus: int) -> Iterator[str]:
-    """HOST:PORT of a Ray with `cpus` CPUs, on loopback and without a dashboard."""
+    """HOST:PORT of a Ray with `cpus` CPUs, on loopback and without a dashboard. Its token is in the
+    environment of every process that is started here."""
+    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     words = [sys.executable, str(TESTS / "scale" / "ray_head.py"), str(cpus)]
     head = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert head.stdin is not None
@@ -249,7 +252,8 @@ def kill(bench: Bench) -> dict[str, Any]:
         answers = uvloop.run(asyncio.wait_for(run, bench.left()))
         seconds = time.perf_counter() - began
         eventually(lambda: up(live) == 3, live.log_text, bench.left())  # Ray replaced it
-        m = live.metrics()
+        m, gone = live.metrics(), live.log_text().count(" died; ")
+    assert gone, "no replica died"
     check_states(m)
     good = [(p, text) for p, (text, codes) in zip(prompts, answers, strict=True) if not codes]
     possible = m["verbatim_router_prefix_possible_total"]

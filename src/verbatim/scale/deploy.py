@@ -36,7 +36,8 @@ QUIET: dict[str, Any] = {
     "logging_level": logging.WARNING,
     "log_to_driver": False,  # Ray keeps the replicas' output in its session directory
 }
-START_SECONDS = 60  # for Ray's own processes to start; Ray's 30 are too few on a loaded machine
+# For Ray's own processes to start. Ray's limit of 15 seconds for its agent cannot be set.
+START_SECONDS = 60
 # A Ray that is started here sends no usage report to its makers, and its ports listen on loopback:
 # the second setting is Ray's own for macOS and Windows, and works everywhere.
 LOCAL_RAY = {
