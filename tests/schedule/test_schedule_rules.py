@@ -4,7 +4,7 @@ drafts, capacity errors, finish conditions."""
 from __future__ import annotations
 
 import pytest
-from schedule_rig import EOS, Rig
+from schedule_rig import EOS, VOCAB, Rig
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.params import SamplingParams
@@ -427,6 +427,22 @@ def test_rejected_drafts_leave_no_trace() -> None:
         assert len(seq.blocks[0]) <= len(twin.blocks[0]) + 1
         assert rig.scheduler.cache.pools[0].used <= plain.scheduler.cache.pools[0].used + 1
     assert seq.accepted == 0
+    rig.run()
+    rig.at_rest()
+
+
+@pytest.mark.parametrize("wrong", range(5))
+def test_the_first_wrong_draft_ends_the_acceptance(wrong: int) -> None:
+    rig = Rig()
+    (seq,) = rig.add([1] * 6, 20, min_tokens=20)
+    rig.step()
+    drafts = correct_drafts(rig, seq, 5)
+    drafts[wrong] = (drafts[wrong] + 1) % VOCAB
+    truth = [*seq.tokens, *correct_drafts(rig, seq, wrong + 1)]
+    rig.scheduler.set_drafts(seq.id, drafts)
+    rig.step()
+    assert seq.tokens == truth, "the drafts before it, and the token drawn in its place"
+    assert (seq.drafted, seq.accepted) == (5, wrong)
     rig.run()
     rig.at_rest()
 
