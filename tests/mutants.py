@@ -151,7 +151,7 @@ MUTANTS = (
     ),
     Mutant(
         "prefix-tenant", "schedule/prefix.py",
-        "tenant, cache_salt))", "cache_salt))", "engine/test_engine_llm.py -k 'tenant or salt'",
+        "tenant, cache_salt))", "cache_salt))", RULES,
     ),
     Mutant(
         "prefix-last-token", "schedule/paged_cache.py",

@@ -8,7 +8,7 @@ from schedule_rig import EOS, VOCAB, Rig
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.params import SamplingParams
-from verbatim.schedule.prefix import PrefixChain
+from verbatim.schedule.prefix import PrefixChain, prefix_salt
 from verbatim.schedule.sequence import Sequence
 from verbatim.schedule.token_cost import ATTENTION_WEIGHT, TokenCost
 
@@ -68,6 +68,16 @@ def test_tenants_do_not_share() -> None:
     (same,) = rig.add([1] * 20, 2, salt="one")
     rig.run()
     assert (other.cached_tokens, same.cached_tokens) == (0, 16)
+
+
+def test_the_salt_of_a_request_depends_on_tenant_cache_salt_and_adapter() -> None:
+    salts = {
+        prefix_salt(tenant, cache_salt, adapter)
+        for tenant in ("", "a", "b")
+        for cache_salt in ("", "a", "b")
+        for adapter in ("", "a", "b")
+    }
+    assert len(salts) == 27
 
 
 def test_block_hashes_depend_on_key_salt_and_all_earlier_tokens() -> None:
