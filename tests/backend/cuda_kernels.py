@@ -29,6 +29,7 @@ from verbatim.backend import gpu, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
     gpu_sampler,
+    jit_numerics,
     jit_sampling,
     kernels,
     quant,
@@ -596,7 +597,7 @@ def gumbel_of(high, low, out, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(
         out + i,
-        jit_sampling.gumbel(
+        jit_numerics.gumbel(
             tl.load(high + i).to(tl.uint32, bitcast=True),
             tl.load(low + i).to(tl.uint32, bitcast=True),
         ),
@@ -653,7 +654,7 @@ def noise_of(words, out, FIRST, N: tl.constexpr):
     at = words + tl.arange(0, 1)[:, None]
     k0, k1 = tl.load(at).to(tl.uint32, bitcast=True), tl.load(at + 1).to(tl.uint32, bitcast=True)
     position = tl.load(at + 2).to(tl.uint32, bitcast=True)
-    tl.store(out + tl.arange(0, N)[None, :], jit_sampling.gumbel_noise(FIRST, position, k0, k1, N))
+    tl.store(out + tl.arange(0, N)[None, :], jit_numerics.gumbel_noise(FIRST, position, k0, k1, N))
 
 
 @pytest.mark.parametrize(

@@ -193,7 +193,7 @@ def test_a_share_above_the_limit_is_explained(
         measure.Job("decode", 1, 10, lambda _: 10 / rate),
         measure.Job("decode", 2000, 10, lambda _: 1.0),
     ]
-    monkeypatch.setattr(bench, "_print_limits", lambda llm, quick: (LIMITS, CARD))
+    monkeypatch.setattr(bench, "print_limits", lambda llm, quick: (LIMITS, CARD))
     monkeypatch.setattr(measure, "Ours", lambda llm: SimpleNamespace(name="verbatim"))
     monkeypatch.setattr(measure, "jobs", lambda **_: rows)
     llm: Any = SimpleNamespace(config=SimpleNamespace(step_tokens=1), context=4096)
