@@ -13,6 +13,7 @@ import click
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.options import (
+    BASE_MODEL,
     Command,
     Option,
     check_plot,
@@ -102,7 +103,7 @@ ABOVE = (
     " [suffix]",
 )
 @model_options
-@engine_options_without("speculate", "adapters")
+@engine_options_without("speculate", unused=BASE_MODEL)
 def command(
     quick: bool,
     against: str | None,
