@@ -67,7 +67,7 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "explain": (["3"], 3),
     "priority": (["-1"], -1),
     "cache_salt": (["me"], "me"),
-    "adapter": (["sql"], "sql"),
+    "adapter": (["sql", "--adapter", "sql=x"], "sql"),
     "thinking_budget": (["64"], 64),
 }
 

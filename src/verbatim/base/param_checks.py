@@ -60,6 +60,8 @@ def _number(name: str, rule: Field, value: float) -> None:
     shown = _show(value)
     if rule.low is not None and value < rule.low:
         off = "; 0 is off" if rule.help.endswith("; 0 is off") else ""  # vLLM writes top_k=-1
+        if rule.default is None and "missing: " in rule.help:  # llama.cpp writes -1 for no limit
+            off = f"; leave it out: {rule.help.rpartition('missing: ')[2]}"
         raise ParameterError(name, f"{shown} is below {_show(rule.low)}{off}")
     if rule.above is not None and value <= rule.above:
         raise ParameterError(name, f"{shown} must be above {_show(rule.above)}")

@@ -44,8 +44,25 @@ Line = dict[str, Any]
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False))
-@click.argument("target", metavar="OUT", type=click.Path(dir_okay=False))
+@click.argument("files", nargs=-1, metavar="IN OUT")
+@click.option(
+    "-i",
+    "--input-file",
+    "source",
+    cls=Option,
+    metavar="IN",
+    type=click.Path(exists=True, dir_okay=False),
+    help="the requests, instead of the argument IN",
+)
+@click.option(
+    "-o",
+    "--output-file",
+    "target",
+    cls=Option,
+    metavar="OUT",
+    type=click.Path(dir_okay=False),
+    help="the answers, instead of the argument OUT",
+)
 @click.option(
     "--concurrency",
     cls=Option,
@@ -90,8 +107,9 @@ Line = dict[str, Any]
 @model_options
 @engine_options
 def command(
-    source: str,
-    target: str,
+    files: tuple[str, ...],
+    source: str | None,
+    target: str | None,
     concurrency: int,
     names: tuple[str, ...],
     quiet: bool,
@@ -106,6 +124,7 @@ def command(
     A request that names another model fails, as on a server. Exit code 1: OUT contains an error
     response, from this run or an earlier one.
     """
+    source, target = in_and_out(files, source, target)
     try:
         from verbatim.server.batch_requests import answer_all
         from verbatim.server.settings import Limits, Settings
@@ -171,6 +190,23 @@ def command(
             f"{good - already} answered now, {len(lines) - good} failed"
         )
     return 0 if good == len(lines) else 1
+
+
+def in_and_out(files: tuple[str, ...], source: str | None, target: str | None) -> tuple[str, str]:
+    """IN and OUT, each an argument or a flag (-i and -o, as `vllm run-batch` has them)."""
+    rest = list(files)
+    if source is None and rest:
+        source = rest.pop(0)
+    if target is None and rest:
+        target = rest.pop(0)
+    if rest:
+        raise ParameterError("files", f"{rest[0]!r} is one file too many; IN and OUT are two")
+    if source is None or target is None:
+        name = "IN" if source is None else "OUT"
+        raise ParameterError(name, "is missing; write verbatim batch IN OUT")
+    if not Path(source).is_file():
+        raise ParameterError("IN", f"{source!r} is not a file; give the file of requests")
+    return source, target
 
 
 def journal_of(target: Path) -> Path:

@@ -21,6 +21,7 @@ from verbatim.cli.bench_report import (
     summary,
 )
 from verbatim.cli.options import (
+    BASE_MODEL,
     Command,
     Option,
     check_plot,
@@ -105,7 +106,7 @@ SECTION = "What to measure"
     " [suffix]",
 )
 @model_options
-@engine_options_without("speculate", "adapters")
+@engine_options_without("speculate", unused=BASE_MODEL)
 def command(
     quick: bool,
     against: str | None,

@@ -13,7 +13,9 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.options import (
+    BASE_MODEL,
     DEFAULTS,
+    UNUSED,
     Command,
     Option,
     check_plot,
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 DEFAULT_SETTINGS = ("temperature=0", "temperature=1,seed=0")
 DEFAULT_TOKENS = 96
 QUIZ_TOKENS = 32
-ENGINE = {field.name: str(field.type) for field in fields(EngineConfig) if field.name != "adapters"}
+ENGINE = {
+    field.name: str(field.type) for field in fields(EngineConfig) if field.name not in BASE_MODEL
+}
 COLUMN = 38  # characters: two texts side by side on 80 columns
 
 
@@ -73,7 +77,7 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options_without("adapters")
+@engine_options_without(unused=BASE_MODEL)
 @sampling_options
 def command(
     prompts: tuple[str, ...],
@@ -149,6 +153,8 @@ def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting
                 engine[name] = engine_value(name, value)
             else:
                 params[name] = parse_parameter(name, value)
+        if "adapter" in params:
+            raise ParameterError("adapter", UNUSED["adapters"])
         EngineConfig(**engine)
         out.append(Setting(text, _with(base, params), engine, model))
     return out

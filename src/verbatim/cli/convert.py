@@ -126,7 +126,9 @@ def command(
         write_gguf(out, metadata, _converted(tensors, chosen, progress), types=kinds)
     finally:
         progress.clear()
-    before, after = _bytes(tensors.values()), out.stat().st_size
+    from verbatim.weights.describe import bytes_on_disk
+
+    before, after = bytes_on_disk(path), out.stat().st_size
     note(f"{source} ({before / 1e6:.1f} MB) -> {target} ({after / 1e6:.1f} MB)")
     if text is not None:
         _compare(path, out, text)
@@ -169,10 +171,6 @@ def _read(file: str) -> str:
             "perplexity",
             f"cannot read {file!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
         ) from None
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(int(t.data.nbytes) for t in tensors)
 
 
 def write_merged(path: Path, target: Path, change: Callable[[Model], Model]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import VerbatimError
 from verbatim.cli.options import engine_of
-from verbatim.cli.terminal import Progress, write_json
+from verbatim.cli.terminal import Progress, note, write_json
 
 if TYPE_CHECKING:
     from verbatim.diagnose.findings import Finding
@@ -52,6 +52,8 @@ def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) ->
         return []  # the error is among the findings already
     if flags.get("e_context") is None:
         flags = {**flags, "e_context": min(CONTEXT, files.model.spec.context)}
+    if not as_json:
+        note("running the model for the live checks, a minute or more; --no-live leaves them out")
     try:
         with open_llm(flags, quiet=as_json) as llm:
             return check_live(llm, seed=seed)

@@ -10,6 +10,7 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import (
+    BASE_MODEL,
     Command,
     Option,
     check_plot,
@@ -79,7 +80,7 @@ SPARKS = "▁▂▃▄▅▆▇█"
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options_without("adapters")
+@engine_options_without(unused=BASE_MODEL)
 def command(
     prompt: tuple[str, ...],
     file: str | None,

@@ -9,10 +9,11 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import (
+    NO_SAMPLING,
     Command,
     Option,
     chosen_adapter,
-    engine_options,
+    engine_options_without,
     model_options,
     use_adapter_option,
 )
@@ -43,7 +44,7 @@ from verbatim.cli.terminal import note, write, write_json
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without(unused=NO_SAMPLING)
 @use_adapter_option
 def command(
     texts: tuple[str, ...],

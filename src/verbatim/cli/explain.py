@@ -15,11 +15,12 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.options import (
+    ONE_ANSWER,
     PARSE_HELP,
     Command,
     Option,
     check_output,
-    engine_options,
+    engine_options_without,
     model_options,
     parse_parameter,
     sampling_of,
@@ -71,7 +72,7 @@ DEFAULT_TOKENS = 16
 @click.option("--html", "page", cls=Option, metavar="FILE", help="write one page for a browser")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without(unused=ONE_ANSWER)
 @sampling_options
 def command(
     prompt: tuple[str, ...],

@@ -52,6 +52,16 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ),
     ("--trust-remote-code",): "nothing in a model file is ever executed; leave it out",
     ("--stream", "--no-stream"): "text is streamed, and --json prints one object; leave it out",
+    ("-s",): "write --seed N",
+    ("--samplers", "--sampler-seq", "--sampling-seq"): (
+        "the order of the samplers is fixed; each has a flag of its own (--top-k, --min-p, …)"
+    ),
+    ("--mirostat", "--mirostat-lr", "--mirostat-ent"): (
+        "this sampler does not exist here; --min-p, --typical-p and --top-n-sigma do"
+    ),
+    ("--quantization",): (
+        "a checkpoint states its own; --quant q8_0 or q4_0 quantises float weights"
+    ),
     ("--do-sample",): (
         "--temperature above 0 samples; --temperature 0, or --defaults greedy, does not"
     ),
@@ -72,6 +82,7 @@ COMMAND_ALIASES: dict[str, tuple[str, ...]] = {
     "quantize": ("convert",),
     "quantise": ("convert",),
     "perplexity": ("score",),
+    "run-batch": ("batch",),
 }
 COMMAND_ANSWERS: dict[str, str] = {
     "ps": "no model stays loaded after a command; a server shows its own at /api/ps, and "

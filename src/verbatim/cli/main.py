@@ -43,7 +43,7 @@ GROUPS = {
         "drift": "Show how log-probability and entropy change along a generated text.",
     },
     "Models": {
-        "models": "List the catalog and the downloaded models.",
+        "models": "List, show or rm (delete) models: the catalog and the downloads.",
         "pull": "Download a model into the cache.",
         "convert": "Write a model as a (quantised) GGUF file.",
         "merge": "Add a LoRA adapter to the weights of a model.",

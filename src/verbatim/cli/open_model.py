@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,11 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
             )
         if names_file(args[0]):
             warn(f"the {param} is the name of a file; --file {args[0]} reads the file")
+        if stdin_has_text():
+            warn(
+                f"the pipe into stdin is not read, because the {param} is an argument; to use"
+                ' both: "… $(cat)"'
+            )
         return decode_argument(args[0], param)
     if sys.stdin is None or (not args and sys.stdin.isatty()):
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
@@ -118,6 +124,21 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
             param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
         )
     return text
+
+
+def stdin_has_text() -> bool:
+    """Whether stdin is a pipe that holds bytes. They are not read: in a shell's `while read` loop
+    they are the lines of the loop."""
+    try:
+        if sys.stdin is None or not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+            return False
+        import fcntl
+        import termios
+
+        waiting = fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, b"\0" * 4)
+        return int.from_bytes(waiting, sys.byteorder) > 0
+    except (OSError, ValueError, ImportError):  # no file behind it (tests), or not Unix
+        return False
 
 
 def names_file(text: str) -> bool:

@@ -20,6 +20,7 @@ from verbatim.base.config import SIZES, EngineConfig, parse_size, split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import Field
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
+from verbatim.cli.command_class import AnsweredFlag
 from verbatim.cli.command_class import Command as Command
 from verbatim.cli.command_class import Option as Option
 
@@ -65,6 +66,18 @@ ENGINE_HELP = {
 # Flags whose names are not those of their fields: --adapter loads, --use-adapter chooses.
 FLAG_NAMES = {"adapters": "--adapter", "adapter": "--use-adapter"}
 HIDDEN = {"kv_blocks", "check"}
+# Settings without effect on a kind of command, which refuses their flags by name.
+ONE_ANSWER = ("pooling", "max_waiting", "suffix_tenants")
+NO_SAMPLING = ("max_waiting", "suffix_tenants", "speculate", "defaults")
+BASE_MODEL = ("pooling", "adapters")
+UNUSED = {
+    "pooling": "this command makes no embeddings; `verbatim embed` and `verbatim serve` do",
+    "max_waiting": "this command has no queue; it is a flag of `verbatim serve`",
+    "suffix_tenants": "this command has no tenants; it is a flag of `verbatim serve`",
+    "speculate": "this command generates nothing that could be drafted; leave it out",
+    "defaults": "this command takes no sampling parameters from the model; leave it out",
+    "adapters": "this command runs the base model; `verbatim merge` writes a model with an adapter",
+}
 FROM_FILE = {"json_schema", "grammar"}  # @FILE as a value reads the file
 PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
 NOT_FLAGS = {"speculate"}  # covered by the engine's --speculate, which also takes draft:MODEL
@@ -131,7 +144,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     """SamplingParams from the parsed flags. A wrong value raises a ParameterError that names it."""
     given = given_sampling(flags)
     values: Values = {**DEFAULTS, **defaults, **given}
-    if flags.get("e_adapters"):
+    if flags.get("e_adapters") or given.get("adapter"):
         values["adapter"] = chosen_adapter(flags, given.get("adapter"))
     if values.get("num_beams", 1) > 1:  # beam search supports neither default
         values = {
@@ -157,6 +170,9 @@ def chosen_adapter(flags: Values, given: str | None = None) -> str:
     """The adapter that a command of one request uses: the one that --adapter loads, or of several
     the one that --use-adapter names."""
     names = [split_adapter(entry)[0] for entry in flags.get("e_adapters") or ()]
+    if given and not names:
+        remedy = "add --adapter NAME=PATH" if "e_adapters" in flags else UNUSED["adapters"]
+        raise ParameterError("use_adapter", f"no adapter is loaded; {remedy}")
     if given is None and len(names) > 1:
         raise ParameterError(
             "use_adapter",
@@ -369,19 +385,23 @@ def _model_flags(command: F, **model: Any) -> F:
 
 def engine_options(command: F) -> F:
     """Add one flag per setting of EngineConfig. Values arrive as `e_<name>`; None: not given."""
-    return _engine_flags(command, ())
+    return _engine_flags(command, (), ())
 
 
-def engine_options_without(*names: str) -> Callable[[F], F]:
-    """engine_options without the settings that the command defines itself."""
-    return lambda command: _engine_flags(command, names)
+def engine_options_without(*own: str, unused: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """engine_options without the settings that the command defines itself, and with an answer to
+    those that have no effect on it (a key of UNUSED)."""
+    return lambda command: _engine_flags(command, own, unused)
 
 
-def _engine_flags(command: F, without: tuple[str, ...]) -> F:
+def _engine_flags(command: F, own: tuple[str, ...], unused: tuple[str, ...]) -> F:
     for field in reversed(fields(EngineConfig)):
-        if field.name in without:
+        if field.name in own:
             continue
         flag, dest, kind = flag_name(field.name), "e_" + field.name, str(field.type)
+        if field.name in unused:
+            command = click.option(flag, cls=AnsweredFlag, answer=UNUSED[field.name])(command)
+            continue
         common: Values = {
             "cls": Option,
             "section": "Model and engine",

@@ -16,11 +16,12 @@ from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.main import FAILED, OK, OS_REMEDIES, print_error
 from verbatim.cli.options import (
+    ONE_ANSWER,
     PARSE_HELP,
     Command,
     Option,
     check_output,
-    engine_options,
+    engine_options_without,
     model_options,
     sampling_of,
     sampling_options,
@@ -67,7 +68,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
     "--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`"
 )
 @model_options
-@engine_options
+@engine_options_without(unused=ONE_ANSWER)
 @sampling_options
 def command(
     prompt: tuple[str, ...],

@@ -292,7 +292,8 @@ def read_models(
             f"{positional!r} and --model {given[0]!r} contradict each other; for several models"
             " write --model NAME=MODEL for each",
         )
-    given = tuple(dict.fromkeys((*([positional] if positional else []), *given)))
+    if positional and positional not in given:
+        given = (positional, *given)
     if not given:
         return (NamedModel("", os.environ.get("VERBATIM_MODEL", DEFAULT_MODEL)),)
     several = len(given) > 1

@@ -299,7 +299,7 @@ def _suggestion(name: str, table: Mapping[str, Rule]) -> str:
     from difflib import get_close_matches
 
     near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
-    near = near or get_close_matches(name[:64], table, 1)
+    near = near or get_close_matches(name[:64], table, 1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 
 
