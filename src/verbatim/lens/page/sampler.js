@@ -33,6 +33,7 @@ export class Row {
 
   // the same logits at another position, which has other noise
   at(position) {
+    this.few?.at(position);
     this.position = position;
     this._noise = null;
     return this;
@@ -40,6 +41,8 @@ export class Row {
 
   // every live logit, from base64
   fill(text, type) {
+    // `few`: the row before, whose draws cost a hundredth where it can decide them
+    if (this.tail) this.few = Object.assign(Object.create(Row.prototype), this, { _noise: null });
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
     const all = Float64Array.from(
       type === "f4" ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer),
