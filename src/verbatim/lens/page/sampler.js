@@ -41,7 +41,7 @@ export class Row {
 
   // every live logit, from base64
   fill(text, type) {
-    // `few`: the row before, whose draws cost a hundredth where it can decide them
+    // draws of `few` are cheap, where it can decide them
     if (this.tail) this.few = Object.assign(Object.create(Row.prototype), this, { _noise: null });
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
     const all = Float64Array.from(
@@ -136,6 +136,13 @@ class Live {
   dropTail() {
     this.tail = this._totals = null;
   }
+}
+
+// A redraw samples a row several times at one temperature: compute their common part once.
+function liveAt(row, temperature) {
+  const known = row._live;
+  if (known?.temperature !== temperature || known.tail !== row.tail) (row._live = new Live(row, temperature)).totals();
+  return Object.assign(Object.create(Live.prototype), row._live);
 }
 
 // Dividing by the temperature may make two logits equal; a tie goes to the lower id.
@@ -251,7 +258,7 @@ export function sample(row, settings, key = row.key) {
       left: 1,
     };
   }
-  const live = new Live(row, wanted.temperature);
+  const live = liveAt(row, wanted.temperature);
   const middle = ([low, up]) => (Number(low) + Number(up)) / 2;
   const whole = middle(live.totals());
   const base = live.best;
