@@ -23,7 +23,7 @@ function whatIf(name, value) {
   const own = name === "seed" ? params.seed : ownOf(params)[name];
   if (value === own || Number.isNaN(value)) delete state.whatIf[name];
   else state.whatIf[name] = value;
-  changed();
+  changed("step");
 }
 
 const isRunning = (branch) => branch.status === "running" || branch.status === "waiting";
@@ -70,18 +70,19 @@ export function computeStep(branch, index) {
 
 function loop(branch, index, step) {
   const token = branch.tokens[index], { record } = token;
-  const before = [...branch.promptIds, ...branch.tokens.slice(0, index).map((t) => t.id)];
+  const length = branch.promptIds.length + index;
+  const tail = [...branch.promptIds.slice(-6), ...branch.tokens.slice(Math.max(0, index - 6), index).map((t) => t.id)].slice(-6);
   const top = record?.top.slice(0, 5) ?? [];
   const low = Math.min(...top.map((c) => c.logit)) - 1, high = Math.max(...top.map((c) => c.logit));
   const drawn = (step && !step.result.greedy ? step.result.kept : top).filter((c) => c.noise !== null).slice(0, 5);
   const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`inline-size:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
   return html`<ol class="loop" aria-label="the loop of this token">
-    <li><h4>context</h4><div class="tail">${before.slice(-6).map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(before.length)} tokens</small></li>
+    <li><h4>context</h4><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
     <li><h4>logits</h4>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
     <li><h4>softmax</h4>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
     <li><h4>sample</h4>${drawn.map((c) => mini(Math.max(0, Math.min(1, 1 + c.score / 12)), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
       <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
-    <li class="append"><h4>append</h4><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? before.length}</small></li>
+    <li class="append"><h4>append</h4><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
   </ol>`;
 }
 
@@ -130,7 +131,7 @@ function sliders(branch, index, step) {
     </div>
     <p class="row"><strong id="outcome" role="status" data-token=${result.undecided ? "" : result.token}>${outcome}</strong>
       ${changes && !state.offline ? html`<button @click=${fork}>Branch here with these settings</button>
-        <button class="link" @click=${() => { state.whatIf = {}; changed(); }}>Reset</button>` : nothing}</p>
+        <button class="link" @click=${() => { state.whatIf = {}; changed("step"); }}>Reset</button>` : nothing}</p>
     ${JSON.stringify(settings) === JSON.stringify(own) && !changes && !result.undecided && !token.forced && token.record?.token !== result.token
       ? html`<p class="alarm">The page draws ${state.vocab.quoted(result.token)} where the server drew ${state.vocab.quoted(token.id)}. Please report this.</p>` : nothing}
   </section>`;

@@ -3,7 +3,7 @@
 //
 // Noise is a function of (seed, position, id). A branch therefore sends prompt + tokens so far as
 // its prompt, and everything it does not change is drawn as before. `output_prefix` says how many of
-// these are output: the grammar, the penalties and min_tokens continue.
+// these are output: grammar, penalties and min_tokens continue.
 
 import { post, stream } from "./api.js";
 import { Row } from "./sampler.js";
