@@ -60,3 +60,12 @@ class Backend(Protocol):
         plan.sequences[i]."""
 
     def close(self) -> None: ...
+
+
+def kv_numerics(version: str, kv_type: str) -> str:
+    """BackendInfo.numerics of a KV cache of this type: another type, other bits.
+
+    >>> kv_numerics("cpu-2", "f16"), kv_numerics("cpu-2", "fp8")
+    ('cpu-2', 'cpu-2-fp8')
+    """
+    return version if kv_type == "f16" else f"{version}-{kv_type}"
