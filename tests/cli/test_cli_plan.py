@@ -103,6 +103,7 @@ def test_quantised_weights_and_caches() -> None:
     assert four / half == pytest.approx(18 / 32 / 2, rel=1e-3)  # 4.5 bits against 16
     eight = footprint_of_config(config, "x.json", kv_type="q8")
     assert eight.kv_bytes(1) == 32 * 2 * 32 * (128 + 4)
+    assert footprint_of_config(config, "x.json", kv_type="fp8").kv_bytes(1) == 32 * 2 * 32 * 128
 
 
 def test_decode_turns_compute_bound_where_reading_and_computing_take_equally_long() -> None:

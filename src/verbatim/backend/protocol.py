@@ -83,3 +83,12 @@ class LaunchedStep(Protocol):
 
     def collect(self, rows: Sequence[int]) -> list[Drawn | None]:
         """Wait for the draws of these rows. None: the device did not decide; execute the row."""
+
+
+def kv_numerics(version: str, kv_type: str) -> str:
+    """BackendInfo.numerics of a KV cache of this type: another type, other bits.
+
+    >>> kv_numerics("cpu-2", "f16"), kv_numerics("cpu-2", "fp8")
+    ('cpu-2', 'cpu-2-fp8')
+    """
+    return version if kv_type == "f16" else f"{version}-{kv_type}"

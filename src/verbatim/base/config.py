@@ -14,7 +14,7 @@ from verbatim.base.errors import ParameterError
 # Values of the settings that are names.
 CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("auto", "cpu", "cuda", "reference"),
-    "kv_type": ("f16", "q8"),
+    "kv_type": ("f16", "q8", "fp8"),
     "quant": ("q8_0", "q4_0"),
     "defaults": ("model", "protocol", "greedy"),
     "pooling": ("mean", "cls", "last"),
@@ -60,7 +60,7 @@ class EngineConfig:
     # bytes of KV cache, a draft model's included; None: the rule in schedule/sizing.py
     kv_memory: int | None = None
     kv_blocks: int | None = None  # exact number of blocks per group (for tests)
-    kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference backend always uses f32
+    kv_type: str = "f16"  # f16 | q8 | fp8; f16 is float32 on the reference backend (ADR 24)
     prefix_cache: bool = True
     cache_dir: str | None = None  # directory for the KV blocks of prompts (engine/disk_cache.py)
     cache_dir_size: int = CACHE_DIR_SIZE  # most bytes in cache_dir

@@ -35,7 +35,7 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
     "--live/--no-live",
     cls=Option,
     default=True,
-    help="with MODEL: also run it: does a turn end, does it loop, a quiz [on]",
+    help="with MODEL: also run it: does a turn end, does it loop, a quiz, KV cache types [on]",
 )
 @click.option(
     "--seed",
@@ -59,8 +59,8 @@ def command(
     **flags: Any,
 ) -> int:
     """Check Python, kernels, extras, cache and default model; with MODEL, check that model: end of
-    sequence, special tokens, template, generation settings, rope and context, weights, and how it
-    answers. Exit code 1 if something is broken.
+    sequence, special tokens, template, generation settings, rope and context, weights, how it
+    answers, and what each 8-bit KV cache costs. Exit code 1 if something is broken.
     """
     if model is not None:
         from verbatim.cli.doctor_model import examine

@@ -15,6 +15,7 @@ FLAG_ALIASES: dict[str, tuple[str, ...]] = {
     "--repetition-penalty": ("--repeat-penalty",),
     "--context": ("-c", "--ctx-size", "--max-model-len", "--num-ctx", "--context-length"),
     "--threads": ("-t", "--num-thread"),
+    "--kv-type": ("--kv-cache-dtype",),
     "--max-running": ("--max-num-seqs", "-np", "--parallel"),
     "--step-tokens": ("--max-num-batched-tokens", "-b", "--batch-size"),
     "--system": ("-sys", "--system-prompt"),
@@ -37,6 +38,9 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ),
     ("-tp", "--tensor-parallel-size"): "the model runs on one device; leave it out",
     ("--gpu-memory-utilization",): "--kv-memory SIZE sets the memory of the KV cache",
+    ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"): (
+        "keys and values have one type: --kv-type f16, q8 or fp8"
+    ),
     ("--dtype",): (
         "weights keep the type of their file; --quant q8_0 or q4_0 quantises float weights"
     ),

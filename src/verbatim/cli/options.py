@@ -44,7 +44,8 @@ ENGINE_HELP = {
     "max_waiting": "maximum requests in the queue",
     "kv_memory": "memory for the KV cache, such as 512M or 2G",
     "kv_blocks": "exact number of KV cache blocks (tests)",
-    "kv_type": "element type of the KV cache: f16 or q8",
+    "kv_type": "element type of the KV cache: f16, q8 or fp8; doctor MODEL measures what the"
+    " 8-bit types cost",
     "prefix_cache": "reuse the KV cache of a shared prompt prefix",
     "cache_dir": "directory that keeps the KV cache of prompts, so that a prefix hit survives a"
     " restart",

@@ -30,7 +30,7 @@ from verbatim.weights.tensor import BLOCKS
 # is no type of ours, but a common way to serve on a GPU.
 WEIGHT_TYPES = {name: size / values for name, (values, size) in BLOCKS.items()} | MEMORY
 WEIGHT_TYPES["fp8"] = 1.0
-# Bytes per value of the KV cache, and per head and position: q8 has a float32 scale (backend/cpu).
+# Bytes per value of the KV cache, and per head and position: q8 has a float32 scale (ADR 24).
 KV_TYPES = {"f16": (2, 0), "bf16": (2, 0), "f32": (4, 0), "fp8": (1, 0), "q8": (1, 4)}
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([bm])", re.IGNORECASE)

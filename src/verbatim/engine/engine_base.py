@@ -81,7 +81,7 @@ class EngineBase(metaclass=AnsweringType):
         max_waiting: the most requests in the queue; further ones are refused
         kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits
         kv_blocks: the exact number of KV blocks per group, for tests
-        kv_type: f16 or q8
+        kv_type: element type of the KV cache: f16, q8 or fp8
         prefix_cache: reuse the KV blocks of equal prefixes
         cache_dir: a directory for the KV blocks of prompts; a prefix hit then survives a restart
         cache_dir_size: the most bytes in cache_dir, or as text ("8G"); the oldest blocks leave

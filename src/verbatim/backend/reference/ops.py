@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from verbatim.backend.reference.cache import AttentionCache, ConvCache, GroupCache, StateCache
+from verbatim.backend.reference.kv_types import round_kv
 from verbatim.backend.reference.recurrent import convolve, delta_states, l2_normed, softplus
 from verbatim.backend.step_rows import Batch
 from verbatim.model.adapter import Adapter
@@ -72,9 +73,10 @@ class ReferenceOps:
         caches: tuple[GroupCache, ...],
         batch: Batch,
         adapters: tuple[FloatAdapter, ...] = (),
+        kv_type: str = "f16",
     ) -> None:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
-        self._adapters = adapters
+        self._adapters, self._kv_type = adapters, kv_type
         # adapter -> its rows of this step
         self._adapted = {a: np.flatnonzero(batch.adapters == a) for a in {*batch.adapters} - {-1}}
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
@@ -174,8 +176,9 @@ class ReferenceOps:
         # the query heads of one KV head are adjacent
         heads = (len(q), spec.kv_heads, -1, spec.head_dim)
         queries, out = q.reshape(heads), np.empty_like(q).reshape(heads)
-        new_keys = k.reshape(len(k), spec.kv_heads, -1)
-        new_values = v.reshape(len(v), spec.kv_heads, -1)
+        new_keys, new_values = (
+            round_kv(x.reshape(len(x), spec.kv_heads, -1), self._kv_type) for x in (k, v)
+        )
         for s, table in enumerate(batch.tables[group]):
             rows = slice(batch.first[s], batch.first[s + 1])
             positions = batch.positions[rows]

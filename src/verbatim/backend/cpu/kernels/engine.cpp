@@ -64,12 +64,14 @@ static Pages quant_pages(int64_t rows, int width, QRows& q) {
     return p;
 }
 
-Engine::Engine(const Kernels& k, int threads, const Shape& s, bool q8)
-    : shape(s), kernels(k), q8_(q8), pool_(threads) {
+Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type)
+    : shape(s), kernels(k), kv_type_(kv_type), pool_(threads) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
     zeros_.assign(vdim_, 0.0f);
     size_t values = (size_t)BLOCK * (s.head_dim + vdim_);
-    kv_slice_bytes_ = align64(q8 ? values + 2 * BLOCK * 4 : values * 2);
+    kv_slice_bytes_ = align64(kv_type == KV_F16  ? values * 2
+                              : kv_type == KV_Q8 ? values + 2 * BLOCK * 4
+                                                 : values);
     for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());
 }
 
