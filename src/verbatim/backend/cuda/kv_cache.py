@@ -33,13 +33,13 @@ class KvLayer(NamedTuple):
 @functools.cache
 def has_e4m3(device: torch.device) -> bool:
     """Whether the GPU converts e4m3 itself: Ada, Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+    return device.type == "cuda" and bool(torch.cuda.get_device_capability(device) >= (8, 9))
 
 
 def layer_bytes(spec: ModelSpec, kv_type: str, positions: int) -> int:
     """Bytes of the keys and values of one layer."""
     scales = 4 * 2 * spec.kv_heads if kv_type == "q8" else 0
-    return positions * (spec.kv_values * DTYPES[kv_type].itemsize + scales)
+    return positions * (spec.kv_values * int(DTYPES[kv_type].itemsize) + scales)
 
 
 def empty_kv(
