@@ -1,6 +1,6 @@
 """CUDA backend on shapes of real models with random weights: batch invariance and throughput.
 
-    python bench/cuda.py [--shape qwen3-0.6b] [--kv-type fp8] [--skip-crowd] [--samplers]
+    python bench/cuda.py [--shape qwen3-0.6b] [--skip-crowd] [--samplers]
 
 Needs a GPU, PyTorch and Triton; no model file. The crowd is nano-vllm's benchmark: 256 concurrent
 requests, prompts and outputs of 100 to 1,024 random tokens, temperature 0.6. The last line is JSON.
@@ -255,18 +255,14 @@ def main() -> None:
     parser.add_argument("--samplers", action="store_true", help="the crowd with each sampler")
     parser.add_argument("--type", choices=("q4_0", "q8_0"), help="random weights of this type")
     parser.add_argument("--blocks", choices=("both", "only"), default="both")
-    parser.add_argument("--kv-type", choices=("f16", "q8", "fp8"), default="f16")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
     args = parser.parse_args()
     began = time.perf_counter()
-    options = {"max_running": 256, "step_tokens": 4096, "kv_type": args.kv_type}
-    llm = open_shape(args.shape, args.type, args.blocks, **options)
+    llm = open_shape(args.shape, args.type, args.blocks, max_running=256, step_tokens=4096)
     out: dict[str, Any] = {
         "shape": args.shape,
         "info": llm.core.backend.info.detail,
         "type": args.type or "bf16",
-        "kv_type": args.kv_type,
-        "kv_token_bytes": llm.core.backend.info.kv_token_bytes,
         "opened_s": time.perf_counter() - began,
     }
     vocab = llm.core.backend.spec.vocab

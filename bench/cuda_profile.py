@@ -186,11 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, default=256)
-    parser.add_argument("--kv-type", choices=("f16", "q8", "fp8"), default="f16")
     parser.add_argument("--cprofile", action="store_true", help="and a fourth run under cProfile")
     args = parser.parse_args()
-    options = {"max_running": 256, "step_tokens": 4096, "kv_type": args.kv_type}
-    llm = open_shape(args.shape, **options)
+    llm = open_shape(args.shape, max_running=256, step_tokens=4096)
     vocab = llm.core.backend.spec.vocab
 
     def run(seed: int) -> None:

@@ -30,7 +30,6 @@ from verbatim.backend.cuda.device_weights import (
 )
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.kv_cache import empty_kv, layer_bytes
 from verbatim.backend.cuda.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, rope_tables
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
@@ -43,7 +42,7 @@ from verbatim.backend.cuda.step_inputs import (
     to_device,
 )
 from verbatim.backend.cuda.step_launcher import CudaLauncher
-from verbatim.backend.protocol import BackendInfo, kv_numerics
+from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.step_rows import (
     Batch,
     HostRows,
@@ -53,7 +52,7 @@ from verbatim.backend.step_rows import (
     split_draws,
 )
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
-from verbatim.base.errors import BackendError
+from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import CacheGroup, Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
@@ -79,6 +78,11 @@ class CudaBackend:
         weights: dict[str, Weight] | None = None,
     ) -> None:
         config = config or EngineConfig(backend="cuda")
+        if config.kv_type != "f16":
+            raise ParameterError(
+                "kv_type",
+                f"{config.kv_type!r} is not supported by the cuda backend; use f16, or backend='cpu'",
+            )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         if weights is None:
@@ -112,15 +116,14 @@ class CudaBackend:
         read = sum(
             w.nbytes for name, w in self._weights.items() if name != "embed" or self.spec.tied
         )
-        kv = layer_bytes(self.spec, self.config.kv_type, 1) * self.spec.attention_layers
+        kv = self.spec.kv_values * 2 * self.spec.attention_layers
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
             major, minor = torch.cuda.get_device_capability(self.device)
             arch = f"sm{major}{minor}"
         else:
             name, arch = "Triton's interpreter", "interpreted"
-        version = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
-        numerics = f"{version}, {arch}, triton {triton.__version__}"
+        numerics = f"{NUMERICS_VERSION}, {arch}, triton {triton.__version__}"
         return BackendInfo("cuda", name, 1, numerics, read, kv)
 
     def available_memory(self) -> int:
@@ -134,7 +137,7 @@ class CudaBackend:
     def _layer_bytes(self, group: CacheGroup) -> int:
         """Bytes of one layer in a block of the group."""
         if group.kind == "attention":
-            return layer_bytes(self.spec, self.config.kv_type, self.block_size)
+            return self.block_size * self.spec.kv_values * 2
         return 4 * recurrent.block_floats(self.spec, group, self.block_size)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
@@ -150,9 +153,12 @@ class CudaBackend:
 
     def _group_cache(self, group: CacheGroup, blocks: int) -> tuple[torch.Tensor, ...]:
         if group.kind == "attention":
-            layers, kv_type = len(group.layers), self.config.kv_type
-            return empty_kv(self.spec, kv_type, layers, blocks, self.block_size, self.device)
+            return self._cache(len(group.layers), blocks), self._cache(len(group.layers), blocks)
         return recurrent.empty_caches(self.spec, group, blocks, self.block_size, self.device)
+
+    def _cache(self, layers: int, blocks: int) -> torch.Tensor:
+        shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
+        return torch.zeros(shape, dtype=torch.float16, device=self.device)
 
     def read_block(self, group: int, block: int) -> bytes:
         parts = [cache[:, block] for cache in self._caches[group]]

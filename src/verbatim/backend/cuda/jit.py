@@ -14,8 +14,6 @@ launched without fused multiply-add, because the compiler decides where to fuse.
 import triton
 import triton.language as tl
 
-from verbatim.backend.cuda.jit_kv import store_head, widen
-
 ROW_GROUP: tl.constexpr = tl.constexpr(8)  # row tiles that share the weights of a column tile in L2
 
 
@@ -124,17 +122,16 @@ def add_norm(
 
 @triton.jit(do_not_specialize=["SIZE"])
 def qkv_rope_cache(
-    splits, bias, q_norm, k_norm, positions, cos, sin, slots, q,
-    keys, values, key_scales, value_scales, SIZE, HEADS, SHARED, DIM, HALF, eps, offset,
+    splits, bias, q_norm, k_norm, positions, cos, sin, slots, q, keys, values,
+    SIZE, HEADS, SHARED, DIM, HALF, eps, offset,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, KV: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One query, key or value head of one row: reduce the splits, norm, rotate (RoPE); then write
     queries to q, keys and values to the KV cache. NORM is none, first or last (after the rotation).
 
     HEADS is the number of KV heads; SHARED query heads share each of them. The cache is
-    [blocks, HEADS, SLOTS, DIM]; a slot number is block * SLOTS + place in the block. KV is its
-    type (jit_kv.py)."""
+    [blocks, HEADS, SLOTS, DIM]; a slot number is block * SLOTS + place in the block."""
     row, head = tl.program_id(0), tl.program_id(1)
     queries = HEADS * SHARED
     width = (queries + 2 * HEADS) * DIM
@@ -192,9 +189,17 @@ def qkv_rope_cache(
     )
     slot = tl.load(slots + row).to(tl.int64)
     key = head - queries
-    at = (slot // SLOTS * HEADS + key) * SLOTS + slot % SLOTS
-    store_head(x, keys, key_scales, at, DIM, BLOCK, KV, (head >= queries) & is_qk)
-    store_head(x, values, value_scales, at - HEADS * SLOTS, DIM, BLOCK, KV, head >= queries + HEADS)
+    place = ((slot // SLOTS * HEADS + key) * SLOTS + slot % SLOTS) * DIM + d
+    tl.store(
+        keys + place,
+        x.to(keys.dtype.element_ty),
+        mask=d < tl.where((head >= queries) & is_qk, DIM, 0),
+    )
+    tl.store(
+        values + place - HEADS * SLOTS * DIM,
+        x.to(values.dtype.element_ty),
+        mask=d < tl.where(is_qk, 0, DIM),
+    )
 
 
 @triton.jit
@@ -264,24 +269,21 @@ def load_blocks(table, start, last, SIZE: tl.constexpr, SPAN: tl.constexpr):
 
 @triton.jit
 def attend_span(
-    query, keys, values, key_scales, value_scales, block, start, head, position, HEADS, DIM,
-    scale, cap, factor, window, SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr, MASK: tl.constexpr,
+    query, keys, values, block, start, head, position, HEADS, DIM, scale, cap, factor, window,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
+    WINDOW: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """The largest score (peak), the sum of weights (mass) and the weighted sum of values of each
     line over one span. A weight is 2^((score - peak) * factor)."""
     p, d = start + tl.arange(0, SPAN), tl.arange(0, BLOCK)
-    vector = (block * HEADS + head) * SIZE + p % SIZE
-    place = vector * DIM
+    place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
     held = (d < DIM)[None, :]
     if MASK:
         # a block that left the window is released (-1); its slot may hold another sequence's values
         held = held & (block >= 0)[:, None]
-    k = widen(tl.load(keys + place[:, None] + d[None, :], mask=held, other=0.0), KV)
-    v = widen(tl.load(values + place[:, None] + d[None, :], mask=held, other=0.0), KV)
+    k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0.0)
+    v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0.0)
     score = tl.dot(query, tl.trans(k))
-    if KV == "q8":
-        score = score * tl.load(key_scales + vector, mask=block >= 0, other=0.0)[None, :]
     if CAP:
         score = cap - 2.0 * cap / (tl.exp(2.0 * (score * scale) / cap) + 1.0)
     if MASK:
@@ -291,27 +293,20 @@ def attend_span(
         score = tl.where(seen, score, float("-inf"))
     peak = tl.max(score, 1)
     base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf: the line sees no position
-    weight = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None]))
+    weight = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None])).to(values.dtype.element_ty)
     # The mass is a product with ones: unlike tl.sum, a tensor core adds in an order that does not
     # depend on the number of lines. All columns are equal.
-    ones = tl.full((SPAN, 16), 1.0, tl.float16)
-    mass = tl.max(tl.dot(weight.to(tl.float16), ones), 1)
-    if KV == "q8":
-        # times 128: a scale alone, 1/127 of the largest value, could underflow in f16
-        scales = tl.load(value_scales + vector, mask=block >= 0, other=0.0) * 128.0
-        total = tl.dot((weight * scales[None, :]).to(tl.float16), v) * 0.0078125
-    else:
-        total = tl.dot(weight.to(tl.float16), v)
-    return peak, mass, total
+    ones = tl.full((SPAN, 16), 1.0, values.dtype.element_ty)
+    return peak, tl.max(tl.dot(weight, ones), 1), tl.dot(weight, v)
 
 
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
 def attend(
-    q, keys, values, key_scales, value_scales, table, WIDTH, first_row, count, first_position,
-    sums, peaks, masses, sinks, out, ROWS, HEADS, DIM, scale, cap, factor, window,
+    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses, sinks,
+    out, ROWS, HEADS, DIM, scale, cap, factor, window,
     SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr,
-    MERGE: tl.constexpr, SINKS: tl.constexpr,
+    BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
+    SINKS: tl.constexpr,
 ):  # fmt: skip
     """Flash attention of one query tile (rows of one sequence) and one KV head.
 
@@ -334,7 +329,7 @@ def attend(
     stored = used[:, None] & (d < DIM)[None, :]
     query = tl.load(
         q + (row * heads + query_head)[:, None] * DIM + d[None, :], mask=stored, other=0.0
-    ).to(tl.float16)
+    ).to(keys.dtype.element_ty)
     table += tile.to(tl.int64) * WIDTH
     if MERGE:
         peak = tl.full((LINES,), float("-inf"), tl.float32)
@@ -348,16 +343,16 @@ def attend(
         for start in range(begin, whole, SPAN):
             following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
             span_peak, span_mass, span_total = attend_span(
-                query, keys, values, key_scales, value_scales, block, start, head, position, HEADS,
-                DIM, scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, KV, False,
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, False,
             )  # fmt: skip
             peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
             block = following
         for start in range(whole, last + 1, SPAN):
             following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
             span_peak, span_mass, span_total = attend_span(
-                query, keys, values, key_scales, value_scales, block, start, head, position, HEADS,
-                DIM, scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, KV, True,
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
             )  # fmt: skip
             peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
             block = following
@@ -375,8 +370,8 @@ def attend(
         if seen:
             block = load_blocks(table, start, last, SIZE, SPAN)
             peak, mass, total = attend_span(
-                query, keys, values, key_scales, value_scales, block, start, head, position, HEADS,
-                DIM, scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, KV, True,
+                query, keys, values, block, start, head, position, HEADS, DIM,
+                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
             )  # fmt: skip
             at = (span.to(tl.int64) * ROWS + row) * heads + query_head
             tl.store(peaks + at, peak, mask=used)

@@ -19,7 +19,6 @@ import torch
 import triton
 
 from verbatim.backend.cuda import jit
-from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.launch import launch
 
 TensorDescriptor: Any = None  # an older Triton has none
@@ -260,13 +259,14 @@ def qkv_rope_cache(
     offset: float,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
     positions: torch.Tensor,
-    kv: KvLayer,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     slots: torch.Tensor,
     norm_last: bool = False,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys (`norm_last`: in the other order). Returns queries; writes
     keys and values to the cache."""
-    _, heads, size, dim = kv.keys.shape
+    _, heads, size, dim = keys.shape
     queries, rows = qkv.width // dim - 2 * heads, qkv.rows
     q = torch.empty((rows, queries * dim), dtype=torch.float32, device=qkv.splits.device)
     q_norm, k_norm = norms or (q, q)
@@ -277,23 +277,17 @@ def qkv_rope_cache(
         (rows, queries + 2 * heads, 1),
         (
             qkv.splits, q if bias is None else bias, q_norm, k_norm, positions, cos, sin, slots,
-            q, kv.keys, kv.values, *scales_of(kv, q), rows * qkv.width, heads,
+            q, keys, values, rows * qkv.width, heads,
             queries // heads, dim, cos.shape[1] if angles else 0, eps, offset,
         ),
         (
             len(qkv.splits), bias is not None,
             "none" if norms is None else "last" if norm_last else "first", angles is not None,
-            size, triton.next_power_of_2(dim), kv.kind,
+            size, triton.next_power_of_2(dim),
         ),
         warps=1,
     )  # fmt: skip
     return q
-
-
-def scales_of(kv: KvLayer, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    if kv.key_scales is None or kv.value_scales is None:
-        return unused, unused
-    return kv.key_scales, kv.value_scales
 
 
 def mlp_activation(up: SplitSums, kind: str, gated: bool, dtype: torch.dtype) -> torch.Tensor:
@@ -327,7 +321,8 @@ class QueryTiles:
 
 def attend(
     q: torch.Tensor,
-    kv: KvLayer,
+    keys: torch.Tensor,
+    values: torch.Tensor,
     tilings: Sequence[QueryTiles],
     spans: int,
     scale: float,
@@ -340,7 +335,7 @@ def attend(
 
     Each row is in one tile of one of the tilings. `sinks` [heads]: one more score per head,
     without a value."""
-    _, kv_heads, size, dim = kv.keys.shape
+    _, kv_heads, size, dim = keys.shape
     rows, heads = len(q), q.shape[1] // dim
     shared = heads // kv_heads
     factor = LOG2E if cap else LOG2E * scale  # weights are powers of two
@@ -362,14 +357,13 @@ def attend(
             jit.attend,
             (len(tiles.count), kv_heads, 1 if merged else spans),
             (
-                q, kv.keys, kv.values, *scales_of(kv, q), tiles.table, tiles.table.shape[1],
-                tiles.first_row, tiles.count, tiles.first_position, sums, peaks, masses,
-                q if sinks is None else sinks, out, rows, kv_heads, dim, scale, cap, factor,
-                window or 0,
+                q, keys, values, tiles.table, tiles.table.shape[1], tiles.first_row, tiles.count,
+                tiles.first_position, sums, peaks, masses, q if sinks is None else sinks, out,
+                rows, kv_heads, dim, scale, cap, factor, window or 0,
             ),
             (
                 shared, size, tiles.lines, SPAN, max(16, triton.next_power_of_2(dim)),
-                cap > 0, window is not None, kv.kind, merged, sinks is not None,
+                cap > 0, window is not None, merged, sinks is not None,
             ),
             warps=8 if tiles.lines > 64 else 4,
             stages=2 if is_large(q.device) else 1,

@@ -16,7 +16,6 @@ import torch
 from verbatim.backend.cuda import kernels, quant, recurrent
 from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
-from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.lora import DeviceAdapter, add_low_rank
 from verbatim.backend.cuda.recurrent import RecurrentStep
 from verbatim.model.rope import tables
@@ -169,7 +168,7 @@ class CudaOps:
     def attend(self, q: Rows, k: Rows, v: Rows, layer: int) -> Rows:
         spec, step = self.spec, self.step
         group, index = self._cache_of["attention", layer]
-        kv = KvLayer(*(cache[index] for cache in self.caches[group]))
+        keys, values = (cache[index] for cache in self.caches[group])
         rope, window = spec.layers[layer].rope, spec.layers[layer].window
         norms = (self.weights[q.norm], self.weights[k.norm]) if q.norm else None
         qkv = q.qkv
@@ -183,7 +182,8 @@ class CudaOps:
             spec.norm_offset,
             angles,
             step.positions,
-            kv,
+            keys,
+            values,
             step.slots[group],
             spec.qk_norm == "rotated_head",
         )
@@ -195,7 +195,7 @@ class CudaOps:
             dtype = torch.float32  # `gated` reads it
         scale, cap = spec.scale, spec.attention_softcap
         return kernels.attend(
-            queries, kv, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
+            queries, keys, values, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
         )
 
     def _norm_width(self, q: Rows, k: Rows) -> SplitSums:
