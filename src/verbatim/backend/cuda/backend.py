@@ -81,7 +81,7 @@ class CudaBackend:
         if config.kv_type != "f16":
             raise ParameterError(
                 "kv_type",
-                f"{config.kv_type!r} is not supported by the cuda backend; use f16 or backend='cpu'",
+                f"the cuda backend has no {config.kv_type!r}; use f16 or backend='cpu'",
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
