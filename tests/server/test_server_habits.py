@@ -44,12 +44,17 @@ def test_ollama_routes_take_curls_content_type(fake: Live, kind: str | None) -> 
 
 @pytest.mark.parametrize("value", [300, -1, 0.5, "5m", "1h30m", "-1", "0s", "10ns"])
 def test_any_keep_alive_leaves_the_model_loaded(fake: Live, value: Any) -> None:
-    assert ok(generate(fake, keep_alive=value))["done"]
+    made = ok(generate(fake, keep_alive=value))
+    assert made["done"]
+    (warning,) = made["warnings"]
+    assert warning.startswith("keep_alive: has no effect")
 
 
 def test_a_request_to_unload_the_model_is_refused(fake: Live) -> None:
     for path, body in (("/api/generate", {}), ("/api/chat", {"messages": []})):
-        assert ok(fake.post(path, {**body, "keep_alive": "5m"}))["done_reason"] == "load"
+        loaded = ok(fake.post(path, {**body, "keep_alive": "5m"}))
+        assert (loaded["done_reason"], len(loaded["warnings"])) == ("load", 1)
+        assert "warnings" not in ok(fake.post(path, body))
         for zero in (0, "0", "0s"):
             refused = fake.post(path, {**body, "keep_alive": zero})
             assert (refused.status_code, "keep_alive" in refused.json()["error"]) == (400, True)
