@@ -323,3 +323,23 @@ def test_a_model_that_does_not_exist_is_named_before_the_server_listens() -> Non
         Live("--model", "none", engine=None)
     assert "no file, directory or model 'none'" in str(failed.value)
     assert "listening" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/embeddings/", "/v1/embeddings"),
+        ("/api/generat", "/api/generate"),
+        ("/wp-login.php", None),
+    ],
+)
+def test_a_misspelt_route_gets_the_nearest_one(fake: Live, path: str, meant: str | None) -> None:
+    answer = fake.post(path, {"model": "m"})
+    assert answer.status_code == 404
+    message = str(answer.json()["error"])
+    assert ("did you mean" in message) == (meant is not None)
+    assert meant is None or f"did you mean {meant}?" in message
