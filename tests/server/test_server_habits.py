@@ -343,3 +343,26 @@ def test_a_misspelt_route_gets_the_nearest_one(fake: Live, path: str, meant: str
     message = str(answer.json()["error"])
     assert ("did you mean" in message) == (meant is not None)
     assert meant is None or f"did you mean {meant}?" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "route", "said"),
+    [
+        ("guided_json", "/v1/chat/completions", "did you mean json_schema?"),
+        ("guided_json", "/v1/messages", "did you mean output_config?"),
+        ("guided_json", "/api/chat", "did you mean format?"),
+        ("guided_regex", "/v1/completions", "did you mean regex?"),
+        ("guided_choice", "/v1/chat/completions", "did you mean choice?"),
+        ("guided_grammar", "/v1/chat/completions", "did you mean grammar?"),
+        ("structured_outputs", "/v1/chat/completions", "json_schema, regex, grammar or choice"),
+        ("skip_special_tokens", "/v1/chat/completions", "write skip_special"),
+        ("include_stop_str_in_output", "/v1/completions", "write include_stop"),
+        ("bad_words", "/v1/chat/completions", "write banned_token_ids, or logit_bias"),
+    ],
+)
+def test_a_field_of_vllm_gets_the_name_here(fake: Live, field: str, route: str, said: str) -> None:
+    answer = fake.post(route, {field: 1})
+    assert answer.status_code == 400
+    message = str(answer.json()["error"])
+    assert f"{field}: {route} has no such field" in message
+    assert said in message
