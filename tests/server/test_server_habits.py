@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from live_server import Live
@@ -12,6 +13,8 @@ from live_server import Live
 import verbatim
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.validate import check
+from verbatim.server.server_state import State
+from verbatim.server.settings import Settings
 
 pytestmark = pytest.mark.server
 ASK = [{"role": "user", "content": "hi"}]
@@ -366,3 +369,13 @@ def test_a_field_of_vllm_gets_the_name_here(fake: Live, field: str, route: str, 
     message = str(answer.json()["error"])
     assert f"{field}: {route} has no such field" in message
     assert said in message
+
+
+def test_ollamas_names_of_the_default_model_are_known() -> None:
+    state = State(Settings(model="smollm2"), Mock())
+    for name in ("smollm2", "smollm2:latest", "smollm2:135m"):
+        assert state.check_model(name) == "smollm2"
+    with pytest.raises(Problem, match="/api/tags"):
+        state.check_model("smollm2:1.7b")
+    by_tag = State(Settings(model="smollm2:135m"), Mock())
+    assert by_tag.check_model("smollm2:135m") == "smollm2:135m"
