@@ -245,7 +245,7 @@ def test_a_plot_without_matplotlib_fails_before_any_measurement(
     result = verbatim("bench", "--plot", str(tmp_path / "p.svg"), "--model", "no/such/model")
     assert result.code == 2
     assert result.err.startswith("verbatim: plot: ")
-    assert "pip install 'verbatim-llm[bench]'" in result.err
+    assert "pip install '.[bench]'" in result.err
 
 
 # ------------------------------------------------------------------------------------------ rivals

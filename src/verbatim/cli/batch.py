@@ -131,7 +131,7 @@ def command(
     except ImportError as error:
         raise BackendError(
             f"batch needs {error.name}; install the extra 'server': "
-            "pip install 'verbatim-llm[server]'"
+            "pip install '.[server]' in the checkout"
         ) from None
     if ray is None and replicas is not None:
         raise ParameterError("replicas", "needs --ray; without it one engine runs the batch")

@@ -97,7 +97,7 @@ def findings() -> Iterator[Finding]:
             yield (
                 "note",
                 extra,
-                f"{package} is not installed; if you need it: pip install 'verbatim-llm[{extra}]'",
+                f"{package} is not installed; if you need it: pip install '.[{extra}]' in the checkout",
             )
     yield from _cache()
 

@@ -219,7 +219,7 @@ def command(
     except ImportError as error:
         raise BackendError(
             f"the server needs {error.name}; install the extra 'server': "
-            "pip install 'verbatim-llm[server]'"
+            "pip install '.[server]' in the checkout"
         ) from None
     models = read_models(name, flags["model"], pinned, model_settings)
     if len(models) == 1 and not models[0].name and not (pinned or model_settings):

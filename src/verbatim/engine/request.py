@@ -278,7 +278,7 @@ def _structure(
         named = next(f for f in STRUCTURE if getattr(params, f) is not None)
         raise UnsupportedError(
             named,
-            "structured output needs the extra 'grammar': pip install 'verbatim-llm[grammar]'",
+            "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout",
         ) from None
     return compile_structure(params, tokenizer, engine_busy=engine_busy, deadline=deadline)
 

@@ -37,7 +37,7 @@ def not_installed(field: str, package: str) -> UnsupportedError:
     return UnsupportedError(
         field,
         f"structured output needs {package}, which is not installed; "
-        "install the extra 'grammar': pip install 'verbatim-llm[grammar]'",
+        "install the extra 'grammar': pip install '.[grammar]' in the checkout",
     )
 
 

@@ -38,7 +38,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        remedy = "install the extra 'bench': pip install 'verbatim-llm[bench]'"
+        remedy = "install the extra 'bench': pip install '.[bench]' in the checkout"
         raise UnsupportedError("plot", f"plots need matplotlib; {remedy}") from None
 
 
