@@ -17,7 +17,7 @@ PERSONS = re.compile(
 def test_no_message_calls_a_program_part_a_person() -> None:
     found = [message for message in messages() if PERSONS.search(without_values(message.text))]
     # a quiz question, and the text that doctor scores with each KV cache
-    others = [message.text for message in found if message.text != TEXT]
+    others = [message.text for message in found if message.text != " ".join(TEXT.split())]
     assert others == ["On which planet do we live?"]
 
 

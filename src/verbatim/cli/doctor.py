@@ -97,7 +97,8 @@ def findings() -> Iterator[Finding]:
             yield (
                 "note",
                 extra,
-                f"{package} is not installed; if you need it: pip install '.[{extra}]' in the checkout",
+                f"{package} is not installed; if you need it: pip install '.[{extra}]'"
+                " in the checkout",
             )
     yield from _cache()
 
