@@ -95,5 +95,5 @@ COMMAND_ANSWERS: dict[str, str] = {
     "create": "there are no Modelfiles; pass --system and the sampling flags to run or chat",
     "cp": "a model is a file; copy it, and give its path with -m",
     "push": "models are not uploaded; `verbatim convert` writes a file that you can share",
-    "update": "update the checkout (git pull), then: pip install .",
+    "update": "use git pull in the checkout; make run then installs it",
 }
