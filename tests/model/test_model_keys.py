@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.model.config_keys import CONFIG_KEYS
+from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
+from verbatim.model.keys import check_keys
 from verbatim.model.keys_doc import document
 from verbatim.model.spec import ModelSpec
 from verbatim.testing_models import TINY_CONFIGS
@@ -99,6 +102,49 @@ def test_keys_of_published_configs_are_known() -> None:
         )[1]
         == ()
     )
+
+
+# ------------------------------------------------------------------------------------------- null
+
+
+@pytest.mark.parametrize("kind", [*CONFIG_KEYS, *ENCODER_KEYS])
+def test_null_never_takes_the_default_of_an_absent_key(kind: str) -> None:
+    table = CONFIG_KEYS.get(kind) or ENCODER_KEYS[kind]
+    for name, key in table.items():
+        if key.default is None:
+            continue
+        if key.nullable:
+            assert check_keys({name: None}, table, what=kind, file="f").values[name] is None
+        else:
+            with pytest.raises(ModelError, match=rf"(^|\s){re.escape(name)} is null: {kind} needs"):
+                check_keys({name: None}, table, what=kind, file="f")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("qwen35", {"partial_rotary_factor": None}, "partial_rotary_factor is null"),
+        ("glm4", {"partial_rotary_factor": None}, "partial_rotary_factor is null"),
+        ("llama", {"is_causal": None}, "is_causal is null"),
+        ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings is null"),
+        (
+            "llama",
+            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": None}},
+            "rope_scaling.truncate is null",
+        ),
+    ],
+)
+def test_null_is_refused_where_transformers_does_not_use_the_default(
+    family: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ModelError, match=re.escape(named)):
+        read(family, **changes)
+
+
+def test_null_and_absence_are_the_same_in_optional_keys_of_a_rope_record() -> None:
+    record = {"rope_type": "yarn", "factor": 2.0}
+    nulls = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "attention_factor"))
+    assert read("llama", rope_scaling=record) == read("llama", rope_scaling={**record, **nulls})
 
 
 # ------------------------------------------------------------------------------------- must equal

@@ -99,7 +99,9 @@ COMMON_KEYS: dict[str, Key] = {
     "is_decoder": no_effect("decoder-only families are decoders", private=True),
     "is_encoder_decoder": must_equal(False, note="there is no encoder"),
     "add_cross_attention": must_equal(False, note="there is no encoder to attend to"),
-    "is_causal": must_equal(True, note="attention is causal; encoders are not supported"),
+    "is_causal": must_equal(
+        True, note="attention is causal; encoders are not supported", nullable=False
+    ),
     "use_bidirectional_attention": must_equal(
         False, note="attention is causal; encoders are not supported"
     ),

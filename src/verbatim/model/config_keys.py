@@ -232,7 +232,7 @@ _ORIGINAL = {"original_max_position_embeddings": followed("trained length")}
 _FACTOR = {"factor": followed("scale")}
 _ATTENTION = {"attention_factor": followed("multiplies cosines and sines")}
 _ANY: dict[str, Key] = {
-    "rope_type": followed("kind of scaling", "default"),
+    "rope_type": followed("kind of scaling; null: default", "default", nullable=True),
     "type": followed("older name of `rope_type`, which wins"),
     "rope_theta": followed("base of the frequencies"),
     "partial_rotary_factor": followed(
@@ -260,8 +260,8 @@ ROPE_KEYS: dict[str, Table] = {
         **_FACTOR,
         **_ORIGINAL,
         **_ATTENTION,
-        "beta_fast": followed("start of the blended band", 32.0),
-        "beta_slow": followed("end of the blended band", 1.0),
+        "beta_fast": followed("start of the blended band; null: 32", 32.0, nullable=True),
+        "beta_slow": followed("end of the blended band; null: 1", 1.0, nullable=True),
         "mscale": followed("numerator of the attention factor"),
         "mscale_all_dim": followed("denominator of the attention factor"),
         "truncate": followed("round the band to whole pairs", True),

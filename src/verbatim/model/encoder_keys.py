@@ -1,6 +1,6 @@
 """Key tables of encoders' config.json (see keys.py for the three treatments).
 
-Defaults are those of transformers' config classes; tests/encoder/test_encoder_load.py compares
+Defaults are those of transformers' config classes; tests/encoder/test_encoder_parity.py compares
 them. nomic_bert has two sets of names: transformers' own, and those of the published checkpoints.
 """
 

@@ -12,6 +12,9 @@ Every key has one of three treatments:
 A key that is in no table is unknown. If its value means off (null, false, 0, empty) or its name is
 private (leading underscore), it is ignored with a warning. Any other unknown key is an error,
 because it may change logits in a way that the engine does not implement.
+
+null is a value: a key that is present with null does not take the default of an absent key. It is
+an error, unless the key has no default or its row says that null has a meaning (`nullable`).
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ class Key:
 
     treatment: Treatment
     note: str
-    values: tuple[Any, ...] = ()  # what "must equal" accepts; null and absence are always accepted
+    values: tuple[Any, ...] = ()  # what "must equal" accepts; absence is always accepted
     default: Any = None  # value of an absent key ("followed" only)
-    nullable: bool = False  # an explicit null is a value of its own, not the default
+    nullable: bool = False  # null is accepted, as a value of its own
     alias: str = ""  # another name of this key in the same family
     private: bool = False  # found in published files, but not in transformers or gguf's constants
 
@@ -58,8 +61,8 @@ def alias(of: str, *, private: bool = False) -> Key:
     )
 
 
-def must_equal(*values: Any, note: str, private: bool = False) -> Key:
-    return Key("must equal", note, values=values, private=private)
+def must_equal(*values: Any, note: str, nullable: bool = True, private: bool = False) -> Key:
+    return Key("must equal", note, values=values, nullable=nullable, private=private)
 
 
 def no_effect(note: str, *, private: bool = False) -> Key:
@@ -90,6 +93,12 @@ def check_keys(
         key = table.get(name)
         if key is None:
             _unknown(full, value, what, unknown, checked.warnings)
+        elif value is None and not key.nullable and (key.values or key.default is not None):
+            raise ModelError(
+                f"{full} is null: {what} needs a value here; remove the key for the default "
+                f"{short(key.default if key.values == () else key.values[0])}",
+                file=file,
+            )
         elif (
             key.treatment == "must equal"
             and value is not None
@@ -108,10 +117,8 @@ def check_keys(
             file=file,
         )
     for name, key in table.items():
-        if key.default is None or (prefix + name in values and key.nullable):
-            continue
-        if checked.values.get(prefix + name) is None:
-            checked.values[prefix + name] = key.default
+        if key.default is not None and prefix + name not in values:
+            checked.values.setdefault(prefix + name, key.default)
     return checked
 
 

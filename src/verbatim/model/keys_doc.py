@@ -33,6 +33,9 @@ an empty string, list or object) or if its name starts with an underscore. Any o
 error, because the key may change logits: remove the key from the file if it has no effect on the
 model.
 
+null is a value, not the absence of a key. A key with a default refuses null, unless its row below
+says what null means: transformers would not use the default there either.
+
 Warnings are printed by the command line, logged as `verbatim.engine` by the library and the server,
 and kept in `LLM.warnings`.
 

@@ -193,9 +193,9 @@ def _checked(
     table, known_elsewhere = {**ROPE_KEYS[kind], **(extra or {})}, all_rope_keys()
     kept: Record = {}
     for name, value in record.items():
-        if value is None:
-            continue
         if name in known_elsewhere and name not in table:
+            if value is None:
+                continue
             f.warn(f"{where}.{name} has no effect with rope_type {kind}; ignored")
         else:
             kept[name] = value
@@ -208,10 +208,9 @@ def _checked(
     )
     for text in checked.warnings:
         f.warn(text)
-    # Nulls were dropped: null and absence mean the same, also for `factor` (ratio of the lengths).
-    return {name.removeprefix(f"{where}."): value for name, value in checked.values.items()} | {
-        "rope_type": kind
-    }
+    # Null and absence mean the same in the keys that may be null (`factor`: ratio of the lengths).
+    found = {name.removeprefix(f"{where}."): value for name, value in checked.values.items()}
+    return {name: value for name, value in found.items() if value is not None} | {"rope_type": kind}
 
 
 def _fail(f: Fields, where: str, record: Mapping[str, Any], key: str, rule: str) -> ModelError:
