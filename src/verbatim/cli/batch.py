@@ -136,7 +136,12 @@ def command(
     if ray is None and replicas is not None:
         raise ParameterError("replicas", "needs --ray; without it one engine runs the batch")
     if ray is not None:
-        from verbatim.scale.options import RayOptions, parse_address, parse_replicas, require_ray
+        from verbatim.scale.ray_options import (
+            RayOptions,
+            parse_address,
+            parse_replicas,
+            require_ray,
+        )
 
         on_ray = RayOptions(parse_address(ray), parse_replicas(replicas or 1))
         require_ray()

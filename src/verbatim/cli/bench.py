@@ -30,10 +30,10 @@ from verbatim.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from verbatim.bench.measure import Row, Runner
+    from verbatim.bench.measure import JobRow, Runner
     from verbatim.bench.rivals.client import Rival
     from verbatim.engine.llm import LLM
-    from verbatim.observe.roofline import CostCard, Limits
+    from verbatim.observe.roofline import CostCard, MachineLimits
 
 SECTION = "What to measure"
 
@@ -185,7 +185,7 @@ def command(
 
 def _measure(
     llm: LLM, rival: Rival | None, sizes: dict[str, list[int]], rounds: int, quick: bool
-) -> tuple[Limits, CostCard, list[Row]]:
+) -> tuple[MachineLimits, CostCard, list[JobRow]]:
     """Measure the limits, then every size in alternating rounds with the rival; print each row."""
     from verbatim.bench.measure import Ours, jobs, measure
 

@@ -53,13 +53,13 @@ def command(
     found = load_adapter("adapter", adapter, loaded.spec)
     if target.suffix == ".gguf":
         from verbatim.cli.convert import write_merged
-        from verbatim.convert.merge import merged_model
+        from verbatim.convert.merge_adapter import merged_model
 
         write_merged(path, target, lambda m: merged_model(m, found, requantise=requantise))
     elif not path.is_dir():
         raise ParameterError("out", f"{out!r} does not end in .gguf, and {model} is a GGUF file")
     else:
-        from verbatim.convert.merge import merge_directory
+        from verbatim.convert.merge_adapter import merge_directory
 
         merge_directory(path, Path(adapter), target)
     note(f"{len(found.parts)} matrices of rank {found.rank} or less merged into {out}")
