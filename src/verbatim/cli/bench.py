@@ -20,14 +20,8 @@ from verbatim.cli.bench_report import (
     print_row,
     summary,
 )
-from verbatim.cli.options import (
-    BASE_MODEL,
-    Command,
-    Option,
-    check_plot,
-    engine_options_without,
-    model_options,
-)
+from verbatim.cli.common_options import check_plot, plot_option
+from verbatim.cli.options import BASE_MODEL, Command, Option, engine_options_without, model_options
 
 if TYPE_CHECKING:
     from verbatim.bench.measure import JobRow, Runner
@@ -88,13 +82,7 @@ SECTION = "What to measure"
     metavar="N",
     help="rounds; the median is reported [5]",
 )
-@click.option(
-    "--plot",
-    cls=Option,
-    section=SECTION,
-    metavar="FILE",
-    help="write a plot, .svg or .png; needs the extra 'bench'",
-)
+@plot_option(section=SECTION)
 @click.option(
     "--speculate",
     cls=Option,

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option, check_output
+from verbatim.cli.common_options import check_output, offline_option
+from verbatim.cli.options import Command, Option
 from verbatim.cli.terminal import Progress, note
 
 
@@ -31,7 +32,7 @@ from verbatim.cli.terminal import Progress, note
     help="merge into a quantised GGUF file, which adds to its error",
 )
 @click.option("--force", cls=Option, is_flag=True, help="overwrite a file OUT")
-@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+@offline_option()
 def command(
     model: str, adapter: str, out: str, requantise: bool, force: bool, offline: bool
 ) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.cli.common_options import json_option, offline_option, revision_option
 from verbatim.cli.options import (
     BASE_MODEL,
     DEFAULT_MODEL,
@@ -36,9 +37,9 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
     metavar="NAME,NAME",
     help="backends to verify, each by itself: cpu, cuda, reference [auto]",
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
-@click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
-@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+@json_option()
+@revision_option()
+@offline_option()
 @engine_options_without(*VARIED, unused=BASE_MODEL)
 def command(
     model: str | None,
