@@ -7,7 +7,7 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -209,6 +209,35 @@ def test_import_cycles_are_found() -> None:
     )
 
 
+# A name that several modules or classes have: parallel implementations of one interface.
+PARALLEL_MODULES = {"__init__", "backend", "ops"}
+# Worker: the process of each rival. Generate: `verbatim.scale.Generate` is the public name of a
+# Ray Data stage, and the message to the engine process is one of a family of verbs.
+PARALLEL_CLASSES = {"Worker", "Generate"}
+
+
+def repeated(names: Iterable[tuple[str, Path]]) -> dict[str, list[str]]:
+    where: dict[str, list[str]] = {}
+    for name, path in names:
+        where.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    return {name: paths for name, paths in where.items() if len(paths) > 1}
+
+
+def test_a_module_name_occurs_once_in_the_package() -> None:
+    modules = repeated((path.stem, path) for path in sources())
+    assert set(modules) == PARALLEL_MODULES, modules
+
+
+def test_a_class_name_occurs_once_in_the_package() -> None:
+    classes = repeated(
+        (node.name, path)
+        for path in sources()
+        for node in parsed(path).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert set(classes) == PARALLEL_CLASSES, classes
+
+
 def test_heavy_libraries_are_imported_only_by_their_packages() -> None:
     wrong = []
     for path in sources():
@@ -268,7 +297,7 @@ def test_import_verbatim_is_light() -> None:
         "import verbatim.weights.safetensors, verbatim.weights.gguf_write",
         "import verbatim.model.load, verbatim.backend, verbatim.backend.reference",
         "import verbatim.cli.main, verbatim.cli.serve, verbatim.cli.batch",
-        "import verbatim.scale, verbatim.scale.options, verbatim.scale.routing",
+        "import verbatim.scale, verbatim.scale.ray_options, verbatim.scale.routing",
         "from verbatim import LLM, AsyncEngine",
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
-from verbatim.convert.merge import merge_directory
+from verbatim.convert.merge_adapter import merge_directory
 from verbatim.model.adapter_load import with_adapters
 from verbatim.model.load import load_model
 from verbatim.testing_models import TINY_CONFIGS

@@ -20,7 +20,7 @@ from verbatim.bench.rivals import client
 from verbatim.observe.plot import Chart, Line, draw, figure
 from verbatim.observe.roofline import (
     CostCard,
-    Limits,
+    MachineLimits,
     cost_card,
     load_limits,
     measure_limits,
@@ -29,7 +29,7 @@ from verbatim.observe.roofline import (
 )
 
 # Figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB per token.
-LIMITS = Limits(37.9e9, threads=2, method="native", int8_ops=638e9)
+LIMITS = MachineLimits(37.9e9, threads=2, method="native", int8_ops=638e9)
 CARD = CostCard(
     weight_bytes=98_000_000,
     kv_token_bytes=23_040,
@@ -48,7 +48,7 @@ def test_ceilings_match_values_computed_by_hand() -> None:
     assert CARD.decode_ceiling(LIMITS, 0, 64) == pytest.approx(638e9 / 270e6)
     assert CARD.prefill_ceiling(LIMITS, 512) == pytest.approx(638e9 / (212e6 + 256 * 69_120))
     assert CARD.bandwidth_share(LIMITS, 193.4, 0) == pytest.approx(0.5, rel=1e-3)
-    unknown = Limits(37.9e9, threads=2, method="numpy")
+    unknown = MachineLimits(37.9e9, threads=2, method="numpy")
     assert CARD.prefill_ceiling(unknown, 512) is None
     assert CARD.peak_share(unknown, 100, 0) is None
     assert CARD.decode_ceiling(unknown, 0, 64) == pytest.approx(64 * 37.9e9 / 98e6)

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli import options
+from verbatim.cli import options, sampling_options
 
 # Per parameter: a valid value other than its default as typed, and the value the library gets.
 TYPED: dict[str, tuple[list[str], Any]] = {
@@ -74,9 +74,9 @@ TYPED: dict[str, tuple[list[str], Any]] = {
 
 @click.command(cls=options.Command)
 @options.engine_options
-@options.sampling_options
+@sampling_options.sampling_options
 def probe(**flags: Any) -> None:
-    params = options.sampling_of(flags)
+    params = sampling_options.sampling_of(flags)
     click.echo(
         json.dumps(
             {"params": {f: getattr(params, f) for f in FIELDS}, "engine": options.engine_of(flags)},
@@ -91,7 +91,7 @@ def call(*words: str) -> dict[str, Any]:
     return json.loads(result.output)
 
 
-@pytest.mark.parametrize("name", [n for n in FIELDS if n not in options.NOT_FLAGS])
+@pytest.mark.parametrize("name", [n for n in FIELDS if n not in sampling_options.NOT_FLAGS])
 def test_every_parameter_is_a_flag(name: str) -> None:
     flag = options.flag_name(name)
     if FIELDS[name].kind == "bool":
@@ -181,7 +181,7 @@ def test_every_engine_setting_is_a_flag_with_help() -> None:
     st.sampled_from(["", "B", "iB"]),
 )
 def test_sizes_parse_to_bytes(number: int, unit: str, tail: str) -> None:
-    assert options.parse_size(
+    assert parse_size(
         "x", f"{number}{unit}{tail if unit else ''}"
     ) == number * 1024 ** " kmgt".index(unit.lower() or " ")
 
@@ -189,18 +189,18 @@ def test_sizes_parse_to_bytes(number: int, unit: str, tail: str) -> None:
 @pytest.mark.parametrize("text", ["", "1.2.3M", "-1", "1X", "G", "1e9", "0x10"])
 def test_invalid_sizes_are_rejected(text: str) -> None:
     with pytest.raises(ParameterError):
-        options.parse_size("x", text)
+        parse_size("x", text)
 
 
 def test_parse_parameter() -> None:
-    assert options.parse_parameter("top-p", "0.5") == 0.5
-    assert options.parse_parameter("top_k", "5") == 5
-    assert options.parse_parameter("ignore_eos", "true") is True
-    assert options.parse_parameter("early_stopping", "never") == "never"
-    assert options.parse_parameter("early_stopping", "true") is True
-    assert options.parse_parameter("max_tokens", "none") is None
-    assert options.parse_parameter("stop_token_ids", "1,2") == [1, 2]
-    assert options.parse_parameter("logit_bias", "3=1") == {3: 1.0}
+    assert sampling_options.parse_parameter("top-p", "0.5") == 0.5
+    assert sampling_options.parse_parameter("top_k", "5") == 5
+    assert sampling_options.parse_parameter("ignore_eos", "true") is True
+    assert sampling_options.parse_parameter("early_stopping", "never") == "never"
+    assert sampling_options.parse_parameter("early_stopping", "true") is True
+    assert sampling_options.parse_parameter("max_tokens", "none") is None
+    assert sampling_options.parse_parameter("stop_token_ids", "1,2") == [1, 2]
+    assert sampling_options.parse_parameter("logit_bias", "3=1") == {3: 1.0}
     for name, text in (
         ("top_q", "1"),
         ("top_k", "many"),
@@ -208,13 +208,13 @@ def test_parse_parameter() -> None:
         ("logit_bias", "3"),
     ):
         with pytest.raises(ParameterError) as caught:
-            options.parse_parameter(name, text)
+            sampling_options.parse_parameter(name, text)
         assert caught.value.param == name
 
 
 def test_help_lists_every_flag_once() -> None:
     text = CliRunner().invoke(probe, ["--help"]).output
     for name in FIELDS:
-        if name not in options.NOT_FLAGS:
+        if name not in sampling_options.NOT_FLAGS:
             assert f"--{name.replace('_', '-')}" in text
     assert "--kv-blocks" not in text  # hidden: for tests only

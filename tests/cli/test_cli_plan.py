@@ -14,7 +14,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.diagnose.capacity import Plan, make_plan
 from verbatim.diagnose.devices import DEVICES, device_of, parse_device
 from verbatim.diagnose.footprint import Footprint, footprint_of_config, read_footprint
-from verbatim.observe.roofline import Limits, cost_card, save_limits
+from verbatim.observe.roofline import MachineLimits, cost_card, save_limits
 from verbatim.testing_models import TINY_CONFIGS
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -200,7 +200,7 @@ def test_this_device_agrees_with_the_limits_that_bench_prints(
     from verbatim.engine.llm import LLM
 
     monkeypatch.setattr(this_device.gpu, "present", lambda: False)
-    limits = Limits(37.9e9, threads=2, method="native", int8_ops=638e9, when=1.0)
+    limits = MachineLimits(37.9e9, threads=2, method="native", int8_ops=638e9, when=1.0)
     save_limits(tmp_path / "cache", limits)
     with LLM(default_model) as llm:
         card = cost_card(llm.parts.backend.spec, llm.parts.backend.info)
@@ -228,5 +228,5 @@ def test_this_device_measures_when_bench_has_not(
     assert (found.read_bytes, found.ops, found.unit) == (5e9, 7e9, "int8 OPS")
     monkeypatch.setattr(this_device, "measure_limits", lambda *a, **k: pytest.fail("measured"))
     assert this_device.this_device(tmp_path) == found  # saved, as bench does
-    assert device_of(Limits(1.0, 1, "numpy"), None).ridge is None
+    assert device_of(MachineLimits(1.0, 1, "numpy"), None).ridge is None
     assert DEVICES["h100"].ridge == pytest.approx(295.2, abs=0.1)

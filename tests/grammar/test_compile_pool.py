@@ -30,9 +30,9 @@ from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.grammar import compile_pool, compile_worker, compiler, grammar_cache, matcher
 from verbatim.grammar.compile_pool import (
     CompilePool,
+    CompileWorker,
     PoolBusy,
     TooExpensive,
-    Worker,
     WorkerDied,
     worker_command,
 )
@@ -334,14 +334,14 @@ def test_a_worker_outlives_the_thread_that_caused_its_start(
 
 
 def test_a_failed_fork_is_a_retryable_error() -> None:
-    pool = CompilePool(matcher.LIMITS, spawn=lambda: Worker(["/nonexistent/python"]))
+    pool = CompilePool(matcher.LIMITS, spawn=lambda: CompileWorker(["/nonexistent/python"]))
     with pytest.raises(PoolBusy):
         translate(pool)
     pool.close()
 
 
 def test_a_worker_killed_before_it_has_started_ends() -> None:
-    worker = Worker(worker_command(matcher.LIMITS, 4 << 30, 3600.0))
+    worker = CompileWorker(worker_command(matcher.LIMITS, 4 << 30, 3600.0))
     worker.kill()
     worker._thread.join(HANG)
     assert not worker.alive
@@ -373,10 +373,10 @@ def test_workers_run_at_a_low_priority(processes: Callable[..., CompilePool]) ->
 # --- a worker ends with its parent
 
 
-def start_worker(**options: Any) -> Worker:
+def start_worker(**options: Any) -> CompileWorker:
     command = worker_command(matcher.LIMITS, 4 << 30, 3600.0)
     command[-1] = json.dumps(json.loads(command[-1]) | options)
-    return Worker(command)
+    return CompileWorker(command)
 
 
 @pytest.mark.parametrize(

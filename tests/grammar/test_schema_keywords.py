@@ -32,7 +32,7 @@ from pydantic import Field, Json, SecretStr
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.grammar.compiler import compile_structure
-from verbatim.grammar.document_check import DocumentCheck, State
+from verbatim.grammar.document_check import CheckState, DocumentCheck
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import lower
 from verbatim.grammar.matcher import Structure
@@ -263,7 +263,7 @@ def test_tokens_of_several_characters_are_checked_as_a_whole() -> None:
     check = DocumentCheck(schema, tokens, [7])
 
     def after(*ids: int) -> list[int]:
-        state = State()
+        state = CheckState()
         for token in ids:
             state = check.after(token, state)
         return allowed(check.filter(bytes([0x7F]), state)[0])

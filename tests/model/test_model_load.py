@@ -20,8 +20,8 @@ from verbatim.model.load import load_model
 from verbatim.testing_models import FAMILIES, TINY_CONFIGS, tiny_model
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.names import gguf_source, hf_source
-from verbatim.weights.quant import dequantise
 from verbatim.weights.quantise import quantise
+from verbatim.weights.requantise import dequantise
 from verbatim.weights.safetensors import read_directory
 from verbatim.weights.tensor import Tensor
 

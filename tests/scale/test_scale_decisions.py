@@ -16,7 +16,7 @@ from verbatim.cli.main import main
 from verbatim.diagnose.footprint import Footprint, footprint_of_config
 from verbatim.observe.merge_metrics import merge
 from verbatim.scale.autoscale import wanted_replicas
-from verbatim.scale.options import Replicas, parse_address, parse_replicas
+from verbatim.scale.ray_options import Replicas, parse_address, parse_replicas
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
 from verbatim.scale.routing import ASSUME_SECONDS, MAX_HASHES, Candidate, Decider, PrefixMap, Route
 

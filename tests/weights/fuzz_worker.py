@@ -34,7 +34,7 @@ from verbatim.base.errors import ModelError
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_file import GGUFFile
 from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.quant import nbytes
+from verbatim.weights.requantise import nbytes
 from verbatim.weights.safetensors import read_directory, read_safetensors
 from verbatim.weights.tensor import BLOCKS, Tensor
 

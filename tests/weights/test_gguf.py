@@ -18,7 +18,7 @@ from verbatim.weights import gguf as reader
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_types import TYPES
 from verbatim.weights.gguf_write import LazyTensor, converted, write_gguf
-from verbatim.weights.quant import nbytes
+from verbatim.weights.requantise import nbytes
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 METADATA: dict[str, Any] = {

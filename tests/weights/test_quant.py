@@ -10,8 +10,8 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.codebooks import LEVELS, codebook
-from verbatim.weights.quant import broken_block, dequantise, nbytes, quantise, requantise
 from verbatim.weights.quantise import WRITABLE
+from verbatim.weights.requantise import broken_block, dequantise, nbytes, quantise, requantise
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 WRITTEN_BY_BOTH = ("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.quant import dequantise, quantise
+from verbatim.weights.requantise import dequantise, quantise
 from verbatim.weights.safetensors import read_directory, read_json, read_safetensors
 
 RNG = np.random.default_rng(0)

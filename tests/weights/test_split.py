@@ -20,7 +20,7 @@ from verbatim.model.load import load_model
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_file import GGUFFile
 from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.quant import requantise
+from verbatim.weights.requantise import requantise
 from verbatim.weights.split import MAX_PARTS, group_parts, parts_of
 from verbatim.weights.tensor import Tensor
 

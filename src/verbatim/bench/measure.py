@@ -82,7 +82,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Row:
+class JobRow:
     job: Job
     seconds: dict[str, list[float]] = field(default_factory=dict)  # by runner
 
@@ -110,9 +110,9 @@ def jobs(
     return out
 
 
-def measure(job: Job, runners: Sequence[Runner], repeats: int) -> Row:
+def measure(job: Job, runners: Sequence[Runner], repeats: int) -> JobRow:
     """Rounds of ours, theirs, ours, theirs, so that a slow minute of the machine affects both."""
-    row = Row(job, {r.name: [] for r in runners})
+    row = JobRow(job, {r.name: [] for r in runners})
     for runner in runners:
         first = job.run(runner)  # warm-up; counts only if it is too long to repeat
         if first > MAX_REPEATED:

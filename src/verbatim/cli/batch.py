@@ -29,14 +29,8 @@ import click
 
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.param_checks import no_key_twice
-from verbatim.cli.options import (
-    Command,
-    Option,
-    check_output,
-    engine_of,
-    engine_options,
-    model_options,
-)
+from verbatim.cli.common_options import check_output
+from verbatim.cli.options import Command, Option, engine_of, engine_options, model_options
 from verbatim.cli.terminal import note
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
@@ -136,7 +130,12 @@ def command(
     if ray is None and replicas is not None:
         raise ParameterError("replicas", "needs --ray; without it one engine runs the batch")
     if ray is not None:
-        from verbatim.scale.options import RayOptions, parse_address, parse_replicas, require_ray
+        from verbatim.scale.ray_options import (
+            RayOptions,
+            parse_address,
+            parse_replicas,
+            require_ray,
+        )
 
         on_ray = RayOptions(parse_address(ray), parse_replicas(replicas or 1))
         require_ray()

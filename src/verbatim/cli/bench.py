@@ -20,20 +20,14 @@ from verbatim.cli.bench_report import (
     print_row,
     summary,
 )
-from verbatim.cli.options import (
-    BASE_MODEL,
-    Command,
-    Option,
-    check_plot,
-    engine_options_without,
-    model_options,
-)
+from verbatim.cli.common_options import check_plot, plot_option
+from verbatim.cli.options import BASE_MODEL, Command, Option, engine_options_without, model_options
 
 if TYPE_CHECKING:
-    from verbatim.bench.measure import Row, Runner
+    from verbatim.bench.measure import JobRow, Runner
     from verbatim.bench.rivals.client import Rival
     from verbatim.engine.llm import LLM
-    from verbatim.observe.roofline import CostCard, Limits
+    from verbatim.observe.roofline import CostCard, MachineLimits
 
 SECTION = "What to measure"
 
@@ -88,13 +82,7 @@ SECTION = "What to measure"
     metavar="N",
     help="rounds; the median is reported [5]",
 )
-@click.option(
-    "--plot",
-    cls=Option,
-    section=SECTION,
-    metavar="FILE",
-    help="write a plot, .svg or .png; needs the extra 'bench'",
-)
+@plot_option(section=SECTION)
 @click.option(
     "--speculate",
     cls=Option,
@@ -185,7 +173,7 @@ def command(
 
 def _measure(
     llm: LLM, rival: Rival | None, sizes: dict[str, list[int]], rounds: int, quick: bool
-) -> tuple[Limits, CostCard, list[Row]]:
+) -> tuple[MachineLimits, CostCard, list[JobRow]]:
     """Measure the limits, then every size in alternating rounds with the rival; print each row."""
     from verbatim.bench.measure import Ours, jobs, measure
 

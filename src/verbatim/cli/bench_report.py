@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from verbatim.cli.terminal import note
 
 if TYPE_CHECKING:
-    from verbatim.bench.measure import Row
+    from verbatim.bench.measure import JobRow
     from verbatim.bench.rivals.client import Rival
     from verbatim.engine.llm import LLM
-    from verbatim.observe.roofline import CostCard, Limits
+    from verbatim.observe.roofline import CostCard, MachineLimits
 
 WHY_ABOVE = (
     "the machine was slower while its limits were measured, or part of the model stayed in a"
@@ -23,7 +23,7 @@ WHY_ABOVE = (
 )
 
 
-def print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
+def print_limits(llm: LLM, quick: bool) -> tuple[MachineLimits, CostCard]:
     from verbatim.observe.roofline import (
         cost_card,
         forget_buffers,
@@ -77,7 +77,7 @@ def print_header(rival: Rival | None) -> None:
     print(f"\n{'':16} {'tokens/s':>10} {'limit':>8} {'share':>6}{theirs}")
 
 
-def print_row(row: Row, card: CostCard, limits: Limits, rival: Rival | None) -> None:
+def print_row(row: JobRow, card: CostCard, limits: MachineLimits, rival: Rival | None) -> None:
     rate = row.rate("verbatim")
     ceiling = ceiling_of(row, card, limits)
     share = f"{ceiling:8.0f} {rate / ceiling:6.0%}" if ceiling else f"{'-':>8} {'-':>6}"
@@ -85,13 +85,13 @@ def print_row(row: Row, card: CostCard, limits: Limits, rival: Rival | None) -> 
     print(f"{label(row):16} {rate:10.1f} {share}{theirs}", flush=True)
 
 
-def label(row: Row) -> str:
+def label(row: JobRow) -> str:
     return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[
         row.job.kind
     ] + f" {row.job.size}"
 
 
-def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:
+def ceiling_of(row: JobRow, card: CostCard, limits: MachineLimits) -> float | None:
     match row.job.kind:
         case "prefill":
             return card.prefill_ceiling(limits, row.job.size)
@@ -101,7 +101,7 @@ def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:
 
 
 def summary(
-    llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: Rival | None
+    llm: LLM, limits: MachineLimits, card: CostCard, rows: list[JobRow], rival: Rival | None
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
@@ -135,7 +135,7 @@ def summary(
 
 
 def plot_rows(
-    path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Rival | None
+    path: str, rows: list[JobRow], card: CostCard, limits: MachineLimits, rival: Rival | None
 ) -> None:
     from verbatim.observe.plot import Chart, Line, draw
 
@@ -163,7 +163,7 @@ def plot_rows(
     draw(charts, path)
 
 
-def above_limit(rows: list[Row], card: CostCard, limits: Limits) -> str:
+def above_limit(rows: list[JobRow], card: CostCard, limits: MachineLimits) -> str:
     """Labels of the rows above their limit."""
     over = [
         row

@@ -26,9 +26,8 @@ from verbatim.cli.options import (
     engine_options_without,
     model_options,
     positional_model,
-    sampling_of,
-    sampling_options,
 )
+from verbatim.cli.sampling_options import sampling_of, sampling_options
 from verbatim.cli.terminal import BOLD, RED, Thoughts, note, paint, use_colour, warn, write
 
 if TYPE_CHECKING:

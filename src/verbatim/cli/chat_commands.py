@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verbatim.base.errors import VerbatimError
 from verbatim.cli.chat_session import check_supported
-from verbatim.cli.options import parse_parameter
+from verbatim.cli.sampling_options import parse_parameter
 from verbatim.cli.terminal import DIM, GREEN, RED, note, write
 
 if TYPE_CHECKING:

@@ -12,18 +12,20 @@ import click
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.cli.common_options import check_plot, json_option, plot_option
 from verbatim.cli.options import (
     BASE_MODEL,
-    DEFAULTS,
     UNUSED,
     Command,
     Option,
-    check_plot,
     engine_of,
     engine_options_without,
     engine_value,
-    given_sampling,
     model_options,
+)
+from verbatim.cli.sampling_options import (
+    DEFAULTS,
+    given_sampling,
     parse_parameter,
     sampling_of,
     sampling_options,
@@ -72,10 +74,8 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
     metavar="N",
     help="with --quiz: sampled answers per question [8]",
 )
-@click.option(
-    "--plot", cls=Option, metavar="FILE", help="write a plot, .svg or .png; needs the extra 'bench'"
-)
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@plot_option()
+@json_option()
 @model_options
 @engine_options_without(unused=BASE_MODEL)
 @sampling_options

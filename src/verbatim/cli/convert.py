@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option, check_output
+from verbatim.cli.common_options import check_output, offline_option
+from verbatim.cli.options import Command, Option
 from verbatim.cli.terminal import Progress, note, warn, write
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ WINDOW = 512  # tokens per perplexity window, as in llama.cpp
     help="compare the perplexity of this text before and after",
 )
 @click.option("--force", cls=Option, is_flag=True, help="overwrite TARGET")
-@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+@offline_option()
 def command(
     source: str,
     target: str,

@@ -16,6 +16,7 @@ from typing import Any
 import click
 
 from verbatim.backend import gpu
+from verbatim.cli.common_options import json_option, offline_option, revision_option
 from verbatim.cli.options import BASE_MODEL, Command, Option, engine_options_without
 from verbatim.cli.terminal import GREEN, RED, YELLOW, paint, write_json
 from verbatim.cli.version import cpu_facts, cuda_facts
@@ -45,9 +46,9 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
     metavar="N",
     help="seed of the live checks [0]",
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print the result as JSON")
-@click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
-@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+@json_option("print the result as JSON")
+@revision_option()
+@offline_option()
 @engine_options_without(unused=BASE_MODEL)
 def command(
     model: str | None,

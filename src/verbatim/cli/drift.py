@@ -9,14 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import (
-    BASE_MODEL,
-    Command,
-    Option,
-    check_plot,
-    engine_options_without,
-    model_options,
-)
+from verbatim.cli.common_options import check_plot, json_option, plot_option
+from verbatim.cli.options import BASE_MODEL, Command, Option, engine_options_without, model_options
 from verbatim.cli.terminal import write_json
 
 if TYPE_CHECKING:
@@ -75,10 +69,8 @@ SPARKS = "▁▂▃▄▅▆▇█"
     metavar="N",
     help="tokens per printed mean [16]",
 )
-@click.option(
-    "--plot", cls=Option, metavar="FILE", help="write a plot, .svg or .png; needs the extra 'bench'"
-)
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@plot_option()
+@json_option()
 @model_options
 @engine_options_without(unused=BASE_MODEL)
 def command(

@@ -8,15 +8,9 @@ from typing import Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import (
-    NO_SAMPLING,
-    Command,
-    Option,
-    chosen_adapter,
-    engine_options_without,
-    model_options,
-    use_adapter_option,
-)
+from verbatim.cli.common_options import json_option
+from verbatim.cli.options import NO_SAMPLING, Command, Option, engine_options_without, model_options
+from verbatim.cli.sampling_options import chosen_adapter, use_adapter_option
 from verbatim.cli.terminal import note, write, write_json
 
 
@@ -42,7 +36,7 @@ from verbatim.cli.terminal import note, write, write_json
 @click.option(
     "--similarity", cls=Option, is_flag=True, help="print the cosine similarity of all texts"
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 @model_options
 @engine_options_without(unused=NO_SAMPLING)
 @use_adapter_option

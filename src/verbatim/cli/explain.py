@@ -14,18 +14,9 @@ from verbatim.base.defaults import report
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.options import (
-    ONE_ANSWER,
-    PARSE_HELP,
-    Command,
-    Option,
-    check_output,
-    engine_options_without,
-    model_options,
-    parse_parameter,
-    sampling_of,
-    sampling_options,
-)
+from verbatim.cli.common_options import check_output, json_option
+from verbatim.cli.options import ONE_ANSWER, Command, Option, engine_options_without, model_options
+from verbatim.cli.sampling_options import PARSE_HELP, parse_parameter, sampling_of, sampling_options
 from verbatim.cli.terminal import BOLD, columns, note, paint, use_colour, warn, write, write_json
 
 if TYPE_CHECKING:
@@ -70,7 +61,7 @@ DEFAULT_TOKENS = 16
     help="with --what-if: also write the text that those parameters give",
 )
 @click.option("--html", "page", cls=Option, metavar="FILE", help="write one page for a browser")
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 @model_options
 @engine_options_without(unused=ONE_ANSWER)
 @sampling_options

@@ -8,7 +8,8 @@ from pathlib import Path
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option, check_output
+from verbatim.cli.common_options import check_output, offline_option
+from verbatim.cli.options import Command, Option
 from verbatim.cli.terminal import Progress, note
 
 
@@ -31,7 +32,7 @@ from verbatim.cli.terminal import Progress, note
     help="merge into a quantised GGUF file, which adds to its error",
 )
 @click.option("--force", cls=Option, is_flag=True, help="overwrite a file OUT")
-@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+@offline_option()
 def command(
     model: str, adapter: str, out: str, requantise: bool, force: bool, offline: bool
 ) -> int:
@@ -53,13 +54,13 @@ def command(
     found = load_adapter("adapter", adapter, loaded.spec)
     if target.suffix == ".gguf":
         from verbatim.cli.convert import write_merged
-        from verbatim.convert.merge import merged_model
+        from verbatim.convert.merge_adapter import merged_model
 
         write_merged(path, target, lambda m: merged_model(m, found, requantise=requantise))
     elif not path.is_dir():
         raise ParameterError("out", f"{out!r} does not end in .gguf, and {model} is a GGUF file")
     else:
-        from verbatim.convert.merge import merge_directory
+        from verbatim.convert.merge_adapter import merge_directory
 
         merge_directory(path, Path(adapter), target)
     note(f"{len(found.parts)} matrices of rank {found.rank} or less merged into {out}")

@@ -12,7 +12,8 @@ import click
 
 from verbatim.base.errors import ModelError
 from verbatim.base.units import download_text
-from verbatim.cli.options import Command, Option
+from verbatim.cli.common_options import json_option
+from verbatim.cli.options import Command
 from verbatim.cli.terminal import note, write_json
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class ModelsGroup(click.Group):
 
 
 @click.group(cls=ModelsGroup, invoke_without_command=True, subcommand_metavar="[show|rm] ...")
-@click.option("--json", "as_json", is_flag=True, help="print one JSON array")
+@json_option("print one JSON array")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
     """List the models of the catalog and the downloaded ones; show or delete one."""
@@ -104,7 +105,7 @@ def _row(record: ModelRecord) -> dict[str, Any]:
 
 @command.command("show", cls=Command)
 @click.argument("model")
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 def show(model: str, as_json: bool) -> None:
     """Describe MODEL: a downloaded model, a .gguf file or a safetensors directory."""
     from verbatim.weights.catalog import resolve, sampling_defaults

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.cli.common_options import json_option
 from verbatim.cli.options import DEFAULT_MODEL, Command, Option
 from verbatim.cli.terminal import note, write_json
 
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 @click.option(
     "--price", cls=Option, type=float, metavar="X", help="price of one device for one hour"
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 def command(
     model: str | None,
     device: str,

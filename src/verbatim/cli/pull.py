@@ -6,13 +6,14 @@ import sys
 
 import click
 
+from verbatim.cli.common_options import revision_option
 from verbatim.cli.options import DEFAULT_MODEL, Command, Option
 from verbatim.cli.terminal import Progress
 
 
 @click.command(cls=Command)
 @click.argument("model", default=DEFAULT_MODEL)
-@click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
+@revision_option()
 @click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress")
 def command(model: str, revision: str | None, quiet: bool) -> None:
     """Download MODEL (a catalog name or org/name on the hub) into the cache and print its path.

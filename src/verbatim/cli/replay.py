@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import ONE_ANSWER, Command, Option, engine_options_without, model_options
+from verbatim.cli.common_options import json_option
+from verbatim.cli.options import ONE_ANSWER, Command, engine_options_without, model_options
 
 DIFFERENT = 1
 CANDIDATES = 20  # candidates of each token that a mismatch is looked up in
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("file")
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 @model_options
 @engine_options_without(unused=(*ONE_ANSWER, "defaults"))
 def command(file: str, as_json: bool, **flags: Any) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from verbatim.cli.common_options import json_option
 from verbatim.cli.options import NO_SAMPLING, Command, Option, engine_options_without, model_options
 from verbatim.cli.terminal import write, write_json
 
@@ -21,7 +22,7 @@ from verbatim.cli.terminal import write, write_json
     "--top-n", cls=Option, type=int, metavar="N", help="print only the best N [all documents]"
 )
 @click.option("--truncate", cls=Option, is_flag=True, help="cut documents that are too long")
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 @model_options
 @engine_options_without(unused=("pooling", *NO_SAMPLING))
 def command(

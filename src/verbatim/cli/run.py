@@ -14,18 +14,10 @@ import click
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
+from verbatim.cli.common_options import check_output, json_option
 from verbatim.cli.main import FAILED, OK, OS_REMEDIES, print_error
-from verbatim.cli.options import (
-    ONE_ANSWER,
-    PARSE_HELP,
-    Command,
-    Option,
-    check_output,
-    engine_options_without,
-    model_options,
-    sampling_of,
-    sampling_options,
-)
+from verbatim.cli.options import ONE_ANSWER, Command, Option, engine_options_without, model_options
+from verbatim.cli.sampling_options import PARSE_HELP, sampling_of, sampling_options
 from verbatim.cli.terminal import Thoughts, note, warn, write, write_json
 
 if TYPE_CHECKING:
@@ -51,9 +43,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
 @click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
 @click.option("--file", "file", cls=Option, metavar="FILE", help="read the prompt from FILE")
 @click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
-@click.option(
-    "--json", "as_json", cls=Option, is_flag=True, help="print one JSON object instead of text"
-)
+@json_option("print one JSON object instead of text")
 @click.option(
     "-q", "--quiet", cls=Option, is_flag=True, help="no closing line, no progress, no warnings"
 )

@@ -9,16 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ContextError
-from verbatim.cli.options import (
-    NO_SAMPLING,
-    Command,
-    Option,
-    chosen_adapter,
-    engine_options_without,
-    model_options,
-    use_adapter_option,
-)
+from verbatim.cli.common_options import json_option
+from verbatim.cli.options import NO_SAMPLING, Command, Option, engine_options_without, model_options
 from verbatim.cli.report import token_logprobs
+from verbatim.cli.sampling_options import chosen_adapter, use_adapter_option
 from verbatim.cli.terminal import note, warn, write, write_json
 
 if TYPE_CHECKING:
@@ -54,7 +48,7 @@ if TYPE_CHECKING:
     metavar="N",
     help="tokens from one window to the next [half a window]",
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 @model_options
 @engine_options_without(unused=("pooling", *NO_SAMPLING))
 @use_adapter_option

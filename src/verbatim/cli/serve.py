@@ -268,7 +268,7 @@ def command(
             raise ParameterError("replicas", "needs --ray; one server has one engine")
         return run(settings)
     from verbatim.scale.deploy import serve_on_ray
-    from verbatim.scale.options import RayOptions, parse_address, parse_replicas
+    from verbatim.scale.ray_options import RayOptions, parse_address, parse_replicas
 
     replicas = parse_replicas(flags["replicas"] or 1)
     return serve_on_ray(settings, RayOptions(parse_address(flags["ray"]), replicas))

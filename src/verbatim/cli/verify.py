@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.cli.common_options import json_option, offline_option, revision_option
 from verbatim.cli.options import (
     BASE_MODEL,
     DEFAULT_MODEL,
@@ -21,7 +22,7 @@ from verbatim.cli.options import (
 from verbatim.cli.terminal import Progress, write_json
 
 if TYPE_CHECKING:
-    from verbatim.diagnose.needle import Row
+    from verbatim.diagnose.needle import CaseResult
     from verbatim.engine.llm import LLM
 
 VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_blocks")
@@ -36,9 +37,9 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
     metavar="NAME,NAME",
     help="backends to verify, each by itself: cpu, cuda, reference [auto]",
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
-@click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
-@click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
+@json_option()
+@revision_option()
+@offline_option()
 @engine_options_without(*VARIED, unused=BASE_MODEL)
 def command(
     model: str | None,
@@ -88,7 +89,7 @@ def _verify(path: str, backend: str, settings: dict[str, Any], quiet: bool) -> d
         about.setdefault("fingerprint", llm.fingerprint)
         return llm
 
-    rows: list[Row] = []
+    rows: list[CaseResult] = []
     for row in verify(open_llm, backend):
         rows.append(row)
         if progress.live:
@@ -99,7 +100,7 @@ def _verify(path: str, backend: str, settings: dict[str, Any], quiet: bool) -> d
     return {**about, "rows": rows}
 
 
-def _print(rows: list[Row], about: dict[str, str]) -> None:
+def _print(rows: list[CaseResult], about: dict[str, str]) -> None:
     from rich.text import Text
 
     from verbatim.cli.tables import console, section
@@ -117,7 +118,7 @@ def _print(rows: list[Row], about: dict[str, str]) -> None:
     section(out, title, shown, right=(3,), header=header, wide=4)
 
 
-def _print_verdict(rows: list[Row], seconds: float) -> None:
+def _print_verdict(rows: list[CaseResult], seconds: float) -> None:
     from verbatim.cli.tables import console
 
     wrong = sum(not row.same for row in rows)

@@ -10,12 +10,13 @@ from typing import Any
 import click
 
 from verbatim import __version__
-from verbatim.cli.options import Command, Option
+from verbatim.cli.common_options import json_option
+from verbatim.cli.options import Command
 from verbatim.cli.terminal import write_json
 
 
 @click.command(cls=Command)
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
+@json_option()
 def command(as_json: bool) -> None:
     """Print versions, backends with the instruction set in use, and why a backend is missing."""
     found = facts()

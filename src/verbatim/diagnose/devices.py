@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 
 from verbatim.base.errors import ParameterError
-from verbatim.observe.roofline import Limits
+from verbatim.observe.roofline import MachineLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ def parse_device(text: str) -> Device:
     return Device(f"{text} device", numbers[0] * 1e9, numbers[1] * 1e12, memory, kind="given")
 
 
-def device_of(limits: Limits, memory: int | None) -> Device:
+def device_of(limits: MachineLimits, memory: int | None) -> Device:
     """This machine's CPU. Its peak is that of int8 products, which the cpu kernels use."""
     return Device(
         f"this machine, {limits.threads} thread{'s' if limits.threads > 1 else ''}",

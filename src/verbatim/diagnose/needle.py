@@ -1,10 +1,10 @@
 """`verbatim verify`: one request, the needle, in every circumstance that must not matter. Promise 1
 on this machine, with this model.
 
-In: a model and engine settings. Out: one Row per circumstance. The needle is a greedy and a sampled
-request; a run is identical if every token and every bit of every log-probability equals the first
-run, in which the needle was alone. A row also says what shows that the circumstance occurred: how
-often the needle was preempted, how many of its tokens came from the cache.
+In: a model and engine settings. Out: one CaseResult per circumstance. The needle is a greedy and a
+sampled request; a run is identical if every token and every bit of every log-probability equals the
+first run, in which the needle was alone. A row also says what shows that the circumstance occurred:
+how often the needle was preempted, how many of its tokens came from the cache.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Circumstance:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class CaseResult:
     group: str
     detail: str
     same: bool
@@ -82,7 +82,7 @@ def circumstances(
     return found
 
 
-def verify(open_llm: Open, backend: str) -> Iterator[Row]:
+def verify(open_llm: Open, backend: str) -> Iterator[CaseResult]:
     """Run every circumstance on one backend. `open_llm` opens the model with engine settings."""
     with open_llm({"backend": backend, "speculate": "off"}) as llm:
         expected = _run(llm, Circumstance("alone", "first"))
@@ -164,13 +164,13 @@ def _environment(isa: str) -> Iterator[None]:
 
 def _compare(
     case: Circumstance, expected: Sequence[Completion], found: Sequence[Completion]
-) -> Row:
+) -> CaseResult:
     tokens, difference = 0, ""
     for name, a, b in zip(("greedy", "sampled"), expected, found, strict=True):
         tokens += len(a.token_ids)
         if not difference and (a.token_ids != b.token_ids or a.logprobs != b.logprobs):
             difference = f"{name}: {_first_difference(a, b)}"
-    return Row(case.group, case.detail, not difference, tokens, _evidence(found), difference)
+    return CaseResult(case.group, case.detail, not difference, tokens, _evidence(found), difference)
 
 
 def _first_difference(a: Completion, b: Completion) -> str:

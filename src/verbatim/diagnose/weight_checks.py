@@ -16,7 +16,7 @@ from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
 from verbatim.model.load import has_own_head
 from verbatim.weights.names import find_prefix, hf_source
-from verbatim.weights.quant import broken_scales
+from verbatim.weights.requantise import broken_scales
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 CHUNK = 1 << 24  # bytes looked at together: temporaries stay small

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Progress = Callable[[str, int, int], None]
 
 
-class Tokenizer(Protocol):
+class EngineTokenizer(Protocol):
     """The tokenizer interface of the engine: text/tokenizer.py, verbatim.testing.ByteTokenizer."""
 
     space_prefix: bool
@@ -88,7 +88,7 @@ class LoadedModel:
     """What an engine runs on. `template` is None when the model has no chat template."""
 
     backend: Backend
-    tokenizer: Tokenizer
+    tokenizer: EngineTokenizer
     eos_ids: tuple[int, ...]
     name: str = "model"
     digest: str = ""  # of the weights; part of the fingerprint
@@ -212,7 +212,7 @@ def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
 
 def load_text(
     model: str | os.PathLike[str], *, revision: str | None = None, offline: bool = False
-) -> tuple[Tokenizer, Any]:
+) -> tuple[EngineTokenizer, Any]:
     """The tokenizer and the chat template of a model; no weight is read."""
     from verbatim.weights.catalog import resolve
     from verbatim.weights.gguf import read_gguf

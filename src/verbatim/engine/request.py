@@ -17,7 +17,7 @@ from verbatim.base.defaults import resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.embed_input import EmbedInput, check_task, cut_text, encode_pair
-from verbatim.engine.loaded_model import LoadedModel, Tokenizer
+from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
 from verbatim.grammar.compile_pool import Busy, never_busy
 from verbatim.model.embedding import EmbeddingSpec
@@ -65,7 +65,7 @@ class Request:
             return self.prefix_matcher.copy()
         return None if self.structure is None else self.structure.start()
 
-    def matcher(self, tokenizer: Tokenizer, ends: Mapping[int, str]) -> Any:
+    def matcher(self, tokenizer: EngineTokenizer, ends: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a thought budget."""
         inner = self.grammar_matcher()
         budget = self.params.thinking_budget
@@ -268,7 +268,7 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
 
 
 def _structure(
-    params: SamplingParams, tokenizer: Tokenizer, engine_busy: Busy, deadline: float | None
+    params: SamplingParams, tokenizer: EngineTokenizer, engine_busy: Busy, deadline: float | None
 ) -> Any:
     if not params.structured:
         return None
@@ -296,7 +296,7 @@ def _check_output_prefix(
 
 
 def _matcher_after_prefix(
-    structure: Any, params: SamplingParams, ids: Sequence[int], tokenizer: Tokenizer
+    structure: Any, params: SamplingParams, ids: Sequence[int], tokenizer: EngineTokenizer
 ) -> Any:
     """The grammar's matcher after the output prefix, with its first mask; None without either. It
     is computed here, so that no engine step waits for it."""
@@ -323,7 +323,7 @@ def _matcher_after_prefix(
     return matcher
 
 
-def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+def _breakers(strings: Sequence[str], tokenizer: EngineTokenizer) -> tuple[tuple[int, ...], ...]:
     """DRY sequence breakers as token ids. Cached: it walks the vocabulary, and most requests use
     the same strings."""
     from verbatim.sampling.dry_breakers import breakers_of
@@ -336,12 +336,12 @@ def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, 
     return cache[tuple(strings)]
 
 
-_BREAKERS: WeakKeyDictionary[Tokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]] = (
-    WeakKeyDictionary()
-)
+_BREAKERS: WeakKeyDictionary[
+    EngineTokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
+] = WeakKeyDictionary()
 
 
-def lost_in(tokenizer: Tokenizer, text: str) -> str:
+def lost_in(tokenizer: EngineTokenizer, text: str) -> str:
     """Characters of a text that the vocabulary cannot encode. The fakes of verbatim.testing encode
     all of them and have no `lost`."""
     find_lost = getattr(tokenizer, "lost", None)
@@ -349,7 +349,7 @@ def lost_in(tokenizer: Tokenizer, text: str) -> str:
 
 
 def encoded(
-    tokenizer: Tokenizer, text: str, *, special: bool = False, bare: bool = False
+    tokenizer: EngineTokenizer, text: str, *, special: bool = False, bare: bool = False
 ) -> EncodedText:
     """Token ids of a plain prompt. `special`: the literal text of a control token becomes that
     token. `bare`: without the model's prompt prefix and suffix."""
@@ -360,7 +360,7 @@ def encoded(
     return ids
 
 
-def _lost(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
+def _lost(tokenizer: EngineTokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
     lost = lost_in(tokenizer, prompt) if isinstance(prompt, str) else getattr(prompt, "lost", "")
     if not lost:
         return ()
@@ -372,7 +372,7 @@ def _lost(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
     )
 
 
-def typed_control(tokenizer: Tokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
+def typed_control(tokenizer: EngineTokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
     """Warn that a literal control token in a prompt stays text: a client that writes prompts in the
     model's chat format would not notice. Call it only for prompts that fit the context."""
     finder = getattr(tokenizer, "finder", None)

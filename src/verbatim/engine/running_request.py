@@ -24,7 +24,7 @@ from verbatim.base.records import (
     TokenLogprob,
     Usage,
 )
-from verbatim.engine.loaded_model import Tokenizer
+from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.engine.request import Request
 from verbatim.engine.stream import ChoiceStream
 from verbatim.model.embedding import EmbeddingSpec
@@ -77,7 +77,7 @@ class RunningRequest:
     def __init__(
         self,
         request: Request,
-        tokenizer: Tokenizer,
+        tokenizer: EngineTokenizer,
         scheduler: Scheduler,
         ends: dict[int, str],
         context: int,

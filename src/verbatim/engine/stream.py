@@ -19,7 +19,7 @@ from typing import Any
 
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob
-from verbatim.engine.loaded_model import Tokenizer
+from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.engine.loop_detector import LoopDetector
 from verbatim.text.decode import TextDecoder
 from verbatim.text.stop import StopMatcher
@@ -59,7 +59,7 @@ class ChoiceStream:
         request_id: str,
         index: int,
         params: SamplingParams,
-        tokenizer: Tokenizer,
+        tokenizer: EngineTokenizer,
         thoughts: ThoughtFormat | None = None,
     ) -> None:
         self.request_id = request_id

@@ -83,7 +83,7 @@ class WorkerDied(Exception):
         self.code = code
 
 
-class Worker:
+class CompileWorker:
     """A worker process and the socket to it: one line of JSON each way per compile.
 
     A dedicated thread starts the process and reaps it. Linux sends the parent-death signal when the
@@ -177,7 +177,7 @@ class CompilePool:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         command = worker_command(limits, memory, cpu_seconds)
-        self._spawn = spawn or (lambda: Worker(command))
+        self._spawn = spawn or (lambda: CompileWorker(command))
         self._cpu_seconds, self._timeout, self._size, self._clock = (
             cpu_seconds,
             timeout,
@@ -186,7 +186,7 @@ class CompilePool:
         )
         self._changed = threading.Condition()
         self._active = 0  # slots in use
-        self._idle: list[Worker] = []  # the last one used is the first one reused
+        self._idle: list[CompileWorker] = []  # the last one used is the first one reused
         self._closed = False
         atexit.register(self.close)
 

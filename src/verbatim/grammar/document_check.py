@@ -1,7 +1,7 @@
 """Check documents against the keywords that no grammar enforces, and filter token masks by it.
 
     check = DocumentCheck(schema, tokens, eos_ids)     # one per structure; a normalised schema
-    state = State()
+    state = CheckState()
     mask, reason = check.filter(mask, state)           # without tokens that make it invalid
     state = check.after(token, state)
 
@@ -41,7 +41,7 @@ class Frame(NamedTuple):
     wants_key: bool = False
 
 
-class State(NamedTuple):
+class CheckState(NamedTuple):
     """The document so far: what is open, and where the current value starts in the text."""
 
     text: bytes = b""
@@ -75,11 +75,11 @@ class DocumentCheck:
             i for i, token in enumerate(token_bytes) if b"[" in token and b"," in token
         )
 
-    def after(self, token: int, state: State) -> State:
+    def after(self, token: int, state: CheckState) -> CheckState:
         """The state after a token that the mask allows."""
         return state if token in self._eos else self._feed(state, self._tokens[token])
 
-    def filter(self, mask: bytes, state: State) -> tuple[bytes, str]:
+    def filter(self, mask: bytes, state: CheckState) -> tuple[bytes, str]:
         """(the mask without the tokens that make the document invalid, the last reason)."""
         allowed = int.from_bytes(mask, "little")
         removed, reason = 0, ""
@@ -95,7 +95,7 @@ class DocumentCheck:
                 raise UnsupportedError(FIELD, "the document is too deep to check") from None
         return (allowed & ~removed).to_bytes(len(mask), "little"), reason
 
-    def accepts(self, state: State) -> bool:
+    def accepts(self, state: CheckState) -> bool:
         """Whether the text so far is a valid document."""
         try:
             if not state.complete:
@@ -104,7 +104,7 @@ class DocumentCheck:
             return False
         return True
 
-    def _suspects(self, state: State) -> int:
+    def _suspects(self, state: CheckState) -> int:
         """The tokens that can complete the document, or an item that must be unique."""
         if state.stack and state.stack[-1].choices is not None:
             return -1
@@ -119,7 +119,7 @@ class DocumentCheck:
 
     # ------------------------------------------------------------------------------ scanner
 
-    def _feed(self, state: State, more: bytes) -> State:
+    def _feed(self, state: CheckState, more: bytes) -> CheckState:
         """The state after more bytes of JSON. Raises Invalid."""
         text, stack, starts, scalar, string, escape, complete = state
         before = len(text)
@@ -161,7 +161,7 @@ class DocumentCheck:
             stack, complete = self._value(text[scalar:], text, len(text), stack)
             scalar = -1
         _check_prefix(text, stack, scalar)
-        return State(text, stack, starts, scalar, string, escape, complete)
+        return CheckState(text, stack, starts, scalar, string, escape, complete)
 
     def _value(
         self, value: bytes, text: bytes, end: int, stack: tuple[Frame, ...]

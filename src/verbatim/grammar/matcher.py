@@ -23,7 +23,7 @@ from typing import Any
 from weakref import ref
 
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.grammar.document_check import DocumentCheck, State
+from verbatim.grammar.document_check import CheckState, DocumentCheck
 from verbatim.grammar.private_matcher import (
     InitialMatcher,
     PrivateMatcher,
@@ -97,7 +97,7 @@ class Structure:
             raise too_complex(self.field, probe)
         if self.check is None:
             return mask
-        mask, reason = self.check.filter(mask, State())
+        mask, reason = self.check.filter(mask, CheckState())
         if not any(mask):
             raise ParameterError(self.field, f"no text can satisfy it ({reason})")
         return mask
@@ -153,7 +153,7 @@ class Matcher:
             eos,
         )
         self._mask = mask
-        self._check_state = State()
+        self._check_state = CheckState()
         # Number of tokens when the private lexer was created; None: the lexer is the shared one.
         self._lexer_start: int | None = None
         self.rebuilding: Future[PrivateMatcher] | None = None  # the private matcher in the making

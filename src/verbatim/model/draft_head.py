@@ -27,7 +27,7 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.model.load import Model
 from verbatim.weights.gguf import read_gguf
-from verbatim.weights.quant import broken_block
+from verbatim.weights.requantise import broken_block
 from verbatim.weights.tensor import Tensor
 
 ARCHITECTURE = "verbatim-draft-head"

@@ -43,7 +43,7 @@ from verbatim.weights.names import (
     ignorable,
 )
 from verbatim.weights.packed_checkpoint import RawTensor
-from verbatim.weights.quant import requantise
+from verbatim.weights.requantise import requantise
 from verbatim.weights.safetensors import SafetensorsDir, read_directory
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
 

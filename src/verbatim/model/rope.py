@@ -58,7 +58,7 @@ def make_rope(
         raise ModelError(
             f"rope theta (rope_theta, rope.freq_base) is {theta}, and must be positive", file=file
         )
-    reader = _Reader(scaling, kind, file)
+    reader = _ScalingReader(scaling, kind, file)
     with localcontext() as c:
         c.prec = _DIGITS
         try:
@@ -90,7 +90,7 @@ def length_warning(scaling: Mapping[str, Any], *, context: int, trained: int) ->
     return None
 
 
-class _Reader:
+class _ScalingReader:
     """Typed, validated access to the numbers of a scaling record."""
 
     def __init__(self, values: Mapping[str, Any], kind: str, file: str) -> None:
@@ -138,16 +138,16 @@ _Scaled = tuple[list[Decimal], Decimal]
 _ONE = Decimal(1)
 
 
-def _default(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _default(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     return plain_frequencies(theta, dim), _ONE
 
 
-def _linear(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _linear(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     factor = r.number("factor")
     return [f / factor for f in plain_frequencies(theta, dim)], _ONE
 
 
-def _dynamic(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _dynamic(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     """NTK scaling: raise theta so that the slowest pair rotates as far over `context` as it did
     over the trained length."""
     factor, length = r.number("factor"), max(context, trained)
@@ -158,7 +158,7 @@ def _dynamic(r: _Reader, theta: float, dim: int, context: int, trained: int) -> 
     return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)], _ONE
 
 
-def _ntk_alpha(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _ntk_alpha(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     """Theta times alpha ** (dim / (dim - 2)), whatever the length (hunyuan)."""
     if dim == 2:
         return plain_frequencies(theta, dim), _ONE
@@ -166,7 +166,7 @@ def _ntk_alpha(r: _Reader, theta: float, dim: int, context: int, trained: int) -
     return [(-log_theta * (2 * j) / dim).exp() for j in range(dim // 2)], _ONE
 
 
-def _llama3(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _llama3(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     """Keep fast pairs, divide slow pairs by `factor`, and interpolate the band between them by
     wavelength."""
     factor, low, high = (
@@ -187,7 +187,7 @@ def _llama3(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _
     return result, _ONE
 
 
-def _yarn(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _yarn(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     original = r.number("original_max_position_embeddings", trained)
     factor = r.optional("factor") or Decimal(trained) / original
     fast, slow = r.number("beta_fast", 32.0), r.number("beta_slow", 1.0)
@@ -209,7 +209,7 @@ def _yarn(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Sc
     return result, r.optional("attention_factor") or _yarn_magnitude(r, factor)
 
 
-def _yarn_magnitude(r: _Reader, factor: Decimal) -> Decimal:
+def _yarn_magnitude(r: _ScalingReader, factor: Decimal) -> Decimal:
     def magnitude(m: Decimal) -> Decimal:
         return _ONE if factor <= 1 else Decimal("0.1") * m * factor.ln() + 1
 
@@ -217,7 +217,7 @@ def _yarn_magnitude(r: _Reader, factor: Decimal) -> Decimal:
     return magnitude(one) / magnitude(all_dims) if one and all_dims else magnitude(_ONE)
 
 
-def _longrope(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _longrope(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     original = r.number("original_max_position_embeddings", trained)
     factor = r.optional("factor") or Decimal(trained) / original
     divisors = r.numbers("long_factor" if context > original else "short_factor", dim // 2)
@@ -227,7 +227,7 @@ def _longrope(r: _Reader, theta: float, dim: int, context: int, trained: int) ->
     return [f / d for f, d in zip(plain_frequencies(theta, dim), divisors, strict=True)], attention
 
 
-def _divided(r: _Reader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+def _divided(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     """GGUF's rope_freqs tensor: one precomputed divisor per frequency."""
     divisors = r.numbers("divisors", dim // 2)
     return [f / d for f, d in zip(plain_frequencies(theta, dim), divisors, strict=True)], _ONE

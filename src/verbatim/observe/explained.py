@@ -17,7 +17,7 @@ from verbatim.base.records import Completion
 from verbatim.observe.explanation import WhatIf, headline, render, render_what_if, what_if
 
 
-class TokenBytes(Protocol):
+class TokenTexts(Protocol):
     def token_bytes(self, token: int) -> bytes: ...
 
 
@@ -77,7 +77,7 @@ class Explanation(Sequence[TokenExplanation]):
     """
 
     def __init__(
-        self, completion: Completion, params: SamplingParams, tokenizer: TokenBytes
+        self, completion: Completion, params: SamplingParams, tokenizer: TokenTexts
     ) -> None:
         self.completion = completion
         self._params = params
@@ -146,9 +146,9 @@ class Explanation(Sequence[TokenExplanation]):
 class WhatIfs(tuple[WhatIf, ...]):
     """The steps of a what-if, which print as a table."""
 
-    _tokenizer: TokenBytes
+    _tokenizer: TokenTexts
 
-    def __new__(cls, steps: Sequence[WhatIf], tokenizer: TokenBytes) -> WhatIfs:
+    def __new__(cls, steps: Sequence[WhatIf], tokenizer: TokenTexts) -> WhatIfs:
         self = super().__new__(cls, steps)
         self._tokenizer = tokenizer
         return self

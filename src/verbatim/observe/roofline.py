@@ -23,7 +23,7 @@ FILE = "limits.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MachineLimits:
     """What this machine can do, measured. Bytes and operations per second; int8_ops is None if
     it could not be measured."""
 
@@ -50,16 +50,16 @@ class CostCard:
     ops_position: int  # the same in attention, per position attended to
     prompt_ops_token: int = 0  # prompt tokens skip the LM head; 0: the same as ops_token
 
-    def step_seconds(self, limits: Limits, context: int, batch: int = 1) -> float:
+    def step_seconds(self, limits: MachineLimits, context: int, batch: int = 1) -> float:
         read = (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
         if limits.int8_ops is None:
             return read
         return max(read, batch * (self.ops_token + context * self.ops_position) / limits.int8_ops)
 
-    def decode_ceiling(self, limits: Limits, context: int, batch: int = 1) -> float:
+    def decode_ceiling(self, limits: MachineLimits, context: int, batch: int = 1) -> float:
         return batch / self.step_seconds(limits, context, batch)
 
-    def prefill_ceiling(self, limits: Limits, tokens: int) -> float | None:
+    def prefill_ceiling(self, limits: MachineLimits, tokens: int) -> float | None:
         """Prompt tokens per second at the int8 peak; None if that was not measured. Token i
         attends to i positions, tokens/2 on average."""
         if limits.int8_ops is None:
@@ -68,7 +68,9 @@ class CostCard:
             (self.prompt_ops_token or self.ops_token) + tokens / 2 * self.ops_position
         )
 
-    def bandwidth_share(self, limits: Limits, rate: float, context: int, batch: int = 1) -> float:
+    def bandwidth_share(
+        self, limits: MachineLimits, rate: float, context: int, batch: int = 1
+    ) -> float:
         """MBU: bytes that must be read at this throughput, as a share of the memory bandwidth.
         `rate`: tokens per second of all sequences together."""
         steps = rate / batch
@@ -76,7 +78,7 @@ class CostCard:
             steps * (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
         )
 
-    def peak_share(self, limits: Limits, rate: float, context: float) -> float | None:
+    def peak_share(self, limits: MachineLimits, rate: float, context: float) -> float | None:
         if limits.int8_ops is None:
             return None
         return (
@@ -126,7 +128,7 @@ def measure_limits(
     native_ops: Callable[[int], float] | None = None,
     megabytes: int = 256,
     repeats: int = 5,
-) -> Limits:
+) -> MachineLimits:
     """The best of several passes, because interruptions by other programs are not a limit.
 
     native_read(threads, bytes) and native_ops(threads) return bytes and operations per second;
@@ -137,7 +139,7 @@ def measure_limits(
     one = max(read(1, size) for _ in range(repeats)) if threads > 1 else both
     # 0 (no int8 instruction is known) becomes None.
     ops = max(native_ops(threads) for _ in range(repeats)) or None if native_ops else None
-    return Limits(
+    return MachineLimits(
         max(both, one), threads, "native" if native_read else "numpy", ops, one, size, time.time()
     )
 
@@ -205,7 +207,7 @@ def forget_buffers() -> None:
 # --- on disk
 
 
-def save_limits(directory: Path, limits: Limits) -> None:
+def save_limits(directory: Path, limits: MachineLimits) -> None:
     """Saved beside the models, so that `verbatim run` can print the limit next to the speed. A
     slower measurement of a busy machine does not replace a faster one."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -222,9 +224,9 @@ def save_limits(directory: Path, limits: Limits) -> None:
     part.replace(path)
 
 
-def load_limits(directory: Path) -> Limits | None:
+def load_limits(directory: Path) -> MachineLimits | None:
     """None if nothing was measured, or if the file cannot be parsed."""
     try:
-        return Limits(**json.loads((directory / FILE).read_text("utf-8")))
+        return MachineLimits(**json.loads((directory / FILE).read_text("utf-8")))
     except (OSError, ValueError, TypeError):
         return None

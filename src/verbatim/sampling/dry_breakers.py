@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class TokenBytes(Protocol):
+class VocabBytes(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def token_bytes(self, token: int) -> bytes: ...
     def encode(self, text: str, *, special: bool = False) -> list[int]: ...
 
 
-def breakers_of(strings: Sequence[str], tokenizer: TokenBytes) -> tuple[tuple[int, ...], ...]:
+def breakers_of(strings: Sequence[str], tokenizer: VocabBytes) -> tuple[tuple[int, ...], ...]:
     """DrawSpec.breakers of a request. Walks the vocabulary: call it once per request with DRY."""
     wanted = [s.encode() for s in strings]
     missing = set(wanted)

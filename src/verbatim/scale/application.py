@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import ParameterError
-from verbatim.scale.options import RayOptions, parse_replicas, require_ray
+from verbatim.scale.ray_options import RayOptions, parse_replicas, require_ray
 from verbatim.server.settings import Limits, Settings
 
 

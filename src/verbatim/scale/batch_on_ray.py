@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from verbatim.scale.batch_actor import AnswerRequests
 from verbatim.scale.deploy import cluster_nodes, connect, footprint_of
-from verbatim.scale.generate import AnswerRequests
-from verbatim.scale.options import RayOptions
+from verbatim.scale.ray_options import RayOptions
 from verbatim.scale.resources import state_needs
 from verbatim.server.batch_requests import Line
 from verbatim.server.settings import Settings

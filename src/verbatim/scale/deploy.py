@@ -17,8 +17,8 @@ from typing import Any
 from verbatim.base.errors import BackendError
 from verbatim.diagnose.footprint import Footprint, read_footprint
 from verbatim.scale.autoscale import policy
-from verbatim.scale.options import LOCAL, RayOptions, require_ray
 from verbatim.scale.prompt_hashes import PromptHashes
+from verbatim.scale.ray_options import LOCAL, RayOptions, require_ray
 from verbatim.scale.resources import Node, ReplicaNeeds, state_needs
 from verbatim.scale.routing import REPORT_SECONDS, Route
 from verbatim.scale.snapshots import snapshot

@@ -16,7 +16,7 @@ from verbatim.scale.deploy import (
     footprint_of,
     replicas_application,
 )
-from verbatim.scale.options import RayOptions
+from verbatim.scale.ray_options import RayOptions
 from verbatim.scale.resources import state_needs
 from verbatim.server.app import make_app
 from verbatim.server.http_process import send_keepalives

@@ -19,7 +19,7 @@ from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.units import size_text
 from verbatim.diagnose.footprint import Footprint
-from verbatim.scale.options import Replicas
+from verbatim.scale.ray_options import Replicas
 
 # Two Python processes with tokenizer and buffers: 190 MiB resident for the default model, measured.
 PROCESS_BYTES = 400 << 20

@@ -30,7 +30,7 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> Vocabulary:
-    reader = _Reader(metadata, file)
+    reader = _VocabReader(metadata, file)
     try:
         return reader.read()
     except ModelError:
@@ -41,7 +41,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> 
         raise reader.wrong(f"the tokenizer cannot be built: {str(error)[:200]}") from error
 
 
-class _Reader:
+class _VocabReader:
     def __init__(self, metadata: Mapping[str, Any], file: str | None) -> None:
         self.meta = metadata
         self.file = file

@@ -31,7 +31,7 @@ from verbatim.weights.gguf_types import (
     STRING,
     TYPES,
 )
-from verbatim.weights.quant import nbytes, requantise
+from verbatim.weights.requantise import nbytes, requantise
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 _KIND_NUMBERS = {name: number for number, name in KINDS.items()}

@@ -17,7 +17,7 @@ from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.model.load import Model, load_model
 from verbatim.model.rope import make_rope, tables
 from verbatim.weights.codebook_formats import SCALED
-from verbatim.weights.quant import dequantise
+from verbatim.weights.requantise import dequantise
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")

@@ -41,7 +41,7 @@ class Handle:
     outputs: bool = False  # only the rows in Batch.outputs
 
 
-class Recorder:
+class ProgramRecorder:
     """The operations of model.decoder, recorded: each call appends one native operation to the
     engine's program, which then runs for every step. A Handle names the buffer of a result."""
 
@@ -354,7 +354,7 @@ def record(model: Model, engine: Any) -> int:
             kinds.index(group.kind),
             block_floats(model.spec, group),
         )
-    recorder = Recorder(model, engine)
+    recorder = ProgramRecorder(model, engine)
     forward(model.spec, recorder)
     engine.finish()
     return recorder._matrix("embed")

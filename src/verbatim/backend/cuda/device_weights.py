@@ -16,7 +16,7 @@ import torch
 from verbatim.backend.cuda import quant
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec
-from verbatim.weights.quant import requantise
+from verbatim.weights.requantise import requantise
 from verbatim.weights.tensor import Tensor
 
 Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight

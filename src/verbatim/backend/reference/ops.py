@@ -14,7 +14,7 @@ import numpy as np
 
 from verbatim.backend.reference.cache import AttentionCache, ConvCache, GroupCache, StateCache
 from verbatim.backend.reference.kv_types import round_kv
-from verbatim.backend.reference.recurrent import convolve, delta_states, l2_normed, softplus
+from verbatim.backend.reference.recurrent_layers import convolve, delta_states, l2_normed, softplus
 from verbatim.backend.step_rows import Batch
 from verbatim.model.adapter import Adapter
 from verbatim.model.rope import query_scales, tables

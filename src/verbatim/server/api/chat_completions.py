@@ -14,7 +14,7 @@ from starlette.responses import Response
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_request import ChatRequest, continued
 from verbatim.server.api.completions import (
-    StreamOptions,
+    StreamExtras,
     choice_reports,
     closing_events,
     stream_options,
@@ -116,7 +116,7 @@ class ChatReply:
 
     # ---------------------------------------------------------------------------- streamed
 
-    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+    async def events(self, options: StreamExtras) -> AsyncIterator[bytes]:
         head = {**self.head, "object": "chat.completion.chunk"}
         chunks = Chunks(head, {"usage": None} if options.usage else {})
         so_far = RunningUsage(self.call.runs)

@@ -86,7 +86,7 @@ def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool
     return bool(body.get("parse_special"))
 
 
-class StreamOptions(NamedTuple):
+class StreamExtras(NamedTuple):
     """What a stream has besides the text."""
 
     usage: bool  # a last chunk with the usage
@@ -94,7 +94,7 @@ class StreamOptions(NamedTuple):
     running_usage: bool  # the usage so far in every chunk
 
 
-def stream_options(body: dict[str, Any]) -> StreamOptions:
+def stream_options(body: dict[str, Any]) -> StreamExtras:
     options = body.get("stream_options")
     if options is not None and not body.get("stream"):
         raise Problem(
@@ -105,7 +105,7 @@ def stream_options(body: dict[str, Any]) -> StreamOptions:
     if running and not options.get("include_usage"):
         where = "stream_options.continuous_usage_stats"
         raise Problem("invalid_parameter", f"{where}: needs include_usage: true", where)
-    return StreamOptions(
+    return StreamExtras(
         bool(options.get("include_usage")), bool(options.get("include_obfuscation")), running
     )
 
@@ -234,7 +234,7 @@ class CompletionsReply:
             }
         )
 
-    async def events(self, options: StreamOptions) -> AsyncIterator[bytes]:
+    async def events(self, options: StreamExtras) -> AsyncIterator[bytes]:
         started: set[tuple[int, int]] = set()
         chunks = Chunks(self.head, {"usage": None} if options.usage else {})
         so_far = RunningUsage(self.call.runs)

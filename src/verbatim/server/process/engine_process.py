@@ -41,7 +41,7 @@ from verbatim.server.process.messages import (
 
 if TYPE_CHECKING:
     from verbatim.engine.async_engine import AsyncEngine
-    from verbatim.engine.loaded_model import Tokenizer
+    from verbatim.engine.loaded_model import EngineTokenizer
 
 BEAT_SECONDS = 0.25  # heartbeat interval; also the age of the statistics in /metrics
 log = logging.getLogger("verbatim.engine")
@@ -57,7 +57,7 @@ def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
 
 def open_text(
     model: str, *, revision: str | None, offline: bool, test_engine: str
-) -> tuple[Tokenizer, Any]:
+) -> tuple[EngineTokenizer, Any]:
     """The tokenizer and the chat template (None: the model has none), without the weights."""
     from verbatim.engine.loaded_model import load_text
 
