@@ -4,6 +4,7 @@ without Ray. A replica can be killed as Ray would see it."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import AsyncIterator
@@ -30,14 +31,14 @@ class ActorDied(Exception):
 class Call:
     """What a DeploymentHandle returns for a streaming method."""
 
-    def __init__(self, parts: AsyncIterator[bytes], died: asyncio.Event) -> None:
+    def __init__(self, parts: AsyncIterator[Any], died: asyncio.Event) -> None:
         self._parts, self._died = parts, died
         self.cancelled = False
 
     def __aiter__(self) -> Call:
         return self
 
-    async def __anext__(self) -> bytes:
+    async def __anext__(self) -> Any:
         part = asyncio.ensure_future(anext(self._parts, None))
         died = asyncio.ensure_future(self._died.wait())
         try:
@@ -68,6 +69,7 @@ class LocalService:
         self.decider = Decider()
         self.latest: dict[str, dict[str, Any]] = {}
         self.stopped = False
+        self.batches = 0  # messages on the channels
 
     async def add(self, name: str) -> None:
         replica = Replica.__new__(Replica)
@@ -115,16 +117,25 @@ class LocalService:
     async def facts(self) -> bytes:
         return await next(iter(self.replicas.values())).facts()
 
-    def run(self, frame: bytes, route: Route) -> Call:
+    def run(self, frame: bytes, gateway: str, route: Route) -> Call:
         candidates = [Candidate(name, self.open[name]) for name in self.replicas]
         name = self.decider.rank(route, candidates)[0]
         self.decider.routed(route, name, list(self.replicas))
-        return Call(self._counted(name, frame), self.died[name])
+        return Call(self._counted(name, frame, gateway), self.died[name])
 
-    async def _counted(self, name: str, frame: bytes) -> AsyncIterator[bytes]:
+    def listen(self, gateway: str, channel: str, replica: str) -> Call:
+        return Call(self._listen(replica, gateway, channel), self.died[replica])
+
+    async def _listen(self, replica: str, gateway: str, channel: str) -> AsyncIterator[bytes]:
+        async with contextlib.aclosing(self.replicas[replica].listen(gateway, channel)) as batches:
+            async for batch in batches:
+                self.batches += 1
+                yield batch
+
+    async def _counted(self, name: str, frame: bytes, gateway: str) -> AsyncIterator[Any]:
         self.open[name] += 1
         try:
-            async for part in self.replicas[name].run(frame):
+            async for part in self.replicas[name].run(frame, gateway):
                 yield part
         finally:
             self.open[name] -= 1

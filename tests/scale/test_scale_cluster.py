@@ -4,8 +4,9 @@ its own requests, the router's hashes are the engine's."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,17 @@ from replicas_without_ray import Gateway, LocalService, settings_of
 
 from eventually import eventually_async
 from verbatim import LLM, SamplingParams
+from verbatim.scale.cluster import Cluster, Listener
 from verbatim.scale.routing import HASH_BYTES
-from verbatim.server.process.messages import Generate
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.process import wire
+from verbatim.server.process.message_codec import decode_from_engine, encode
+from verbatim.server.process.messages import Generate, Generated
+from verbatim.server.process.running import Signal
 from verbatim.testing import server_parts
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
+ALL = "1000000"  # engine steps
 PREFIX = "a prefix that several requests have in common, longer than three blocks: "
 
 
@@ -38,6 +45,31 @@ async def gateway() -> AsyncIterator[Gateway]:
     made = await open_gateway()
     yield made
     await made.close()
+
+
+@contextlib.asynccontextmanager
+async def gated_replica(gate: Path) -> AsyncIterator[Gateway]:
+    """One replica, to which the gateway listens, with as many engine steps as the gate allows."""
+    settings = replace(settings_of(), test_engine=f"pipeline,gate={gate}")
+    gate.write_text("0")
+    service = LocalService(settings)
+    await service.add("a")
+    gateway = await Gateway(settings, service).start()
+    await eventually_async(is_true(lambda: bool(service.replicas["a"]._channels)))
+    yield gateway
+    gate.write_text(ALL)
+    await gateway.close()
+
+
+def listeners(cluster: Cluster) -> list[Listener]:
+    return list(cluster._listeners.values())
+
+
+def is_true(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
+    async def check() -> bool:
+        return condition()
+
+    return check
 
 
 def expected(prompts: list[str], **params: Any) -> list[str]:
@@ -111,6 +143,79 @@ async def test_a_client_that_leaves_aborts_its_request_on_the_replica(tmp_path: 
     assert [ledger.states["cancel"] for ledger in ledgers] == [1, 1]
     gate.write_text("100000")
     await gateway.close()
+
+
+async def test_the_tokens_of_all_streams_of_a_step_leave_in_one_message(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with gated_replica(gate) as gateway:
+        params = {"max_tokens": 24, "ignore_eos": True}
+        signals = [Signal() for _ in range(8)]
+        running = [
+            gateway.cluster.submit(Generate(f"r{i}", "", params, True, prompt="x"), signal)
+            for i, signal in enumerate(signals)
+        ]
+        service = gateway.service
+        await eventually_async(is_true(lambda: service.supervisor("a").open_requests >= 8))
+        gate.write_text(ALL)
+        for one in running:
+            await one.result()
+        tokens = sum(len(delta.token_ids) for one in running for delta in one.take())
+        assert tokens == 8 * 24
+        assert service.batches < tokens / 2
+
+
+async def test_a_replica_that_leaves_sends_the_rest_of_its_streams(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with gated_replica(gate) as gateway:
+        cluster, service = gateway.cluster, gateway.service
+        params = {"max_tokens": 24, "ignore_eos": True}
+        running = cluster.submit(Generate("r", "", params, True, prompt="x"))
+        gate.write_text("4")
+        await running.wait_accepted()
+        await eventually_async(is_true(lambda: bool(listeners(cluster)[0].requests)))
+        service.latest = {}  # as when Serve drains a replica
+        await eventually_async(
+            is_true(lambda: any(one.polls_gone > 2 for one in listeners(cluster)))
+        )
+        assert cluster.open_requests == 1
+        gate.write_text(ALL)
+        done = await running.result()
+        assert isinstance(done, Generated)
+        assert done.usage.output_tokens == 24
+        # No call is open then, so Serve can stop the replica.
+        await eventually_async(is_true(lambda: not listeners(cluster)))
+        await eventually_async(is_true(lambda: not service.replicas["a"]._channels))
+
+
+async def test_a_request_that_comes_before_the_gateway_listens_is_answered() -> None:
+    service = LocalService(settings_of())
+    await service.add("a")
+    replica = service.replicas["a"]
+    frame = encode(Generate("r", "", {"max_tokens": 8, "seed": 7}, False, prompt="x"))
+    bodies = [body async for part in replica.run(frame, "g") for body in wire.split(part)]
+    done = decode_from_engine(bodies[-1])
+    assert isinstance(done, Generated)
+    assert [choice.text for choice in done.choices] == expected(["x"])
+    await service.close()
+
+
+async def test_a_channel_that_breaks_ends_its_requests(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with gated_replica(gate) as gateway:
+        cluster, supervisor = gateway.cluster, gateway.service.supervisor("a")
+        params = {"max_tokens": 3000, "ignore_eos": True}
+        running = cluster.submit(Generate("r", "", params, True, prompt="x"))
+        await eventually_async(is_true(lambda: bool(listeners(cluster)[0].requests)))
+        [listener] = listeners(cluster)
+        assert listener.task is not None
+        listener.task.cancel()
+        with pytest.raises(Problem, match="the replica that ran this request died"):
+            await running.result()
+        assert cluster.ledger.states["engine_died"] == 1
+        gate.write_text(ALL)
+        await eventually_async(is_true(lambda: not supervisor.ledger.running))
+        await eventually_async(is_true(lambda: bool(listeners(cluster))))  # listens again
+        assert (await gateway.complete("x"))[0] == 200
 
 
 async def test_metrics_name_the_replica(gateway: Gateway) -> None:

@@ -36,7 +36,7 @@ def policy(context: Any) -> tuple[int, dict[str, Any]]:
     metrics = context.aggregated_metrics or {}
     wanted = wanted_replicas(
         context.current_num_replicas,
-        context.total_num_requests,
+        sum(metrics["open"].values()) if metrics.get("open") else context.total_num_requests,
         context.config.get_target_ongoing_requests(),
         list(metrics.get("kv_cache_usage", {}).values()),
         sum(metrics.get("waiting", {}).values()),

@@ -1,8 +1,10 @@
 """The gateway's side of the replicas: the Supervisor of the HTTP process, with engines on Ray.
 
 A handler submits a Work message and gets a Running request, as with one engine process. Here a task
-per request sends the message to the replica that the router chooses and relays what comes back.
-When a replica dies, its running requests fail with an error; the others and the service go on.
+per request sends the message to the replica that the router chooses. What comes back arrives on one
+channel per replica, the messages of all its requests together (channel.py); on the request's own
+call, if the gateway does not listen to that replica yet. When a replica dies, its running requests
+fail with an error; the others and the service go on.
 """
 
 from __future__ import annotations
@@ -10,8 +12,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verbatim.base.errors import VerbatimError
@@ -20,8 +24,9 @@ from verbatim.observe.merge_metrics import merge
 from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.routing import Route
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_from_engine, encode
-from verbatim.server.process.messages import Refused, Work
+from verbatim.server.process.messages import Refused, Result, Work
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.process.supervisor import EngineState, Supervisor
 from verbatim.server.settings import Settings
@@ -49,8 +54,11 @@ class Service(Protocol):
 
     async def facts(self) -> bytes: ...
 
-    def run(self, frame: bytes, route: Route) -> Any:
-        """An async iterator over encoded messages, with cancel()."""
+    def run(self, frame: bytes, gateway: str, route: Route) -> Any:
+        """An async iterator with cancel(): Replica.run() of the replica that the router chooses."""
+
+    def listen(self, gateway: str, channel: str, replica: str) -> Any:
+        """An async iterator with cancel(): Replica.listen() of one replica."""
 
     def reports(self) -> dict[str, dict[str, Any]]:
         """The newest report of each replica that is alive."""
@@ -61,6 +69,16 @@ class Service(Protocol):
     def stop(self) -> None: ...
 
 
+@dataclass(slots=True)
+class Listener:
+    """A channel from one replica to this gateway."""
+
+    replica: str
+    requests: set[str] = field(default_factory=set)  # whose messages it carries
+    polls_gone: int = 0  # reads of the reports since the replica is missing there
+    task: asyncio.Task[None] | None = None
+
+
 class Cluster(Supervisor):
     def __init__(
         self, settings: Settings, clock: Callable[[], float] = time.monotonic, *, service: Service
@@ -68,8 +86,11 @@ class Cluster(Supervisor):
         super().__init__(settings, clock)
         self._service = service
         self._hashes: PromptHashes | None = None
+        self._id = secrets.token_hex(8)
         self._relays: dict[str, asyncio.Task[None]] = {}
+        self._listeners: dict[str, Listener] = {}  # by the name of its channel
         self._reports: dict[str, dict[str, Any]] = {}
+        self._replicas_text = ""  # the replicas' metrics
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -92,36 +113,78 @@ class Cluster(Supervisor):
     async def _relay(self, message: Work, frame: bytes) -> None:
         """Run one request on a replica. It ends in exactly one state, whatever happens."""
         stream: Any = None
+        request_id, on_channel = message.request_id, False
         try:
             route = Route() if self._hashes is None else await self._hashes.route(message)
-            stream = self._service.run(frame, route)
+            stream = self._service.run(frame, self._id, route)
             async for part in stream:
-                self._handle(decode_from_engine(part))
+                if isinstance(part, bytes):
+                    self._receive(part)
+                elif (listener := self._listeners.get(part)) is None:
+                    raise ConnectionError("its channel is closed")
+                else:
+                    listener.requests.add(request_id)
+                    on_channel = True
         except asyncio.CancelledError:
             if stream is not None:
                 stream.cancel()
-            self._end_aborted(message.request_id)
+            self._end_aborted(request_id)
         except Exception as error:
             # Ray has many errors for an actor that is gone; none of them is the client's.
-            log.warning("request %s lost its replica: %s", message.request_id, _first_line(error))
+            log.warning("request %s lost its replica: %s", request_id, _first_line(error))
+            on_channel = False
         finally:
-            del self._relays[message.request_id]
-            if (running := self._running.pop(message.request_id, None)) is not None:
-                running.fail(DIED)
-                self.ledger.close(running.id, "engine_died")
+            del self._relays[request_id]
+            if not on_channel:  # otherwise its last message may still be on its way
+                self._lose(request_id)
+
+    async def _listen(self, name: str, listener: Listener) -> None:
+        stream: Any = None
+        try:
+            stream = self._service.listen(self._id, name, listener.replica)
+            async for batch in stream:
+                self._receive(batch)
+        except asyncio.CancelledError:
+            if stream is not None:
+                stream.cancel()
+        except Exception as error:
+            log.debug("the channel of replica %s broke: %s", listener.replica, _first_line(error))
+        finally:
+            del self._listeners[name]
+            for request_id in listener.requests:
+                self._lose(request_id)
+
+    def _receive(self, batch: bytes) -> None:
+        for body in wire.split(batch):
+            self._handle(decode_from_engine(body))
+
+    def _lose(self, request_id: str) -> None:
+        """End a request whose replica is gone, if it is still open."""
+        if (running := self._running.pop(request_id, None)) is not None:
+            running.fail(DIED)
+            self.ledger.close(request_id, "engine_died")
+            self.abort(running)
 
     def _end_aborted(self, request_id: str) -> None:
         if (running := self._running.pop(request_id, None)) is not None:
             code = running.problem.code if running.problem is not None else ""
             self.ledger.close(request_id, code if code in ("timeout", "slow_reader") else "cancel")
 
+    # The last message of a request that was aborted here may still come: it is dropped.
+
     def _refused(self, message: Refused) -> None:
+        if message.request_id not in self._running:
+            return
         if message.code != "engine_died":
             super()._refused(message)
             return
         running = self._running.pop(message.request_id)
         running.fail(message.problem())
         self.ledger.close(running.id, "engine_died")
+
+    def _finished(self, result: Result) -> None:
+        if result.request_id in self._running:
+            super()._finished(result)
 
     # ------------------------------------------------------------------------------- start, close
 
@@ -138,8 +201,11 @@ class Cluster(Supervisor):
             self._read_reports()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._closing.wait(), POLL_SECONDS)
-        for task in list(self._relays.values()):
+        listening = [one.task for one in self._listeners.values() if one.task is not None]
+        tasks = [*self._relays.values(), *listening]
+        for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._service.stop)
 
     async def close(self) -> None:
@@ -152,16 +218,32 @@ class Cluster(Supervisor):
         """Take the replicas' reports. A service without a replica answers 503 until Serve has
         replaced one."""
         reports = self._service.reports()
+        self._keep_listeners(reports)
         if reports != self._reports:
             self._reports = reports
             self.reports += 1
-        texts = {name: report.get("metrics", "") for name, report in reports.items()}
-        self.metrics = merge("replica", texts) + self._router_text()
+            texts = {name: report.get("metrics", "") for name, report in reports.items()}
+            self._replicas_text = merge("replica", texts)
+        self.metrics = self._replicas_text + self._router_text()
         alive = any(report.get("up", True) for report in reports.values())
         if alive != self.ready.is_set():
             (self.ready.set if alive else self.ready.clear)()
             if not alive:
                 log.error("no replica is ready; requests get 503 until Ray has started one")
+
+    def _keep_listeners(self, reports: Collection[str]) -> None:
+        """Listen to every replica; to one that leaves, until its last request has ended: Serve
+        stops it when no call is open."""
+        for listener in self._listeners.values():
+            listener.requests.intersection_update(self._running)
+            listener.polls_gone = 0 if listener.replica in reports else listener.polls_gone + 1
+            # In the second poll every request that was routed there is known.
+            if listener.polls_gone > 1 and not listener.requests and listener.task is not None:
+                listener.task.cancel()
+        for replica in set(reports) - {listener.replica for listener in self._listeners.values()}:
+            name, listener = secrets.token_hex(8), Listener(replica)
+            self._listeners[name] = listener
+            listener.task = asyncio.create_task(self._listen(name, listener))
 
     def engines(self) -> list[tuple[dict[str, str], EngineState]]:
         return [

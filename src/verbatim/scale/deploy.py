@@ -178,8 +178,11 @@ class HandleService:
         frame: bytes = await self.handle.facts.remote()
         return frame
 
-    def run(self, frame: bytes, route: Route) -> Any:
-        return self.handle.options(stream=True).run.remote(frame, route=route)
+    def run(self, frame: bytes, gateway: str, route: Route) -> Any:
+        return self.handle.options(stream=True).run.remote(frame, gateway, route=route)
+
+    def listen(self, gateway: str, channel: str, replica: str) -> Any:
+        return self.handle.options(stream=True).listen.remote(gateway, channel, replica=replica)
 
     def reports(self) -> dict[str, dict[str, Any]]:
         return snapshot(self.application).reports

@@ -1,10 +1,9 @@
 """One replica on Ray Serve: a supervisor and its engine process, without HTTP.
 
-Encoded Work messages (server/process/messages.py) come in; encoded Accepted, Deltas and exactly one
-result go out, as an async generator. Deltas that the gateway has not taken yet leave together, so a
-slow gateway gets fewer and larger messages. An engine that dies is restarted by the supervisor;
-check_health fails when that does not help, and Serve then replaces the whole replica. The engine
-process ends with this process: its socket closes.
+Encoded Work messages (server/process/messages.py) come in; Accepted, Deltas and exactly one result
+per request go out, as batches of frames (channel.py). An engine that dies is restarted by the
+supervisor; check_health fails when that does not help, and Serve then replaces the whole replica.
+The engine process ends with this process: its socket closes.
 """
 
 from __future__ import annotations
@@ -16,20 +15,12 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from verbatim.scale.channel import Channel
 from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, Route
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_to_engine, encode
-from verbatim.server.process.messages import (
-    Accepted,
-    Deltas,
-    Inspect,
-    Inspected,
-    Ready,
-    Refused,
-    Result,
-    Work,
-)
-from verbatim.server.process.running import Running, Signal
+from verbatim.server.process.messages import Inspect, Inspected, Ready, Refused, Work
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Settings
 
@@ -47,6 +38,7 @@ class Replica:
         self._supervisor = Supervisor(settings)
         self._down_since: float | None = None
         self._probes = 0
+        self._channels: dict[str, Channel] = {}  # of the gateways that listen
         self._supervisor.start()
         ready = asyncio.ensure_future(self._supervisor.ready.wait())
         await asyncio.wait((ready, self._supervisor.fatal), return_when=asyncio.FIRST_COMPLETED)
@@ -58,21 +50,45 @@ class Replica:
         assert self._supervisor.facts is not None
         return encode(Ready(self._supervisor.facts))
 
-    async def run(self, frame: bytes, route: Route | None = None) -> AsyncIterator[bytes]:
-        """Run one request. `route` is for the router alone. A caller that stops reading aborts the
-        request."""
+    async def run(
+        self, frame: bytes, gateway: str = "", route: Route | None = None
+    ) -> AsyncIterator[bytes | str]:
+        """Run one request. If its gateway listens, the only item is the name of the channel that
+        carries the messages, and the call ends after the last of them has left. Otherwise the items
+        are the batches. A caller that cancels the call aborts the request. `route` is for the
+        router alone."""
         message: Work = decode_to_engine(frame)  # type: ignore[assignment]
-        signal = Signal()
+        shared = self._channels.get(gateway)
+        channel = shared or Channel()
         try:
-            running = self._supervisor.submit(message, signal)
+            running = self._supervisor.submit(message, channel.signal)
         except Problem as problem:
-            yield encode(Refused.of(message.request_id, problem))
+            yield wire.pack(Refused.of(message.request_id, problem))
             return
+        left = channel.add(running)
         try:
-            async for part in _parts(running, signal):
-                yield part
+            if shared is not None:
+                yield shared.name
+                await left
+                return
+            async for batch in channel.batches():
+                yield batch
         finally:
+            channel.remove(running)
             running.close()
+
+    async def listen(self, gateway: str, name: str, replica: str = "") -> AsyncIterator[bytes]:
+        """The batches of all requests that a gateway sends from now on, until it cancels this call.
+        `replica` is for the router alone."""
+        if gateway in self._channels:
+            return
+        channel = self._channels[gateway] = Channel(name)
+        try:
+            async for batch in channel.batches(forever=True):
+                yield batch
+        finally:
+            del self._channels[gateway]
+            channel.close()
 
     # ------------------------------------------------------------------------ called by Ray Serve
 
@@ -108,7 +124,12 @@ class Replica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         [(_, state)] = self._supervisor.engines()
         usage = self._supervisor.stats.get("kv_cache_usage_ratio", 0.0)
-        return {"waiting": float(state.waiting), "kv_cache_usage": float(usage)}
+        return {
+            # Serve's own count includes the calls of listen().
+            "open": float(self._supervisor.open_requests),
+            "waiting": float(state.waiting),
+            "kv_cache_usage": float(usage),
+        }
 
     async def _prefix_hashes(self) -> bytes:
         self._probes += 1
@@ -119,26 +140,3 @@ class Replica:
             return b""
         assert isinstance(answer, Inspected)
         return b"".join(block_hash[:HASH_BYTES] for block_hash in answer.data["hashes"])
-
-
-async def _parts(running: Running, signal: Signal) -> AsyncIterator[bytes]:
-    """The messages of one request, as the engine process would send them."""
-    accepted = False
-    while True:
-        # Before take(): deltas that arrive while this generator yields are taken next time.
-        ended = running.ended
-        deltas = running.take()
-        if running.accepted and not accepted:
-            accepted = True
-            yield encode(Accepted(running.id, running.text, running.prompt_tokens))
-        if deltas:
-            yield encode(Deltas(deltas))
-        if ended:
-            break
-        await signal.wait()
-    if running.problem is not None:
-        yield encode(Refused.of(running.id, running.problem))
-    else:
-        done: Result | None = running.done
-        assert done is not None
-        yield encode(done)

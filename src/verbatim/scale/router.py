@@ -39,6 +39,8 @@ class PrefixRouter(RequestRouter):
             return [usable]
         pending_request.routing_context.should_backoff = True
         by_name = {replica.replica_id.unique_id: replica for replica in usable}
+        if (one := pending_request.kwargs.get("replica")) in by_name:
+            return [[by_name[one]]]
         route = route_of(pending_request)
         ranked = self.decider.rank(route, [self._candidate(replica) for replica in usable])
         return [[by_name[name]] for name in ranked]
@@ -59,6 +61,8 @@ class PrefixRouter(RequestRouter):
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
+        if "route" not in pending_request.kwargs:  # no request of a client
+            return
         names = [replica.unique_id for replica in self.curr_replicas]
         self.decider.routed(route_of(pending_request), replica_id.unique_id, names)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from verbatim.server.process.message_codec import WireError, encode
@@ -21,6 +21,17 @@ M = TypeVar("M")
 def pack(message: Message) -> bytes:
     body = encode(message)
     return struct.pack(">I", len(body)) + body
+
+
+def split(frames: bytes) -> Iterator[bytes]:
+    """The encoded messages of frames that were joined."""
+    at = 0
+    while at < len(frames):
+        end = at + 4 + int.from_bytes(frames[at : at + 4], "big")
+        if end > len(frames):
+            raise WireError(f"{len(frames)} bytes end inside a frame")
+        yield frames[at + 4 : end]
+        at = end
 
 
 async def read(reader: asyncio.StreamReader, decode: Callable[[bytes], M]) -> M | None:
