@@ -1,8 +1,8 @@
-"""No test reads the clock or sleeps, except where ALLOWED says why: a result that depends on the
-clock depends on the load of the machine.
+"""No test reads the clock, sleeps or waits for a short time, except where ALLOWED says why: a
+result that depends on the clock depends on the load of the machine.
 
-A wait has its own deadline (eventually.py, HANG_SECONDS) or that of pytest-timeout, which every
-test has.
+A wait has a deadline that only a hang reaches (eventually.py, HANG_SECONDS), or none but that of
+pytest-timeout, which every test has. httpx has a timeout of 5 s where a call names none.
 """
 
 from __future__ import annotations
@@ -15,6 +15,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"}
 CLOCKS |= {f"{name}_ns" for name in CLOCKS}
+HANG = 240.0  # seconds: no wait of a working program on a loaded machine takes as long
+# Calls whose last positional argument is a time limit, if it is a number.
+WAITS = {"wait", "join", "acquire", "result", "settimeout", "drain", "fail_after", "move_on_after"}
+WAITS |= {"asyncio.wait_for", "asyncio.timeout", "select.select", "communicate"}
+HTTPX = {"get", "post", "put", "patch", "delete", "head", "request", "stream"}
+HTTPX = {f"httpx.{name}" for name in (*HTTPX, "Client", "AsyncClient")}
 
 # (file, call): why. None of them decides whether a working program passes.
 ALLOWED = {
@@ -30,6 +36,21 @@ ALLOWED = {
     ("grammar/test_compile_pool.py", "time.sleep"): "between two polls of the process list",
     ("speculate/test_head.py", "time.sleep"): "the draft is fetched at different moments; its "
     "value is the same at every moment",
+    ("cli/test_cli_chat.py", "select.select"): "between two polls of the terminal",
+    ("engine/test_engine_async.py", "closing.join"): "a wrong close returns meanwhile; the "
+    "assertions hold for every moment",
+    ("engine/test_engine_async.py", "wait"): "passes on the engine's own argument",
+    ("engine/test_engine_async.py", "e.drain"): "the timeout must expire: the step ends only after "
+    "the drain has cancelled it",
+    ("grammar/test_compile_pool.py", "make_pool"): "a fake worker compares numbers, not clocks",
+    ("grammar/test_compile_pool.py", "processes"): "the timeout must expire: the compile takes "
+    "longer on every machine",
+    ("grammar/test_compile_pool.py", "victim.wait"): "a kill at a random moment; the assertions "
+    "hold for every moment",
+    ("mutants.py", "subprocess.run"): "not a test: `make mutants` counts a hang as found",
+    ("server/test_server_robust.py", "self._over.wait"): "between two polls of the server",
+    ("server/test_server_schema.py", "subprocess.run"): "the callers pass 600 s",
+    ("weights/test_catalog.py", "hub.model_info"): "a fake hub ignores it",
     ("weights/fuzz_worker.py", "time.process_time"): "CPU time, not wall-clock time, against a "
     "limit that only an endless loop reaches",
 }
@@ -54,11 +75,42 @@ def clock_calls(source: str) -> Iterator[tuple[str, int]]:
             yield f"{module}.{name}", node.lineno
 
 
+def short_waits(source: str) -> Iterator[tuple[str, int]]:
+    """(call, line) of every call with a time limit that a loaded machine could reach."""
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.Call):
+            continue
+        call = ast.unparse(node.func)
+        limits = [k.value for k in node.keywords if k.arg in ("timeout", "seconds")]
+        text = call.startswith(("'", '"'))  # str.join
+        if not text and not WAITS.isdisjoint((call, call.rsplit(".", 1)[-1])):
+            limits += [a for a in node.args[-1:] if is_number(a)]
+        keywords = {k.arg for k in node.keywords}
+        default = call in HTTPX and keywords.isdisjoint(("timeout", "transport", None))
+        if default or not all(is_generous(limit) for limit in limits):
+            yield call, node.lineno
+
+
+def is_number(node: ast.expr) -> bool:
+    """Whether an argument may be a number of seconds: a list of strings and a task are none."""
+    if isinstance(node, ast.Constant):
+        return isinstance(node.value, (int, float))
+    arithmetic = isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Sub, ast.Div))
+    return arithmetic or (isinstance(node, ast.Name) and "timeout" in node.id)
+
+
+def is_generous(limit: ast.expr) -> bool:
+    if isinstance(limit, ast.Constant):
+        return limit.value is None or float(limit.value) >= HANG
+    return ast.unparse(limit) == "HANG_SECONDS"
+
+
 def test_no_test_depends_on_the_clock() -> None:
     used, wrong = set(), []
     for file in sorted(HERE.rglob("*.py")):
         name = file.relative_to(HERE).as_posix()
-        for call, line in clock_calls(file.read_text("utf-8")):
+        source = file.read_text("utf-8")
+        for call, line in (*clock_calls(source), *short_waits(source)):
             used.add((name, call))
             if (name, call) not in ALLOWED:
                 wrong.append(f"tests/{name}:{line}: {call}")
@@ -78,4 +130,15 @@ def test_clock_calls_are_found() -> None:
     source += "from time import monotonic\ndatetime.datetime.now()\npage.wait_for_timeout(5)\n"
     assert [line for _, line in sorted(clock_calls(source), key=lambda call: call[1])] == [
         *range(2, 8)
+    ]
+
+
+def test_short_waits_are_found() -> None:
+    wrong = ["e.wait(60)", "t.join(0.5)", "httpx.get(url)", "httpx.Client()", "p.run(timeout=60)"]
+    wrong += ["select.select([a], [], [], 0.05)", "asyncio.wait_for(task, 5)", "v.wait(r() * 0.5)"]
+    wrong += ["s.settimeout(5.0)", "eventually(done, seconds=5)", "e.wait(timeout)"]
+    fine = ["e.wait()", "e.wait(HANG_SECONDS)", "', '.join(names)", "httpx.get(url, timeout=300)"]
+    fine += ["httpx.AsyncClient(transport=app)", "run(timeout=None)", "os.path.join(a, 'b')"]
+    assert [line for _, line in short_waits("\n".join([*wrong, *fine]))] == [
+        *range(1, len(wrong) + 1)
     ]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from eventually import HANG_SECONDS
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.records import Completion
@@ -219,7 +220,7 @@ def test_an_output_becomes_too_complex_by_its_own_tokens_alone(
         """A private matcher takes as long as three steps of the engine."""
         with stepped:
             for _ in range(3):
-                assert stepped.wait(60)
+                assert stepped.wait(HANG_SECONDS)
         return honest(self)
 
     def counted(self: EngineCore) -> Any:
@@ -256,7 +257,7 @@ def test_other_sequences_continue_while_a_matcher_is_rebuilt(
     go, honest = threading.Event(), Structure.private_matcher
 
     def waits(self: Structure) -> Any:
-        assert go.wait(60)
+        assert go.wait(HANG_SECONDS)
         return honest(self)
 
     monkeypatch.setattr(Structure, "private_matcher", waits)

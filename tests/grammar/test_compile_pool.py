@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from eventually import HANG_SECONDS
 from verbatim import SamplingParams
 from verbatim.base.errors import OverloadedError, UnsupportedError
 from verbatim.engine import async_engine
@@ -43,7 +44,6 @@ from verbatim.testing import fake_parts
 llguidance = pytest.importorskip("llguidance")
 
 HOSTILE = {"type": "integer", "multipleOf": 7919 * 7907}  # minutes and gigabytes without limits
-HANG = 120.0  # seconds that only a hang reaches
 ADR = Path(__file__).parents[2] / "docs" / "adr" / "0012-grammar-compile-pool.md"
 DEFAULT_ARRIVAL_TIMEOUT = compiler.ARRIVAL_TIMEOUT  # a fixture raises it during the tests
 
@@ -161,12 +161,12 @@ def test_a_waiting_compile_starts_when_a_slot_or_the_engine_becomes_free(
     first = pool.slot(0.0, engine_busy)
     with first:
         thread.start()
-        assert waiting.wait(HANG)
+        assert waiting.wait(HANG_SECONDS)
         assert not started.is_set()
         if event == "idle":
             busy = False
-            assert started.wait(HANG)
-    thread.join(HANG)
+            assert started.wait(HANG_SECONDS)
+    thread.join(HANG_SECONDS)
     assert started.is_set()
 
 
@@ -257,19 +257,19 @@ def test_close_kills_idle_and_active_workers(make_pool: Callable[..., CompilePoo
 
     def compiles() -> Any:
         entered.set()
-        assert leave.wait(HANG)
+        assert leave.wait(HANG_SECONDS)
         return {"grammar": "late"}
 
     active, idle = FakeWorker(compiles), FakeWorker()
     pool, found = make_pool(active, idle), []
     thread = threading.Thread(target=lambda: found.append(translate(pool)))
     thread.start()
-    assert entered.wait(HANG)
+    assert entered.wait(HANG_SECONDS)
     translate(pool)
     pool.close()
     assert idle.killed
     leave.set()
-    thread.join(HANG)
+    thread.join(HANG_SECONDS)
     assert found == ["late"]
     assert active.killed
     with pytest.raises(PoolBusy):
@@ -343,7 +343,7 @@ def test_a_failed_fork_is_a_retryable_error() -> None:
 def test_a_worker_killed_before_it_has_started_ends() -> None:
     worker = CompileWorker(worker_command(matcher.LIMITS, 4 << 30, 3600.0))
     worker.kill()
-    worker._thread.join(HANG)
+    worker._thread.join(HANG_SECONDS)
     assert not worker.alive
 
 
@@ -353,7 +353,7 @@ def test_workers_that_die_are_replaced(processes: Callable[..., CompilePool]) ->
     for number in (signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM):
         (worker,) = pool._idle
         worker.process.send_signal(number)
-        worker._thread.join(HANG)
+        worker._thread.join(HANG_SECONDS)
         assert translate(pool)
 
 
@@ -385,10 +385,10 @@ def start_worker(**options: Any) -> CompileWorker:
 def test_a_worker_ends_at_end_of_input(job: Any) -> None:
     """Without any signal, as on a system without a parent-death signal."""
     worker = start_worker()
-    worker.wait_ready(time.monotonic() + HANG)
+    worker.wait_ready(time.monotonic() + HANG_SECONDS)
     worker._socket.sendall(json.dumps(job).encode() + b"\n" if job else b"")
     worker._socket.close()
-    worker._thread.join(HANG)
+    worker._thread.join(HANG_SECONDS)
     assert worker.process is not None
     assert worker.process.returncode == 0
 
@@ -396,7 +396,7 @@ def test_a_worker_ends_at_end_of_input(job: Any) -> None:
 def test_a_worker_whose_parent_is_gone_ends() -> None:
     """The parent died before the worker could request the parent-death signal."""
     worker = start_worker(parent=os.getppid())
-    worker._thread.join(HANG)
+    worker._thread.join(HANG_SECONDS)
     assert worker.process is not None
     assert worker.process.returncode == 0
     worker.kill()
@@ -554,14 +554,14 @@ async def test_other_streams_finish_while_a_structure_compiles(
 
     def compiles() -> Any:
         entered.set()
-        assert leave.wait(HANG)
+        assert leave.wait(HANG_SECONDS)
         raise WorkerDied(-signal.SIGABRT)
 
     monkeypatch.setattr(compiler, "_pool", make_pool(FakeWorker(compiles)))
     task = asyncio.create_task(
         engine.submit("x", SamplingParams(json_schema=HOSTILE, max_tokens=4))
     )
-    assert await asyncio.to_thread(entered.wait, HANG)
+    assert await asyncio.to_thread(entered.wait, HANG_SECONDS)
     assert await asyncio.gather(*(written(engine, seed) for seed in range(4))) == alone
     assert not task.done()
     leave.set()
@@ -579,7 +579,7 @@ async def test_compiles_beside_running_requests_are_one_at_a_time(
     both, asked = threading.Barrier(2), []
 
     def meets() -> Any:
-        both.wait(HANG)  # ends only if two compiles run at once
+        both.wait(HANG_SECONDS)  # ends only if two compiles run at once
         return {"grammar": llguidance.LLMatcher.grammar_from_regex("a")}
 
     pool = make_pool(FakeWorker(meets), FakeWorker(meets))
@@ -596,7 +596,7 @@ async def test_compiles_beside_running_requests_are_one_at_a_time(
     hold = threading.Event()
     execute = engine.core.backend.execute
     monkeypatch.setattr(
-        engine.core.backend, "execute", lambda plan: (hold.wait(HANG), execute(plan))[1]
+        engine.core.backend, "execute", lambda plan: (hold.wait(HANG_SECONDS), execute(plan))[1]
     )
     stream = await engine.submit("x", SamplingParams(max_tokens=5, ignore_eos=True))
     while not engine.core.busy:
@@ -605,7 +605,7 @@ async def test_compiles_beside_running_requests_are_one_at_a_time(
         asyncio.create_task(engine.submit("x", SamplingParams(regex=f"a{name}"), tenant=name))
         for name in "bc"
     ]
-    assert await asyncio.to_thread(waits.wait, HANG)
+    assert await asyncio.to_thread(waits.wait, HANG_SECONDS)
     assert asked == [True, True]
     assert pool._active == 1
     assert both.n_waiting <= 1
@@ -656,7 +656,7 @@ def test_llguidance_releases_the_gil_while_it_compiles(request: pytest.FixtureRe
     after = ticks
     stop = True
     sys.setswitchinterval(interval)
-    other.join(HANG)
+    other.join(HANG_SECONDS)
     assert after > before
 
 
@@ -674,7 +674,7 @@ async def test_waiting_for_a_compile_thread_counts_towards_the_deadline(
     monkeypatch.setattr(async_engine, "ARRIVAL_TIMEOUT", 0.0)
     free = threading.Event()
     for caller in "ab":
-        engine._compilers.submit(caller, lambda: free.wait(HANG))
+        engine._compilers.submit(caller, lambda: free.wait(HANG_SECONDS))
     with pytest.raises(OverloadedError, match="try again") as caught:
         await engine.submit("x", SamplingParams(regex="a"))
     assert (caught.value.param, caught.value.status, caught.value.retry_after) == (
@@ -717,14 +717,15 @@ def test_a_tenant_with_many_structures_delays_only_itself() -> None:
     workers = FairThreadPool(3, "test")
     free, began = threading.Event(), []
     mine = [
-        workers.submit("many", lambda i=i: (began.append(i), free.wait(HANG))) for i in range(6)
+        workers.submit("many", lambda i=i: (began.append(i), free.wait(HANG_SECONDS)))
+        for i in range(6)
     ]
     try:
-        assert workers.submit("one", lambda: "at once").result(HANG) == "at once"
+        assert workers.submit("one", lambda: "at once").result(HANG_SECONDS) == "at once"
         assert len(began) <= 2
         free.set()
         for future in mine:
-            future.result(HANG)
+            future.result(HANG_SECONDS)
         assert sorted(began) == list(range(6))
     finally:
         free.set()
@@ -771,16 +772,17 @@ def test_concurrent_callers_share_one_compile() -> None:
     def slow() -> Any:
         made.append(1)
         began.set()
-        assert free.wait(HANG)
+        assert free.wait(HANG_SECONDS)
         return compiled(1)
 
     found: list[Any] = []
     waiting = [
-        threading.Thread(target=lambda: found.append(cache.get(b"x", HANG, slow))) for _ in range(8)
+        threading.Thread(target=lambda: found.append(cache.get(b"x", HANG_SECONDS, slow)))
+        for _ in range(8)
     ]
     for thread in waiting:
         thread.start()
-    assert began.wait(HANG)
+    assert began.wait(HANG_SECONDS)
     with pytest.raises(PoolBusy):
         cache.get(b"x", 0.0, slow)  # at its deadline it waits no longer
     free.set()

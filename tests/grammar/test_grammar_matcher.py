@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from eventually import HANG_SECONDS
 from sampling_rows import sample
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
@@ -658,7 +659,7 @@ def test_an_exhausted_lexer_is_rebuilt_in_a_background_thread(
 
     def slowly(make: Callable[[Any], Any], limits: Any) -> Any:
         threads.append(threading.current_thread())
-        assert go.wait(60)
+        assert go.wait(HANG_SECONDS)
         return make(limits)
 
     structure._make = partial(slowly, structure._make)
@@ -787,7 +788,7 @@ def test_a_slow_draft_matcher_compiles_in_a_thread_or_not_at_all() -> None:
             make: Callable[[Any], Any], limits: Any, threads: Any = threads, go: Any = go
         ) -> Any:
             threads.append(threading.current_thread())
-            assert threads[-1] is threading.main_thread() or go.wait(60)
+            assert threads[-1] is threading.main_thread() or go.wait(HANG_SECONDS)
             return make(limits)
 
         structure._make, structure.seconds = partial(waits, structure._make), seconds
@@ -795,7 +796,7 @@ def test_a_slow_draft_matcher_compiles_in_a_thread_or_not_at_all() -> None:
         go.set()
         for thread in threads:
             if thread is not threading.main_thread():
-                thread.join(60)
+                thread.join(HANG_SECONDS)
         assert structure.start().allowed_drafts(b"sc") == (() if made == "never" else tuple(b"sc"))
         assert [t is threading.main_thread() for t in threads] == {
             "now": [True],

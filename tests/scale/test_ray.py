@@ -21,7 +21,7 @@ import httpx
 import pytest
 from ray_watch import processes, read_lines, stable
 
-from eventually import eventually
+from eventually import HANG_SECONDS, eventually
 from verbatim import LLM, SamplingParams
 from verbatim.scale.deploy import LOCAL_RAY
 from verbatim.server.api.field_table import PROTOCOLS
@@ -96,13 +96,14 @@ class RayServer:
         assert not isinstance(found, bool), self.text()
         self.url = f"http://127.0.0.1:{found[1]}"
         self.headers = {"authorization": f"Bearer {KEY}"}
-        eventually(lambda: httpx.get(f"{self.url}/health").status_code == 200, self.text)
+        health = f"{self.url}/health"
+        eventually(lambda: httpx.get(health, timeout=HANG_SECONDS).status_code == 200, self.text)
 
     def text(self) -> str:
         return Path(self.log.name).read_text()
 
     def metrics(self) -> dict[str, float]:
-        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=60).text
+        text = httpx.get(f"{self.url}/metrics", headers=self.headers, timeout=HANG_SECONDS).text
         rows = (line.rsplit(" ", 1) for line in text.splitlines() if line and line[0] != "#")
         return {name: float(value) for name, value in rows}
 
@@ -176,7 +177,7 @@ def check_access(server: RayServer) -> None:
     what is wrong, on every route, and no replica dies of it."""
     url = f"{server.url}/v1/completions"
     for body in ({"prompt": "x", "nonsense": 1}, {"prompt": "x", "max_tokens": -1}, {"model": "n"}):
-        answer = httpx.post(url, json=body, headers=server.headers)
+        answer = httpx.post(url, json=body, headers=server.headers, timeout=HANG_SECONDS)
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.json()["error"]["message"]
     json_head = {"content-type": "application/json"}

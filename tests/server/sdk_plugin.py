@@ -57,7 +57,7 @@ def stored(kind: str) -> str:
         json.dumps({**ASK, **body}).encode(),
         {"content-type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request, timeout=300) as answer:
         return str(json.load(answer)["id"])
 
 

@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from eventually import HANG_SECONDS
 from verbatim.base.records import Usage
 from verbatim.server.api.api_errors import CODES
 from verbatim.server.api.field_table import PROTOCOLS, QUERIES
@@ -281,7 +282,10 @@ def test_the_systemd_unit_is_valid() -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not here")
     done = subprocess.run(
-        ["systemd-analyze", "verify", str(unit)], capture_output=True, text=True, timeout=60
+        ["systemd-analyze", "verify", str(unit)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
     )
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -16,6 +16,8 @@ import httpx
 import pytest
 from live_server import Live, check_ledger
 
+from eventually import HANG_SECONDS
+
 pytestmark = pytest.mark.server
 
 MODELS = (
@@ -343,6 +345,6 @@ def test_openais_quick_start(quick: Live) -> None:
         f"{quick.url}/v1/responses",
         headers={"Content-Type": JSON, "Authorization": "Bearer any"},
         content='{ "model": "gpt-5.5", "input": "Write a short bedtime story about a unicorn." }',
-        timeout=60,
+        timeout=HANG_SECONDS,
     )
     assert answer.json()["output"][0]["content"][0]["type"] == "output_text"
