@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import fast_interpreter
 import numpy as np
 import pytest
 import torch
@@ -91,8 +92,10 @@ def interpreter_fault() -> str:
     return ""
 
 
-if os.environ.get("TRITON_INTERPRET") == "1" and (fault := interpreter_fault()):
-    pytest.skip(fault, allow_module_level=True)
+if os.environ.get("TRITON_INTERPRET") == "1":
+    fast_interpreter.patch_once()
+    if fault := interpreter_fault():
+        pytest.skip(fault, allow_module_level=True)
 
 _DELTA = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 SMALL: dict[str, dict[str, object]] = {
@@ -100,7 +103,7 @@ SMALL: dict[str, dict[str, object]] = {
     "qwen3next": _DELTA,
     "qwen35": _DELTA,
     "gpt2": {"n_layer": 1},
-    "gemma3": {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 3},
+    "gemma3": {"num_hidden_layers": 2, "sliding_window": 5, "sliding_window_pattern": 2},
     "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
     "ministral3": {
         "num_hidden_layers": 1,
@@ -111,6 +114,8 @@ SMALL: dict[str, dict[str, object]] = {
     },
 }
 WINDOWS = {"num_hidden_layers": 2, "sliding_window": 5}
+# Fewer programs of qkv_rope_cache, which has one per row and head.
+FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 TOKENS = np.random.default_rng(1).integers(0, 260, 9).tolist()
 
 
@@ -151,7 +156,8 @@ OWN_OPERATIONS = (
 
 @pytest.mark.parametrize("family", OWN_OPERATIONS)
 def test_every_family_agrees_with_the_reference(family: str) -> None:
-    run_checked(small(family, type="q8_0"), TOKENS)
+    stored = "q8_0" if family in ("llama", "gemma2", "qwen3moe") else "f32"
+    run_checked(small(family, type=stored), TOKENS)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3moe"])
@@ -183,18 +189,19 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
 def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family: str) -> None:
     """Two adapters and the base model in one batch, in chunks: each has the bits of its own run."""
+    tokens = TOKENS[:5]
     model = small(family)
     found = tuple(tiny_adapter(model.spec, str(n), seed=n, rank=3 + 2 * n) for n in range(2))
     model = replace(model, adapters=found)
     backend, reference = opened(model), opened(model, "reference")
-    alone = [run_alone(backend, TOKENS, adapter=n, number=n + 1) for n in (-1, 0, 1)]
+    alone = [run_alone(backend, tokens, adapter=n, number=n + 1) for n in (-1, 0, 1)]
     for n, seq in zip((-1, 0, 1), alone, strict=True):
-        theirs = run_alone(reference, TOKENS, adapter=n)
+        theirs = run_alone(reference, tokens, adapter=n)
         assert np.abs(np.array(seq.logprobs) - np.array(theirs.logprobs)).mean() < 0.02
     assert not same_bits(alone[0], alone[1])
     assert not same_bits(alone[1], alone[2])
     blocks = Blocks(backend.spec, backend.block_size, 5)
-    together = [blocks.allocate(n + 1, TOKENS) for n in (-1, 0, 1)]
+    together = [blocks.allocate(n + 1, tokens) for n in (-1, 0, 1)]
     for n, seq in zip((-1, 0, 1), together, strict=True):
         seq.adapter = n
     run(backend, together, [3, 1, 4])
@@ -205,18 +212,22 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3next", "qwen35"])
-def test_recurrent_layers_keep_their_bits_over_the_borders_of_blocks(family: str) -> None:
+def test_recurrent_layers_keep_their_bits_over_the_borders_of_blocks(
+    family: str, device: torch.device
+) -> None:
     """One step of 37 tokens, against steps that start and end inside blocks and at their borders,
-    beside another sequence, after a draft that was rejected."""
-    tokens = np.random.default_rng(3).integers(0, 260, 37).tolist()
-    backend = opened(small(family))
+    beside another sequence, after a draft that was rejected. Under the interpreter one family
+    crosses two borders, and the others one."""
+    steps = (11, 1, 15, 1, 4) if device.type == "cuda" or family == "qwen35" else (11, 1, 4)
+    tokens = np.random.default_rng(3).integers(0, 260, 5 + sum(steps)).tolist()
+    backend = opened(small(family, **FEW_HEADS))
     expected = run_alone(backend, tokens)
     blocks = Blocks(backend.spec, backend.block_size, 5)
     seq, other = blocks.allocate(0, tokens), blocks.allocate(1, tokens[::-1])
     run(backend, [other, seq], [8, 5])
     tables = tuple(tuple(table) for table in seq.tables)
     backend.execute(StepPlan(0, (SeqStep(seq.id, (1, 2, 3, 4), 5, tables),)))
-    for count in (11, 1, 15, 1, 4):
+    for count in steps:
         run(backend, [seq], [count])
     assert same_bits(expected, seq)
 
@@ -229,7 +240,7 @@ def test_attention_over_several_spans_is_right_and_keeps_its_bits(
     monkeypatch.setattr(kernels, "SPAN", 16)
     tokens, model = (
         np.random.default_rng(2).integers(0, 260, 36).tolist(),
-        small("llama", num_hidden_layers=1),
+        small("llama", **FEW_HEADS),
     )
     backend, expected = run_checked(model, tokens)
     seq = Blocks(backend.spec, backend.block_size, 7).allocate(0, tokens)
@@ -350,14 +361,14 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
         batch = make_batch(StepPlan(0, tuple(sequences)), groups)
         return batch, step_inputs.cut_tiles(batch, spec, device)
 
-    batch, cuts = steps([20, 18, 1])
+    batch, cuts = steps([12, 9, 1])
     shape = step_inputs.padded_shape(batch, cuts, spec)
     assert shape is not None
-    assert shape.rows == 64 > batch.rows
+    assert shape.rows == 32 > batch.rows
     given = torch.full((shape.outputs, spec.vocab), torch.nan, device=device)
     inputs = step_inputs.PaddedInputs(shape, backend.padding_blocks, spec, device, given)
     inputs.fill(batch, cuts)
-    batch, cuts = steps([17, 20, 4])
+    batch, cuts = steps([9, 12, 4])
     assert step_inputs.padded_shape(batch, cuts, spec) == shape
     expected = backend.compute(step_inputs.to_device(batch, spec, device))[1]
     inputs.fill(batch, cuts)
