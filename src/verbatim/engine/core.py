@@ -280,22 +280,11 @@ class EngineCore:
 
     def stats(self) -> dict[str, Any]:
         """Counters and gauges by name. Safe to call while another thread steps."""
-        scheduler, pools = self.scheduler, self.scheduler.cache.pools
-        blocks, used = sum(p.total for p in pools), sum(p.used for p in pools)
-        running = list(scheduler.running)  # copied: another thread may step meanwhile
+        running = list(self.scheduler.running)  # copied: another thread may step meanwhile
         self.metrics.sample(
             requests=len(self.requests),
             requests_running=len({id(self._by_seq.get(seq.id)) for seq in running}),
-            running=len(running),
-            waiting=len(scheduler.waiting),
-            blocks=blocks,
-            blocks_used=used,
-            blocks_cached=sum(len(p.cached) for p in pools),
-            kv_cache_usage_ratio=used / max(blocks, 1),
-            preemptions_total=scheduler.preemptions,
-            evictions_total=sum(p.evictions for p in pools),
-            prefix_queries_total=scheduler.prefix_queries,
-            prefix_hits_total=scheduler.prefix_hits,
+            **self.scheduler.counts(),
             **({} if self.disk_cache is None else self.disk_cache.counts()),
         )
         return self.metrics.registry.values()

@@ -134,6 +134,23 @@ class SequenceQueues:
         for seq in self.running[:]:
             self._preempt(seq)
 
+    def counts(self) -> dict[str, float]:
+        """Gauges and counters by metric name. Safe to call while another thread steps."""
+        pools = self.cache.pools
+        blocks, used = sum(p.total for p in pools), sum(p.used for p in pools)
+        return {
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "blocks": blocks,
+            "blocks_used": used,
+            "blocks_cached": sum(len(p.cached) for p in pools),
+            "kv_cache_usage_ratio": used / max(blocks, 1),
+            "preemptions_total": self.preemptions,
+            "evictions_total": sum(p.evictions for p in pools),
+            "prefix_queries_total": self.prefix_queries,
+            "prefix_hits_total": self.prefix_hits,
+        }
+
     def clear_prefix_cache(self) -> int:
         """Evict every cached prefix block that no sequence uses. Returns the blocks freed."""
         return sum(pool.evict_cached() for pool in self.cache.pools)

@@ -1,5 +1,4 @@
-"""The scheduler. plan(): sequences in, StepPlan out. commit(): StepResult in, tokens out. Integers
-only: no arrays, no text.
+"""The scheduler. plan(): sequences to a StepPlan; commit(): a StepResult to tokens. Integers only.
 
 The law
 -------
@@ -181,11 +180,9 @@ class Scheduler(SequenceQueues):
 
     def _could_admit(self) -> bool:
         first = next((s for s in self.waiting if not s.held), None)
-        return (
-            first is not None
-            and len(self.running) < self.max_running
-            and self._refused != self._admission_state(first)
-        )
+        if first is None or len(self.running) >= self.max_running:
+            return False
+        return self._refused != self._admission_state(first)
 
     def _max_tokens(self, seq: Sequence, want: int, budget: int) -> int:
         """Most tokens of this sequence in the step: what `budget` pays for at their depth, and half

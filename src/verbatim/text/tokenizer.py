@@ -88,14 +88,12 @@ class Tokenizer:
         return self._vocab.pair
 
     def encode_pair(self, first: str, second: str, limit: int | None = None) -> list[int]:
-        """Ids of two texts in one input. With `limit` the longer text is cut first, by the rule
-        "longest first" of the `tokenizers` library."""
+        """Ids of two texts in one input. With `limit` the longer text is cut first."""
         pair = self._vocab.pair
         assert pair is not None, "the caller checks that there is a pair template"
         texts = [self.encode(first), self.encode(second)]
         if limit is not None:
-            room = limit - len(pair.before) - len(pair.between) - len(pair.after)
-            lengths = _longest_first(len(texts[0]), len(texts[1]), max(room, 0))
+            lengths = pair.lengths(len(texts[0]), len(texts[1]), limit)
             texts = [ids[:length] for ids, length in zip(texts, lengths, strict=True)]
         return [*pair.before, *texts[0], *pair.between, *texts[1], *pair.after]
 
@@ -255,19 +253,6 @@ def _ids(encoder: Any, text: str) -> list[int]:
         raise ModelError(
             f"the model's tokenizer fails on a text of {len(text)} characters: {str(error)[:200]}"
         ) from error
-
-
-def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
-    """The lengths of two texts cut to `room` tokens together: the longer one is cut to the length
-    of the shorter, then both alike."""
-    if first + second <= room:
-        return first, second
-    short = min(first, second)
-    long = max(short, room - short)
-    if short + long > room:
-        short = room // 2
-        long = short + room % 2
-    return (long, short) if first > second else (short, long)
 
 
 def _split_matches(text: str, pattern: re.Pattern[str]) -> Iterable[str]:

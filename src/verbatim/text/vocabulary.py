@@ -41,6 +41,19 @@ class PairTemplate:
     after: tuple[int, ...]
     typed: bool  # tokens behind the first of `between` have token type 1
 
+    def lengths(self, first: int, second: int, limit: int) -> tuple[int, int]:
+        """Tokens of two texts that fit an input of `limit` tokens: the longer one is cut to the
+        length of the shorter, then both alike ("longest first" of the `tokenizers` library)."""
+        room = max(limit - len(self.before) - len(self.between) - len(self.after), 0)
+        if first + second <= room:
+            return first, second
+        short = min(first, second)
+        long = max(short, room - short)
+        if short + long > room:
+            short = room // 2
+            long = short + room % 2
+        return (long, short) if first > second else (short, long)
+
 
 @dataclass(frozen=True)
 class Vocabulary:
