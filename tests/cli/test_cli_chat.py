@@ -37,7 +37,7 @@ def test_a_loop_is_stopped_except_in_beam_search(verbatim: Call) -> None:
     lines = result.err.splitlines()
     assert lines[0] == (
         "warning: stopped, because the end repeats a run of 1 token; /params on_loop=report "
-        "lets it go on"
+        "lets it continue"
     )
     assert "num_beams=2" in lines[1]
     assert "on_loop=report" in lines[1]

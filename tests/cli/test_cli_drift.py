@@ -86,7 +86,7 @@ def test_the_report_and_the_file(verbatim: Call, tmp_path: Path) -> None:
     assert "teacher-forced" in result.out
     assert max(map(len, result.out.splitlines())) <= 80
     found = verbatim(
-        "drift", "the dog", "--file", str(text), "--prefix", "8", "--tokens", "24", "--json"
+        "drift", "the dog", "--file", str(text), "--prefix", "8", "--max-tokens", "24", "--json"
     ).json
     assert [len(s["tokens"]) for s in found["series"]] == [24, 24, 24]
 
@@ -97,7 +97,7 @@ def test_the_report_and_the_file(verbatim: Call, tmp_path: Path) -> None:
         (("x", "--temperature", "0"), "temperature"),
         (("x", "--file", "no-such-file"), "cannot read"),
         (("x", "--plot", "x.pdf"), "plot"),
-        (("x", "--tokens", "100000"), "tokens"),
+        (("x", "--max-tokens", "100000"), "max_tokens"),
     ],
 )
 def test_wrong_flags_are_refused(verbatim: Call, words: tuple[str, ...], hint: str) -> None:

@@ -59,7 +59,9 @@ def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.Monk
     code, line = cuda_line(verbatim)
     assert code == 0
     assert line.startswith("note")
-    assert "an NVIDIA GPU is here, but PyTorch is not installed; install verbatim-llm[cuda]" in line
+    assert (
+        "there is an NVIDIA GPU, but PyTorch is not installed; install verbatim-llm[cuda]" in line
+    )
 
 
 @pytest.mark.parametrize(
@@ -73,12 +75,12 @@ def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.Monk
         (
             BackendError("a test kernel did not run on the GPU: X"),
             "note",
-            "an NVIDIA GPU is here, but a test kernel did not run",
+            "there is an NVIDIA GPU, but a test kernel did not run",
         ),
         (
             gpu.WrongResult("its result is wrong"),
             "BAD",
-            "an NVIDIA GPU is here, but its result is wrong",
+            "there is an NVIDIA GPU, but its result is wrong",
         ),
         (
             OSError("libcudart.so.12"),
@@ -102,8 +104,8 @@ def test_version_with_a_gpu_reports_what_is_installed(
 ) -> None:
     result = verbatim("version").out
     assert (
-        "an NVIDIA GPU is here, PyTorch and Triton are installed; `verbatim doctor` runs a test "
-        "kernel"
+        "there is an NVIDIA GPU, and PyTorch and Triton are installed; `verbatim doctor` runs a "
+        "test kernel"
     ) in result
     assert "default backend: cuda" in result
 

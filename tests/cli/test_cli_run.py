@@ -285,7 +285,8 @@ def test_a_loop_is_stopped_and_reported_in_one_line(verbatim: Call) -> None:
     result = verbatim("run", *LOOP)
     told = [line for line in result.err.splitlines() if "--on-loop" in line]
     assert told == [
-        "warning: stopped, because the end repeats a run of 1 token; --on-loop report lets it go on"
+        "warning: stopped, because the end repeats a run of 1 token; --on-loop report lets it "
+        "continue"
     ]
     assert "64 output tokens" in result.err
     assert verbatim("run", "--json", *LOOP).json["finish_reason"] == "loop"

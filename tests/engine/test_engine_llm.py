@@ -1133,7 +1133,7 @@ def test_an_invalid_message_is_named_before_the_template_runs(messages: Any, wan
         assert "jinja" not in str(caught.value).lower()
         assert "attribute" not in str(caught.value)
         with pytest.raises(
-            UnsupportedError, match=r"messages\[1\].tool_calls: .* has no place"
+            UnsupportedError, match=r"messages\[1\].tool_calls: .* does not support"
         ) as caught:
             llm.encode_chat(
                 [

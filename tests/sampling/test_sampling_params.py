@@ -129,7 +129,7 @@ def test_error_texts_show_the_exact_limits() -> None:
         (
             "json_schema",
             '{"type": "object", "properties": {"a": {"type": "null", "type": "string"}}}',
-            "json_schema: is not valid JSON: the key 'type' is there twice in one object",
+            "json_schema: is not valid JSON: the key 'type' appears twice in one object",
         ),
     ):
         with pytest.raises(ParameterError) as caught:

@@ -193,7 +193,7 @@ def metric_names() -> set[str]:
         ledger.close("a", "stop", Usage(*(1,) * len(ledger_of.USAGE)))
         engine = Supervisor(Settings())
         engine.ledger, engine.metrics = ledger, EngineMetrics().registry.render()
-        return metrics.text({"m": engine}, 0)
+        return metrics.text({"m": engine}, 0, {"m": True})
 
     return set(re.findall(r"# TYPE (verbatim_\w+)", asyncio.run(everything())))
 

@@ -130,7 +130,8 @@ def test_the_lists_of_models_are_filled_in(real: Live) -> None:
 
 
 def test_ollamas_management_routes_name_the_command(fake: Live) -> None:
-    answer = fake.post("/api/pull", {})
+    assert ok(fake.post("/api/pull", {"stream": False})) == {"status": "success"}, "it is served"
+    answer = fake.post("/api/pull", {"model": "another"})
     assert answer.status_code == 404
     assert "verbatim pull" in answer.json()["error"]
 

@@ -104,8 +104,23 @@ def test_metrics_have_one_group_per_name_and_a_label(two: Live) -> None:
     text = two.client.get("/metrics").text
     names = re.findall(r"^# TYPE (\S+)", text, re.MULTILINE)
     assert len(names) == len(set(names))
-    for name in ("a", "b", "c"):
-        assert f'verbatim_engine_up{{model="{name}"}}' in text
+    assert sorted(loaded(two)) == ["a", "c"]
+    for name, there in (("a", 1), ("b", 0), ("c", 1)):
+        assert f'verbatim_model_loaded{{model="{name}"}} {there}' in text
+        assert (f'verbatim_engine_up{{model="{name}"}} 1' in text) == bool(there)
+        assert f'verbatim_engine_up{{model="{name}"}} 0' not in text, "not loaded is no fault"
+
+
+def test_ollamas_load_duration_is_the_time_of_the_load(two: Live) -> None:
+    absent = next(name for name in ("a", "b", "c") if name not in loaded(two))
+    body = {"prompt": "hi", "stream": False, "options": {"num_predict": 2}, "model": absent}
+    first, second = (two.client.post("/api/generate", json=body).json() for _ in range(2))
+    assert 0 < first["load_duration"] < first["total_duration"]
+    assert second["load_duration"] == 0
+    there = loaded(two)
+    absent = next(name for name in ("a", "b", "c") if name not in there)
+    answer = two.client.post("/api/pull", json={"model": absent, "stream": False})
+    assert (answer.json(), loaded(two)) == ({"status": "success"}, there), "nothing is loaded"
 
 
 def test_ollama_unloads_with_keep_alive_zero(two: Live) -> None:

@@ -550,7 +550,7 @@ def test_thoughts_that_the_template_does_not_know_are_refused() -> None:
     _, chatml = pair("chatml")
     for key in ("reasoning_content", "thinking", "reasoning"):
         with pytest.raises(
-            UnsupportedError, match=rf"messages\[0\].{key}: .*no place for thoughts"
+            UnsupportedError, match=rf"messages\[0\].{key}: .*does not support thoughts"
         ):
             chatml.render([{"role": "assistant", "content": "c", key: "why"}])
         chatml.render([{"role": "assistant", "content": "c", key: ""}])
@@ -587,9 +587,9 @@ def test_named_templates_and_the_one_for_tools() -> None:
     hi = [{"role": "user", "content": "x"}]
     assert template.render(hi) == "plain"
     assert template.render(hi, tools=[TOOL]) == "tools 1"
-    with pytest.raises(UnsupportedError, match="tools: the model's chat template has no place"):
+    with pytest.raises(UnsupportedError, match=r"tools: .*does not support tools"):
         template.render(hi, tools=[TOOL], template="default")
-    with pytest.raises(UnsupportedError, match="documents: the model's chat template has no place"):
+    with pytest.raises(UnsupportedError, match=r"documents: .*does not support documents"):
         template.render(hi, documents=[{"text": "T"}])
     assert template.render(hi, documents=[{"text": "T"}], template="rag") == "rag T"
 

@@ -88,10 +88,10 @@ class EncoderBackend:
         """An encoder keeps no keys and values."""
 
     def read_block(self, group: int, block: int) -> bytes:
-        raise NotImplementedError("an encoder keeps no keys and values")
+        raise NotImplementedError("an encoder has no KV cache")
 
     def write_block(self, group: int, block: int, data: bytes) -> None:
-        raise NotImplementedError("an encoder keeps no keys and values")
+        raise NotImplementedError("an encoder has no KV cache")
 
     def execute(self, plan: StepPlan) -> StepResult:
         spec, weights = self._model.spec, self._model.weights

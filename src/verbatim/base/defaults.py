@@ -26,6 +26,7 @@ PROTOCOLS: dict[str, dict[str, Any]] = {
     "openai": {},
     "anthropic": {},
     "ollama": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
+    "llama.cpp": {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05},
 }
 # Always in the report; other parameters when they differ from their default.
 SHOWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_tokens", "on_loop")

@@ -139,7 +139,7 @@ def _ids(name: str, rule: Field, value: Any) -> tuple[int, ...]:
         raise ParameterError(name, f"{_show(value)} is not a list of token ids")
     out = tuple(_int(name, _ID, item) for item in value)
     if rule.optional and not out:
-        raise ParameterError(name, "an empty list would leave nothing to draw")
+        raise ParameterError(name, "an empty list would leave no token to sample")
     return out
 
 
@@ -215,7 +215,7 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
             for key, _ in pairs
             if key in seen or seen.add(key)  # type: ignore[func-returns-value]
         )
-        raise ValueError(f"the key {twice[:40]!r} is there twice in one object")
+        raise ValueError(f"the key {twice[:40]!r} appears twice in one object")
     return out
 
 

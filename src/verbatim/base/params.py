@@ -43,7 +43,7 @@ class SamplingParams:
 
     # length and stopping
     max_tokens: int | None = declared(
-        "int", None, "most tokens to write; missing: up to the context's end", low=0, high=MOST
+        "int", None, "maximum output tokens; missing: up to the context's end", low=0, high=MOST
     )
     min_tokens: int = declared(
         "int", 0, "no end-of-sequence or stop before this many tokens", low=0, high=MOST
@@ -57,7 +57,7 @@ class SamplingParams:
     thinking_budget: int | None = declared(
         "int",
         None,
-        "most tokens of a reasoning model's thought; then it is closed",
+        "maximum tokens of a reasoning model's thought, which is then closed",
         low=1,
         high=MOST,
     )
@@ -72,12 +72,12 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = declared(
         "bias", (), "token id -> number added to its logit", low=-100, high=100
     )
-    allowed_token_ids: Sequence[int] | None = declared("ids", None, "only these ids may be drawn")
-    banned_token_ids: Sequence[int] = declared("ids", (), "these ids are never drawn")
+    allowed_token_ids: Sequence[int] | None = declared("ids", None, "only these may be sampled")
+    banned_token_ids: Sequence[int] = declared("ids", (), "these are never sampled")
     repetition_penalty: float = declared(
         "float",
         1.0,
-        "divides positive, multiplies negative logits of seen ids",
+        "divides the positive and multiplies the negative logits of tokens that occurred",
         above=0,
         high=10,
         history=True,
@@ -85,13 +85,13 @@ class SamplingParams:
     frequency_penalty: float = declared(
         "float",
         0.0,
-        "subtracted once for each time the id was written",
+        "subtracted once for each time the token was generated",
         low=-2,
         high=2,
         history=True,
     )
     presence_penalty: float = declared(
-        "float", 0.0, "subtracted once if the id was written", low=-2, high=2, history=True
+        "float", 0.0, "subtracted once if the token was generated", low=-2, high=2, history=True
     )
     penalty_range: int = declared(
         "int",
@@ -112,7 +112,7 @@ class SamplingParams:
         "float", 1.75, "DRY: growth for each further token of the repeat", low=1, high=8
     )
     dry_allowed_length: int = declared(
-        "int", 2, "DRY: repeats up to this length are free", low=1, high=1000
+        "int", 2, "DRY: repeats up to this length are not penalised", low=1, high=1000
     )
     dry_range: int = declared(
         "int", 0, "DRY: look back this many tokens; 0 is all", low=0, high=MOST
@@ -131,20 +131,25 @@ class SamplingParams:
     temperature: float = declared(
         "float",
         1.0,
-        "0 is the most likely token, always; 1 the model's own distribution",
+        "0: always the most likely token; 1: the model's own distribution",
         low=0,
         high=100,
     )
     top_k: int = declared(
-        "int", 0, "keep the k most likely; 0 is off", low=0, high=MOST, filter=True
+        "int", 0, "keep the k most likely tokens; 0 is off", low=0, high=MOST, filter=True
     )
     top_p: float = declared(
-        "float", 1.0, "keep the smallest set with at least this mass", above=0, high=1, filter=True
+        "float",
+        1.0,
+        "keep the fewest tokens with this total probability",
+        above=0,
+        high=1,
+        filter=True,
     )
     min_p: float = declared(
         "float",
         0.0,
-        "keep ids at least this likely relative to the best",
+        "keep tokens with at least this share of the best token's probability",
         low=0,
         high=1,
         filter=True,
@@ -152,7 +157,7 @@ class SamplingParams:
     typical_p: float = declared(
         "float",
         1.0,
-        "keep the most typical set with at least this mass",
+        "keep the most typical tokens with this total probability",
         above=0,
         high=1,
         filter=True,
@@ -179,7 +184,7 @@ class SamplingParams:
     seed: int | None = declared(
         "int",
         None,
-        "makes the draw repeatable; missing: one is chosen and reported",
+        "makes sampling repeatable; missing: one is chosen and reported",
         low=0,
         high=2**63 - 1,
     )
@@ -188,7 +193,7 @@ class SamplingParams:
     best_of: int | None = declared(
         "int",
         None,
-        "write this many, return the n with the best mean log-probability",
+        "generate this many, return the n with the best mean log-probability",
         low=1,
         high=1024,
     )
@@ -244,7 +249,7 @@ class SamplingParams:
     logprobs_mode: str = declared(
         "choice",
         "raw",
-        "the model's distribution, or the one drawn from",
+        "the model's distribution, or the one that is sampled",
         choices=("raw", "processed"),
     )
     explain: int = declared(
@@ -255,7 +260,7 @@ class SamplingParams:
     speculate: str | None = declared(
         "str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting"
     )
-    priority: int = declared("int", 0, "smaller is sooner", low=-(2**31), high=2**31 - 1)
+    priority: int = declared("int", 0, "smaller numbers run first", low=-(2**31), high=2**31 - 1)
     adapter: str = declared("str", "", "name of a loaded LoRA adapter; empty: the base model")
     cache_salt: str = declared("str", "", "requests share cached prefixes only under the same salt")
     # (name, origin) of each parameter in DEFAULTED that was given: "request". base/defaults.py adds

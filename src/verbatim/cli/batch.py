@@ -199,7 +199,7 @@ def in_and_out(files: tuple[str, ...], source: str | None, target: str | None) -
     if target is None and rest:
         target = rest.pop(0)
     if rest:
-        raise ParameterError("files", f"{rest[0]!r} is one file too many; IN and OUT are two")
+        raise ParameterError("files", f"{rest[0]!r} is a third file; batch takes two, IN and OUT")
     if source is None or target is None:
         name = "IN" if source is None else "OUT"
         raise ParameterError(name, "is missing; write verbatim batch IN OUT")

@@ -115,7 +115,7 @@ def _cuda() -> tuple[str, str]:
         found = import_module("verbatim.backend.cuda").kernel_ran()
     except BackendError as error:
         state = "bad" if isinstance(error, gpu.WrongResult) else "note"
-        return state, f"an NVIDIA GPU is here, but {error}; backend=auto uses the cpu"
+        return state, f"there is an NVIDIA GPU, but {error}; backend=auto uses the cpu"
     except Exception as error:  # a broken installation of PyTorch or Triton can raise any type
         return (
             "bad",
@@ -155,7 +155,7 @@ def _cache() -> Iterator[Finding]:
             f"{cache} ({free / 1e9:.1f} GB free{'; too little' if short else ''})",
         )
     if default.ready:
-        yield "good", "model", f"{default.name} is here ({default.bytes / 1e6:.0f} MB)"
+        yield "good", "model", f"{default.name} is downloaded ({default.bytes / 1e6:.0f} MB)"
     else:
         yield "note", "model", f"{default.name} is not downloaded; `verbatim pull {default.name}`"
     limits = Path(cache, "limits.json")

@@ -38,7 +38,9 @@ SPARKS = "▁▂▃▄▅▆▇█"
     help="tokens of the given text that are read before the measurement starts [32]",
 )
 @click.option(
+    "--max-tokens",
     "--tokens",
+    "tokens",
     cls=Option,
     type=click.IntRange(8),
     default=192,
@@ -95,7 +97,7 @@ def command(
     check_plot(plot)
     if not temperature > 0:
         raise ParameterError(
-            "temperature", f"{temperature:g} is not above 0; the greedy text is always there"
+            "temperature", f"{temperature:g} is not above 0; the greedy text is always included"
         )
     given = _read(file) if file is not None else GIVEN
     start = read_prompt(prompt) if prompt or file is None else None
@@ -136,7 +138,9 @@ def _read(file: str) -> str:
 def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:
     most = llm.context - max(start, prefix) - 1
     if tokens > most:
-        raise ParameterError("tokens", f"{tokens} is more than the {most} that the context leaves")
+        raise ParameterError(
+            "max_tokens", f"{tokens} is more than the {most} that the context leaves"
+        )
     return tokens
 
 

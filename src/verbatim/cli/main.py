@@ -52,7 +52,7 @@ GROUPS = {
         "plan": "Estimate memory, speed limits and cost of a model from its config.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, or a model.",
-        "verify": "Check that one request gives the same tokens in any circumstance.",
+        "verify": "Check that one request gives the same tokens under all conditions.",
         "version": "Print versions, backends and the instruction set.",
     },
 }
@@ -217,7 +217,7 @@ OS_REMEDIES = {
     errno.EACCES: "check its permissions, or choose another path",
     errno.EPERM: "check its permissions, or choose another path",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
-    errno.ENFILE: "close some programs: the system has no more files to open",
+    errno.ENFILE: "close some programs: the system's limit on open files is reached",
 }
 # A ModelError with one of these causes comes from writing a file; the model itself is sound.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

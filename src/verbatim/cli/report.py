@@ -98,7 +98,7 @@ def loop_line(completion: Completion, report_flag: str, stop_flag: str) -> str |
     if stopped:
         return (
             f"stopped, because the end repeats a run of {_tokens(stopped)};"
-            f" {report_flag} lets it go on"
+            f" {report_flag} lets it continue"
         )
     loop = max((choice.loop for choice in completion.choices), default=0)
     if not loop:

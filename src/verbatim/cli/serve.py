@@ -67,7 +67,7 @@ def limit_options(command: F) -> F:
     cls=Option,
     multiple=True,
     metavar="NAME",
-    help="name clients may use (may be repeated)",
+    help="name that clients may use for the model, such as llama3.2 (may be repeated)",
 )
 @click.option(
     "--pin",
@@ -91,14 +91,14 @@ def limit_options(command: F) -> F:
     default=0,
     type=int,
     metavar="N",
-    help="of several models: the most that are loaded at once; 0: as many as fit in memory [0]",
+    help="of several models: maximum number loaded at once; 0: as many as fit in memory [0]",
 )
 @click.option(
     "--model-idle-seconds",
     cls=Option,
     default=0.0,
     type=float,
-    help="of several models: unload one that no request has used for so long; 0: never [0]",
+    help="of several models: unload one after this time without a request; 0: never [0]",
 )
 @click.option(
     "--api-key-file",
@@ -134,7 +134,7 @@ def limit_options(command: F) -> F:
     cls=Option,
     default=15.0,
     type=float,
-    help="silence of a stream before it sends a comment line [15]",
+    help="silence of a stream after which it sends a keep-alive comment [15]",
 )
 @click.option(
     "--engine-silence-seconds",
@@ -151,7 +151,11 @@ def limit_options(command: F) -> F:
     help="wait before a dead engine is restarted; doubles each time [0.5]",
 )
 @click.option(
-    "--backoff-limit", cls=Option, default=30.0, type=float, help="the longest such wait [30]"
+    "--backoff-limit",
+    cls=Option,
+    default=30.0,
+    type=float,
+    help="maximum wait before a restart [30]",
 )
 @click.option(
     "--store-items",

@@ -49,8 +49,8 @@ def command(
     offline: bool,
     **flags: Any,
 ) -> int:
-    """Run one request alone, in a crowd, in chunks, from the cache, preempted, with other threads,
-    instruction sets and proposers, and compare every token and every bit of its
+    """Run one request alone, among others, in chunks, from the cache, preempted, with other
+    threads, instruction sets and proposers, and compare every token and every bit of its
     log-probabilities. About a minute. Exit code 1 if anything differs.
     """
     from verbatim.weights.catalog import resolve

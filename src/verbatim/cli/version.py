@@ -66,9 +66,9 @@ def cuda_facts() -> str:
             "" if lacks else "; PyTorch and Triton are installed"
         )
     if lacks:
-        return f"not usable: an NVIDIA GPU is here, but {lacks}"
+        return f"not usable: there is an NVIDIA GPU, but {lacks}"
     return (
-        "an NVIDIA GPU is here, PyTorch and Triton are installed;"
+        "there is an NVIDIA GPU, and PyTorch and Triton are installed;"
         " `verbatim doctor` runs a test kernel"
     )
 

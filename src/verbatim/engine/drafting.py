@@ -103,7 +103,7 @@ class Drafting:
         if not self._use_cache and mode not in ("off", "auto"):
             raise UnsupportedError(
                 "speculate",
-                f"{mode!r} needs the cache, and use_cache is false: nothing could be drafted; "
+                f"{mode!r} needs the KV cache, and use_cache is false: nothing could be drafted; "
                 "leave out one of them",
             )
 

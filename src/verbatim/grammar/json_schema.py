@@ -353,8 +353,8 @@ def _check_values(node: Mapping[str, Any], path: str, field: str) -> None:
                     raise UnsupportedError(
                         field,
                         f"{open_end} {bound} together with {name} {near[0]}, less than one "
-                        f"away (at {path}), is not supported; use a bound that is not open, "
-                        "or a pattern",
+                        f"away (at {path}), is not supported; use minimum or "
+                        "maximum instead, or a pattern",
                     )
 
 

@@ -50,7 +50,9 @@ def _granite_hybrid(f: Fields, requested: int | None) -> ModelSpec:
     if f.integer("num_local_experts", low=0):
         raise f.fail("num_local_experts", "only 0 is supported")
     if not f.has("layer_types"):
-        raise f.fail("layer_types", "absent, all layers are Mamba layers, which are not supported")
+        raise f.fail(
+            "layer_types", "without it all layers are Mamba layers, which are not supported"
+        )
     kind = f.string("position_embedding_type", "nope")
     if kind not in ("rope", "nope"):
         raise f.fail("position_embedding_type", "rope or nope is needed")

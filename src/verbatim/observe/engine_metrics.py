@@ -145,7 +145,8 @@ class EngineMetrics:
             "verbatim_output_tokens_total", "output tokens of requests that ended"
         )
         self.cached_tokens = r.number(
-            "verbatim_cached_tokens_total", "prompt tokens taken from the prefix cache"
+            "verbatim_cached_tokens_total",
+            "prompt tokens found in the prefix cache, of requests that ended",
         )
         self.drafted = r.number("verbatim_drafted_tokens_total", "tokens drafted by speculation")
         self.accepted_drafts = r.number("verbatim_accepted_tokens_total", "drafted tokens accepted")
@@ -160,9 +161,11 @@ class EngineMetrics:
         self.steps = r.number("verbatim_steps_total", "steps of the engine")
         self.rows = r.number("verbatim_computed_tokens_total", "tokens computed by the model")
         self.step_seconds = r.histogram("verbatim_step_seconds", "time of a whole step")
-        self.plan_seconds = r.histogram("verbatim_plan_seconds", "planning a step", PLAN_SECONDS)
+        self.plan_seconds = r.histogram(
+            "verbatim_plan_seconds", "time to plan a step", PLAN_SECONDS
+        )
         self.compute_seconds = r.histogram(
-            "verbatim_compute_seconds", "the backend's part of a step"
+            "verbatim_compute_seconds", "time of a step in the backend"
         )
         self.step_rows = r.histogram("verbatim_step_tokens", "tokens computed in one step", ROWS)
         self.first_token = r.histogram(
@@ -215,14 +218,14 @@ class EngineMetrics:
 
 SAMPLED = {
     "requests": "requests in the engine",
-    "requests_running": "requests with a sequence that runs (vllm:num_requests_running)",
-    "running": "sequences that run",
-    "waiting": "sequences that wait",
+    "requests_running": "requests with a running sequence (vllm:num_requests_running)",
+    "running": "running sequences",
+    "waiting": "waiting sequences",
     "blocks": "KV cache blocks, all groups",
-    "blocks_used": "KV cache blocks that sequences refer to",
+    "blocks_used": "KV cache blocks that sequences use",
     "blocks_cached": "KV cache blocks kept for reuse",
     "kv_cache_usage_ratio": (
-        "share of the KV cache blocks that sequences refer to, 0 to 1 (vllm:kv_cache_usage_perc)"
+        "share of the KV cache blocks that sequences use, 0 to 1 (vllm:kv_cache_usage_perc)"
     ),
     "preemptions_total": "sequences preempted: their KV cache blocks were released",
     "evictions_total": "cached blocks evicted",
@@ -232,5 +235,5 @@ SAMPLED = {
     "disk_cache_loaded_total": "KV cache blocks loaded from --cache-dir",
     "disk_cache_stored_total": "KV cache blocks stored in --cache-dir",
     "disk_cache_dropped_total": "KV cache blocks not stored: the disk is too slow or was cleared",
-    "disk_cache_damaged_total": "stored blocks refused: damaged or of the wrong size",
+    "disk_cache_damaged_total": "stored KV cache blocks rejected: damaged or of the wrong size",
 }

@@ -18,7 +18,7 @@ from verbatim.observe.explanation import (
     headline,
     percent,
     quoted,
-    stage_rows,
+    stage_columns,
     top_columns,
 )
 
@@ -81,7 +81,7 @@ def _token(number: int, record: Mapping[str, Any], text: Text) -> str:
 
 
 def _section(number: int, record: Mapping[str, Any], text: Text) -> str:
-    stages = _table(("stage", "removed", "left", "of the top"), stage_rows(record, text), (0, 3))
+    stages = _table(*stage_columns(record, text), (0, 3))
     names, rows = top_columns(record, text)
     chances = [math.exp(candidate["logprob"]) for candidate in record["top"]]
     drawn = [candidate["id"] == record["token"] for candidate in record["top"]]

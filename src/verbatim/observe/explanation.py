@@ -89,12 +89,12 @@ def what_if(
             raise ParameterError(name, "no such parameter")
         if name not in CHANGEABLE:
             raise ParameterError(
-                name, "cannot be changed by a what-if: it does not decide how a token is drawn"
+                name, "cannot be changed by a what-if: it does not decide how a token is sampled"
             )
     then = params.with_(**changes)
     if params.num_beams > 1:
         raise ParameterError(
-            "num_beams", "a what-if needs drawn tokens, and beam search draws none"
+            "num_beams", "a what-if needs sampled tokens, and beam search samples none"
         )
     if params.dry_multiplier and "dry_breakers" in changes:
         raise ParameterError(
@@ -110,9 +110,9 @@ def what_if(
         again = _draw(record, params, history, breakers or (), key=int(record["key"], 16))
         if again.token != record["token"]:
             raise RequestError(
-                f"the record at position {record['position']} does not give its own token "
-                f"({record['token']}, drawn again {again.token}): these are not the settings it "
-                "was made under"
+                f"sampling the record at position {record['position']} again gives token "
+                f"{again.token} instead of {record['token']}: these are not the settings that it "
+                "was recorded with"
             )
         key = int(record["key"], 16) if "seed" not in changes else _key(then)
         drawn = _draw(record, then, history, breakers or (), key=key)
@@ -143,7 +143,7 @@ def _draw(
     row, mask = _inputs(record, params)
     if params.min_tokens and not record["withheld"]:
         raise ParameterError(
-            "min_tokens", "the record does not hold the end tokens; record it with min_tokens set"
+            "min_tokens", "the record has no end-of-sequence tokens; record it with min_tokens set"
         )
     shown = params.with_(explain=max(1, len(record["top"])), receipt=True)
     spec = DrawSpec(
@@ -151,7 +151,9 @@ def _draw(
     )
     drawn = sample_rows(row[None, :], [Row(spec, record["position"], history, mask)])[0]
     if drawn.token == NOTHING:
-        raise RequestError(f"at position {record['position']} these settings leave nothing to draw")
+        raise RequestError(
+            f"at position {record['position']} these settings leave no token to sample"
+        )
     return drawn
 
 
@@ -188,7 +190,7 @@ def _past(
         return [()] * len(records)
     if prompt_ids is None:
         raise RequestError(
-            "a penalty looks at the tokens so far: give prompt_ids, and the records from the "
+            "a penalty depends on the tokens so far: give prompt_ids, and all records from the "
             "first token on"
         )
     known = list(prompt_ids)
@@ -211,9 +213,10 @@ MIN_BAR, MAX_BAR = 5, 24  # columns of a bar
 # What the words and columns mean.
 LEGEND = (
     "p: the model's own probability of the token; rank 1 is its best; entropy: how undecided it is",
-    "stage: what each sampler stage removed; final p: the probability that was drawn from",
+    "stage: how many tokens each sampler stage removed and left; temperature only scales",
+    "among the listed: removed tokens that the table below lists; final p: p after all stages",
     "score: scaled logit plus noise of the seed; the largest wins; lead: its distance to the next",
-    "*: the drawn token; processed: the logit after bias and penalties",
+    "*: the sampled token; processed: the logit after bias and penalties",
 )
 
 
@@ -233,17 +236,23 @@ def headline(record: Mapping[str, Any], text: Text) -> str:
     return f"position {record['position']}  {_shown(text, token)} ({token})  " + ", ".join(parts)
 
 
-def stage_rows(record: Mapping[str, Any], text: Text) -> list[tuple[str, ...]]:
-    """What each stage removed; disabled stages are not listed."""
-    return [
+def stage_columns(
+    record: Mapping[str, Any], text: Text
+) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """(names, rows) of what each stage removed. Disabled stages are not listed. The last column has
+    the removed tokens that top_columns shows; it is left out where no stage removed one."""
+    rows = [
         (
             s["name"],
-            str(s["removed"]),
+            "-" if s["name"] == "temperature" else str(s["removed"]),  # it only scales
             str(s["left"]),
             " ".join(_shown(text, i) for i in s["removed_top"]),
         )
         for s in record["stages"]
     ]
+    names = ("stage", "removed", "left", "among the listed")
+    shown = 4 if any(row[3] for row in rows) else 3
+    return names[:shown], [row[:shown] for row in rows]
 
 
 def top_columns(
@@ -290,8 +299,7 @@ def render(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
     shows each candidate's probability as a bar; 0: no bars."""
     lines: list[str] = []
     if record["stages"]:
-        stages = stage_rows(record, text)
-        lines += columns(("stage", "removed", "left", "of the top"), stages, (0, 3)).splitlines()
+        lines += columns(*stage_columns(record, text), (0, 3)).splitlines()
     names, rows = top_columns(record, text)
     left = [i for i, name in enumerate(names) if name in ("", "token", "removed by")]
     table = columns(names, rows, left).splitlines()

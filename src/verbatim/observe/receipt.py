@@ -131,7 +131,7 @@ class Verdict:
         ]
         lines += self.reasons or (
             "model, backend, numerics and context are the same, so the tokens should be: "
-            "please report this receipt as a fault",
+            "please report it as a bug, with this receipt",
         )
         return "\n".join(lines)
 

@@ -57,19 +57,6 @@ from verbatim.server.traces import trace
 
 log = logging.getLogger("verbatim.server")
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
-# Routes of Ollama that change its set of models. Here the set is fixed when the server starts.
-OLLAMA_MANAGEMENT = (
-    "/api/blobs",
-    "/api/copy",
-    "/api/create",
-    "/api/delete",
-    "/api/pull",
-    "/api/push",
-)
-FIXED_MODELS = (
-    "a request cannot change the models of this server; `verbatim pull NAME` fetches one, and"
-    " `verbatim serve --model NAME` serves it"
-)
 AUTH_AND_CORS_HEADERS = (
     b"authorization",
     b"x-api-key",
@@ -126,6 +113,7 @@ ROUTES: dict[str, dict[str, tuple[Handler, bool]]] = {
     "/api/embed": {"POST": (ollama_models.embeddings_of_list, True)},
     "/api/embeddings": {"POST": (ollama_models.embedding_of_prompt, True)},
     "/api/show": {"POST": (ollama_models.show, False)},
+    "/api/pull": {"POST": (ollama_models.pull, False)},
     "/api/tags": {"GET": (ollama_models.tags, False)},
     "/api/ps": {"GET": (ollama_models.ps, False)},
     "/api/version": {"GET": (ollama_models.version, False)},
@@ -216,9 +204,8 @@ async def _http_exception(request: Request, error: Exception) -> Response:
     message = (
         "no such method on this route"
         if error.status_code == 405
-        else FIXED_MODELS
-        if request.url.path.startswith(OLLAMA_MANAGEMENT)
-        else f"no such route{_nearest_route(request.url.path)}; /openapi.json lists them"
+        else ollama_models.fixed_models(request.url.path)
+        or f"no such route{_nearest_route(request.url.path)}; /openapi.json lists them"
     )
     response = problem_response(request.url.path, Problem(code, message))
     response.headers.update(error.headers or {})

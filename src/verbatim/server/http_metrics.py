@@ -37,9 +37,15 @@ class Metrics:
         name, help = "verbatim_http_answers_total", "HTTP answers by route and status"
         self._registry.number(name, help, route=route, status=str(status)).add()
 
-    def text(self, engines: Mapping[str, Supervisor], open_requests: int) -> str:
+    def text(
+        self,
+        engines: Mapping[str, Supervisor],
+        open_requests: int,
+        loaded: Mapping[str, bool] | None = None,
+    ) -> str:
         """Prometheus text. `open_requests`: requests admitted and not yet answered. Of several
-        models, what an engine counts has a label `model`."""
+        models, what an engine counts has a label `model`, and `loaded` says which have an engine:
+        a model that is not loaded has no `verbatim_engine_up`, because it is not a fault."""
         ledger = next(iter(engines.values())).ledger  # one for all models
 
         def put(name: str, help: str, value: float, **labels: str) -> None:
@@ -60,22 +66,25 @@ class Metrics:
                 supervisor.reports,
                 **model_label(engines, name),
             )
+        for name, is_loaded in (loaded or {}).items():
+            put("model_loaded", "1 for a model that is loaded", int(is_loaded), model=name)
         texts = {name: supervisor.metrics for name, supervisor in engines.items()}
         merged = merge("model", texts) if len(texts) > 1 else "".join(texts.values())
-        return self._registry.render() + engines_text(engines) + merged
+        return self._registry.render() + engines_text(engines, loaded or {}) + merged
 
 
 def model_label(engines: Mapping[str, Supervisor], name: str) -> dict[str, str]:
     return {"model": name} if len(engines) > 1 else {}
 
 
-def engines_text(engines: Mapping[str, Supervisor]) -> str:
+def engines_text(engines: Mapping[str, Supervisor], loaded: Mapping[str, bool]) -> str:
     """What the HTTP process knows about each engine. The labels name a replica or a model, if there
     are several; a registry of its own, because replicas come and go."""
     registry = Registry()
     states = [
         ({**labels, **model_label(engines, name)}, state)
         for name, supervisor in engines.items()
+        if loaded.get(name, True)
         for labels, state in supervisor.engines()
     ]
     for labels, engine in states:

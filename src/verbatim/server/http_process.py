@@ -174,7 +174,7 @@ async def drain(state: State, drain_now: asyncio.Event) -> None:
     while state.open and not drain_now.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)
     if state.open:
-        log.warning("cutting %d requests", state.open)
+        log.warning("cancelling %d requests", state.open)
         for supervisor in state.engines().values():
             supervisor.fail_all(
                 Problem("unavailable", "the server is shutting down", retry_after=30)

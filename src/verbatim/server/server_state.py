@@ -96,6 +96,10 @@ class State:
             return {self.names()[0]: self.supervisor}
         return {name: model.supervisor for name, model in self.pool.models.items()}
 
+    def loaded(self) -> dict[str, bool]:
+        """Of several models: whether each has an engine, ready or starting. Empty for one model."""
+        return {name: model.loaded for name, model in self.pool.models.items()} if self.pool else {}
+
     def facts_of(self, name: str) -> ModelFacts | None:
         """Facts about the model with this served name; None until it is loaded for the first
         time."""
@@ -125,7 +129,7 @@ class State:
         raise Problem(
             "model_not_found",
             "model: no such model here; /v1/models and /api/tags list them "
-            f"({', '.join(names[:3])})",
+            f"({', '.join(names[:3])}); `verbatim serve --served-model-name NAME` adds a name",
             "model",
         )
 

@@ -52,13 +52,13 @@ def prepare_message(
     plain: dict[str, Any] = plain_copy(message, escaper, where)
     if plain.get("tool_calls") and not program.reads.may_read("tool_calls"):
         raise UnsupportedError(
-            f"{where}.tool_calls", "the model's chat template has no place for calls of tools"
+            f"{where}.tool_calls", "the model's chat template does not support tool calls"
         )
     thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
     if thought is not None:
         if thought and not any(program.reads.may_read(key) for key in REASONING):
             own = next(key for key in REASONING if plain.get(key) is not None)
-            why = "the model's chat template has no place for thoughts"
+            why = "the model's chat template does not support thoughts"
             remedy = "leave it out, or write it into content"
             raise UnsupportedError(f"{where}.{own}", f"{why}; {remedy}")
         plain = {"thinking": thought, **plain, "reasoning_content": thought}
@@ -128,7 +128,7 @@ def check_keys_read(
         ):
             raise UnsupportedError(
                 f"messages[{index}].{key}",
-                f"the model's chat template does not look at the {key} of such a message; "
+                f"the model's chat template does not read the {key} of such a message; "
                 "leave it out, or write it into content",
             )
 
@@ -144,7 +144,7 @@ def _part_text(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise UnsupportedError(
         "messages",
-        f"{where} has a content part of type {str(kind)[:40]!r}; only text is understood here",
+        f"{where} has a content part of type {str(kind)[:40]!r}; only text is supported",
     )
 
 

@@ -124,11 +124,11 @@ class ChatTemplate:
         """Reject tools, documents and variables that the template never reads: it would ignore them
         silently."""
         if tools and "tools" not in program.reads.variables:
-            raise UnsupportedError("tools", "the model's chat template has no place for tools")
+            raise UnsupportedError("tools", "the model's chat template does not support tools")
         if documents and "documents" not in program.reads.variables:
             raise UnsupportedError(
                 "documents",
-                "the model's chat template has no place for documents; write them into a message",
+                "the model's chat template does not support documents; write them into a message",
             )
         for key in variables:
             if key not in (known := program.reads.variables):

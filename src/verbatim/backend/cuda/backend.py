@@ -81,7 +81,8 @@ class CudaBackend:
         if config.kv_type != "f16":
             raise ParameterError(
                 "kv_type",
-                f"the cuda backend has no {config.kv_type!r}; use f16 or backend='cpu'",
+                f"the cuda backend has no KV cache of type {config.kv_type!r}; use f16, or"
+                " backend='cpu'",
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()

@@ -20,6 +20,8 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predic
 def protocol_of(route: str) -> str:
     if route.startswith("/api/"):
         return "ollama"
+    if route == "/completion":
+        return "llama.cpp"
     return "anthropic" if route.startswith("/v1/messages") else "openai"
 
 

@@ -24,6 +24,7 @@ from verbatim.server.api.local_fields import (
     OLLAMA_EMBED,
     OLLAMA_EMBEDDINGS,
     OLLAMA_GENERATE,
+    OLLAMA_PULL,
     OLLAMA_SHOW,
 )
 from verbatim.server.api.openai_fields import (
@@ -64,6 +65,7 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Rule]]] = {
     "/api/embed": ("OllamaEmbed", OLLAMA_EMBED),
     "/api/embeddings": ("OllamaEmbeddings", OLLAMA_EMBEDDINGS),
     "/api/show": ("OllamaShow", OLLAMA_SHOW),
+    "/api/pull": ("OllamaPull", OLLAMA_PULL),
     "/lens/api/step": ("LensStep", LENS_STEP),
     "/lens/api/replay": ("LensReplay", LENS_REPLAY),
 }

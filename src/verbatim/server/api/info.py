@@ -76,6 +76,6 @@ async def health(call: RequestContext) -> Response:
 
 async def metrics(call: RequestContext) -> Response:
     return Response(
-        call.state.metrics.text(call.state.engines(), call.state.open),
+        call.state.metrics.text(call.state.engines(), call.state.open, call.state.loaded()),
         media_type="text/plain; version=0.0.4",
     )

@@ -127,7 +127,20 @@ OLLAMA_EMBEDDINGS: dict[str, Rule] = {
 }
 OLLAMA_SHOW: dict[str, Rule] = {
     "model": Rule("honoured", "a name from the start-up table", schemas.Label, required=True),
-    "verbose": Rule("refused", "it would change nothing", only=(False,)),
+    "verbose": Rule(
+        "refused", "the vocabulary is not sent; /tokenize and /detokenize read it", only=(False,)
+    ),
+}
+OLLAMA_PULL: dict[str, Rule] = {
+    "model": Rule(
+        "honoured",
+        "a served model: success at once; any other name is refused, with the command that fetches "
+        "a model",
+        schemas.Label,
+        required=True,
+    ),
+    "stream": Rule("honoured", "lines of JSON (default true), or one object", TRUE_FALSE),
+    "insecure": Rule("refused", "no model is fetched on request", only=(False,)),
 }
 
 LAST_N = Annotated[int, P(strict=True, ge=-1, le=MOST)]
@@ -184,7 +197,7 @@ LLAMA_COMPLETION: dict[str, Rule] = {
     ),
     "logit_bias": Rule(
         "honoured",
-        "pairs of a token id and a number added to its logit; false: the id is never drawn",
+        "pairs of a token id and a number added to its logit; false: the token is never sampled",
         list[schemas.BiasPair],
     ),
     "top_k": extensions()["top_k"],
@@ -210,7 +223,11 @@ LLAMA_COMPLETION: dict[str, Rule] = {
     "id_slot": Rule("refused", "the scheduler has no slots to choose from", only=(-1,)),
     "n_keep": Rule("label", "the server never truncates a prompt", INT64),
     "samplers": Rule("refused", "the order of the samplers is fixed (docs/sampling.md)"),
-    "mirostat": Rule("refused", "this sampler is not here", only=(0,)),
+    "mirostat": Rule(
+        "refused",
+        "this sampler does not exist here; min_p, typical_p and top_n_sigma do",
+        only=(0,),
+    ),
     "mirostat_tau": Rule("label", "without mirostat it has no effect", NUMBER),
     "mirostat_eta": Rule("label", "without mirostat it has no effect", NUMBER),
     "dynatemp_range": Rule("refused", "the temperature is fixed", only=(0, 0.0)),

@@ -182,8 +182,8 @@ class OllamaReply:
             more["warnings"] = [*more.get("warnings", []), *self.warnings]
         return {
             "done_reason": finish_reason(finish) or "stop",
-            "total_duration": int(times.total * 1e9),
-            "load_duration": 0,
+            "total_duration": int((self.call.load_seconds + times.total) * 1e9),
+            "load_duration": int(self.call.load_seconds * 1e9),
             "prompt_eval_count": usage.prompt_tokens,
             "prompt_eval_duration": int(max(times.first_token - times.queued, 0) * 1e9),
             "eval_count": usage.output_tokens,

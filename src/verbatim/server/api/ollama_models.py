@@ -1,7 +1,10 @@
-"""Ollama's /api/tags, /api/ps, /api/show, /api/version, /api/embed and /api/embeddings.
+"""Ollama's /api/tags, /api/ps, /api/show, /api/version, /api/embed and /api/embeddings, and the
+routes that would change the set of models.
 
 In: the facts of the served model, or texts. Out: Ollama's JSON objects. The server has one model
-and keeps it loaded, so the lists of installed and of loaded models are the same.
+and keeps it loaded, so the lists of installed and of loaded models are the same. The set of models
+is fixed when the server starts: pulling one of them succeeds at once, and any other change is
+refused with the command that does it.
 """
 
 from __future__ import annotations
@@ -13,14 +16,27 @@ from starlette.responses import Response
 
 from verbatim import __version__
 from verbatim.base.defaults import report
+from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.default_params import default_params
 from verbatim.server.api.embed_rerank import embed, unit_vector
 from verbatim.server.api.generate import extra_fields
 from verbatim.server.api.ollama import warnings_of
 from verbatim.server.api.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.api.request_context import Json, RequestContext
+from verbatim.server.json_io import dumps
 from verbatim.server.process.messages import ModelFacts
 
+# Routes of Ollama that change its set of models -> how that is done here
+MANAGEMENT = {
+    "/api/pull": "`verbatim pull NAME` fetches one, and `verbatim serve --model NAME` serves it",
+    "/api/create": "send system and options with each request; `verbatim convert` quantises a file,"
+    " and `verbatim serve --model FILE` serves it",
+    "/api/copy": "`verbatim serve --served-model-name NAME` gives a model another name",
+    "/api/delete": "`verbatim rm NAME` deletes a downloaded model",
+    "/api/push": "nothing is uploaded; `verbatim convert` writes a file that you can share",
+    "/api/blobs": "no file is stored; `verbatim serve --model FILE` serves one",
+}
+FIXED_MODELS = "a request cannot change the models of this server; "
 NEVER = "9999-12-31T23:59:59Z"  # expiry time: the model is never unloaded
 
 
@@ -131,6 +147,26 @@ async def show(call: RequestContext) -> Response:
     )
 
 
+def fixed_models(path: str) -> str | None:
+    """The answer on a route that would change the set of models; None: the path is no such."""
+    return next((FIXED_MODELS + how for at, how in MANAGEMENT.items() if path.startswith(at)), None)
+
+
+async def pull(call: RequestContext) -> Response:
+    """A served model is here already. Ollama's lines for that, without those of a download."""
+    try:
+        body = await call.body()
+        call.state.check_model(body["model"])
+    except Problem as problem:
+        if problem.code != "model_not_found":
+            raise
+        raise Problem("not_found", FIXED_MODELS + MANAGEMENT["/api/pull"], "model") from None
+    if not body.get("stream", True):
+        return Json({"status": "success"})
+    lines = [dumps({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
+    return Response(b"".join(lines), media_type="application/x-ndjson")
+
+
 async def version(call: RequestContext) -> Response:
     return Json({"version": __version__})
 
@@ -146,7 +182,7 @@ async def embeddings_of_list(call: RequestContext) -> Response:
             "model": model,
             "embeddings": vectors,
             "total_duration": int((call.state.clock() - call.arrived) * 1e9),
-            "load_duration": 0,
+            "load_duration": int(call.load_seconds * 1e9),
             "prompt_eval_count": sum(done.usage.prompt_tokens for done in results),
             **_more(call, body),
         }

@@ -64,13 +64,21 @@ OLLAMA_MACHINE_OPTIONS = {
 }
 
 
+# Options that are refused with other values than those of _OllamaOptions -> why
+REFUSED_OPTIONS = {
+    "mirostat": "this sampler does not exist here; min_p and typical_p do",
+    "tfs_z": "this sampler does not exist here; min_p and typical_p do",
+    "penalize_newline": "the penalties apply to a newline as to any token",
+}
+
+
 class _OllamaOptions(Strict):
     """Ollama options that are not SamplingParams fields, or have another range."""
 
     num_predict: Annotated[int, Field(ge=-2, le=MOST)] | None = None
     num_ctx: Annotated[int, Field(ge=1, le=MOST)] | None = None
     repeat_last_n: Annotated[int, Field(ge=-1, le=MOST)] | None = None
-    # accepted where they change nothing
+    # accepted where they change nothing; REFUSED_OPTIONS has the reasons
     penalize_newline: Literal[True] | None = None  # a new line is penalised like any token
     mirostat: Literal[0] | None = None
     mirostat_tau: float | None = None

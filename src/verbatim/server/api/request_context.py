@@ -70,6 +70,7 @@ class RequestContext:
         self.names: Mapping[str, str] = {}
         self.shift = 0  # number of messages that the server put before the client's messages
         self.given: Mapping[str, Any] = {}  # the validated body
+        self.load_seconds = 0.0  # this request waited so long for its model to be loaded
         self.signal = Signal()
         self.runs: list[Running] = []
         self.deadline: asyncio.Timeout | None = None  # of the open event stream
@@ -100,14 +101,17 @@ class RequestContext:
         name = pool.adapters.get(name, name)
         model = pool.models[name]
         if not model.loaded and (
-            (self.route == "/api/show" and model.facts is not None)
+            self.route == "/api/pull"
+            or (self.route == "/api/show" and model.facts is not None)
             or asks_to_unload(self.route, body or {})
         ):
             self.state = self.state.for_model(model)
             return
-        wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
+        start, is_loaded = self.state.clock(), model.supervisor.ready.is_set()
+        wait = self.arrived + self.state.limits.request_seconds - start
         self.state = self.state.for_model(await pool.hold(name, max(wait, 0)))
         self.admission.callback(pool.release, name)
+        self.load_seconds = 0.0 if is_loaded else self.state.clock() - start
 
     async def read_raw(self) -> bytes:
         limit = self.state.limits.max_body_bytes

@@ -20,6 +20,7 @@ from verbatim.base.habits import PARAMETERS
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_rules import Rule
 from verbatim.server.api.field_table import ANY_QUERY, OTHER_NAMES, PROTOCOLS, QUERIES
+from verbatim.server.api.ollama_schemas import REFUSED_OPTIONS
 from verbatim.server.json_io import depth_of, has_big_integer
 
 
@@ -359,6 +360,9 @@ def _problem(error: ValidationError, data: Any) -> Problem:
             )
         chosen["type"] = "missing"
     param = _format_path(path)
+    if len(path) == 2 and path[0] == "options" and path[1] in REFUSED_OPTIONS:
+        why = REFUSED_OPTIONS[str(path[1])]
+        return Problem("unsupported_parameter", f"{param}: not supported; {why}", param)
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":
@@ -387,7 +391,7 @@ def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:
                 path[: i + 1]
             ), f"{'an' if here['type'][0] in 'aeiou' else 'a'} {here['type']}"
         if step == "images" and here:
-            return _format_path(path[: i + 1]), "no text"
+            return _format_path(path[: i + 1]), "a list of images"
     return None
 
 

@@ -203,7 +203,7 @@ class HttpProtocol(asyncio.Protocol):
             self.refuse(
                 "400 Bad Request",
                 "invalid_request",
-                "transfer-encoding: only chunked is understood",
+                "transfer-encoding: only chunked is supported",
             )
         elif self.max_connections and len(self._shared.connections) > self.max_connections:
             self.refuse(
@@ -232,7 +232,9 @@ class HttpProtocol(asyncio.Protocol):
         try:
             scope = self._scope()
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
-            self.refuse("400 Bad Request", "invalid_request", "this is not an address")
+            self.refuse(
+                "400 Bad Request", "invalid_request", "the request target is not a path or URL"
+            )
             return
         expects = any(k == b"expect" and v.lower() == b"100-continue" for k, v in self._headers)
         keep_alive = scope["http_version"] == "1.1" and self._parser.should_keep_alive()
