@@ -1,7 +1,7 @@
 // Requests to this server. In: plain objects. Out: plain objects, or a Trouble with the server's
 // own words. No other host is ever contacted.
 
-export class Trouble extends Error {
+class Trouble extends Error {
   constructor(message, { status = 0, code = "", param = null, retry = null } = {}) {
     super(message);
     Object.assign(this, { status, code, param, retry });

@@ -213,5 +213,3 @@ setTheme(state.theme);
 const saved = document.getElementById("run");
 if (saved) restore(parseRun(saved.textContent), { offline: true });
 else open();
-
-export { state };

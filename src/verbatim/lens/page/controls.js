@@ -23,15 +23,15 @@ const SLIDERS = {
 };
 export const sliderRange = (name) => SLIDERS[name];
 
-export const valueOf = (name) =>
+const valueOf = (name) =>
   state.params[name] ?? LENS[name] ?? state.info.parameters[name].default;
 
-export function originOf(name) {
+function originOf(name) {
   if (state.params[name] !== undefined) return "you";
   return LENS[name] !== undefined ? "the Lens" : state.info.parameters[name].origin;
 }
 
-export function setParam(name, value) {
+function setParam(name, value) {
   const rule = state.info.parameters[name];
   const same = JSON.stringify(value) === JSON.stringify(LENS[name] ?? rule.default);
   if (value === undefined || same) delete state.params[name];

@@ -27,7 +27,7 @@ function bar(parts, left, drawn) {
   return html`<div class="bar" aria-hidden="true">
     ${parts.filter((part) => part.share > 0.004).map(
       ({ id, share }) => html`<i class=${id === drawn ? "drawn" : ""} .style=${`flex-basis:${(100 * share).toFixed(3)}%`}
-        title="${state.vocab.show(id)} ${percent(share)}"><span>${share > 0.045 ? state.vocab.show(id) : ""}</span></i>`,
+        title="${state.vocab.show(id)} ${percent(share)}">${share > 0.045 ? state.vocab.show(id) : ""}</i>`,
     )}
     <i class="rest" .style=${`flex-basis:${(100 * Math.max(0, left - parts.reduce((s, p) => s + (p.share > 0.004 ? p.share : 0), 0))).toFixed(3)}%`}></i>
     ${left < 0.99995 ? html`<i class="cut" .style=${`flex-basis:${(100 * (1 - left)).toFixed(3)}%`}></i>` : nothing}
@@ -64,15 +64,14 @@ export function stages(row, result, settings, params) {
       <span class="numbers"><span class="left">1</span> id</span></div>${bar([{ id: result.token, share: 1 }], 1, result.token)}</li>`);
     return html`<ol class="stages">${out}</ol>`;
   }
-  const warm = sample(row, { temperature: settings.temperature });
+  let before = [];
   for (const s of result.stages) {
-    const kept = new Set(result.kept.map((c) => c.id));
-    const last = s === result.stages.at(-1);
-    const parts = warm.kept.slice(0, last ? 64 : s.left).filter((c) => !last || kept.has(c.id)).slice(0, SEGMENTS)
-      .map((c) => ({ id: c.id, share: c.probability }));
-    const after = warm.kept[s.left];
-    const note = s.removed && after && s.left < 512 ? html`first cut: <q>${state.vocab.show(after.id)}</q> ${percent(after.probability)}` : "";
+    const cut = s.removed ? before.find((i, place) => i !== s.order[place]) : undefined;
+    const { id, share } = result.share(cut);
+    const note = cut === undefined ? "" : html`first: <q>${state.vocab.show(id)}</q> ${percent(share)}`;
+    const parts = Array.from(s.order.subarray(0, SEGMENTS), result.share);
     out.push(stage(s.name, { ...s, note }, parts, result.token, shown(settings[s.name])));
+    before = s.order;
   }
   return html`<ol class="stages">${out}</ol>`;
 }
@@ -83,16 +82,15 @@ const shown = (value) =>
 // the draw: final probability, noise, score of the leading candidates
 export function draw(result) {
   if (result.greedy) return html`<p class="hint">Temperature 0 takes the largest logit. No noise is made.</p>`;
-  const rows = [...result.kept].sort((a, b) => b.score - a.score).slice(0, 8);
-  const low = Math.min(...rows.map((c) => c.score)), high = rows[0].score;
+  const rows = result.leaders, low = rows.at(-1).score, high = rows[0].score;
   const width = (score) => 8 + (92 * (score - low)) / Math.max(high - low, 1e-9);
   return html`<table class="draw">
     <thead><tr><th scope="col">token</th><th scope="col">left with</th><th scope="col">noise</th><th scope="col">score</th><th></th></tr></thead>
     <tbody>
-      ${rows.map((c, i) => html`<tr class=${i === 0 ? "winner" : ""}>
+      ${Array.from({ length: 8 }, (_, i) => rows[i]).map((c, i) => c ? html`<tr class=${i ? "" : "winner"}>
         <td><q>${state.vocab.show(c.id)}</q></td><td>${percent(c.probability)}</td>
         <td>${c.noise >= 0 ? "+" : ""}${number(c.noise, 2)}</td><td>${number(c.score, 2)}</td>
-        <td class="meter"><i .style=${`inline-size:${width(c.score).toFixed(1)}%`}></i></td></tr>`)}
+        <td class="meter"><i .style=${`inline-size:${width(c.score).toFixed(1)}%`}></i></td></tr>` : html`<tr><td></td></tr>`)}
     </tbody></table>
     <p class="hint">score = logit distance ÷ temperature + noise; the largest wins${
       result.lead === null ? "" : html`, here by ${number(result.lead, 2)}`}. The noise is a function of seed, position and id.</p>`;
@@ -110,12 +108,11 @@ export function sideBySide(row, settings) {
   };
   return html`<div class="five">
     ${Object.entries(kinds).map(([name, wanted]) => {
-      const key = row.usedKey ?? row.key, quick = sample(row.few ?? row, wanted, key);
-      const result = quick.undecided && row.few ? sample(row, wanted, key) : quick;
+      const result = sample(row, wanted, row.usedKey);
       const setting = Object.entries(wanted).map(([k, v]) => `${k === "temperature" ? "T" : ""}${v}`).join(" · ");
       return html`<figure data-sampler=${name}>
         <figcaption><b>${name}</b> <span class="setting">${setting}</span></figcaption>
-        ${result.kept.slice(0, 6).map((c) => html`<div class="mini ${c.id === result.token ? "drawn" : ""}">
+        ${result.kept.map((c) => html`<div class="mini ${c.id === result.token ? "drawn" : ""}">
           <i .style=${`inline-size:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
         <div class="out">${count(result.left)} left → <q>${result.undecided ? "…" : state.vocab.show(result.token)}</q></div>
       </figure>`;

@@ -46,7 +46,7 @@ function want(branch, index, rest, changes) {
 }
 
 // {row, settings, result, own}: the step under the sliders and under its own settings
-export function computeStep(branch, index) {
+function computeStep(branch, index) {
   const token = branch.tokens[index];
   const { seed, ...changes } = state.whatIf;
   const earlier = Object.fromEntries(Object.entries(changes).filter(([name]) => name in PENALTIES));

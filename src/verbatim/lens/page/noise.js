@@ -42,13 +42,11 @@ export function noiseKey(seed, choice = 0) {
 
 export const keyFromHex = (hex) => BigInt("0x" + hex);
 
-export function uniform(key, position, id, domain = TOKEN) {
+function uniform(key, position, id, domain = TOKEN) {
   const [k0, k1] = words(key);
   philox(id >>> 1, position >>> 0, Math.floor(position / 2 ** 32), domain, k0, k1);
   return id & 1 ? unit(out[2], out[3]) : unit(out[0], out[1]);
 }
-
-export const gumbel = (key, position, id) => -log(-log(uniform(key, position, id)));
 
 // the number that decides whether XTC acts at a position
 export const chance = (key, position) => uniform(key, position, 0, XTC);

@@ -15,7 +15,7 @@ const ROUND = 6755399441055744; // 1.5 * 2^52: t + ROUND - ROUND rounds t, ties 
 const SQRT2_HI = 0x6a09e, SQRT2_LO = 0x667f3bcd; // mantissa bits of sqrt(2)
 const EXP_FLOOR = -708;
 
-export const MASS_ONE = 2 ** 42; // the mass of the most likely token
+const MASS_ONE = 2 ** 42; // the mass of the most likely token
 const MASS_FLOOR = -30;
 
 const EXP_TERMS = [

@@ -47,7 +47,7 @@ function verdict(kind, message, index = null) {
 }
 
 // the first number that differs, or null
-export function difference(shown, fresh) {
+function difference(shown, fresh) {
   for (const name of NUMBERS)
     if ((shown[name] ?? null) !== (fresh[name] ?? null))
       return { name, shown: shown[name], fresh: fresh[name] };

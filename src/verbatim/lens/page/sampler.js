@@ -11,6 +11,8 @@ import { ExactSum, exp, logMass, logOfShare, massNeeded, massOf, spreadOf } from
 export const FILTERS = ["top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
 
 const EDGE = 1e-9; // logits; a bin's bounds are widened by it against rounding
+const LEADERS = 8; // candidates of largest score in a result
+const SHOWN = 6; // most likely candidates in a result
 
 export class Row {
   // `data`: the answer of /lens/api/step
@@ -33,7 +35,6 @@ export class Row {
 
   // the same logits at another position, which has other noise
   at(position) {
-    this.few?.at(position);
     this.position = position;
     this._noise = null;
     return this;
@@ -41,8 +42,6 @@ export class Row {
 
   // every live logit, from base64
   fill(text, type) {
-    // draws of `few` are cheap, where it can decide them
-    if (this.tail) this.few = Object.assign(Object.create(Row.prototype), this, { _noise: null });
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
     const all = Float64Array.from(
       type === "f4" ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer),
@@ -59,13 +58,13 @@ export class Row {
   noise(key = this.key) {
     if (this._noise?.key !== key) {
       const values = allNoise(key, this.position, this.vocab);
-      let beyond = -Infinity; // the largest noise of an id that is not among the candidates
-      if (this.tail) {
-        const known = new Set(this.ids);
-        for (let id = 0; id < this.vocab; id++)
-          if (values[id] > beyond && !known.has(id)) beyond = values[id];
+      let most = -Infinity, beyond = most; // the largest noise; of an id that is no candidate
+      const known = new Set(this.tail ? this.ids : []);
+      for (let id = 0; id < this.vocab; id++) {
+        if (values[id] > most) most = values[id];
+        if (values[id] > beyond && !known.has(id)) beyond = values[id];
       }
-      this._noise = { key, values, beyond };
+      this._noise = { key, values, most, beyond };
     }
     return this._noise;
   }
@@ -193,7 +192,8 @@ const STAGES = {
     const best = live.best, floor = logOfShare(min_p);
     if (live.tail && live.edge - best >= floor) live.undecided = `min_p ${min_p} keeps more`;
     else live.dropTail();
-    live.keep(live.order.filter((i) => live.d[i] - best >= floor));
+    const end = live.order.findIndex((i) => live.d[i] - best < floor);
+    if (end > 0) live.keep(live.order.subarray(0, end));
     return true;
   },
   typical_p(live, { typical_p }) {
@@ -246,65 +246,54 @@ export const DEFAULTS = {
   xtc_probability: 0, xtc_threshold: 0.1,
 };
 
-// Sample one row. Returns {token, stages, kept, undecided, ...}; see the head of this file.
+// Sample one row. Returns {token, stages, kept, leaders, undecided, ...}; see the head of this file.
+// A stage's `order` are its candidates, the most likely first; `share` is the probability of one of
+// them after the temperature.
 export function sample(row, settings, key = row.key) {
   const wanted = { ...DEFAULTS, ...settings };
   if (wanted.temperature === 0) {
+    const [best, next] = row.logits;
     return {
-      token: row.ids[0], greedy: true, stages: [], undecided: null, key,
-      kept: [{ id: row.ids[0], probability: 1, noise: null, score: row.logits[0] }],
-      runnerUp: row.ids.length > 1 ? row.ids[1] : null,
-      lead: row.ids.length > 1 ? row.logits[0] - row.logits[1] : null,
-      left: 1,
+      token: row.ids[0], greedy: true, stages: [], undecided: null,
+      kept: [{ id: row.ids[0], probability: 1, noise: null, score: best }],
+      lead: next === undefined ? null : best - next, left: 1,
     };
   }
-  const live = liveAt(row, wanted.temperature);
-  const middle = ([low, up]) => (Number(low) + Number(up)) / 2;
-  const whole = middle(live.totals());
-  const base = live.best;
-  const stages = [{ name: "temperature", left: live.left, removed: 0, mass: 1, exact: !live.tail }];
+  const live = liveAt(row, wanted.temperature), { best, d } = live;
+  const middle = ([low, up]) => (low === up ? low : (low + up) / 2n);
+  const all = middle(live.totals()), norm = logMass(all), exact = !row.tail;
+  const stages = [{ name: "temperature", left: live.left, removed: 0, mass: 1, exact, order: live.order }];
   for (const name of FILTERS) {
-    const before = live.left;
+    const { left } = live;
     if (!STAGES[name](live, wanted, key)) continue;
-    const mass = (middle(live.totals()) * exp(live.best - base)) / whole;
-    const exact = !live.tail && !live.undecided;
-    stages.push({ name, left: live.left, removed: before - live.left, mass, exact });
+    const mass = (Number(middle(live.totals())) * exp(live.best - best)) / Number(all);
+    stages.push({ name, left: live.left, removed: left - live.left, mass, exact, order: live.order });
     if (live.undecided) break;
   }
-  return draw(row, live, stages, key);
+  const share = (i) => ({ id: row.ids[i], share: exp(d[i] - best - norm) });
+  return { ...draw(row, live, key, logMass(middle(live.totals()))), stages, share };
 }
 
-function draw(row, live, stages, key) {
-  const { values, beyond } = row.noise(key);
-  const [low, up] = live.totals();
-  const norm = logMass(live.tail ? (low + up) / 2n : low);
-  const kept = [];
-  let first = -1, second = -1;
-  const scoreOf = (i) => live.d[i] + values[row.ids[i]];
-  const ahead = (a, b) => {
-    const x = scoreOf(a), y = scoreOf(b);
-    return x > y || (x === y && row.ids[a] < row.ids[b]);
+function draw(row, { best, d, order, tail, edge, left, undecided }, key, norm) {
+  const { values, most, beyond } = row.noise(key);
+  const at = (i) => {
+    const id = row.ids[i], noise = values[id];
+    return { id, noise, score: d[i] + noise, probability: exp(d[i] - best - norm) };
   };
-  for (let at = 0; at < live.order.length; at++) {
-    const i = live.order[at];
-    if (first < 0 || ahead(i, first)) {
-      second = first;
-      first = i;
-    } else if (second < 0 || ahead(i, second)) second = i;
+  let leaders = [];
+  for (let place = 0; place < order.length; place++) {
+    const i = order[place], floor = leaders[LEADERS - 1]?.score ?? -Infinity;
+    if (d[i] + most < floor) break; // no later one has more
+    if (d[i] + values[row.ids[i]] < floor) continue;
+    leaders.push(at(i));
+    leaders = leaders.sort((a, b) => b.score - a.score || a.id - b.id).slice(0, LEADERS);
   }
-  for (const i of live.order.subarray(0, 512)) {
-    kept.push({
-      id: row.ids[i], probability: exp(live.d[i] - live.best - norm),
-      noise: values[row.ids[i]], score: scoreOf(i),
-    });
-  }
-  let { undecided } = live;
-  if (!undecided && live.tail && !(scoreOf(first) > live.edge + beyond))
-    undecided = "an id beyond the candidates may have more noise";
+  const [first, second] = leaders;
+  const sure = (c) => !tail || c?.score > edge + beyond;
+  if (!undecided && !sure(first)) undecided = "an id beyond the candidates may have more noise";
   return {
-    token: row.ids[first], greedy: false, stages, undecided, key, kept, left: live.left,
-    score: scoreOf(first),
-    runnerUp: second < 0 ? null : row.ids[second],
-    lead: second < 0 ? null : scoreOf(first) - scoreOf(second),
+    token: first.id, greedy: false, undecided, leaders, left, score: first.score,
+    kept: Array.from(order.subarray(0, SHOWN), at),
+    lead: second && sure(second) ? first.score - second.score : null,
   };
 }

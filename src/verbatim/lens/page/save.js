@@ -15,7 +15,7 @@ const MODULES = [
 ];
 const STEPS = 64; // steps whose rows are fetched when a run is saved
 
-export async function runData() {
+async function runData() {
   const branch = current();
   if (!state.offline)
     for (let i = 0; i < Math.min(branch.tokens.length, STEPS); i++)
@@ -53,19 +53,17 @@ export async function runData() {
 
 const inScript = (text) => text.replaceAll("<", "\\u003c").replaceAll("\u2028", "\\u2028");
 
-export async function saveFile() {
+async function saveFile() {
   const data = await runData();
   const read = async (name) => (await fetch(`/lens/${name}`)).text();
   const modules = await Promise.all(MODULES.map(async (name) => [name, await read(name)]));
-  const styles = (await Promise.all([read("vendor/uPlot.css"), read("lens.css")])).join("\n");
-  const plot = await read("vendor/uPlot.js");
+  const styles = await read("lens.css");
   return `<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="content-security-policy" content="default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'; img-src data:">
 <title>Verbatim Lens: a saved run</title><style>${styles}</style></head>
 <body><a class="skip" href="#tiles">Skip to the tokens</a><div id="app"></div><div id="live" class="quiet" role="status" aria-live="polite"></div>
 <script type="application/json" id="run">${inScript(JSON.stringify(data))}</script>
 <script type="application/json" id="modules">${inScript(JSON.stringify(modules))}</script>
-<script>${plot.replaceAll("</script", "<\\/script")}</script>
 <script>(${start.toString()})()</script></body></html>`;
 }
 

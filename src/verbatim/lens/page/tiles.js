@@ -14,7 +14,7 @@ export const COLOURS = {
     Math.min(1, (r.top[0].logprob - r.logprob) / Math.log(100))],
 };
 
-export function describe(token, index) {
+function describe(token, index) {
   const { record } = token, shown = state.vocab.quoted(token.id);
   if (!record) return `token ${index + 1}, ${shown}, id ${token.id}`;
   return `token ${index + 1}, ${shown}, id ${token.id}, probability ${percent(Math.exp(record.logprob))}, rank ${record.rank}, entropy ${record.entropy.toFixed(2)} nats${token.forced ? ", chosen by you" : ""}`;

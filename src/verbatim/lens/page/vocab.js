@@ -2,11 +2,13 @@
 
 const utf8 = new TextDecoder("utf-8", { fatal: true });
 const loose = new TextDecoder();
+const hex = (bytes) => Array.from(bytes, (b) => b.toString(16).padStart(2, "0")).join(" ");
 
 export class Vocab {
   constructor(bytesOf, control = []) {
     this.bytesOf = bytesOf; // id -> Uint8Array
     this.control = new Set(control);
+    this.shown = new Map(); // id -> show(id)
   }
 
   static fromServer({ bytes, lengths, control }) {
@@ -32,13 +34,17 @@ export class Vocab {
 
   // a token for people: line breaks and bytes that are no character are made visible
   show(id) {
-    const bytes = this.bytesOf(id);
+    if (!this.shown.has(id)) this.shown.set(id, this.visible(this.bytesOf(id)));
+    return this.shown.get(id);
+  }
+
+  visible(bytes) {
     try {
       const text = utf8.decode(bytes);
       const seen = text.trim() ? text : text.replaceAll(" ", "␣");
       return seen.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
     } catch {
-      return `⟨${this.hex(id)}⟩`;
+      return `⟨${hex(bytes)}⟩`;
     }
   }
 
@@ -47,7 +53,7 @@ export class Vocab {
   }
 
   hex(id) {
-    return [...this.bytesOf(id)].map((b) => b.toString(16).padStart(2, "0")).join(" ");
+    return hex(this.bytesOf(id));
   }
 
   // the text of many tokens, as the server would write it (control tokens left out)
