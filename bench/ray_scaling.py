@@ -47,7 +47,7 @@ from ray_watch import processes, read_lines, stable  # noqa: E402
 from streams import stream  # noqa: E402
 
 from eventually import eventually  # noqa: E402
-from verbatim.scale.deploy import LOCAL_RAY  # noqa: E402
+from verbatim.scale.ray_start import LOCAL_RAY  # noqa: E402
 
 STREAMS = 16  # per replica
 REPLICAS = "ServeReplica:verbatim"  # in the titles of Ray's processes

@@ -6,20 +6,13 @@ from __future__ import annotations
 import os
 import sys
 
-from verbatim.scale.deploy import LOCAL_RAY
+from verbatim.scale.ray_start import LOCAL_RAY, start_local
 
 os.environ.update(LOCAL_RAY)
 
 import ray
 
-ray.init(
-    address="local",
-    namespace="serve",
-    num_cpus=int(sys.argv[1]),
-    include_dashboard=False,
-    object_store_memory=100 << 20,
-    log_to_driver=False,
-)
+start_local(num_cpus=int(sys.argv[1]), object_store_memory=100 << 20)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 ray.shutdown()

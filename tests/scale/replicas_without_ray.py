@@ -114,6 +114,9 @@ class LocalService:
         )
         return PromptHashes(tokenizer, template, s.prefix_key)
 
+    def progress(self) -> str:
+        return ""
+
     async def facts(self) -> bytes:
         return await next(iter(self.replicas.values())).facts()
 

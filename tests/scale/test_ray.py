@@ -23,7 +23,7 @@ from ray_watch import processes, read_lines, stable
 
 from eventually import HANG_SECONDS, eventually
 from verbatim import LLM, SamplingParams
-from verbatim.scale.deploy import LOCAL_RAY
+from verbatim.scale.ray_start import LOCAL_RAY
 from verbatim.server.api.field_table import PROTOCOLS
 from verbatim.testing import server_parts
 

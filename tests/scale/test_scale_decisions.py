@@ -4,6 +4,11 @@ merged metrics, Parquet-free parts of a batch."""
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+from subprocess import PIPE
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,12 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import verbatim.scale
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import BackendError, ParameterError
 from verbatim.cli.main import main
 from verbatim.diagnose.footprint import Footprint, footprint_of_config
 from verbatim.observe.merge_metrics import merge
+from verbatim.scale import ray_start
 from verbatim.scale.autoscale import wanted_replicas
 from verbatim.scale.ray_options import Replicas, parse_address, parse_replicas
+from verbatim.scale.ray_start import LOCAL_RAY, connect
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
 from verbatim.scale.routing import ASSUME_SECONDS, MAX_HASHES, Candidate, Decider, PrefixMap, Route
 
@@ -25,6 +32,60 @@ GIB = 1 << 30
 
 def hashes(*names: str) -> tuple[bytes, ...]:
     return tuple(name.encode().ljust(8) for name in names)
+
+
+# --------------------------------------------------------------------------------- start of Ray
+
+
+class FakeRay(ModuleType):
+    """A Ray whose start fails `failures` times and leaves a process each time."""
+
+    def __init__(self, failures: int) -> None:
+        super().__init__("ray")
+        self.failures = failures
+        self.left: list[subprocess.Popen[bytes]] = []
+        self.started: list[dict[str, Any]] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def init(self, **options: Any) -> None:
+        self.started.append(options)
+        if len(self.started) <= self.failures:
+            self.left.append(subprocess.Popen([sys.executable, "-c", "input()"], stdin=PIPE))
+            raise Exception("The current node timed out during startup.")
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
+    fake = FakeRay(0)
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.setattr(ray_start, "require_ray", lambda: None)
+    for name, value in LOCAL_RAY.items():
+        monkeypatch.setenv(name, value)  # so that connect()'s own change is undone
+    return fake
+
+
+def test_a_failed_start_of_ray_is_tried_again(
+    fake_ray: FakeRay, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_ray.failures = 2
+    assert connect("local")
+    assert len(fake_ray.started) == 3
+    assert {(o["address"], o["include_dashboard"]) for o in fake_ray.started} == {("local", False)}
+    assert "attempt 2 of" in caplog.text
+    assert [process.wait(60) for process in fake_ray.left] == [-signal.SIGKILL] * 2
+
+
+def test_a_ray_that_never_starts_is_an_error_with_a_remedy(fake_ray: FakeRay) -> None:
+    fake_ray.failures = 100
+    with pytest.raises(BackendError, match=r"timed out during startup.*ray start --head"):
+        connect("local")
+    assert len(fake_ray.started) == ray_start.ATTEMPTS
+    assert all(process.wait(60) for process in fake_ray.left)
 
 
 # --------------------------------------------------------------------------------------- options

@@ -12,11 +12,11 @@ import json
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from verbatim.scale.batch_actor import AnswerRequests
-from verbatim.scale.deploy import cluster_nodes, connect, footprint_of
+from verbatim.scale.deploy import cluster_nodes, footprint_of
 from verbatim.scale.ray_options import RayOptions
+from verbatim.scale.ray_start import connect
 from verbatim.scale.resources import state_needs
 from verbatim.server.batch_requests import Line
 from verbatim.server.settings import Settings
@@ -62,22 +62,18 @@ def answer_on_ray(
                 min_size=options.replicas.least,
                 max_size=options.replicas.most,
                 max_tasks_in_flight_per_actor=IN_FLIGHT,
+                max_concurrent_calls_per_actor=IN_FLIGHT,
+                enable_true_multi_threading=True,  # else the second batch waits for the first
             ),
-            **remote_args(needs.actor_options()),
+            # Ray Data restarts a dead actor and runs its batches again without limit. A request
+            # that kills its engine is answered with an error by the supervisor, so no batch does
+            # it for ever.
+            num_cpus=needs.cpus,
+            num_gpus=needs.gpus,
+            memory=needs.memory,
         )
         for row in answers.iter_rows():
             write(json.loads(row["answer"]))
     finally:
         if started:
             ray.shutdown()
-
-
-def remote_args(resources: dict[str, Any]) -> dict[str, Any]:
-    """Ray restarts a dead actor and runs its batches again without limit: a request that kills its
-    engine is answered with an error by the supervisor, so no batch can do it for ever."""
-    return {
-        **resources,
-        "max_concurrency": IN_FLIGHT,
-        "max_restarts": -1,
-        "max_task_retries": -1,
-    }

@@ -32,6 +32,7 @@ from verbatim.server.process.supervisor import EngineState, Supervisor
 from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.scale")
+PROGRESS_SECONDS = 10.0  # interval of log lines while the replicas start
 POLL_SECONDS = 0.5  # interval at which the gateway reads the replicas' reports
 ROUTER_HELP = {
     "requests": "requests sent to replicas",
@@ -51,6 +52,9 @@ class Service(Protocol):
     def start(self) -> PromptHashes | None:
         """Deploy the replicas and wait until they are ready; blocks. Returns the means to route by
         prefix; None: route by load."""
+
+    def progress(self) -> str:
+        """How far start() is, in words; empty: unknown. Blocks shortly."""
 
     async def facts(self) -> bytes: ...
 
@@ -191,7 +195,7 @@ class Cluster(Supervisor):
     async def _supervise(self) -> None:
         log.info("starting the replicas on Ray")
         try:
-            self._hashes = await asyncio.to_thread(self._service.start)
+            self._hashes = await self._start_replicas()
             self._handle(decode_from_engine(await self._service.facts()))
         except Exception as error:
             if not isinstance(error, VerbatimError):
@@ -207,6 +211,19 @@ class Cluster(Supervisor):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._service.stop)
+
+    async def _start_replicas(self) -> PromptHashes | None:
+        """A model may take any time to download and load: wait without a deadline, and log how far
+        it is."""
+        starting = asyncio.create_task(asyncio.to_thread(self._service.start))
+        began = self._clock()
+        while True:
+            done, _ = await asyncio.wait((starting,), timeout=PROGRESS_SECONDS)
+            if done:
+                return starting.result()
+            with contextlib.suppress(Exception):  # Serve itself is being started
+                if progress := await asyncio.to_thread(self._service.progress):
+                    log.info("replicas after %.0f s: %s", self._clock() - began, progress)
 
     async def close(self) -> None:
         self._closing.set()

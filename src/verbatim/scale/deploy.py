@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import secrets
 from dataclasses import replace
 from typing import Any
 
-from verbatim.base.errors import BackendError
 from verbatim.diagnose.footprint import Footprint, read_footprint
 from verbatim.scale.autoscale import policy
 from verbatim.scale.prompt_hashes import PromptHashes
-from verbatim.scale.ray_options import LOCAL, RayOptions, require_ray
+from verbatim.scale.ray_options import RayOptions, require_ray
+from verbatim.scale.ray_start import connect
 from verbatim.scale.resources import Node, ReplicaNeeds, state_needs
 from verbatim.scale.routing import REPORT_SECONDS, Route
 from verbatim.scale.snapshots import snapshot
@@ -31,42 +30,6 @@ ENGINES = "engine"  # name of the deployment of the replicas
 # Requests wait in the engines' fair queues, never in front of a replica: there a queue would be
 # first-in-first-out over all tenants.
 MAX_ONGOING = 1 << 16
-QUIET: dict[str, Any] = {
-    "namespace": "serve",
-    "logging_level": logging.WARNING,
-    "log_to_driver": False,  # Ray keeps the replicas' output in its session directory
-}
-# For Ray's own processes to start. Ray's limit of 15 seconds for its agent cannot be set.
-START_SECONDS = 60
-# A Ray that is started here sends no usage report to its makers, and its ports listen on loopback:
-# the second setting is Ray's own for macOS and Windows, and works everywhere.
-LOCAL_RAY = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_raylet_start_wait_time_s": str(START_SECONDS),
-    "RAY_agent_register_timeout_ms": str(1000 * START_SECONDS),
-    "RAY_worker_register_timeout_seconds": str(START_SECONDS),
-}
-
-
-def connect(address: str) -> bool:
-    """Connect to a running cluster, or start one on loopback. True: it was started here."""
-    require_ray()
-    if address == LOCAL:
-        os.environ.update(LOCAL_RAY)  # read when Ray is imported
-    import ray
-
-    if ray.is_initialized():
-        return False
-    if address != LOCAL:
-        try:
-            ray.init(address=address, **QUIET)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            first = str(error).strip().partition("\n")[0]
-            raise BackendError(f"no Ray cluster at {address}: {first}") from None
-        return False
-    ray.init(address="local", include_dashboard=False, **QUIET)
-    return True
 
 
 def cluster_nodes() -> list[Node]:
@@ -184,6 +147,9 @@ class HandleService:
     def listen(self, gateway: str, channel: str, replica: str) -> Any:
         return self.handle.options(stream=True).listen.remote(gateway, channel, replica=replica)
 
+    def progress(self) -> str:
+        return ""
+
     def reports(self) -> dict[str, dict[str, Any]]:
         return snapshot(self.application).reports
 
@@ -224,6 +190,14 @@ class OwnService(HandleService):
             logging_config=quiet_serve(),
         )
         return open_hashes(self.settings, self._footprint)
+
+    def progress(self) -> str:
+        """The states of the replicas, such as `1 running, 2 starting`."""
+        from ray import serve
+
+        app = serve.status().applications.get(self.application)
+        states = app.deployments[ENGINES].replica_states if app and app.deployments else {}
+        return ", ".join(f"{count} {state.lower()}" for state, count in states.items() if count)
 
     def stop(self) -> None:
         import ray

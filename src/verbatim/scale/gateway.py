@@ -12,11 +12,11 @@ from verbatim.scale.cluster import Cluster
 from verbatim.scale.deploy import (
     HandleService,
     cluster_nodes,
-    connect,
     footprint_of,
     replicas_application,
 )
 from verbatim.scale.ray_options import RayOptions
+from verbatim.scale.ray_start import connect
 from verbatim.scale.resources import state_needs
 from verbatim.server.app import make_app
 from verbatim.server.http_process import send_keepalives

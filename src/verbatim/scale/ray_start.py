@@ -1,0 +1,103 @@
+"""Connects to a Ray cluster, or starts a Ray of this machine's own on loopback.
+
+Ray's processes are waited for by event; the limits below only catch a hang. One wait of Ray has a
+limit that no setting changes: its raylet ends when an agent needs more than 15 seconds to start,
+which happens on a busy machine. A start that failed is tried again: the files of the agents are in
+the page cache then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from verbatim.base.errors import BackendError
+from verbatim.scale.ray_options import LOCAL, require_ray
+
+log = logging.getLogger("verbatim.scale")
+HANG_SECONDS = 600  # no start of a process takes that long
+ATTEMPTS = 4
+QUIET: dict[str, Any] = {
+    "namespace": "serve",
+    "logging_level": logging.ERROR,
+    "log_to_driver": False,  # Ray keeps the replicas' output in its session directory
+}
+# A Ray that is started here sends no usage report to its makers, and its ports listen on loopback:
+# the second setting is Ray's own for macOS and Windows, and works everywhere.
+LOCAL_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_raylet_start_wait_time_s": str(HANG_SECONDS),
+    "RAY_agent_register_timeout_ms": str(1000 * HANG_SECONDS),
+    "RAY_worker_register_timeout_seconds": str(HANG_SECONDS),
+}
+
+
+def connect(address: str) -> bool:
+    """Connect to a running cluster, or start one on loopback. True: it was started here."""
+    require_ray()
+    if address == LOCAL:
+        os.environ.update(LOCAL_RAY)  # read when Ray is imported
+    import ray
+
+    if ray.is_initialized():
+        return False
+    if address == LOCAL:
+        start_local()
+        return True
+    try:
+        ray.init(address=address, **QUIET)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise BackendError(
+            f"no Ray cluster at {address}: {_first_line(error)}; a cluster with token "
+            "authentication needs RAY_AUTH_MODE=token and its token in RAY_AUTH_TOKEN"
+        ) from None
+    return False
+
+
+def start_local(**more: Any) -> None:
+    """`more`: further arguments of ray.init."""
+    import ray
+
+    log.info("starting Ray on this machine")
+    before = _children()
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            ray.init(address="local", include_dashboard=False, **QUIET, **more)
+            return
+        except Exception as error:  # Ray raises a plain Exception here
+            reason = _first_line(error)
+        log.warning("Ray did not start (attempt %d of %d): %s", attempt, ATTEMPTS, reason)
+        ray.shutdown()
+        _kill(_children() - before)
+    raise BackendError(
+        f"Ray did not start on this machine in {ATTEMPTS} attempts: {reason} Ray gives its own "
+        "agents 15 seconds, too few on a very busy machine: start again when it is less busy, or "
+        "start Ray yourself ('ray start --head') and pass --ray HOST:PORT. Ray's log: "
+        "/tmp/ray/session_latest/logs/raylet.err"
+    )
+
+
+def _children() -> set[int]:
+    """Child processes of this process (Linux)."""
+    found: set[int] = set()
+    for path in Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found.update(map(int, path.read_text().split()))
+    return found
+
+
+def _kill(pids: set[int]) -> None:
+    """End what a failed start has left. Ray's processes end with their parent, or when the GCS is
+    gone."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
