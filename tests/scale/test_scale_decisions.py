@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import verbatim.scale
+from eventually import HANG_SECONDS
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.cli.main import main
 from verbatim.diagnose.footprint import Footprint, footprint_of_config
@@ -77,7 +78,7 @@ def test_a_failed_start_of_ray_is_tried_again(
     assert len(fake_ray.started) == 3
     assert {(o["address"], o["include_dashboard"]) for o in fake_ray.started} == {("local", False)}
     assert "attempt 2 of" in caplog.text
-    assert [process.wait(60) for process in fake_ray.left] == [-signal.SIGKILL] * 2
+    assert [process.wait(HANG_SECONDS) for process in fake_ray.left] == [-signal.SIGKILL] * 2
 
 
 def test_a_ray_that_never_starts_is_an_error_with_a_remedy(fake_ray: FakeRay) -> None:
@@ -85,7 +86,7 @@ def test_a_ray_that_never_starts_is_an_error_with_a_remedy(fake_ray: FakeRay) ->
     with pytest.raises(BackendError, match=r"timed out during startup.*ray start --head"):
         connect("local")
     assert len(fake_ray.started) == ray_start.ATTEMPTS
-    assert all(process.wait(60) for process in fake_ray.left)
+    assert all(process.wait(HANG_SECONDS) for process in fake_ray.left)
 
 
 # --------------------------------------------------------------------------------------- options

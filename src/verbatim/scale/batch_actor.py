@@ -27,7 +27,8 @@ class BatchActor:
         os.environ.setdefault("VERBATIM_LOG", "WARNING")
         self._concurrency = concurrency
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="requests", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="requests", daemon=True)
+        self._thread.start()
         self._engine: BatchEngine = self._call(self._open(settings))
 
     @staticmethod
@@ -52,6 +53,8 @@ class BatchActor:
     def close(self) -> None:
         self._call(self._engine.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
 
 
 def batch_settings(
