@@ -84,11 +84,12 @@ def values(texts: dict[str, Values], common: Values) -> dict[str, Values]:
         "sliding_window": (3,),
         "rope_scaling": ({"rope_type": "linear", "factor": 2.0},),
     }
-    return {
-        family: {
-            **outer,
-            "text_config/model_type": (ABSENT, "llama"),
-            **{f"text_config/{key}": choices for key, choices in texts[text].items()},
-        }
-        for family, text in _TEXT.items()
-    }
+    result: dict[str, Values] = {}
+    for family, text in _TEXT.items():
+        inner = {f"text_config/{key}": choices for key, choices in texts[text].items()}
+        result[family] = {**outer, **inner}
+        # Without a model_type mistral3 reads a mistral config: the error then names the key of
+        # ministral3's rope record, which the mutation did not change.
+        if family != "mistral3":
+            result[family]["text_config/model_type"] = (ABSENT, "llama")
+    return result
