@@ -141,6 +141,13 @@ def test_null_is_refused_where_transformers_does_not_use_the_default(
         read(family, **changes)
 
 
+def test_a_softcap_that_transformers_ignores_in_a_wrapper_is_refused() -> None:
+    text = {**TINY_CONFIGS["gemma3"], "final_logit_softcapping": 30.0}
+    with pytest.raises(ModelError, match=r"text_config\.final_logit_softcapping is 30\.0"):
+        read_config({"model_type": "gemma3", "text_config": text})
+    read_config({"model_type": "gemma3", "text_config": {**text, "final_logit_softcapping": None}})
+
+
 def test_null_and_absence_are_the_same_in_optional_keys_of_a_rope_record() -> None:
     record = {"rope_type": "yarn", "factor": 2.0}
     nulls = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "attention_factor"))

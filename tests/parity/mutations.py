@@ -1,33 +1,24 @@
-"""Random mutations of tiny configs, and the outcome of loading each with verbatim.
+"""Random mutations of tiny configs.
 
 A mutation changes one to three keys of a family's tiny config: other values, nulls, absent keys,
-rope records of every type, keys of other families, unknown keys. transformers builds a model from
-the mutated config and saves its weights. Verbatim loads them with the mutated config.json, and
-both compute the logits of the same twelve tokens.
+rope records of every type, keys of other families, unknown keys. judge.py loads each with
+transformers and with verbatim.
 """
 
 from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
+import encoder_mutations
 import newer_mutations
-import numpy as np
-from checkpoints import randomise
-from drive import Driver
+import wrapper_mutations
 from newer_mutations import ABSENT
 
-from verbatim.base.errors import ModelError, ParameterError
-from verbatim.model.families import read_config
-from verbatim.model.load import load_model
-
-TOLERANCE = 1e-4
-TOKENS = np.random.default_rng(7).integers(3, 96, 12).tolist()
+NULLS = 0.12  # of the values of a mutation: the key is present with null
 
 _BASE: dict[str, Any] = {
     "vocab_size": 96,
@@ -93,6 +84,12 @@ FAMILIES = tuple(BASE)
 NEWER_FAMILIES = tuple(newer_mutations.KIND)
 BASE |= newer_mutations.bases(_BASE)
 KIND |= newer_mutations.KIND
+WRAPPERS = tuple(wrapper_mutations.KIND)
+BASE |= wrapper_mutations.bases(BASE)
+KIND |= wrapper_mutations.KIND
+ENCODERS = tuple(encoder_mutations.KIND)
+BASE |= encoder_mutations.BASES
+KIND |= encoder_mutations.KIND
 
 _FLAG = (True, False, None, ABSENT)
 _ACTS = (
@@ -256,8 +253,10 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 VALUES |= newer_mutations.values(_ROTARY, _ANY)
+VALUES |= wrapper_mutations.values(VALUES, _ANY)
+VALUES |= encoder_mutations.values(_ANY, _ACTS)
 # Families with one rope record per layer type, and their layers.
-NESTED = {"gemma3", "olmo3"}
+NESTED = {"gemma3", "gemma3-wrapper", "olmo3"}
 
 
 @dataclass(frozen=True)
@@ -276,16 +275,18 @@ def mutations(family: str, count: int, seed: int = 17) -> Iterator[Mutation]:
         source = random.Random(f"{seed} {family} {number}")
         config = json.loads(json.dumps(BASE[family]))
         keys: list[str] = []
-        if family != "gpt2" and source.random() < 0.45:
-            keys += _mutate_rope(family, config, source)
+        if family not in ("gpt2", *ENCODERS) and source.random() < 0.45:
+            keys += _mutate_rope(family, config.get("text_config", config), source)
         names = sorted(VALUES[family])
         for name in source.sample(names, source.randint(0 if keys else 1, 3 - bool(keys))):
-            value = source.choice(VALUES[family][name])
-            keys.append(name)
+            value = None if source.random() < NULLS else source.choice(VALUES[family][name])
+            *inner, key = name.split("/")
+            place = config[inner[0]] if inner else config
+            keys.append(key)
             if value is ABSENT:
-                config.pop(name, None)
+                place.pop(key, None)
             else:
-                config[name] = value
+                place[key] = value
         original = source.random() < 0.15
         yield Mutation(
             family,
@@ -309,7 +310,7 @@ def _mutate_rope(family: str, config: dict[str, Any], source: random.Random) -> 
     )
     keys = list(names)
     for name in names:
-        record = _record(source, head // 2)
+        record = _with_nulls(_record(source, head // 2), source)
         if family in NESTED and name == "rope_parameters" and source.random() < 0.8:
             record = {_FULL: record, _SLIDING: _record(source, head // 2)}
             if source.random() < 0.2:
@@ -321,6 +322,13 @@ def _mutate_rope(family: str, config: dict[str, Any], source: random.Random) -> 
         config["original_max_position_embeddings"] = source.choice([6, 32])
         keys.append("original_max_position_embeddings")
     return keys
+
+
+def _with_nulls(record: dict[str, Any], source: random.Random) -> dict[str, Any]:
+    """The record, with null in some keys that it has or that yarn may have."""
+    optional = ("truncate", "beta_fast", "mscale") if "yarn" in record.values() else ()
+    nulls = [name for name in (*record, *optional) if source.random() < NULLS / 3]
+    return {**record, **dict.fromkeys(nulls)}
 
 
 def _record(source: random.Random, pairs: int) -> dict[str, Any]:
@@ -380,120 +388,3 @@ def _record(source: random.Random, pairs: int) -> dict[str, Any]:
         if source.random() < 0.04:
             record[name] = value
     return record
-
-
-# ---------------------------------------------------------------------------------------- compare
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """`kind`: equal, different, refused (verbatim's error names a changed key) or unnamed (it does
-    not). If transformers itself fails: both (verbatim fails too) or alone (verbatim loads it)."""
-
-    kind: str
-    detail: str = ""
-
-
-def judge(mutation: Mutation, directory: Path) -> Outcome:
-    """Load the mutated config with both and compare the logits."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir()
-    text = json.dumps(mutation.config)
-    try:
-        config, logits = (
-            _with_original_weights if mutation.original_weights else _with_new_weights
-        )(mutation, directory)
-    except Exception as error:  # any error of transformers: there are no logits to compare with
-        return Outcome(_both_or_alone(mutation), f"{type(error).__name__}: {str(error)[:200]}")
-    (directory / "config.json").write_text(text)
-    try:
-        ours = Driver(load_model(directory, context=_context(config))).feed(TOKENS)
-    except (ModelError, ParameterError) as error:
-        named = [key for key in mutation.keys if key in str(error)]
-        return Outcome("refused" if named else "unnamed", str(error).replace(str(directory), ""))
-    if np.isnan(logits).any():
-        return Outcome("alone", "NaN")
-    worst = float(np.abs(ours - logits).max()) if ours.shape == logits.shape else float("inf")
-    return Outcome("equal" if worst < TOLERANCE else "different", f"{worst:.2e}")
-
-
-def _both_or_alone(mutation: Mutation) -> str:
-    try:
-        read_config(mutation.config)
-    except ModelError:
-        return "both"
-    return "alone"
-
-
-def _class(family: str) -> Any:
-    import transformers
-
-    kind = KIND[family]
-    name = "GPT2LMHeadModel" if kind == "GPT2" else f"{kind.removesuffix('Text')}ForCausalLM"
-    return getattr(transformers, name)
-
-
-def _with_new_weights(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
-    """Build new weights for the mutated config."""
-    import transformers
-
-    config = getattr(transformers, f"{KIND[mutation.family]}Config").from_dict(
-        json.loads(json.dumps(mutation.config))
-    )
-    config._attn_implementation = "eager"
-    model = _randomised(_class(mutation.family)(config), mutation.number)
-    logits = _logits(model)
-    model.save_pretrained(directory)
-    return config, logits
-
-
-def _with_original_weights(mutation: Mutation, directory: Path) -> tuple[Any, np.ndarray]:
-    """Use weights of the original config, with a separate head, under the mutated config."""
-    import transformers
-
-    base = {**BASE[mutation.family], "tie_word_embeddings": False}
-    config = getattr(transformers, f"{KIND[mutation.family]}Config").from_dict(base)
-    _randomised(_class(mutation.family)(config), mutation.number).save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps(mutation.config))
-    model = (
-        _class(mutation.family)
-        .from_pretrained(directory, attn_implementation="eager")
-        .float()
-        .eval()
-    )
-    return model.config, _logits(model)
-
-
-def _randomised(model: Any, seed: int) -> Any:
-    import torch
-
-    torch.manual_seed(seed)
-    model = model.float().eval()
-    with torch.no_grad():
-        for parameter, values in model.named_parameters():
-            randomise(parameter, values)
-    return model
-
-
-def _logits(model: Any) -> np.ndarray:
-    import torch
-
-    with torch.no_grad():
-        logits: np.ndarray = model(torch.tensor([TOKENS]), use_cache=False).logits[0].numpy()
-    return logits
-
-
-def _context(config: Any) -> int | None:
-    """The length that transformers uses for longrope and dynamic, as the engine's context."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    records = [r for r in (rope, *rope.values()) if isinstance(r, dict) and "rope_type" in r]
-    for record in records:
-        original = record.get("original_max_position_embeddings", 0)
-        if (
-            record["rope_type"] == "longrope"
-            and len(TOKENS) <= original < config.max_position_embeddings
-        ):
-            return int(original)
-        if record["rope_type"] == "dynamic" and config.max_position_embeddings < len(TOKENS):
-            return len(TOKENS)
-    return None

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mutations import FAMILIES, NEWER_FAMILIES, judge, mutations
+from judge import judge, names_key
+from mutations import ENCODERS, FAMILIES, NEWER_FAMILIES, WRAPPERS, mutations
 
 pytestmark = pytest.mark.torch
 
@@ -62,9 +63,22 @@ def test_three_mutated_configs_of_newer_families_match_transformers_or_name_the_
     check(family, 3, tmp_path / "model")
 
 
+@pytest.mark.parametrize("family", [*WRAPPERS, *ENCODERS])
+def test_three_mutated_configs_of_wrappers_and_encoders_match_transformers_or_name_the_key(
+    family: str, tmp_path: Path
+) -> None:
+    check(family, 3, tmp_path / "model")
+
+
+def test_a_short_key_is_not_named_by_a_longer_word() -> None:
+    assert names_key("config.json: rope_scaling.type is 3", "type")
+    assert not names_key("config.json: rope_type is 3", "type")
+    assert not names_key("config.json: head_dim is 7", "head")
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", [*FAMILIES, *NEWER_FAMILIES])
+@pytest.mark.parametrize("family", [*FAMILIES, *NEWER_FAMILIES, *WRAPPERS, *ENCODERS])
 def test_two_hundred_mutated_configs_match_transformers_or_name_the_key(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -166,7 +166,9 @@ CONFIG_KEYS: dict[str, Table] = {
     },
     "gemma3": {
         **COMMON_KEYS,
-        "text_config": followed("the language model: see gemma3_text"),
+        "text_config": followed(
+            "the language model: see gemma3_text; its final_logit_softcapping must be null"
+        ),
         "vision_config": IMAGES,
         "tie_word_embeddings": followed("wins over text_config's value", True),
         "mm_tokens_per_image": IMAGES,

@@ -83,6 +83,13 @@ NAMES = {
     },
     "nomic-bert": _NOMIC_NAMES,
 }
+# Keys that decide which tensors are expected, and their shapes, for error texts.
+_HF_SIZES = (
+    "num_hidden_layers, type_vocab_size",
+    "vocab_size, hidden_size, head_dim, intermediate_size, max_position_embeddings or "
+    "type_vocab_size",
+)
+_GGUF_SIZES = ("block_count", "embedding_length, feed_forward_length or context_length")
 PREFIXES = ("", "bert.", "roberta.", "nomic_bert.")
 # Heads of other tasks, and buffers that older versions of transformers saved.
 _IGNORED = re.compile(
@@ -112,12 +119,15 @@ def load_encoder(path: Path, *, context: int | None = None) -> EncoderModel:
         source = read_directory(path)
         embedding = read_embedding(path)
         spec, warnings = read_encoder_config(source.config, str(path / "config.json"))
-        finder = _Finder(spec, source.tensors, str(path), NAMES[spec.family], source.others)
+        finder = _Finder(
+            spec, source.tensors, str(path), NAMES[spec.family], _HF_SIZES, source.others
+        )
         more = source.warnings
     else:
         source = read_gguf(path)
         spec, embedding, warnings = read_encoder_header(source.metadata, source.tensors, str(path))
-        finder = _Finder(spec, source.tensors, str(path), GGUF_NAMES[spec.family], {})
+        names = GGUF_NAMES[spec.family]
+        finder = _Finder(spec, source.tensors, str(path), names, _GGUF_SIZES, {})
     spec = with_context(spec, embedding, context)
     weights = finder.collect()
     identity = repr((source.digest, spec))
@@ -152,7 +162,7 @@ def read_encoder_config(
     scores = _is_cross_encoder(f)
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     if hidden % heads:
-        raise f.fail("hidden_size", f"a multiple of the {heads} heads is needed")
+        raise f.fail("hidden_size", f"a multiple of num_attention_heads ({heads}) is needed")
     activation = f.string("hidden_act")
     if activation not in ACTIVATIONS:
         raise f.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)} is needed")
@@ -240,9 +250,10 @@ class _Finder:
         tensors: Mapping[str, Tensor],
         file: str,
         names: Mapping[str, str],
+        sizes: tuple[str, str],
         others: Mapping[str, object],  # tensors that are not float
     ) -> None:
-        self.spec, self.tensors, self.file = spec, tensors, file
+        self.spec, self.tensors, self.file, self.sizes = spec, tensors, file, sizes
         self.names, self.others = names, others
         self.prefix = self._find_prefix()
         self.types: Counter[str] = Counter()
@@ -258,11 +269,15 @@ class _Finder:
         shapes = self.spec.shapes()
         wanted = {self.file_name(name) for name in shapes}
         if missing := sorted(wanted - set(self.tensors)):
-            raise ModelError(f"tensor {missing[0]} is missing", file=self.file)
+            raise ModelError(
+                f"tensor {missing[0]} is missing; it is expected by {self.sizes[0]}", file=self.file
+            )
         extra = (*self.tensors, *self.others)
         if unknown := sorted(n for n in extra if n not in wanted and not _IGNORED.fullmatch(n)):
             raise ModelError(
-                f"tensor {unknown[0]} is not known for {self.spec.family}", file=self.file
+                f"tensor {unknown[0]} is not known for {self.spec.family}; the family and "
+                f"{self.sizes[0]} decide which tensors are expected",
+                file=self.file,
             )
         return {name: self._weight(name, shape) for name, shape in shapes.items()}
 
@@ -282,7 +297,8 @@ class _Finder:
         expected = (shape[0] * fused, *shape[1:])
         if tensor.shape != expected:
             raise ModelError(
-                f"tensor {tensor.name} has shape {tensor.shape}, {expected} is needed",
+                f"tensor {tensor.name} has shape {tensor.shape}, {expected} is needed by "
+                f"{self.sizes[1]}",
                 file=self.file,
             )
         values = tensor.to_f32().reshape(expected)

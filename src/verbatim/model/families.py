@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.base.errors import ModelError
-from verbatim.model.config_fields import Fields
+from verbatim.model.config_fields import Fields, short
 from verbatim.model.config_keys import CONFIG_KEYS
 from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.families_dense import DENSE_FAMILIES, olmo3_records
@@ -79,6 +79,13 @@ def _text_config(outer: Fields, kind: str) -> tuple[str, dict[str, Any]]:
         needed = " or ".join(WRAPPERS[kind])
         raise ModelError(
             f"text_config.model_type is {inner!r}: {needed} is needed", file=outer.file
+        )
+    cap = text.get("final_logit_softcapping")
+    if kind == "gemma3" and cap is not None:
+        raise ModelError(
+            f"text_config.final_logit_softcapping is {short(cap)}: only null is supported for "
+            "gemma3 with a text_config, where transformers ignores it",
+            file=outer.file,
         )
     return inner, text
 

@@ -248,6 +248,9 @@ class _Collector:
         if missing := sorted(wanted - set(self.tensors)):
             weight = next(name for name, source in sources.items() if missing[0] in source.names)
             keys = deciding_keys(weight, self.key_names)
+            mixers = self.key_names["mixers"]
+            if self.spec.conv_kernel and mixers not in keys:  # the layer may be of the other type
+                keys += f", {mixers}"
             raise ModelError(
                 f"tensor {missing[0]} is missing{_and_more(missing)}; it is expected by {keys}",
                 file=self.file,
