@@ -86,14 +86,16 @@ EXEMPT = "bench/rivals/worker_"
 
 
 @cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+def nodes(path: Path) -> tuple[ast.AST, ...]:
+    """The imports and calls of a file. Several tests need them, and a walk of all files is slow."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return tuple(n for n in ast.walk(tree) if isinstance(n, ast.Import | ast.ImportFrom | ast.Call))
 
 
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import in the file, also in functions and TYPE_CHECKING."""
     package = path.relative_to(ROOT.parent).with_suffix("").parts[:-1]
-    for node in ast.walk(parsed(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -160,7 +162,7 @@ def module_graph(paths: list[Path]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         found: set[str] = set()
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -203,10 +205,9 @@ def test_no_import_cycle_inside_a_package() -> None:
 def test_import_cycles_are_found() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set(), "e": {"e"}, "f": {"a", "e"}}
     assert import_cycles(graph) == [["b", "c"], ["e"]]
-    assert "verbatim.schedule.scheduler" in module_graph(sources())["verbatim.schedule.invariants"]
-    assert "verbatim.server.api.info" in module_graph(sources())["verbatim.server.app"], (
-        "from package import module"
-    )
+    graph = module_graph(sources())
+    assert "verbatim.schedule.scheduler" in graph["verbatim.schedule.invariants"]
+    assert "verbatim.server.api.info" in graph["verbatim.server.app"], "from package import module"
 
 
 # A name that several modules or classes have: parallel implementations of one interface.
@@ -261,7 +262,7 @@ def test_no_module_calls_eval_exec_or_import() -> None:
     """eval, exec and __import__ would evade the tests above."""
     wrong = []
     for path in sources():
-        for node in ast.walk(parsed(path)):
+        for node in nodes(path):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)

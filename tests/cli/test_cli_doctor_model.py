@@ -12,6 +12,7 @@ from cli_result import Call
 from faulty_models import FAULTS, LIVE, copy_of, default_directory, tiny_directory
 
 from verbatim.base.records import TokenLogprob
+from verbatim.diagnose import live_checks
 from verbatim.diagnose.file_checks import check_files
 from verbatim.diagnose.findings import Finding, is_sound
 from verbatim.diagnose.kv_cost import TextScores, cost_findings, divergence, kv_cost
@@ -107,6 +108,8 @@ def test_no_live_checks_only_the_files(verbatim: Call, sound: Path) -> None:
 
 # ---------------------------------------------------------------------------------------- default
 
+WEIGHTS = ("tied head", "weights")  # what check_weights() reports; the rest is check_files()
+
 
 @pytest.mark.model
 def test_the_default_model_is_called_sound(default_model: Path, sound_default: Path) -> None:
@@ -125,7 +128,8 @@ def test_each_fault_of_the_default_model_is_found(
     check, plant = FAULTS[fault]
     broken = copy_of(sound_default, tmp_path / "broken")
     plant(broken)
-    assert check in complaints(check_all(broken))
+    files = read_files(broken)
+    assert check in complaints(check_weights(files) if check in WEIGHTS else check_files(files))
 
 
 @pytest.mark.model
@@ -148,7 +152,10 @@ def changed(gguf: Path, target: Path, change: dict[str, np.ndarray]) -> Path:
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_default_model_whose_end_was_never_trained(default_model: Path, tmp_path: Path) -> None:
+def test_a_default_model_whose_end_was_never_trained(
+    default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_checks, "TURN_TOKENS", 24)  # none ends, so fewer show the same
     embed = read_gguf(default_model).tensors["token_embd.weight"]
     rows = embed.row_view().copy()
     rows[2] = 0

@@ -167,9 +167,13 @@ class Engines:
         self.tight = engine(kv_blocks=9, step_tokens=24, check=True)
         self.drafting = engine(speculate="ngram")
         self.preemptions = 0
+        self._single: dict[str, Any] = {}
 
     def single(self, p: SamplingParams) -> Any:
-        return seen(self.plain.generate(PROMPT, p))
+        """The answer alone; computed once per value of the parameters."""
+        if repr(p) not in self._single:
+            self._single[repr(p)] = seen(self.plain.generate(PROMPT, p))
+        return self._single[repr(p)]
 
     def batch(self, p: SamplingParams, llm: LLM | None = None, around: int = 3) -> Any:
         """`around`: neighbours before and after the request."""

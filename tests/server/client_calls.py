@@ -1,9 +1,10 @@
 # ruff: noqa: PT017
-"""Third-party clients against our server: `python client_calls.py NAME URL MODEL` in the
+"""Third-party clients against our server: `python client_calls.py URL MODEL NAME…` in the
 environment of client_setup.
 
 Each runs a chat, a stream, an error, a cancelled stream and, if it supports them, tools and a JSON
-schema. A wrong result is an AssertionError.
+schema. A wrong result is an AssertionError. Prints one line per client: "NAME: ok", or its
+traceback in JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from typing import Any
 
 ASK = [{"role": "user", "content": "Say hello."}]
@@ -374,5 +376,10 @@ def ollama(url: str, model: str) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](sys.argv[2], sys.argv[3])
-    print("ok")
+    # One process for all: most of a client's time is the import of libraries that others share.
+    for name in sys.argv[3:]:
+        try:
+            globals()[name](sys.argv[1], sys.argv[2])
+            print(f"{name}: ok", flush=True)
+        except BaseException:
+            print(f"{name}: {json.dumps(traceback.format_exc())}", flush=True)

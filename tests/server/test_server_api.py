@@ -368,26 +368,39 @@ ASKED: list[dict[str, Any]] = [
     {"num_beams": 3},
 ]
 TALK = [{"role": "user", "content": "Tell me about the sea."}]
+LONGEST = 12  # tokens of an answer
 
 
-async def over_http(live: Any, stream: bool, together: bool) -> list[Any]:
-    """The tokens of every request in ASKED, as a completion and as a chat; concurrently or one by
-    one."""
+async def over_http(live: Any, together: bool) -> list[Any]:
+    """The tokens of every request in ASKED, as a completion and as a chat; one by one, or
+    concurrently, and then also streamed."""
     async with httpx.AsyncClient(base_url=live.url, timeout=HANG_SECONDS) as client:
 
-        async def ids(path: str, body: dict[str, Any]) -> Any:
+        async def ids(path: str, body: dict[str, Any], stream: bool) -> Any:
             streamed = stream and "num_beams" not in body
             answer = await client.post(
                 path,
-                json={"model": "m", "max_tokens": 24, "receipt": True, "stream": streamed, **body},
+                json={
+                    "model": "m",
+                    "max_tokens": LONGEST,
+                    "receipt": True,
+                    "stream": streamed,
+                    **body,
+                },
             )
             assert answer.status_code == 200, answer.text
             made = json.loads(answer.text.split("data: ")[-2]) if streamed else answer.json()
             return [(c["token_ids"], c["finish"]) for c in made["receipt"]["choices"]]
 
-        works = [ids("/v1/completions", {"prompt": "The sea is", **values}) for values in ASKED]
-        works += [ids("/v1/chat/completions", {"messages": TALK, **values}) for values in ASKED]
-        return await asyncio.gather(*works) if together else [await work for work in works]
+        def works(stream: bool) -> list[Any]:
+            return [
+                *(ids("/v1/completions", {"prompt": "The sea is", **v}, stream) for v in ASKED),
+                *(ids("/v1/chat/completions", {"messages": TALK, **v}, stream) for v in ASKED),
+            ]
+
+        if together:
+            return await asyncio.gather(*works(False), *works(True))
+        return [await work for work in works(False)]
 
 
 @pytest.mark.model
@@ -397,17 +410,17 @@ def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(
 ) -> None:
     with LLM(str(default_model)) as llm:
         asked = [
-            SamplingParams(max_tokens=24, **{**values, "stop": tuple(values.get("stop", ()))})
+            SamplingParams(max_tokens=LONGEST, **{**values, "stop": tuple(values.get("stop", ()))})
             for values in ASKED
         ]
-        done = [llm.generate("The sea is", params) for params in asked] + [
+        done = llm.generate(["The sea is"] * len(asked), asked) + [
             llm.chat(TALK, params) for params in asked
         ]
         library = [
             [(list(c.token_ids), [c.finish.reason, c.finish.detail]) for c in each.choices]
             for each in done
         ]
-    assert asyncio.run(over_http(real, stream=False, together=False)) == library
+    assert asyncio.run(over_http(real, together=False)) == library
 
     async def under_load() -> None:
         heads, all_run = 0, asyncio.Event()
@@ -415,7 +428,7 @@ def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(
         def head_came() -> None:
             nonlocal heads
             heads += 1
-            if heads == 16:
+            if heads == 8:
                 all_run.set()
 
         others = [
@@ -425,18 +438,17 @@ def test_answers_of_the_default_model_are_the_librarys_alone_and_under_load(
                     "/v1/completions",
                     {
                         "prompt": "word " * 9 * n,
-                        "max_tokens": 60,
+                        "max_tokens": 40,
                         "stream": True,
                         "ignore_eos": True,
                     },
                     on_head=head_came,
                 )
             )
-            for n in range(1, 17)
+            for n in range(1, 9)
         ]
         await asyncio.wait_for(all_run.wait(), HANG_SECONDS)
-        for streamed in (False, True):
-            assert await over_http(real, streamed, together=True) == library
+        assert await over_http(real, together=True) == library * 2
         assert all(other.finished for other in await asyncio.gather(*others))
 
     asyncio.run(under_load())

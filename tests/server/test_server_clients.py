@@ -30,18 +30,27 @@ PYTHON = [
 ]
 
 
-def run(*words: str, cwd: Path | None = None) -> None:
+def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **QUIET}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=cwd, env=env)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    assert done.stdout.strip().endswith("ok")
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=cwd, env=env)
+
+
+@pytest.fixture(scope="module")
+def said(real: Any, client_python: Path) -> dict[str, str]:
+    """What each Python client printed: "ok", or its traceback. All run in one process."""
+    done = run(str(client_python), str(HERE / "client_calls.py"), real.url, "m", *PYTHON)
+    lines = [line.partition(": ") for line in done.stdout.splitlines()]
+    return {"stderr": done.stderr[-4000:], **{name: text for name, _, text in lines}}
 
 
 @pytest.mark.parametrize("name", PYTHON)
-def test_python_client(real: Any, client_python: Path, name: str) -> None:
-    run(str(client_python), str(HERE / "client_calls.py"), name, real.url, "m")
+def test_python_client(said: dict[str, str], name: str) -> None:
+    found = said.get(name, "the process ended before")
+    assert found == "ok", found.replace("\\n", "\n") + said["stderr"]
 
 
 @pytest.mark.parametrize("name", ["openai", "ai"])
 def test_node_client(real: Any, client_node: Path, name: str) -> None:
-    run("node", str(HERE / "client_calls.mjs"), name, real.url, "m", cwd=client_node)
+    done = run("node", str(HERE / "client_calls.mjs"), name, real.url, "m", cwd=client_node)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    assert done.stdout.strip().endswith("ok")

@@ -300,7 +300,7 @@ def check_disconnects(live: Live, count: int, each: int) -> None:
 
 def test_disconnects_at_random_phases_leak_nothing(serve: Any) -> None:
     live = serve("--max-queue", "1000", engine="hash,pause=0.001")
-    check_disconnects(live, 400, 500)
+    check_disconnects(live, 160, 200)
     assert live.stop() == 0
 
 

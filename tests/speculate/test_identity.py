@@ -171,7 +171,7 @@ def compare(backend: str, count: int, seed: int) -> None:
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_speculation_never_changes_an_answer(backend: str) -> None:
     # Of the few requests of seed 2041 one runs out of tokens and two have a structure.
-    count, seed = (14, 2041) if backend == "reference" else (60, 1)
+    count, seed = (14, 2041) if backend == "reference" else (40, 1)
     compare(backend, count, seed)
 
 
@@ -209,9 +209,10 @@ def test_the_target_as_its_own_draft_model_is_always_accepted_with_the_same_nois
     assert accepted < 0.8 * drafted, "with noise of its own it could not know what the target draws"
 
 
-def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None:
-    """P(same token) >= (1 - TV) / (1 + TV) for Gumbel draws with shared noise; averaged over 4,000
-    positions of random rows."""
+@pytest.mark.parametrize("count", [1000, pytest.param(4000, marks=pytest.mark.soak)])
+def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says(count: int) -> None:
+    """P(same token) >= (1 - TV) / (1 + TV) for Gumbel draws with shared noise; averaged over
+    `count` positions of random rows."""
     import numpy as np
 
     from verbatim.sampling.draw import draw
@@ -220,7 +221,7 @@ def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None
     random_rows = np.random.default_rng(3)
     ids = np.arange(50)
     same, bound = [], []
-    for position in range(4000):
+    for position in range(count):
         target = random_rows.standard_normal(50) * 2
         draft_logits = target + random_rows.standard_normal(50) * 0.5
         p, q = (np.exp(x) / np.exp(x).sum() for x in (target, draft_logits))
@@ -231,9 +232,10 @@ def test_a_draft_that_is_close_agrees_at_least_as_often_as_theory_says() -> None
             == draw(ids, draft_logits - draft_logits.max(), 7, position)[0]
         )
     assert masses(np.zeros(1))[0] > 0
-    # The mean of 4,000 Bernoulli draws has a standard deviation of at most 0.008. A false alarm is
-    # a 4-sigma event (probability below 1 in 30,000).
-    assert np.mean(same) >= np.mean(bound) - 4 * 0.008
+    # The standard deviation of the mean of Bernoulli draws is at most this. A false alarm is a
+    # 4-sigma event (probability below 1 in 30,000).
+    deviation = 0.5 / np.sqrt(count)
+    assert np.mean(same) >= np.mean(bound) - 4 * deviation
 
 
 @pytest.mark.parametrize(
@@ -251,7 +253,7 @@ def test_drafts_after_the_end_of_a_completion_leave_no_trace(ends: dict[str, Any
         SamplingParams(
             **{"temperature": 1.0, "max_tokens": 100, "seed": i, "ignore_eos": True, **ends}
         )
-        for i in range(14)
+        for i in range(7)
     ]
     left: dict[str, Any] = {}
     for mode in ("off", "draft"):
@@ -337,7 +339,7 @@ def test_what_drafts_saved_agrees_with_what_was_accepted(monkeypatch: pytest.Mon
     monkeypatch.setattr(Speculator, "_account", counted)
     r = random.Random(5)
     with engine("reference", "draft", backend_of("reference")) as llm:
-        for _ in range(60):
+        for _ in range(30):
             settled.clear()
             done = llm.generate(random_prompt(r), random_params(r))
             assert sum(settled) == done.usage.accepted_tokens

@@ -174,7 +174,12 @@ def test_the_default_model_is_read_as_the_gguf_package_reads_it(default_model: P
         "tokenizer.ggml.token_type",
         "tokenizer.chat_template",
     ):
-        assert file.metadata[name] == reader.fields[name].contents()
+        ours, theirs = file.metadata[name], reader.fields[name]
+        if isinstance(ours, str):
+            assert ours == theirs.contents()
+        else:  # contents() takes seconds for all 49,152
+            assert len(ours) == len(theirs.data)
+            assert list(ours[::31]) == theirs.contents(slice(None, None, 31))
 
 
 # ----------------------------------------------------------------------------------------- writer

@@ -432,16 +432,13 @@ def test_the_default_model_has_the_same_bits_on_arm(
     assert hashlib.sha256(logits).hexdigest() == committed()["logits_200"]
 
 
-@pytest.mark.parametrize("threads", [2, 9])
-def test_the_thread_pool_runs_every_work_item_once_without_data_races(
-    threads: int, tmp_path: Path
-) -> None:
-    """The thread sanitizer checks the memory model of C++, so the result also holds for CPUs that
-    reorder memory more than this one."""
+@pytest.fixture(scope="module")
+def sanitized_thread_pool(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The test program of the thread pool, with the thread sanitizer."""
     compiler = shutil.which("g++")
     if compiler is None:
         pytest.skip("needs g++")
-    program = tmp_path / "thread_pool"
+    program = tmp_path_factory.mktemp("pool") / "thread_pool"
     source = Path(__file__).with_name("thread_pool_main.cpp")
     flags = ["-std=c++20", "-O1", "-g", "-fsanitize=thread", "-pthread"]
     built = subprocess.run(
@@ -450,7 +447,20 @@ def test_the_thread_pool_runs_every_work_item_once_without_data_races(
     if "cannot find" in built.stderr:
         pytest.skip("this compiler comes without the thread sanitizer's library")
     assert built.returncode == 0, built.stderr[-4000:]
-    done = subprocess.run([program, str(threads), "400"], capture_output=True, text=True)
+    return program
+
+
+@pytest.mark.parametrize(
+    ("threads", "rounds"), [(2, 100), (9, 100), pytest.param(9, 1000, marks=pytest.mark.soak)]
+)
+def test_the_thread_pool_runs_every_work_item_once_without_data_races(
+    threads: int, rounds: int, sanitized_thread_pool: Path
+) -> None:
+    """The thread sanitizer checks the memory model of C++, so the result also holds for CPUs that
+    reorder memory more than this one. It orders events by synchronisation and not by time, so few
+    rounds find a missing one."""
+    command = [sanitized_thread_pool, str(threads), str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True)
     if "unexpected memory mapping" in done.stderr:
         pytest.skip("the thread sanitizer does not run on this kernel")
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
