@@ -127,45 +127,33 @@ def translate(pool: CompilePool, field: str = "regex", value: Any = "a") -> str:
 # --- slots
 
 
-def test_one_compile_at_a_time_while_the_engine_is_busy_and_two_otherwise(
-    make_pool: Callable[..., CompilePool],
-) -> None:
-    pool, busy = make_pool(size=2), True
-    with pool.slot(0.0, lambda: busy):
-        with pytest.raises(PoolBusy), pool.slot(0.0, lambda: busy):
-            pytest.fail("a second slot beside a busy engine")
-        busy = False
-        with pool.slot(0.0, lambda: busy), pytest.raises(PoolBusy), pool.slot(0.0, lambda: busy):
-            pytest.fail("a third slot")
-    busy = True
-    with pool.slot(0.0, lambda: busy):
+def test_a_third_compile_waits_for_one_of_two_slots(make_pool: Callable[..., CompilePool]) -> None:
+    pool = make_pool(size=2)
+    with pool.slot(0.0), pool.slot(0.0), pytest.raises(PoolBusy), pool.slot(0.0):
+        pytest.fail("a third slot")
+    with pool.slot(0.0), pool.slot(0.0):
         pass
 
 
-@pytest.mark.parametrize("event", ["release", "idle"])
-def test_a_waiting_compile_starts_when_a_slot_or_the_engine_becomes_free(
-    make_pool: Callable[..., CompilePool], event: str
+def test_a_waiting_compile_starts_when_a_slot_becomes_free(
+    make_pool: Callable[..., CompilePool],
 ) -> None:
-    pool, busy, waiting, started = make_pool(size=2), True, threading.Event(), threading.Event()
+    waiting, started = threading.Event(), threading.Event()
 
-    def engine_busy() -> bool:
-        if threading.current_thread() is thread:
-            waiting.set()
-        return busy
+    def clock() -> float:  # read by a caller that found no free slot
+        waiting.set()
+        return 0.0
 
     def wait() -> None:
-        with pool.slot(3600.0, engine_busy):
+        with pool.slot(3600.0):
             started.set()
 
+    pool = make_pool(size=1, clock=clock)
     thread = threading.Thread(target=wait)
-    first = pool.slot(0.0, engine_busy)
-    with first:
+    with pool.slot(0.0):
         thread.start()
         assert waiting.wait(HANG_SECONDS)
         assert not started.is_set()
-        if event == "idle":
-            busy = False
-            assert started.wait(HANG_SECONDS)
     thread.join(HANG_SECONDS)
     assert started.is_set()
 
@@ -174,7 +162,7 @@ def test_a_failed_compile_returns_its_slot(make_pool: Callable[..., CompilePool]
     pool = make_pool(FakeWorker(dies(-signal.SIGABRT)))
     with pytest.raises(TooExpensive), pool.slot(0.0):
         translate(pool)
-    with pool.slot(0.0, lambda: True):
+    with pool.slot(0.0):
         assert translate(pool) == "grammar of a"
 
 
@@ -571,48 +559,35 @@ async def test_other_streams_finish_while_a_structure_compiles(
     assert (await written(engine, 0)) == alone[0]
 
 
-async def test_compiles_beside_running_requests_are_one_at_a_time(
+async def test_an_expensive_grammar_does_not_block_the_compiles_of_another_tenant(
     engine: AsyncEngine, make_pool: Callable[..., CompilePool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tenants, two compile threads. While a stream is open the second compile waits; after
-    its end both run concurrently."""
-    both, asked = threading.Barrier(2), []
+    """Beside a running stream, tenant b's compile does not end. Twenty structures of tenant c
+    compile meanwhile, and their requests complete."""
+    entered, leave = threading.Event(), threading.Event()
 
-    def meets() -> Any:
-        both.wait(HANG_SECONDS)  # ends only if two compiles run at once
-        return {"grammar": llguidance.LLMatcher.grammar_from_regex("a")}
+    def endless() -> Any:
+        entered.set()
+        assert leave.wait(HANG_SECONDS)
+        return {"grammar": llguidance.LLMatcher.grammar_from_regex("b")}
 
-    pool = make_pool(FakeWorker(meets), FakeWorker(meets))
-    real, waits = pool.slot, threading.Event()
+    def small() -> Any:
+        return {"grammar": llguidance.LLMatcher.grammar_from_regex("c")}
 
-    def watched(deadline: float, busy: Callable[[], bool]) -> Any:
-        asked.append(busy())
-        if len(asked) == 2:
-            waits.set()
-        return real(deadline, busy)
-
-    monkeypatch.setattr(pool, "slot", watched)
+    pool = make_pool(FakeWorker(endless), FakeWorker(*[small] * 20))
     monkeypatch.setattr(compiler, "_pool", pool)
-    hold = threading.Event()
-    execute = engine.core.backend.execute
-    monkeypatch.setattr(
-        engine.core.backend, "execute", lambda plan: (hold.wait(HANG_SECONDS), execute(plan))[1]
-    )
-    stream = await engine.submit("x", SamplingParams(max_tokens=5, ignore_eos=True))
-    while not engine.core.busy:
-        await asyncio.sleep(0)
-    tasks = [
-        asyncio.create_task(engine.submit("x", SamplingParams(regex=f"a{name}"), tenant=name))
-        for name in "bc"
-    ]
-    assert await asyncio.to_thread(waits.wait, HANG_SECONDS)
-    assert asked == [True, True]
-    assert pool._active == 1
-    assert both.n_waiting <= 1
-    hold.set()
-    await stream.result()
-    for task in tasks:
-        await (await task).aclose()
+    stream = await engine.submit("x", SamplingParams(max_tokens=3000, ignore_eos=True))
+    expensive = asyncio.create_task(engine.submit("x", SamplingParams(regex="b"), tenant="b"))
+    assert await asyncio.to_thread(entered.wait, HANG_SECONDS)
+    done = []
+    for number in range(20):
+        params = SamplingParams(regex=f"c{{{number + 1}}}", max_tokens=1)
+        done.append(await (await engine.submit("x", params, tenant="c")).result())
+    assert len(done) == 20
+    assert not expensive.done()
+    leave.set()
+    await (await expensive).aclose()
+    await stream.aclose()
 
 
 async def test_compiles_run_off_the_engine_thread_and_the_event_loop(

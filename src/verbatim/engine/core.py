@@ -88,8 +88,7 @@ class EngineCore:
         `deadline` bounds the grammar compile, on the clock of time.monotonic."""
         named: dict[str, Any] = {"request_id": request_id, "tenant": tenant, "hidden": hidden}
         named["defaults"] = self.config.defaults
-        timing: dict[str, Any] = {"engine_busy": lambda: self.busy, "deadline": deadline}
-        return make_request(self.parts, self.context, prompt, params, **named, **timing)
+        return make_request(self.parts, self.context, prompt, params, **named, deadline=deadline)
 
     def add(self, request: Request, *, queued: bool = False) -> None:
         """Queue a request, or raise CapacityError or OverloadedError.

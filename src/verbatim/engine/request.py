@@ -19,7 +19,6 @@ from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.embed_input import EmbedInput, check_task, cut_text, encode_pair
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
-from verbatim.grammar.compile_pool import Busy, never_busy
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.thoughts import ThoughtFormat
 
@@ -89,12 +88,11 @@ def make_request(
     request_id: str | None = None,
     tenant: str = "",
     hidden: bool = False,
-    engine_busy: Busy = never_busy,
     deadline: float | None = None,
 ) -> Request:
     """Tokenise and validate. A long text or a grammar compile takes long, so servers never call
-    this on the engine's thread. `defaults` is EngineConfig's. `engine_busy` and `deadline` are for
-    the grammar compile (grammar/compiler.py)."""
+    this on the engine's thread. `defaults` is EngineConfig's. `deadline` bounds the grammar
+    compile (grammar/compiler.py)."""
     arrival = time.perf_counter()
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -117,7 +115,7 @@ def make_request(
     thoughts = getattr(prompt, "thoughts", None)
     _check_thoughts(params, thoughts)
     _check_output_prefix(params, ids, thoughts)
-    structure = _structure(params, parts.tokenizer, engine_busy, deadline)
+    structure = _structure(params, parts.tokenizer, deadline)
     return Request(
         thoughts=thoughts,
         id=request_id or f"req-{secrets.token_hex(8)}",
@@ -267,9 +265,7 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
             )
 
 
-def _structure(
-    params: SamplingParams, tokenizer: EngineTokenizer, engine_busy: Busy, deadline: float | None
-) -> Any:
+def _structure(params: SamplingParams, tokenizer: EngineTokenizer, deadline: float | None) -> Any:
     if not params.structured:
         return None
     try:
@@ -280,7 +276,7 @@ def _structure(
             named,
             "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout",
         ) from None
-    return compile_structure(params, tokenizer, engine_busy=engine_busy, deadline=deadline)
+    return compile_structure(params, tokenizer, deadline=deadline)
 
 
 def _check_output_prefix(

@@ -5,7 +5,7 @@ llguidance bounds most of its work, but not all: the product of two hundred patt
 In: a structure field of a request. Out: llguidance's grammar text, known to compile, and for a JSON
 schema what the text does not enforce (Translation).
 
-    with pool.slot(deadline, engine_busy):         # one at a time while the engine runs requests
+    with pool.slot(deadline):                      # at most SIZE compiles at once
         translation = pool.translate(field, value, deadline)
         ...                                        # the second compile, in this process
 
@@ -42,11 +42,12 @@ MEMORY = 1 << 30  # bytes of address space per worker; a compile within the limi
 # Per compile, and more for a long text (compile_worker.py). Ordinary schemas take 0.5 to 3 ms, one
 # of 70 KB 160 ms, one of 800 KB 1 s.
 CPU_SECONDS = 0.75
-# Wall-clock seconds per compile. The CPU limit is the real bound: at nice 10 beside busy threads,
-# 0.75 s of CPU time may take ten times as long, and an ordinary compile must not time out.
+# Wall-clock seconds per compile. The CPU limit is the real bound: on a loaded machine 0.75 s of CPU
+# time may take ten times as long, and an ordinary compile must not time out.
 TIMEOUT = 20.0
-SIZE = 2  # concurrent compiles while the engine is idle; one per tenant, so a second can compile
-RECHECK = 0.1  # seconds; the engine does not announce that it became idle
+# Concurrent compiles. A tenant has one (engine/fair_pool.py), so an expensive grammar of one tenant
+# does not block the compiles of another.
+SIZE = 2
 EXIT_SECONDS = 10.0  # until a killed process must be reaped
 
 _PROGRAM = """
@@ -57,14 +58,6 @@ main(**json.loads(sys.argv[2]))
 """
 # SIGPROF: the CPU timer of one compile. SIGXCPU: RLIMIT_CPU, the backstop.
 _CPU_SIGNALS = {getattr(signal, name, None) for name in ("SIGPROF", "SIGXCPU")}
-
-
-Busy = Callable[[], bool]  # whether the engine has requests to run
-
-
-def never_busy() -> bool:
-    """`engine_busy` for a caller without an engine."""
-    return False
 
 
 class TooExpensive(Exception):
@@ -162,8 +155,7 @@ def worker_command(limits: Mapping[str, Any], memory: int, cpu_seconds: float) -
 
 
 class CompilePool:
-    """At most `size` concurrent compiles, one while the engine is busy. `spawn` and `clock` are
-    replaced by tests."""
+    """At most `size` concurrent compiles. `spawn` and `clock` are replaced by tests."""
 
     def __init__(
         self,
@@ -191,15 +183,15 @@ class CompilePool:
         atexit.register(self.close)
 
     @contextlib.contextmanager
-    def slot(self, deadline: float, engine_busy: Busy = never_busy) -> Iterator[None]:
-        """Hold a compile slot: one while `engine_busy()`, `size` otherwise. Raises PoolBusy at the
-        deadline, on the pool's clock."""
+    def slot(self, deadline: float) -> Iterator[None]:
+        """Hold one of `size` compile slots. Raises PoolBusy at the deadline, on the pool's
+        clock."""
         with self._changed:
-            while self._active >= (1 if engine_busy() else self._size):
+            while self._active >= self._size:
                 left = deadline - self._clock()
                 if left <= 0:
                     raise PoolBusy
-                self._changed.wait(min(left, RECHECK))
+                self._changed.wait(left)
             self._active += 1
         try:
             yield

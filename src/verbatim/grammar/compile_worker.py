@@ -22,7 +22,7 @@ from typing import Any
 
 from verbatim.grammar.translate import byte_tokenizer, parser_limits, try_compile
 
-NICE = 10  # a tenth of a CPU beside one busy thread; 19 would leave a seventieth
+NICE = 5  # a quarter of a CPU beside one busy thread; 10 would leave a tenth
 # Seconds between checks of the parent's id. End-of-input comes sooner, unless a fork of the parent
 # still holds the socket.
 PARENT_CHECK = 2.0

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.grammar.compile_pool import Busy, CompilePool, PoolBusy, TooExpensive, never_busy
+from verbatim.grammar.compile_pool import CompilePool, PoolBusy, TooExpensive
 from verbatim.grammar.document_check import DocumentCheck
 from verbatim.grammar.grammar_cache import GrammarCache, digest
 from verbatim.grammar.llguidance_tokenizer import (
@@ -43,14 +43,13 @@ def compile_structure(
     params: SamplingParams,
     tokenizer: GrammarTokenizer,
     *,
-    engine_busy: Busy = never_busy,
     deadline: float | None = None,
 ) -> Structure | None:
     """The compiled grammar of a request; None if it has none. Do not call on the engine's thread.
 
     Raises ParameterError (invalid), UnsupportedError (unsupported, or too expensive to compile), or
     OverloadedError (not compiled before `deadline`, on the clock of time.monotonic); each names the
-    field. Compiles run one at a time while `engine_busy()`."""
+    field."""
     for field in STRUCTURE:
         value = getattr(params, field)
         if value is not None:
@@ -65,7 +64,7 @@ def compile_structure(
             deadline = time.monotonic() + ARRIVAL_TIMEOUT if deadline is None else deadline
             cache = _CACHES.setdefault(tokenizer, GrammarCache())
             try:
-                make = partial(_compile, field, value, lib, ours, tokenizer, engine_busy, deadline)
+                make = partial(_compile, field, value, lib, ours, tokenizer, deadline)
                 structure: Structure = cache.get(digest(field, value), deadline, make)
                 return structure
             except TooExpensive as reason:
@@ -97,12 +96,11 @@ def _compile(
     lib: Any,
     ours: Any,
     tokenizer: GrammarTokenizer,
-    engine_busy: Busy,
     deadline: float,
 ) -> Structure:
     """Compile in a worker process, which can be killed; then again in this process."""
     pool = shared_pool()
-    with pool.slot(deadline, engine_busy):
+    with pool.slot(deadline):
         if field == "choice" and sum(map(len, value)) <= MAX_INLINE_CHOICES:
             translation = Translation(choice_text(value))
         else:
