@@ -259,7 +259,23 @@ def other_names() -> str:
     )
 
 
+def recordings() -> str:
+    """The screens of docs/recordings, at both widths, one tab each. The JSON line of bench, which
+    ends its output, is cut."""
+    folder = Path(__file__).parents[1] / "recordings"
+    out = []
+    for name in ("run", "chat", "explain", "bench"):
+        out.append(f"## {name}\n")
+        for columns in (80, 120):
+            text = (folder / f"{name}-{columns}.txt").read_text("utf-8")
+            shown = text.partition('\n{"model": ')[0].rstrip() + "\n"
+            block = "\n".join(f"    {line}".rstrip() for line in shown.splitlines())
+            out.append(f'=== "{columns} columns"\n\n    ```text\n{block}\n    ```\n')
+    return "\n".join(out)
+
+
 GENERATORS: dict[str, Callable[[], str]] = {
+    "recordings": recordings,
     "cli": cli,
     "engine-config": engine_config,
     "sampling-params": sampling_params,

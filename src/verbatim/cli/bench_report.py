@@ -7,9 +7,10 @@ In: measured rows (bench/measure.py), the limits and the model's cost card (obse
 from __future__ import annotations
 
 import platform
+import sys
 from typing import TYPE_CHECKING, Any
 
-from verbatim.cli.terminal import note
+from verbatim.cli.terminal import columns, note, use_colour
 
 if TYPE_CHECKING:
     from verbatim.bench.measure import JobRow
@@ -54,22 +55,31 @@ def print_limits(llm: LLM, quick: bool) -> tuple[MachineLimits, CostCard]:
         if limits.int8_ops
         else "integer peak not measured (no native kernels)"
     )
-    print(
+    _head(
         f"machine   {platform.system()} {platform.machine()}, {info.threads} threads: "
         f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
     )
-    print(f"engine    {info.name} {info.detail}")
-    print(
+    _head(f"engine    {info.name} {info.detail}")
+    _head(
         f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB of weights read per token, "
         f"{card.kv_token_bytes / 1e3:.1f} kB of KV cache per token, "
         f"{card.ops_token / 1e9:.3f} GOP per token ({card.prompt_ops_token / 1e9:.3f} in prefill)"
     )
     prompt = card.prefill_ceiling(limits, 1)
-    print(
+    _head(
         f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens per second, decode of one sequence"
         + (f"; {prompt:.0f} tokens per second, prefill" if prompt else "")
     )
     return limits, card
+
+
+def _head(text: str) -> None:
+    """A line above the table: a word and its facts, wrapped below the facts on a terminal."""
+    if use_colour(sys.stdout):
+        import textwrap
+
+        text = textwrap.fill(text, columns(), subsequent_indent=" " * 10)
+    print(text)
 
 
 def print_header(rival: Rival | None) -> None:

@@ -3,6 +3,7 @@ notice goes to stderr."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from verbatim.base.errors import VerbatimError
 from verbatim.cli.chat_session import check_supported
 from verbatim.cli.sampling_options import parse_parameter
-from verbatim.cli.terminal import DIM, GREEN, RED, note, write
+from verbatim.cli.terminal import DIM, GREEN, RED, columns, note, use_colour, write
 
 if TYPE_CHECKING:
     from verbatim.base.params import SamplingParams
@@ -147,11 +148,12 @@ def _explain(chat: Chat, rest: str) -> None:
     _, completion = chat.talk.explained(EXPLAINED if rest else 1)
     show = chat.talk.llm.tokenizer.token_bytes
     records = completion.choices[0].explain
+    screen = columns() if use_colour(sys.stdout) else 0
     if rest:
-        write(render(records[int(rest) - 1], show) + "\n")
+        write(render(records[int(rest) - 1], show, screen=screen) + "\n")
         return
     for record in records:
-        write(headline(record, show) + "\n")
+        write(headline(record, show, screen=screen) + "\n")
 
 
 def _stats(chat: Chat, rest: str) -> None:

@@ -232,7 +232,7 @@ def _print(
         write(head + paint(choice.text, BOLD, sys.stdout) + "\n\n")
         for record in _chosen(choice.explain, wanted, llm):
             write(
-                f"{headline(record, show)}\n"
+                f"{headline(record, show, screen=screen)}\n"
                 if brief
                 else f"{render(record, show, screen=screen)}\n\n"
             )

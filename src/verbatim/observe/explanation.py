@@ -220,8 +220,8 @@ LEGEND = (
 )
 
 
-def headline(record: Mapping[str, Any], text: Text) -> str:
-    """One token in one line.
+def headline(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
+    """One token in one line, or in two where the line is longer than `screen` columns.
 
     position 12  ' Paris' (7042)  p 81.2 %, rank 1, entropy 0.92 nats, lead 0.40 over ' the'
     """
@@ -233,7 +233,9 @@ def headline(record: Mapping[str, Any], text: Text) -> str:
     ]
     if record.get("lead") is not None:
         parts.append(f"lead {record['lead']:.2f} over {_shown(text, record['runner_up'])}")
-    return f"position {record['position']}  {_shown(text, token)} ({token})  " + ", ".join(parts)
+    head = f"position {record['position']}  {_shown(text, token)} ({token})"
+    facts = ", ".join(parts)
+    return f"{head}\n  {facts}" if 0 < screen < len(head) + 2 + len(facts) else f"{head}  {facts}"
 
 
 def stage_columns(
@@ -296,7 +298,7 @@ def top_columns(
 
 def render(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
     """Everything about one token, as plain lines. `screen`: columns of the terminal, whose rest
-    shows each candidate's probability as a bar; 0: no bars."""
+    shows each candidate's probability as a bar; 0: no bars, and lines of any length."""
     lines: list[str] = []
     if record["stages"]:
         lines += columns(*stage_columns(record, text), (0, 3)).splitlines()
@@ -310,7 +312,7 @@ def render(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
             drawn = bar(math.exp(candidate["logprob"]), width)
             table[i] = f"{table[i]:{used - 4}}  {drawn}".rstrip()
     lines += table
-    return headline(record, text) + "\n" + "\n".join("  " + line for line in lines)
+    return headline(record, text, screen=screen) + "\n" + "\n".join("  " + line for line in lines)
 
 
 def bar(share: float, width: int) -> str:
