@@ -144,12 +144,12 @@ def scaling(bench: Bench) -> dict[str, Any]:
     args, rows = bench.args, []
     print(f"each engine has {args.threads} threads; N replicas: at most N bare servers' rate")
     with contextlib.ExitStack() as bare:
-        ports: list[int] = []
+        servers: list[Live] = []
         for count in args.replicas:
-            while len(ports) < count:
-                ports.append(bare.enter_context(bench.server(args.threads)).port)
+            while len(servers) < count:
+                servers.append(bare.enter_context(bench.server(args.threads)))
             with bench.replicas(count, args.threads) as live:
-                rows.append(compare(bench, ports, live, count))
+                rows.append(compare(bench, servers, live, count))
             bench.add("scaling", {"rows": rows})
     first = rows[0]
     for row in rows:
@@ -164,17 +164,28 @@ def scaling(bench: Bench) -> dict[str, Any]:
     return {"rows": rows}
 
 
-def compare(bench: Bench, ports: list[int], live: Live, count: int) -> dict[str, Any]:
-    args, streams, pid = bench.args, STREAMS * count, live.process.pid
+def compare(bench: Bench, servers: list[Live], live: Live, count: int) -> dict[str, Any]:
+    args, streams = bench.args, STREAMS * count
+    pids = {
+        "bare": [server.process.pid for server in servers],  # their HTTP processes
+        "gateway": [live.process.pid],
+        "replicas": processes(REPLICAS),  # without their engines
+    }
+    targets = {"bare": [server.port for server in servers], "ray": [live.port]}
     found: dict[str, list[tuple[float, float]]] = {"bare": [], "ray": []}
-    cpu = 0.0
+    cpu = dict.fromkeys(pids, 0.0)
     for turn in range(-1, args.rounds):  # interleaved, so that a busy moment affects both
-        for name, targets in (("bare", ports), ("ray", [live.port])):
-            before = cpu_seconds(pid)
-            result = wave(bench, targets, streams, args.tokens)
-            if turn >= 0:  # turn -1 warms up
-                found[name].append(result)
-                cpu += (cpu_seconds(pid) - before) * (name == "ray")
+        for name, ports in targets.items():
+            before = {who: sum(map(cpu_seconds, some)) for who, some in pids.items()}
+            result = wave(bench, ports, streams, args.tokens)
+            if turn < 0:  # turn -1 warms up
+                continue
+            found[name].append(result)
+            for who, some in pids.items():
+                if (who == "bare") == (name == "bare"):
+                    cpu[who] += sum(map(cpu_seconds, some)) - before[who]
+    tokens = args.rounds * streams * args.tokens
+    per_token = {f"{who}_cpu_ms_per_token": cpu[who] * 1e3 / tokens for who in pids}
     bare, ray = (median(rate for rate, _ in found[name]) for name in ("bare", "ray"))
     gap = {name: median(gap for _, gap in found[name]) for name in found}
     row = {
@@ -187,14 +198,16 @@ def compare(bench: Bench, ports: list[int], live: Live, count: int) -> dict[str,
         ),
         "bare_token_ms": gap["bare"] * 1e3,
         "ray_token_ms": gap["ray"] * 1e3,
-        "gateway_cpu_ms_per_token": cpu * 1e3 / (args.rounds * streams * args.tokens),
+        **per_token,
         "rates": {name: [round(rate) for rate, _ in found[name]] for name in found},
     }
     print(
         f"{streams} streams: {count} bare servers {bare:.0f} tokens/s (the limit), "
         f"{count} replicas {ray:.0f}: overhead per token {row['overhead_per_token']:.1%}; "
         f"between two tokens of a stream {gap['bare'] * 1e3:.2f} and {gap['ray'] * 1e3:.2f} ms; "
-        f"gateway {row['gateway_cpu_ms_per_token']:.3f} ms of CPU per token"
+        f"ms of CPU per token: gateway {row['gateway_cpu_ms_per_token']:.3f}, replicas without "
+        f"engines {row['replicas_cpu_ms_per_token']:.3f}, HTTP of the bare servers "
+        f"{row['bare_cpu_ms_per_token']:.3f}"
     )
     return row
 
