@@ -233,7 +233,7 @@ def test_a_class_name_occurs_once_in_the_package() -> None:
     classes = repeated(
         (node.name, path)
         for path in sources()
-        for node in parsed(path).body
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     )
     assert set(classes) == PARALLEL_CLASSES, classes
