@@ -6,18 +6,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from plans import BLOCKS, Open
+from plans import BACKENDS, BLOCKS, Open
 
-from verbatim.backend import gpu, open_backend
+from verbatim.backend import open_backend
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.model.load import Model
 
-GPU = pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU (make test-gpu)")
 
-
-@pytest.fixture(params=["reference", "cpu", pytest.param("cuda", marks=[pytest.mark.gpu, GPU])])
+@pytest.fixture(params=BACKENDS)
 def open_tiny(request: pytest.FixtureRequest) -> Iterator[Open]:
     """Opens a model on one of the backends, and allocates its KV cache."""
     opened: list[Backend] = []

@@ -6,12 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 
+from verbatim.backend import gpu
 from verbatim.backend.protocol import Backend
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.model.spec import ModelSpec
 
+NAMES = ("reference", "cpu", "cuda")
+MARKS = {
+    "cuda": [
+        pytest.mark.gpu,
+        pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU (make test-gpu)"),
+    ]
+}
+BACKENDS = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]
 BLOCKS = 96  # KV cache blocks per cache group
 Open = Callable[..., Backend]  # the fixture `open_tiny`: model -> backend with an allocated cache
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from cpu_blocks import random_blocks
-from plans import BLOCKS, Open, run_alone
+from plans import BACKENDS, BLOCKS, Open, run_alone
 
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.model.layout import is_quantisable
@@ -29,6 +29,8 @@ from verbatim.weights.tensor import Tensor
 
 FLOATS = ("f32", "f16", "bf16")
 TOKENS = np.random.default_rng(1).integers(0, 260, 60).tolist()
+# The backends that are compared with the reference.
+FASTER = pytest.mark.parametrize("open_tiny", BACKENDS[1:], indirect=True)
 
 
 def difference(open_tiny: Open, family: str, type: str, **changes: object) -> float:
@@ -58,6 +60,7 @@ def with_blocks(kind: str) -> Model:
     return model
 
 
+@FASTER
 @pytest.mark.parametrize("kind", SCALED)
 def test_types_with_a_table_or_codebook_agree_with_the_reference(
     open_tiny: Open, kind: str
@@ -75,6 +78,7 @@ def test_types_with_a_table_or_codebook_agree_with_the_reference(
     assert np.abs(ours - theirs).mean() / np.abs(theirs).mean() < 0.02
 
 
+@FASTER
 @pytest.mark.parametrize("type", [*FLOATS, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
 @pytest.mark.parametrize("family", FIRST_FAMILIES)
 def test_every_family_and_weight_type_agrees_with_the_reference(
@@ -83,6 +87,7 @@ def test_every_family_and_weight_type_agrees_with_the_reference(
     assert difference(open_tiny, family, type) < 1
 
 
+@FASTER
 @pytest.mark.parametrize("type", ["f32", "q8_0"])
 @pytest.mark.parametrize("family", [*NEWER_FAMILIES, *RECURRENT_FAMILIES])
 def test_every_newer_family_agrees_with_the_reference(
@@ -92,6 +97,7 @@ def test_every_newer_family_agrees_with_the_reference(
     assert difference(open_tiny, family, type) < 1
 
 
+@FASTER
 @pytest.mark.parametrize("type", ["q4_k", "q6_k"])
 @pytest.mark.parametrize("family", ["llama", "qwen3moe"])
 def test_types_with_blocks_of_256_weights_agree_with_the_reference(

@@ -106,12 +106,12 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.torch
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_beams_equal_transformers_on_fifty_prompts(tiny: Any, setting: dict[str, Any]) -> None:
+def test_beams_equal_transformers_on_thirty_prompts(tiny: Any, setting: dict[str, Any]) -> None:
     import torch
 
     ended: Counter[str] = Counter()
     count = setting["num_return_sequences"]
-    for length in range(2, 7):  # prompts of one length together: transformers is slow to start
+    for length in (2, 4, 6):  # prompts of one length together: transformers is slow to start
         group = [p for p in prompts() if len(p) == length]
         want = tiny.generate(
             torch.tensor(group),

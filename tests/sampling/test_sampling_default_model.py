@@ -124,7 +124,7 @@ def documents(llm: LLM, count: int) -> None:
 
 
 def test_json_under_a_schema_is_valid_at_temperature_1_5(llm: LLM) -> None:
-    documents(llm, 12)
+    documents(llm, 6)
 
 
 @pytest.mark.soak

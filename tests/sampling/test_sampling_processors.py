@@ -18,7 +18,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.sampling.dry_breakers import breakers_of
 from verbatim.sampling.penalties import breaker_flags, repeat_lengths
 
-ROWS, VOCAB = 1000, 120
+ROWS, VOCAB = 350, 120
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,7 @@ def test_no_repeat_ngram_equals_transformers(
         )
         assert state.ids.tolist() == kept(want)
         removed += VOCAB - len(state.ids)
-    assert removed > 2000  # the histories contain repeats
+    assert removed > 2 * ROWS  # the histories contain repeats
 
 
 @pytest.mark.torch
@@ -268,7 +268,7 @@ def test_dry_equals_the_published_rule(rows: np.ndarray) -> None:
         want = np.array([float(v) - loss.get(j, 0.0) for j, v in enumerate(row)])
         np.testing.assert_allclose(state.logits, want, rtol=1e-9)
         penalised += len(loss)
-    assert penalised > 500
+    assert penalised > ROWS // 2
 
 
 def test_dry_growth_is_bounded() -> None:
@@ -351,7 +351,7 @@ def test_xtc_removes_all_top_choices_but_the_least(rows: np.ndarray) -> None:
         acted += bool(removed_ids)
         off = processed(row, SamplingParams(xtc_probability=1e-12, xtc_threshold=threshold))
         assert len(off.ids) == VOCAB
-    assert acted > 300
+    assert acted > 3 * ROWS // 10
 
 
 def test_xtc_acts_with_the_given_probability() -> None:

@@ -176,8 +176,10 @@ class Engines:
         return self._single[repr(p)]
 
     def batch(self, p: SamplingParams, llm: LLM | None = None, around: int = 3) -> Any:
-        """`around`: neighbours before and after the request."""
-        neighbours = [params_of(values) for values in NEIGHBOURS]
+        """`around`: neighbours before and after the request. On the tight engine they are longer,
+        so that it preempts."""
+        longest = {"max_tokens": 4 if llm is None else 10}
+        neighbours = [params_of({**longest, **values}) for values in NEIGHBOURS]
         before = [f"neighbour {i}, not of interest here" for i in range(around)]
         after = ["x", "yy", "zzz"][:around]
         done = (llm or self.plain).generate(

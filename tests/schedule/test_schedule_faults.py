@@ -233,7 +233,10 @@ def caught(rig: Rig) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("name", "trial"), TRIALS)
+@pytest.mark.parametrize(
+    ("name", "trial"),
+    [*TRIALS[:50], *(pytest.param(*trial, marks=pytest.mark.soak) for trial in TRIALS[50:])],
+)
 def test_a_planted_fault_is_caught(name: str, trial: int) -> None:
     for attempt in range(200):
         rng = random.Random(f"{name} {trial} {attempt}")
@@ -249,7 +252,7 @@ def test_a_planted_fault_is_caught(name: str, trial: int) -> None:
 
 def test_there_are_100_trials_over_all_faults() -> None:
     assert len(TRIALS) == 100
-    assert {name for name, _ in TRIALS} == set(FAULTS)
+    assert {name for name, _ in TRIALS[:50]} == set(FAULTS)
 
 
 def test_healthy_traffic_passes_all_checks() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.server, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.server, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent
 QUIET = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
@@ -32,7 +32,7 @@ PYTHON = [
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **QUIET}
-    return subprocess.run(words, capture_output=True, text=True, timeout=600, cwd=cwd, env=env)
+    return subprocess.run(words, capture_output=True, text=True, timeout=1700, cwd=cwd, env=env)
 
 
 @pytest.fixture(scope="module")

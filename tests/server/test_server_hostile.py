@@ -80,6 +80,9 @@ NUMBERS = [
     "NaN", "Infinity", "-Infinity", "true", "false",
     '"1"', '""', "[]", "{}", "[1]", "9223372036854775808", "1" + "0" * 400,
 ]  # fmt: skip
+# Of each kind one: for a sampling parameter on the routes after the first that has it, since all
+# routes give it to the same check.
+KINDS = ["-1", "1.5", "1e999", "NaN", "true", '"1"', "[]", "1" + "0" * 400]
 IDS = [
     "-1",
     "260",
@@ -148,6 +151,7 @@ def with_field(path: str, name: str, value: str) -> str:
     return json.dumps(body)[:-1] + (", " if body else "") + json.dumps(name) + ": " + value + "}"
 
 
+@functools.cache
 def numeric_fields() -> list[tuple[str, str]]:
     found = []
     for path in BASE:
@@ -171,7 +175,8 @@ def test_the_table_covers_the_numeric_fields() -> None:
 def test_every_numeric_field_against_24_values(fake: Any, probe: Any, path: str, name: str) -> None:
     """A value is accepted (200) or rejected by name (4xx), never 5xx. A value that is no number is
     always rejected."""
-    for value in NUMBERS:
+    first = next(route for route, field in numeric_fields() if field == name)
+    for value in NUMBERS if path == first or name not in FIELDS else KINDS:
         status, answer = send(fake, path, with_field(path, name, value))
         assert status in (200, 400, 413), (value, status, answer)
         if value in ("NaN", "Infinity", "-Infinity"):

@@ -13,10 +13,10 @@ import re
 import subprocess
 import sys
 import tarfile
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 from client_setup import cache_dir
 from sdk_plugin import excludes, exclusions
@@ -35,7 +35,7 @@ HERE = Path(__file__).parent
 
 def sdk_source() -> Path:
     """The unpacked sdist of the installed version. Downloaded once; not part of the repository."""
-    version = openai.__version__
+    version = metadata.version("openai")  # the import of the package takes two seconds
     home = cache_dir() / f"openai-{version}"
     if not (home / "tests").is_dir():
         words = [
