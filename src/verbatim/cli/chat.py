@@ -201,7 +201,7 @@ class ChatLoop:
         return True
 
     def _close(self, code: int, completion: Completion) -> None:
-        """Warnings, and one short line of numbers; /stats has the rest."""
+        """Print warnings and one line of counts after an answer; /stats prints the rest."""
         from verbatim.cli.report import broken_structure, length_line, loop_line, short_line
 
         loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")

@@ -45,7 +45,7 @@ def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> i
 
 
 def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) -> list[Finding]:
-    """The live checks, if the model can be loaded at all and its weights are numbers."""
+    """The live checks, if the model can be loaded at all and its weights are finite."""
     from verbatim.cli.open_model import open_llm
     from verbatim.diagnose.findings import bad
     from verbatim.diagnose.live_checks import CONTEXT, check_live

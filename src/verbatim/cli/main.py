@@ -162,7 +162,8 @@ def _open_missing_streams() -> None:
     """Replace a stream that the shell closed (`>&-`, `2>&-`) with the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  it stays open
+            null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  it stays open
+            setattr(sys, name, null)
 
 
 def _replace_unencodable() -> None:

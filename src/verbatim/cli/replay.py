@@ -17,7 +17,7 @@ from verbatim.cli.common_options import json_option
 from verbatim.cli.options import ONE_ANSWER, Command, engine_options_without, model_options
 
 DIFFERENT = 1
-CANDIDATES = 20  # candidates of each token that a mismatch is looked up in
+CANDIDATES = 20  # best tokens per position that an explanation of a mismatch can name
 NEAR = 12  # tokens shown before and after the first difference
 
 if TYPE_CHECKING:

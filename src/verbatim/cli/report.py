@@ -57,7 +57,7 @@ def closing_line(
 
 
 def short_line(completion: Completion) -> str:
-    """Tokens, time and speed in a few words; why it ended where that is not the model's own end."""
+    """Tokens, time and speed in a few words, and the finish reason unless the model ended it."""
     usage, timings = completion.usage, completion.timings
     parts = [_tokens(usage.output_tokens), f"{timings.total:.1f} s"]
     if rate := timings.decode_rate(usage.output_tokens):

@@ -104,7 +104,7 @@ def _scales(spec: ModelSpec) -> dict[str, Any]:
             "embedding_scale": float(spec.embed_scale),
             "attention.scale": float(spec.scale),
             "residual_scale": float(spec.residual_scale),
-            "logit_scale": 1.0 / spec.logit_scale,  # the file's number divides
+            "logit_scale": 1.0 / spec.logit_scale,  # GGUF stores the divisor
         }
     if spec.family in ("command-r", "cohere2"):
         return {"logit_scale": float(spec.logit_scale)}

@@ -76,7 +76,7 @@ def merge_directory(source: Path, adapter: Path, target: Path) -> int:
 
 
 def _file_pairs(source: Path, adapter: Path) -> dict[str, LowRank]:
-    """Tensor name in the model's files -> matrices. PEFT's modules have the files' own layout."""
+    """The adapter's matrices by tensor name in the model's files. PEFT's modules have the files' own layout."""
     read = read_adapter(adapter)
     if read.kind != "peft":
         raise ParameterError(

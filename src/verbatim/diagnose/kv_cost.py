@@ -17,7 +17,7 @@ from verbatim.diagnose.findings import Finding, good, note
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
 
-TEXT_TOKENS = 384  # of TEXT at most
+TEXT_TOKENS = 384  # scored tokens: the first ones of TEXT
 TOP = 512  # most likely tokens that are compared one by one; all others are one event
 NOTABLE = 0.02  # nats per token for a note: twice fp8 on the default model (cpu: 0.0096)
 

@@ -11,9 +11,7 @@ Not thread-safe, except for request(): LLM calls the core under a lock, AsyncEng
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -26,6 +24,7 @@ from verbatim.engine.beam_request import request_class
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_setup import (
+    PreemptOnError,
     fingerprint_of,
     make_scheduler,
     open_disk_cache,
@@ -55,6 +54,7 @@ class EngineCore:
         self._overlap = None if launcher is None else Overlap(self.backend, launcher)
         self.disk_cache = open_disk_cache(parts, config)
         self.scheduler = make_scheduler(parts, config, self.cache_plan, self.disk_cache)
+        self._preempt_on_error = PreemptOnError(self.scheduler)
         self.fingerprint = fingerprint_of(parts)
         # by number of the adapter; -1: the base model
         self.fingerprints = {
@@ -155,7 +155,7 @@ class EngineCore:
         plan = self._plan()
         if plan is None:
             return self._take_ready()
-        with self._discard_cache_on_error():
+        with self._preempt_on_error:
             result = self.backend.execute(plan)
         return self._commit(plan, result)
 
@@ -164,7 +164,7 @@ class EngineCore:
         plan = self._plan()
         if plan is None:
             return self._take_ready()
-        with self._discard_cache_on_error():
+        with self._preempt_on_error:
             current = overlap.launch(plan)
             following = overlap.launch_next(plan, current)
             result = overlap.collect(plan, current, following)
@@ -179,7 +179,7 @@ class EngineCore:
         if plan is None:
             self._grammars.wait()
             return None
-        with self._discard_cache_on_error():
+        with self._preempt_on_error:
             plan = self._grammars.add_masks(plan)
         self._planned = time.perf_counter()
         return plan if plan.sequences else None
@@ -198,14 +198,6 @@ class EngineCore:
             parts = step_parts(plan, events, self._by_seq, self.drafting)
             self.step_log.add(self._started, executed, parts)
         return self._outputs(events)
-
-    @contextmanager
-    def _discard_cache_on_error(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:  # Ctrl-C too: the KV cache may be partly written
-            self.scheduler.preempt_all()
-            raise
 
     def _store_results(self, plan: StepPlan, result: StepResult) -> None:
         """Give the requests their start times, prompt scores and hidden states."""

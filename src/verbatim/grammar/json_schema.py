@@ -301,7 +301,7 @@ _SCHEMA_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 
 
 def _expected(keyword: str, value: Any) -> str | None:
-    """What a keyword's value should be, if it is something else."""
+    """The kind of value that a keyword needs, for an error; None if it has such a value."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if keyword in _COUNTS:
         return None if number and value >= 0 and value == int(value) else "a count"

@@ -238,7 +238,8 @@ _SYNTAX = (
 
 
 def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
-    """
+    """The error message of a regular expression that does not compile.
+
     >>> _about_regex("regex", "ab(c", 2, "unclosed group").removesuffix(_SYNTAX)
     "'ab(c' is not a regular expression: unclosed group, at character 3 ('(c'); "
     """

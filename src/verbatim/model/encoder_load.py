@@ -93,7 +93,8 @@ _GGUF_SIZES = ("block_count", "embedding_length, feed_forward_length or context_
 PREFIXES = ("", "bert.", "roberta.", "nomic_bert.")
 # Heads of other tasks, and buffers that older versions of transformers saved.
 _IGNORED = re.compile(
-    r"(cls|lm_head|qa_outputs)\..*|(bert\.|roberta\.)?(pooler\..*|embeddings\.(position|token_type)_ids)"
+    r"(cls|lm_head|qa_outputs)\..*"
+    r"|(bert\.|roberta\.)?(pooler\..*|embeddings\.(position|token_type)_ids)"
 )
 
 

@@ -100,7 +100,7 @@ class Explanation(Sequence[TokenExplanation]):
 
     @property
     def text(self) -> str:
-        """The answer."""
+        """The text of the answer."""
         return self.completion.text
 
     @property

@@ -68,25 +68,6 @@ class CostCard:
             (self.prompt_ops_token or self.ops_token) + tokens / 2 * self.ops_position
         )
 
-    def bandwidth_share(
-        self, limits: MachineLimits, rate: float, context: int, batch: int = 1
-    ) -> float:
-        """MBU: bytes that must be read at this throughput, as a share of the memory bandwidth.
-        `rate`: tokens per second of all sequences together."""
-        steps = rate / batch
-        return (
-            steps * (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
-        )
-
-    def peak_share(self, limits: MachineLimits, rate: float, context: float) -> float | None:
-        if limits.int8_ops is None:
-            return None
-        return (
-            rate
-            * ((self.prompt_ops_token or self.ops_token) + context * self.ops_position)
-            / limits.int8_ops
-        )
-
 
 def cost_card(spec: Any, info: Any) -> CostCard:
     """The CostCard of a ModelSpec and a BackendInfo. Both are read by their fields, so that this

@@ -85,7 +85,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _save(figure: Any, path: str) -> None:
-    """Without a date and with fixed ids, so that equal numbers give equal files."""
+    """Write the figure without a date and with fixed ids: equal numbers give equal files."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.hashsalt": "verbatim"}):

@@ -14,14 +14,14 @@ from collections.abc import Sequence
 from typing import Any
 
 CACHE_FULL = 0.9  # share of the blocks in use from which a queue means that blocks are missing
-CACHE_EASY = 0.5  # share below which the requests of one replica more fit into the others
+CACHE_EASY = 0.5  # share below which the others can take over the requests of one replica
 
 
 def wanted_replicas(
     current: int, open_requests: float, target: float, usage: Sequence[float], waiting: float
 ) -> int:
-    """`usage`: share of the KV cache blocks in use, per replica. `waiting`: requests without a
-    running sequence, in all replicas."""
+    """The number of replicas that the load needs. `usage`: share of the KV cache blocks in use, per
+    replica. `waiting`: requests without a running sequence, in all replicas."""
     wanted = math.ceil(open_requests / target)
     mean = sum(usage) / len(usage) if usage else 0.0
     if waiting and mean > CACHE_FULL:

@@ -134,7 +134,7 @@ class Cluster(Supervisor):
                 stream.cancel()
             self._end_aborted(request_id)
         except Exception as error:
-            # Ray has many errors for an actor that is gone; none of them is the client's.
+            # Ray has many errors for an actor that is gone; none is the client's fault.
             log.warning("request %s lost its replica: %s", request_id, _first_line(error))
             on_channel = False
         finally:

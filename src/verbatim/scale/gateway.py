@@ -53,7 +53,7 @@ class Gateway:
 
 
 def gateway_application(settings: Settings, options: RayOptions) -> Any:
-    """The gateway bound to its replicas. The needs are checked when the application is built."""
+    """The gateway bound to its replicas. Checks first that the cluster has room for them."""
     connect(options.address)
     needs = state_needs(footprint_of(settings), settings.engine, cluster_nodes(), options.replicas)
     log.info("each of %s replicas asks Ray for %s", options.replicas, needs)

@@ -104,7 +104,7 @@ class Replica:
             raise RuntimeError(f"the engine is down for more than {RESTART_SECONDS:g} seconds")
 
     def record_replica_metadata(self) -> dict[str, Any]:
-        """Once, when the replica is ready."""
+        """Report the replica's facts to Ray Serve, which calls this once, when it is ready."""
         assert self._supervisor.facts is not None
         return {"fingerprint": self._supervisor.facts.fingerprint}
 

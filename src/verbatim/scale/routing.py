@@ -69,7 +69,7 @@ class PrefixMap:
         self._drop_old(self._assumed.get(replica))
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget every other replica."""
+        """Forget all replicas but these."""
         for table in (self._reported, self._assumed):
             for gone in [name for name in table if name not in replicas]:
                 del table[gone]

@@ -35,7 +35,7 @@ class FairQueue:
         self.slots = slots
         self.tokens = tokens
         self.share = share
-        self.used = 0  # slots
+        self.used = 0  # slots of running entries
         self.running: Counter[str] = Counter()  # entries per tenant
         self.claimed: Counter[str] = Counter()  # tokens per tenant
         self._queues: OrderedDict[str, list[Waiting]] = OrderedDict()  # the first tenant is next

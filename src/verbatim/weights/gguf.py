@@ -294,7 +294,7 @@ class _Reader:
                 or self.size - self.pos - 8 < _U64.unpack_from(self.view, self.pos)[0]
             ):
                 self.fail(f"{item} reaches beyond the end of the file")
-            # Only the first 255 bytes of a string raise the budget.
+            # Memory budget: a string earns its length in the file, 255 bytes at most.
             self.grant(8 + min(_U64.unpack_from(self.view, self.pos)[0], 255))
             result.append(self.text(item))
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from verbatim.server.json_io import dumps_lossless, loads_lossless, loads_strict
 from verbatim.server.process.messages import ModelFacts
+from verbatim.text.tag_splitter import partial_tag_length
 from verbatim.text.tool_calls import repeats_call
 
 OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
@@ -290,7 +291,7 @@ class ToolParser:
             if not self._inside:
                 at = self._held.find(self._open)
                 safe = (
-                    at if at >= 0 else len(self._held) - _partial_tag_length(self._held, self._open)
+                    at if at >= 0 else len(self._held) - partial_tag_length(self._held, self._open)
                 )
                 if safe:
                     out.append(self._text(safe))
@@ -328,10 +329,3 @@ def text_and_calls(found: Sequence[tuple[str, Any]]) -> tuple[str, list[ParsedCa
     return "".join(v for kind, v in found if kind == "text"), [
         v for kind, v in found if kind == "call"
     ]
-
-
-def _partial_tag_length(text: str, tag: str) -> int:
-    """Length of the longest suffix of `text` that is a proper prefix of `tag`."""
-    return next(
-        (n for n in range(min(len(text), len(tag) - 1), 0, -1) if tag.startswith(text[-n:])), 0
-    )

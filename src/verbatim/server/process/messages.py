@@ -226,7 +226,7 @@ class WireDelta(NamedTuple):
     dataclass."""
 
     request_id: str
-    choice: int  # its index
+    choice: int  # index of the choice
     text: str
     token_ids: Sequence[int]
     finish: WireFinish | None
