@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from urllib.parse import unquote
 
 import click
 import httpx
@@ -127,6 +128,45 @@ def test_search_works_without_a_server(site: Path) -> None:
     assert "min_p" in index
     assert "assets/iframe-worker.js" in (site / "index.html").read_text("utf-8")
     assert "source/examples" not in index, "source files stay out of the index"
+
+
+class Links(HTMLParser):
+    """The addresses on a page, and the anchors that an address may name."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.addresses: set[str] = set()
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.addresses.add(value)
+            elif name in ("id", "name") and value:
+                self.anchors.add(value)
+
+
+def test_no_link_is_broken(site: Path) -> None:
+    """Every address inside the site leads to a file and, with #, to an anchor in it. 404.html is
+    for a server: its addresses start at the root."""
+    pages = {
+        path.resolve(): Links(path.read_text("utf-8"))
+        for path in site.rglob("*.html")
+        if path.name != "404.html"
+    }
+    broken = []
+    for path, links in pages.items():
+        for address in links.addresses:
+            if re.match(r"[a-z]+:|//", address):
+                continue
+            file, _, anchor = unquote(address).partition("#")
+            target = (path.parent / file).resolve() if file else path
+            target = target / "index.html" if target.is_dir() else target
+            known = pages[target].anchors if target in pages else {anchor}
+            if not target.exists() or (anchor and anchor not in known):
+                broken.append(f"{path.name}: {address}")
+    assert not broken
 
 
 def test_no_marker_is_left_in_a_page(site: Path) -> None:

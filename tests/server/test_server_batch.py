@@ -360,6 +360,8 @@ def test_a_loop_is_reported_in_every_mode(fake: Any, path: str) -> None:
     }
     answer = fake.post(path, body).json()
     assert (answer if path == "/v1/responses" else answer["choices"][0])["loop"] == 1
+    told = "the output repeated a run of 1 token; on_loop stop ends such an answer"
+    assert told in answer["warnings"]
     events = [e for e in fake.events(path, body) if e != "[DONE]"]
     last = events[-1]
     assert last["response"]["loop"] == 1 if path == "/v1/responses" else last["loops"] == [1]

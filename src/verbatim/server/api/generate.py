@@ -178,14 +178,16 @@ def extra_fields(runs: Sequence[Running]) -> dict[str, Any]:
 
 
 def _loops(done: Generated) -> list[str]:
-    """One sentence per loop that ended a choice; the protocols' finish reasons have no name for
+    """One sentence per choice with a loop; the protocols' finish reasons have no name for
     it."""
-    return [
-        f"stopped, because the end repeats a run of {choice.loop} token"
-        f"{'s' if choice.loop > 1 else ''}; on_loop report lets it continue"
-        for choice in done.choices
-        if choice.finish.reason == "loop"
-    ]
+    out = []
+    for choice in done.choices:
+        run = f"a run of {choice.loop} token{'s' if choice.loop > 1 else ''}"
+        if choice.finish.reason == "loop":
+            out.append(f"stopped, because the end repeats {run}; on_loop report lets it continue")
+        elif choice.loop:
+            out.append(f"the output repeated {run}; on_loop stop ends such an answer")
+    return out
 
 
 def observe_latency(call: RequestContext) -> None:
