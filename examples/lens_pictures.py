@@ -55,6 +55,7 @@ def generate(page: Page, url: str, view: str) -> None:
     page.goto(url)
     page.wait_for_selector("#send:not([disabled])")
     set_param(page, "seed", 4)
+    set_param(page, "temperature", 0.9)
     set_param(page, "top_p", 0.95)
     page.fill("#prompt", PROMPT)
     page.click("#send")
@@ -87,9 +88,12 @@ def take(browser: Any, url: str, folder: Path) -> None:
         page.set_default_timeout(120_000)
         generate(page, url, view)
         full = (width, height) == DESKTOP
-        if not full:
+        if full:  # the browser skips what is out of view
+            tall = page.evaluate("() => document.documentElement.scrollHeight")
+            page.set_viewport_size({"width": width, "height": tall})
+        else:
             page.evaluate("() => document.querySelector('.sequence').scrollIntoView()")
-        save(page.screenshot(full_page=full), folder / f"{name}.png")
+        save(page.screenshot(), folder / f"{name}.png")
         page.close()
 
 

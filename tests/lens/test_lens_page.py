@@ -201,6 +201,16 @@ def test_the_keyboard_walks_over_the_tokens(lens: LensPage) -> None:
     assert unnamed == []
 
 
+def test_the_cards_of_a_column_are_equally_wide(lens: LensPage) -> None:
+    lens.select(3)
+    for column, cards in ((".middle", 5), (".right", 3)):
+        widths = lens.page.locator(f"{column} .card").evaluate_all(
+            "cards => cards.map((card) => Math.round(card.getBoundingClientRect().width))"
+        )
+        assert len(widths) == cards
+        assert len(set(widths)) == 1, (column, widths)
+
+
 def test_colours_follow_the_choice(lens: LensPage) -> None:
     heat = "tile => tile.style.getPropertyValue('--heat')"
     seen = set()

@@ -156,12 +156,12 @@ function page() {
   if (state.view === "engine") return html`${header()}${messages()}<main class="engine">${engineView()}</main>`;
   return html`${header()}${messages()}<main class="generate">
     <aside class="left" aria-label="parameters" ?hidden=${state.offline}><details class="card params" open><summary>Parameters</summary>${state.offline ? nothing : controls()}</details></aside>
-    <div class="middle">${state.offline ? nothing : composer()}${sequence()}${panels.loop}${tree()}${panels.five}</div>
+    <div class="middle">${state.offline ? nothing : composer()}${sequence()}${panels.step}${tree()}${panels.samplers}</div>
     ${panels.right}</main>`;
 }
 
 // The panels of the chosen step, each rendered by itself: a slider's redraw touches nothing else.
-const panels = Object.fromEntries(["loop", "five", "right"].map((name) => {
+const panels = Object.fromEntries(["step", "samplers", "right"].map((name) => {
   const node = document.createElement("div");
   node.className = `panel ${name}`;
   return [name, node];
@@ -170,8 +170,8 @@ const panels = Object.fromEntries(["loop", "five", "right"].map((name) => {
 function draw(scope) {
   if (scope === "all") render(page(), root);
   if (state.info && state.view === "generate") {
-    render(loopView(), panels.loop);
-    render(fiveSamplers(), panels.five);
+    render(loopView(), panels.step);
+    render(fiveSamplers(), panels.samplers);
     render(inspector(), panels.right);
   }
   if (scope === "step") return;

@@ -13,4 +13,4 @@ export const count = (n) => grouped.format(n);
 export const seconds = (s) =>
   s >= 1 ? `${s.toFixed(2)} s` : s >= 0.001 ? `${(1000 * s).toFixed(1)} ms` : `${(1e6 * s).toFixed(0)} µs`;
 export const bytes = (n) =>
-  n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : `${n} B`;
+  n >= 1e9 ? `${(n / 1e9).toFixed(2)} GB` : n >= 1e6 ? `${(n / 1e6).toFixed(1)} MB` : n >= 1e3 ? `${(n / 1e3).toFixed(1)} kB` : `${n} B`;

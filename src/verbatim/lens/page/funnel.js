@@ -84,16 +84,16 @@ export function draw(result) {
   if (result.greedy) return html`<p class="hint">Temperature 0 takes the largest logit. No noise is made.</p>`;
   const rows = result.leaders, low = rows.at(-1).score, high = rows[0].score;
   const width = (score) => 8 + (92 * (score - low)) / Math.max(high - low, 1e-9);
-  return html`<table class="draw">
+  return html`<p class="hint">score = logit distance ÷ temperature + noise; the largest wins${
+      result.lead === null ? "" : html`, here by ${number(result.lead, 2)}`}. The noise is a function of seed, position and id.</p>
+    <table class="draw">
     <thead><tr><th scope="col">token</th><th scope="col">left with</th><th scope="col">noise</th><th scope="col">score</th><th></th></tr></thead>
     <tbody>
-      ${Array.from({ length: 8 }, (_, i) => rows[i]).map((c, i) => c ? html`<tr class=${i ? "" : "winner"}>
+      ${Array.from({ length: 6 }, (_, i) => rows[i]).map((c, i) => c ? html`<tr class=${i ? "" : "winner"}>
         <td><q>${state.vocab.show(c.id)}</q></td><td>${percent(c.probability)}</td>
         <td>${c.noise >= 0 ? "+" : ""}${number(c.noise, 2)}</td><td>${number(c.score, 2)}</td>
         <td class="meter"><i .style=${`inline-size:${width(c.score).toFixed(1)}%`}></i></td></tr>` : html`<tr><td></td></tr>`)}
-    </tbody></table>
-    <p class="hint">score = logit distance ÷ temperature + noise; the largest wins${
-      result.lead === null ? "" : html`, here by ${number(result.lead, 2)}`}. The noise is a function of seed, position and id.</p>`;
+    </tbody></table>`;
 }
 
 // the same logits and noise under five samplers
@@ -114,7 +114,7 @@ export function sideBySide(row, settings) {
         <figcaption><b>${name}</b> <span class="setting">${setting}</span></figcaption>
         ${result.kept.map((c) => html`<div class="mini ${c.id === result.token ? "drawn" : ""}">
           <i .style=${`inline-size:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
-        <div class="out">${count(result.left)} left → <q>${result.undecided ? "…" : state.vocab.show(result.token)}</q></div>
+        <div class="out">${count(result.left)} left<br />→ <q>${result.undecided ? "…" : state.vocab.show(result.token)}</q></div>
       </figure>`;
     })}
   </div>`;

@@ -11,7 +11,7 @@ import { ExactSum, exp, logMass, logOfShare, massNeeded, massOf, spreadOf } from
 export const FILTERS = ["top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
 
 const EDGE = 1e-9; // logits; a bin's bounds are widened by it against rounding
-const LEADERS = 8; // candidates of largest score in a result
+const LEADERS = 6; // candidates of largest score in a result
 const SHOWN = 6; // most likely candidates in a result
 
 export class Row {
@@ -262,7 +262,7 @@ export function sample(row, settings, key = row.key) {
   const live = liveAt(row, wanted.temperature), { best, d } = live;
   const middle = ([low, up]) => (low === up ? low : (low + up) / 2n);
   const all = middle(live.totals()), norm = logMass(all), exact = !row.tail;
-  const stages = [{ name: "temperature", left: live.left, removed: 0, mass: 1, exact, order: live.order }];
+  const stages = [{ name: "temperature", left: live.left, removed: 0, mass: 1, order: live.order }];
   for (const name of FILTERS) {
     const { left } = live;
     if (!STAGES[name](live, wanted, key)) continue;
