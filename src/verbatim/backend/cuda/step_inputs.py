@@ -23,7 +23,7 @@ from verbatim.base.config import BLOCK_SIZE
 from verbatim.model.spec import ModelSpec
 
 MAX_OUTPUTS = 256  # rows of logits of a step that replays a graph
-OUTPUTS = (16, 64, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
+OUTPUTS = (16, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
 MORE_TILES = 32  # tiles beyond those of full ones: sequences whose last tile is not full
 MIN_ROWS = 32
 
@@ -46,7 +46,8 @@ class StepShape(NamedTuple):
 
 
 def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
-    """Lines per query tile -> the tiles. Each has rows of one sequence."""
+    """Lines per query tile -> the tiles, by position: attention starts those with the most
+    positions first. Each has rows of one sequence."""
     cuts: dict[int, list[tuple[int, int, int]]] = {}
     for s, (first, last) in enumerate(
         zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
@@ -56,6 +57,8 @@ def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, 
         cuts.setdefault(lines, []).extend(
             (row, min(most, last - row), s) for row in range(first, last, most)
         )
+    for cut in cuts.values():
+        cut.sort(key=lambda tile: batch.positions[tile[0]])
     return {lines: TileArrays(*np.array(cut, np.int32).T) for lines, cut in cuts.items()}
 
 
@@ -143,7 +146,9 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     tiles = aligned(-(-rows // tile_rows(others[0], spec)) + MORE_TILES)
     if len(cuts[others[0]].rows) > tiles:
         return None
-    spans = 1 << (kernels.span_count(int(batch.positions.max()) + 1) - 1).bit_length()
+    spans = 2  # times a power of four: few shapes, so few graphs are captured
+    while spans < kernels.span_count(int(batch.positions.max()) + 1):
+        spans *= 4
     return StepShape(rows, outputs, tiles, spans)
 
 
