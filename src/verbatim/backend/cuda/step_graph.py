@@ -67,7 +67,12 @@ class GraphInputs:
         tokens = [token for s in sequences for token in s.tokens]
         n = len(tokens)
         self._tokens[:n], self._tokens[n:] = tokens, 0
-        positions = [p for s in sequences for p in range(s.start, s.end)]
+        single = n == len(sequences)  # the usual case, and a shorter loop
+        positions = (
+            [s.start for s in sequences]
+            if single
+            else [p for s in sequences for p in range(s.start, s.end)]
+        )
         self._positions[:n], self._positions[n:] = positions, 0
         order = np.argsort(self._positions, kind="stable")
         self._tile_rows[:], self._tile_positions[:] = order, self._positions[order]
@@ -76,7 +81,11 @@ class GraphInputs:
         for group, (table, tile_blocks, slots, padding) in enumerate(
             zip(self._tables, self._tile_blocks, self._slots, self._padding_tables, strict=True)
         ):
-            row_blocks = [s.blocks[group] for s in sequences for _ in s.tokens]
+            row_blocks = (
+                [s.blocks[group] for s in sequences]
+                if single
+                else [s.blocks[group] for s in sequences for _ in s.tokens]
+            )
             row_blocks += [padding] * (self.rows - n)
             for tile, row in enumerate(rows):
                 blocks = row_blocks[row]

@@ -48,18 +48,26 @@ class StepShape(NamedTuple):
 def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
     """Lines per query tile -> the tiles, by position: attention starts those with the most
     positions first. Each has rows of one sequence."""
-    cuts: dict[int, list[tuple[int, int, int]]] = {}
-    for s, (first, last) in enumerate(
-        zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
-    ):
-        lines = kernels.tile_lines(spec.heads, spec.kv_heads, last - first, device)
-        most = tile_rows(lines, spec)
-        cuts.setdefault(lines, []).extend(
-            (row, min(most, last - row), s) for row in range(first, last, most)
-        )
-    for cut in cuts.values():
-        cut.sort(key=lambda tile: batch.positions[tile[0]])
-    return {lines: TileArrays(*np.array(cut, np.int32).T) for lines, cut in cuts.items()}
+    first, counts = batch.first[:-1], np.diff(batch.first)
+    few = counts * (spec.heads // spec.kv_heads) <= kernels.DECODE_LINES
+    few_lines, many_lines = (
+        kernels.tile_lines(spec.heads, spec.kv_heads, rows, device)
+        for rows in (1, kernels.DECODE_LINES + 1)
+    )
+    of_sequence = np.where(few, few_lines, many_lines)
+    cuts = {}
+    for lines in np.unique(of_sequence).tolist():
+        chosen, most = np.flatnonzero(of_sequence == lines), tile_rows(lines, spec)
+        tiles = -(-counts[chosen] // most)
+        owner = np.repeat(chosen, tiles)
+        number = np.arange(len(owner)) - np.repeat(
+            np.cumsum(tiles) - tiles, tiles
+        )  # in its sequence
+        row = first[owner] + number * most
+        order = np.argsort(batch.positions[row], kind="stable")
+        rows = np.minimum(most, counts[owner] - number * most)
+        cuts[lines] = TileArrays(*(part[order].astype(np.int32) for part in (row, rows, owner)))
+    return cuts
 
 
 def tile_rows(lines: int, spec: ModelSpec) -> int:
