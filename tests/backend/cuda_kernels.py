@@ -33,6 +33,7 @@ from verbatim.backend.cuda import (
     jit_numerics,
     jit_sampling,
     kernels,
+    matmul_tile,
     quant,
     sampling_plan,
     step_inputs,
@@ -167,10 +168,10 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
     """Compares a prefill in one step with chunks beside another sequence. Some matmuls have two
     splits, which run in parallel for few rows and in one program for many."""
     monkeypatch.setattr(kernels, "BK", 16)
-    choose_tile = kernels.choose_tile
+    choose_tile = matmul_tile.choose_tile
 
-    def choose(m: int, n: int, k: int, splits: int, tma: bool) -> kernels.MatmulTile:
-        tile = choose_tile(16, n, k, splits, False)
+    def choose(m: int, n: int, k: int, splits: int, tma: bool) -> matmul_tile.MatmulTile:
+        tile = choose_tile(16, n, k, splits, False)._replace(inputs=16)
         return tile if m <= 4 else tile._replace(rows=32, parallel=1, tma=tma)
 
     monkeypatch.setattr(kernels, "choose_tile", choose)
@@ -326,7 +327,13 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
         assert sent.positions.tolist() == batch.positions.tolist() + [0] * (16 - n)
         owners = [s for s in sequences for _ in s.tokens]
         for group, padding in enumerate((77, 88)):
-            slots, table = sent.slots[group].tolist(), sent.tiles[group][0].table
+            slots, tiles = sent.slots[group].tolist(), sent.tiles[group][0]
+            rows = tiles.first_row.tolist()
+            assert sorted(rows) == list(range(16))
+            positions = tiles.first_position.tolist()
+            assert positions == sorted(sent.positions.tolist()), "the longest tile starts first"
+            assert positions == sent.positions[tiles.first_row].tolist()
+            table = tiles.table[np.argsort(rows)]
             assert slots[n:] == [padding * 16] * (16 - n)
             assert table[n:, 0].tolist() == [padding] * (16 - n)
             for row, (owner, position) in enumerate(
@@ -380,25 +387,50 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     assert padded.data_ptr() == given.data_ptr()
 
 
+@pytest.mark.parametrize(("rows", "tma"), [(3, False), (70, True)])
+def test_a_fused_activation_has_the_bits_of_its_own_kernel(
+    rows: int, tma: bool, device: torch.device
+) -> None:
+    """Exact sums: the interpreter adds in any order."""
+    random = np.random.default_rng(4)
+    x, w = (
+        torch.from_numpy(random.integers(-2, 3, shape).astype(np.float16) / 8).to(device)
+        for shape in ((rows, 40), (2 * 24, 40))
+    )
+    assert kernels.can_fuse(w, "silu")
+    assert not kernels.can_fuse(w, "gelu")
+    assert not kernels.can_fuse(w.new_zeros(100, 512), "silu"), "its splits are not added up"
+    expected = kernels.mlp_activation(kernels.matmul(x, w), "silu", True, torch.float16)
+    tile = matmul_tile.choose_tile(rows, 48, 40, 1, tma)
+    assert tile.tma == tma
+    assert torch.equal(kernels.gated_matmul(x, w, "silu", torch.float16, tile), expected)
+
+
 def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = opened(small("llama"))
-    launched = set()
+    launched, fused = set(), set()
 
     def matmul(x: Any, weight: Any, bias: Any = None, tile: Any = None, out: Any = None) -> Any:
         launched.add(tile)
         return kernels.SplitSums(torch.zeros((1, len(x), len(weight)), device=x.device), bias)
 
+    def gated_matmul(x: Any, weight: Any, kind: str, dtype: Any, tile: Any = None) -> Any:
+        fused.add(tile)
+        return torch.zeros((len(x), len(weight) // 2), device=x.device, dtype=dtype)
+
     monkeypatch.setattr(kernels, "matmul", matmul)
+    monkeypatch.setattr(kernels, "gated_matmul", gated_matmul)
     monkeypatch.setattr(warm_up, "STEPS", ((32, 1),))
     warm_up.compile_kernels(backend)  # type: ignore[arg-type]
     chosen = set()
     for n, k in ((64, 1024), (576, 64)):
         splits = kernels.split_k(n, k)[0]
-        chosen |= {kernels.choose_tile(m, n, k, splits, True) for m in range(1, 4200, 37)}
+        chosen |= {matmul_tile.choose_tile(m, n, k, splits, True) for m in range(1, 4200, 37)}
     assert len(chosen) > 5
     assert {tile._replace(parallel=1) for tile in chosen} <= {
         tile._replace(parallel=1) for tile in launched if tile is not None
     }
+    assert set(matmul_tile.all_tiles(1, True)) <= fused
 
 
 def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) -> None:

@@ -9,14 +9,18 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cli_result import Call
 
+from verbatim import LLM
 from verbatim.base.errors import BackendError
 from verbatim.bench import measure
+from verbatim.bench.crowd import Crowd, make_crowd, run_crowd
 from verbatim.bench.rivals import client
+from verbatim.cli import bench_report
 from verbatim.observe.plot import Chart, Line, draw, figure
 from verbatim.observe.roofline import (
     CostCard,
@@ -27,6 +31,7 @@ from verbatim.observe.roofline import (
     native_probes,
     save_limits,
 )
+from verbatim.testing_models import tiny_model
 
 # Figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB per token.
 LIMITS = MachineLimits(37.9e9, threads=2, method="native", int8_ops=638e9)
@@ -53,10 +58,7 @@ def test_ceilings_match_values_computed_by_hand() -> None:
 
 
 def test_the_cost_card_counts_every_matrix() -> None:
-    from types import SimpleNamespace
-
     from verbatim.model.layout import is_quantisable, layout
-    from verbatim.testing_models import tiny_model
 
     for family in ("llama", "gpt2", "qwen2", "lfm2"):
         spec = tiny_model(family).spec
@@ -74,9 +76,6 @@ def test_the_cost_card_counts_every_matrix() -> None:
 
 
 def test_a_mixture_of_experts_costs_only_its_active_experts() -> None:
-    from types import SimpleNamespace
-
-    from verbatim.testing_models import tiny_model
 
     info = SimpleNamespace(weight_bytes=1, kv_token_bytes=2)
     two = cost_card(tiny_model("mixtral", num_experts_per_tok=2).spec, info)
@@ -183,8 +182,6 @@ def test_a_share_above_the_limit_is_explained(
     rate: float, result: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The limit of the first row is 387 tokens/s; the second row stays below its limit."""
-    from types import SimpleNamespace
-
     from verbatim.cli import bench
 
     rows = [
@@ -293,10 +290,54 @@ def test_rival_flags_without_against_are_rejected(verbatim: Call) -> None:
         assert "--against" in result.err
 
 
-def test_bench_rejects_the_cuda_backend(verbatim: Call) -> None:
-    result = verbatim("bench", "--backend", "cuda")
+def test_bench_of_a_gpu_has_no_rival_and_needs_one(verbatim: Call, tiny: Path) -> None:
+    result = verbatim("bench", "--backend", "cuda", "--against", "llama.cpp")
     assert result.code == 2
-    assert result.err.startswith("verbatim: backend: ")
+    assert result.err.startswith("verbatim: against: ")
+
+
+def test_the_limits_of_a_gpu_are_those_of_the_cuda_backend(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = SimpleNamespace(name="H200", read_bytes=4.3e12, ops=790e12, memory=141e9)
+    module = SimpleNamespace(measure_gpu=lambda: card)
+    monkeypatch.setattr(bench_report, "import_module", lambda name: module)
+    spec = tiny_model("llama").spec
+    info = SimpleNamespace(
+        name="cuda", detail="d", threads=1, weight_bytes=10**9, kv_token_bytes=10**5
+    )
+    parts = SimpleNamespace(backend=SimpleNamespace(info=info, spec=spec), name="m")
+    limits, cost = bench_report.print_limits(SimpleNamespace(parts=parts), quick=True)  # type: ignore[arg-type]
+    assert cost.decode_ceiling(limits, 0) == pytest.approx(4300)
+    shown = capsys.readouterr().out
+    assert shown.startswith("machine   H200: reads 4300 GB/s; 790 bfloat16 TFLOP/s; 141 GB")
+    assert "ceiling   4300 tokens per second" in shown
+
+
+def test_the_least_time_of_a_crowd_matches_values_computed_by_hand() -> None:
+    crowd = Crowd([[1] * 10, [1] * 20], [4, 2])
+    assert crowd.tokens == 6
+    # contexts 10 to 13 and 20 to 21: 87 positions; four steps
+    read = 87 * CARD.kv_token_bytes + 4 * CARD.weight_bytes
+    slow_memory = replace(LIMITS, read_bytes=1e9)
+    assert crowd.least_seconds(slow_memory, CARD) == pytest.approx(read / 1e9)
+    # 30 prompt tokens, which attend to 50 + 200 positions, and 6 drawn ones
+    ops = 30 * CARD.prompt_ops_token + 6 * CARD.ops_token + (87 + 250) * CARD.ops_position
+    slow_units = replace(LIMITS, int8_ops=1e9)
+    assert crowd.least_seconds(slow_units, CARD) == pytest.approx(ops / 1e9)
+
+
+def test_a_crowd_fits_the_context_and_draws_all_its_tokens(tiny: Path) -> None:
+    with LLM(str(tiny), context=40, backend="reference") as llm:
+        crowd = make_crowd(llm, 3)
+        assert crowd.prompts != make_crowd(llm, 3, seed=1).prompts
+        assert crowd.lengths == make_crowd(llm, 3, seed=1).lengths
+        assert all(
+            len(p) + n < llm.context for p, n in zip(crowd.prompts, crowd.lengths, strict=True)
+        )
+        before = llm.stats()["output_tokens_total"]
+        assert run_crowd(llm, crowd) > 0
+        assert llm.stats()["output_tokens_total"] - before == crowd.tokens
 
 
 # ------------------------------------------------------------------------------------- the command

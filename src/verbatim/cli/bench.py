@@ -126,12 +126,13 @@ def command(
     for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
         if value and not against:
             raise ParameterError(name, "needs --against, which names the other engine")
-    if flags["e_backend"] == "cuda":
+    on_gpu = flags["e_backend"] == "cuda"
+    if on_gpu and against:
         raise UnsupportedError(
-            "backend",
-            "bench measures the limits of a CPU; bench/cuda.py in the sources measures a GPU",
+            "against", "the other engines run on the CPU here; leave it out with --backend cuda"
         )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto selects the cpu backend, even with a GPU
+    if not on_gpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto selects the cpu backend, even with a GPU
     flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
@@ -164,6 +165,8 @@ def command(
         ready = first_token(llm, rounds)
         print(f"{'first token':16} {ready * 1000:8.1f} ms")
         out = summary(llm, limits, card, rows, rival)
+        if on_gpu:
+            out["crowd"] = _crowd(llm, limits, card, quick)
     cold = _cold_start(flags, rounds)
     if plot:
         plot_rows(plot, rows, card, limits, rival)
@@ -189,6 +192,25 @@ def _measure(
     if over := above_limit(rows, card, limits):
         print(f"share above 100 % ({over}): {WHY_ABOVE}")
     return limits, card, rows
+
+
+def _crowd(llm: LLM, limits: Limits, card: CostCard, quick: bool) -> dict[str, float]:
+    """nano-vllm's benchmark, beside its limit."""
+    from verbatim.bench.crowd import make_crowd, run_crowd
+
+    requests = make_crowd(llm, 32 if quick else 256)
+    run_crowd(llm, make_crowd(llm, len(requests.lengths), seed=1))  # compiles and captures
+    seconds = run_crowd(llm, requests)
+    limit = requests.least_seconds(limits, card)
+    rate = requests.tokens / seconds
+    label = f"{len(requests.lengths)} requests"
+    print(f"{label:16} {rate:10.1f} {requests.tokens / limit:8.0f} {limit / seconds:6.0%}")
+    return {
+        "requests": len(requests.lengths),
+        "seconds": seconds,
+        "rate": rate,
+        "ceiling": requests.tokens / limit,
+    }
 
 
 def _cold_start(flags: dict[str, Any], rounds: int) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from verbatim.cli.terminal import columns, note, use_colour
@@ -20,45 +21,17 @@ if TYPE_CHECKING:
 
 WHY_ABOVE = (
     "the machine was slower while its limits were measured, or part of the model stayed in a"
-    " CPU cache; the limits are not exact here"
+    " cache; the limits are not exact here"
 )
 
 
 def print_limits(llm: LLM, quick: bool) -> tuple[MachineLimits, CostCard]:
-    from verbatim.observe.roofline import (
-        cost_card,
-        forget_buffers,
-        measure_limits,
-        native_probes,
-        save_limits,
-    )
-    from verbatim.weights.catalog import cache_dir
+    """Measure and print the limits of the machine, and the cost of the model's tokens."""
+    from verbatim.observe.roofline import cost_card
 
     info = llm.parts.backend.info
-    read, ops = native_probes()
-    limits = measure_limits(
-        info.threads, native_read=read, native_ops=ops, repeats=3 if quick else 7
-    )
-    forget_buffers()
+    limits = _gpu_limits() if info.name == "cuda" else _cpu_limits(info.threads, quick)
     card = cost_card(llm.parts.backend.spec, info)
-    try:
-        save_limits(cache_dir(), limits)
-    except OSError as error:
-        note(f"warning: the limits could not be saved: {error.strerror}")
-    one = (
-        f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
-        if limits.one_thread_bytes and info.threads > 1
-        else ""
-    )
-    peak = (
-        f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
-        if limits.int8_ops
-        else "integer peak not measured (no native kernels)"
-    )
-    _head(
-        f"machine   {platform.system()} {platform.machine()}, {info.threads} threads: "
-        f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
-    )
     _head(f"engine    {info.name} {info.detail}")
     _head(
         f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB of weights read per token, "
@@ -80,6 +53,52 @@ def _head(text: str) -> None:
 
         text = textwrap.fill(text, columns(), subsequent_indent=" " * 10)
     print(text)
+
+
+def _cpu_limits(threads: int, quick: bool) -> MachineLimits:
+    from verbatim.observe.roofline import (
+        forget_buffers,
+        measure_limits,
+        native_probes,
+        save_limits,
+    )
+    from verbatim.weights.catalog import cache_dir
+
+    read, ops = native_probes()
+    limits = measure_limits(threads, native_read=read, native_ops=ops, repeats=3 if quick else 7)
+    forget_buffers()
+    try:
+        save_limits(cache_dir(), limits)
+    except OSError as error:
+        note(f"warning: the limits could not be saved: {error.strerror}")
+    one = (
+        f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
+        if limits.one_thread_bytes and threads > 1
+        else ""
+    )
+    peak = (
+        f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
+        if limits.int8_ops
+        else "integer peak not measured (no native kernels)"
+    )
+    _head(
+        f"machine   {platform.system()} {platform.machine()}, {threads} threads: "
+        f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
+    )
+    return limits
+
+
+def _gpu_limits() -> MachineLimits:
+    """The limits of the GPU. Its peak is that of half precision; they are not saved, because
+    limits.json describes the CPU."""
+    from verbatim.observe.roofline import MachineLimits
+
+    gpu = import_module("verbatim.backend.cuda.gpu_limits").measure_gpu()
+    _head(
+        f"machine   {gpu.name}: reads {gpu.read_bytes / 1e9:.0f} GB/s; "
+        f"{gpu.ops / 1e12:.0f} bfloat16 TFLOP/s; {gpu.memory / 1e9:.0f} GB of memory"
+    )
+    return MachineLimits(gpu.read_bytes, 1, "gpu", int8_ops=gpu.ops)
 
 
 def print_header(rival: Rival | None) -> None:

@@ -215,10 +215,11 @@ class CudaBackend:
         """Final states [outputs, H] and logits [logits, V] of the rows that need them.
 
         `tokens` [rows] replaces the plan's tokens, if only the device has them."""
+        rows = plan.rows
         all_logits = all(len(s.targets) + s.draws >= len(s.tokens) for s in plan.sequences)
         adapted = any(s.adapter >= 0 for s in plan.sequences)
-        if self._use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS and not adapted:
-            return self._replay(plan.sequences, plan.rows, tokens)
+        if self._use_graphs and all_logits and rows <= MAX_GRAPH_ROWS and not adapted:
+            return self._replay(plan.sequences, rows, tokens)
         batch = make_batch(plan, len(self._caches))
         if self._use_graphs and tokens is None and only_draws(plan) and not adapted:
             replayed = self._replay_padded(batch)
@@ -286,7 +287,7 @@ class CudaBackend:
         """A step in which every row needs logits. One CUDA graph is captured per number of rows
         and spans, both rounded up."""
         size = graph_rows(rows)
-        spans = 1 << (kernels.span_count(max(s.end for s in sequences)) - 1).bit_length()
+        spans = 1 << (kernels.span_count(max([s.end for s in sequences])) - 1).bit_length()
         spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:

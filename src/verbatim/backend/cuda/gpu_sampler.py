@@ -17,6 +17,7 @@ Rows with other parameters, and rows whose logits are not finite, go to the host
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,13 +30,16 @@ from verbatim.backend.cuda import jit_sampling
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.sampling_plan import (
-    HOST,
+    COLUMNS,
+    POSITIONS,
     RowPlan,
+    RowTable,
     ban_words,
     exact_argmax,
     list_size,
     mask_words,
     row_plan,
+    row_table,
 )
 from verbatim.backend.cuda.step_inputs import aligned
 from verbatim.backend.cuda.token_counts import MAX_HISTORY, TokenCounts
@@ -46,7 +50,6 @@ from verbatim.sampling.pipeline import Row
 ROWS, CHUNK = 1, 2048  # rows and token ids per program
 GROUP = 128  # ids of which only the largest logit decides the list's threshold
 MAX_CACHED = 4096  # requests whose plan is cached; a full cache is cleared
-COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and draw_from_list
 
 
 class GpuSampler:
@@ -59,6 +62,7 @@ class GpuSampler:
         self.counts = TokenCounts(vocab, device)
         self._cache: dict[int, tuple[SamplingParams, RowPlan | None]] = {}
         self._bans: dict[tuple[int, tuple[int, ...]], tuple[SamplingParams, np.ndarray]] = {}
+        self._last = row_table((), ())  # of the last launch()
 
     def __call__(
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
@@ -75,14 +79,9 @@ class GpuSampler:
         supported = len(plans) - plans.count(None)
         if not supported:
             return [None] * len(rows)
-        pending = self._launch(
-            logits,
-            [row.spec for row in rows],
-            [row.position for row in rows],
-            plans,
-            seq_ids,
-            [row.mask for row in rows],
-        )
+        table = row_table([row.spec for row in rows], plans)
+        positions, masks = [row.position for row in rows], [row.mask for row in rows]
+        pending = self._launch(logits, table, positions, seq_ids, masks)
         tokens = pending.wait()
         self.rows += supported
         drawn = pending.drawn(tokens)
@@ -109,8 +108,10 @@ class GpuSampler:
         """Sample rows with supported specs for these positions, without waiting for the device.
 
         `drawn` [rows]: tokens that follow the histories of the specs, on the device."""
-        plans = [self._plan(spec) for spec in specs]
-        return self._launch(logits, specs, positions, plans, seq_ids, [None] * len(specs), drawn)
+        last = self._last
+        if len(specs) != len(last.specs) or not all(map(operator.is_, specs, last.specs)):
+            last = self._last = row_table(specs, [self._plan(spec) for spec in specs])
+        return self._launch(logits, last, positions, seq_ids, None, drawn)
 
     def _plan(self, spec: DrawSpec) -> RowPlan | None:
         if spec.beam or len(spec.history) > MAX_HISTORY:
@@ -134,59 +135,53 @@ class GpuSampler:
     def _launch(
         self,
         logits: torch.Tensor,
-        specs: Sequence[DrawSpec],
+        table: RowTable,
         positions: Sequence[int],
-        plans: Sequence[RowPlan | None],
         seq_ids: Sequence[int],
-        masks: Sequence[bytes | None],
+        masks: Sequence[bytes | None] | None,
         drawn: torch.Tensor | None = None,
     ) -> PendingTokens:
         assert logits.is_contiguous(), "the kernels need contiguous rows"
-        some = [plan or HOST for plan in plans]
-        x = self._process(logits, specs, positions, plans, seq_ids, masks, drawn)
-        row_params, shapes = self._send(specs, positions, some)
+        x = logits
+        if table.edits or (masks is not None and any(mask is not None for mask in masks)):
+            x = self._process(logits, table, positions, seq_ids, masks, drawn)
+        row_params, shapes = self._send(table, positions)
         row_max = x.amax(1)
         if x is not logits:  # a logit that is not finite is an error, even if a mask removes it
             row_max = torch.where(logits.amax(1).isfinite(), row_max, torch.nan)
-        out = torch.full((len(specs),), -1, dtype=torch.int32, device=self.device)
-        if any(not plan.list_k for plan in some):
-            noise = any(plan.scale for plan in some)
-            out = self._draw_from_all(x, row_max, row_params, shapes, noise)
-        if any(plan.list_k for plan in some):
-            self._draw_from_list(x, row_max, row_params, shapes, some, out)
-        reported, size = None, 0
-        if any(plan.logprobs >= 0 for plan in some):
-            reported, size = self._report(logits, some, out)
+        if table.from_all:
+            out = self._draw_from_all(x, row_max, row_params, shapes, table.noise)
+        else:
+            out = torch.full((len(positions),), -1, dtype=torch.int32, device=self.device)
+        if any(table.list_k):
+            self._draw_from_list(x, row_max, row_params, shapes, table, out)
+        reported, size, tops = None, 0, table.logprobs
+        if max(tops) >= 0:
+            reported, size = self._report(logits, tops, out)
         if self.device.type != "cuda":
-            return PendingTokens(out, out, None, reported, [p.logprobs for p in some], size)
+            return PendingTokens(out, out, None, reported, tops, size)
         on_host = to_pinned(out)
         if reported is not None:
             reported = tuple(to_pinned(tensor) for tensor in reported)
         arrived = torch.cuda.Event()
         arrived.record()
-        return PendingTokens(out, on_host, arrived, reported, [p.logprobs for p in some], size)
+        return PendingTokens(out, on_host, arrived, reported, tops, size)
 
-    def _send(
-        self, specs: Sequence[DrawSpec], positions: Sequence[int], plans: Sequence[RowPlan]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _send(self, table: RowTable, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The `row_params` table [COLUMNS, rows] int32 and the `shapes` [rows, 3] float64 of
         jit_sampling, in one copy to the device.
 
         PyTorch does not reuse the pinned memory before the copy is done."""
-        count = len(specs)
+        count = len(positions)
         first = aligned(6 * count)
         pinned = torch.empty(
             first + COLUMNS * count, dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
-        shapes = pinned[: 6 * count].numpy().view(np.float64).reshape(count, 3)
-        shapes[:] = [(plan.temperature, plan.top_p, plan.log_min_p) for plan in plans]
-        table = pinned[first:].numpy().reshape(COLUMNS, count)
-        table[:2] = np.array([spec.key for spec in specs], "<u8").view(np.int32).reshape(-1, 2).T
-        table[2] = np.array(positions, np.int64).astype(np.int32)
-        table[3:5] = (
-            np.array([(plan.scale, plan.slack) for plan in plans], np.float32).view(np.int32).T
-        )
-        table[5] = [plan.top_k for plan in plans]
+        flat = pinned.numpy()
+        flat[: 6 * count] = table.shapes.view(np.int32).reshape(-1)
+        columns = flat[first:].reshape(COLUMNS, count)
+        columns[:] = table.columns
+        columns[POSITIONS] = np.array(positions, np.int64).astype(np.int32)
         sent = pinned.to(self.device, non_blocking=True)
         return sent[first:], sent[: 6 * count].view(torch.float64)
 
@@ -204,14 +199,14 @@ class GpuSampler:
     def _process(
         self,
         logits: torch.Tensor,
-        specs: Sequence[DrawSpec],
+        table: RowTable,
         positions: Sequence[int],
-        plans: Sequence[RowPlan | None],
         seq_ids: Sequence[int],
-        masks: Sequence[bytes | None],
+        masks: Sequence[bytes | None] | None,
         drawn: torch.Tensor | None,
     ) -> torch.Tensor:
         """The logits after masks, bans and penalties, in float64; `logits` if no row has any."""
+        specs, plans, masks = table.specs, table.plans, masks or [None] * len(positions)
         allowed = [
             None if plan is None else self._mask(spec, position, plan, mask)
             for spec, position, plan, mask in zip(specs, positions, plans, masks, strict=True)
@@ -231,14 +226,14 @@ class GpuSampler:
         index = [int(i) if mask is not None else -1 for i, mask in zip(at, allowed, strict=True)]
         bits = np.stack(given) if given else np.zeros((1, words), np.int32)
         strengths = [(plan and plan.penalties) or (1.0, 0.0, 0.0) for plan in plans]
-        table = self._copy(np.array([index, slots], np.int32))
+        where = self._copy(np.array([index, slots], np.int32))
         x = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
         counts = self.counts.table if len(self.counts.table) else x.view(torch.int16)
         launch(
             jit_sampling.process_logits,
             (len(specs), triton.cdiv(self.vocab, CHUNK), 1),
             (
-                logits, table, self._copy(np.array(strengths)), self._copy(bits), counts, x,
+                logits, where, self._copy(np.array(strengths)), self._copy(bits), counts, x,
                 self.vocab, words, len(counts),
             ),
             (CHUNK,),
@@ -307,11 +302,11 @@ class GpuSampler:
         row_max: torch.Tensor,
         row_params: torch.Tensor,
         shapes: torch.Tensor,
-        plans: Sequence[RowPlan],
+        table: RowTable,
         out: torch.Tensor,
     ) -> None:
-        open_end = any(plan.list_k and not plan.top_k and plan.top_p < 1.0 for plan in plans)
-        best = self._best_ids(x, row_max, shapes, [plan.list_k for plan in plans], open_end)
+        open_list = table.open_list
+        best = self._best_ids(x, row_max, shapes, table.list_k, open_list)
         chunks = triton.cdiv(self.vocab, CHUNK)
         launch(
             jit_sampling.draw_from_list,
@@ -320,7 +315,7 @@ class GpuSampler:
                 best.ids, best.values, best.used, best.tau, row_max, row_params, shapes,
                 best.list_k, best.mass, out, self.vocab, chunks,
             ),
-            (best.size, min(64, best.size), triton.next_power_of_2(chunks), open_end),
+            (best.size, min(64, best.size), triton.next_power_of_2(chunks), open_list),
             warps=8 if best.size > 64 else 4,
         )  # fmt: skip
 
@@ -363,13 +358,13 @@ class GpuSampler:
         return BestIds(ids, values, used, tau, wanted, masses, size)
 
     def _report(
-        self, logits: torch.Tensor, plans: Sequence[RowPlan], tokens: torch.Tensor
+        self, logits: torch.Tensor, tops: Sequence[int], tokens: torch.Tensor
     ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], int]:
         """Best ids, their logits and scores of the model's own distribution, see report_list."""
-        count, chunks = len(plans), triton.cdiv(self.vocab, CHUNK)
+        count, chunks = len(tops), triton.cdiv(self.vocab, CHUNK)
         row_max = logits.amax(1)
         shapes = torch.ones(3 * count, dtype=torch.float64, device=self.device)
-        list_k = [max(1, plan.logprobs) if plan.logprobs >= 0 else 0 for plan in plans]
+        list_k = [max(1, top) if top >= 0 else 0 for top in tops]
         best = self._best_ids(logits, row_max, shapes, list_k, True)
         top = max(list_k)
         top_ids = torch.zeros((count, top), dtype=torch.int32, device=self.device)

@@ -14,67 +14,7 @@ launched without fused multiply-add, because the compiler decides where to fuse.
 import triton
 import triton.language as tl
 
-ROW_GROUP: tl.constexpr = tl.constexpr(8)  # row tiles that share the weights of a column tile in L2
-
-
-@triton.jit
-def tile_position(program, ROW_TILES, COLUMN_TILES, GROUP: tl.constexpr):
-    """(row tile, column tile) of a program. GROUP row tiles advance together through the columns,
-    so that programs that run at the same time share weights and rows in the L2 cache."""
-    group = program // (GROUP * COLUMN_TILES)
-    first = group * GROUP
-    height = tl.minimum(ROW_TILES - first, GROUP)
-    inside = program - group * GROUP * COLUMN_TILES
-    return first + inside % height, inside // height
-
-
-@triton.jit(do_not_specialize=["M", "BLOCKS"])
-def matmul(
-    x, w, out, rows, experts, M, N, K, BLOCKS,
-    SPLITS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    GATHER: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Split-K matmul: out[m, n] = sum over k of x[m, k] w[n, k].
-
-    A split is BLOCKS blocks of BK inputs. A program sums SPLITS splits: either all of them in
-    order, or one split, whose partial sum it writes to out[split]; the reader then adds the partial
-    sums in order (sum_splits). With TMA, x and w are tensor descriptors."""
-    row_tile, column_tile = tile_position(
-        tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), ROW_GROUP
-    )
-    m, n = row_tile * BM + tl.arange(0, BM), column_tile * BN + tl.arange(0, BN)
-    inside, k0 = m < M, tl.arange(0, BK)
-    source = m.to(tl.int64)
-    if GATHER:  # mixture of experts: rows are sorted by expert; -1 pads a tile
-        source = tl.load(rows + m, mask=inside, other=-1).to(tl.int64)
-        w += tl.load(experts + row_tile).to(tl.int64) * N * K
-    inside = inside & (source >= 0)
-    first = tl.program_id(1)
-    total = tl.zeros((BM, BN), tl.float32)
-    for split in range(SPLITS):
-        sum_ = tl.zeros((BM, BN), tl.float32)
-        for block in range(BLOCKS):
-            start = ((first + split) * BLOCKS + block) * BK
-            if TMA:
-                a = x.load([row_tile * BM, start])
-                b = w.load([column_tile * BN, start]).T
-            else:
-                k = start + k0
-                a = tl.load(
-                    x + source[:, None] * K + k[None, :],
-                    mask=inside[:, None] & (k < K)[None, :],
-                    other=0.0,
-                ).to(w.dtype.element_ty)
-                b = tl.load(
-                    w + n[None, :].to(tl.int64) * K + k[:, None],
-                    mask=(n < N)[None, :] & (k < K)[:, None],
-                    other=0.0,
-                )
-            # "ieee": full precision for a router, whose weights are float32
-            sum_ = tl.dot(a, b, sum_, input_precision="ieee")
-        total += sum_
-    place = (first * M + m[:, None]).to(tl.int64) * N + n[None, :]
-    tl.store(out + place, total, mask=(m < M)[:, None] & (n < N)[None, :])
+from verbatim.backend.cuda.jit_matmul import activate, wait_for_inputs
 
 
 @triton.jit
@@ -92,11 +32,12 @@ def sum_splits(splits, bias, at, column, inside, SIZE, SPLITS: tl.constexpr, BIA
 def add_norm(
     x, splits, bias, weight, shift, out, SIZE, WIDTH, eps, offset,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, KIND: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One row: reduce the splits, add them to the residual x (RESIDUAL), write the norm to `out`.
 
     KIND is the norm: none, rms or layer."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64) * WIDTH
     i = tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -120,51 +61,47 @@ def add_norm(
         tl.store(out + row + i, scaled.to(out.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def head_scales(q_norm, k_norm, d, inside, is_query, offset):
+    """The norm weights [HEADS, BLOCK] of some query and key heads."""
+    query = tl.load(q_norm + d, mask=inside, other=0.0)
+    return tl.where(is_query, query, tl.load(k_norm + d, mask=inside, other=0.0)) + offset
+
+
 @triton.jit(do_not_specialize=["SIZE"])
 def qkv_rope_cache(
     splits, bias, q_norm, k_norm, positions, cos, sin, slots, q, keys, values,
     SIZE, HEADS, SHARED, DIM, HALF, eps, offset,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One query, key or value head of one row: reduce the splits, norm, rotate (RoPE); then write
-    queries to q, keys and values to the KV cache. NORM is none, first or last (after the rotation).
+    """GROUP query, key or value heads of one row: reduce the splits, norm, rotate (RoPE); then
+    write queries to q, keys and values to the KV cache. NORM is none, first or last (after the
+    rotation). One warp reduces a head, so GROUP does not affect the bits.
 
     HEADS is the number of KV heads; SHARED query heads share each of them. The cache is
     [blocks, HEADS, SLOTS, DIM]; a slot number is block * SLOTS + place in the block."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    wait_for_inputs(DEPENDENT)
+    row, head = tl.program_id(0), tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     queries = HEADS * SHARED
     width = (queries + 2 * HEADS) * DIM
-    d = tl.arange(0, BLOCK)
-    inside = d < DIM
-    base = row.to(tl.int64) * width + head * DIM
-    x = sum_splits(splits, bias, base + d, head * DIM + d, inside, SIZE, SPLITS, BIAS)
-    is_qk = head < queries + HEADS
+    d = tl.arange(0, BLOCK)[None, :] + tl.zeros((GROUP, 1), tl.int32)
+    real, is_query, is_qk = head < queries + 2 * HEADS, head < queries, head < queries + HEADS
+    inside = real & (d < DIM)
+    base, column = row.to(tl.int64) * width, head * DIM
+    x = sum_splits(splits, bias, base + column + d, column + d, inside, SIZE, SPLITS, BIAS)
     if NORM == "first":
-        root = tl.sqrt_rn(tl.sum(x * x, 0) / DIM + eps)
-        scale = (
-            tl.where(
-                head < queries,
-                tl.load(q_norm + d, mask=inside, other=0.0),
-                tl.load(k_norm + d, mask=inside, other=0.0),
-            )
-            + offset
-        )
+        root = tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        scale = head_scales(q_norm, k_norm, d, d < DIM, is_query, offset)
         x = tl.where(is_qk, x / root * scale, x)
     if ROPE:
         other = tl.where(d < HALF, d + HALF, d - HALF)
         rotated = d < 2 * HALF
-        y = sum_splits(splits, bias, base + other, head * DIM + other, rotated, SIZE, SPLITS, BIAS)
+        y = sum_splits(
+            splits, bias, base + column + other, column + other, real & rotated, SIZE, SPLITS, BIAS
+        )
         if NORM == "first":
-            scale = (
-                tl.where(
-                    head < queries,
-                    tl.load(q_norm + other, mask=rotated, other=0.0),
-                    tl.load(k_norm + other, mask=rotated, other=0.0),
-                )
-                + offset
-            )
-            y = y / root * scale
+            y = y / root * head_scales(q_norm, k_norm, other, rotated, is_query, offset)
         at = tl.load(positions + row).to(tl.int64) * HALF + tl.where(d < HALF, d, d - HALF)
         c, s = (
             tl.load(cos + at, mask=rotated, other=0.0),
@@ -172,57 +109,33 @@ def qkv_rope_cache(
         )
         x = tl.where(is_qk & rotated, tl.where(d < HALF, x * c - y * s, x * c + y * s), x)
     if NORM == "last":
-        root = tl.sqrt_rn(tl.sum(x * x, 0) / DIM + eps)
-        scale = (
-            tl.where(
-                head < queries,
-                tl.load(q_norm + d, mask=inside, other=0.0),
-                tl.load(k_norm + d, mask=inside, other=0.0),
-            )
-            + offset
-        )
+        root = tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        scale = head_scales(q_norm, k_norm, d, d < DIM, is_query, offset)
         x = tl.where(is_qk, x / root * scale, x)
     tl.store(
         q + (row.to(tl.int64) * queries + head) * DIM + d,
-        x,
-        mask=d < tl.where(head < queries, DIM, 0),
+        x.to(q.dtype.element_ty),
+        mask=inside & is_query,
     )
     slot = tl.load(slots + row).to(tl.int64)
     key = head - queries
     place = ((slot // SLOTS * HEADS + key) * SLOTS + slot % SLOTS) * DIM + d
-    tl.store(
-        keys + place,
-        x.to(keys.dtype.element_ty),
-        mask=d < tl.where((head >= queries) & is_qk, DIM, 0),
-    )
+    tl.store(keys + place, x.to(keys.dtype.element_ty), mask=inside & (head >= queries) & is_qk)
     tl.store(
         values + place - HEADS * SLOTS * DIM,
         x.to(values.dtype.element_ty),
-        mask=d < tl.where(is_qk, 0, DIM),
+        mask=inside & (head >= queries + HEADS),
     )
-
-
-@triton.jit
-def activate(x, KIND: tl.constexpr):
-    if KIND == "silu":
-        y = x / (1.0 + tl.exp(-x))
-    elif KIND == "gelu_tanh":
-        inner = 0.7978845608028654 * (x + 0.044715 * x * x * x)
-        y = 0.5 * x * (1.0 + (1.0 - 2.0 / (tl.exp(2.0 * inner) + 1.0)))
-    elif KIND == "relu2":
-        y = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
-    else:
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    return y
 
 
 @triton.jit(do_not_specialize=["SIZE"])
 def mlp_activation(
     splits, bias, out, SIZE, WIDTH,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """[rows, gate then up] -> activate(gate) * up, or [rows, up] -> activate(up): [rows, WIDTH]."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = i < WIDTH
@@ -261,10 +174,14 @@ def add_sink(peak, mass, total, sink, factor):
 
 
 @triton.jit
-def load_blocks(table, start, last, SIZE: tl.constexpr, SPAN: tl.constexpr):
-    """The cache block of each position of a span; -1 after the last position."""
+def load_blocks(table, start, last, SIZE: tl.constexpr, SPAN: tl.constexpr, WIDE: tl.constexpr):
+    """The cache block of each position of a span; -1 after the last position. WIDE: offsets into
+    the cache need 64 bits, which cost registers: two programs per SM instead of three."""
     p = start + tl.arange(0, SPAN)
-    return tl.load(table + p // SIZE, mask=p <= last, other=-1).to(tl.int64)
+    block = tl.load(table + p // SIZE, mask=p <= last, other=-1)
+    if WIDE:
+        block = block.to(tl.int64)
+    return block
 
 
 @triton.jit
@@ -302,20 +219,22 @@ def attend_span(
 
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
 def attend(
-    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses, sinks,
-    out, ROWS, HEADS, DIM, scale, cap, factor, window,
+    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses, done,
+    sinks, out, ROWS, HEADS, DIM, scale, cap, factor, window,
     SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Flash attention of one query tile (rows of one sequence) and one KV head.
 
     With MERGE a program reduces all spans of positions, merges them in order and writes the result
-    to `out`. Otherwise it reduces the span of its program id, and merge_spans merges.
+    to `out`. Otherwise it reduces the span of its program id, and the last program of the tile to
+    finish merges all of them in order; `done` counts those that have, and is 0 again afterwards.
     A line of the tile is one query head of one row. A masked position has weight 0 and does not
     change the line's bits; a span in which a line sees no position does not change it either."""
-    # the last tiles of a prompt have the most positions: they start first
-    tile, head, span = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    wait_for_inputs(DEPENDENT)
+    # tiles are sorted by position: those with the most positions start first
+    head, tile, span = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
     line = tl.arange(0, LINES)
     row, shared = line // SHARED, line % SHARED
     used = (row < tl.load(count + tile)) & (line < LINES // SHARED * SHARED)
@@ -339,9 +258,9 @@ def attend(
         if WINDOW:
             begin = tl.maximum(first - window + 1, 0) // SPAN * SPAN
             whole = begin
-        block = load_blocks(table, begin, last, SIZE, SPAN)
+        block = load_blocks(table, begin, last, SIZE, SPAN, WIDE)
         for start in range(begin, whole, SPAN):
-            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
+            following = load_blocks(table, start + SPAN, last, SIZE, SPAN, WIDE)
             span_peak, span_mass, span_total = attend_span(
                 query, keys, values, block, start, head, position, HEADS, DIM,
                 scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, False,
@@ -349,7 +268,7 @@ def attend(
             peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
             block = following
         for start in range(whole, last + 1, SPAN):
-            following = load_blocks(table, start + SPAN, last, SIZE, SPAN)
+            following = load_blocks(table, start + SPAN, last, SIZE, SPAN, WIDE)
             span_peak, span_mass, span_total = attend_span(
                 query, keys, values, block, start, head, position, HEADS, DIM,
                 scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
@@ -363,12 +282,11 @@ def attend(
         result = (total / mass[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] * DIM + d[None, :], result, mask=stored)
     else:
-        start = span * SPAN
-        seen = start <= last
+        start, begin = span * SPAN, 0
         if WINDOW:
-            seen = seen & (start + SPAN > first - window + 1)
-        if seen:
-            block = load_blocks(table, start, last, SIZE, SPAN)
+            begin = tl.maximum(first - window + 1, 0) // SPAN
+        if (start <= last) & (span >= begin):
+            block = load_blocks(table, start, last, SIZE, SPAN, WIDE)
             peak, mass, total = attend_span(
                 query, keys, values, block, start, head, position, HEADS, DIM,
                 scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
@@ -377,33 +295,30 @@ def attend(
             tl.store(peaks + at, peak, mask=used)
             tl.store(masses + at, mass, mask=used)
             tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
-
-
-@triton.jit(do_not_specialize=["ROWS"])
-def merge_spans(
-    sums, peaks, masses, sinks, out, first_row, count, first_position, ROWS, HEADS, DIM, factor,
-    window, SPAN: tl.constexpr, BLOCK: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-):  # fmt: skip
-    """Merge the spans of one query head of one row of a tile in order of position, and
-    normalise."""
-    tile, head, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if i < tl.load(count + tile):
-        row = tl.load(first_row + tile).to(tl.int64) + i
-        first = tl.load(first_position + tile)
-        d = tl.arange(0, BLOCK)[None, :]
-        peak, mass = tl.full((1,), float("-inf"), tl.float32), tl.zeros((1,), tl.float32)
-        total = tl.zeros((1, BLOCK), tl.float32)
-        begin = 0
-        if WINDOW:
-            begin = tl.maximum(first - window + 1, 0) // SPAN
-        for span in range(begin, (first + i) // SPAN + 1):
-            at = (span * ROWS + row) * HEADS + head + tl.arange(0, 1)
-            part = tl.load(sums + at[:, None] * DIM + d, mask=d < DIM, other=0.0)
-            peak, mass, total = merge(
-                peak, mass, total, tl.load(peaks + at), tl.load(masses + at), part, factor
-            )
-        if SINKS:
-            sink = tl.load(sinks + head + tl.arange(0, 1))
-            mass, total = add_sink(peak, mass, total, sink, factor)
-        result = (total / mass[:, None]).to(out.dtype.element_ty)
-        tl.store(out + (row * HEADS + head) * DIM + d, result, mask=d < DIM)
+            tl.debug_barrier()  # every thread has written its part
+            counter = done + tile * HEADS + head
+            if tl.atomic_add(counter, 1) == last // SPAN - begin:
+                tl.debug_barrier()
+                peak = tl.full((LINES,), float("-inf"), tl.float32)
+                mass = tl.zeros((LINES,), tl.float32)
+                total = tl.zeros((LINES, BLOCK), tl.float32)
+                for part in range(begin, last // SPAN + 1):
+                    # .cg: from the L2 cache, where the other programs' results are
+                    at = (part * ROWS + row) * heads + query_head
+                    peak, mass, total = merge(
+                        peak, mass, total,
+                        tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg"),
+                        tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg"),
+                        tl.load(
+                            sums + at[:, None] * DIM + d[None, :],
+                            mask=stored, other=0.0, cache_modifier=".cg",
+                        ),
+                        factor,
+                    )  # fmt: skip
+                if SINKS:
+                    sink = tl.load(sinks + query_head, mask=used, other=0.0)
+                    mass, total = add_sink(peak, mass, total, sink, factor)
+                at = row * heads + query_head
+                result = (total / mass[:, None]).to(out.dtype.element_ty)
+                tl.store(out + at[:, None] * DIM + d[None, :], result, mask=stored)
+                tl.store(counter, 0)

@@ -1,4 +1,4 @@
-"""Launch the Triton kernels of jit.py.
+"""Launch the Triton kernels of jit.py and jit_matmul.py.
 
 Tensors are float32, except weights, the KV cache and matmul inputs, which their producer casts to
 the weight's type once. Launch parameters that affect bits depend on the weight's shape or the
@@ -18,15 +18,14 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from verbatim.backend.cuda import jit
+from verbatim.backend.cuda import jit, jit_matmul
 from verbatim.backend.cuda.launch import launch
+from verbatim.backend.cuda.matmul_tile import BK, BN, MatmulTile, choose_tile
 
 TensorDescriptor: Any = None  # an older Triton has none
 with contextlib.suppress(ImportError):
     TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
-BN = 64  # outputs per tile of a mixture-of-experts matmul
-BK = 128  # inputs per block; splits are whole blocks, so it affects the bits
 PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
 MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
 SPAN = 128  # positions that attention reduces at once; spans are merged in order
@@ -35,6 +34,11 @@ DECODE_LINES = 16  # lines of a query tile of few rows: (row, query head) pairs 
 PREFILL_LINES = 128  # lines of a query tile of a prompt
 LOG2E = 1.4426950408889634
 ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention's spans
+FEW_ROWS = 16  # of a step that does not use programmatic dependent launch, which slows it down
+# activations whose arithmetic has no multiplication that is added to something: fused into the
+# matmul, which allows fused multiply-add, they have the bits of their own kernel
+FUSED_ACTIVATIONS = ("silu", "relu2")
+HEADS_PER_PROGRAM = 4  # of norm and RoPE; one warp each, so it does not affect the bits
 
 
 def split_k(n: int, k: int) -> tuple[int, int]:
@@ -69,67 +73,6 @@ class SplitSums:
         return int(self.splits.shape[1])
 
 
-class MatmulTile(NamedTuple):
-    """How a matmul is launched. None of it affects the bits."""
-
-    rows: int
-    columns: int
-    inputs: int  # of a block
-    warps: int
-    stages: int  # blocks prefetched at once
-    parallel: int  # programs that share the splits of a tile: 1, or one per split
-    tma: bool  # loads by tensor descriptors; the GPU is Hopper or newer
-
-
-# Tiles of the tensor-core kernel (rows, columns, inputs, warps, stages) and the rate that each
-# reaches on an H200 when it fills all 132 SMs, in TFLOP/s (docs/gpu-performance.md).
-TILES = {
-    (128, 256, 64, 8, 4): 740.0,
-    (128, 128, 64, 4, 4): 640.0,
-    (64, 256, 64, 4, 4): 640.0,
-    (64, 128, 64, 4, 5): 460.0,
-    (64, 64, 128, 4, 4): 340.0,
-}
-SMS = 132
-SUM_BANDWIDTH = 4.5e6  # bytes per µs at which partial sums are written and read
-SPLIT_TIME = 1.0  # µs to drain and refill the prefetched blocks at the end of a split
-
-
-@functools.cache
-def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
-    """The tile with the shortest predicted time: whole waves of programs over the SMs, and the
-    traffic of partial sums."""
-    if m <= 16:
-        columns = 64 if triton.cdiv(n, 64) * splits >= SMS else 32
-        return MatmulTile(16, columns, BK, 4, 3, splits, False)
-    if not tma:
-        rows = 32 if m <= 32 else 64 if m <= 256 else 128
-        block = BK if m <= 256 else BK // 2
-        return MatmulTile(rows, BN, block, 4, 3 if m <= 256 else 4, 1, False)
-
-    def microseconds(tile: MatmulTile) -> float:
-        programs = triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns) * tile.parallel
-        flops = 2.0 * tile.rows * tile.columns * k / tile.parallel
-        sums = 8.0 * m * n * tile.parallel if tile.parallel > 1 else 0.0
-        rate = TILES[tile[:5]] / SMS * 1e6  # of one SM, per µs
-        program = flops / rate + SPLIT_TIME * splits / tile.parallel
-        return float(triton.cdiv(programs, SMS) * program + sums / SUM_BANDWIDTH)
-
-    return min(tma_tiles(splits), key=microseconds)
-
-
-def tma_tiles(splits: int) -> list[MatmulTile]:
-    return [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
-
-
-def all_tiles(splits: int, tma: bool) -> list[MatmulTile]:
-    """Every tile that choose_tile may return for a weight with this number of splits."""
-    few = [MatmulTile(16, columns, BK, 4, 3, splits, False) for columns in (32, 64)]
-    if tma:
-        return few + tma_tiles(splits)
-    return few + [choose_tile(m, BN, BK, splits, False) for m in (32, 256, 512)]
-
-
 def matmul(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -149,21 +92,63 @@ def matmul(
         out = torch.empty((tile.parallel, m, n), dtype=torch.float32, device=x.device)
     else:
         out = out[None]
-    grid = (triton.cdiv(n, tile.columns) * triton.cdiv(m, tile.rows), tile.parallel, 1)
+    _launch_matmul(x, weight, out, tile, n, tile.columns, splits, blocks)
+    return SplitSums(out, bias)
+
+
+def gated_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    kind: str,
+    dtype: torch.dtype,
+    tile: MatmulTile | None = None,
+) -> torch.Tensor:
+    """mlp_activation(matmul(x, weight)) in one kernel, for weights and activations for which
+    can_fuse() is true: [m, n / 2] in `dtype`."""
+    (m, k), n = x.shape, weight.shape[0] // 2
+    splits, blocks = split_k(2 * n, k)
+    if tile is None:
+        tile = choose_tile(m, 2 * n, k, splits, has_tma(weight))
+        if m <= FEW_ROWS:  # twice as many loads of half the width: keep more of them in flight
+            tile = tile._replace(stages=5)
+    out = torch.empty((m, n), dtype=dtype, device=x.device)
+    _launch_matmul(x, weight, out, tile, n, tile.columns // 2, splits, blocks, kind)
+    return out
+
+
+def can_fuse(weight: torch.Tensor, kind: str) -> bool:
+    """Whether gated_matmul computes this activation of a matmul with this weight."""
+    n, k = weight.shape
+    return kind in FUSED_ACTIVATIONS and split_k(n, k)[0] == 1 and weight.element_size() == 2
+
+
+def _launch_matmul(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tile: MatmulTile,
+    n: int,
+    columns: int,
+    splits: int,
+    blocks: int,
+    gate: str = "none",
+) -> None:
+    m, k = x.shape
+    grid = (triton.cdiv(n, columns) * triton.cdiv(m, tile.rows), tile.parallel, 1)
     a, b = x, weight
     if tile.tma:
         a = TensorDescriptor.from_tensor(x.to(weight.dtype), [tile.rows, tile.inputs])
-        b = TensorDescriptor.from_tensor(weight, [tile.columns, tile.inputs])
+        b = TensorDescriptor.from_tensor(weight, [columns, tile.inputs])
     launch(
-        jit.matmul,
+        jit_matmul.matmul,
         grid,
         (a, b, out, out, out, m, n, k, blocks * (BK // tile.inputs)),
-        (splits // tile.parallel, tile.rows, tile.columns, tile.inputs, False, tile.tma),
+        (splits // tile.parallel, tile.rows, columns, tile.inputs, False, tile.tma, gate),
         warps=tile.warps,
         stages=tile.stages,
         fuse=True,  # for the tensor cores; nothing else multiplies
+        dependent=m > FEW_ROWS,
     )
-    return SplitSums(out, bias)
 
 
 @functools.cache
@@ -196,11 +181,12 @@ def expert_matmul(
     splits, blocks = split_k(n, k)
     out = torch.empty((1, m, n), dtype=torch.float32, device=x.device)
     launch(
-        jit.matmul,
+        jit_matmul.matmul,
         (triton.cdiv(n, BN) * (m // EXPERT_ROWS), 1, 1),
         (x, weight, out, rows, experts, m, n, k, blocks),
-        (splits, EXPERT_ROWS, BN, BK, True, False),
+        (splits, EXPERT_ROWS, BN, BK, True, False, "none"),
         fuse=True,
+        dependent=m > FEW_ROWS,
     )
     return SplitSums(out)
 
@@ -248,6 +234,7 @@ def add_norm(
         ),
         (len(splits) if sums is not None else 0, bias is not None, x is not None, kind, block),
         warps=min(8, max(1, block // 256)),
+        dependent=rows > FEW_ROWS,
     )  # fmt: skip
     return out
 
@@ -263,18 +250,21 @@ def qkv_rope_cache(
     values: torch.Tensor,
     slots: torch.Tensor,
     norm_last: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys (`norm_last`: in the other order). Returns queries; writes
-    keys and values to the cache."""
+    """Norm and rotate queries and keys (`norm_last`: in the other order). Returns queries in
+    `dtype`; writes keys and values to the cache."""
     _, heads, size, dim = keys.shape
     queries, rows = qkv.width // dim - 2 * heads, qkv.rows
-    q = torch.empty((rows, queries * dim), dtype=torch.float32, device=qkv.splits.device)
+    q = torch.empty((rows, queries * dim), dtype=dtype, device=qkv.splits.device)
+    block = triton.next_power_of_2(dim)
+    group = HEADS_PER_PROGRAM if 32 <= block <= 128 else 1
     q_norm, k_norm = norms or (q, q)
     cos, sin = angles or (q, q)
     bias = qkv.bias
     launch(
         jit.qkv_rope_cache,
-        (rows, queries + 2 * heads, 1),
+        (rows, triton.cdiv(queries + 2 * heads, group), 1),
         (
             qkv.splits, q if bias is None else bias, q_norm, k_norm, positions, cos, sin, slots,
             q, keys, values, rows * qkv.width, heads,
@@ -283,9 +273,10 @@ def qkv_rope_cache(
         (
             len(qkv.splits), bias is not None,
             "none" if norms is None else "last" if norm_last else "first", angles is not None,
-            size, triton.next_power_of_2(dim),
+            size, group, block,
         ),
-        warps=1,
+        warps=group,
+        dependent=rows > FEW_ROWS,
     )  # fmt: skip
     return q
 
@@ -300,6 +291,7 @@ def mlp_activation(up: SplitSums, kind: str, gated: bool, dtype: torch.dtype) ->
         (rows, triton.cdiv(width, 1024), 1),
         (up.splits, up.splits if bias is None else bias, out, rows * up.width, width),
         (len(up.splits), bias is not None, kind, gated, 1024),
+        dependent=rows > FEW_ROWS,
     )
     return out
 
@@ -355,32 +347,30 @@ def attend(
         )
         launch(
             jit.attend,
-            (len(tiles.count), kv_heads, 1 if merged else spans),
+            (kv_heads, len(tiles.count), 1 if merged else spans),
             (
                 q, keys, values, tiles.table, tiles.table.shape[1], tiles.first_row, tiles.count,
-                tiles.first_position, sums, peaks, masses, q if sinks is None else sinks, out,
-                rows, kv_heads, dim, scale, cap, factor, window or 0,
+                tiles.first_position, sums, peaks, masses,
+                q if merged else span_counters(q.device),
+                q if sinks is None else sinks, out, rows, kv_heads, dim, scale, cap, factor,
+                window or 0,
             ),
             (
                 shared, size, tiles.lines, SPAN, max(16, triton.next_power_of_2(dim)),
-                cap > 0, window is not None, merged, sinks is not None,
+                cap > 0, window is not None, merged, sinks is not None, keys.numel() >= 1 << 31,
             ),
             warps=8 if tiles.lines > 64 else 4,
             stages=2 if is_large(q.device) else 1,
+            dependent=rows > FEW_ROWS,
         )  # fmt: skip
-        if not merged:
-            launch(
-                jit.merge_spans,
-                (len(tiles.count), heads, tiles.rows),
-                (
-                    sums, peaks, masses, q if sinks is None else sinks, out,
-                    tiles.first_row, tiles.count, tiles.first_position,
-                    rows, heads, dim, factor, window or 0,
-                ),
-                (SPAN, triton.next_power_of_2(dim), window is not None, sinks is not None),
-                warps=1,
-            )  # fmt: skip
     return out
+
+
+@functools.cache
+def span_counters(device: torch.device) -> torch.Tensor:
+    """Zeros, one per tile and KV head of a launch whose spans are not merged in one program (see
+    merge_in_program). Every launch leaves them zero, so all launches share them."""
+    return torch.zeros(PROGRAMS, dtype=torch.int32, device=device)
 
 
 def merge_in_program(programs: int, values: int, spans: int) -> bool:

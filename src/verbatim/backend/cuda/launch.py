@@ -8,6 +8,7 @@ its address is a multiple of 16, whether an integer is 1 or a multiple of 16) an
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import Any
 
@@ -15,6 +16,12 @@ import torch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 _compiled: dict[tuple[Any, ...], Any] = {}
+
+
+@functools.cache
+def has_dependent_launch() -> bool:
+    """Whether a kernel can start before the one before it has ended: Hopper and newer GPUs."""
+    return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
 
 
 def launch(
@@ -26,8 +33,13 @@ def launch(
     warps: int = 4,
     stages: int = 3,
     fuse: bool = False,
+    dependent: bool | None = None,
 ) -> None:
-    """`fuse`: whether the compiler may fuse a multiplication and an addition."""
+    """`fuse`: whether the compiler may fuse a multiplication and an addition. `dependent`: whether
+    the kernel starts early (jit_matmul.wait_for_inputs); None: it has no constant DEPENDENT."""
+    early = bool(dependent) and has_dependent_launch()
+    if dependent is not None:
+        constants = (*constants, early)
     if INTERPRETED:
         kernel[grid](*args, *constants)
         return
@@ -52,7 +64,8 @@ def launch(
     compiled = _compiled.get(key)
     if compiled is None:  # compile and launch the usual way
         _compiled[key] = kernel[grid](
-            *args, *constants, num_warps=warps, num_stages=stages, enable_fp_fusion=fuse
-        )
+            *args, *constants, num_warps=warps, num_stages=stages, enable_fp_fusion=fuse,
+            **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
     else:
         compiled[grid](*args, *constants)

@@ -186,6 +186,7 @@ class CudaOps:
             values,
             step.slots[group],
             spec.qk_norm == "rotated_head",
+            torch.float32 if spec.query_scale_beta else keys.dtype,
         )
         if spec.query_scale_beta:
             queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
@@ -250,10 +251,26 @@ class CudaOps:
 
     def mlp(self, h: Rows, name: str) -> Rows:
         spec, prefix = self.spec, name
-        up = self.linear(h, f"{prefix}.gate+up" if spec.gated else f"{prefix}.up", spec.mlp_bias)
+        if isinstance(h, Residual):  # a block without a norm before it
+            h = self._flush(h)
         dtype = self.weights[f"{prefix}.down"].dtype
-        inner = kernels.mlp_activation(up, spec.activation, spec.gated, dtype)
+        inner = self._fused_gate(h, prefix, dtype)
+        if inner is None:
+            up_name = f"{prefix}.gate+up" if spec.gated else f"{prefix}.up"
+            up = self.linear(h, up_name, spec.mlp_bias)
+            inner = kernels.mlp_activation(up, spec.activation, spec.gated, dtype)
         return self.linear(inner, f"{prefix}.down", spec.mlp_bias)
+
+    def _fused_gate(self, h: torch.Tensor, prefix: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """activation(gate(h)) * up(h) in one kernel; None: it needs two. The bits are the same."""
+        spec = self.spec
+        fusable = spec.gated and spec.activation in kernels.FUSED_ACTIVATIONS
+        if not fusable or spec.mlp_bias or self.step.adapters:
+            return None
+        weight = quant.plain_weight(self.weights[f"{prefix}.gate+up"], len(h))
+        if weight is None or not kernels.can_fuse(weight, spec.activation):
+            return None
+        return kernels.gated_matmul(h, weight, spec.activation, dtype)
 
     def moe(self, h: Rows, layer: int) -> Rows:
         """Rows are sorted by expert into tiles; a row's experts are summed in order of rank."""

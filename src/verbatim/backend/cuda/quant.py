@@ -256,16 +256,24 @@ def matmul(
     out: torch.Tensor | None = None,
 ) -> SplitSums:
     """kernels.matmul for weights of both kinds."""
-    if isinstance(weight, torch.Tensor):
-        return kernels.matmul(x, weight, bias, out=out)
-    if in_kernel(weight, len(x)):
-        return _matmul(x, weight, bias, out)
-    plain = weight.unpacked
+    plain = plain_weight(weight, len(x))
     if plain is None:
-        assert weight.buffer is not None, "a weight without a buffer is multiplied in its blocks"
-        n, k = weight.shape
-        plain = unpack(weight, weight.buffer[: n * k].view(n, k))
+        assert isinstance(weight, BlockWeight)
+        return _matmul(x, weight, bias, out)
     return kernels.matmul(x, plain, bias, out=out)
+
+
+def plain_weight(weight: torch.Tensor | BlockWeight, rows: int) -> torch.Tensor | None:
+    """The weight for kernels.matmul with so many rows; None: the kernel unpacks the blocks."""
+    if isinstance(weight, torch.Tensor):
+        return weight
+    if in_kernel(weight, rows):
+        return None
+    if weight.unpacked is not None:
+        return weight.unpacked
+    assert weight.buffer is not None, "a weight without a buffer is multiplied in its blocks"
+    n, k = weight.shape
+    return unpack(weight, weight.buffer[: n * k].view(n, k))
 
 
 def in_kernel(weight: BlockWeight, rows: int) -> bool:

@@ -5,12 +5,14 @@ In: SamplingParams. Out: a RowPlan, or None. Also the bit masks of allowed ids.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import triton
 
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
+from verbatim.base.records import DrawSpec
 from verbatim.sampling.filters import log_of_share
 
 SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
@@ -18,6 +20,8 @@ MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave fl
 MAX_TOP_K = 512
 OPEN_LIST = 512  # ids to collect for top-p or min-p without top-k
 MAX_LOGPROBS = 32  # alternatives that the device reports
+COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and draw_from_list
+POSITIONS = 2  # the column of the rows' positions
 # Filters without a kernel, with the default that leaves them off: the host samples rows with one.
 HOST_FILTERS = tuple(
     (name, FIELDS[name].default) for name in FILTERS if name not in ("top_k", "top_p", "min_p")
@@ -78,6 +82,46 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
             log_min_p=log_of_share(p.min_p) if p.min_p else -np.inf,
         )
     return plan._replace(scale=1.0 / p.temperature, slack=SLACK, temperature=p.temperature)
+
+
+class RowTable(NamedTuple):
+    """All that a launch needs to know about its rows, except their positions and grammar masks. In
+    steady decode it is the same in every step."""
+
+    specs: Sequence[DrawSpec]
+    plans: Sequence[RowPlan | None]  # None: the host samples the row
+    columns: np.ndarray  # [COLUMNS, rows] int32; POSITIONS are left empty
+    shapes: np.ndarray  # [rows, 3] float64: temperature, top_p, log_min_p
+    edits: bool  # bans, min_tokens or penalties may change a row's logits
+    from_all: bool  # a row draws from all ids
+    noise: bool  # such a row is not an argmax
+    list_k: Sequence[int]
+    open_list: bool  # a row needs the mass of all ids for its list
+    logprobs: Sequence[int]  # alternatives to report per row; -1: none
+
+
+def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> RowTable:
+    some = [plan or HOST for plan in plans]
+    columns = np.zeros((COLUMNS, len(specs)), np.int32)
+    columns[:2] = np.array([spec.key for spec in specs], "<u8").view(np.int32).reshape(-1, 2).T
+    columns[3:5] = (
+        np.array([(plan.scale, plan.slack) for plan in some], np.float32).view(np.int32).T
+    )
+    columns[5] = [plan.top_k for plan in some]
+    shapes = np.array([(plan.temperature, plan.top_p, plan.log_min_p) for plan in some])
+    pairs = zip(specs, some, strict=True)
+    return RowTable(
+        specs,
+        plans,
+        columns,
+        shapes,
+        edits=any(plan.penalties or plan.bans or spec.withheld for spec, plan in pairs),
+        from_all=any(not plan.list_k for plan in some),
+        noise=any(plan.scale for plan in some),
+        list_k=[plan.list_k for plan in some],
+        open_list=any(plan.list_k and not plan.top_k and plan.top_p < 1.0 for plan in some),
+        logprobs=[plan.logprobs for plan in some],
+    )
 
 
 def exact_argmax(plan: RowPlan) -> RowPlan:

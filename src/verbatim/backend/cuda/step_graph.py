@@ -25,9 +25,10 @@ Forward: TypeAlias = Callable[[DeviceStep], tuple[torch.Tensor, torch.Tensor]]
 class GraphInputs:
     """The integers of a step in which every row is its own query tile, as the input of a graph.
 
-    The host writes them and sends them in one copy. Padding rows write to the padding block. Block
-    tables persist from step to step: a row's table is rewritten only if its tuple of blocks is
-    another object than in the previous step."""
+    The host writes them and sends them in one copy. Padding rows write to the padding block. Tiles
+    are sorted by position, because attention starts those with the most positions first. All
+    sequences grow alike, so their order persists from step to step, and with it the block tables: a
+    tile's table is rewritten only if its tuple of blocks is another object than before."""
 
     def __init__(
         self,
@@ -40,19 +41,20 @@ class GraphInputs:
     ) -> None:
         self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
         groups = len(padding)
-        # tokens, positions, per group slots, per group block tables
-        sizes = [rows, rows, *[rows] * groups, *[rows * self.width] * groups]
+        # tokens, positions, the tiles' rows and positions, per group slots, per group block tables
+        sizes = [rows] * 4 + [rows] * groups + [rows * self.width] * groups
         self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._tokens, self._positions, *parts = (part.numpy() for part in self._host.split(sizes))
-        self._slots = parts[:groups]
-        self._tables = [table.reshape(rows, self.width) for table in parts[groups:]]
-        self._row_blocks: list[list[tuple[int, ...]]] = [[()] * rows for _ in padding]
-        tokens, positions, *rest = self._sent.split(sizes)
-        row = torch.arange(rows, dtype=torch.int32, device=device)
-        one = torch.ones_like(row)
+        views = [part.numpy() for part in self._host.split(sizes)]
+        self._tokens, self._positions, self._tile_rows, self._tile_positions = views[:4]
+        self._slots = views[4 : 4 + groups]
+        self._tables = [table.reshape(rows, self.width) for table in views[4 + groups :]]
+        self._tile_blocks: list[list[tuple[int, ...]]] = [[()] * rows for _ in padding]
+        self._padding_tables = [(block,) for block in padding]
+        tokens, positions, tile_rows, tile_positions, *rest = self._sent.split(sizes)
+        one = torch.ones(rows, dtype=torch.int32, device=device)
         tiles = tuple(
-            (QueryTiles(table.view(rows, self.width), row, one, positions, lines, 1),)
+            (QueryTiles(table.view(rows, self.width), tile_rows, one, tile_positions, lines, 1),)
             for table in rest[groups:]
         )
         self.step = DeviceStep(
@@ -65,20 +67,32 @@ class GraphInputs:
         tokens = [token for s in sequences for token in s.tokens]
         n = len(tokens)
         self._tokens[:n], self._tokens[n:] = tokens, 0
-        positions = [p for s in sequences for p in range(s.start, s.end)]
+        single = n == len(sequences)  # the usual case, and a shorter loop
+        positions = (
+            [s.start for s in sequences]
+            if single
+            else [p for s in sequences for p in range(s.start, s.end)]
+        )
         self._positions[:n], self._positions[n:] = positions, 0
-        block, place = self._positions[:n] // BLOCK_SIZE, self._positions[:n] % BLOCK_SIZE
-        for group, (table, row_blocks, slots, padding) in enumerate(
-            zip(self._tables, self._row_blocks, self._slots, self.padding, strict=True)
+        order = np.argsort(self._positions, kind="stable")
+        self._tile_rows[:], self._tile_positions[:] = order, self._positions[order]
+        block, place = self._tile_positions // BLOCK_SIZE, self._tile_positions % BLOCK_SIZE
+        tiles, rows = np.arange(self.rows), order.tolist()
+        for group, (table, tile_blocks, slots, padding) in enumerate(
+            zip(self._tables, self._tile_blocks, self._slots, self._padding_tables, strict=True)
         ):
-            for row, blocks in enumerate([s.blocks[group] for s in sequences for _ in s.tokens]):
-                if row_blocks[row] is not blocks:
-                    table[row, : len(blocks)] = blocks[: self.width]
-                    row_blocks[row] = blocks
-            table[n:, 0] = padding
-            row_blocks[n:] = [()] * (self.rows - n)
-            slots[:n] = table[np.arange(n), block] * BLOCK_SIZE + place
-            slots[n:] = padding * BLOCK_SIZE
+            row_blocks = (
+                [s.blocks[group] for s in sequences]
+                if single
+                else [s.blocks[group] for s in sequences for _ in s.tokens]
+            )
+            row_blocks += [padding] * (self.rows - n)
+            for tile, row in enumerate(rows):
+                blocks = row_blocks[row]
+                if tile_blocks[tile] is not blocks:
+                    table[tile, : len(blocks)] = blocks[: self.width]
+                    tile_blocks[tile] = blocks
+            slots[order] = table[tiles, block] * BLOCK_SIZE + place
             assert slots.min() >= 0, "the block of each token is in the table"
         # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
         # pinned memory before the copy from it is done.

@@ -23,7 +23,7 @@ from verbatim.base.config import BLOCK_SIZE
 from verbatim.model.spec import ModelSpec
 
 MAX_OUTPUTS = 256  # rows of logits of a step that replays a graph
-OUTPUTS = (16, 64, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
+OUTPUTS = (16, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
 MORE_TILES = 32  # tiles beyond those of full ones: sequences whose last tile is not full
 MIN_ROWS = 32
 
@@ -46,17 +46,28 @@ class StepShape(NamedTuple):
 
 
 def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
-    """Lines per query tile -> the tiles. Each has rows of one sequence."""
-    cuts: dict[int, list[tuple[int, int, int]]] = {}
-    for s, (first, last) in enumerate(
-        zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
-    ):
-        lines = kernels.tile_lines(spec.heads, spec.kv_heads, last - first, device)
-        most = tile_rows(lines, spec)
-        cuts.setdefault(lines, []).extend(
-            (row, min(most, last - row), s) for row in range(first, last, most)
-        )
-    return {lines: TileArrays(*np.array(cut, np.int32).T) for lines, cut in cuts.items()}
+    """Lines per query tile -> the tiles, by position: attention starts those with the most
+    positions first. Each has rows of one sequence."""
+    first, counts = batch.first[:-1], np.diff(batch.first)
+    few = counts * (spec.heads // spec.kv_heads) <= kernels.DECODE_LINES
+    few_lines, many_lines = (
+        kernels.tile_lines(spec.heads, spec.kv_heads, rows, device)
+        for rows in (1, kernels.DECODE_LINES + 1)
+    )
+    of_sequence = np.where(few, few_lines, many_lines)
+    cuts = {}
+    for lines in np.unique(of_sequence).tolist():
+        chosen, most = np.flatnonzero(of_sequence == lines), tile_rows(lines, spec)
+        tiles = -(-counts[chosen] // most)
+        owner = np.repeat(chosen, tiles)
+        number = np.arange(len(owner)) - np.repeat(
+            np.cumsum(tiles) - tiles, tiles
+        )  # in its sequence
+        row = first[owner] + number * most
+        order = np.argsort(batch.positions[row], kind="stable")
+        rows = np.minimum(most, counts[owner] - number * most)
+        cuts[lines] = TileArrays(*(part[order].astype(np.int32) for part in (row, rows, owner)))
+    return cuts
 
 
 def tile_rows(lines: int, spec: ModelSpec) -> int:
@@ -143,7 +154,9 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     tiles = aligned(-(-rows // tile_rows(others[0], spec)) + MORE_TILES)
     if len(cuts[others[0]].rows) > tiles:
         return None
-    spans = 1 << (kernels.span_count(int(batch.positions.max()) + 1) - 1).bit_length()
+    spans = 2  # times a power of four: few shapes, so few graphs are captured
+    while spans < kernels.span_count(int(batch.positions.max()) + 1):
+        spans *= 4
     return StepShape(rows, outputs, tiles, spans)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from verbatim.backend.cuda import kernels
+from verbatim.backend.cuda.matmul_tile import all_tiles
 from verbatim.backend.cuda.step_inputs import OUTPUTS, PaddedInputs, StepShape
 
 if TYPE_CHECKING:
@@ -24,15 +25,18 @@ STEPS = ((32, 2), (4096, 1))
 def compile_kernels(backend: CudaBackend) -> None:
     """Launch every tile of the matmuls, and steps of padding rows."""
     launched = set()
+    activation = backend.spec.activation if backend.spec.gated else None
     for weight in backend.matrices():
         n, k = weight.shape
         splits, _ = kernels.split_k(n, k)
         if (weight.dtype, splits) in launched:  # one compiled kernel serves all such weights
             continue
         launched.add((weight.dtype, splits))
-        for tile in kernels.all_tiles(splits, kernels.has_tma(weight)):
+        for tile in all_tiles(splits, kernels.has_tma(weight)):
             x = torch.zeros((tile.rows, k), dtype=weight.dtype, device=weight.device)
             kernels.matmul(x, weight, tile=tile)
+            if activation is not None and kernels.can_fuse(weight, activation):
+                kernels.gated_matmul(x, weight, activation, weight.dtype, tile)
     for rows, spans in STEPS:
         shape = StepShape(rows, OUTPUTS[0], max(4, rows // 32), spans)
         inputs = PaddedInputs(shape, backend.padding_blocks, backend.spec, backend.device)
