@@ -199,6 +199,23 @@ async def test_a_request_that_comes_before_the_gateway_listens_is_answered() -> 
     await service.close()
 
 
+async def test_a_replica_in_a_long_step_still_reports(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    async with gated_replica(gate) as gateway:
+        replica = gateway.service.replicas["a"]
+        params = {"max_tokens": 8, "ignore_eos": True}
+        running = gateway.cluster.submit(Generate("r", "", params, True, prompt="x"))
+        await eventually_async(is_true(lambda: replica._open == 1))
+        for _ in range(3):  # the engine answers no question during its first step
+            assert (await replica.record_routing_stats())["up"]
+        # The reports have one question open, and autoscaling counts none.
+        assert replica._supervisor.open_requests <= 2
+        assert (await replica.record_autoscaling_stats())["open"] == 1
+        gate.write_text(ALL)
+        await running.result()
+        await eventually_async(is_true(lambda: replica._open == 0))
+
+
 async def test_a_channel_that_breaks_ends_its_requests(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     async with gated_replica(gate) as gateway:

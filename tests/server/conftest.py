@@ -8,7 +8,9 @@ from pathlib import Path
 
 import client_setup
 import pytest
-from live_server import Live, check_ledger
+from live_server import ON_RAY, Live, check_ledger, usage_balances
+
+from eventually import eventually
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +20,10 @@ def fake() -> Iterator[Live]:
     live = Live("--max-output-tokens", "512").wait_ready()
     yield live
     numbers = live.wait_at_rest()
+    if ON_RAY:  # the replicas' reports arrive one after the other
+        eventually(lambda: usage_balances(live.metrics()), lambda: str(live.metrics()))
+        numbers = live.metrics()
+        assert numbers["verbatim_router_requests_total"] > 0
     check_ledger(numbers)
     assert live.stop() == 0, live.log_text()
 

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from eventually import HANG_SECONDS, eventually
 
 NAMES = ("m", "gpt-6-astra", "gpt-3.5-turbo-instruct", "text-embedding-3-small")
 NEVER = "1e9"  # seconds
+# HOST:PORT of a Ray: every server here has two replicas on it (tests/scale/test_ray.py sets it).
+ON_RAY = os.environ.get("VERBATIM_TEST_SERVER_ON_RAY", "")
+RAY_FLAGS = ("--ray", ON_RAY, "--replicas", "2", "--threads", "1") if ON_RAY else ()
+REPLICA = re.compile(r'replica="[^"]*",?')
 LISTENING = re.compile(r"listening on (https?)://[^ ]*?:(\d+) ")
 
 
@@ -48,7 +53,7 @@ class Live:
         words += ["--test-engine", engine] if engine else []
         clean = {k: v for k, v in os.environ.items() if k != "VERBATIM_API_KEY"}
         self.process = subprocess.Popen(
-            [*words, *flags],
+            [*words, *RAY_FLAGS, *flags],
             stdin=subprocess.PIPE if clock else subprocess.DEVNULL,
             stdout=subprocess.PIPE if clock else self.log,
             stderr=self.log,
@@ -127,12 +132,16 @@ class Live:
         return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
     def metrics(self) -> dict[str, float]:
+        """Summed over the replicas, if there are any."""
         rows = (
             line.rsplit(" ", 1)
             for line in self.client.get("/metrics").text.splitlines()
             if line and line[0] != "#"
         )
-        return {name: float(value) for name, value in rows}
+        found: Counter[str] = Counter()
+        for name, value in rows:
+            found[REPLICA.sub("", name).replace("{}", "")] += float(value)  # type: ignore[assignment]
+        return dict(found)
 
     def wait_at_rest(self) -> dict[str, float]:
         """Wait until no request is open and every KV block is free; returns the metrics. The
@@ -199,6 +208,11 @@ USAGE = ("prompt", "output", "cached", "drafted", "accepted")
 def reported_usage(m: dict[str, float]) -> dict[str, float]:
     """Usage in tokens reported to clients, over all engine processes."""
     return {kind: m.get(f'verbatim_usage_tokens_total{{kind="{kind}"}}', 0) for kind in USAGE}
+
+
+def usage_balances(m: dict[str, float]) -> bool:
+    """The usage reported to clients equals what the engines counted."""
+    return all(m[f"verbatim_{kind}_tokens_total"] == n for kind, n in reported_usage(m).items())
 
 
 def check_states(m: dict[str, float]) -> None:

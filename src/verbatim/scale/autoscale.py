@@ -4,7 +4,7 @@
     by cache   one more replica while the KV caches are more than CACHE_FULL in use and requests
                wait; none fewer while they are more than CACHE_EASY in use
 
-Ray applies the bounds and the delays (30 s before more replicas, 600 s before fewer).
+Ray applies the bounds and the delays of RayOptions. The numbers are means over Ray's 30 seconds.
 """
 
 from __future__ import annotations

@@ -89,6 +89,8 @@ def replicas_application(settings: Settings, needs: ReplicaNeeds, options: RayOp
                 min_replicas=replicas.least,
                 max_replicas=replicas.most,
                 target_ongoing_requests=options.target_requests,
+                upscale_delay_s=options.upscale_seconds,
+                downscale_delay_s=options.downscale_seconds,
                 policy=AutoscalingPolicy(policy_function=policy),
             )
         }

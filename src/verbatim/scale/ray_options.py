@@ -37,6 +37,9 @@ class RayOptions:
     replicas: Replicas = Replicas(1, 1)
     # Requests per replica, running and waiting, that autoscaling aims at.
     target_requests: int = 16
+    # Time that more, or fewer, replicas must be wanted before Ray starts or stops any.
+    upscale_seconds: float = 30.0
+    downscale_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.target_requests < 1:

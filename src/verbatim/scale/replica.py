@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from verbatim.scale.channel import Channel
-from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, Route
+from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, REPORT_SECONDS, Route
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_to_engine, encode
@@ -38,6 +38,9 @@ class Replica:
         self._supervisor = Supervisor(settings)
         self._down_since: float | None = None
         self._probes = 0
+        self._probe: asyncio.Task[bytes] | None = None
+        self._hashes = b""
+        self._open = 0  # requests of clients
         self._channels: dict[str, Channel] = {}  # of the gateways that listen
         self._supervisor.start()
         ready = asyncio.ensure_future(self._supervisor.ready.wait())
@@ -66,6 +69,7 @@ class Replica:
             yield wire.pack(Refused.of(message.request_id, problem))
             return
         left = channel.add(running)
+        self._open += 1
         try:
             if shared is not None:
                 yield shared.name
@@ -74,6 +78,7 @@ class Replica:
             async for batch in channel.batches():
                 yield batch
         finally:
+            self._open -= 1
             channel.remove(running)
             running.close()
 
@@ -126,12 +131,21 @@ class Replica:
         usage = self._supervisor.stats.get("kv_cache_usage_ratio", 0.0)
         return {
             # Serve's own count includes the calls of listen().
-            "open": float(self._supervisor.open_requests),
+            "open": float(self._open),
             "waiting": float(state.waiting),
             "kv_cache_usage": float(usage),
         }
 
     async def _prefix_hashes(self) -> bytes:
+        """An engine in a long step answers late: the report then has the hashes of the last one."""
+        if self._probe is None:
+            self._probe = asyncio.create_task(self._ask_prefix_hashes())
+        done, _ = await asyncio.wait((self._probe,), timeout=REPORT_SECONDS)
+        if done:
+            self._hashes, self._probe = self._probe.result(), None
+        return self._hashes
+
+    async def _ask_prefix_hashes(self) -> bytes:
         self._probes += 1
         question = Inspect(f"prefix-{self._probes}", "", "prefix", {"limit": MAX_HASHES})
         try:
