@@ -101,6 +101,7 @@ SMALL: dict[str, dict[str, object]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "qwen3next": _DELTA,
     "qwen35": _DELTA,
+    "gemma4": {"sliding_window": 5},
     "gpt2": {"n_layer": 1},
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 3},
     "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
@@ -147,7 +148,7 @@ def difference(model: Model, tokens: list[int]) -> float:
 # The newer families whose operations no other family has. test_backend_agrees.py runs all on a GPU.
 OWN_OPERATIONS = (
     *("granite", "olmo2", "hunyuan-dense", "ministral3", "cohere2", "arcee", "glm4_moe"),
-    *("gpt_oss", "lfm2", "qwen3next", "qwen35"),
+    *("gpt_oss", "lfm2", "qwen3next", "qwen35", "gemma4"),
 )
 
 

@@ -93,7 +93,8 @@ def cost_card(spec: Any, info: Any) -> CostCard:
     for layer in spec.layers:
         attention = _mixer_weights(spec, layer)
         matrices = 3 if spec.gated else 2
-        mlp = matrices * spec.hidden * (spec.expert_mlp * experts if layer.experts else spec.mlp)
+        inner = spec.expert_mlp * experts if layer.experts else layer.mlp or spec.mlp
+        mlp = matrices * spec.hidden * inner
         linear += attention + mlp + (spec.hidden * layer.experts)
     head = spec.hidden * spec.vocab
     return CostCard(

@@ -56,6 +56,7 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import CacheGroup, Drawn, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
+from verbatim.model.spec import ModelSpec
 from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-2"
@@ -84,6 +85,12 @@ class CudaBackend:
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
+        if model.spec.experts_beside or len(key_heads(model.spec)) > 1:
+            raise BackendError(
+                "the cuda backend does not run experts beside an MLP (enable_moe_block), nor layers"
+                " with different numbers of key heads (num_global_key_value_heads); use "
+                "backend='cpu'"
+            )
         if weights is None:
             memory = self.available_memory()
             kept: BlockMode = (
@@ -116,7 +123,7 @@ class CudaBackend:
         read = sum(
             w.nbytes for name, w in self._weights.items() if name != "embed" or self.spec.tied
         )
-        kv = self.spec.kv_values * 2 * self.spec.attention_layers
+        kv = self.spec.kv_token_values * 2
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
             major, minor = torch.cuda.get_device_capability(self.device)
@@ -137,7 +144,7 @@ class CudaBackend:
     def _layer_bytes(self, group: CacheGroup) -> int:
         """Bytes of one layer in a block of the group."""
         if group.kind == "attention":
-            return self.block_size * self.spec.kv_values * 2
+            return self.block_size * self.spec.kv_values(group.layers[0]) * 2
         return 4 * recurrent.block_floats(self.spec, group, self.block_size)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
@@ -153,11 +160,12 @@ class CudaBackend:
 
     def _group_cache(self, group: CacheGroup, blocks: int) -> tuple[torch.Tensor, ...]:
         if group.kind == "attention":
-            return self._cache(len(group.layers), blocks), self._cache(len(group.layers), blocks)
+            return self._cache(group, blocks), self._cache(group, blocks)
         return recurrent.empty_caches(self.spec, group, blocks, self.block_size, self.device)
 
-    def _cache(self, layers: int, blocks: int) -> torch.Tensor:
-        shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
+    def _cache(self, group: CacheGroup, blocks: int) -> torch.Tensor:
+        kv_heads, head_dim = self.spec.kv_shape(group.layers[0])
+        shape = (len(group.layers), blocks, kv_heads, self.block_size, head_dim)
         return torch.zeros(shape, dtype=torch.float16, device=self.device)
 
     def read_block(self, group: int, block: int) -> bytes:
@@ -374,7 +382,7 @@ class CudaBackend:
         spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
-            lines = kernels.tile_lines(self.spec.heads, self.spec.kv_heads, 1, self.device)
+            lines = kernels.tile_lines(self.spec.heads, self.spec.min_kv_heads, 1, self.device)
             inputs = GraphInputs(
                 size, spans, self.padding_blocks, lines, self.device, self._logits[:size]
             )
@@ -422,6 +430,10 @@ class CudaBackend:
 def graph_rows(rows: int) -> int:
     """Rows of the graph for a decode step: a power of two, or a multiple of 32 above 64."""
     return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 32) * 32
+
+
+def key_heads(spec: ModelSpec) -> set[int]:
+    return {spec.kv_shape(i)[0] for i in range(len(spec.layers))}
 
 
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:

@@ -51,7 +51,7 @@ def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, 
     for s, (first, last) in enumerate(
         zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
     ):
-        lines = kernels.tile_lines(spec.heads, spec.kv_heads, last - first, device)
+        lines = kernels.tile_lines(spec.heads, spec.min_kv_heads, last - first, device)
         most = tile_rows(lines, spec)
         cuts.setdefault(lines, []).extend(
             (row, min(most, last - row), s) for row in range(first, last, most)
@@ -60,8 +60,9 @@ def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, 
 
 
 def tile_rows(lines: int, spec: ModelSpec) -> int:
-    """Rows of a full tile: a row has one line per query head that shares a KV head."""
-    return lines // (spec.heads // spec.kv_heads)
+    """Rows of a full tile: a row has one line per query head that shares a KV head. A layer with
+    more KV heads than others leaves lines of its tiles empty."""
+    return lines // (spec.heads // spec.min_kv_heads)
 
 
 def slots_of(batch: Batch, table: np.ndarray) -> np.ndarray:
@@ -161,7 +162,7 @@ class PaddedInputs:
         self.shape, self.padding, self._spec, self._device = shape, padding, spec, device
         self._width = shape.spans * kernels.SPAN // BLOCK_SIZE
         groups = len(padding)
-        prompt_lines = kernels.tile_lines(spec.heads, spec.kv_heads, shape.rows, device)
+        prompt_lines = kernels.tile_lines(spec.heads, spec.min_kv_heads, shape.rows, device)
         self._lines = {kernels.DECODE_LINES: shape.outputs, prompt_lines: shape.tiles}
         # tokens, positions, outputs, slots per group; per kind of tile first rows, counts, first
         # positions and a table per group

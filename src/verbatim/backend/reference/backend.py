@@ -57,7 +57,7 @@ class ReferenceBackend:
 
     @property
     def info(self) -> BackendInfo:
-        kv = self.spec.kv_values * 4 * self.spec.attention_layers
+        kv = self.spec.kv_token_values * 4
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
         return BackendInfo(
             "reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv, self._gpu_note
