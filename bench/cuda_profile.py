@@ -83,24 +83,25 @@ def step_timers(llm: LLM, phases: bool) -> Iterator[Timers]:
         timers.wrap(core.scheduler, "plan", "plan")
         timers.wrap(core.scheduler, "commit", "commit")
         timers.wrap(core, "_outputs", "outputs")
-        timers.wrap(core, "_execute", "execute")
-        timers.wrap(backend, "_step", ". step without overlap")
-        timers.wrap(backend, "_forward", ". . forward")
-        timers.wrap(GraphInputs, "fill", ". . . fill decode inputs")
-        timers.wrap(PaddedInputs, "fill", ". . . fill padded inputs")
-        timers.wrap(StepGraph, "replay", ". . . graph replay")
-        timers.wrap(backend.gpu_sampler, "_launch", ". . sampler launch")
-        timers.wrap(PendingTokens, "wait", ". . wait for tokens")
-        timers.wrap(backend._ahead, "take", ". take launched")
-        timers.wrap(backend._ahead, "steady", ". steady")
-    step, execute = core.step, core.backend.execute
+        timers.wrap(backend, "execute", "execute without overlap")
+        if core._overlap is not None:
+            timers.wrap(core._overlap, "launch", "match, or launch")
+            timers.wrap(core._overlap, "launch_next", "launch next")
+            timers.wrap(core._overlap, "collect", "collect")
+        timers.wrap(backend, "_forward", ". forward")
+        timers.wrap(GraphInputs, "fill", ". . fill decode inputs")
+        timers.wrap(PaddedInputs, "fill", ". . fill padded inputs")
+        timers.wrap(StepGraph, "replay", ". . graph replay")
+        timers.wrap(backend.gpu_sampler, "_launch", ". sampler launch")
+        timers.wrap(PendingTokens, "wait", ". wait for tokens")
+    step, commit = core.step, core.scheduler.commit
     kind = ["none"]
 
-    def seen(plan: Any) -> Any:
+    def seen(plan: Any, *rest: Any) -> Any:
         most = max((len(s.tokens) for s in plan.sequences), default=0)
         size = 1 << max(0, len(plan.sequences) - 1).bit_length()
         kind[0] = "prefill" if most > 1 else f"decode <= {size:3d}"
-        return execute(plan)
+        return commit(plan, *rest)
 
     def timed() -> Any:
         timers.now.clear()
@@ -109,11 +110,12 @@ def step_timers(llm: LLM, phases: bool) -> Iterator[Timers]:
         timers.steps.append(Step(kind[0], began, time.time_ns(), dict(timers.now)))
         return out
 
-    core.step, core.backend.execute = timed, seen
+    core.step, core.scheduler.commit = timed, seen
     try:
         yield timers
     finally:
-        del core.step, core.backend.execute
+        del core.step
+        core.scheduler.commit = commit
         timers.undo()
 
 

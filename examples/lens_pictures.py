@@ -34,11 +34,12 @@ def start_server() -> tuple[subprocess.Popen[str], str]:
     command = [sys.executable, "-m", "verbatim", "serve", "--port", "0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
-    url = ""
+    url, ready = "", False  # the two lines come in either order
     for line in process.stderr:
         if found := re.search(r"listening on (http://\S+)", line):
             url = found[1]
-        if " ready: " in line:
+        ready = ready or " ready: " in line
+        if url and ready:
             break
     return process, url
 

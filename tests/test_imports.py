@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": {"scale", "server", "engine", "lens", "convert", "bench", "diagnose"} | BELOW_ENGINE,
 }
 # Top-level modules without a rule: public fakes and entry points.
-FREE = {"testing", "testing_models", "__main__", "__init__"}
+FREE = {"testing", "testing_launcher", "testing_models", "__main__", "__init__"}
 # The engine process, which a test can start with a fake engine.
 USES_FAKES = {"server/process/engine_process.py"}
 
@@ -84,10 +85,15 @@ NEVER = {
 EXEMPT = "bench/rivals/worker_"
 
 
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports(path: Path) -> Iterator[tuple[int, str]]:
     """(line, absolute module) of every import in the file, also in functions and TYPE_CHECKING."""
     package = path.relative_to(ROOT.parent).with_suffix("").parts[:-1]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -154,7 +160,7 @@ def module_graph(paths: list[Path]) -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for name, path in names.items():
         found: set[str] = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if isinstance(node, ast.Import):
                 found |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom):
@@ -226,7 +232,7 @@ def test_no_module_calls_eval_exec_or_import() -> None:
     """eval, exec and __import__ would evade the tests above."""
     wrong = []
     for path in sources():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)

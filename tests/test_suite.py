@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mutants import MUTANTS, Mutant, source
+
 HERE = Path(__file__).parent
 MAKEFILE = (HERE.parent / "Makefile").read_text()
 
@@ -96,3 +98,13 @@ def test_the_slow_machine_returns_the_exit_code_and_ends_its_loops(code: int) ->
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     assert "busy loops have ended" in done.stdout
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_every_mutant_applies_once_and_names_tests_that_exist(mutant: Mutant) -> None:
+    text = source(mutant).read_text(encoding="utf-8")
+    assert text.count(mutant.old) == 1
+    compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+    files = [word for word in mutant.tests.split() if word.endswith(".py")]
+    assert files
+    assert all((HERE / file).is_file() for file in files)

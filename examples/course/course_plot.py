@@ -14,7 +14,10 @@ def arguments(description: str | None, words: list[str] | None = None) -> argpar
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--plot", type=Path, help="write the plot, .svg or .png")
-    return parser.parse_args(words)
+    given = parser.parse_args(words)
+    if given.plot is not None and not given.plot.absolute().parent.is_dir():
+        parser.error(f"--plot {given.plot}: there is no directory {given.plot.parent}")
+    return given
 
 
 def panels(count: int = 1, height: float = 2.8) -> tuple[Any, list[Any]]:

@@ -26,6 +26,7 @@ from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResul
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
+from verbatim.testing_launcher import FakeLauncher
 
 _MASK = (1 << 64) - 1
 
@@ -67,8 +68,8 @@ class FakeBackend:
               hash, which is much faster; only withheld ids and `beam` affect it
     canary    verify every visible cache slot at every read
     known     returns a sequence's tokens, for the strictest check of the canary
-    overlap   overwrite the KV slot behind every drawn token, as a backend does that launches the
-              next step early
+    overlap   launch steps ahead (testing_launcher.py), and overwrite the KV slot behind every
+              drawn token, as a discarded launch does
     """
 
     def __init__(
@@ -97,6 +98,10 @@ class FakeBackend:
     @property
     def info(self) -> BackendInfo:
         return BackendInfo("fake", "hash", 1, "fake-1", weight_bytes=0, kv_token_bytes=16)
+
+    @property
+    def launcher(self) -> FakeLauncher | None:
+        return FakeLauncher(self._sequence) if self.overlap else None
 
     def available_memory(self) -> None:
         return None  # the fake KV cache is in main memory

@@ -222,6 +222,15 @@ TINY_CONFIGS |= {
         "use_double_wide_mlp": True,
         "final_logit_softcapping": 30.0,
     },
+    "gemma4moe": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
 }
 RECURRENT_FAMILIES = ("lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe")
 NEWER_FAMILIES = tuple(

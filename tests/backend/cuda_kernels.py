@@ -24,10 +24,12 @@ import triton.language as tl
 from cpu_blocks import random_blocks
 from plans import BLOCKS, Blocks, ScoredSeq, run, run_alone, same_bits
 
+from overlap_crowd import count_rows, generate_all
 from verbatim.backend import gpu, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
     gpu_sampler,
+    jit_numerics,
     jit_sampling,
     kernels,
     quant,
@@ -39,8 +41,6 @@ from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
-from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.step_graph import GraphInputs
 from verbatim.backend.cuda.token_counts import TokenCounts
 from verbatim.backend.protocol import Backend
@@ -48,16 +48,14 @@ from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.base.records import Completion, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
-from verbatim.engine.llm import LLM
-from verbatim.engine.loaded_model import LoadedModel
+from verbatim.base.records import Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
-from verbatim.testing import ByteTokenizer, FakeBackend, fake_spec
-from verbatim.testing_models import FIRST_FAMILIES, TINY_CONFIGS, tiny_adapter, tiny_model
+from verbatim.testing import FakeBackend, fake_spec
+from verbatim.testing_models import TINY_CONFIGS, tiny_adapter, tiny_model
 from verbatim.weights.tensor import BLOCKS as BLOCK_SIZES
 from verbatim.weights.tensor import Tensor
 
@@ -102,6 +100,11 @@ SMALL: dict[str, dict[str, object]] = {
     "qwen3next": _DELTA,
     "qwen35": _DELTA,
     "gemma4": {"sliding_window": 5},
+    "gemma4moe": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+    },
     "gpt2": {"n_layer": 1},
     "gemma3": {"num_hidden_layers": 3, "sliding_window": 5, "sliding_window_pattern": 3},
     "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
@@ -145,14 +148,15 @@ def difference(model: Model, tokens: list[int]) -> float:
     return float(np.abs(ours - theirs).mean())
 
 
-# The newer families whose operations no other family has. test_backend_agrees.py runs all on a GPU.
+# Families that together launch every kernel. test_backend_agrees.py runs all families on a GPU.
 OWN_OPERATIONS = (
-    *("granite", "olmo2", "hunyuan-dense", "ministral3", "cohere2", "arcee", "glm4_moe"),
-    *("gpt_oss", "lfm2", "qwen3next", "qwen35", "gemma4"),
+    *("llama", "gpt2", "gemma2", "gemma3", "qwen3moe", "granite", "olmo2", "hunyuan-dense"),
+    *("ministral3", "cohere2", "arcee", "glm4_moe", "gpt_oss", "lfm2", "qwen3next", "qwen35"),
+    *("gemma4", "gemma4moe"),
 )
 
 
-@pytest.mark.parametrize("family", [*FIRST_FAMILIES, *OWN_OPERATIONS])
+@pytest.mark.parametrize("family", OWN_OPERATIONS)
 def test_every_family_agrees_with_the_reference(family: str) -> None:
     run_checked(small(family, type="q8_0"), TOKENS)
 
@@ -239,6 +243,28 @@ def test_attention_over_several_spans_is_right_and_keeps_its_bits(
     run(backend, [seq], [33])
     monkeypatch.setattr(kernels, "ATTENTION_BUFFER", 1)  # one program merges the spans
     run(backend, [seq], [2])
+    assert same_bits(expected, seq)
+
+
+def test_wide_heads_have_shorter_spans_and_keep_their_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4: heads of 256 and 512 on a GPU; under the interpreter of 8 and 16, of which the
+    larger count as wide. One prompt, against chunks whose spans several programs reduce."""
+    sizes = {"head_dim": 256, "global_head_dim": 512}
+    count = 300
+    if device.type == "cpu":
+        sizes, count = {}, 20
+        monkeypatch.setattr(kernels, "SPAN", 32)
+        monkeypatch.setattr(kernels, "WIDE_HEAD", 8)
+        monkeypatch.setattr(kernels, "WIDE_SPAN", 16)
+    tokens = np.random.default_rng(4).integers(0, 260, count).tolist()
+    backend, expected = run_checked(small("gemma4moe", **sizes), tokens)
+    seq = Blocks(backend.spec, backend.block_size, 7).allocate(0, tokens)
+    run(backend, [seq], [count - 4])
+    monkeypatch.setattr(kernels, "ATTENTION_BUFFER", 1)  # one program merges the spans
+    run(backend, [seq], [2])
+    run(backend, [seq], [1])
     assert same_bits(expected, seq)
 
 
@@ -494,37 +520,6 @@ def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(
 # ---- overlapped decoding
 
 
-def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:
-    """(arrival step, prompt, parameters) of 12 requests: the device samples most of them, the host
-    some, and some have drafts."""
-    kinds: list[dict[str, Any]] = [
-        {"top_k": 3, "logprobs": 2},
-        {"repetition_penalty": 1.3},
-        {"min_tokens": 4, "typical_p": 0.8},
-        {"n": 2},
-        {"stop": ["a"]},
-        {"speculate": "suffix"},
-    ]
-    out = []
-    for i in range(12):
-        more = kinds[i // 2] if i % 2 else {}
-        options = {
-            "temperature": r.choice((0.0, 0.8, 1.3)),
-            "seed": i,
-            "max_tokens": r.randint(2, 26),
-            "speculate": "off",
-            **more,
-        }
-        out.append(
-            (
-                r.choice((0, 0, 9, 30)),
-                r.choices(range(200), k=r.choice((2, 15, 17))),
-                SamplingParams(**options),
-            )
-        )
-    return sorted(out, key=lambda request: request[0])
-
-
 def open_fake_model(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyPatch) -> Any:
     """A cuda backend with the fake model and its canary as its forward pass: the interpreter would
     take minutes for a batch of real ones."""
@@ -561,30 +556,6 @@ def open_fake_model(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyP
     return backend
 
 
-def generate_all(backend: Any, r: random.Random) -> list[Any]:
-    """The choices of each request of crowd(), in a KV cache that forces preemption; one request is
-    aborted."""
-    tokenizer = ByteTokenizer()
-    parts = LoadedModel(backend, tokenizer, (tokenizer.EOS,), name="tiny", digest="tiny")
-    waiting, done = crowd(r), {}
-    with LLM.from_parts(
-        parts, backend="cuda", context=128, kv_blocks=9, step_tokens=24, check=True
-    ) as llm:
-        core, step = llm.core, 0
-        while waiting or core.busy:
-            while waiting and waiting[0][0] <= step:
-                _, prompt, params = waiting.pop(0)
-                core.add(core.request(prompt, params, request_id=str(len(waiting))))
-            if step == 12:
-                core.abort(next(iter(core.requests)))
-            done |= {
-                one.request_id: one.choices for one in core.step() if isinstance(one, Completion)
-            }
-            step += 1
-        assert core.scheduler.preemptions, "the KV cache was large enough: no preemption"
-    return sorted(done.items())
-
-
 def test_overlapped_decoding_does_not_change_the_tokens(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -597,56 +568,10 @@ def test_overlapped_decoding_does_not_change_the_tokens(
     monkeypatch.setattr(sampling_plan, "SLACK", 0.3)  # many rows are undecided and computed again
     without_resolving_ties(monkeypatch)
     plain, ahead = open_fake_model(windows, monkeypatch), open_fake_model(windows, monkeypatch)
-    monkeypatch.setattr(plain._ahead, "steady", lambda *_: False)
-    matched, launched, finish = 0, 0, ahead._finish
-
-    def count(plan: StepPlan, step: LaunchedStep, rows: dict[int, int], **options: bool) -> Any:
-        nonlocal matched, launched
-        matched, launched = matched + len(rows), launched + len(step.steps)
-        return finish(plan, step, rows, **options)
-
-    monkeypatch.setattr(ahead, "_finish", count)
+    plain._can_overlap = False
+    rows = count_rows(monkeypatch)
     assert generate_all(ahead, random.Random(3)) == generate_all(plain, random.Random(3))
-    assert 30 < matched < launched, "some launched rows match the plan, and some are discarded"
-
-
-def test_only_launched_rows_that_match_the_plan_are_used() -> None:
-    spec, other = (DrawSpec(SamplingParams(), 5, 1) for _ in range(2))
-    tables = ((4, 7), (1, 2))
-    step = SeqStep(1, (9,), 18, tables, draws=1, draw=spec)
-    right = [
-        step,
-        step._replace(blocks=((4, 7, 3), (1, 2, 6))),
-        step._replace(blocks=((4, 7), (-1, 2))),
-    ]
-    wrong = [
-        step._replace(seq_id=2),
-        step._replace(tokens=(8,)),
-        step._replace(tokens=(9, 8), draws=2),
-        step._replace(start=17),
-        step._replace(blocks=((4, 8), (1, 2))),
-        step._replace(blocks=((4,), (1, 2))),
-        step._replace(draw=other),
-        step._replace(targets=(3,)),
-        step._replace(hidden=True),
-        step._replace(draws=0),
-    ]
-    tokens = PendingTokens(torch.zeros(1), torch.zeros(1), None)
-    for i, planned in enumerate((*right, *wrong)):
-        ahead = LaunchAhead()
-        ahead.launched = LaunchedStep((step._replace(tokens=(0,)),), [9], tokens)
-        rows = {1: 0} if i < len(right) else {}
-        assert ahead.take(StepPlan(0, (planned,)))[1] == rows, planned
-        assert ahead.launched is None
-        assert ahead.take(StepPlan(0, (step,))) == (None, {})
-
-
-def test_the_next_step_needs_a_block_and_a_position_in_the_context() -> None:
-    step = SeqStep(1, (9,), 15, ((4,),), draws=1)
-    longer = step._replace(blocks=((4, 6),))
-    assert next_step(step, 99) is None
-    assert next_step(longer, 17) == SeqStep(1, (0,), 16, ((4, 6),), draws=1)
-    assert next_step(longer, 16) is None, "the position is beyond the context"
+    assert 30 < rows.matched < rows.launched, "some rows match the plan, and some are discarded"
 
 
 def test_a_full_garbage_collection_does_not_visit_the_objects_of_pytorch() -> None:
@@ -659,27 +584,8 @@ def test_a_full_garbage_collection_does_not_visit_the_objects_of_pytorch() -> No
 
 def test_a_mixture_of_experts_does_not_overlap_steps() -> None:
     """It sorts rows on the host in every layer, so a launch ahead would gain nothing."""
-    assert not opened(small("qwen3moe")).overlap
-    assert opened(small("llama")).overlap
-
-
-def test_launching_ahead_backs_off_after_a_discarded_step() -> None:
-    spec = DrawSpec(SamplingParams(), 5, 1)
-    ahead, launches = LaunchAhead(), []
-    for position in range(30):
-        plan = StepPlan(position, (SeqStep(1, (9,), position, ((4, 7),), draws=1, draw=spec),))
-        if position == 10:
-            tokens = PendingTokens(torch.zeros(1), torch.zeros(1), None)
-            ahead.launched = LaunchedStep(plan.sequences, [8], tokens)
-        _, rows = ahead.take(plan)
-        launches.append(ahead.steady(plan, len(rows), lambda _: True))
-    assert launches == [position not in (0, *range(10, 18)) for position in range(30)]
-    other = plan.sequences[0]._replace(start=30, draw=DrawSpec(SamplingParams(), 5, 1))
-    assert not ahead.steady(StepPlan(30, (other,)), 0, lambda _: True), (
-        "another DrawSpec, as the drafts of a draft model have"
-    )
-    assert not ahead.steady(StepPlan(30, ()), 0, lambda _: True), "no sequence decodes"
-    assert not ahead.steady(plan, 0, lambda _: True), "the same step again does not continue it"
+    assert opened(small("qwen3moe")).launcher is None
+    assert opened(small("llama")).launcher is not None
 
 
 # ---- the GPU sampler
@@ -720,7 +626,7 @@ def gumbel_of(high, low, out, N: tl.constexpr):
     i = tl.program_id(0) * N + tl.arange(0, N)
     tl.store(
         out + i,
-        jit_sampling.gumbel(
+        jit_numerics.gumbel(
             tl.load(high + i).to(tl.uint32, bitcast=True),
             tl.load(low + i).to(tl.uint32, bitcast=True),
         ),
@@ -777,7 +683,7 @@ def noise_of(words, out, FIRST, N: tl.constexpr):
     at = words + tl.arange(0, 1)[:, None]
     k0, k1 = tl.load(at).to(tl.uint32, bitcast=True), tl.load(at + 1).to(tl.uint32, bitcast=True)
     position = tl.load(at + 2).to(tl.uint32, bitcast=True)
-    tl.store(out + tl.arange(0, N)[None, :], jit_sampling.gumbel_noise(FIRST, position, k0, k1, N))
+    tl.store(out + tl.arange(0, N)[None, :], jit_numerics.gumbel_noise(FIRST, position, k0, k1, N))
 
 
 @pytest.mark.parametrize(
@@ -891,7 +797,7 @@ ELSEWHERE = {
     "early_stopping", "num_beam_groups", "diversity_penalty", "json_schema", "regex", "grammar",
     "choice", "prompt_logprobs", "logprobs_mode", "receipt", "speculate", "priority", "cache_salt",
     "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "xtc_threshold",
-    "thinking_budget", "adapter",
+    "thinking_budget", "adapter", "output_prefix",
 }  # fmt: skip
 # Parameters with a value that the device does not support.
 HOST_ONLY: dict[str, object] = {

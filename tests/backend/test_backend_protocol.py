@@ -19,7 +19,7 @@ METHODS = {name for name, member in vars(Backend).items() if inspect.isfunction(
 MEMBERS = {
     *Backend.__annotations__,
     *(name for name in METHODS if not name.startswith("_")),
-    "info",
+    *(name for name, member in vars(Backend).items() if isinstance(member, property)),
 }
 
 
@@ -30,13 +30,14 @@ def missing(backend: Backend) -> set[str]:
 def test_every_backend_has_every_member(open_tiny: Open) -> None:
     backend = open_tiny(tiny_model("llama"))
     assert missing(backend) == set()
-    assert isinstance(backend.overlap, bool)
+    assert (backend.launcher is None) == (backend.info.name != "cuda")
     assert (backend.available_memory() is None) == (backend.info.name != "cuda")
 
 
 def test_the_fake_backend_has_every_member() -> None:
     assert missing(FakeBackend()) == set()
-    assert FakeBackend(overlap=True).overlap
+    assert FakeBackend().launcher is None
+    assert FakeBackend(overlap=True).launcher is not None
 
 
 @pytest.mark.parametrize("package", ["engine", "speculate", "schedule", "server"])

@@ -55,7 +55,7 @@ def test_run_replay_score_and_merge_use_the_adapter(
     assert verbatim("replay", *load, str(receipt)).out == "identical\n"
     missing = verbatim("replay", str(receipt))
     assert missing.code == 2
-    assert "'x' is no loaded adapter" in missing.err
+    assert "'x' is not a loaded adapter" in missing.err
 
     scores = {verbatim("score", *words, "some text").out for words in ((), load)}
     assert len(scores) == 2

@@ -48,7 +48,7 @@ def test_settings_change_parameters_engines_and_models() -> None:
         (("-s", "threads=two", "x"), "threads"),
         (("-s", "temperature=hot", "x"), "temperature"),
         (("--temperature", "0.3", "x"), "-s temperature=0.3"),
-        (("--seed", "4", "x"), "the default settings"),
+        (("--seed", "4", "x"), "the default columns"),
         ((), "prompt"),
         (("x", "--quiz", "q.jsonl"), "quiz"),
         (("--quiz", "no-such-file.jsonl"), "cannot read"),
@@ -154,7 +154,7 @@ def test_the_quiz_is_reproducible_and_adds_up(verbatim: Call, tmp_path: Path) ->
         ("not json\n", "line 1"),
         ('{"question": "a?"}\n', "question 1"),
         ('{"question": "a?", "answer": "b", "colour": 1}\n', "colour"),
-        ('{"question": "a?", "answer": "b", "choices": ["c", "d"]}\n', "no choice"),
+        ('{"question": "a?", "answer": "b", "choices": ["c", "d"]}\n', "not one of its choices"),
         ("", "0 questions"),
     ],
 )

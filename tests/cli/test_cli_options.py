@@ -60,13 +60,14 @@ TYPED: dict[str, tuple[list[str], Any]] = {
     "regex": (["[ab]+"], "[ab]+"),
     "grammar": (['start: "a"'], 'start: "a"'),
     "choice": (["yes", "--choice", "no"], ("yes", "no")),
+    "output_prefix": (["3"], 3),
     "logprobs": (["5"], 5),
     "prompt_logprobs": (["2"], 2),
     "logprobs_mode": (["processed"], "processed"),
     "explain": (["3"], 3),
     "priority": (["-1"], -1),
     "cache_salt": (["me"], "me"),
-    "adapter": (["sql"], "sql"),
+    "adapter": (["sql", "--adapter", "sql=x"], "sql"),
     "thinking_budget": (["64"], 64),
 }
 

@@ -30,9 +30,11 @@ def _model(family: str, kind: str, changes: tuple[tuple[str, Any], ...]) -> Any:
 def tiny_parts(
     name: str, config: EngineConfig, family: str = "llama", *, pipeline: bool = True, **changes: Any
 ) -> LoadedModel:
-    """`name`: one of BACKENDS. Models are small enough for thousands of steps."""
-    if name == "fake":
-        return fake_parts(canary=config.check, pipeline=pipeline)
+    """`name`: one of BACKENDS, or "overlapped": the fake one, which launches steps ahead. Models
+    are small enough for thousands of steps."""
+    if name in ("fake", "overlapped"):
+        overlap = name == "overlapped"
+        return fake_parts(canary=config.check, pipeline=pipeline, overlap=overlap)
     from verbatim.backend import open_backend
 
     kind = "q8_0" if name == "cpu" else "f32"

@@ -704,7 +704,9 @@ def test_embed_follows_the_models_pooling(pooling: str, row: int) -> None:
 @pytest.mark.parametrize("pooling", ["none", "rank", ""])
 def test_a_pooling_that_embed_does_not_have_is_named(pooling: str) -> None:
     llm = LLM.from_parts(replace(fake_parts(), embedding=EmbeddingSpec(pooling)))
-    with pytest.raises(UnsupportedError, match=f"^pooling: fake .*{pooling or 'not state'}.*mean"):
+    with pytest.raises(
+        UnsupportedError, match=f"^pooling: fake .*{pooling or 'not state'}.*--pooling mean"
+    ):
         llm.embed("hello")
     assert llm.generate("hello", SamplingParams(max_tokens=2)).token_ids
 

@@ -19,9 +19,12 @@ import typing_extensions
 from verbatim import (
     LLM,
     AsyncEngine,
+    Choice,
     Completion,
     EngineConfig,
+    Finish,
     ParameterError,
+    RequestError,
     SamplingParams,
     UnknownParameterError,
     UnsupportedError,
@@ -72,6 +75,9 @@ def test_the_options_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"trust_remote_code": True}, "nothing in a model file is ever executed"),
         ({"seed": 1}, r"SamplingParams\(seed=...\)"),
         ({"contxt": 1}, "did you mean 'context'"),
+        ({"hf_token": "x"}, "set the variable HF_TOKEN"),
+        ({"quantization": "awq"}, "a checkpoint states its own"),
+        ({"zzz_tokens": 1}, "known options: backend, "),
         ({"zzz": 1}, "known options: backend, "),
     ],
 )
@@ -103,6 +109,11 @@ def test_a_size_that_is_none_names_the_option() -> None:
         (lambda llm: SamplingParams(max_new_tokens=5), "write max_tokens"),
         (lambda llm: SamplingParams(do_sample=False), "temperature=0 takes the most likely"),
         (lambda llm: SamplingParams(guided_json={}), "write json_schema"),
+        (lambda llm: SamplingParams(use_beam_search=True), "write num_beams=4"),
+        (lambda llm: llm.generate("x", lora_request=1), r"SamplingParams\(adapter='NAME'\)"),
+        (lambda llm: llm.generate(prompt_token_ids=[1]), "give it as the first argument"),
+        (lambda llm: llm.chat(ASK, chat_template_kwargs={}), r"enable_thinking=False\)"),
+        (lambda llm: llm("x"), r"use generate\(prompt\)"),
     ],
 )
 def test_a_habit_is_answered_by_name(llm: LLM, call: Any, answer: str) -> None:
@@ -117,6 +128,8 @@ def test_a_habit_is_answered_by_name(llm: LLM, call: Any, answer: str) -> None:
         (lambda llm: llm.apply_chat_template, r"use chat\(messages\)"),
         (lambda llm: llm.get_tokenizer(), "use the property tokenizer"),
         (lambda llm: llm.zzz, "'LLM' object has no attribute 'zzz'$"),
+        (lambda llm: LLM.from_pretrained, r"type object 'LLM' .*; write LLM\(model\)"),
+        (lambda llm: LLM.zzz, "type object 'LLM' has no attribute 'zzz'$"),
         (lambda llm: llm.generate("x", SHORT).zzz, "'Completion' object has no attribute 'zzz'$"),
     ],
 )
@@ -125,6 +138,21 @@ def test_an_attribute_of_other_libraries_is_answered_by_name(
 ) -> None:
     with pytest.raises(AttributeError, match=answer):
         look(llm)
+
+
+@pytest.mark.parametrize(
+    ("call", "answer"),
+    [
+        (lambda llm: llm.generate(), "prompts: is missing"),
+        (lambda llm: llm.generate({"prompt": "x"}), "give its 'prompt' alone"),
+        (lambda llm: llm.generate("x", {"temperature": 0}), r"write SamplingParams\(\*\*params\)"),
+        (lambda llm: LLM(None), "model: None is not a model; give a name or a path"),
+        (lambda llm: LLM(42), "model: 42 is not a model"),
+    ],
+)
+def test_a_wrong_value_is_answered_with_what_to_write(llm: LLM, call: Any, answer: str) -> None:
+    with pytest.raises(ParameterError, match=answer):
+        call(llm)
 
 
 def test_the_error_for_an_unknown_parameter_is_still_its_own() -> None:
@@ -227,6 +255,11 @@ def test_the_async_engine_has_the_calls_of_llm(llm: LLM) -> None:
                 await engine.generate("x", sampling_params=SHORT)  # type: ignore[call-overload]
             with pytest.raises(ParameterError):
                 await engine.generate(["x", 5], SHORT)  # type: ignore[call-overload]
+            with pytest.raises(TypeError, match=r"async for delta in engine.stream\(...\)"):
+                async for _ in engine.generate("x", SHORT):  # type: ignore[attr-defined]
+                    pass
+            task = asyncio.create_task(engine.generate("x", SHORT))
+            assert (await task).text == stream.completion.text
             async with engine.stream("x", SHORT) as left:
                 await anext(left)
             return [
@@ -298,6 +331,41 @@ def test_a_type_is_a_schema(kind: Any, good: Any, bad: Any) -> None:
         jsonschema.validate(bad, schema)
 
 
+@pytest.mark.parametrize(
+    ("kind", "document", "value"),
+    [
+        (Place, {"name": "x"}, Place(name="x")),
+        (Visit, {"mood": "good", "days": [1], "place": {"name": "x"}},
+         {"mood": Mood.GOOD, "days": [1], "place": Place(name="x")}),
+        (Chain, {"value": 1, "next": {"value": "a", "next": None}},
+         {"value": 1, "next": {"value": "a", "next": None}}),
+        (Options, {"flags": ["a"], "sizes": {"b": 1}, "pair": [1, True]},
+         Options({"a"}, {"b": 1.0}, (1, True))),
+        (list[Place], [{"name": "x"}], [Place(name="x")]),
+        (int | Place | None, {"name": "x"}, Place(name="x")),
+        (int | None, None, None),
+        (dict[Mood, int], {"good": 1}, {Mood.GOOD: 1}),
+        ({"type": "object"}, {"a": [1]}, {"a": [1]}),
+    ],
+)  # fmt: skip
+def test_an_answer_is_parsed_into_the_type_of_its_schema(
+    kind: Any, document: Any, value: Any
+) -> None:
+    params = SamplingParams(json_schema=kind).with_(seed=1).with_origins({})
+    text = json.dumps(document)
+    answer = Choice(0, text, (), Finish("stop"), json_schema=params.json_schema)  # type: ignore[arg-type]
+    assert answer.parsed == value
+    assert type(answer.parsed) is type(value)
+    assert pickle.loads(pickle.dumps(answer)).parsed == document  # the type may not be importable
+
+
+def test_a_cut_answer_is_not_parsed(llm: LLM) -> None:
+    done = llm.generate("x", SamplingParams(json_schema=Visit, max_tokens=2, seed=3))
+    with pytest.raises(RequestError, match=r"not a whole JSON document \(it ended by 'length'\)"):
+        _ = done.parsed
+    assert llm.generate("x", SHORT).parsed is None
+
+
 def test_a_type_without_a_schema_is_named() -> None:
     with pytest.raises(UnsupportedError, match=r"complex.*has no JSON schema here"):
         schema_of(complex)
@@ -309,3 +377,4 @@ def test_a_model_as_schema_gives_its_documents(llm: LLM) -> None:
     params = SamplingParams(json_schema=dict[Mood, bool], max_tokens=200, seed=3)
     done: Completion = llm.generate("x", params)
     assert set(json.loads(done.text)) <= {"good", "bad"}
+    assert done.parsed == {Mood(key): value for key, value in json.loads(done.text).items()}

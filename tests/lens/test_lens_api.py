@@ -113,6 +113,27 @@ def test_a_step_has_the_logits_that_the_sampler_drew_from(
         ]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [{"regex": "[a-f]{9}[xyz]+"}, {"frequency_penalty": 1.5}, {"min_tokens": 9}],
+    ids=str,
+)
+def test_a_step_of_a_branch_continues_the_output(live: Live, params: dict[str, Any]) -> None:
+    """The same tokens as prompt and output, or as output alone: one distribution."""
+    settings = {"seed": 3, "max_tokens": 12, **params}
+    ids = api(live, PROMPT, **settings)["ids"]
+    whole = step(live, ids[:6], **settings)
+    body = {
+        "prompt": [*prompt_ids(live), *ids[:4]],
+        "output": ids[4:6],
+        "params": {**settings, "output_prefix": 4},
+        "rest": True,
+    }
+    continued = live.client.post("/lens/api/step", json=body).json()
+    for name in ("row", "stages", "cut", "top", "key", "position", "prompt_len"):
+        assert continued[name] == whole[name], name
+
+
 def test_a_step_refuses_what_it_cannot_explain(live: Live) -> None:
     ids = prompt_ids(live)
     for body, word in (
@@ -175,6 +196,31 @@ def test_a_key_sees_only_its_own_requests() -> None:
     core.close()
 
 
+def test_evicted_blocks_and_preemptions_are_reported() -> None:
+    """A cache of 8 blocks of 16 tokens: prompts one after the other evict each other's blocks, and
+    three at once preempt."""
+    core = EngineCore(fake_parts(), EngineConfig(kv_blocks=8))
+    engine_report(core, "a", 0)  # the log is on from now
+    for i in range(4):
+        core.add(core.request([i] * 40, SamplingParams(max_tokens=1, seed=1), tenant="a"))
+        while core.busy:
+            core.step()
+    [pool] = engine_report(core, "a", 0)["pools"]
+    assert pool["evictions"] == len(pool["evicted"]) > 0
+    assert pool["evicted"] == list(core.scheduler.cache.pools[0].evicted)
+    assert set(pool["evicted"]) <= set(range(8))
+    params = SamplingParams(max_tokens=60, seed=1, ignore_eos=True)
+    for i in range(3):
+        core.add(core.request([50 + i] * 20, params, tenant="a"))
+    while core.busy:
+        core.step()
+    report = engine_report(core, "a", 0)
+    seen = [p["preemptions"] for s in report["steps"] for p in s["parts"]]
+    assert max(seen) > 0
+    assert report["preemptions"] > 0
+    core.close()
+
+
 def test_steps_are_recorded_only_while_a_page_watches() -> None:
     now = 100.0
     log = StepLog(lambda: now)
@@ -198,6 +244,7 @@ def test_steps_are_recorded_only_while_a_page_watches() -> None:
             "accepted": 2,
             "source": "ngram",
             "arrival": 0.25,
+            "preemptions": 0,
         }
     ]
     now += WATCH_SECONDS + 1

@@ -106,6 +106,11 @@ VALUES: dict[str, dict[str, Any]] = {
     "regex": {"regex": "[xyz]{4,9}"},
     "grammar": {"grammar": 'start: "<" /[a-f]{2,5}/ ">"'},
     "choice": {"choice": ["left", "right"]},
+    "output_prefix": {
+        "output_prefix": 9,
+        "frequency_penalty": 2.0,
+        "allowed_token_ids": list(range(97, 103)),
+    },
     "logprobs": {"logprobs": 3},
     "prompt_logprobs": {"prompt_logprobs": 2},
     "logprobs_mode": {"logprobs_mode": "processed", "logprobs": 2, "logit_bias": {97: 9.0}},

@@ -19,10 +19,12 @@ from typing import Any
 
 import httpx
 import pytest
+from ray_watch import processes, read_lines, stable
 
 from eventually import eventually
 from verbatim import LLM, SamplingParams
 from verbatim.scale.deploy import LOCAL_RAY
+from verbatim.server.api.field_table import PROTOCOLS
 from verbatim.testing import server_parts
 
 pytestmark = [pytest.mark.ray, pytest.mark.server, pytest.mark.slow]
@@ -70,19 +72,6 @@ def open_ports() -> set[tuple[str, str]]:
     ]
     found = {tuple(row[1].split(":")) for row in rows if row[3] == "0A"}
     return {(a, p) for a, p in found if not a.endswith(("0100007F", "01000000"))}
-
-
-def processes(words: str) -> list[int]:
-    """Processes of Ray whose title contains `words`."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            title = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if title.startswith("ray::") and words in title:
-            found.append(int(path.parent.name))
-    return sorted(found)
 
 
 def ray_env() -> dict[str, str]:
@@ -183,13 +172,35 @@ async def send_all(server: RayServer, prompts: list[str]) -> list[tuple[str, str
 
 
 def check_access(server: RayServer) -> None:
-    """Keys and checks are those of a server without Ray."""
+    """Keys and checks are those of a server without Ray: a hostile request gets a 4xx that names
+    what is wrong, on every route, and no replica dies of it."""
     url = f"{server.url}/v1/completions"
-    assert httpx.post(url, json={"prompt": "x"}).status_code == 401
     for body in ({"prompt": "x", "nonsense": 1}, {"prompt": "x", "max_tokens": -1}, {"model": "n"}):
         answer = httpx.post(url, json=body, headers=server.headers)
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.json()["error"]["message"]
+    json_head = {"content-type": "application/json"}
+    with httpx.Client(base_url=server.url, headers=json_head, timeout=600) as http:
+        for path in PROTOCOLS:
+            assert http.post(path, content=b"{}").status_code == 401, path
+            for raw in HOSTILE:
+                answer = http.post(path, content=raw, headers=server.headers)
+                assert 400 <= answer.status_code < 500, (path, raw[:40], answer.text)
+                assert answer.json()["error"]
+    assert server.replicas_up() == 3
+
+
+HOSTILE = (b"", b"{", b"[]", b"\x00", b'{"nonsense": NaN}', b'{"nonsense": 1}', b"[" * 100_000)
+
+
+def test_a_host_beyond_loopback_needs_a_key() -> None:
+    words = [sys.executable, "-m", "verbatim", "serve", "--ray", "--host", "0.0.0.0", "--port", "0"]
+    env = {k: v for k, v in os.environ.items() if k != "VERBATIM_API_KEY"}
+    done = subprocess.run(
+        [*words, "--test-engine", "pipeline"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode != 0
+    assert "key" in done.stderr
 
 
 def test_a_batch_whose_actors_are_killed_equals_one_without_ray(
@@ -255,16 +266,5 @@ def check_parquet(
         assert texts(json.loads(row["body"])) == texts(answer["response"]["body"])
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def texts(body: dict[str, Any]) -> list[str]:
     return [choice["text"] for choice in body.get("choices", ())]
-
-
-def stable(line: dict[str, Any]) -> str:
-    """A line without what differs between two runs of any batch: random ids and times."""
-    text = json.dumps({**line, "id": ""}, sort_keys=True)
-    text = re.sub(r'"(request_id|id)": "[^"]*"', r'"\1": ""', text)
-    return re.sub(r'"(created|[a-z_]*seconds)": [0-9.e+-]+', r'"\1": 0', text)

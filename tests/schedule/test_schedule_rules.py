@@ -4,11 +4,11 @@ drafts, capacity errors, finish conditions."""
 from __future__ import annotations
 
 import pytest
-from schedule_rig import EOS, Rig
+from schedule_rig import EOS, VOCAB, Rig
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.params import SamplingParams
-from verbatim.schedule.prefix import PrefixChain
+from verbatim.schedule.prefix import PrefixChain, prefix_salt
 from verbatim.schedule.sequence import Sequence
 from verbatim.schedule.token_cost import ATTENTION_WEIGHT, TokenCost
 
@@ -68,6 +68,16 @@ def test_tenants_do_not_share() -> None:
     (same,) = rig.add([1] * 20, 2, salt="one")
     rig.run()
     assert (other.cached_tokens, same.cached_tokens) == (0, 16)
+
+
+def test_the_salt_of_a_request_depends_on_tenant_cache_salt_and_adapter() -> None:
+    salts = {
+        prefix_salt(tenant, cache_salt, adapter)
+        for tenant in ("", "a", "b")
+        for cache_salt in ("", "a", "b")
+        for adapter in ("", "a", "b")
+    }
+    assert len(salts) == 27
 
 
 def test_block_hashes_depend_on_key_salt_and_all_earlier_tokens() -> None:
@@ -427,6 +437,22 @@ def test_rejected_drafts_leave_no_trace() -> None:
         assert len(seq.blocks[0]) <= len(twin.blocks[0]) + 1
         assert rig.scheduler.cache.pools[0].used <= plain.scheduler.cache.pools[0].used + 1
     assert seq.accepted == 0
+    rig.run()
+    rig.at_rest()
+
+
+@pytest.mark.parametrize("wrong", range(5))
+def test_the_first_wrong_draft_ends_the_acceptance(wrong: int) -> None:
+    rig = Rig()
+    (seq,) = rig.add([1] * 6, 20, min_tokens=20)
+    rig.step()
+    drafts = correct_drafts(rig, seq, 5)
+    drafts[wrong] = (drafts[wrong] + 1) % VOCAB
+    truth = [*seq.tokens, *correct_drafts(rig, seq, wrong + 1)]
+    rig.scheduler.set_drafts(seq.id, drafts)
+    rig.step()
+    assert seq.tokens == truth, "the drafts before it, and the token drawn in its place"
+    assert (seq.drafted, seq.accepted) == (5, wrong)
     rig.run()
     rig.at_rest()
 

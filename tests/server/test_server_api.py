@@ -636,6 +636,8 @@ def test_anthropic_stream_equals_the_whole(fake: Any) -> None:
     events = fake.events("/v1/messages", body)
     assert events[0]["type"] == "message_start"
     assert events[-1]["type"] == "message_stop"
+    first, last = events[0]["message"]["usage"], events[-2]["usage"]
+    assert first["input_tokens"] == last["input_tokens"] + last["cache_read_input_tokens"] > 0
     assert (
         "".join(e["delta"]["text"] for e in events if e["type"] == "content_block_delta")
         == whole["content"][0]["text"]
@@ -652,6 +654,17 @@ def test_anthropic_stream_equals_the_whole(fake: Any) -> None:
     assert refused.status_code == 400
     assert refused.json()["type"] == "error"
     assert "thinking" in refused.json()["error"]["message"]
+
+
+def test_the_seed_that_anthropics_route_reports_gives_the_same_tokens(fake: Any) -> None:
+    ask = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 16, "temperature": 1.0}
+    first = fake.post("/v1/messages", ask).json()
+    again = fake.post("/v1/messages", {**ask, "seed": first["seed"]}).json()
+    other = fake.post("/v1/messages", {**ask, "seed": first["seed"] + 1}).json()
+    assert (again["content"], again["seed"]) == (first["content"], first["seed"])
+    assert other["content"] != first["content"]
+    negative = fake.post("/v1/messages", {**ask, "seed": -3}).json()
+    assert negative["seed"] == 2**63 - 3
 
 
 @pytest.mark.parametrize("stream", [False, True])

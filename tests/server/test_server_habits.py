@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import string
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from live_server import Live
@@ -12,6 +13,8 @@ from live_server import Live
 import verbatim
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.validate import check
+from verbatim.server.server_state import State
+from verbatim.server.settings import Settings
 
 pytestmark = pytest.mark.server
 ASK = [{"role": "user", "content": "hi"}]
@@ -44,12 +47,17 @@ def test_ollama_routes_take_curls_content_type(fake: Live, kind: str | None) -> 
 
 @pytest.mark.parametrize("value", [300, -1, 0.5, "5m", "1h30m", "-1", "0s", "10ns"])
 def test_any_keep_alive_leaves_the_model_loaded(fake: Live, value: Any) -> None:
-    assert ok(generate(fake, keep_alive=value))["done"]
+    made = ok(generate(fake, keep_alive=value))
+    assert made["done"]
+    (warning,) = made["warnings"]
+    assert warning.startswith("keep_alive: has no effect")
 
 
 def test_a_request_to_unload_the_model_is_refused(fake: Live) -> None:
     for path, body in (("/api/generate", {}), ("/api/chat", {"messages": []})):
-        assert ok(fake.post(path, {**body, "keep_alive": "5m"}))["done_reason"] == "load"
+        loaded = ok(fake.post(path, {**body, "keep_alive": "5m"}))
+        assert (loaded["done_reason"], len(loaded["warnings"])) == ("load", 1)
+        assert "warnings" not in ok(fake.post(path, body))
         for zero in (0, "0", "0s"):
             refused = fake.post(path, {**body, "keep_alive": zero})
             assert (refused.status_code, "keep_alive" in refused.json()["error"]) == (400, True)
@@ -318,3 +326,56 @@ def test_a_model_that_does_not_exist_is_named_before_the_server_listens() -> Non
         Live("--model", "none", engine=None)
     assert "no file, directory or model 'none'" in str(failed.value)
     assert "listening" not in str(failed.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/chat/completion", "/v1/chat/completions"),
+        ("/completions", "/v1/completions"),
+        ("/v1/v1/messages", "/v1/messages"),
+        ("/v1/embeddings/", "/v1/embeddings"),
+        ("/api/generat", "/api/generate"),
+        ("/wp-login.php", None),
+    ],
+)
+def test_a_misspelt_route_gets_the_nearest_one(fake: Live, path: str, meant: str | None) -> None:
+    answer = fake.post(path, {"model": "m"})
+    assert answer.status_code == 404
+    message = str(answer.json()["error"])
+    assert ("did you mean" in message) == (meant is not None)
+    assert meant is None or f"did you mean {meant}?" in message
+
+
+@pytest.mark.parametrize(
+    ("field", "route", "said"),
+    [
+        ("guided_json", "/v1/chat/completions", "did you mean json_schema?"),
+        ("guided_json", "/v1/messages", "did you mean output_config?"),
+        ("guided_json", "/api/chat", "did you mean format?"),
+        ("guided_regex", "/v1/completions", "did you mean regex?"),
+        ("guided_choice", "/v1/chat/completions", "did you mean choice?"),
+        ("guided_grammar", "/v1/chat/completions", "did you mean grammar?"),
+        ("structured_outputs", "/v1/chat/completions", "json_schema, regex, grammar or choice"),
+        ("skip_special_tokens", "/v1/chat/completions", "write skip_special"),
+        ("include_stop_str_in_output", "/v1/completions", "write include_stop"),
+        ("bad_words", "/v1/chat/completions", "write banned_token_ids, or logit_bias"),
+    ],
+)
+def test_a_field_of_vllm_gets_the_name_here(fake: Live, field: str, route: str, said: str) -> None:
+    answer = fake.post(route, {field: 1})
+    assert answer.status_code == 400
+    message = str(answer.json()["error"])
+    assert f"{field}: {route} has no such field" in message
+    assert said in message
+
+
+def test_ollamas_names_of_the_default_model_are_known() -> None:
+    state = State(Settings(model="smollm2"), Mock())
+    for name in ("smollm2", "smollm2:latest", "smollm2:135m"):
+        assert state.check_model(name) == "smollm2"
+    with pytest.raises(Problem, match="/api/tags"):
+        state.check_model("smollm2:1.7b")
+    by_tag = State(Settings(model="smollm2:135m"), Mock())
+    assert by_tag.check_model("smollm2:135m") == "smollm2:135m"

@@ -112,6 +112,7 @@ def test_ollama_unloads_with_keep_alive_zero(two: Live) -> None:
     assert complete(two, "b").status_code == 200
     answer = two.client.post("/api/generate", json={"model": "b", "keep_alive": 0})
     assert answer.json()["done_reason"] == "unload"
+    assert "warnings" not in answer.json()
     assert "b" not in loaded(two)
 
 

@@ -116,7 +116,7 @@ class Counting:
     """A model that writes 11, 12, 13 and so on: each token is one more than the one before."""
 
     block_size = 16
-    overlap = False
+    launcher = None
     spec = fake_spec(context=40)
 
     def available_memory(self) -> None:

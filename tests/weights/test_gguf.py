@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError
 from verbatim.weights import gguf as reader
-from verbatim.weights.gguf import TYPES, read_gguf
+from verbatim.weights.gguf import read_gguf
+from verbatim.weights.gguf_types import TYPES
 from verbatim.weights.gguf_write import LazyTensor, converted, write_gguf
 from verbatim.weights.quant import nbytes
 from verbatim.weights.tensor import BLOCKS, Tensor

@@ -68,7 +68,7 @@ class EncoderBackend:
             )
         self.spec = model.spec.as_model_spec()
         self.block_size = BLOCK_SIZE
-        self.overlap = False
+        self.launcher = None
         self._model = model
         self._separator = separator
 

@@ -8,10 +8,11 @@ protocol, stated by every backend; the engine never probes for an attribute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from verbatim.base.records import StepPlan, StepResult
+from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.spec import ModelSpec
 
 
@@ -31,12 +32,15 @@ class BackendInfo:
 class Backend(Protocol):
     spec: ModelSpec
     block_size: int
-    overlap: bool
-    """Whether the backend launches step N+1 before the host has read step N's tokens. The scheduler
-    then allocates the KV block of a sequence's next position one step early."""
 
     @property
     def info(self) -> BackendInfo: ...
+
+    @property
+    def launcher(self) -> StepLauncher | None:
+        """For overlapped decoding (engine/overlap.py): launches step N+1 before the host has read
+        step N's tokens. The scheduler then allocates the KV block of a sequence's next position one
+        step early. None: the engine executes one step after the other."""
 
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each cache group (all layers of the group, keys and values)."""
@@ -60,3 +64,31 @@ class Backend(Protocol):
         plan.sequences[i]."""
 
     def close(self) -> None: ...
+
+
+class StepLauncher(Protocol):
+    def can_launch(self, steps: Sequence[SeqStep]) -> bool:
+        """Whether these decode steps fit one launch and the device samples their rows."""
+
+    def launch(self, steps: tuple[SeqStep, ...]) -> LaunchedStep:
+        """Start a decode step: one token and one draw per sequence."""
+
+
+class LaunchedStep(Protocol):
+    """A decode step on the device whose tokens the host has not read. One row per sequence."""
+
+    def launch_next(self, steps: tuple[SeqStep, ...], rows: Sequence[int]) -> LaunchedStep:
+        """Start the step after this one: steps[i] computes the token that rows[i] of this step
+        draws, in place of its own. Called once at most, before collect()."""
+
+    def collect(self, rows: Sequence[int]) -> list[Drawn | None]:
+        """Wait for the draws of these rows. None: the device did not decide; execute the row."""
+
+
+def kv_numerics(version: str, kv_type: str) -> str:
+    """BackendInfo.numerics of a KV cache of this type: another type, other bits.
+
+    >>> kv_numerics("cpu-2", "f16"), kv_numerics("cpu-2", "fp8")
+    ('cpu-2', 'cpu-2-fp8')
+    """
+    return version if kv_type == "f16" else f"{version}-{kv_type}"

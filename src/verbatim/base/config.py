@@ -14,7 +14,7 @@ from verbatim.base.errors import ParameterError
 # Values of the settings that are names.
 CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("auto", "cpu", "cuda", "reference"),
-    "kv_type": ("f16", "q8"),
+    "kv_type": ("f16", "q8", "fp8"),
     "quant": ("q8_0", "q4_0"),
     "defaults": ("model", "protocol", "greedy"),
     "pooling": ("mean", "cls", "last"),
@@ -60,7 +60,7 @@ class EngineConfig:
     # bytes of KV cache, a draft model's included; None: the rule in schedule/sizing.py
     kv_memory: int | None = None
     kv_blocks: int | None = None  # exact number of blocks per group (for tests)
-    kv_type: str = "f16"  # f16 | q8 (cpu backend); the reference backend always uses f32
+    kv_type: str = "f16"  # f16 | q8 | fp8; f16 is float32 on the reference backend (ADR 24)
     prefix_cache: bool = True
     cache_dir: str | None = None  # directory for the KV blocks of prompts (engine/disk_cache.py)
     cache_dir_size: int = CACHE_DIR_SIZE  # most bytes in cache_dir
@@ -100,11 +100,15 @@ class EngineConfig:
             if value is not None and value not in choices:
                 raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(choices)}")
         if self.cache_dir == "":
-            raise ParameterError("cache_dir", "names no directory")
+            raise ParameterError("cache_dir", "is empty; give the path of a directory")
         if self.cache_dir is None and self.cache_dir_size != CACHE_DIR_SIZE:
-            raise ParameterError("cache_dir_size", "belongs to cache_dir; give that, too")
+            raise ParameterError(
+                "cache_dir_size", "has an effect only with cache_dir; give that, too"
+            )
         if self.cache_dir is not None and not (self.prefix_cache and self.use_cache):
-            raise ParameterError("cache_dir", "needs the prefix cache, which is switched off")
+            raise ParameterError(
+                "cache_dir", "needs the prefix cache, which is switched off; leave one out"
+            )
         mode, colon, _ = self.speculate.partition(":")
         if mode not in SPECULATE or (colon and mode not in ("head", "draft")):
             raise ParameterError(

@@ -7,6 +7,7 @@ name is an error in any case; here it only gets a better message.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Never
 
 PARAMETERS = {
     "max_new_tokens": "write max_tokens",
@@ -32,6 +33,18 @@ PARAMETERS = {
     "response_format": "write json_schema",
     "num_samples": "write n",
     "random_state": "write seed",
+    "temp": "write temperature",
+    "use_beam_search": "write num_beams=4",
+    "bad_words": "write banned_token_ids, or logit_bias",
+    "logits_processors": "there are no processors of your own; docs/extend/sampler.md adds a"
+    " sampler, and logit_bias, json_schema, regex and grammar restrict the tokens",
+    "logits_processor": "there are no processors of your own; docs/extend/sampler.md adds a"
+    " sampler, and logit_bias, json_schema, regex and grammar restrict the tokens",
+    "detokenize": "leave it out: a Completion has both text and token_ids",
+    "truncate_prompt_tokens": "leave it out: a prompt is never cut; cut the list of llm.encode()",
+    "num_ctx": "it belongs to the engine: LLM(model, context=...)",
+    "mirostat": "this sampler does not exist here; min_p, typical_p and top_n_sigma do",
+    "samplers": "the order of the samplers is fixed; each has a parameter of its own",
     "lora_request": "write adapter='NAME', a name of LLM(..., adapters={'NAME': PATH})",
     "lora": "write adapter='NAME', a name of LLM(..., adapters={'NAME': PATH})",
 }
@@ -50,11 +63,14 @@ OPTIONS = {
     "n_gpu_layers": "write backend='cuda'; a model runs on one device as a whole",
     "dtype": "weights keep their own type; quant quantises them while loading",
     "torch_dtype": "weights keep their own type; quant quantises them while loading",
-    "quantization": "write quant ('q8_0' or 'q4_0')",
+    "quantization": "leave it out: a checkpoint states its own (AWQ, GPTQ, FP8, MXFP4);"
+    " quant='q8_0' or 'q4_0' quantises float weights while loading",
     "load_in_8bit": "write quant='q8_0'",
     "load_in_4bit": "write quant='q4_0'",
     "gpu_memory_utilization": "write kv_memory, the bytes of the KV cache ('8G')",
-    "kv_cache_dtype": "write kv_type ('f16' or 'q8')",
+    "kv_cache_dtype": "write kv_type ('f16', 'q8' or 'fp8')",
+    "type_k": "write kv_type ('f16', 'q8' or 'fp8'); keys and values have one type",
+    "type_v": "write kv_type ('f16', 'q8' or 'fp8'); keys and values have one type",
     "max_num_seqs": "write max_running",
     "max_num_batched_tokens": "write step_tokens",
     "enable_prefix_caching": "write prefix_cache",
@@ -70,6 +86,14 @@ OPTIONS = {
     "tokenizer": "leave it out: it comes with the model",
     "enforce_eager": "leave it out: graphs change no result",
     "tensor_parallel_size": "a model runs on one device",
+    "swap_space": "leave it out: a preempted sequence is computed again, not swapped",
+    "cpu_offload_gb": "a model runs on one device as a whole",
+    "download_dir": "set the variable VERBATIM_CACHE",
+    "load_format": "leave it out: the files say it (safetensors or GGUF)",
+    "hf_token": "set the variable HF_TOKEN",
+    "token": "set the variable HF_TOKEN",
+    "num_ctx": "write context",
+    "verbose": "leave it out: warnings go to the logger 'verbatim'",
 }
 METHODS = {
     "apply_chat_template": "use chat(messages), or encode_chat(messages) for the token ids",
@@ -80,6 +104,10 @@ METHODS = {
     "from_pretrained": "write LLM(model)",
     "to": "write LLM(model, backend='cuda')",
     "get_default_sampling_params": "write SamplingParams()",
+    "classify": "there are no classifiers; rerank() scores documents, choice=[...] picks a label",
+    "encode_batch": "use encode(text) for each",
+    "get_metrics": "use stats()",
+    "abort": "use aclose() of the stream, or cancel the task",
 }
 COMPLETION = {
     "outputs": "one prompt gives one Completion: use .text, or .choices for several answers",
@@ -110,6 +138,16 @@ def attribute(owner: object, name: str, table: Mapping[str, str]) -> AttributeEr
     return AttributeError(f"{said}; {table[name]}" if name in table else said)
 
 
+class AnsweringType(type):
+    """Metaclass that answers a habit on the class itself: LLM.from_pretrained(...)."""
+
+    if not TYPE_CHECKING:  # a type checker reports unknown names itself
+
+        def __getattr__(cls, name: str) -> Never:
+            said = f"type object {cls.__name__!r} has no attribute {name!r}"
+            raise AttributeError(f"{said}; {METHODS[name]}" if name in METHODS else said)
+
+
 def argument(call: str, name: str, hint: str | None = None) -> TypeError:
     """The error for an unknown argument of a call.
 
@@ -122,10 +160,14 @@ def argument(call: str, name: str, hint: str | None = None) -> TypeError:
             "use_tqdm": "write progress",
             "prompt": "write prompts, or give it as the first argument",
             "messages": "use chat(messages)",
+            "prompt_token_ids": "a list of token ids is a prompt: give it as the first argument",
+            "chat_template_kwargs": "write its entries as arguments: chat(messages, params,"
+            " enable_thinking=False)",
         }.get(name)
     if hint is None and (other := PARAMETERS.get(name, "")).startswith("write "):
         named = other.removeprefix("write ").split(",")[0].split(" ")[0]
-        hint = f"give it in params: SamplingParams({named}=...)"
+        value = "" if "=" in named else "=..."
+        hint = f"give it in params: SamplingParams({named}{value})"
     if hint is None:
         hint = PARAMETERS.get(name, "sampling parameters go into params: SamplingParams(...)")
     return TypeError(f"{call}() has no argument {name!r}; {hint}")

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.base.errors import ParameterError
+from verbatim.base.parsed import SchemaText
 from verbatim.base.schema_types import is_schema_type, schema_of
 
 Kind = Literal["int", "float", "bool", "str", "ids", "strings", "bias", "choice", "schema"]
@@ -59,6 +60,8 @@ def _number(name: str, rule: Field, value: float) -> None:
     shown = _show(value)
     if rule.low is not None and value < rule.low:
         off = "; 0 is off" if rule.help.endswith("; 0 is off") else ""  # vLLM writes top_k=-1
+        if rule.default is None and "missing: " in rule.help:  # llama.cpp writes -1 for no limit
+            off = f"; leave it out: {rule.help.rpartition('missing: ')[2]}"
         raise ParameterError(name, f"{shown} is below {_show(rule.low)}{off}")
     if rule.above is not None and value <= rule.above:
         raise ParameterError(name, f"{shown} must be above {_show(rule.above)}")
@@ -170,9 +173,10 @@ def _choice(name: str, rule: Field, value: Any) -> Any:
 
 def _schema(name: str, rule: Field, value: Any) -> str:
     """Canonical JSON text: keeps the record hashable and picklable. A Python type (a pydantic
-    model, a TypedDict) is replaced by its schema."""
+    model, a TypedDict) is replaced by its schema, which remembers the type for Choice.parsed."""
+    kind = getattr(value, "kind", None) if isinstance(value, SchemaText) else None
     if is_schema_type(value):
-        value = schema_of(value)
+        kind, value = value, schema_of(value)
     if isinstance(value, str):
         try:
             value = json.loads(value, object_pairs_hook=no_key_twice)
@@ -197,7 +201,7 @@ def _schema(name: str, rule: Field, value: Any) -> str:
         raise ParameterError(name, f"{why}; it cannot be written as JSON") from None
     except TypeError as error:
         raise ParameterError(name, f"cannot be written as JSON: {error}") from None
-    return text
+    return text if kind is None else SchemaText(text, kind)
 
 
 def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

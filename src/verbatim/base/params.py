@@ -223,6 +223,13 @@ class SamplingParams:
         "str", None, "the answer is in the language of this Lark grammar"
     )
     choice: Sequence[str] | None = declared("strings", None, "the answer is one of these strings")
+    output_prefix: int = declared(
+        "int",
+        0,
+        "the prompt's last tokens that count as output: structure, penalties, min_tokens",
+        low=0,
+        high=MOST,
+    )
     # reports
     logprobs: int | None = declared(
         "int",
@@ -266,7 +273,8 @@ class SamplingParams:
         named = [f for f in STRUCTURE if getattr(self, f) is not None]
         if len(named) > 1:
             raise ParameterError(
-                named[1], f"only one structure at a time, and {named[0]} is set too"
+                named[1],
+                f"cannot be combined with {named[0]}: an answer has one structure; leave one out",
             )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ParameterError(
@@ -278,7 +286,8 @@ class SamplingParams:
             self.banned_token_ids
         ):
             raise ParameterError(
-                "allowed_token_ids", "every allowed id is banned, so nothing could be drawn"
+                "allowed_token_ids",
+                "every allowed id is banned too; allow one that is not in banned_token_ids",
             )
         if self.num_beams > 1:
             self._check_beams()
@@ -410,6 +419,7 @@ DEFAULTED = (
 # Parameters that beam search refuses, because it draws nothing.
 BEAM_REFUSES = (
     "temperature", *FILTERS, "seed", "n", "best_of", "speculate", "on_loop", *STRUCTURE,
+    "output_prefix",
 )
 # fmt: on
 # Values that beam search implies: no randomness or the model's own distribution; no drafts.

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from verbatim.base.habits import COMPLETION, attribute
 from verbatim.base.notebook import box, token_span
+from verbatim.base.parsed import parse_answer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -51,7 +52,7 @@ class DrawSpec:
 
     params: SamplingParams
     key: int  # 64-bit noise key, made from (seed, choice index) by sampling.draw.noise_key
-    prompt_len: int  # tokens before this position belong to the prompt
+    prompt_len: int  # output starts here: the length of the prompt less its output_prefix
     # all known tokens except drafts; empty unless params.needs_history
     history: tuple[int, ...] = ()
     # ids excluded from the draw before min_tokens (end of sequence, stop ids)
@@ -254,10 +255,19 @@ class Choice:
     reasoning: str = ""  # the thought of a reasoning model; `text` is the answer without it
     # text of each token, if logprobs were asked for; U+FFFD where a token ends inside a character
     pieces: tuple[str, ...] = ()
+    json_schema: str | None = field(default=None, repr=False)  # of the request
 
     @property
     def finish_reason(self) -> FinishReason:
         return self.finish.reason
+
+    @property
+    def parsed(self) -> Any:
+        """The answer as an object of the type that the request gave as json_schema (a pydantic
+        model, a TypedDict, a dataclass), or as plain data for a schema in JSON; None without one.
+        An answer that was cut is a RequestError.
+        """
+        return parse_answer(self.json_schema, self.text, self.finish.reason)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -336,6 +346,11 @@ class Completion:
     @property
     def text(self) -> str:
         return self.choices[0].text
+
+    @property
+    def parsed(self) -> Any:
+        """Choice.parsed of the first choice."""
+        return self.choices[0].parsed
 
     @property
     def reasoning(self) -> str:

@@ -44,8 +44,25 @@ Line = dict[str, Any]
 
 
 @click.command(cls=Command)
-@click.argument("source", metavar="IN", type=click.Path(exists=True, dir_okay=False))
-@click.argument("target", metavar="OUT", type=click.Path(dir_okay=False))
+@click.argument("files", nargs=-1, metavar="IN OUT")
+@click.option(
+    "-i",
+    "--input-file",
+    "source",
+    cls=Option,
+    metavar="IN",
+    type=click.Path(exists=True, dir_okay=False),
+    help="the requests, instead of the argument IN",
+)
+@click.option(
+    "-o",
+    "--output-file",
+    "target",
+    cls=Option,
+    metavar="OUT",
+    type=click.Path(dir_okay=False),
+    help="the answers, instead of the argument OUT",
+)
 @click.option(
     "--concurrency",
     cls=Option,
@@ -90,8 +107,9 @@ Line = dict[str, Any]
 @model_options
 @engine_options
 def command(
-    source: str,
-    target: str,
+    files: tuple[str, ...],
+    source: str | None,
+    target: str | None,
     concurrency: int,
     names: tuple[str, ...],
     quiet: bool,
@@ -106,6 +124,7 @@ def command(
     A request that names another model fails, as on a server. Exit code 1: OUT contains an error
     response, from this run or an earlier one.
     """
+    source, target = in_and_out(files, source, target)
     try:
         from verbatim.server.batch_requests import answer_all
         from verbatim.server.settings import Limits, Settings
@@ -173,6 +192,23 @@ def command(
     return 0 if good == len(lines) else 1
 
 
+def in_and_out(files: tuple[str, ...], source: str | None, target: str | None) -> tuple[str, str]:
+    """IN and OUT, each an argument or a flag (-i and -o, as `vllm run-batch` has them)."""
+    rest = list(files)
+    if source is None and rest:
+        source = rest.pop(0)
+    if target is None and rest:
+        target = rest.pop(0)
+    if rest:
+        raise ParameterError("files", f"{rest[0]!r} is one file too many; IN and OUT are two")
+    if source is None or target is None:
+        name = "IN" if source is None else "OUT"
+        raise ParameterError(name, "is missing; write verbatim batch IN OUT")
+    if not Path(source).is_file():
+        raise ParameterError("IN", f"{source!r} is not a file; give the file of requests")
+    return source, target
+
+
 def journal_of(target: Path) -> Path:
     """The JSONL file that answers are appended to: OUT itself, or beside an OUT in Parquet, which
     cannot be appended to and is written at the end."""
@@ -209,7 +245,9 @@ def read_requests(path: Path) -> list[Line]:
                     "IN", f"{where} is not UTF-8; save the file in that encoding"
                 ) from None
             except (json.JSONDecodeError, RecursionError):
-                raise ParameterError("IN", f"{where} is not JSON") from None
+                raise ParameterError(
+                    "IN", f"{where} is not JSON; a line is one object {{…}}"
+                ) from None
             except ValueError as error:
                 raise ParameterError("IN", f"{where}: {error}") from None
             if (
@@ -222,7 +260,9 @@ def read_requests(path: Path) -> list[Line]:
                 )
             if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
                 raise ParameterError(
-                    "IN", f"{where}: no such key of a request: {min(unknown)[:40]!r}"
+                    "IN",
+                    f"{where} has the key {min(unknown)[:40]!r}; the keys of a request are"
+                    " custom_id, method, url and body",
                 )
             if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
                 raise ParameterError(
@@ -232,15 +272,17 @@ def read_requests(path: Path) -> list[Line]:
             if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
                 raise ParameterError(
                     "IN",
-                    f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate",
+                    f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate,"
+                    " which is not text; use another id",
                 )
             if line["custom_id"] in seen:
                 raise ParameterError(
                     "IN",
-                    f"{where}: custom_id {line['custom_id'][:40]!r} appears twice",
+                    f"{where}: custom_id {line['custom_id'][:40]!r} appears twice; each request"
+                    " needs its own",
                 )
             if line["body"].get("stream"):
-                raise ParameterError("IN", f"{where}: a batch cannot be streamed")
+                raise ParameterError("IN", f"{where}: a batch cannot be streamed; leave out stream")
             seen.add(line["custom_id"])
             out.append(line)
     return out

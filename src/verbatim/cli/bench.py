@@ -5,22 +5,29 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.cli.bench_report import (
+    WHY_ABOVE,
+    above_limit,
+    plot_rows,
+    print_header,
+    print_limits,
+    print_row,
+    summary,
+)
 from verbatim.cli.options import (
+    BASE_MODEL,
     Command,
     Option,
-    check_output,
+    check_plot,
     engine_options_without,
     model_options,
 )
-from verbatim.cli.terminal import note
 
 if TYPE_CHECKING:
     from verbatim.bench.measure import Row, Runner
@@ -29,10 +36,6 @@ if TYPE_CHECKING:
     from verbatim.observe.roofline import CostCard, Limits
 
 SECTION = "What to measure"
-ABOVE = (
-    "the limit was measured in a slower minute than the work,"
-    " or part of the model stayed in a CPU cache; the limit is not exact here"
-)
 
 
 @click.command(cls=Command)
@@ -103,7 +106,7 @@ ABOVE = (
     " [suffix]",
 )
 @model_options
-@engine_options_without("speculate", "adapters")
+@engine_options_without("speculate", unused=BASE_MODEL)
 def command(
     quick: bool,
     against: str | None,
@@ -124,7 +127,6 @@ def command(
     """
     from verbatim.bench.measure import first_token
     from verbatim.cli.open_model import open_llm
-    from verbatim.observe.plot import require_matplotlib
 
     sizes = {
         "prefills": _numbers("prefills", prefills or ("32,512" if quick else "32,512,2000")),
@@ -132,14 +134,10 @@ def command(
         "batches": _numbers("batches", batches or ("1,4" if quick else "1,4,16,32")),
     }
     rounds = repeats or (2 if quick else 5)
-    if plot and Path(plot).suffix not in (".svg", ".png"):
-        raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
-    if plot:
-        check_output("plot", plot)
-        require_matplotlib()
+    check_plot(plot)
     for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
         if value and not against:
-            raise ParameterError(name, "needs --against")
+            raise ParameterError(name, "needs --against, which names the other engine")
     if flags["e_backend"] == "cuda":
         raise UnsupportedError(
             "backend",
@@ -177,10 +175,10 @@ def command(
                 rival.close()
         ready = first_token(llm, rounds)
         print(f"{'first token':16} {ready * 1000:8.1f} ms")
-        out = _summary(llm, limits, card, rows, rival)
+        out = summary(llm, limits, card, rows, rival)
     cold = _cold_start(flags, rounds)
     if plot:
-        _plot(plot, rows, card, limits, rival)
+        plot_rows(plot, rows, card, limits, rival)
     sys.stdout.write(json.dumps({**out, "first_token_s": ready, "cold_start_s": cold}) + "\n")
     return 0
 
@@ -191,28 +189,18 @@ def _measure(
     """Measure the limits, then every size in alternating rounds with the rival; print each row."""
     from verbatim.bench.measure import Ours, jobs, measure
 
-    limits, card = _print_limits(llm, quick)
+    limits, card = print_limits(llm, quick)
     runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
-    _header(rival)
+    print_header(rival)
     rows = []
     for job in jobs(
         **sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context
     ):
         rows.append(measure(job, runners, rounds))
-        _print_row(rows[-1], card, limits, rival)
+        print_row(rows[-1], card, limits, rival)
     if over := above_limit(rows, card, limits):
-        print(f"share above 100 % ({over}): {ABOVE}")
+        print(f"share above 100 % ({over}): {WHY_ABOVE}")
     return limits, card, rows
-
-
-def above_limit(rows: list[Row], card: CostCard, limits: Limits) -> str:
-    """Labels of the rows above their limit."""
-    over = [
-        row
-        for row in rows
-        if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling
-    ]
-    return ", ".join(_label(row) for row in over)
 
 
 def _cold_start(flags: dict[str, Any], rounds: int) -> float:
@@ -237,7 +225,7 @@ def _numbers(name: str, text: str) -> list[int]:
     except ValueError:
         raise ParameterError(name, f"{text!r} is not a list of numbers such as 32,512") from None
     if any(number < 1 for number in numbers):
-        raise ParameterError(name, f"{min(numbers)} is below 1")
+        raise ParameterError(name, f"{min(numbers)} is below 1, the smallest size")
     return numbers
 
 
@@ -257,148 +245,6 @@ def _open_rival(
         rival.close()
         raise
     return rival
-
-
-# --------------------------------------------------------------------------------------- printing
-
-
-def _print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
-    from verbatim.observe.roofline import (
-        cost_card,
-        forget_buffers,
-        measure_limits,
-        native_probes,
-        save_limits,
-    )
-    from verbatim.weights.catalog import cache_dir
-
-    info = llm.parts.backend.info
-    read, ops = native_probes()
-    limits = measure_limits(
-        info.threads, native_read=read, native_ops=ops, repeats=3 if quick else 7
-    )
-    forget_buffers()
-    card = cost_card(llm.parts.backend.spec, info)
-    try:
-        save_limits(cache_dir(), limits)
-    except OSError as error:
-        note(f"warning: the limits could not be saved: {error.strerror}")
-    one = (
-        f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
-        if limits.one_thread_bytes and info.threads > 1
-        else ""
-    )
-    peak = (
-        f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
-        if limits.int8_ops
-        else "integer peak not measured (no native kernels)"
-    )
-    print(
-        f"machine   {platform.system()} {platform.machine()}, {info.threads} threads: "
-        f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
-    )
-    print(f"engine    {info.name} {info.detail}")
-    print(
-        f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB of weights read per token, "
-        f"{card.kv_token_bytes / 1e3:.1f} kB of KV cache per token, "
-        f"{card.ops_token / 1e9:.3f} GOP per token ({card.prompt_ops_token / 1e9:.3f} in prefill)"
-    )
-    prompt = card.prefill_ceiling(limits, 1)
-    print(
-        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens per second, decode of one sequence"
-        + (f"; {prompt:.0f} tokens per second, prefill" if prompt else "")
-    )
-    return limits, card
-
-
-def _header(rival: Rival | None) -> None:
-    theirs = f"   {rival.name + ' ' + rival.version:>18} {'ratio':>7}" if rival else ""
-    print(f"\n{'':16} {'tokens/s':>10} {'limit':>8} {'share':>6}{theirs}")
-
-
-def _print_row(row: Row, card: CostCard, limits: Limits, rival: Rival | None) -> None:
-    label = _label(row)
-    rate = row.rate("verbatim")
-    ceiling = ceiling_of(row, card, limits)
-    share = f"{ceiling:8.0f} {rate / ceiling:6.0%}" if ceiling else f"{'-':>8} {'-':>6}"
-    theirs = f"   {row.rate(rival.name):18.1f} {rate / row.rate(rival.name):6.2f}x" if rival else ""
-    print(f"{label:16} {rate:10.1f} {share}{theirs}", flush=True)
-
-
-def _label(row: Row) -> str:
-    return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[
-        row.job.kind
-    ] + f" {row.job.size}"
-
-
-def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:
-    match row.job.kind:
-        case "prefill":
-            return card.prefill_ceiling(limits, row.job.size)
-        case "decode":
-            return card.decode_ceiling(limits, row.job.size)
-    return card.decode_ceiling(limits, 32, row.job.size)
-
-
-def _summary(
-    llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: Rival | None
-) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    info = llm.parts.backend.info
-    measured = []
-    for row in rows:
-        entry: dict[str, Any] = {
-            "kind": row.job.kind,
-            "size": row.job.size,
-            "rate": row.rate("verbatim"),
-        }
-        entry["ceiling"] = ceiling_of(row, card, limits)
-        entry["seconds"] = row.seconds["verbatim"]
-        if rival:
-            entry["rival_rate"], entry["rival_seconds"] = (
-                row.rate(rival.name),
-                row.seconds[rival.name],
-            )
-        measured.append(entry)
-    return {
-        "model": llm.parts.name,
-        "fingerprint": llm.fingerprint,
-        "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
-        "limits": asdict(limits),
-        "card": asdict(card),
-        "rival": {"name": rival.name, "version": rival.version, "file": rival.file}
-        if rival
-        else None,
-        "rows": measured,
-    }
-
-
-def _plot(path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Rival | None) -> None:
-    from verbatim.observe.plot import Chart, Line, draw
-
-    charts = []
-    for kind, title, label in (
-        ("decode", "one sequence", "context, tokens"),
-        ("batch", "several sequences", "sequences"),
-        ("prefill", "prompt", "prompt tokens"),
-    ):
-        chosen = [row for row in rows if row.job.kind == kind]
-        if not chosen:
-            continue
-        names = ["verbatim", *([rival.name] if rival else [])]
-        lines = [
-            Line(name, tuple((row.job.size, row.rate(name)) for row in chosen)) for name in names
-        ]
-        roof = [(row.job.size, ceiling_of(row, card, limits)) for row in chosen]
-        if all(y for _, y in roof):
-            lines.append(
-                Line(
-                    "limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True
-                )
-            )
-        charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
-    draw(charts, path)
 
 
 def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:

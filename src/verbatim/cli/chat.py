@@ -20,9 +20,10 @@ from verbatim.cli.chat_commands import COMMANDS, run_command
 from verbatim.cli.chat_input import enable_line_editing
 from verbatim.cli.chat_session import Conversation, check_supported
 from verbatim.cli.options import (
+    ONE_ANSWER,
     Command,
     Option,
-    engine_options,
+    engine_options_without,
     model_options,
     positional_model,
     sampling_of,
@@ -45,7 +46,7 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
     "--plain", cls=Option, is_flag=True, help="answers as they are, without rendered Markdown"
 )
 @model_options
-@engine_options
+@engine_options_without(unused=ONE_ANSWER)
 @sampling_options
 def command(name: str | None, system: str | None, quiet: bool, plain: bool, **flags: Any) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.

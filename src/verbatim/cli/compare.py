@@ -13,10 +13,12 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.options import (
+    BASE_MODEL,
     DEFAULTS,
+    UNUSED,
     Command,
     Option,
-    check_output,
+    check_plot,
     engine_of,
     engine_options_without,
     engine_value,
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
 DEFAULT_SETTINGS = ("temperature=0", "temperature=1,seed=0")
 DEFAULT_TOKENS = 96
 QUIZ_TOKENS = 32
-ENGINE = {field.name: str(field.type) for field in fields(EngineConfig) if field.name != "adapters"}
+ENGINE = {
+    field.name: str(field.type) for field in fields(EngineConfig) if field.name not in BASE_MODEL
+}
 COLUMN = 38  # characters: two texts side by side on 80 columns
 
 
@@ -73,7 +77,7 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options_without("adapters")
+@engine_options_without(unused=BASE_MODEL)
 @sampling_options
 def command(
     prompts: tuple[str, ...],
@@ -93,13 +97,7 @@ def command(
     --max-tokens is given. With --quiz FILE the questions of the file are answered greedily and by
     sampling instead.
     """
-    if plot:
-        from verbatim.observe.plot import require_matplotlib
-
-        if Path(plot).suffix not in (".svg", ".png"):
-            raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
-        check_output("plot", plot)
-        require_matplotlib()
+    check_plot(plot)
     if quiz is not None:
         if prompts or texts or file:
             raise ParameterError("quiz", "has its own prompts; leave out PROMPT, --file, --setting")
@@ -129,8 +127,8 @@ def _check_default_settings(flags: dict[str, Any]) -> None:
         if name in given_sampling(flags):
             raise ParameterError(
                 name,
-                f"the default settings ({' and '.join(DEFAULT_SETTINGS)}) state it; name the "
-                "columns, such as -s temperature=0.3 -s temperature=1,seed=4",
+                f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves; give "
+                "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4",
             )
 
 
@@ -155,6 +153,8 @@ def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting
                 engine[name] = engine_value(name, value)
             else:
                 params[name] = parse_parameter(name, value)
+        if "adapter" in params:
+            raise ParameterError("adapter", UNUSED["adapters"])
         EngineConfig(**engine)
         out.append(Setting(text, _with(base, params), engine, model))
     return out
@@ -323,7 +323,7 @@ def _quiz(file: str, samples: int, plot: str | None, as_json: bool, flags: dict[
     params = SamplingParams.from_mapping(given)
     for name in ("n", "best_of", "num_beams"):
         if getattr(params, name) != FIELDS[name].default:
-            raise ParameterError(name, "--quiz sets it itself; use --samples")
+            raise ParameterError(name, "--quiz sets it itself; leave it out, and set --samples")
     with open_llm(flags, quiet=as_json) as llm:
         result = run_quiz(llm, questions, samples=samples, params=params, seed=seed)
         fingerprint = llm.fingerprint

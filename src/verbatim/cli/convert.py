@@ -126,7 +126,9 @@ def command(
         write_gguf(out, metadata, _converted(tensors, chosen, progress), types=kinds)
     finally:
         progress.clear()
-    before, after = _bytes(tensors.values()), out.stat().st_size
+    from verbatim.weights.describe import bytes_on_disk
+
+    before, after = bytes_on_disk(path), out.stat().st_size
     note(f"{source} ({before / 1e6:.1f} MB) -> {target} ({after / 1e6:.1f} MB)")
     if text is not None:
         _compare(path, out, text)
@@ -169,10 +171,6 @@ def _read(file: str) -> str:
             "perplexity",
             f"cannot read {file!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
         ) from None
-
-
-def _bytes(tensors: Any) -> int:
-    return sum(int(t.data.nbytes) for t in tensors)
 
 
 def write_merged(path: Path, target: Path, change: Callable[[Model], Model]) -> None:
@@ -296,6 +294,6 @@ def _compare(before: Path, after: Path, text: str) -> None:
             results.append(llm.score(text, window=window, stride=window).perplexity)
     old, new = results
     if math.isnan(old):
-        raise ParameterError("perplexity", "the text has fewer than two tokens")
+        raise ParameterError("perplexity", "the text has fewer than two tokens; give a longer one")
     write("\tsource\ttarget\tchange\n")
     write(f"perplexity\t{old:.4f}\t{new:.4f}\t{(new / old - 1) * 100:+.2f} %\n")

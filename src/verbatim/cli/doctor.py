@@ -16,7 +16,7 @@ from typing import Any
 import click
 
 from verbatim.backend import gpu
-from verbatim.cli.options import Command, Option, engine_options_without
+from verbatim.cli.options import BASE_MODEL, Command, Option, engine_options_without
 from verbatim.cli.terminal import GREEN, RED, YELLOW, paint, write_json
 from verbatim.cli.version import cpu_facts, cuda_facts
 
@@ -35,15 +35,20 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
     "--live/--no-live",
     cls=Option,
     default=True,
-    help="with MODEL: also run it: does a turn end, does it loop, a quiz [on]",
+    help="with MODEL: also run it: does a turn end, does it loop, a quiz, KV cache types [on]",
 )
 @click.option(
-    "--seed", cls=Option, type=click.IntRange(0), default=0, metavar="N", help="of the live checks"
+    "--seed",
+    cls=Option,
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="seed of the live checks [0]",
 )
-@click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON value")
+@click.option("--json", "as_json", cls=Option, is_flag=True, help="print the result as JSON")
 @click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
 @click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
-@engine_options_without("adapters")
+@engine_options_without(unused=BASE_MODEL)
 def command(
     model: str | None,
     live: bool,
@@ -54,8 +59,8 @@ def command(
     **flags: Any,
 ) -> int:
     """Check Python, kernels, extras, cache and default model; with MODEL, check that model: end of
-    sequence, special tokens, template, generation settings, rope and context, weights, and how it
-    answers. Exit code 1 if something is broken.
+    sequence, special tokens, template, generation settings, rope and context, weights, how it
+    answers, and what each 8-bit KV cache costs. Exit code 1 if something is broken.
     """
     if model is not None:
         from verbatim.cli.doctor_model import examine
@@ -92,8 +97,8 @@ def findings() -> Iterator[Finding]:
             yield (
                 "note",
                 extra,
-                f"{package} is not installed; if you need it: "
-                f"pip install '.[{extra}]' in the checkout",
+                f"{package} is not installed; if you need it: pip install '.[{extra}]'"
+                " in the checkout",
             )
     yield from _cache()
 

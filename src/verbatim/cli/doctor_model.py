@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import VerbatimError
 from verbatim.cli.options import engine_of
-from verbatim.cli.terminal import Progress, write_json
+from verbatim.cli.terminal import Progress, note, write_json
 
 if TYPE_CHECKING:
     from verbatim.diagnose.findings import Finding
@@ -33,6 +33,8 @@ def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> i
     found = [*check_files(files), *check_weights(files)]
     if live:
         found += _live(flags, files, seed, as_json)
+        if is_sound(found):
+            found += _kv_types(flags, files, as_json)
     sound = is_sound(found)
     if as_json:
         rows = [asdict(finding) for finding in found]
@@ -50,14 +52,46 @@ def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) ->
 
     if files.model is None:
         return []  # the error is among the findings already
-    if flags.get("e_context") is None:
-        flags = {**flags, "e_context": min(CONTEXT, files.model.spec.context)}
+    if not as_json:
+        note("running the model for the live checks, a minute or more; --no-live leaves them out")
     try:
-        with open_llm(flags, quiet=as_json) as llm:
+        with open_llm(_short_context(flags, files, CONTEXT), quiet=as_json) as llm:
             return check_live(llm, seed=seed)
     except VerbatimError as error:
         remedy = "repair what the other checks found, then run doctor again"
         return [bad("live", "the model does not run", error.message, remedy)]
+
+
+def _short_context(flags: dict[str, Any], files: ModelFiles, tokens: int) -> dict[str, Any]:
+    if flags.get("e_context") is not None or files.model is None:
+        return flags
+    return {**flags, "e_context": min(tokens, files.model.spec.context)}
+
+
+def _kv_types(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[Finding]:
+    """The cost of each 8-bit KV cache against f16. The model is opened once per type. None on
+    cuda, which has f16 only."""
+    from verbatim.base.config import CHOICES
+    from verbatim.cli.open_model import open_llm
+    from verbatim.diagnose.kv_cost import TEXT_TOKENS, cost_findings, kv_cost, score_text
+
+    if files.model is None or not files.model.spec.attention_layers:
+        return []
+    flags = _short_context(flags, files, TEXT_TOKENS)
+    progress = Progress(quiet=as_json)
+    scores = {}
+    for kv_type in CHOICES["kv_type"]:
+        progress(f"KV cache in {kv_type}")
+        # quiet: the live checks have shown the warnings of loading
+        with open_llm({**flags, "e_kv_type": kv_type}, quiet=True) as llm:
+            if llm.parts.backend.info.name == "cuda":
+                break
+            scores[kv_type] = score_text(llm)
+    progress.clear()
+    f16 = scores.pop("f16", None)
+    if f16 is None:
+        return []
+    return cost_findings([kv_cost(f16, other) for other in scores.values()])
 
 
 def _print(name: str, files: ModelFiles, found: list[Finding], sound: bool) -> None:

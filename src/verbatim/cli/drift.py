@@ -10,9 +10,10 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import (
+    BASE_MODEL,
     Command,
     Option,
-    check_output,
+    check_plot,
     engine_options_without,
     model_options,
 )
@@ -40,10 +41,15 @@ SPARKS = "▁▂▃▄▅▆▇█"
     type=click.IntRange(1),
     default=32,
     metavar="N",
-    help="tokens of the given text that are read before it counts [32]",
+    help="tokens of the given text that are read before the measurement starts [32]",
 )
 @click.option(
-    "--tokens", cls=Option, type=click.IntRange(8), default=192, metavar="N", help="length [192]"
+    "--tokens",
+    cls=Option,
+    type=click.IntRange(8),
+    default=192,
+    metavar="N",
+    help="length of each text [192]",
 )
 @click.option(
     "--temperature",
@@ -51,18 +57,30 @@ SPARKS = "▁▂▃▄▅▆▇█"
     type=float,
     default=1.0,
     metavar="X",
-    help="of the sampled text [1]; the other one is greedy",
+    help="temperature of the sampled text [1]; the other text is greedy",
 )
-@click.option("--seed", cls=Option, type=click.IntRange(0), default=0, metavar="N", help="[0]")
 @click.option(
-    "--window", cls=Option, type=click.IntRange(1), default=16, metavar="N", help="smoothing [16]"
+    "--seed",
+    cls=Option,
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="of the sampled text [0]",
+)
+@click.option(
+    "--window",
+    cls=Option,
+    type=click.IntRange(1),
+    default=16,
+    metavar="N",
+    help="tokens per printed mean [16]",
 )
 @click.option(
     "--plot", cls=Option, metavar="FILE", help="write a plot, .svg or .png; needs the extra 'bench'"
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options_without("adapters")
+@engine_options_without(unused=BASE_MODEL)
 def command(
     prompt: tuple[str, ...],
     file: str | None,
@@ -82,21 +100,19 @@ def command(
     from verbatim.cli.open_model import open_llm, read_prompt
     from verbatim.diagnose.exposure import GIVEN, measure_drift
 
-    if plot:
-        from verbatim.observe.plot import require_matplotlib
-
-        if Path(plot).suffix not in (".svg", ".png"):
-            raise ParameterError("plot", f"{plot!r} ends in neither .svg nor .png")
-        check_output("plot", plot)
-        require_matplotlib()
+    check_plot(plot)
     if not temperature > 0:
-        raise ParameterError("temperature", f"{temperature:g} is not above 0; one text is greedy")
+        raise ParameterError(
+            "temperature", f"{temperature:g} is not above 0; the greedy text is always there"
+        )
     given = _read(file) if file is not None else GIVEN
     start = read_prompt(prompt) if prompt or file is None else None
     with open_llm(flags, quiet=as_json) as llm:
         ids = llm.tokenizer.encode_prompt(given)
         if len(ids) < prefix + 8:
-            raise ParameterError("file", f"{len(ids)} tokens are too few; {prefix + 8} are needed")
+            raise ParameterError(
+                "file", f"{len(ids)} tokens are too few; give a text of {prefix + 8}"
+            )
         first = ids[:prefix] if start is None else llm.tokenizer.encode_prompt(start)
         found = measure_drift(
             llm,
@@ -128,7 +144,7 @@ def _read(file: str) -> str:
 def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:
     most = llm.context - max(start, prefix) - 1
     if tokens > most:
-        raise ParameterError("tokens", f"{tokens} is more than the context leaves ({most})")
+        raise ParameterError("tokens", f"{tokens} is more than the {most} that the context leaves")
     return tokens
 
 

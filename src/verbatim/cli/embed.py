@@ -9,10 +9,11 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.options import (
+    NO_SAMPLING,
     Command,
     Option,
     chosen_adapter,
-    engine_options,
+    engine_options_without,
     model_options,
     use_adapter_option,
 )
@@ -43,7 +44,7 @@ from verbatim.cli.terminal import note, write, write_json
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without(unused=NO_SAMPLING)
 @use_adapter_option
 def command(
     texts: tuple[str, ...],
@@ -98,7 +99,9 @@ def read_lines(args: tuple[str, ...], file: str | None, param: str) -> list[str]
     from verbatim.cli.open_model import decode_argument, read_prompt, read_text
 
     if file is not None and args:
-        raise ParameterError(param, f"--file {file} and an argument contradict each other")
+        raise ParameterError(
+            param, f"--file {file} and an argument contradict each other; give one"
+        )
     if file is not None:
         return _non_empty(read_text(file, param), param)
     if args and args != ("-",):
@@ -109,5 +112,5 @@ def read_lines(args: tuple[str, ...], file: str | None, param: str) -> list[str]
 def _non_empty(text: str, param: str) -> list[str]:
     lines = [line for line in text.splitlines() if line.strip()]
     if not lines:
-        raise ParameterError(param, "there is no line with text")
+        raise ParameterError(param, "no line has text; give one text per line")
     return lines

@@ -15,11 +15,12 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.options import (
+    ONE_ANSWER,
     PARSE_HELP,
     Command,
     Option,
     check_output,
-    engine_options,
+    engine_options_without,
     model_options,
     parse_parameter,
     sampling_of,
@@ -52,7 +53,7 @@ DEFAULT_TOKENS = 16
     metavar="N|TEXT",
     help="only token number N, or tokens that contain TEXT (may be repeated)",
 )
-@click.option("--bars/--no-bars", cls=Option, default=None, help="bars [on a terminal]")
+@click.option("--bars/--no-bars", cls=Option, default=None, help="draw bars [on a terminal]")
 @click.option(
     "--what-if",
     "what_ifs",
@@ -71,7 +72,7 @@ DEFAULT_TOKENS = 16
 @click.option("--html", "page", cls=Option, metavar="FILE", help="write one page for a browser")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without(unused=ONE_ANSWER)
 @sampling_options
 def command(
     prompt: tuple[str, ...],
@@ -108,7 +109,7 @@ def command(
     if what_ifs:
         _check_what_if(params)
     elif continues:
-        raise ParameterError("continue", "belongs to --what-if; name the parameters to change")
+        raise ParameterError("continue", "needs --what-if NAME=VALUE, the parameters to change")
     if page is not None:
         check_output("html", page)
     check_structure(params)
@@ -171,7 +172,7 @@ def _check_what_if(params: SamplingParams) -> None:
         raise ParameterError("what_if", "needs a single answer; leave out --n and --best-of")
     if params.max_tokens is None or params.max_tokens > WHOLE_ROWS:
         raise ParameterError(
-            "what_if", f"records {WHOLE_ROWS} tokens; set --max-tokens to {WHOLE_ROWS} or less"
+            "what_if", f"records at most {WHOLE_ROWS} tokens; set --max-tokens to that or less"
         )
 
 

@@ -15,6 +15,7 @@ FLAG_ALIASES: dict[str, tuple[str, ...]] = {
     "--repetition-penalty": ("--repeat-penalty",),
     "--context": ("-c", "--ctx-size", "--max-model-len", "--num-ctx", "--context-length"),
     "--threads": ("-t", "--num-thread"),
+    "--kv-type": ("--kv-cache-dtype",),
     "--max-running": ("--max-num-seqs", "-np", "--parallel"),
     "--step-tokens": ("--max-num-batched-tokens", "-b", "--batch-size"),
     "--system": ("-sys", "--system-prompt"),
@@ -37,6 +38,9 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ),
     ("-tp", "--tensor-parallel-size"): "the model runs on one device; leave it out",
     ("--gpu-memory-utilization",): "--kv-memory SIZE sets the memory of the KV cache",
+    ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"): (
+        "keys and values have one type: --kv-type f16, q8 or fp8"
+    ),
     ("--dtype",): (
         "weights keep the type of their file; --quant q8_0 or q4_0 quantises float weights"
     ),
@@ -52,6 +56,16 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ),
     ("--trust-remote-code",): "nothing in a model file is ever executed; leave it out",
     ("--stream", "--no-stream"): "text is streamed, and --json prints one object; leave it out",
+    ("-s",): "write --seed N",
+    ("--samplers", "--sampler-seq", "--sampling-seq"): (
+        "the order of the samplers is fixed; each has a flag of its own (--top-k, --min-p, …)"
+    ),
+    ("--mirostat", "--mirostat-lr", "--mirostat-ent"): (
+        "this sampler does not exist here; --min-p, --typical-p and --top-n-sigma do"
+    ),
+    ("--quantization",): (
+        "a checkpoint states its own; --quant q8_0 or q4_0 quantises float weights"
+    ),
     ("--do-sample",): (
         "--temperature above 0 samples; --temperature 0, or --defaults greedy, does not"
     ),
@@ -72,6 +86,7 @@ COMMAND_ALIASES: dict[str, tuple[str, ...]] = {
     "quantize": ("convert",),
     "quantise": ("convert",),
     "perplexity": ("score",),
+    "run-batch": ("batch",),
 }
 COMMAND_ANSWERS: dict[str, str] = {
     "ps": "no model stays loaded after a command; a server shows its own at /api/ps, and "
@@ -80,5 +95,5 @@ COMMAND_ANSWERS: dict[str, str] = {
     "create": "there are no Modelfiles; pass --system and the sampling flags to run or chat",
     "cp": "a model is a file; copy it, and give its path with -m",
     "push": "models are not uploaded; `verbatim convert` writes a file that you can share",
-    "update": "use pip install --upgrade verbatim-llm",
+    "update": "use git pull in the checkout; make run then installs it",
 }

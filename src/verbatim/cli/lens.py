@@ -23,7 +23,9 @@ def free_port(host: str) -> int:
             sock.bind((host, 0))
             return int(sock.getsockname()[1])
     except OSError as error:
-        raise ParameterError("host", f"cannot listen on {host}: {error.strerror}") from None
+        raise ParameterError(
+            "host", f"cannot listen on {host}: {error.strerror}; try 127.0.0.1"
+        ) from None
 
 
 def page_address(flags: dict[str, Any]) -> str:

@@ -30,26 +30,26 @@ GROUPS = {
         "run": "Answer one prompt, streamed.",
         "chat": "Chat with a model in the terminal.",
         "batch": "Answer a file of requests.",
-        "serve": "Serve OpenAI's API over HTTP.",
-        "embed": "Embedding of each text.",
-        "rerank": "Documents by their relevance to a query.",
+        "serve": "Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP.",
+        "embed": "Compute the embedding of each text.",
+        "rerank": "Sort documents by their relevance to a query.",
     },
     "Inspect": {
         "lens": "Open the page that shows how each token is made.",
         "explain": "Show why each token was chosen.",
-        "score": "Log-probability of every token of a text, and its perplexity.",
+        "score": "Score a text: the log-probability of every token, and perplexity.",
         "replay": "Repeat an answer from its receipt and compare the tokens.",
         "compare": "Run prompts or a quiz under several settings, side by side.",
-        "drift": "Log-probability and entropy along a free-running text.",
+        "drift": "Show how log-probability and entropy change along a generated text.",
     },
     "Models": {
-        "models": "List the catalog and the downloaded models.",
+        "models": "List, show or rm (delete) models: the catalog and the downloads.",
         "pull": "Download a model into the cache.",
         "convert": "Write a model as a (quantised) GGUF file.",
         "merge": "Add a LoRA adapter to the weights of a model.",
     },
     "System": {
-        "plan": "Memory, speed limits and cost of a model, from its config.",
+        "plan": "Estimate memory, speed limits and cost of a model from its config.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, or a model.",
         "verify": "Check that one request gives the same tokens in any circumstance.",
@@ -110,7 +110,7 @@ class LazyGroup(click.Group):
                 f"did you mean {matches[0]}?" if matches else "verbatim --help lists the commands"
             )
             if " " in args[0]:  # probably a prompt
-                hint = "to ask it: verbatim run " + (
+                hint = "to send it as a prompt: verbatim run " + (
                     shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'"
                 )
             raise click.UsageError(f"no command {args[0]!r:.100}; {hint}", ctx)
@@ -196,7 +196,7 @@ def _report(error: BaseException) -> int:
         return exit_code_of(error)
     if isinstance(error, MemoryError):
         print_error(
-            "out of memory; the model and its KV cache do not fit; "
+            "out of memory: the model and its KV cache do not fit; "
             "try a smaller --context, --kv-memory or model"
         )
         return FAILED

@@ -127,12 +127,14 @@ def show(model: str, as_json: bool) -> None:
 def _lines(
     found: ModelDescription, path: Path, sampling: dict[str, float]
 ) -> list[tuple[str, str]]:
+    from verbatim.weights.describe import bytes_on_disk
+
     return [
         ("path", str(path)),
         ("title", found.title),
         ("family", found.family),
         ("parameters", f"{found.parameters / 1e6:,.1f} million"),
-        ("size", download_text(found.bytes)),
+        ("size", download_text(bytes_on_disk(path))),
         ("quant", f"{found.quant} ({', '.join(f'{n} {t}' for t, n in found.types)} tensors)"),
         ("context", f"{found.context:,} tokens" if found.context else ""),
         ("vocabulary", f"{found.vocabulary:,} tokens"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -90,7 +91,9 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
     prompt."""
     if file is not None:
         if args:
-            raise ParameterError(param, f"--file {file} and an argument contradict each other")
+            raise ParameterError(
+                param, f"--file {file} and an argument contradict each other; give one"
+            )
         return read_text(file, param)
     if len(args) > 1:
         raise ParameterError(param, _too_many_arguments(args, param))
@@ -101,6 +104,11 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
             )
         if names_file(args[0]):
             warn(f"the {param} is the name of a file; --file {args[0]} reads the file")
+        if stdin_has_text():
+            warn(
+                f"the pipe into stdin is not read, because the {param} is an argument; to use"
+                ' both: "… $(cat)"'
+            )
         return decode_argument(args[0], param)
     if sys.stdin is None or (not args and sys.stdin.isatty()):
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
@@ -116,6 +124,21 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
             param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
         )
     return text
+
+
+def stdin_has_text() -> bool:
+    """Whether stdin is a pipe that holds bytes. They are not read: in a shell's `while read` loop
+    they are the lines of the loop."""
+    try:
+        if sys.stdin is None or not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+            return False
+        import fcntl
+        import termios
+
+        waiting = fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, b"\0" * 4)
+        return int.from_bytes(waiting, sys.byteorder) > 0
+    except (OSError, ValueError, ImportError):  # no file behind it (tests), or not Unix
+        return False
 
 
 def names_file(text: str) -> bool:
@@ -136,7 +159,7 @@ def read_text(file: str, param: str) -> str:
     except (UnicodeDecodeError, ValueError):
         raise ParameterError(param, f"{file!r} is not UTF-8 text; convert it first") from None
     if not text:
-        raise ParameterError(param, f"{file!r} is empty")
+        raise ParameterError(param, f"{file!r} is empty; give a file with text")
     return text
 
 
@@ -185,11 +208,11 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
     from verbatim.weights.catalog import CATALOG
     from verbatim.weights.hub_catalog import suggestion
 
-    error = f"{len(args)} arguments were given, and it is one"
+    error = f"{len(args)} arguments were given, and the {param} is one argument"
     if _is_model_name(args[0]):
         return f"{error}; pass the model with -m: {called} -m {shlex.quote(args[0])} …"
     if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
-        return f"is one argument, in quotes, and there is no model {args[0]!r}{hint}"
+        return f"the {param} is one argument, in quotes, and there is no model {args[0]!r}{hint}"
     joined = shlex.quote(" ".join(args))
     return (
         f"{error}; put it in quotes: {called} {joined}"

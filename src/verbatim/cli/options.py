@@ -20,6 +20,7 @@ from verbatim.base.config import SIZES, EngineConfig, parse_size, split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import Field
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
+from verbatim.cli.command_class import AnsweredFlag
 from verbatim.cli.command_class import Command as Command
 from verbatim.cli.command_class import Option as Option
 
@@ -43,17 +44,18 @@ ENGINE_HELP = {
     "max_waiting": "maximum requests in the queue",
     "kv_memory": "memory for the KV cache, such as 512M or 2G",
     "kv_blocks": "exact number of KV cache blocks (tests)",
-    "kv_type": "element type of the KV cache: f16 or q8",
+    "kv_type": "element type of the KV cache: f16, q8 or fp8; doctor MODEL measures what the"
+    " 8-bit types cost",
     "prefix_cache": "reuse the KV cache of a shared prompt prefix",
     "cache_dir": "directory that keeps the KV cache of prompts, so that a prefix hit survives a"
     " restart",
-    "cache_dir_size": "most bytes in --cache-dir, such as 512M or 8G [8G]",
-    "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and auto"
-    " drafts nothing",
+    "cache_dir_size": "maximum size of --cache-dir, such as 512M or 8G [8G]",
+    "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and"
+    " --speculate auto drafts nothing",
     "speculate": "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto;"
     " changes the speed, never the output",
-    "suffix_tenants": "tenant whose recent outputs suffix (and auto) may reuse for its drafts;"
-    " *: every tenant, at most 256 (may be repeated)",
+    "suffix_tenants": "tenant whose recent outputs --speculate suffix (and auto) may use for its"
+    " drafts; *: every tenant, at most 256 (may be repeated)",
     "defaults": "sampling parameters that are not given: model (what the model states, else the"
     " protocol's), protocol, or greedy (temperature 0)",
     "pooling": "how a text's hidden states become one embedding: mean, cls or last; default: as the"
@@ -65,6 +67,18 @@ ENGINE_HELP = {
 # Flags whose names are not those of their fields: --adapter loads, --use-adapter chooses.
 FLAG_NAMES = {"adapters": "--adapter", "adapter": "--use-adapter"}
 HIDDEN = {"kv_blocks", "check"}
+# Settings without effect on a kind of command, which refuses their flags by name.
+ONE_ANSWER = ("pooling", "max_waiting", "suffix_tenants")
+NO_SAMPLING = ("max_waiting", "suffix_tenants", "speculate", "defaults")
+BASE_MODEL = ("pooling", "adapters")
+UNUSED = {
+    "pooling": "this command makes no embeddings; `verbatim embed` and `verbatim serve` do",
+    "max_waiting": "this command has no queue; it is a flag of `verbatim serve`",
+    "suffix_tenants": "this command has no tenants; it is a flag of `verbatim serve`",
+    "speculate": "this command generates nothing that could be drafted; leave it out",
+    "defaults": "this command takes no sampling parameters from the model; leave it out",
+    "adapters": "this command runs the base model; `verbatim merge` writes a model with an adapter",
+}
 FROM_FILE = {"json_schema", "grammar"}  # @FILE as a value reads the file
 PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
 NOT_FLAGS = {"speculate"}  # covered by the engine's --speculate, which also takes draft:MODEL
@@ -131,7 +145,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     """SamplingParams from the parsed flags. A wrong value raises a ParameterError that names it."""
     given = given_sampling(flags)
     values: Values = {**DEFAULTS, **defaults, **given}
-    if flags.get("e_adapters"):
+    if flags.get("e_adapters") or given.get("adapter"):
         values["adapter"] = chosen_adapter(flags, given.get("adapter"))
     if values.get("num_beams", 1) > 1:  # beam search supports neither default
         values = {
@@ -149,7 +163,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
 
 def use_adapter_option(command: F) -> F:
     """Add --use-adapter, for a command without the sampling flags. Arrives as `use_adapter`."""
-    text = "the adapter to use, of those that --adapter loads; one is used without this"
+    text = "name of the adapter to use, if --adapter loads several"
     return click.option("--use-adapter", cls=Option, metavar="NAME", help=text)(command)
 
 
@@ -157,6 +171,9 @@ def chosen_adapter(flags: Values, given: str | None = None) -> str:
     """The adapter that a command of one request uses: the one that --adapter loads, or of several
     the one that --use-adapter names."""
     names = [split_adapter(entry)[0] for entry in flags.get("e_adapters") or ()]
+    if given and not names:
+        remedy = "add --adapter NAME=PATH" if "e_adapters" in flags else UNUSED["adapters"]
+        raise ParameterError("use_adapter", f"no adapter is loaded; {remedy}")
     if given is None and len(names) > 1:
         raise ParameterError(
             "use_adapter",
@@ -290,6 +307,18 @@ def check_output(name: str, file: str) -> None:
         raise ParameterError(name, f"cannot write {file!r}: permission denied; choose another path")
 
 
+def check_plot(file: str | None) -> None:
+    """check_output for --plot, whose file name decides the format. None: no plot was asked for."""
+    if file is None:
+        return
+    from verbatim.observe.plot import require_matplotlib
+
+    if Path(file).suffix not in (".svg", ".png"):
+        raise ParameterError("plot", f"{file!r} ends in neither .svg nor .png; choose one of them")
+    check_output("plot", file)
+    require_matplotlib()
+
+
 # ------------------------------------------------------------------------------- model and engine
 
 
@@ -300,7 +329,8 @@ def positional_model(flags: Values, name: str | None) -> None:
     source = click.get_current_context().get_parameter_source("model")
     if source is not None and source.name == "COMMANDLINE" and flags["model"] != name:
         raise ParameterError(
-            "model", f"{name!r} and --model {flags['model']!r} contradict each other"
+            "model",
+            f"{name!r} and --model {flags['model']!r} contradict each other; give one of them",
         )
     flags["model"] = name
 
@@ -356,19 +386,23 @@ def _model_flags(command: F, **model: Any) -> F:
 
 def engine_options(command: F) -> F:
     """Add one flag per setting of EngineConfig. Values arrive as `e_<name>`; None: not given."""
-    return _engine_flags(command, ())
+    return _engine_flags(command, (), ())
 
 
-def engine_options_without(*names: str) -> Callable[[F], F]:
-    """engine_options without the settings that the command defines itself."""
-    return lambda command: _engine_flags(command, names)
+def engine_options_without(*own: str, unused: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """engine_options without the settings that the command defines itself, and with an answer to
+    those that have no effect on it (a key of UNUSED)."""
+    return lambda command: _engine_flags(command, own, unused)
 
 
-def _engine_flags(command: F, without: tuple[str, ...]) -> F:
+def _engine_flags(command: F, own: tuple[str, ...], unused: tuple[str, ...]) -> F:
     for field in reversed(fields(EngineConfig)):
-        if field.name in without:
+        if field.name in own:
             continue
         flag, dest, kind = flag_name(field.name), "e_" + field.name, str(field.type)
+        if field.name in unused:
+            command = click.option(flag, cls=AnsweredFlag, answer=UNUSED[field.name])(command)
+            continue
         common: Values = {
             "cls": Option,
             "section": "Model and engine",

@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +30,16 @@ if TYPE_CHECKING:
     metavar="NAME",
     help="h200, h100, a100, a10, l4, 4090, this, or GB/s,TFLOPS[,GB] [this]",
 )
-@click.option("--context", cls=Option, type=int, metavar="N", help="prompt plus output [4096]")
-@click.option("--output", cls=Option, type=int, metavar="N", help="output tokens of these [256]")
+@click.option(
+    "--context",
+    cls=Option,
+    type=int,
+    metavar="N",
+    help="tokens of prompt and output together [4096]",
+)
+@click.option(
+    "--output", cls=Option, type=int, metavar="N", help="how many of these are output [256]"
+)
 @click.option("--batch", cls=Option, type=int, default=1, metavar="N", help="sequences at once [1]")
 @click.option(
     "--quant", cls=Option, metavar="TYPE", help="type of the weights [as the config or file says]"
@@ -67,7 +76,7 @@ def command(
     from verbatim.diagnose.footprint import read_footprint
 
     if price is not None and not 0 < price < 1e9:
-        raise ParameterError("price", f"{price:g} is not a price above 0")
+        raise ParameterError("price", f"{price:g} is not a price above 0 and below 1e9")
     name = model or os.environ.get("VERBATIM_MODEL") or DEFAULT_MODEL
     footprint = read_footprint(name, quant=quant, kv_type=kv_type, resolve=_local)
     if context is None:
@@ -148,10 +157,14 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     if f.stored in MEMORY:
         stored += f", {MEMORY[f.stored]:g} bytes each when unpacked"
     rows = [("weights", _bytes(f.weight_bytes), stored)]
-    if not f.windows:
+    if not f.attention:
         return [*rows, ("KV cache", "-", "unknown: a parameter count has no heads")]
-    windows = {w for w in f.windows if w is not None}
-    what = f"2 × {len(f.windows)} layers × {f.kv_heads} key heads × {f.head_dim} in {f.kv_type}"
+    windows = {a.window for a in f.attention if a.window is not None}
+    shapes = Counter((a.kv_heads, a.head_dim) for a in f.attention if a.kv_bytes)
+    what = " + ".join(
+        f"2 × {count} layers × {heads} key heads × {dim}" for (heads, dim), count in shapes.items()
+    )
+    what += f" in {f.kv_type}"
     what += f"; windows of {', '.join(map(str, sorted(windows)))}" if windows else ""
     rows.append(("KV cache of a token", _bytes(f.kv_bytes(1)), what))
     sequences = f"{plan.batch} sequence{'s' if plan.batch > 1 else ''}"
@@ -180,7 +193,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
 def _time_rows(plan: Plan) -> list[tuple[str, ...]]:
     step = f"decode step of {plan.batch}" if plan.batch > 1 else "decode step"
     rows = [_bound_row(f"first token, prompt {plan.prompt:,}", plan.prefill)]
-    if plan.footprint.windows:
+    if plan.footprint.attention:
         rows.append(_bound_row(f"{step} at context 0", plan.decode_empty))
         rows.append(_bound_row(f"{step} at {plan.context:,}", plan.decode))
     else:
@@ -256,8 +269,11 @@ def _count(params: int) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The Plan as plain data, with the properties that people read."""
     out = asdict(plan)
-    out["footprint"].pop("windows")
-    out["footprint"]["layers"] = len(plan.footprint.windows)
+    out["footprint"].pop("attention")
+    out["footprint"] |= {
+        "layers": len(plan.footprint.attention),
+        "kv_token_bytes": plan.footprint.kv_bytes(1),
+    }
     for name in ("prefill", "decode_empty", "decode"):
         bound: Bound = getattr(plan, name)
         out[name] |= {"limit": bound.limit, "intensity": bound.intensity}

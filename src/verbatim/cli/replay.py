@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.options import Command, Option, engine_options, model_options
+from verbatim.cli.options import ONE_ANSWER, Command, Option, engine_options_without, model_options
 
 DIFFERENT = 1
 CANDIDATES = 20  # candidates of each token that a mismatch is looked up in
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.argument("file")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without(unused=(*ONE_ANSWER, "defaults"))
 def command(file: str, as_json: bool, **flags: Any) -> int:
     """Repeat the answer of the receipt FILE and compare token by token.
 
@@ -106,7 +106,8 @@ def _around(llm: LLM, receipt: dict[str, Any], done: Completion, verdict: Verdic
         if token is not None:
             lines.append(f"in this run {shown(token)} has {chance}")
     if record.get("lead") is not None:
-        lines.append(f"{shown(record['token'])} led by {record['lead']:.4f}; a small lead can turn")
+        lead = f"{shown(record['token'])} led by {record['lead']:.4f}"
+        lines.append(f"{lead}; other rounding can reverse a small lead")
     return lines
 
 

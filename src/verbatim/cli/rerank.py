@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from verbatim.cli.options import Command, Option, engine_options, model_options
+from verbatim.cli.options import NO_SAMPLING, Command, Option, engine_options_without, model_options
 from verbatim.cli.terminal import write, write_json
 
 
@@ -23,7 +23,7 @@ from verbatim.cli.terminal import write, write_json
 @click.option("--truncate", cls=Option, is_flag=True, help="cut documents that are too long")
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without(unused=("pooling", *NO_SAMPLING))
 def command(
     query: str,
     documents: tuple[str, ...],

@@ -16,11 +16,12 @@ from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.main import FAILED, OK, OS_REMEDIES, print_error
 from verbatim.cli.options import (
+    ONE_ANSWER,
     PARSE_HELP,
     Command,
     Option,
     check_output,
-    engine_options,
+    engine_options_without,
     model_options,
     sampling_of,
     sampling_options,
@@ -67,7 +68,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
     "--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`"
 )
 @model_options
-@engine_options
+@engine_options_without(unused=ONE_ANSWER)
 @sampling_options
 def command(
     prompt: tuple[str, ...],
@@ -91,7 +92,9 @@ def command(
     thought is shown dimmed on a terminal, never in a pipe; --json has it as `reasoning`.
     """
     if quiet and verbose:
-        raise ParameterError("verbose", "--quiet and --verbose contradict each other")
+        raise ParameterError(
+            "verbose", "--quiet and --verbose contradict each other; leave one out"
+        )
     from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.report import broken_structure
 
@@ -162,7 +165,8 @@ def start(
         if system is not None:
             raise ParameterError(
                 "system",
-                "this model has no chat template, so it takes no system message",
+                "this model has no chat template, so it takes no system message; leave out"
+                " --system, or write its text into the prompt",
             )
         return llm.stream(llm.encode(text, parse_special=parse_special), params)
     if parse_special:

@@ -10,10 +10,11 @@ import click
 
 from verbatim.base.errors import ContextError
 from verbatim.cli.options import (
+    NO_SAMPLING,
     Command,
     Option,
     chosen_adapter,
-    engine_options,
+    engine_options_without,
     model_options,
     use_adapter_option,
 )
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 )
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @model_options
-@engine_options
+@engine_options_without(unused=("pooling", *NO_SAMPLING))
 @use_adapter_option
 def command(
     text: tuple[str, ...],

@@ -292,7 +292,8 @@ def read_models(
             f"{positional!r} and --model {given[0]!r} contradict each other; for several models"
             " write --model NAME=MODEL for each",
         )
-    given = tuple(dict.fromkeys((*([positional] if positional else []), *given)))
+    if positional and positional not in given:
+        given = (positional, *given)
     if not given:
         return (NamedModel("", os.environ.get("VERBATIM_MODEL", DEFAULT_MODEL)),)
     several = len(given) > 1
@@ -301,7 +302,9 @@ def read_models(
         match = None if Path(text).expanduser().exists() else NAMED.fullmatch(text)
         name, model = (match[1], match[2]) if match else (text if several else "", text)
         if name in models:
-            raise ParameterError("model", f"two models have the name {name!r}")
+            raise ParameterError(
+                "model", f"two models have the name {name!r}; write NAME=MODEL with another name"
+            )
         models[name] = model
     settings: dict[str, dict[str, Any]] = {name: {} for name in models}
     for text in model_settings:
@@ -310,7 +313,9 @@ def read_models(
         settings[name][key] = (*earlier, *value) if isinstance(value, tuple) else value
     for name in pinned:
         if name not in models:
-            raise ParameterError("pin", f"no model has the name {name!r}: {', '.join(models)}")
+            raise ParameterError(
+                "pin", f"no model has the name {name!r}; there are {', '.join(models)}"
+            )
     return tuple(
         NamedModel(name, model, settings[name], name in pinned) for name, model in models.items()
     )
@@ -326,7 +331,9 @@ def _model_setting(text: str, names: tuple[str, ...]) -> tuple[str, str, Any]:
             "model_setting", f"{text!r} is not NAME.KEY=VALUE with an engine setting as KEY"
         )
     if name not in names:
-        raise ParameterError("model_setting", f"no model has the name {name!r}: {', '.join(names)}")
+        raise ParameterError(
+            "model_setting", f"no model has the name {name!r}; there are {', '.join(names)}"
+        )
     parsed = engine_value(key, value)
     EngineConfig(**{key: parsed})
     return name, key, parsed
@@ -340,7 +347,9 @@ def read_keys(path: str | None) -> tuple[str, ...]:
         try:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError):
-            raise ParameterError("api_key_file", f"{path} cannot be read as text") from None
+            raise ParameterError(
+                "api_key_file", f"{path} cannot be read as text; check its path and encoding"
+            ) from None
         found = [
             line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
         ]

@@ -22,9 +22,14 @@ WIDEST = 120  # columns; longer lines are hard to read
 def console() -> Console:
     from rich.console import Console
 
-    out = Console(highlight=False, soft_wrap=False, emoji=False, markup=False)
+    class Out(Console):
+        def on_broken_pipe(self) -> None:
+            """Let main.py choose the exit code; rich itself would end with 1."""
+            raise BrokenPipeError
+
+    out = Out(highlight=False, soft_wrap=False, emoji=False, markup=False)
     if out.width > WIDEST:
-        out = Console(highlight=False, soft_wrap=False, emoji=False, markup=False, width=WIDEST)
+        out = Out(highlight=False, soft_wrap=False, emoji=False, markup=False, width=WIDEST)
     return out
 
 

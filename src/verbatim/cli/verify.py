@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.cli.options import DEFAULT_MODEL, Command, Option, engine_of, engine_options_without
+from verbatim.cli.options import (
+    BASE_MODEL,
+    DEFAULT_MODEL,
+    Command,
+    Option,
+    engine_of,
+    engine_options_without,
+)
 from verbatim.cli.terminal import Progress, write_json
 
 if TYPE_CHECKING:
@@ -32,7 +39,7 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
 @click.option("--json", "as_json", cls=Option, is_flag=True, help="print one JSON object")
 @click.option("--revision", cls=Option, metavar="REV", help="revision of a model on the hub")
 @click.option("--offline", cls=Option, is_flag=True, help="use the cache only, never the network")
-@engine_options_without(*VARIED, "adapters")
+@engine_options_without(*VARIED, unused=BASE_MODEL)
 def command(
     model: str | None,
     backends: str,

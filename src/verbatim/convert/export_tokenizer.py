@@ -90,7 +90,7 @@ def tokenizer_metadata(
         if _difference(from_gguf(candidate), original) is None:
             return candidate
     raise ModelError(
-        "its pre-tokenizer is none that GGUF has a name for; keep the safetensors directory",
+        "GGUF has no name for its pre-tokenizer; keep the safetensors directory",
         file=str(path),
     )
 
@@ -132,7 +132,8 @@ def _checked(meta: dict[str, Any], original: Tokenizer, path: Path) -> dict[str,
     bad = _difference(from_gguf(meta), original, within)
     if bad is not None:
         raise ModelError(
-            f"its tokenizer cannot be said in GGUF: {bad[:40]!r} would be cut differently",
+            f"GGUF cannot express its tokenizer: {bad[:40]!r} would be split differently;"
+            " keep the safetensors directory",
             file=str(path),
         )
     return meta

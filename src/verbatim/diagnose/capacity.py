@@ -112,10 +112,13 @@ def _check(footprint: Footprint, context: int, output: int, batch: int, tp: int)
         if value < 1:
             raise ParameterError(name, f"{value} is below 1")
     if output >= context:
-        raise ParameterError("output", f"{output} leaves no prompt in a context of {context}")
+        raise ParameterError(
+            "output", f"{output} leaves no prompt in a context of {context}; lower it"
+        )
     if footprint.context and context > footprint.context:
         raise ParameterError(
-            "context", f"{context} is more than this model's {footprint.context} positions"
+            "context",
+            f"{context} is more than this model's {footprint.context} positions; lower it",
         )
     if footprint.heads and footprint.heads % tp:
         raise ParameterError("tp", f"{tp} does not divide the {footprint.heads} query heads")

@@ -105,7 +105,9 @@ def read_quiz(path: str) -> tuple[Question, ...]:
             if line.strip()
         ]
     if not 0 < len(rows) <= MAX_QUESTIONS:
-        raise ParameterError("quiz", f"{path!r} has {len(rows)} questions; 1 to {MAX_QUESTIONS}")
+        raise ParameterError(
+            "quiz", f"{path!r} has {len(rows)} questions; 1 to {MAX_QUESTIONS} are needed"
+        )
     return tuple(_question(row, number) for number, row in enumerate(rows, 1))
 
 
@@ -129,7 +131,9 @@ def _question(row: Any, number: int) -> Question:
         choices = tuple(part.strip() for part in choices.split("|"))
     answer = str(row["answer"])
     if choices and answer not in choices:
-        raise ParameterError("quiz", f"question {number}: the answer {answer!r:.40} is no choice")
+        raise ParameterError(
+            "quiz", f"question {number}: the answer {answer!r:.40} is not one of its choices"
+        )
     return Question(str(row["question"]), answer, tuple(map(str, choices)))
 
 

@@ -1,7 +1,7 @@
 """AsyncCalls: the methods that AsyncEngine has in common with LLM, written with submit().
 
-In: prompts or conversations. Out: Completions, or a DeltaStream. The engine itself is in
-async_engine.py.
+In: prompts or conversations. Out: Completions, a DeltaStream, vectors or ranked documents. The
+engine itself is in async_engine.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from functools import partial
 from typing import Any, Never, Self, overload
 
+import numpy as np
+
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta
+from verbatim.engine.async_awaitable import await_only
 from verbatim.engine.async_stream import AsyncStream
 from verbatim.engine.call_inputs import (
     ProgressBar,
@@ -25,6 +28,8 @@ from verbatim.engine.call_inputs import (
     refuse_habits,
     refuse_unknown,
 )
+from verbatim.engine.embed_calls import Ranked, pairs, ranked
+from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_base import EngineBase, Message
 
 Submit = Callable[[], Awaitable[AsyncStream]]
@@ -77,7 +82,8 @@ class DeltaStream:
 
 
 class AsyncCalls(EngineBase):
-    """generate, stream, chat and chat_stream over submit() and submit_chat()."""
+    """generate, stream, chat, chat_stream, embed and rerank over submit(), submit_chat() and
+    _vector()."""
 
     async def submit(
         self, prompt: str | Sequence[int], params: SamplingParams | None = None
@@ -91,6 +97,11 @@ class AsyncCalls(EngineBase):
         *,
         template: Mapping[str, Any] | None = None,
     ) -> AsyncStream:
+        raise NotImplementedError
+
+    async def _vector(
+        self, given: EmbedInput, request_id: str | None, tenant: str
+    ) -> tuple[np.ndarray, int]:
         raise NotImplementedError
 
     @overload
@@ -109,8 +120,9 @@ class AsyncCalls(EngineBase):
         *,
         progress: bool | Callable[..., ProgressBar] = False,
     ) -> list[Completion]: ...
+    @await_only("stream")
     async def generate(
-        self, prompts: Any, params: Any = None, *, progress: Any = False, **unknown: Any
+        self, prompts: Any = None, params: Any = None, *, progress: Any = False, **unknown: Any
     ) -> Any:
         """Generate completions, like LLM.generate().
 
@@ -123,8 +135,8 @@ class AsyncCalls(EngineBase):
         refuse_unknown("generate", unknown)
         if is_one(prompts):
             return await _result(self.submit(prompts, one(params)))
-        pairs = zip(prompts, each(params, len(prompts)), strict=True)
-        return await self._all([partial(self.submit, prompt, p) for prompt, p in pairs], progress)
+        asked = zip(prompts, each(params, len(prompts)), strict=True)
+        return await self._all([partial(self.submit, prompt, p) for prompt, p in asked], progress)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **unknown: Never
@@ -156,6 +168,7 @@ class AsyncCalls(EngineBase):
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> list[Completion]: ...
+    @await_only("chat_stream")
     async def chat(
         self, messages: Any, params: Any = None, *, progress: Any = False, **template: Any
     ) -> Any:
@@ -169,9 +182,9 @@ class AsyncCalls(EngineBase):
         refuse_habits("chat", template)
         if is_one_chat(messages):
             return await _result(self.submit_chat(messages, one(params), template=template))
-        pairs = zip(messages, each(params, len(messages)), strict=True)
+        asked = zip(messages, each(params, len(messages)), strict=True)
         submit = partial(self.submit_chat, template=template)
-        return await self._all([partial(submit, talk, p) for talk, p in pairs], progress)
+        return await self._all([partial(submit, talk, p) for talk, p in asked], progress)
 
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
@@ -179,6 +192,34 @@ class AsyncCalls(EngineBase):
         """chat() for one conversation, as an async iterator of Deltas."""
         refuse_habits("chat_stream", template)
         return DeltaStream(partial(self.submit_chat, messages, params, template=template))
+
+    async def embed(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        request_id: str | None = None,
+        tenant: str = "",
+        adapter: str = "",
+    ) -> tuple[np.ndarray, int]:
+        """The embedding of LLM.embed() (float32 [hidden]), and the number of prompt tokens."""
+        given = EmbedInput(prompt, prompt_name=prompt_name, truncate=truncate, adapter=adapter)
+        return await self._vector(given, request_id, tenant)
+
+    async def rerank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        top_n: int | None = None,
+        truncate: bool = False,
+        tenant: str = "",
+    ) -> list[Ranked]:
+        """LLM.rerank(): the documents by their relevance to the query, best first."""
+        inputs = pairs(query, documents, top_n, truncate)
+        found = await asyncio.gather(*(self._vector(given, None, tenant) for given in inputs))
+        return ranked(documents, [float(vector[0]) for vector, _ in found], top_n)
 
     async def _all(self, submits: Sequence[Submit], progress: Any) -> list[Completion]:
         """All answers, in order. A long list waits here, so that it does not fill the queue."""

@@ -39,7 +39,6 @@ from verbatim.base.records import Completion, Finish
 from verbatim.engine.async_calls import AsyncCalls
 from verbatim.engine.async_stream import AsyncStream, OutputSink, SinkRequest
 from verbatim.engine.core import EngineCore
-from verbatim.engine.embed_calls import Ranked, pairs, ranked
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.engine.loaded_model import LoadedModel
@@ -173,34 +172,6 @@ class AsyncEngine(AsyncCalls):
         reader = partial(SinkRequest, sink)
         return await self._submit(make, params, request_id, tenant, reader, hidden)
 
-    async def embed(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        prompt_name: str | None = None,
-        truncate: bool = False,
-        request_id: str | None = None,
-        tenant: str = "",
-        adapter: str = "",
-    ) -> tuple[np.ndarray, int]:
-        """The embedding of LLM.embed() (float32 [hidden]), and the number of prompt tokens."""
-        given = EmbedInput(prompt, prompt_name=prompt_name, truncate=truncate, adapter=adapter)
-        return await self._vector(given, request_id, tenant)
-
-    async def rerank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        top_n: int | None = None,
-        truncate: bool = False,
-        tenant: str = "",
-    ) -> list[Ranked]:
-        """LLM.rerank(): the documents by their relevance to the query, best first."""
-        inputs = pairs(query, documents, top_n, truncate)
-        found = await asyncio.gather(*(self._vector(given, None, tenant) for given in inputs))
-        return ranked(documents, [float(vector[0]) for vector, _ in found], top_n)
-
     async def _vector(
         self, given: EmbedInput, request_id: str | None, tenant: str
     ) -> tuple[np.ndarray, int]:
@@ -290,6 +261,7 @@ class AsyncEngine(AsyncCalls):
                 self.core.metrics.refused.add()
                 raise OverloadedError(
                     f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}"
+                    "; send it again later, or raise max_waiting"
                 )
             self._readers[request_id] = _no_reader
             self._arriving += 1

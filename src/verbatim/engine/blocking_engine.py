@@ -162,7 +162,7 @@ class BlockingEngine(EngineBase):
     def _abort_dropped(self) -> None:
         """Abort the requests of garbage-collected streams. Needs the lock; raises when closed."""
         if self.closed:
-            raise UnavailableError("this LLM is closed")
+            raise UnavailableError("this LLM is closed; open a new one: LLM(model)")
         while self._dropped:
             self.core.abort(self._dropped.popleft())
 

@@ -13,6 +13,8 @@ from verbatim.base.habits import PARAMETERS, argument
 from verbatim.base.params import FIELDS, SamplingParams
 
 Prompt = str | Sequence[int]
+# Arguments of other libraries' chat() that would be taken for options of the chat template.
+HABITS = ("sampling_params", "use_tqdm", "chat_template_kwargs")
 
 
 class ProgressBar(Protocol):
@@ -38,11 +40,19 @@ def is_one(prompts: Any) -> bool:
     an empty list."""
     if isinstance(prompts, str):
         return True
+    if prompts is None:
+        raise ParameterError("prompts", "is missing; give a string or a list of token ids")
     if not isinstance(prompts, Sequence):
+        key = next((k for k in ("prompt", "prompt_token_ids") if _has(prompts, k)), None)
+        what = f"give its {key!r} alone" if key else "give a string, token ids or a list of them"
         raise ParameterError(
-            "prompts", f"{type(prompts).__name__} is neither a prompt nor a list of prompts"
+            "prompts", f"{type(prompts).__name__} is neither a prompt nor a list of prompts; {what}"
         )
     return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
+
+
+def _has(prompt: Any, key: str) -> bool:
+    return isinstance(prompt, Mapping) and key in prompt
 
 
 def is_one_chat(messages: Any) -> bool:
@@ -53,7 +63,10 @@ def is_one_chat(messages: Any) -> bool:
 
 def one(params: Any) -> SamplingParams:
     if params is not None and not isinstance(params, SamplingParams):
-        raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
+        write = "SamplingParams(**params)" if isinstance(params, Mapping) else "SamplingParams(...)"
+        raise ParameterError(
+            "params", f"{type(params).__name__} is not a SamplingParams; write {write}"
+        )
     return params or SamplingParams()
 
 
@@ -79,7 +92,7 @@ def refuse_unknown(call: str, unknown: Mapping[str, Any]) -> None:
 def refuse_habits(call: str, template: Mapping[str, Any]) -> None:
     """TypeError for a template option that is a sampling parameter elsewhere or here."""
     for name in template:
-        if name in FIELDS or name in PARAMETERS or name in ("sampling_params", "use_tqdm"):
+        if name in FIELDS or name in PARAMETERS or name in HABITS:
             refuse_unknown(call, {name: None})
 
 

@@ -1,8 +1,9 @@
 """EngineCore: requests come in, Deltas and Completions go out.
 
-The main loop is step(): plan, execute, commit. Grammars, drafting, metrics and checks attach before
-and after those three calls. A step decides no token by itself: the scheduler plans integers, the
-backend computes and draws, the scheduler commits.
+The main loop is step(): plan, execute, commit. Grammars, drafting, metrics and checks attach inside
+_plan and _commit. A step decides no token by itself: the scheduler plans integers, the backend
+computes and draws, the scheduler commits. Where the backend can launch steps ahead, the overlapped
+step takes the place of the plain one.
 
 Not thread-safe, except for request(): LLM calls the core under a lock, AsyncEngine from one thread.
 """
@@ -10,7 +11,9 @@ Not thread-safe, except for request(): LLM calls the core under a lock, AsyncEng
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -30,10 +33,13 @@ from verbatim.engine.engine_setup import (
 )
 from verbatim.engine.grammar_steps import GrammarSteps
 from verbatim.engine.loaded_model import LoadedModel
+from verbatim.engine.overlap import Overlap
+from verbatim.engine.receipts import receipt_of
 from verbatim.engine.request import Request, make_request
 from verbatim.engine.running_request import Output, RunningRequest
+from verbatim.engine.step_parts import step_parts
 from verbatim.observe.engine_metrics import EngineMetrics
-from verbatim.observe.step_log import StepLog, StepPart
+from verbatim.observe.step_log import StepLog
 from verbatim.schedule.invariants import check_scheduler
 
 
@@ -45,6 +51,8 @@ class EngineCore:
         self.cache_plan = size_cache(parts, config)
         self.context = self.cache_plan.context
         self.backend.allocate(self.cache_plan.blocks)
+        launcher = self.backend.launcher
+        self._overlap = None if launcher is None else Overlap(self.backend, launcher)
         self.disk_cache = open_disk_cache(parts, config)
         self.scheduler = make_scheduler(parts, config, self.cache_plan, self.disk_cache)
         self.fingerprint = fingerprint_of(parts)
@@ -60,6 +68,7 @@ class EngineCore:
         self._grammars = GrammarSteps(self.requests, self._by_seq, self._flush)
         self._ids = count()
         self._ready: list[Output] = []  # outputs produced outside commit: aborts, grammar errors
+        self._started = self._planned = 0.0  # times of the current step
         self._closed = False
 
     # ------------------------------------------------------------------------------ requests
@@ -93,6 +102,7 @@ class EngineCore:
             waiting = len(self.scheduler.waiting)
             raise OverloadedError(
                 f"{waiting} requests are waiting, and the queue holds {self.config.max_waiting}"
+                "; send it again later, or raise max_waiting"
             )
         self.check_fits(request)
         running = self._running(request)
@@ -138,89 +148,76 @@ class EngineCore:
 
     def step(self) -> list[Output]:
         """Run one step of all scheduled sequences. Returns [] and stays not busy when idle."""
-        started = time.perf_counter()
-        self._before_plan()
-        plan = self._runnable(self.scheduler.plan())
+        if self._overlap is not None:
+            return self._overlapped_step(self._overlap)
+        return self._plain_step()
+
+    def _plain_step(self) -> list[Output]:
+        plan = self._plan()
         if plan is None:
             return self._take_ready()
-        planned = time.perf_counter()
-        result = self._execute(plan)
-        executed = time.perf_counter()
-        self._before_commit(plan, result, planned)
-        events = self.scheduler.commit(plan, result, self._read)
-        self._after_commit(plan, started, planned, executed)
-        if self.step_log.watched:
-            self._log_step(plan, events, started, executed)
-        return self._outputs(events)
+        with self._discard_cache_on_error():
+            result = self.backend.execute(plan)
+        return self._commit(plan, result)
 
-    def _before_plan(self) -> None:
+    def _overlapped_step(self, overlap: Overlap) -> list[Output]:
+        """The twin of _plain_step: the device starts step N+1 before the host reads step N."""
+        plan = self._plan()
+        if plan is None:
+            return self._take_ready()
+        with self._discard_cache_on_error():
+            current = overlap.launch(plan)
+            following = overlap.launch_next(plan, current)
+            result = overlap.collect(plan, current, following)
+        return self._commit(plan, result)
+
+    def _plan(self) -> StepPlan | None:
+        """The next plan, with drafts and grammar masks. None: there is nothing to execute."""
+        self._started = time.perf_counter()
         self._grammars.resume()
         self.drafting.propose(self._by_seq)
-
-    def _runnable(self, plan: StepPlan | None) -> StepPlan | None:
-        """Add grammar masks to the plan. None: there is nothing to execute."""
+        plan = self.scheduler.plan()
         if plan is None:
             self._grammars.wait()
             return None
-        try:
+        with self._discard_cache_on_error():
             plan = self._grammars.add_masks(plan)
-        except BaseException:
-            self.scheduler.preempt_all()
-            raise
+        self._planned = time.perf_counter()
         return plan if plan.sequences else None
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _commit(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        """Advance the sequences by an executed plan; return the outputs of their requests."""
+        executed = time.perf_counter()
+        self.drafting.observe(plan, result)  # the draft head runs beside the commit
+        self._store_results(plan, result)
+        events = self.scheduler.commit(plan, result, self._read)
+        if self.config.check:
+            self.check()
+        self.drafting.learn(plan, executed - self._planned)
+        self.metrics.step(plan, self._started, self._planned, executed)
+        if self.step_log.watched:
+            parts = step_parts(plan, events, self._by_seq, self.drafting)
+            self.step_log.add(self._started, executed, parts)
+        return self._outputs(events)
+
+    @contextmanager
+    def _discard_cache_on_error(self) -> Iterator[None]:
         try:
-            return self.backend.execute(plan)
-        except BaseException:  # Ctrl-C too: the KV cache may be partly written, so discard it
+            yield
+        except BaseException:  # Ctrl-C too: the KV cache may be partly written
             self.scheduler.preempt_all()
             raise
 
-    def _before_commit(self, plan: StepPlan, result: StepResult, planned: float) -> None:
-        """Start the draft head on the new states; store start times, scores, hidden states."""
-        self.drafting.observe(plan, result)
+    def _store_results(self, plan: StepPlan, result: StepResult) -> None:
+        """Give the requests their start times, prompt scores and hidden states."""
         for step, done in zip(plan.sequences, result.sequences, strict=True):
             running = self._by_seq[step.seq_id]
             if running.started_at is None:
-                running.started_at = planned
+                running.started_at = self._planned
             for position, scored in enumerate(done.scored, step.start + 1):
                 running.scored[position] = scored
             if done.hidden is not None:
                 running.hidden.add(step.start, done.hidden)
-
-    def _after_commit(
-        self, plan: StepPlan, started: float, planned: float, executed: float
-    ) -> None:
-        if self.config.check:
-            self.check()
-        self.drafting.learn(plan, executed - planned)
-        self.metrics.step(plan, started, planned, executed)
-
-    def _log_step(
-        self, plan: StepPlan, events: Seq[TokenEvent], started: float, executed: float
-    ) -> None:
-        """Record the step for the Lens. Only while a page watches: a record of 256 sequences takes
-        about 0.1 ms."""
-        drawn: dict[int, int] = {}
-        for event in events:
-            drawn[event.seq_id] = drawn.get(event.seq_id, 0) + (event.drawn is not None)
-        parts = []
-        for step in plan.sequences:
-            request = self._by_seq[step.seq_id].request
-            source = self.drafting.source(step.seq_id, request.params) if step.draws > 1 else ""
-            parts.append(
-                StepPart(
-                    request.id,
-                    request.tenant,
-                    step.start,
-                    len(step.tokens),
-                    step.draws,
-                    drawn.get(step.seq_id, 0),
-                    source,
-                    request.arrival,
-                )
-            )
-        self.step_log.add(started, executed, tuple(parts))
 
     def _read(self, event: TokenEvent) -> bool:
         """Pass a token event to its request. True: the sequence ends with this token."""
@@ -258,31 +255,14 @@ class EngineCore:
         fingerprint = self.fingerprints[request.adapter]
         completion = running.completion(fingerprint, saved)
         if request.params.receipt:
-            completion = replace(completion, receipt=self._receipt(request, completion))
+            receipt = receipt_of(self.parts, self.context, request, completion)
+            completion = replace(completion, receipt=receipt)
         del self.requests[request.id]
         self._grammars.remove(running)
         for seq_id in running.ids:
             del self._by_seq[seq_id]
         self.metrics.completed(completion)
         return completion
-
-    def _receipt(self, request: Request, completion: Completion) -> dict[str, Any]:
-        from verbatim.observe.receipt import make_receipt
-
-        return make_receipt(
-            model=self.parts.name,
-            digest=self.parts.digest,
-            backend=self.backend.info.name,
-            detail=self.backend.info.detail,
-            numerics=self.backend.info.numerics,
-            fingerprint=completion.fingerprint,
-            adapter=self.parts.adapters[request.adapter].digest if request.adapter >= 0 else "",
-            context=self.context,
-            prompt_ids=request.prompt_ids,
-            params=request.params,
-            seed=request.seed,
-            choices=completion.choices,
-        )
 
     # --------------------------------------------------------------------------------- state
 
@@ -326,4 +306,6 @@ class EngineCore:
             self.drafting.close()
             if self.disk_cache is not None:
                 self.disk_cache.flush()
+            if self._overlap is not None:
+                self._overlap.discard()
             self.backend.close()

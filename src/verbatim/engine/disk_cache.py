@@ -58,7 +58,8 @@ class DiskCache:
             self._files = OrderedDict(_scan(self._root))
         except OSError as error:
             raise ParameterError(
-                "cache_dir", f"cannot use {directory!r}: {error.strerror or error}"
+                "cache_dir",
+                f"cannot use {directory!r}: {error.strerror or error}; choose another directory",
             ) from None
         self._lock = threading.Lock()  # over the members below, and _files
         self._bytes = sum(self._files.values())

@@ -49,8 +49,8 @@ class Drafting:
         if config.suffix_tenants and self.default not in ("suffix", "auto"):
             raise ParameterError(
                 "suffix_tenants",
-                "only speculate=suffix or auto reuses answers, "
-                f"and speculate is {config.speculate!r}",
+                f"needs speculate=suffix or auto, and speculate is {config.speculate!r}; leave it"
+                " out, or set speculate",
             )
         self._use_cache = config.use_cache
         self._check_cache(self.default)

@@ -77,7 +77,10 @@ def _check_pooling(parts: LoadedModel) -> None:
     pooling = parts.embedding.pooling
     if pooling in POOLINGS:
         return
-    choose = f"choose one with the setting pooling: {', '.join(POOLINGS)}"
+    choose = (
+        f"choose {' or '.join(POOLINGS)}: `verbatim serve --pooling mean`, "
+        "`verbatim embed --pooling mean`, LLM(..., pooling='mean')"
+    )
     if not pooling:
         raise UnsupportedError(
             "pooling",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 
 from verbatim.base.config import EngineConfig, split_adapter
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.base.habits import METHODS, OPTIONS, attribute
+from verbatim.base.habits import METHODS, OPTIONS, AnsweringType, attribute
 from verbatim.engine.core import EngineCore
 from verbatim.engine.engine_setup import prepare
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
@@ -34,7 +34,7 @@ CONTENT_SUBSTITUTES = (
 )
 
 
-class EngineBase:
+class EngineBase(metaclass=AnsweringType):
     """A loaded model: what LLM and AsyncEngine have in common."""
 
     def __init__(
@@ -81,7 +81,7 @@ class EngineBase:
         max_waiting: the most requests in the queue; further ones are refused
         kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits
         kv_blocks: the exact number of KV blocks per group, for tests
-        kv_type: f16 or q8
+        kv_type: element type of the KV cache: f16, q8 or fp8
         prefix_cache: reuse the KV blocks of equal prefixes
         cache_dir: a directory for the KV blocks of prompts; a prefix hit then survives a restart
         cache_dir_size: the most bytes in cache_dir, or as text ("8G"); the oldest blocks leave
@@ -99,6 +99,10 @@ class EngineBase:
         An unknown option is a TypeError that names the right one.
         """
         given = locals()
+        if not isinstance(model, (str, os.PathLike)):
+            raise ParameterError(
+                "model", f"{model!r:.40} is not a model; give a name or a path, such as 'smollm2'"
+            )
         config = _config(
             type(self).__name__, {name: given[name] for name in _OPTIONS if name in given} | unknown
         )
@@ -122,6 +126,9 @@ class EngineBase:
 
         def __getattr__(self, name: str) -> Any:
             raise attribute(self, name, METHODS)
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            raise TypeError("an engine is not a function; use generate(prompt) or chat(messages)")
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         """Subclasses extend this with their own state: locks, streams, a thread."""
@@ -275,7 +282,7 @@ def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
         if name not in _OPTIONS:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, _OPTIONS, 1)
+            near = get_close_matches(name, _OPTIONS, 1, cutoff=0.7)
             known = f"known options: {', '.join(_OPTIONS)}"
             hint = OPTIONS.get(name) or (f"did you mean {near[0]!r}?" if near else known)
             raise TypeError(f"{caller} has no option {name!r}; {hint}")

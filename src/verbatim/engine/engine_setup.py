@@ -42,8 +42,8 @@ def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | Non
     if config.cache_dir_size < 2 * max(backend.block_bytes()):
         raise ParameterError(
             "cache_dir_size",
-            f"{size_text(config.cache_dir_size)} holds no two blocks of"
-            f" {size_text(max(backend.block_bytes()))}; ask for more",
+            f"{size_text(config.cache_dir_size)} is less than two blocks of"
+            f" {size_text(max(backend.block_bytes()))}; give more",
         )
     # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
     layout = (backend.info.detail, backend.block_size, backend.block_bytes())
@@ -67,7 +67,7 @@ def make_scheduler(
         prefix_key=None if store is None else store.key,
         store=store,
         cost=TokenCost(card.prompt_ops_token, card.ops_position // backend.spec.attention_layers),
-        overlap=backend.overlap,
+        overlap=backend.launcher is not None,
     )
 
 

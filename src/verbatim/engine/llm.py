@@ -87,7 +87,7 @@ class LLM(EmbedCalls, BlockingEngine):
         progress: bool | Callable[..., ProgressBar] = False,
     ) -> list[Completion]: ...
     def generate(
-        self, prompts: Any, params: Any = None, *, progress: Any = False, **unknown: Any
+        self, prompts: Any = None, params: Any = None, *, progress: Any = False, **unknown: Any
     ) -> Any:
         """Generate completions. All prompts share the steps of the engine; the answers do not
         depend on that.

@@ -50,6 +50,7 @@ class Request:
     tenant: str = ""
     arrival: float = field(default_factory=time.perf_counter)
     structure: Any = None  # grammar.matcher.Structure: the compiled grammar
+    prefix_matcher: Any = None  # its matcher after the output_prefix; None: without one
     breakers: tuple[tuple[int, ...], ...] = ()
     warnings: tuple[str, ...] = ()
     hidden: bool = False  # also collect the final hidden state of every prompt token
@@ -58,9 +59,15 @@ class Request:
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""  # what identifies the adapter also after a restart
 
+    def grammar_matcher(self) -> Any:
+        """A new grammar matcher at the first token to draw; None without a grammar."""
+        if self.prefix_matcher is not None:
+            return self.prefix_matcher.copy()
+        return None if self.structure is None else self.structure.start()
+
     def matcher(self, tokenizer: Tokenizer, ends: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a thought budget."""
-        inner = None if self.structure is None else self.structure.start()
+        inner = self.grammar_matcher()
         budget = self.params.thinking_budget
         if self.thoughts is None or (inner is None and budget is None):
             return inner
@@ -109,6 +116,7 @@ def make_request(
     adapter = _adapter(parts, params.adapter)
     thoughts = getattr(prompt, "thoughts", None)
     _check_thoughts(params, thoughts)
+    _check_output_prefix(params, ids, thoughts)
     structure = _structure(params, parts.tokenizer, engine_busy, deadline)
     return Request(
         thoughts=thoughts,
@@ -119,6 +127,7 @@ def make_request(
         tenant=tenant,
         arrival=arrival,
         structure=structure,
+        prefix_matcher=_matcher_after_prefix(structure, params, ids, parts.tokenizer),
         breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
         warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
@@ -135,7 +144,7 @@ def _adapter(parts: LoadedModel, name: str) -> int:
     names = [adapter.name for adapter in parts.adapters]
     if name not in names:
         loaded = f"loaded are {', '.join(names[:10])}" if names else "none is loaded"
-        raise ParameterError("adapter", f"{name!r:.60} is no loaded adapter; {loaded}")
+        raise ParameterError("adapter", f"{name!r:.60} is not a loaded adapter; {loaded}")
     return names.index(name)
 
 
@@ -272,6 +281,46 @@ def _structure(
             "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout",
         ) from None
     return compile_structure(params, tokenizer, engine_busy=engine_busy, deadline=deadline)
+
+
+def _check_output_prefix(
+    params: SamplingParams, ids: Sequence[int], thoughts: ThoughtFormat | None
+) -> None:
+    count = params.output_prefix
+    if count > len(ids):
+        raise ParameterError(
+            "output_prefix", f"{count} is more than the prompt's {len(ids)} tokens"
+        )
+    if count and thoughts is not None:
+        raise UnsupportedError("output_prefix", "is not supported in a chat with a reasoning model")
+
+
+def _matcher_after_prefix(
+    structure: Any, params: SamplingParams, ids: Sequence[int], tokenizer: Tokenizer
+) -> Any:
+    """The grammar's matcher after the output prefix, with its first mask; None without either. It
+    is computed here, so that no engine step waits for it."""
+    if structure is None or not params.output_prefix:
+        return None
+    matcher = structure.start()
+    for index, token in enumerate(ids[len(ids) - params.output_prefix :]):
+        if matcher.finished:
+            break
+        mask = matcher.mask()
+        if not (token // 8 < len(mask) and mask[token // 8] >> (token % 8) & 1):
+            text = tokenizer.token_bytes(token).decode("utf-8", "replace")
+            raise ParameterError(
+                "output_prefix",
+                f"the {structure.field} does not allow {text!r:.60} (id {token}) as token "
+                f"{index + 1} of the output",
+            )
+        matcher.advance(token)
+    if matcher.finished:
+        raise ParameterError(
+            "output_prefix", f"the {structure.field} is complete with it, so no token may follow"
+        )
+    matcher.mask()
+    return matcher
 
 
 def _breakers(strings: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

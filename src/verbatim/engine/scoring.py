@@ -24,7 +24,7 @@ class Score:
     # Per token. None for a token without context: the first of the text, or of a window.
     logprobs: tuple[TokenLogprob | None, ...]
     total: float  # sum of the log-probabilities, in nats
-    perplexity: float  # exp(-mean)
+    perplexity: float  # exp(-mean); nan for a text of one token, which nothing predicts
     warnings: tuple[str, ...] = ()  # as in Completion
 
 

@@ -167,6 +167,7 @@ class ChoiceStream:
 
     def choice(self, index: int) -> Choice:
         assert self.finish is not None, "the choice has not ended"
+        schema = self._params.json_schema
         return Choice(
             index,
             "".join(self._text),
@@ -178,6 +179,7 @@ class ChoiceStream:
             self._loop.length,
             "".join(self._reasoning),
             tuple(map(self._piece, self.token_ids)) if self.logprobs else (),
+            schema if isinstance(schema, str) else None,
         )
 
     def _piece(self, token: int) -> str:

@@ -141,11 +141,11 @@ def _grammar_text(grammar: str) -> str:
         except RecursionError:
             raise
         except Exception as error:
-            raise ParameterError("grammar", f"is not GBNF that we can read: {error}") from None
+            raise ParameterError("grammar", f"is not valid GBNF: {error}") from None
     if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
         raise UnsupportedError(
             "grammar",
-            "the attribute `temperature` inside a grammar is not offered; set the parameter",
+            "the attribute `temperature` inside a grammar is not supported; set the parameter",
         )
     return str(LLMatcher.grammar_from_lark(_lower_embedded(grammar)))
 
@@ -219,7 +219,8 @@ def refusal(field: str, message: str) -> ParameterError | UnsupportedError:
         message = first_line(message)
     if "unknown special token" in message:
         return UnsupportedError(
-            field, "control tokens (<|...|>) inside a grammar are not offered; write text in quotes"
+            field,
+            "control tokens (<|...|>) inside a grammar are not supported; write text in quotes",
         )
     if "registry" in message:
         where = message.split(" is not")[0]

@@ -22,7 +22,9 @@ def _mixers(f: Fields, layers: int, other: str, default: Callable[[int], bool]) 
     attention = [t == "full_attention" for t in types] or [default(i) for i in range(layers)]
     if not any(attention):
         key = "layer_types" if types else "full_attn_idxs or full_attention_interval"
-        raise f.fail(key, "at least one full_attention layer is needed")
+        raise f.fail(
+            key, f"one of num_hidden_layers {layers} must have full attention (layer_types)"
+        )
     return attention
 
 
@@ -132,6 +134,8 @@ def _with_experts(f: Fields, base: ModelSpec, experts: int, sparse: list[bool]) 
 def _qwen3_5(f: Fields, requested: int | None, family: str = "qwen35") -> ModelSpec:
     kind = "qwen3_next" if family == "qwen3next" else "qwen3_5_text"
     base = rotary(f, requested, family_record(f, kind), uniform=False)
+    if base.activation != "silu":  # the convolution of a delta net uses the same activation
+        raise f.fail("hidden_act", "silu is needed: delta nets are implemented with silu only")
     interval = f.integer("full_attention_interval", 4)
     attention = _mixers(f, len(base.layers), "linear_attention", lambda i: (i + 1) % interval == 0)
     base = replace(

@@ -188,7 +188,11 @@ class ModelSpec:
 
     @property
     def min_kv_heads(self) -> int:
-        return min(self.kv_shape(i)[0] for i in range(len(self.layers)))
+        return min(layer.kv_heads or self.kv_heads for layer in self.layers)
+
+    @property
+    def max_head_dim(self) -> int:
+        return max(layer.head_dim or self.head_dim for layer in self.layers)
 
     def mlp_width(self, layer: int) -> int:
         return self.layers[layer].mlp or self.mlp

@@ -29,6 +29,7 @@ class StepPart(NamedTuple):
     drawn: int
     source: str  # proposer of the drafts
     arrival: float = 0.0  # of the request, on the clock of the log
+    preemptions: int = 0  # of the request so far
 
     def report(self) -> dict[str, Any]:
         drafts = max(self.draws - 1, 0)
@@ -41,6 +42,7 @@ class StepPart(NamedTuple):
             "accepted": min(max(self.drawn - 1, 0), drafts),
             "source": self.source,
             "arrival": self.arrival,
+            "preemptions": self.preemptions,
         }
 
 

@@ -36,9 +36,17 @@ QUIET: dict[str, Any] = {
     "logging_level": logging.WARNING,
     "log_to_driver": False,  # Ray keeps the replicas' output in its session directory
 }
+# For Ray's own processes to start. Ray's limit of 15 seconds for its agent cannot be set.
+START_SECONDS = 60
 # A Ray that is started here sends no usage report to its makers, and its ports listen on loopback:
 # the second setting is Ray's own for macOS and Windows, and works everywhere.
-LOCAL_RAY = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+LOCAL_RAY = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "RAY_raylet_start_wait_time_s": str(START_SECONDS),
+    "RAY_agent_register_timeout_ms": str(1000 * START_SECONDS),
+    "RAY_worker_register_timeout_seconds": str(START_SECONDS),
+}
 
 
 def connect(address: str) -> bool:

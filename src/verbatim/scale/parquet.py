@@ -22,8 +22,8 @@ def _pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError:
         raise BackendError(
-            "Parquet files need pyarrow; install the extra 'ray': pip install '.[ray]' in the "
-            "checkout"
+            "Parquet files need pyarrow; install the extra 'ray':"
+            " pip install '.[ray]' in the checkout"
         ) from None
     return pyarrow
 

@@ -12,13 +12,15 @@ The pool holds block ids only; the backend owns the memory. `check` verifies the
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
+
+RECENT = 64  # evictions whose block ids are kept, for the Lens
 
 
 class BlockPool:
     """`total` blocks of one cache group."""
 
-    __slots__ = ("by_hash", "cached", "evictions", "free", "hashes", "refs", "total")
+    __slots__ = ("by_hash", "cached", "evicted", "evictions", "free", "hashes", "refs", "total")
 
     def __init__(self, total: int) -> None:
         self.total = total
@@ -29,6 +31,7 @@ class BlockPool:
         self.free = list(range(total - 1, -1, -1))
         self.cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self.evictions = 0
+        self.evicted: deque[int] = deque(maxlen=RECENT)  # blocks of the last evictions, newest last
 
     @property
     def available(self) -> int:
@@ -46,6 +49,7 @@ class BlockPool:
             block, _ = self.cached.popitem(last=False)
             self._drop_hash(block)
             self.evictions += 1
+            self.evicted.append(block)
         self.refs[block] = 1
         return block
 

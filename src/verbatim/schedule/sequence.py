@@ -97,7 +97,9 @@ class Sequence:
         self.limit_name = limit_name
         self.key = key
         self.ends = dict(ends or {})
-        self.min_len = self.prompt_len + params.min_tokens
+        # Position of the first output token, for the sampler: an output_prefix is part of a prompt.
+        first_output = self.prompt_len - params.output_prefix
+        self.min_len = first_output + params.min_tokens
         self.salt = salt
         self.hidden = hidden
         self.reuse = reuse and not hidden
@@ -127,7 +129,7 @@ class Sequence:
 
         # Built once, because every step needs a DrawSpec and only its history and masks change.
         self.history = params.needs_history
-        self.spec = DrawSpec(params, key, self.prompt_len, beam=beam, breakers=breakers)
+        self.spec = DrawSpec(params, key, first_output, beam=beam, breakers=breakers)
         self.spec_withheld = replace(self.spec, withheld=tuple(sorted(self.ends)))
 
     @property

@@ -200,6 +200,16 @@ def problem_response(path: str, problem: Problem) -> Response:
     return Json(problem_body(path, problem), problem.status, headers=problem.headers())
 
 
+def _nearest_route(path: str) -> str:
+    """A suggestion for an unknown path: the same one under /v1, else a similar one."""
+    from difflib import get_close_matches
+
+    known = [route for route in ROUTES if "{" not in route and route != "/"]
+    under_v1 = f"/v1{path.rstrip('/')}"
+    near = [under_v1] if under_v1 in known else get_close_matches(path[:64], known, 1, cutoff=0.8)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = "method_not_allowed" if error.status_code == 405 else "not_found"
@@ -208,7 +218,7 @@ async def _http_exception(request: Request, error: Exception) -> Response:
         if error.status_code == 405
         else FIXED_MODELS
         if request.url.path.startswith(OLLAMA_MANAGEMENT)
-        else "no such route; /openapi.json lists them"
+        else f"no such route{_nearest_route(request.url.path)}; /openapi.json lists them"
     )
     response = problem_response(request.url.path, Problem(code, message))
     response.headers.update(error.headers or {})

@@ -165,7 +165,11 @@ async def drain(state: State, drain_now: asyncio.Event) -> None:
     """Wait until no request is open, drain_seconds have passed, or a second signal arrives.
     Requests that are still open then fail with a 503."""
     state.admission.draining = True
-    log.info("draining %d requests", state.open)
+    log.info(
+        "draining %d requests, for at most %g s; a second Ctrl-C or SIGTERM ends them at once",
+        state.open,
+        state.settings.drain_seconds,
+    )
     deadline = asyncio.get_running_loop().time() + state.settings.drain_seconds
     while state.open and not drain_now.is_set() and asyncio.get_running_loop().time() < deadline:
         await asyncio.sleep(0.05)

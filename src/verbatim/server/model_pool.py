@@ -76,7 +76,10 @@ class ModelPool:
         for name, model in self.models.items():
             for adapter in model.settings.adapter_names:
                 if adapter in self.models or adapter in self.adapters:
-                    raise ParameterError("adapters", f"the name {adapter!r} is taken")
+                    raise ParameterError(
+                        "adapters",
+                        f"two models or adapters have the name {adapter!r}; choose another",
+                    )
                 self.adapters[adapter] = name
         self.first = next(iter(self.models.values()))
         self._changing = asyncio.Lock()  # one model starts or stops at a time

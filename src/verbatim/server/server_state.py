@@ -21,6 +21,7 @@ from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Limits, Settings
+from verbatim.weights.hub_catalog import SYNONYMS
 
 # Concurrent requests with explain_rows. Each holds up to 64 rows of logits: 17 MB at a vocabulary
 # of 49,152, in three places (engine, socket, response).
@@ -115,14 +116,16 @@ class State:
         names = self.names()
         if name is None:
             return names[0]
-        plain = name.removesuffix(":latest")  # Ollama clients append it
+        # Ollama clients append :latest; smollm2:135m is a name of the catalog for smollm2
+        plain = SYNONYMS.get(name, name).removesuffix(":latest")
         if name in names:
             return name
         if plain in names:
             return plain
         raise Problem(
             "model_not_found",
-            f"model: no such model here; /v1/models lists them ({', '.join(names[:3])})",
+            "model: no such model here; /v1/models and /api/tags list them "
+            f"({', '.join(names[:3])})",
             "model",
         )
 

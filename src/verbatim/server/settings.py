@@ -218,7 +218,7 @@ class Settings:
                 " fewer",
             )
         if not 0 <= self.port < 65536:
-            raise ParameterError("port", f"{self.port} is not a port")
+            raise ParameterError("port", f"{self.port} is not a port (0 to 65535)")
         if twice := set(self.adapter_names) & set(self.base_names):
             raise ParameterError(
                 "adapters", f"{twice.pop()!r} is also the name of the model; choose another"

@@ -13,6 +13,7 @@ from typing import Any
 
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.safetensors import read_directory
+from verbatim.weights.split import with_siblings
 from verbatim.weights.tensor import Tensor
 
 # general.file_type -> name, as llama.cpp numbers and names them
@@ -47,6 +48,12 @@ class ModelDescription:
 def describe(path: Path) -> ModelDescription:
     """Raises ModelError for a file that is not a model."""
     return _directory(path) if path.is_dir() else _gguf(path)
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Size of the weight files of a model: a GGUF file with its parts, or the safetensors files."""
+    files = path.glob("*.safetensors") if path.is_dir() else with_siblings(path)
+    return sum(file.stat().st_size for file in files)
 
 
 def _gguf(path: Path) -> ModelDescription:

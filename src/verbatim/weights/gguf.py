@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import mmap
 import os
-import stat
 import struct
 from itertools import pairwise
 from pathlib import Path
@@ -30,89 +29,33 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import BLOCKS, nbytes
 from verbatim.weights.gguf_file import GGUFFile as GGUFFile
+from verbatim.weights.gguf_types import (
+    ARRAY,
+    BOOL,
+    DEFAULT_ALIGNMENT,
+    KINDS,
+    MAX_DIMS,
+    MAX_NESTING,
+    OTHER_TYPES,
+    SCALARS,
+    STRING,
+    TYPES,
+)
+from verbatim.weights.mapped_file import hash_samples, map_file, samples_per_tensor
 from verbatim.weights.split import join, split_info
 from verbatim.weights.tensor import Tensor
 
-DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20  # bytes
-MAX_DIMS = 4
 MAX_NAME = 1 << 16  # bytes of a key or of a tensor's name
 MAX_KEYS = 1 << 16
 MAX_TENSORS = 1 << 15
 MAX_STRINGS = 1 << 20  # in all arrays of the file together; also for numbers
 MAX_NUMBERS = 1 << 22
 MAX_ARRAYS = 1 << 16  # inside other arrays
-MAX_NESTING = 4
 METADATA_MEMORY = 48 << 20  # bytes of memory for metadata, beyond the file size
 ARRAY_MEMORY = 5  # further bytes of memory per byte of an array in the header
 _STRING_CHUNK = 8192  # strings decoded at once; at most 2 MiB
 
-# Tensor types by number. OTHER_TYPES are not supported; their names are for the error text.
-TYPES: dict[int, str] = {
-    0: "f32",
-    1: "f16",
-    2: "q4_0",
-    3: "q4_1",
-    6: "q5_0",
-    7: "q5_1",
-    8: "q8_0",
-    10: "q2_k",
-    11: "q3_k",
-    12: "q4_k",
-    13: "q5_k",
-    14: "q6_k",
-    15: "q8_k",
-    16: "iq2_xxs",
-    17: "iq2_xs",
-    18: "iq3_xxs",
-    19: "iq1_s",
-    20: "iq4_nl",
-    21: "iq3_s",
-    22: "iq2_s",
-    23: "iq4_xs",
-    29: "iq1_m",
-    30: "bf16",
-    34: "tq1_0",
-    35: "tq2_0",
-    39: "mxfp4",
-}
-OTHER_TYPES: dict[int, str] = {
-    9: "q8_1",
-    24: "i8",
-    25: "i16",
-    26: "i32",
-    27: "i64",
-    28: "f64",
-    40: "nvfp4",
-}
-
-# Metadata value types by number: struct code of the scalar types.
-STRING, ARRAY, BOOL = 8, 9, 7
-SCALARS: dict[int, str] = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
-KINDS: dict[int, str] = {
-    0: "u8",
-    1: "i8",
-    2: "u16",
-    3: "i16",
-    4: "u32",
-    5: "i32",
-    6: "f32",
-    7: "bool",
-    8: "str",
-}
-KINDS |= {10: "u64", 11: "i64", 12: "f64"}
 _SCALAR_STRUCTS = {
     number: struct.Struct("<" + code.replace("?", "B")) for number, code in SCALARS.items()
 }
@@ -138,30 +81,6 @@ def _read_file(file: Path) -> GGUFFile:
     return GGUFFile(
         file, metadata, tensors, _digest(view, header_end, tensors), version, reader.types
     )
-
-
-def map_file(file: Path, *, min_size: int = 0) -> mmap.mmap:
-    """Map a regular file of at least `min_size` bytes, read-only."""
-    try:
-        with open(file, "rb", opener=_open_nonblocking) as handle:
-            info = os.fstat(handle.fileno())
-            if not stat.S_ISREG(info.st_mode):
-                raise ModelError("not a regular file", file=str(file))
-            if info.st_size < max(min_size, 1):
-                raise ModelError(
-                    f"{info.st_size} bytes are too few for a model file (cut short? get it again)",
-                    file=str(file),
-                )
-            return mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"cannot be read: {getattr(error, 'strerror', None) or error}", file=str(file)
-        ) from error
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    """Open without blocking, so that a named pipe without a writer fails instead of waiting."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 # --------------------------------------------------------------------------------------- header
@@ -458,25 +377,6 @@ def _map_tensors(
 
 
 # --------------------------------------------------------------------------------------- digest
-
-_SAMPLE_BYTES = 256
-
-
-def samples_per_tensor(tensors: int) -> int:
-    """Number of hashed samples per tensor: 16, or fewer for files with thousands of tensors."""
-    return max(2, min(16, (1 << 16) // max(tensors, 1)))
-
-
-def hash_samples(digest: Any, tensor: Tensor, count: int) -> None:
-    """Hash `count` evenly spaced samples of 256 bytes, or the whole tensor if it is smaller."""
-    data = tensor.data
-    digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode(errors="surrogatepass"))
-    if data.size <= count * _SAMPLE_BYTES:
-        digest.update(np.ascontiguousarray(data))
-        return
-    for index in range(count):
-        at = index * (data.size - _SAMPLE_BYTES) // (count - 1)
-        digest.update(data[at : at + _SAMPLE_BYTES])
 
 
 def _digest(view: mmap.mmap, header_end: int, tensors: dict[str, Tensor]) -> str:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.gguf import (
+from verbatim.weights.gguf_types import (
     ARRAY,
     DEFAULT_ALIGNMENT,
     KINDS,

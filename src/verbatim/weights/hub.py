@@ -101,8 +101,8 @@ def _library() -> Any:
         import huggingface_hub.constants  # not loaded by the lazy package itself
     except ImportError:
         raise ModelError(
-            "models of the hub (org/name) need the extra 'hub': pip install '.[hub]' "
-            "in the checkout"
+            "models of the hub (org/name) need the extra 'hub':"
+            " pip install '.[hub]' in the checkout"
         ) from None
     return huggingface_hub
 

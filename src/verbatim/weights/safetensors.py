@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.gguf import hash_samples, map_file, samples_per_tensor
+from verbatim.weights.mapped_file import hash_samples, map_file, samples_per_tensor
 from verbatim.weights.packed_checkpoint import RawTensor, unpack_checkpoint
 from verbatim.weights.split import group_parts
 from verbatim.weights.tensor import BLOCKS, Tensor
@@ -171,7 +171,7 @@ def _shards(directory: Path) -> dict[str, list[str]]:
         return {files[0]: []}
     if files:
         raise ModelError(
-            f"{len(files)} safetensors files but no {INDEX} that says which to read",
+            f"{len(files)} safetensors files but no {INDEX} that says which to read; fetch it, too",
             file=str(directory),
         )
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt*")):

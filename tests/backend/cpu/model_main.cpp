@@ -106,7 +106,7 @@ int main(int argc, char** argv) {
     if (argc < 2 || !(in = fopen(argv[1], "rb"))) return 2;
     const Kernels& kernels = select_isa(argc > 2 ? argv[2] : "");
     fprintf(stderr, "%s\n", kernels.name);
-    Engine e(kernels, 2, read_shape(), false);
+    Engine e(kernels, 2, read_shape(), KV_F16);
     for (std::string what = word();; what = word()) {
         if (what == "matrix") matrix(e);
         else if (what == "vector") {

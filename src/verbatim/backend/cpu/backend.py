@@ -18,10 +18,10 @@ import numpy as np
 
 from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.sampler import NativeSampler
-from verbatim.backend.protocol import BackendInfo
+from verbatim.backend.protocol import BackendInfo, kv_numerics
 from verbatim.backend.step_rows import collect, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
-from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.errors import BackendError
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import rows_of
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 native: Any = import_module("verbatim.backend.cpu._native")
 
 NUMERICS_VERSION = "cpu-2"
-KV_TYPES = ("f16", "q8")
 
 
 def unsupported(model: Model) -> str | None:
@@ -51,17 +50,13 @@ class CpuBackend:
     def __init__(self, model: Model, config: EngineConfig | None = None, *, note: str = "") -> None:
         config = config or EngineConfig()
         self._note = note
-        if config.kv_type not in KV_TYPES:
-            raise ParameterError(
-                "kv_type", f"{config.kv_type!r} is not one of {', '.join(KV_TYPES)}"
-            )
         if reason := unsupported(model):
             raise BackendError(
                 f"the cpu backend cannot run this model: {reason}; use backend='reference'"
             )
         self.spec = spec = model.spec
         self.block_size = BLOCK_SIZE
-        self.overlap = False
+        self.launcher = None
         self.config = config
         self._model = model
         try:
@@ -76,7 +71,7 @@ class CpuBackend:
                 activation=spec.activation,
                 layer_norm=spec.norm == "layer",
                 eps=spec.norm_eps,
-                q8=config.kv_type == "q8",
+                kv_type=config.kv_type,
             )
             self._embed = record(model, self._engine)
         except ValueError as error:
@@ -92,11 +87,7 @@ class CpuBackend:
     def info(self) -> BackendInfo:
         sizes = zip(self.spec.groups, self._engine.block_bytes(), strict=True)
         kv = sum(size for group, size in sizes if group.kind == "attention") // BLOCK_SIZE
-        numerics = (
-            NUMERICS_VERSION
-            if self.config.kv_type == "f16"
-            else f"{NUMERICS_VERSION}-{self.config.kv_type}"
-        )
+        numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         engine = self._engine
         return BackendInfo(
             "cpu", engine.isa, engine.threads, numerics, self._weight_bytes, kv, self._note

@@ -33,7 +33,7 @@ _ELSEWHERE = (
     "max_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop",
     "seed", "n", "num_beams", "num_return_sequences", "length_penalty", "early_stopping",
     "num_beam_groups", "diversity_penalty", "prompt_logprobs", "receipt", "speculate", "priority",
-    "adapter", "cache_salt", "thinking_budget", *STRUCTURE,
+    "adapter", "cache_salt", "thinking_budget", "output_prefix", *STRUCTURE,
 )
 # fmt: on
 # All other fields, with the default that leaves them off: rows that set one go to the pipeline, so

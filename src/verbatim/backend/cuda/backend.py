@@ -3,8 +3,8 @@
 Steps replay a CUDA graph: decode steps one per number of rows, steps with prompts one per shape to
 which they are padded. Their integers go to the device in one copy. The device samples the rows
 whose token it can prove (gpu_sampler.py). The host samples all others with the cpu backend's
-sampler, so every parameter has the same meaning. In steady decode the next step is launched before
-the host has read the tokens of the current one (overlap.py).
+sampler, so every parameter has the same meaning. `launcher` starts decode steps before the host has
+read the tokens of the step before.
 Without a GPU the backend opens only under TRITON_INTERPRET=1, Triton's interpreter, for tests.
 """
 
@@ -32,7 +32,6 @@ from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
 from verbatim.backend.cuda.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, rope_tables
-from verbatim.backend.cuda.overlap import LaunchAhead, LaunchedStep, next_step
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
 from verbatim.backend.cuda.step_inputs import (
     MAX_OUTPUTS,
@@ -40,8 +39,10 @@ from verbatim.backend.cuda.step_inputs import (
     StepShape,
     cut_tiles,
     padded_shape,
+    tile_lines,
     to_device,
 )
+from verbatim.backend.cuda.step_launcher import CudaLauncher
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.step_rows import (
     Batch,
@@ -53,10 +54,9 @@ from verbatim.backend.step_rows import (
 )
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.records import CacheGroup, Drawn, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.base.records import CacheGroup, Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
-from verbatim.model.spec import ModelSpec
 from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-2"
@@ -81,16 +81,11 @@ class CudaBackend:
         config = config or EngineConfig(backend="cuda")
         if config.kv_type != "f16":
             raise ParameterError(
-                "kv_type", f"{config.kv_type!r} is not supported by the cuda backend; use f16"
+                "kv_type",
+                f"the cuda backend has no {config.kv_type!r}; use f16 or backend='cpu'",
             )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
-        if model.spec.experts_beside or len(key_heads(model.spec)) > 1:
-            raise BackendError(
-                "the cuda backend does not run experts beside an MLP (enable_moe_block), nor layers"
-                " with different numbers of key heads (num_global_key_value_heads); use "
-                "backend='cpu'"
-            )
         if weights is None:
             memory = self.available_memory()
             kept: BlockMode = (
@@ -109,14 +104,13 @@ class CudaBackend:
         self._host_rows = host_sampler(config)
         self._host_logits: torch.Tensor | None = None  # pinned [rows, vocab]
         self.gpu_sampler = GpuSampler(model.spec.vocab, self.device)
-        self._ahead = LaunchAhead()
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         # a mixture of experts sorts its rows on the host in every layer, which a graph cannot do
         mixture = any(layer.experts for layer in model.spec.layers)
         # the integers of recurrent layers are not among the inputs of a graph
         eager = mixture or model.spec.recurrent
         self._use_graphs = self.device.type == "cuda" and not eager
-        self.overlap = not eager
+        self._can_overlap = not eager
 
     @property
     def info(self) -> BackendInfo:
@@ -194,27 +188,16 @@ class CudaBackend:
 
     # ---- execute a step
 
+    @property
+    def launcher(self) -> CudaLauncher | None:
+        if not self._can_overlap:
+            return None
+        return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS)
+
     def execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             for cache in self._caches[group]:
                 cache[:, target] = cache[:, source]
-        if not self.overlap:
-            return self._step(plan)
-        launched, rows = self._ahead.take(plan)
-        steady = (
-            self._ahead.steady(plan, len(rows), self.gpu_sampler.supports)
-            and len(plan.sequences) <= MAX_GRAPH_ROWS
-        )
-        if steady and not rows:
-            launched = self._launch(plan.sequences)
-            rows = {step.seq_id: row for row, step in enumerate(plan.sequences)}
-        if launched is None or not rows:
-            return self._step(plan)
-        launch_next = steady and len(rows) == len(plan.sequences)
-        return self._finish(plan, launched, rows, launch_next=launch_next)
-
-    def _step(self, plan: StepPlan) -> StepResult:
-        """Execute a whole step without overlap."""
         if not plan.rows:
             none = np.zeros((0, self.spec.vocab), np.float32)
             return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
@@ -251,80 +234,6 @@ class CudaBackend:
         ops = CudaOps(self.spec, self._weights, self._caches, self._angles, step, self._adapters)
         hidden, logits = forward(self.spec, ops)
         return hidden, logits
-
-    # ---- overlapped decoding
-
-    def _launch(
-        self, steps: tuple[SeqStep, ...], tokens: torch.Tensor | None = None
-    ) -> LaunchedStep:
-        """Launch a decode step and its sampling, without waiting for the device."""
-        _, logits = self._forward(StepPlan(0, steps), tokens)
-        specs = [step.draw for step in steps if step.draw is not None]
-        assert len(specs) == len(steps), "every row is sampled"
-        pending = self.gpu_sampler.launch(
-            logits,
-            specs,
-            [step.start + 1 for step in steps],
-            [step.seq_id for step in steps],
-            tokens,
-        )
-        return LaunchedStep(steps, [step.tokens[0] for step in steps], pending)
-
-    def _launch_next(
-        self, plan: StepPlan, rows: dict[int, int], drawn: torch.Tensor
-    ) -> tuple[list[int], LaunchedStep] | None:
-        """Launch the step after a launched plan, for the sequences that can continue.
-
-        `drawn` are the plan's tokens on the device; the host may not have them yet. Returns the
-        rows of `drawn` that continue, and the launched step."""
-        steps = [
-            step
-            for planned in plan.sequences
-            if (step := next_step(planned, self.spec.context)) is not None
-        ]
-        if not steps:
-            return None
-        at = [rows[step.seq_id] for step in steps]
-        if at != list(range(len(drawn))):
-            index = torch.tensor(at, pin_memory=self.device.type == "cuda")
-            drawn = drawn[index.to(self.device, non_blocking=True)]
-        # an undecided token is -1: compute its row with token 0, and discard the row later
-        return at, self._launch(tuple(steps), drawn.clamp_min(0))
-
-    def _finish(
-        self, plan: StepPlan, launched: LaunchedStep, rows: dict[int, int], *, launch_next: bool
-    ) -> StepResult:
-        """The result of a plan of which these rows were launched.
-
-        With launch_next, the following step is launched before the host waits for this one. Rows
-        that the device did not decide are computed again, because their logits may be overwritten.
-        """
-        following = (
-            self._launch_next(plan, rows, launched.tokens.on_device) if launch_next else None
-        )
-        tokens = launched.tokens.wait()
-        if following is not None:
-            at, ahead = following
-            self._ahead.launched = ahead._replace(inputs=[tokens[row] for row in at])
-            for step, row in zip(ahead.steps, at, strict=True):
-                self.gpu_sampler.counts.confirm(step.seq_id, tokens[row])
-        results = launched.tokens.drawn(tokens)
-        drawn = {seq_id: results[row] for seq_id, row in rows.items() if tokens[row] >= 0}
-        self.gpu_sampler.rows += len(drawn)
-        rest = tuple([step for step in plan.sequences if step.seq_id not in drawn])
-        others: dict[int, SeqResult] = {}
-        if rest:
-            result = self._step(plan._replace(sequences=rest))
-            others = {done.seq_id: done for done in result.sequences}
-        return StepResult(
-            plan.step,
-            tuple(
-                [
-                    others.get(s.seq_id) or SeqResult(s.seq_id, (drawn[s.seq_id],))
-                    for s in plan.sequences
-                ]
-            ),
-        )
 
     # ---- sampling
 
@@ -382,7 +291,7 @@ class CudaBackend:
         spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
-            lines = kernels.tile_lines(self.spec.heads, self.spec.min_kv_heads, 1, self.device)
+            lines = tile_lines(self.spec, 1, self.device)
             inputs = GraphInputs(
                 size, spans, self.padding_blocks, lines, self.device, self._logits[:size]
             )
@@ -418,8 +327,7 @@ class CudaBackend:
         return torch.empty((MAX_OUTPUTS, self.spec.vocab), dtype=torch.float32, device=self.device)
 
     def close(self) -> None:
-        # the launched step may still run: PyTorch does not reuse its memory before it ends
-        self._ahead.launched = None
+        # a launched step may still run: PyTorch does not reuse its memory before it ends
         gc.unfreeze()
         self._graphs.clear()
         self._padded_graphs.clear()
@@ -430,10 +338,6 @@ class CudaBackend:
 def graph_rows(rows: int) -> int:
     """Rows of the graph for a decode step: a power of two, or a multiple of 32 above 64."""
     return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 32) * 32
-
-
-def key_heads(spec: ModelSpec) -> set[int]:
-    return {spec.kv_shape(i)[0] for i in range(len(spec.layers))}
 
 
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:

@@ -260,7 +260,9 @@ class CudaOps:
         values = keys if spec.layers[layer].value_is_key else x[:, (spec.heads + kv_heads) * dim :]
         ones = torch.ones(dim, dtype=torch.float32, device=x.device)
         norm = kernels.Norm(ones, None, spec.norm_eps, 0.0)
-        normed = kernels.add_norm(values.reshape(-1, dim), None, norm).view(len(x), -1)
+        # contiguous: with one key head, `reshape` would return the slice itself
+        rows = values.contiguous().view(-1, dim)
+        normed = kernels.add_norm(rows, None, norm).view(len(x), -1)
         return SplitSums(torch.cat([queries, keys, normed], 1)[None])
 
     def _norm_width(self, q: Rows, k: Rows) -> SplitSums:

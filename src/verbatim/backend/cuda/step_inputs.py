@@ -48,15 +48,27 @@ class StepShape(NamedTuple):
 def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
     """Lines per query tile -> the tiles. Each has rows of one sequence."""
     cuts: dict[int, list[tuple[int, int, int]]] = {}
+    shape = tile_shape(spec)
     for s, (first, last) in enumerate(
         zip(batch.first[:-1].tolist(), batch.first[1:].tolist(), strict=True)
     ):
-        lines = kernels.tile_lines(spec.heads, spec.min_kv_heads, last - first, device)
-        most = tile_rows(lines, spec)
+        lines = kernels.tile_lines(*shape, last - first, device)
+        most = lines // (shape[0] // shape[1])
         cuts.setdefault(lines, []).extend(
             (row, min(most, last - row), s) for row in range(first, last, most)
         )
     return {lines: TileArrays(*np.array(cut, np.int32).T) for lines, cut in cuts.items()}
+
+
+def tile_shape(spec: ModelSpec) -> tuple[int, int, int]:
+    """What decides about the tiles: query heads, the fewest KV heads of a layer, the largest
+    head."""
+    return spec.heads, spec.min_kv_heads, spec.max_head_dim
+
+
+def tile_lines(spec: ModelSpec, rows: int, device: torch.device) -> int:
+    """Lines of the query tiles of a sequence that computes this many rows in a step."""
+    return kernels.tile_lines(*tile_shape(spec), rows, device)
 
 
 def tile_rows(lines: int, spec: ModelSpec) -> int:
@@ -162,7 +174,7 @@ class PaddedInputs:
         self.shape, self.padding, self._spec, self._device = shape, padding, spec, device
         self._width = shape.spans * kernels.SPAN // BLOCK_SIZE
         groups = len(padding)
-        prompt_lines = kernels.tile_lines(spec.heads, spec.min_kv_heads, shape.rows, device)
+        prompt_lines = tile_lines(spec, shape.rows, device)
         self._lines = {kernels.DECODE_LINES: shape.outputs, prompt_lines: shape.tiles}
         # tokens, positions, outputs, slots per group; per kind of tile first rows, counts, first
         # positions and a table per group

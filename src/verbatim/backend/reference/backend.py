@@ -5,7 +5,8 @@ product per row, so its shape never depends on the batch; attention gathers exac
 that the row attends to. Nothing is tiled over rows.
 
 Memory: every weight that was used stays in float32 (4 bytes per parameter: 0.54 GB for the default
-model). The KV cache is float32 whatever EngineConfig.kv_type says.
+model). The KV cache is float32, too: with kv_type q8 or fp8 it holds the rounded values of that
+type (kv_types.py), with f16 it does not round, and info.detail says so.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.backend.protocol import BackendInfo
+from verbatim.backend.protocol import BackendInfo, kv_numerics
 from verbatim.backend.reference.blas import one_thread
 from verbatim.backend.reference.cache import GroupCache, empty_cache
 from verbatim.backend.reference.canary import Canary
@@ -45,11 +46,13 @@ class ReferenceBackend:
         gpu_note: str = "",
     ) -> None:
         self.spec = model.spec
-        self.overlap = False
+        self.launcher = None
         self.block_size = block_size
         self.config = config or EngineConfig()
         self._gpu_note = gpu_note
-        self._detail = f"numpy {np.__version__}, float32" + (f"; {note}" if note else "")
+        kv = "float32" if self.config.kv_type == "f16" else f"{self.config.kv_type} in float32"
+        self._detail = f"numpy {np.__version__}, float32, KV cache {kv}"
+        self._detail += f"; {note}" if note else ""
         self._weights = FloatWeights(model.weights)
         self._adapters = tuple(float_adapter(adapter) for adapter in model.adapters)
         self._caches: tuple[GroupCache, ...] | None = None
@@ -59,8 +62,9 @@ class ReferenceBackend:
     def info(self) -> BackendInfo:
         kv = self.spec.kv_token_values * 4
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
+        numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         return BackendInfo(
-            "reference", self._detail, 1, NUMERICS_VERSION, parameters * 4, kv, self._gpu_note
+            "reference", self._detail, 1, numerics, parameters * 4, kv, self._gpu_note
         )
 
     def available_memory(self) -> None:
@@ -125,7 +129,14 @@ class ReferenceBackend:
         with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
             hidden, logits = forward(
                 self.spec,
-                ReferenceOps(self.spec, self._weights, self._caches, batch, self._adapters),
+                ReferenceOps(
+                    self.spec,
+                    self._weights,
+                    self._caches,
+                    batch,
+                    self._adapters,
+                    self.config.kv_type,
+                ),
             )
         return collect(plan, hidden, HostRows(logits))
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from verbatim.backend.reference.cache import AttentionCache, ConvCache, GroupCache, StateCache
+from verbatim.backend.reference.kv_types import round_kv
 from verbatim.backend.reference.recurrent import convolve, delta_states, l2_normed, softplus
 from verbatim.backend.step_rows import Batch
 from verbatim.model.adapter import Adapter
@@ -72,9 +73,10 @@ class ReferenceOps:
         caches: tuple[GroupCache, ...],
         batch: Batch,
         adapters: tuple[FloatAdapter, ...] = (),
+        kv_type: str = "f16",
     ) -> None:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
-        self._adapters = adapters
+        self._adapters, self._kv_type = adapters, kv_type
         # adapter -> its rows of this step
         self._adapted = {a: np.flatnonzero(batch.adapters == a) for a in {*batch.adapters} - {-1}}
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
@@ -201,7 +203,10 @@ class ReferenceOps:
         heads = (len(q), kv_heads, -1, head_dim)
         queries, out = q.reshape(heads), np.empty_like(q).reshape(heads)
         if k is not None and v is not None:
-            new = k.reshape(len(k), kv_heads, -1), v.reshape(len(v), kv_heads, -1)
+            new = (
+                round_kv(k.reshape(len(k), kv_heads, -1), self._kv_type),
+                round_kv(v.reshape(len(v), kv_heads, -1), self._kv_type),
+            )
             self._store(new, keys, values, group)
         for s, table in enumerate(batch.tables[group]):
             self._attend_sequence(queries, out, keys, values, s, table, layer)

@@ -156,12 +156,25 @@ function page() {
   if (state.view === "engine") return html`${header()}${messages()}<main class="engine">${engineView()}</main>`;
   return html`${header()}${messages()}<main class="generate">
     <aside class="left" aria-label="parameters" ?hidden=${state.offline}><details class="card params" open><summary>Parameters</summary>${state.offline ? nothing : controls()}</details></aside>
-    <div class="middle">${state.offline ? nothing : composer()}${sequence()}${loopView()}${tree()}${fiveSamplers()}</div>
-    <div class="right">${inspector()}</div></main>`;
+    <div class="middle">${state.offline ? nothing : composer()}${sequence()}${panels.loop}${tree()}${panels.five}</div>
+    ${panels.right}</main>`;
 }
 
-function draw() {
-  render(page(), root);
+// The panels of the chosen step, each rendered by itself: a slider's redraw touches nothing else.
+const panels = Object.fromEntries(["loop", "five", "right"].map((name) => {
+  const node = document.createElement("div");
+  node.className = `panel ${name}`;
+  return [name, node];
+}));
+
+function draw(scope) {
+  if (scope === "all") render(page(), root);
+  if (state.info && state.view === "generate") {
+    render(loopView(), panels.loop);
+    render(fiveSamplers(), panels.five);
+    render(inspector(), panels.right);
+  }
+  if (scope === "step") return;
   const box = document.getElementById("tiles");
   if (box && tiles?.box !== box) tiles = new Tiles(box);
   if (box && state.vocab) tiles.render();

@@ -14,7 +14,7 @@ const GROUPS = {
   Engine: ["speculate", "priority", "adapter", "cache_salt", "logprobs_mode"],
 };
 // The page sets these itself.
-const OWN = { explain: "the Lens", receipt: "the Lens", logprobs: "the Lens", prompt_logprobs: "the Lens" };
+const OWN = { explain: "the Lens", receipt: "the Lens", logprobs: "the Lens", prompt_logprobs: "the Lens", output_prefix: "the Lens" };
 const SLIDERS = {
   temperature: [0, 2, 0.05], top_p: [0.01, 1, 0.01], min_p: [0, 0.5, 0.005], typical_p: [0.01, 1, 0.01],
   top_n_sigma: [0, 5, 0.05], xtc_probability: [0, 1, 0.05], xtc_threshold: [0, 0.5, 0.01],

@@ -9,6 +9,7 @@ import { changed, fail, state } from "./store.js";
 const KEEP = 1500; // steps kept in the page
 const LANES = 6; // requests drawn on the time axis
 const CELLS = 512; // blocks drawn one by one
+const MARKED = 5000; // milliseconds that an evicted block stays marked
 let timer = null, plot = null, last = 0, failures = 0;
 
 export function watch() {
@@ -23,6 +24,7 @@ export async function poll() {
     const report = await get(`/lens/api/engine?after=${last}`);
     const steps = [...(state.engine?.steps ?? []), ...report.steps].slice(-KEEP);
     last = steps.at(-1)?.step ?? 0;
+    report.pools.forEach((pool, i) => markEvicted(pool, state.engine?.pools[i] ?? pool));
     state.engine = { ...report, steps };
     failures = 0;
     if (state.view === "engine") changed();
@@ -31,6 +33,14 @@ export async function poll() {
     if (++failures === 3 && state.view === "engine") fail(error);
   }
   watch();
+}
+
+// pool.marks: block -> when its cached contents were dropped
+function markEvicted(pool, before) {
+  const now = performance.now();
+  const fresh = Math.max(0, Math.min(pool.evictions - before.evictions, pool.evicted.length));
+  pool.marks = new Map([...(before.marks ?? [])].filter(([, when]) => now - when < MARKED));
+  for (const block of pool.evicted.slice(pool.evicted.length - fresh)) pool.marks.set(block, now);
 }
 
 const kindOf = (step) =>
@@ -51,7 +61,7 @@ function timeline(steps) {
       return html`<i class=${kindOf(s)} title=${title} .style=${`block-size:${(8 + (92 * s.seconds) / most).toFixed(1)}%`}>
         ${drafts ? html`<b .style=${`block-size:${((100 * won) / drafts).toFixed(0)}%`}></b>` : nothing}</i>`;
     })}</div>
-    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts (filled: accepted) <i class="others"></i>other keys only <i class="queue"></i>queued</p>${lanes(shown)}`;
+    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts (filled: accepted) <i class="others"></i>other keys only <i class="queue"></i>queued <i class="preempted"></i>preempted</p>${lanes(shown)}`;
 }
 
 // one lane per request: its time in the queue, then its steps
@@ -59,19 +69,22 @@ function lanes(steps) {
   const byRequest = new Map();
   for (const s of steps)
     for (const p of s.parts) {
-      if (!byRequest.has(p.request)) byRequest.set(p.request, { arrival: p.arrival, pieces: [] });
-      const kind = p.drafts ? "draft" : p.kind;
-      byRequest.get(p.request).pieces.push({ from: s.at, to: s.at + s.seconds, kind, title: `${p.tokens} tokens from position ${p.start}, ${seconds(s.seconds)}` });
+      if (!byRequest.has(p.request)) byRequest.set(p.request, { arrival: p.arrival, pieces: [], preemptions: p.preemptions });
+      const kind = p.drafts ? "draft" : p.kind, lane = byRequest.get(p.request), before = lane.pieces.at(-1);
+      if (p.preemptions > lane.preemptions)
+        lane.pieces.push({ from: before.to, to: s.at, kind: "preempted", title: `preempted; computes again from position ${p.start}` });
+      lane.preemptions = p.preemptions;
+      lane.pieces.push({ from: s.at, to: s.at + s.seconds, kind, title: `${p.tokens} tokens from position ${p.start}, ${seconds(s.seconds)}` });
     }
   const shown = [...byRequest].slice(-LANES);
   if (!shown.length) return nothing;
   const zero = Math.min(...shown.map(([, lane]) => lane.arrival));
   const end = Math.max(...shown.map(([, lane]) => lane.pieces.at(-1).to));
   const place = (from, to) => `inset-inline-start:${((100 * (from - zero)) / (end - zero)).toFixed(2)}%;inline-size:${((100 * (to - from)) / (end - zero)).toFixed(2)}%`;
-  return html`<ul class="lanes" aria-label="the last requests of this key">${shown.map(([id, { arrival, pieces }]) => html`<li>
+  return html`<ul class="lanes" aria-label="the last requests of this key">${shown.map(([id, { arrival, pieces, preemptions }]) => html`<li>
       <span>${id.slice(4, 12)}</span><div><i class="queue" title="queued ${seconds(pieces[0].from - arrival)}" .style=${place(arrival, pieces[0].from)}></i>
       ${pieces.slice(-400).map((p) => html`<i class=${p.kind} title=${p.title} .style=${place(p.from, p.to)}></i>`)}</div>
-      <small>queued ${seconds(pieces[0].from - arrival)}</small></li>`)}</ul>`;
+      <small>${preemptions ? `preempted ${preemptions}×` : `queued ${seconds(pieces[0].from - arrival)}`}</small></li>`)}</ul>`;
 }
 
 const NAMES = { o: "own", s: "shared", x: "of other keys", c: "cached", ".": "free" };
@@ -80,14 +93,15 @@ function strip(pool) {
   // runs of equal blocks, so that 4,096 blocks are a few elements
   const runs = [], used = pool.strip.replace(/\.+$/, "").length;
   const shown = pool.strip.slice(0, Math.max(64, Math.ceil(used * 1.5)));
-  for (const letter of shown) {
-    if (shown.length > CELLS && runs.at(-1)?.letter === letter) runs.at(-1).length++;
-    else runs.push({ letter, length: 1 });
+  for (let block = 0; block < shown.length; block++) {
+    const letter = shown[block], gone = pool.marks.has(block), run = runs.at(-1);
+    if (shown.length > CELLS && run?.letter === letter && run.gone === gone) run.length++;
+    else runs.push({ letter, gone, length: 1 });
   }
-  return html`<div class="strip" role="img" aria-label="${pool.own} own, ${pool.shared} shared, ${pool.cached} cached, ${pool.free} free blocks">
-      ${runs.map(({ letter, length }) => html`<i class=${`b-${letter === "." ? "free" : letter}`} title="${length} ${NAMES[letter]}" .style=${`flex-grow:${length}`}></i>`)}</div>
+  return html`<div class="strip" role="img" aria-label="${pool.own} own, ${pool.shared} shared, ${pool.cached} cached, ${pool.free} free, ${pool.marks.size} just evicted blocks">
+      ${runs.map(({ letter, gone, length }) => html`<i class="b-${letter === "." ? "free" : letter} ${gone ? "gone" : ""}" title="${length} ${NAMES[letter]}${gone ? ", evicted from the cache just now" : ""}" .style=${`flex-grow:${length}`}></i>`)}</div>
     <p class="legend"><i class="b-o"></i>own ${count(pool.own)} <i class="b-s"></i>shared ${count(pool.shared)} <i class="b-x"></i>other keys
-      <i class="b-c"></i>cached ${count(pool.cached)} <i class="b-free"></i>free ${count(pool.free)} of ${count(pool.total)} · evicted ${count(pool.evictions)} so far${shown.length < pool.total ? ` · the first ${count(shown.length)} blocks are drawn` : ""}</p>`;
+      <i class="b-c"></i>cached ${count(pool.cached)} <i class="b-free"></i>free ${count(pool.free)} <i class="b-free gone"></i>evicted ${count(pool.evictions)} · ${count(pool.total)} in all${shown.length < pool.total ? ` · the first ${count(shown.length)} blocks are drawn` : ""}</p>`;
 }
 
 function requests(report) {

@@ -8,7 +8,8 @@ export const percent = (p) => {
   return value >= 0.01 ? `${value.toFixed(2)} %` : `${value.toExponential(1)} %`;
 };
 export const number = (x, digits = 3) => (x === null || x === undefined ? "–" : x.toFixed(digits));
-export const count = (n) => n.toLocaleString("en");
+const grouped = new Intl.NumberFormat("en");
+export const count = (n) => grouped.format(n);
 export const seconds = (s) =>
   s >= 1 ? `${s.toFixed(2)} s` : s >= 0.001 ? `${(1000 * s).toFixed(1)} ms` : `${(1e6 * s).toFixed(0)} µs`;
 export const bytes = (n) =>

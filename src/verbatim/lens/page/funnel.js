@@ -110,7 +110,8 @@ export function sideBySide(row, settings) {
   };
   return html`<div class="five">
     ${Object.entries(kinds).map(([name, wanted]) => {
-      const result = sample(row, wanted, row.usedKey ?? row.key);
+      const key = row.usedKey ?? row.key, quick = sample(row.few ?? row, wanted, key);
+      const result = quick.undecided && row.few ? sample(row, wanted, key) : quick;
       const setting = Object.entries(wanted).map(([k, v]) => `${k === "temperature" ? "T" : ""}${v}`).join(" · ");
       return html`<figure data-sampler=${name}>
         <figcaption><b>${name}</b> <span class="setting">${setting}</span></figcaption>

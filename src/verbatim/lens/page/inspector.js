@@ -5,7 +5,7 @@ import { sliderRange } from "./controls.js";
 import { count, number, percent } from "./format.js";
 import { draw, logprobOf, settingsOf, sideBySide, stages } from "./funnel.js";
 import { noiseKey } from "./noise.js";
-import { branchFrom, branchWith, extend, isStructured, rowOf, rowKey } from "./run.js";
+import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
 import { sample } from "./sampler.js";
 import { changed, current, select, selectedToken, state } from "./store.js";
 import { play } from "./tiles.js";
@@ -23,7 +23,7 @@ function whatIf(name, value) {
   const own = name === "seed" ? params.seed : ownOf(params)[name];
   if (value === own || Number.isNaN(value)) delete state.whatIf[name];
   else state.whatIf[name] = value;
-  changed();
+  changed("step");
 }
 
 const isRunning = (branch) => branch.status === "running" || branch.status === "waiting";
@@ -70,18 +70,19 @@ export function computeStep(branch, index) {
 
 function loop(branch, index, step) {
   const token = branch.tokens[index], { record } = token;
-  const before = [...branch.promptIds, ...branch.tokens.slice(0, index).map((t) => t.id)];
+  const length = branch.promptIds.length + index;
+  const tail = [...branch.promptIds.slice(-6), ...branch.tokens.slice(Math.max(0, index - 6), index).map((t) => t.id)].slice(-6);
   const top = record?.top.slice(0, 5) ?? [];
   const low = Math.min(...top.map((c) => c.logit)) - 1, high = Math.max(...top.map((c) => c.logit));
   const drawn = (step && !step.result.greedy ? step.result.kept : top).filter((c) => c.noise !== null).slice(0, 5);
   const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`inline-size:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
   return html`<ol class="loop" aria-label="the loop of this token">
-    <li><h4>context</h4><div class="tail">${before.slice(-6).map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(before.length)} tokens</small></li>
+    <li><h4>context</h4><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
     <li><h4>logits</h4>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
     <li><h4>softmax</h4>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
     <li><h4>sample</h4>${drawn.map((c) => mini(Math.max(0, Math.min(1, 1 + c.score / 12)), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
       <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
-    <li class="append"><h4>append</h4><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? before.length}</small></li>
+    <li class="append"><h4>append</h4><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
   </ol>`;
 }
 
@@ -91,16 +92,15 @@ function candidates(branch, index, step) {
     ? [...step.row.data.top.map(([id, raw]) => ({ id, logprob: logprobOf(step.row, raw) })),
        ...step.row.data.cut.map(([id, raw, by]) => ({ id, by, logprob: logprobOf(step.row, raw) }))].sort((a, b) => b.logprob - a.logprob)
     : (token.record?.top ?? []);
-  const structured = isStructured(token.segment.params);
   return html`<table class="candidates"><caption class="quiet">The most likely tokens; a button continues from one of them</caption>
     <tbody>${known.slice(0, listed).map((c, rank) => {
-      const p = Math.exp(c.logprob), taken = c.id === token.id;
+      const p = Math.exp(c.logprob), taken = c.id === token.id, by = c.by ?? (c.processed === null ? "cut" : "");
       return html`<tr class=${taken ? "drawn" : ""} data-id=${c.id}>
         <td class="rank">${rank + 1}</td>
         <td class="word"><q>${state.vocab.show(c.id)}</q><small>${c.id}${state.bytes ? ` · ${state.vocab.hex(c.id)}` : ""}</small></td>
         <td class="meter"><i .style=${`inline-size:${(100 * p).toFixed(2)}%`}></i></td>
         <td class="p" data-logprob=${c.logprob}>${percent(p)}</td>
-        <td>${c.by ? html`<span class="tag">${c.by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline || structured ? nothing
+        <td>${by ? html`<span class="tag">${by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline ? nothing
           : html`<button class="small" aria-label="branch from ${state.vocab.show(c.id)}" @click=${() => branchFrom(branch, index, c.id)}>branch</button>`}</td></tr>`;
     })}</tbody></table>
     <p class="row">${known.length > listed ? html`<button class="link" @click=${() => { listed += 52; changed(); }}>Show more of ${known.length}</button>` : nothing}
@@ -131,7 +131,7 @@ function sliders(branch, index, step) {
     </div>
     <p class="row"><strong id="outcome" role="status" data-token=${result.undecided ? "" : result.token}>${outcome}</strong>
       ${changes && !state.offline ? html`<button @click=${fork}>Branch here with these settings</button>
-        <button class="link" @click=${() => { state.whatIf = {}; changed(); }}>Reset</button>` : nothing}</p>
+        <button class="link" @click=${() => { state.whatIf = {}; changed("step"); }}>Reset</button>` : nothing}</p>
     ${JSON.stringify(settings) === JSON.stringify(own) && !changes && !result.undecided && !token.forced && token.record?.token !== result.token
       ? html`<p class="alarm">The page draws ${state.vocab.quoted(result.token)} where the server drew ${state.vocab.quoted(token.id)}. Please report this.</p>` : nothing}
   </section>`;

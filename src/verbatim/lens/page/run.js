@@ -2,18 +2,16 @@
 // /v1/completions with token ids, so the page always knows the ids that the model reads.
 //
 // Noise is a function of (seed, position, id). A branch therefore sends prompt + tokens so far as
-// its prompt, and everything it does not change is drawn as before.
+// its prompt, and everything it does not change is drawn as before. `output_prefix` says how many of
+// these are output: grammar, penalties and min_tokens continue.
 
 import { post, stream } from "./api.js";
 import { Row } from "./sampler.js";
 import {
-  announce, changed, current, fail, newBranch, newId, remember, show, state,
+  announce, changed, current, fail, newBranch, newId, remember, show, state, undo,
 } from "./store.js";
 
 export const LENS = { max_tokens: 200 }; // chosen by the page where the server's default is 16
-const STRUCTURE = ["json_schema", "regex", "grammar", "choice"];
-
-export const isStructured = (params) => STRUCTURE.some((name) => params[name] !== undefined);
 
 export function messages() {
   const all = state.system ? [{ role: "system", content: state.system }] : [];
@@ -70,7 +68,8 @@ function inForce(given) {
 // Continue `branches` (one per choice, equal so far) with one request.
 export async function generate(branches, params) {
   const [first] = branches;
-  const given = { ...LENS, ...params };
+  const written = (params.num_beams ?? 1) > 1 ? 0 : first.tokens.length;
+  const given = { ...LENS, ...params, output_prefix: written || undefined };
   const ids = [...first.promptIds, ...first.tokens.map((token) => token.id)];
   const segment = { id: newId(), promptIds: ids, params: inForce(given), from: first.tokens.length };
   const stop = new AbortController();
@@ -96,7 +95,7 @@ export async function generate(branches, params) {
     announce(`${first.tokens.length} tokens`);
   } catch (error) {
     for (const branch of branches) branch.status = stop.signal.aborted ? "stopped" : "error";
-    first.error = error.message;
+    first.error = error;
     fail(error);
   } finally {
     for (const branch of branches) branch.ended = performance.now();
@@ -166,12 +165,21 @@ function fork(parent, index, tokens, label) {
 export async function branchFrom(parent, index, id) {
   const before = parent.tokens[index];
   const { segment } = before;
-  if (isStructured(segment.params))
-    return fail({ message: "A branch would restart the structure: its grammar counts from the first output token. Send the request without it to branch.", param: null, status: 400 });
   const forced = { ...before, id, record: recordOf(before.record, id), forced: true };
   const branch = fork(parent, index, [...parent.tokens.slice(0, index), forced], state.vocab.quoted(id));
   const { n, best_of, ...params } = segment.params;
   await generate([branch], params);
+  if (branch.error?.param === "output_prefix") outsideGrammar(branch);
+}
+
+// The grammar allows no token after the chosen one, or not even that one: say so.
+function outsideGrammar(branch) {
+  const message = branch.error.message.replace(/^output_prefix:? */, "");
+  const complete = message.includes("is complete");
+  if (complete) Object.assign(branch, { status: "done", finish: "stop", error: null });
+  else if (state.current === branch.id) undo();
+  state.trouble = complete ? null : { message: `No branch there: ${message}.`, param: null };
+  changed();
 }
 
 // Draw the token at `index` and everything after it under other settings.

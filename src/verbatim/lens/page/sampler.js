@@ -33,6 +33,7 @@ export class Row {
 
   // the same logits at another position, which has other noise
   at(position) {
+    this.few?.at(position);
     this.position = position;
     this._noise = null;
     return this;
@@ -40,6 +41,8 @@ export class Row {
 
   // every live logit, from base64
   fill(text, type) {
+    // draws of `few` are cheap, where it can decide them
+    if (this.tail) this.few = Object.assign(Object.create(Row.prototype), this, { _noise: null });
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
     const all = Float64Array.from(
       type === "f4" ? new Float32Array(bytes.buffer) : new Float64Array(bytes.buffer),
@@ -133,6 +136,13 @@ class Live {
   dropTail() {
     this.tail = this._totals = null;
   }
+}
+
+// A redraw samples a row several times at one temperature: compute their common part once.
+function liveAt(row, temperature) {
+  const known = row._live;
+  if (known?.temperature !== temperature || known.tail !== row.tail) (row._live = new Live(row, temperature)).totals();
+  return Object.assign(Object.create(Live.prototype), row._live);
 }
 
 // Dividing by the temperature may make two logits equal; a tie goes to the lower id.
@@ -248,7 +258,7 @@ export function sample(row, settings, key = row.key) {
       left: 1,
     };
   }
-  const live = new Live(row, wanted.temperature);
+  const live = liveAt(row, wanted.temperature);
   const middle = ([low, up]) => (Number(low) + Number(up)) / 2;
   const whole = middle(live.totals());
   const base = live.best;

@@ -27,17 +27,20 @@ export const state = {
 };
 
 const listeners = [];
-let scheduled = false;
+let scheduled = "";
 
 export const onChange = (listener) => listeners.push(listener);
 
-// Redraw once per frame, however many changes there were.
-export function changed() {
-  if (scheduled) return;
-  scheduled = true;
+// Redraw once per frame, however many changes there were. "step": only the panels of the chosen
+// step, which a slider changes; their cost does not depend on the length of the text.
+export function changed(scope = "all") {
+  const waiting = scheduled !== "";
+  if (!waiting || scope === "all") scheduled = scope;
+  if (waiting) return;
   requestAnimationFrame(() => {
-    scheduled = false;
-    for (const listener of listeners) listener();
+    const drawn = scheduled;
+    scheduled = "";
+    for (const listener of listeners) listener(drawn);
   });
 }
 

@@ -147,7 +147,9 @@ def _result(block: dict[str, Any]) -> str:
 
 def as_chat(body: dict[str, Any]) -> dict[str, Any]:
     chat: dict[str, Any] = {
-        name: body[name] for name in ("temperature", "top_k", "top_p", "max_tokens") if name in body
+        name: body[name]
+        for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")
+        if name in body
     }
     chat["messages"] = chat_messages(body)
     if body["messages"][-1]["role"] == "assistant":
@@ -285,8 +287,10 @@ class MessagesReply:
         return Json({**made, **self.extension_fields()})
 
     async def events(self) -> AsyncIterator[bytes]:
-        blank = {
-            "input_tokens": 0,
+        known = {
+            # What the prefix cache holds of it is known at the end: message_delta counts it apart.
+            # 0: the request still queues, so that its prompt is not tokenised yet.
+            "input_tokens": sum(run.prompt_tokens for run in self.call.runs),
             "output_tokens": 0,
             "cache_read_input_tokens": 0,
             "cache_creation_input_tokens": 0,
@@ -296,7 +300,7 @@ class MessagesReply:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": blank,
+            "usage": known,
         }
         yield sse({"type": "message_start", "message": start}, "message_start")
         parser, finish, blocks = self.ask.parser(), None, BlockEvents()

@@ -87,6 +87,13 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "temperature": ("options",),
     "stop": ("stop_sequences", "options"),
     "response_format": ("text", "output_config", "format", "json_schema"),
+    "guided_json": ("json_schema", "output_config", "format"),
+    "guided_regex": ("regex",),
+    "guided_choice": ("choice",),
+    "guided_grammar": ("grammar",),
+    "structured_outputs": ("output_config", "format"),
+    "use_beam_search": ("num_beams",),
+    "lora_request": ("adapter",),
 }
 
 # --------------------------------------------------------------------------------- queries

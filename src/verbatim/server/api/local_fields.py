@@ -40,8 +40,8 @@ OLLAMA_OPTIONS = (
 KEEP_ALIVE = Rule(
     "label",
     "seconds, or a duration such as 5m; a model stays loaded until the server ends or needs its "
-    "memory, so a duration has no effect; 0 without a prompt unloads one of several models and is "
-    "refused for the only one",
+    "memory, so a duration has no effect, and the answer has a warning; 0 without a prompt unloads "
+    "one of several models and is refused for the only one",
     ollama_schemas.KeepAlive,
 )
 _OLLAMA: dict[str, Rule] = {

@@ -2,8 +2,8 @@
 
 In: a checked Ollama request, translated into OpenAI chat fields. Out: Ollama's JSON objects, one
 per line when streamed. Sampling defaults are the model's, else Ollama's documented ones
-(base/defaults.py). Machine options (num_gpu, num_thread, ...) cannot change a token here: they are
-accepted, and the answer has a warning that they have no effect.
+(base/defaults.py). Machine options (num_gpu, num_thread, ...) and a duration as keep_alive cannot
+change a token here: they are accepted, and the answer has a warning that they have no effect.
 """
 
 from __future__ import annotations
@@ -41,6 +41,11 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "messages.reasoning_content": "thinking",
     "reasoning_effort": "think",
 }
+
+KEEP_ALIVE_IGNORED = (
+    "keep_alive: has no effect; a model stays loaded until the server ends or needs its memory"
+    " (--model-idle-seconds)"
+)
 
 
 def sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -107,16 +112,17 @@ def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def warnings_of(body: dict[str, Any]) -> list[str]:
     """What the request asks for and does not change anything here."""
     options = body.get("options") or {}
-    return [
+    ignored = [
         f"options.{name}: has no effect; {OLLAMA_MACHINE_OPTIONS[name]}"
         for name in options
         if name in OLLAMA_MACHINE_OPTIONS
     ]
+    return [*ignored, KEEP_ALIVE_IGNORED] if "keep_alive" in body else ignored
 
 
 async def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
     """The answer to a request without a prompt, by which clients load or unload a model."""
-    reason = "load"
+    reason, warnings = "load", warnings_of(body)
     if is_zero(body.get("keep_alive")):
         if call.state.pool is None:
             raise Problem(
@@ -134,7 +140,9 @@ async def load_only(call: RequestContext, body: dict[str, Any], model: str, empt
         if not await call.state.pool.unload(model):
             raise Problem("overloaded", "the model is in use; it is not unloaded", retry_after=2)
         reason = "unload"
-    return Json({**_head(model), **empty, "done": True, "done_reason": reason})
+        warnings.remove(KEEP_ALIVE_IGNORED)
+    more = {"warnings": warnings} if warnings else {}
+    return Json({**_head(model), **empty, "done": True, "done_reason": reason, **more})
 
 
 class OllamaReply:

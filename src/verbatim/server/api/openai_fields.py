@@ -348,6 +348,7 @@ MESSAGES: dict[str, Rule] = {
     "service_tier": Rule(
         "refused", "there is one tier", schemas.Text, only=("auto", "standard_only")
     ),
+    "seed": SEED,
     "stop_sequences": Rule("honoured", FIELDS["stop"].help, list[schemas.Text]),
     "stream": STREAM,
     "system": Rule(

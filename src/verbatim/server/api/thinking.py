@@ -30,7 +30,8 @@ def thinking_variables(
     for name, value in made.items():
         if given.get(name, value) != value:
             field = f"chat_template_kwargs.{name}"
-            raise Problem("invalid_parameter", f"{field}: contradicts the request's switch", field)
+            message = f"{field}: contradicts reasoning_effort or think; send one of them"
+            raise Problem("invalid_parameter", message, field)
     return made
 
 

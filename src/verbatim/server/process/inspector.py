@@ -142,8 +142,8 @@ class Inspector:
         spec = DrawSpec(
             params,
             noise_key(request.seed, choice),
-            len(prompt),
-            withheld=self._withheld(params, len(output)),
+            len(prompt) - params.output_prefix,
+            withheld=self._withheld(params, params.output_prefix + len(output)),
             breakers=request.breakers,
         )
         known = (*prompt, *output)
@@ -184,9 +184,9 @@ class Inspector:
 
 def mask_after(request: Request, output: list[int]) -> bytes | None:
     """The grammar's mask after `output`; None without a grammar."""
-    if request.structure is None:
+    matcher = request.grammar_matcher()
+    if matcher is None:
         return None
-    matcher = request.structure.start()
     for token in output:
         mask = matcher.mask() if not matcher.finished else b""
         if not (token // 8 < len(mask) and mask[token // 8] >> (token % 8) & 1):
@@ -299,6 +299,7 @@ def engine_report(core: EngineCore, tenant: str, after: int) -> dict[str, Any]:
                 "own": len(blocks),
                 "shared": sum(count > 1 for count in pool.refs),
                 "evictions": pool.evictions,
+                "evicted": list(pool.evicted),
                 "strip": strip_of(pool, blocks),
             }
         )

@@ -111,12 +111,19 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
 class PyEngine {
   public:
     PyEngine(const std::string& isa, int threads, int vocab, int hidden, int heads, int kv_heads,
-             int head_dim, const std::string& activation, bool layer_norm, float eps, bool q8)
+             int head_dim, const std::string& activation, bool layer_norm, float eps,
+             const std::string& kv_type)
         : engine_(select_isa(isa), threads,
                   Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps},
-                  q8) {
+                  kv(kv_type)) {
         if (heads % kv_heads || heads / kv_heads > MAX_QUERIES || head_dim > 1024)
             throw std::invalid_argument("no kernel for this number or size of attention heads");
+    }
+    static KvType kv(const std::string& n) {
+        if (n == "f16") return KV_F16;
+        if (n == "q8") return KV_Q8;
+        if (n == "fp8") return KV_FP8;
+        throw std::invalid_argument("no kernel for a KV cache of type " + n);
     }
     static int act(const std::string& n) {
         if (n == "silu") return A_SILU;
@@ -322,7 +329,7 @@ nb::object product(const std::string& isa, const std::string& type, Bytes data, 
                    nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x) {
     const Kernels& k = select_isa(isa);
     int rows = (int)x.shape(0), width = (int)x.shape(1);
-    Engine e(k, 1, Shape{16, 16, 1, 1, 16, A_SILU, false, 1e-5f}, false);
+    Engine e(k, 1, Shape{16, 16, 1, 1, 16, A_SILU, false, 1e-5f}, KV_F16);
     const Packed& w = e.matrix(e.add_matrix(type, data.data(), (int64_t)data.size(), n, width, 0));
     int nb32 = width / 32;
     size_t blocks = (size_t)(rows + ROW_GROUP) * nb32 + 16;
@@ -386,10 +393,10 @@ NB_MODULE(_native, m) {
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
         .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool,
-                      float, bool>(),
+                      float, const std::string&>(),
              nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"),
-             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("q8"))
+             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"))
         .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"),
              nb::arg("k"), nb::arg("group") = 0)
         .def("vector", &PyEngine::vector)

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "e4m3.h"
 #include "engine.h"
 
 namespace verbatim {
@@ -80,12 +81,14 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int 
     t.last = (int)((to - base + BLOCK - 1) / BLOCK);
     for (int b = t.first; b < t.last; b++) {
         const uint8_t* c = kv_slice(op.layer, seq.blocks[group][base / BLOCK + b], item.kv);
-        size_t value_bytes = q8_ ? 1 : 2;
+        size_t value_bytes = kv_type_ == KV_F16 ? 2 : 1;
         t.k[b] = c;
         t.v[b] = c + (size_t)head_dim * BLOCK * value_bytes;
-        if (q8_) {
+        if (kv_type_ == KV_Q8) {
             t.kscale[b] = (const float*)(c + (size_t)(head_dim + vdim) * BLOCK);
             t.vscale[b] = t.kscale[b] + BLOCK;
+        } else if (kv_type_ == KV_FP8) {
+            t.kscale[b] = t.vscale[b] = E4M3_SCALES;
         }
     }
     const float* q = (const float*)buffers_[op.src]->f.data();
@@ -145,7 +148,7 @@ void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
     AttendTile t;
     t.head_dim = groups_[group].head_dim;
     t.vdim = vdim;
-    t.q8 = q8_;
+    t.kv_type = kv_type_;
     t.scale = op.scale;
     t.softcap = op.softcap;
     t.scores = (float*)w.scores.data();

@@ -64,8 +64,8 @@ static Pages quant_pages(int64_t rows, int width, QRows& q) {
     return p;
 }
 
-Engine::Engine(const Kernels& k, int threads, const Shape& s, bool q8)
-    : shape(s), kernels(k), q8_(q8), pool_(threads) {
+Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type)
+    : shape(s), kernels(k), kv_type_(kv_type), pool_(threads) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
     zeros_.assign(vdim_, 0.0f);
     for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());
@@ -141,7 +141,9 @@ void Engine::add_group(int window, const std::vector<int>& layers, GroupKind kin
     const int dim = groups_.back().head_dim = head_dim ? head_dim : shape.head_dim;
     const int vdim = groups_.back().vdim = (dim + 15) / 16 * 16;
     const size_t values = (size_t)BLOCK * (dim + vdim);
-    groups_.back().slice_bytes = align64(q8_ ? values + 2 * BLOCK * 4 : values * 2);
+    groups_.back().slice_bytes = align64(kv_type_ == KV_F16  ? values * 2
+                                         : kv_type_ == KV_Q8 ? values + 2 * BLOCK * 4
+                                                             : values);
     vdim_ = std::max(vdim_, vdim);
     zeros_.assign(vdim_, 0.0f);
     if (kind != G_ATTENTION) {

@@ -175,7 +175,7 @@ struct Buffer {
 
 class Engine : ThreadPool::Job {
   public:
-    Engine(const Kernels& k, int threads, const Shape& shape, bool q8);
+    Engine(const Kernels& k, int threads, const Shape& shape, KvType kv_type);
 
     int add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
                    int64_t k, int group);
@@ -339,7 +339,7 @@ class Engine : ThreadPool::Job {
     // Positions per sequence: the index limit, or the size of a learned position embedding.
     int64_t max_positions_ = ((int64_t)1 << 24) - 1;
     int logits_buffer_ = -1, hidden_buffer_ = -1;
-    bool q8_;
+    KvType kv_type_;
     int vdim_;  // the largest Group::vdim
     std::vector<std::vector<AttendItem>> attend_items_;  // per cache group
     std::vector<std::vector<QueryGroup>> query_groups_;

@@ -104,15 +104,18 @@ constexpr int MAX_QUERIES = 64;     // query vectors per attention call, at most
 constexpr int TARGET_QUERIES = 48;  // query vectors per call that plan_attention aims for
 constexpr int MM_ROWS = 64;         // rows per call of mm, at most
 
+// Element types of the KV cache. fp8 is e4m3 without a scale.
+enum KvType : int { KV_F16, KV_Q8, KV_FP8 };
+
 // One attention tile: nq query vectors that share a KV head.
 struct AttendTile {
     int head_dim, vdim;                 // vdim: head_dim rounded up to 16, the row stride of V
     int first, last;                    // blocks with visible positions, [first, last) in the tile
-    const void* k[TILE / BLOCK];        // [head_dim][16], f16 or (q8) int8
-    const void* v[TILE / BLOCK];        // [16][vdim], f16 or (q8) int8
-    const float* kscale[TILE / BLOCK];  // q8 only: one scale per position
+    const void* k[TILE / BLOCK];        // [head_dim][16], f16 or (q8, fp8) bytes
+    const void* v[TILE / BLOCK];        // [16][vdim], f16 or (q8, fp8) bytes
+    const float* kscale[TILE / BLOCK];  // q8: one scale per position; fp8: constants
     const float* vscale[TILE / BLOCK];
-    bool q8;
+    KvType kv_type;
     int nq;
     const float* q[MAX_QUERIES];           // head_dim floats each
     int lo[MAX_QUERIES], hi[MAX_QUERIES];  // visible positions [lo, hi) in the tile

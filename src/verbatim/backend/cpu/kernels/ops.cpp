@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "e4m3.h"
 #include "engine.h"
 
 namespace verbatim {
@@ -158,16 +159,15 @@ void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, floa
         int64_t pos = step.positions[row];
         int slot = (int)(pos % BLOCK);
         uint8_t* c = kv_slice(op.layer, seq.blocks[layer_group_[op.layer]][pos / BLOCK], head);
-        if (q8_) {
-            float* scales = (float*)(c + (size_t)(hd + vdim) * BLOCK);
-            int8_t h[1024];
-            if (part == 2)
-                kernels.store_q8(x, hd, (int8_t*)c + (size_t)hd * BLOCK + (size_t)slot * vdim,
-                                 scales + BLOCK + slot);
-            else {
-                kernels.store_q8(x, hd, h, scales + slot);
-                for (int d = 0; d < hd; d++) ((int8_t*)c)[d * BLOCK + slot] = h[d];
-            }
+        if (kv_type_ != KV_F16) {
+            uint8_t h[1024];
+            uint8_t* to = part == 2 ? c + (size_t)hd * BLOCK + (size_t)slot * vdim : h;
+            if (kv_type_ == KV_Q8) {
+                float* scales = (float*)(c + (size_t)(hd + vdim) * BLOCK);
+                kernels.store_q8(x, hd, (int8_t*)to, scales + (part == 2 ? BLOCK : 0) + slot);
+            } else store_e4m3(x, hd, to);
+            if (part == 1)
+                for (int d = 0; d < hd; d++) c[d * BLOCK + slot] = h[d];
         } else {
             uint16_t h[1024];
             if (part == 2)

@@ -129,11 +129,11 @@ uint64_t product(const Kernels& k, const Format& t, Noise noise) {
 
 // A synthetic model of 2 layers (the second with a sliding window), prefilled in chunks; the digest
 // covers the logits of every position.
-uint64_t model(const Kernels& k, const Format& t, int threads, bool q8, std::vector<int> chunks,
-               int head_dim) {
+uint64_t model(const Kernels& k, const Format& t, int threads, KvType kv_type,
+               std::vector<int> chunks, int head_dim) {
     Noise noise{77};
     int hidden = 256, heads = 6, kv = 2, inner = 512, vocab = 100, width = heads * head_dim;
-    Engine e(k, threads, Shape{vocab, hidden, heads, kv, head_dim, A_SILU, false, 1e-5f}, q8);
+    Engine e(k, threads, Shape{vocab, hidden, heads, kv, head_dim, A_SILU, false, 1e-5f}, kv_type);
     e.add_group(0, {0}, G_ATTENTION, 0);
     e.add_group(45, {1}, G_ATTENTION, 0);
     auto mat = [&](int rows, int cols, int group) {
@@ -300,11 +300,14 @@ std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int thre
     out.emplace_back("gates", gates(k, Noise{3}));
     for (int t : {0, 1, 3, 4, 7, 9, 11})
         out.emplace_back(std::string("model ") + FORMATS[t].name,
-                         model(k, FORMATS[t], threads, false, {130, 1, 1, 60, 8}, 32));
+                         model(k, FORMATS[t], threads, KV_F16, {130, 1, 1, 60, 8}, 32));
     out.emplace_back("model q4_1 other pieces",
-                     model(k, FORMATS[4], threads, false, {3, 128, 17, 50, 2}, 32));
-    out.emplace_back("model q8 cache", model(k, FORMATS[7], threads, true, {130, 1, 1, 60, 8}, 32));
-    out.emplace_back("model heads of 24", model(k, FORMATS[7], threads, false, {150, 5}, 24));
+                     model(k, FORMATS[4], threads, KV_F16, {3, 128, 17, 50, 2}, 32));
+    out.emplace_back("model q8 cache",
+                     model(k, FORMATS[7], threads, KV_Q8, {130, 1, 1, 60, 8}, 32));
+    out.emplace_back("model fp8 cache",
+                     model(k, FORMATS[7], threads, KV_FP8, {130, 1, 1, 60, 8}, 32));
+    out.emplace_back("model heads of 24", model(k, FORMATS[7], threads, KV_F16, {150, 5}, 24));
     return out;
 }
 

@@ -1,0 +1,173 @@
+"""What `verbatim bench` prints and draws: the limits of the machine, a row per size beside its
+limit, the JSON summary, and the plot.
+
+In: measured rows (bench/measure.py), the limits and the model's cost card (observe/roofline.py).
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Any
+
+from verbatim.cli.terminal import note
+
+if TYPE_CHECKING:
+    from verbatim.bench.measure import Row
+    from verbatim.bench.rivals.client import Rival
+    from verbatim.engine.llm import LLM
+    from verbatim.observe.roofline import CostCard, Limits
+
+WHY_ABOVE = (
+    "the machine was slower while its limits were measured, or part of the model stayed in a"
+    " CPU cache; the limits are not exact here"
+)
+
+
+def print_limits(llm: LLM, quick: bool) -> tuple[Limits, CostCard]:
+    from verbatim.observe.roofline import (
+        cost_card,
+        forget_buffers,
+        measure_limits,
+        native_probes,
+        save_limits,
+    )
+    from verbatim.weights.catalog import cache_dir
+
+    info = llm.parts.backend.info
+    read, ops = native_probes()
+    limits = measure_limits(
+        info.threads, native_read=read, native_ops=ops, repeats=3 if quick else 7
+    )
+    forget_buffers()
+    card = cost_card(llm.parts.backend.spec, info)
+    try:
+        save_limits(cache_dir(), limits)
+    except OSError as error:
+        note(f"warning: the limits could not be saved: {error.strerror}")
+    one = (
+        f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
+        if limits.one_thread_bytes and info.threads > 1
+        else ""
+    )
+    peak = (
+        f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
+        if limits.int8_ops
+        else "integer peak not measured (no native kernels)"
+    )
+    print(
+        f"machine   {platform.system()} {platform.machine()}, {info.threads} threads: "
+        f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
+    )
+    print(f"engine    {info.name} {info.detail}")
+    print(
+        f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB of weights read per token, "
+        f"{card.kv_token_bytes / 1e3:.1f} kB of KV cache per token, "
+        f"{card.ops_token / 1e9:.3f} GOP per token ({card.prompt_ops_token / 1e9:.3f} in prefill)"
+    )
+    prompt = card.prefill_ceiling(limits, 1)
+    print(
+        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens per second, decode of one sequence"
+        + (f"; {prompt:.0f} tokens per second, prefill" if prompt else "")
+    )
+    return limits, card
+
+
+def print_header(rival: Rival | None) -> None:
+    theirs = f"   {rival.name + ' ' + rival.version:>18} {'ratio':>7}" if rival else ""
+    print(f"\n{'':16} {'tokens/s':>10} {'limit':>8} {'share':>6}{theirs}")
+
+
+def print_row(row: Row, card: CostCard, limits: Limits, rival: Rival | None) -> None:
+    rate = row.rate("verbatim")
+    ceiling = ceiling_of(row, card, limits)
+    share = f"{ceiling:8.0f} {rate / ceiling:6.0%}" if ceiling else f"{'-':>8} {'-':>6}"
+    theirs = f"   {row.rate(rival.name):18.1f} {rate / row.rate(rival.name):6.2f}x" if rival else ""
+    print(f"{label(row):16} {rate:10.1f} {share}{theirs}", flush=True)
+
+
+def label(row: Row) -> str:
+    return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[
+        row.job.kind
+    ] + f" {row.job.size}"
+
+
+def ceiling_of(row: Row, card: CostCard, limits: Limits) -> float | None:
+    match row.job.kind:
+        case "prefill":
+            return card.prefill_ceiling(limits, row.job.size)
+        case "decode":
+            return card.decode_ceiling(limits, row.job.size)
+    return card.decode_ceiling(limits, 32, row.job.size)
+
+
+def summary(
+    llm: LLM, limits: Limits, card: CostCard, rows: list[Row], rival: Rival | None
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    info = llm.parts.backend.info
+    measured = []
+    for row in rows:
+        entry: dict[str, Any] = {
+            "kind": row.job.kind,
+            "size": row.job.size,
+            "rate": row.rate("verbatim"),
+        }
+        entry["ceiling"] = ceiling_of(row, card, limits)
+        entry["seconds"] = row.seconds["verbatim"]
+        if rival:
+            entry["rival_rate"], entry["rival_seconds"] = (
+                row.rate(rival.name),
+                row.seconds[rival.name],
+            )
+        measured.append(entry)
+    return {
+        "model": llm.parts.name,
+        "fingerprint": llm.fingerprint,
+        "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
+        "limits": asdict(limits),
+        "card": asdict(card),
+        "rival": {"name": rival.name, "version": rival.version, "file": rival.file}
+        if rival
+        else None,
+        "rows": measured,
+    }
+
+
+def plot_rows(
+    path: str, rows: list[Row], card: CostCard, limits: Limits, rival: Rival | None
+) -> None:
+    from verbatim.observe.plot import Chart, Line, draw
+
+    charts = []
+    for kind, title, label in (
+        ("decode", "one sequence", "context, tokens"),
+        ("batch", "several sequences", "sequences"),
+        ("prefill", "prompt", "prompt tokens"),
+    ):
+        chosen = [row for row in rows if row.job.kind == kind]
+        if not chosen:
+            continue
+        names = ["verbatim", *([rival.name] if rival else [])]
+        lines = [
+            Line(name, tuple((row.job.size, row.rate(name)) for row in chosen)) for name in names
+        ]
+        roof = [(row.job.size, ceiling_of(row, card, limits)) for row in chosen]
+        if all(y for _, y in roof):
+            lines.append(
+                Line(
+                    "limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True
+                )
+            )
+        charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
+    draw(charts, path)
+
+
+def above_limit(rows: list[Row], card: CostCard, limits: Limits) -> str:
+    """Labels of the rows above their limit."""
+    over = [
+        row
+        for row in rows
+        if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling
+    ]
+    return ", ".join(label(row) for row in over)
