@@ -203,6 +203,35 @@ TINY_CONFIGS |= {
     "qwen35": {"model_type": "qwen3_5_text", **_BASE, **_DELTA},
     "qwen35moe": {"model_type": "qwen3_5_moe_text", **_BASE, **_DELTA_MOE},
 }
+_GEMMA4: dict[str, Any] = {
+    **{key: value for key, value in _BASE.items() if key != "rope_theta"},
+    "model_type": "gemma4_text",
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 12,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_hidden_layers": 4,
+    "hidden_size_per_layer_input": 0,
+}
+TINY_CONFIGS |= {
+    "gemma4": {
+        **_GEMMA4,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": 260,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "final_logit_softcapping": 30.0,
+    },
+    "gemma4moe": {
+        **_GEMMA4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+}
 RECURRENT_FAMILIES = ("lfm2", "lfm2moe", "qwen3next", "qwen35", "qwen35moe")
 NEWER_FAMILIES = tuple(
     family
@@ -268,9 +297,11 @@ def _values(
         return values * np.float32(0.7)
     if name.endswith("delta.norm"):
         return np.float32(1.0) + values * np.float32(0.1)
+    if name.endswith("moe.scales") or shape == (1,):  # factors of experts and of layers
+        return np.float32(1.0) + values * np.float32(0.1)
     if "norm" in name:
         return np.float32(1.0 - offset) + values * np.float32(0.1)
-    if name in ("embed", "positions"):
+    if name in ("embed", "positions", "layer_inputs.embed"):
         # A tied head with large embeddings would only repeat its input.
         return values * np.float32(0.25 if tied else 0.7)
     # Attention and routing far from uniform.

@@ -103,6 +103,12 @@ SMALL: dict[str, dict[str, object]] = {
     "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
     "qwen3next": _DELTA,
     "qwen35": _DELTA,
+    "gemma4": {"sliding_window": 5},
+    "gemma4moe": {
+        "num_hidden_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 5,
+    },
     "gpt2": {"n_layer": 1},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 5, "sliding_window_pattern": 2},
     "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
@@ -152,6 +158,7 @@ def difference(model: Model, tokens: list[int]) -> float:
 OWN_OPERATIONS = (
     *("llama", "gpt2", "gemma2", "gemma3", "qwen3moe", "granite", "olmo2", "hunyuan-dense"),
     *("ministral3", "cohere2", "arcee", "glm4_moe", "gpt_oss", "lfm2", "qwen3next", "qwen35"),
+    *("gemma4", "gemma4moe"),
 )
 
 
@@ -251,6 +258,28 @@ def test_attention_over_several_spans_is_right_and_keeps_its_bits(
     run(backend, [seq], [33])
     monkeypatch.setattr(kernels, "ATTENTION_BUFFER", 1)  # one program merges the spans
     run(backend, [seq], [2])
+    assert same_bits(expected, seq)
+
+
+def test_wide_heads_have_shorter_spans_and_keep_their_bits(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 4: heads of 256 and 512 on a GPU; under the interpreter of 8 and 16, of which the
+    larger count as wide. One prompt, against chunks whose spans several programs reduce."""
+    sizes = {"head_dim": 256, "global_head_dim": 512}
+    count = 300
+    if device.type == "cpu":
+        sizes, count = {}, 20
+        monkeypatch.setattr(kernels, "SPAN", 32)
+        monkeypatch.setattr(kernels, "WIDE_HEAD", 8)
+        monkeypatch.setattr(kernels, "WIDE_SPAN", 16)
+    tokens = np.random.default_rng(4).integers(0, 260, count).tolist()
+    backend, expected = run_checked(small("gemma4moe", **sizes), tokens)
+    seq = Blocks(backend.spec, backend.block_size, 7).allocate(0, tokens)
+    run(backend, [seq], [count - 4])
+    monkeypatch.setattr(kernels, "ATTENTION_BUFFER", 1)  # one program merges the spans
+    run(backend, [seq], [2])
+    run(backend, [seq], [1])
     assert same_bits(expected, seq)
 
 

@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -62,16 +64,17 @@ def same_weights(a: Model, b: Model) -> None:
         np.testing.assert_array_equal(x + np.float32(offset), y, err_msg=name)
 
 
-DELTA = ("qwen3next", "qwen35", "qwen35moe")
+NO_WRITER = ("qwen3next", "qwen35", "qwen35moe", "gemma4", "gemma4moe")
 
 
-@pytest.mark.parametrize("family", DELTA)
+@pytest.mark.parametrize("family", NO_WRITER)
 def test_a_family_without_a_writer_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=f"{family} is not written as GGUF"):
-        export(tiny_model(family), tmp_path / "x.gguf")
+    model = tiny_model(family)
+    with pytest.raises(ModelError, match=f"{model.spec.family} is not written as GGUF"):
+        export(model, tmp_path / "x.gguf")
 
 
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in DELTA])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NO_WRITER])
 def test_every_family_survives_the_round_trip(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, **({"norm_topk_prob": True} if family == "qwen3moe" else {}))
     same_weights(model, export(model, tmp_path / "x.gguf"))
@@ -147,9 +150,9 @@ def test_a_byte_level_tokenizer_gets_its_pre_tokenizer_name(tmp_path: Path) -> N
         assert again.token_bytes(i) == original.token_bytes(i)
 
 
-def sentencepiece(directory: Path) -> None:
+def sentencepiece(directory: Path, byte_names: Mapping[int, str] = MappingProxyType({})) -> None:
     """A BPE tokenizer with byte fallback and spaces as symbols, as in Llama 2's and Mistral's
-    tokenizer.json."""
+    tokenizer.json. `byte_names`: tokens of bytes that have another name than <0xNN>."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     words = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
@@ -165,7 +168,7 @@ def sentencepiece(directory: Path) -> None:
     data = json.loads(words.to_str())
     vocab = data["model"]["vocab"]
     for b in range(256):
-        vocab[f"<0x{b:02X}>"] = len(vocab)
+        vocab[byte_names.get(b, f"<0x{b:02X}>")] = len(vocab)
     data["model"]["byte_fallback"] = True
     data["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
     (directory / "tokenizer.json").write_text(json.dumps(data))
@@ -173,13 +176,15 @@ def sentencepiece(directory: Path) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path) -> None:
-    sentencepiece(tmp_path)
+@pytest.mark.parametrize("byte_names", [{}, {9: "\t"}], ids=["llama2", "gemma"])
+def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, byte_names: dict[int, str]) -> None:
+    """Gemma has a tab in the place of <0x09>; other characters still fall back to their bytes."""
+    sentencepiece(tmp_path, byte_names)
     original = from_directory(tmp_path)
     meta = tokenizer_metadata(tmp_path, original, original.vocab_size, "llama")
     assert meta["tokenizer.ggml.model"] == "llama"
     again = from_gguf(meta)
-    for text in ("the cat sat", "there  is é and 日本", "<s> typed"):
+    for text in ("the cat sat", "there  is é and 日本", "<s> typed", "a\tcat"):
         assert again.encode(text) == original.encode(text), text
         assert again.encode_prompt(text) == original.encode_prompt(text), text
 
@@ -200,6 +205,26 @@ def test_a_unigram_tokenizer_is_rejected(tmp_path: Path) -> None:
 def test_an_unknown_pre_tokenizer_is_rejected(tmp_path: Path) -> None:
     byte_level(tmp_path, pattern="[aeiou]")
     with pytest.raises(ModelError, match="pre-tokenizer"):
+        tokenizer_metadata(tmp_path, from_directory(tmp_path), 300, "llama")
+
+
+def test_prompts_that_end_with_two_tokens_are_rejected_by_name(tmp_path: Path) -> None:
+    """As those of Command R+."""
+    byte_level(tmp_path)
+    data = json.loads((tmp_path / "tokenizer.json").read_text())
+    end = data["added_tokens"][0]["id"]
+    data["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [
+            {"Sequence": {"id": "A", "type_id": 0}},
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+            {"SpecialToken": {"id": "<|end|>", "type_id": 0}},
+        ],
+        "pair": [],
+        "special_tokens": {"<|end|>": {"id": "<|end|>", "ids": [end], "tokens": ["<|end|>"]}},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps(data))
+    with pytest.raises(ModelError, match=r"prompts end with <\|end\|><\|end\|>, and GGUF"):
         tokenizer_metadata(tmp_path, from_directory(tmp_path), 300, "llama")
 
 

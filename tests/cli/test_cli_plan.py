@@ -91,8 +91,19 @@ def test_a_window_bounds_the_kv_cache() -> None:
     assert mistral.kv_bytes(32768) == mistral.kv_bytes(4096) == 4096 * mistral.kv_bytes(1)
     # A prompt of 3 windows: the first window is a triangle, the rest a band.
     assert mistral.prompt_attention_ops(12288) == pytest.approx(
-        32 * mistral.ops_position * (4096**2 / 2 + 2 * 4096**2)
+        32 * mistral.attention[0].ops_position * (4096**2 / 2 + 2 * 4096**2)
     )
+
+
+def test_layers_with_other_heads_and_layers_that_share_keys_are_counted_one_by_one() -> None:
+    """Gemma 4: four layers, of which the last two read the keys and values of the first two. The
+    sliding one has two key heads of 8, the full one two of 16."""
+    found = footprint_of_config(TINY_CONFIGS["gemma4"], "config.json", quant="f16")
+    sliding, full = 2 * 2 * 8 * 2, 2 * 2 * 16 * 2
+    assert found.kv_bytes(1) == sliding + full
+    assert found.kv_bytes(100) == 12 * sliding + 100 * full
+    assert found.attention_ops(100) == 2 * 4 * 4 * (8 * 12 + 16 * 100)
+    assert "over 2 key heads of 8 or 2 key heads of 16 (GQA)" in found.shape
 
 
 def test_quantised_weights_and_caches() -> None:
@@ -150,6 +161,8 @@ def test_every_family_can_be_planned(family: str) -> None:
 
     tensors = tiny_model(family).weights
     assert found.weight_bytes == sum(tensor.data.nbytes for tensor in tensors.values())
+    spec = tiny_model(family).spec
+    assert found.kv_bytes(1) == 2 * spec.kv_token_values  # two bytes per value
 
 
 @pytest.mark.parametrize(

@@ -292,6 +292,10 @@ def header(architecture: str, **changes: Any) -> Any:
         keys["logit_scale"] = 2.0
     if architecture in ("cohere2", "gpt-oss"):
         keys["attention.sliding_window"] = 8
+    if architecture == "gemma4":
+        keys |= {"attention.key_length": 16, "attention.key_length_swa": 8}
+        keys |= {"attention.head_count_kv": 2, "attention.sliding_window": 8}
+        keys |= {"attention.shared_kv_layers": 0, "attention.sliding_window_pattern": 2}
     if architecture in ("lfm2", "lfm2moe"):
         keys |= {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3}
     if architecture in ("qwen3next", "qwen35", "qwen35moe"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from gemma4_checkpoints import GEMMA4_CASES
 from newer_checkpoints import NEWER_CASES
 from parity_case import ABSENT, VOCAB, Case, rope
 from recurrent_checkpoints import RECURRENT_CASES
@@ -167,7 +168,7 @@ FIRST_CASES = [
     ),
 ]
 
-CASES = FIRST_CASES + NEWER_CASES + RECURRENT_CASES
+CASES = FIRST_CASES + NEWER_CASES + RECURRENT_CASES + GEMMA4_CASES
 
 
 def config_of(case: Case) -> Any:
@@ -200,7 +201,7 @@ def build(case: Case, directory: Path) -> Any:
             randomise(name, p)
         for name, p in model.named_buffers():
             if name.endswith(
-                ("e_score_correction_bias", "expert_bias")
+                ("e_score_correction_bias", "expert_bias", "layer_scalar")
             ):  # of a router, and trained
                 randomise(name, p)
     model.save_pretrained(directory)

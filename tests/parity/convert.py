@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gemma4_convert import GEMMA4_NAMES, gemma4_metadata
 from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
 from safetensors.numpy import load_file
 
@@ -194,6 +195,8 @@ def _arrays(
     state: dict[str, np.ndarray], config: dict[str, Any], architecture: str
 ) -> dict[str, np.ndarray]:
     own = _GEMMA_NAMES if architecture.startswith("gemma") else _OTHER_NAMES.get(architecture, {})
+    if architecture == "gemma4":
+        own = {**own, **GEMMA4_NAMES}
     rules = {**own, **{k: v for k, v in _NAMES.items() if k not in own}}  # the first match counts
     if architecture == "gpt-oss":
         state = _split_gpt_oss(state)
@@ -232,7 +235,7 @@ def _converted(
         if architecture == "falcon" and not config["new_decoder_architecture"]:
             kv = 1
         return _ungrouped(values, heads, kv)
-    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
         return values + np.float32(1)
     if architecture == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight$", name):
         return values.T
@@ -360,6 +363,9 @@ def _metadata(config: dict[str, Any], a: str) -> tuple[dict[str, Any], dict[str,
         metadata |= delta_metadata(config, a)
     if a in ("qwen3moe", "qwen3next", "lfm2moe"):
         del metadata[f"{a}.expert_weights_norm"]
+    if a == "gemma4":
+        own, divisors = gemma4_metadata(config)
+        return metadata | own, divisors
     rope, tables = _rope(config, a, head_dim)
     return metadata | rope, tables
 

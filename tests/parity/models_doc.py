@@ -23,6 +23,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "Qwen3": ("qwen3", "Qwen 3"),
     "Gemma2": ("gemma2", "Gemma 2"),
     "Gemma3Text": ("gemma3_text", "Gemma 3 (the text part of `gemma3`)"),
+    "Gemma4Text": ("gemma4_text", "Gemma 4 (the text part of `gemma4`)"),
     "Phi3": ("phi3", "Phi 3, 3.5, 4, 4 mini"),
     "GPT2": ("gpt2", "GPT-2"),
     "Mixtral": ("mixtral", "Mixtral"),
@@ -74,8 +75,8 @@ What the tests compare:
 The number is that of checkpoints: each has other head counts, biases, windows or rope scalings.
 A `config.json` may change any key: it is followed, checked or refused by name
 ([config-keys.md](config-keys.md)), which random mutations of every family's config test.
-The `model_type`s `gemma3`, `mistral3`, `qwen3_5` and `qwen3_5_moe` wrap a language model and an
-image encoder; the language model is used.
+The `model_type`s `gemma3`, `gemma4`, `mistral3`, `qwen3_5` and `qwen3_5_moe` wrap a language model
+and encoders of images or sound; the language model is used.
 
 """
 _ALL_TYPES = "f32, f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1"

@@ -33,6 +33,7 @@ KIND = {
     "qwen3_next": "Qwen3Next",
     "qwen3_5_text": "Qwen3_5Text",
     "qwen3_5_moe_text": "Qwen3_5MoeText",
+    "gemma4_text": "Gemma4Text",
 }
 _DELTA = {
     "head_dim": 16,
@@ -115,6 +116,15 @@ _BASES: dict[str, dict[str, Any]] = {
     "qwen3_next": {**_DELTA, **_DELTA_EXPERTS},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_DELTA_EXPERTS, "intermediate_size": None},
+    "gemma4_text": {
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "sliding_window": 5,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 96,
+    },
 }
 
 
@@ -264,6 +274,22 @@ _VALUES: dict[str, Values] = {
         "shared_expert_intermediate_size": (16, 40),
         "full_attention_interval": (1, 2, None),
         "norm_topk_prob": (True, False),
+    },
+    "gemma4_text": {
+        "global_head_dim": (8, 24, ABSENT),
+        "per_layer_config": ({"1": {"head_dim": 12}, "3": {"head_dim": 12}}, {"1": {"rms": 1}}),
+        "num_kv_shared_layers": (1, 2, ABSENT),
+        "use_double_wide_mlp": (True, False, ABSENT),
+        "attention_k_eq_v": (True, False, ABSENT),
+        "num_global_key_value_heads": (1, 4, None),
+        "hidden_size_per_layer_input": (0, 4, 16),
+        "final_logit_softcapping": (None, 2.0),
+        "use_bidirectional_attention": (None, "vision", "all"),
+        "layer_types": (["full_attention"] * 4, ["sliding_attention"] * 4, ABSENT),
+        "rope_theta": (100.0,),
+        "rope_parameters": (
+            {"full_attention": {"rope_type": "proportional"}, "sliding_attention": {}},
+        ),
     },
 }
 

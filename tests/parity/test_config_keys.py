@@ -59,8 +59,10 @@ CLASSES = {
     "qwen3_5": "Qwen3_5",
     "qwen3_5_moe_text": "Qwen3_5MoeText",
     "qwen3_5_moe": "Qwen3_5Moe",
+    "gemma4_text": "Gemma4Text",
+    "gemma4": "Gemma4",
 }
-WRAPPERS = ("gemma3", "mistral3", "qwen3_5", "qwen3_5_moe")
+WRAPPERS = ("gemma3", "gemma4", "mistral3", "qwen3_5", "qwen3_5_moe")
 # Keys whose default the class computes. The tables have none; the parity tests compare the result.
 COMPUTED = {"rope_parameters", "text_config", "vision_config", "layer_types", "mlp_only_layers"}
 
@@ -105,7 +107,9 @@ def test_the_tables_have_the_defaults_of_the_classes(family: str) -> None:
             assert key.default == default, field.name
 
 
-@pytest.mark.parametrize("family", [f for f in CLASSES if f not in ("gpt2", *WRAPPERS)])
+@pytest.mark.parametrize(
+    "family", [f for f in CLASSES if f not in ("gpt2", "gemma4_text", *WRAPPERS)]
+)
 def test_the_tables_have_the_rope_defaults_of_the_classes(family: str) -> None:
     table, kind = CONFIG_KEYS[family], config_class(family)
     made = kind(rope_parameters={}).rope_parameters

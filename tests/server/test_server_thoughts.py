@@ -124,6 +124,29 @@ def test_thought_and_structured_answer(
     assert (thought, json.loads(text)) == ("", {})
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_vllm_44012_text_format_of_responses_constrains_the_message(
+    thinker: Live, seed: int
+) -> None:
+    """The document was written into the unconstrained reasoning item. Here it is the message, after
+    a thought and without one, and the thought is free."""
+    schema = {
+        "type": "object",
+        "properties": {"n": {"enum": [1, 2, 3]}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
+    body = {"text": text, "seed": seed, "temperature": 1}
+    thought, answer = responses(thinker, {**body, "thinking_budget": 9})
+    assert thought
+    assert not thought.startswith("{")
+    assert json.loads(answer)["n"] in (1, 2, 3)
+    thought, answer = responses(thinker, {**body, "reasoning": {"effort": "none"}})
+    assert thought == ""
+    assert json.loads(answer)["n"] in (1, 2, 3)
+
+
 def test_thoughts_are_streamed_as_they_come(thinker: Live) -> None:
     body = {"messages": ASK, "max_tokens": 40, "seed": 3, "thinking_budget": 20}
     thought, _ = chat(thinker, body)

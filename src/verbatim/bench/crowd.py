@@ -14,7 +14,7 @@ from verbatim.base.params import SamplingParams
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
-    from verbatim.observe.roofline import CostCard, Limits
+    from verbatim.observe.roofline import CostCard, MachineLimits
 
 SHORTEST, LONGEST = 100, 1024  # tokens of a prompt and of an output
 
@@ -28,7 +28,7 @@ class Crowd:
     def tokens(self) -> int:
         return sum(self.lengths)
 
-    def least_seconds(self, limits: Limits, card: CostCard) -> float:
+    def least_seconds(self, limits: MachineLimits, card: CostCard) -> float:
         """Each drawn token reads the keys and values of its context, and each step the weights;
         there are at least as many steps as the longest output has tokens."""
         pairs = [(len(p), n) for p, n in zip(self.prompts, self.lengths, strict=True)]

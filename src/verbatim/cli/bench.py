@@ -194,7 +194,7 @@ def _measure(
     return limits, card, rows
 
 
-def _crowd(llm: LLM, limits: Limits, card: CostCard, quick: bool) -> dict[str, float]:
+def _crowd(llm: LLM, limits: MachineLimits, card: CostCard, quick: bool) -> dict[str, float]:
     """nano-vllm's benchmark, beside its limit."""
     from verbatim.bench.crowd import make_crowd, run_crowd
 

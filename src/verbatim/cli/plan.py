@@ -4,6 +4,7 @@ alone."""
 from __future__ import annotations
 
 import os
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -157,10 +158,14 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     if f.stored in MEMORY:
         stored += f", {MEMORY[f.stored]:g} bytes each when unpacked"
     rows = [("weights", _bytes(f.weight_bytes), stored)]
-    if not f.windows:
+    if not f.attention:
         return [*rows, ("KV cache", "-", "unknown: a parameter count has no heads")]
-    windows = {w for w in f.windows if w is not None}
-    what = f"2 × {len(f.windows)} layers × {f.kv_heads} key heads × {f.head_dim} in {f.kv_type}"
+    windows = {a.window for a in f.attention if a.window is not None}
+    shapes = Counter((a.kv_heads, a.head_dim) for a in f.attention if a.kv_bytes)
+    what = " + ".join(
+        f"2 × {count} layers × {heads} key heads × {dim}" for (heads, dim), count in shapes.items()
+    )
+    what += f" in {f.kv_type}"
     what += f"; windows of {', '.join(map(str, sorted(windows)))}" if windows else ""
     rows.append(("KV cache of a token", _bytes(f.kv_bytes(1)), what))
     sequences = f"{plan.batch} sequence{'s' if plan.batch > 1 else ''}"
@@ -189,7 +194,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
 def _time_rows(plan: Plan) -> list[tuple[str, ...]]:
     step = f"decode step of {plan.batch}" if plan.batch > 1 else "decode step"
     rows = [_bound_row(f"first token, prompt {plan.prompt:,}", plan.prefill)]
-    if plan.footprint.windows:
+    if plan.footprint.attention:
         rows.append(_bound_row(f"{step} at context 0", plan.decode_empty))
         rows.append(_bound_row(f"{step} at {plan.context:,}", plan.decode))
     else:
@@ -265,8 +270,11 @@ def _count(params: int) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The Plan as plain data, with the properties that people read."""
     out = asdict(plan)
-    out["footprint"].pop("windows")
-    out["footprint"]["layers"] = len(plan.footprint.windows)
+    out["footprint"].pop("attention")
+    out["footprint"] |= {
+        "layers": len(plan.footprint.attention),
+        "kv_token_bytes": plan.footprint.kv_bytes(1),
+    }
     for name in ("prefill", "decode_empty", "decode"):
         bound: Bound = getattr(plan, name)
         out[name] |= {"limit": bound.limit, "intensity": bound.intensity}

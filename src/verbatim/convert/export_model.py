@@ -37,9 +37,9 @@ NOT_COMPARED = {"family", "norm_offset", "layers"}
 def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """The metadata keys, and the small tensors that some rope scalings need."""
     spec, config = model.spec, getattr(model.source, "config", {})
-    if spec.delta is not None:
+    if spec.delta is not None or spec.family == "gemma4":
         raise ModelError(
-            f"{spec.family} is not written as GGUF: its fused matrices have no writer yet",
+            f"{spec.family} is not written as GGUF: its keys and tensors have no writer yet",
             file=str(model.path),
         )
     arch = ARCHITECTURE.get(spec.family, spec.family)

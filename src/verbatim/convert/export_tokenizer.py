@@ -57,6 +57,7 @@ def tokenizer_metadata(
             file=str(path),
         )
     inner: Vocabulary = original._vocab
+    _check_prompt_tokens(inner, path)
     meta = _tokens(inner, vocab, byte_fallback=bool(model.get("byte_fallback")))
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     for key, value in (
@@ -93,6 +94,21 @@ def tokenizer_metadata(
         "GGUF has no name for its pre-tokenizer; keep the safetensors directory",
         file=str(path),
     )
+
+
+def _check_prompt_tokens(inner: Vocabulary, path: Path) -> None:
+    """GGUF can add one token before a prompt, bos, and one after it, eos."""
+    for where, added, single in (
+        ("start", tuple(inner.prefix), inner.bos_id),
+        ("end", tuple(inner.suffix), inner.eos_id),
+    ):
+        if added not in ((), (single,)):
+            names = "".join(inner.tokens[i] for i in added)
+            raise ModelError(
+                f"its prompts {where} with {names}, and GGUF can add only one token there; keep "
+                "the safetensors directory",
+                file=str(path),
+            )
 
 
 def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.spec import ModelSpec
-from verbatim.observe.roofline import cost_card
+from verbatim.observe.roofline import cost_card, layer_position_ops
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.names import FUSED_EXPERTS_GGUF, gguf_source
 from verbatim.weights.safetensors import read_json
@@ -33,12 +33,23 @@ WEIGHT_TYPES["fp8"] = 1.0
 # Bytes per value of the KV cache, and per head and position: q8 has a float32 scale (ADR 24).
 KV_TYPES = {"f16": (2, 0), "bf16": (2, 0), "f32": (4, 0), "fp8": (1, 0), "q8": (1, 4)}
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+# One row per token is read, so they do not count in a decode step.
+_READ_BY_ROW = ("positions", "layer_inputs.embed")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([bm])", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    window: int | None
+    kv_heads: int
+    head_dim: int
+    kv_bytes: float  # keys and values of one position; 0 if the layer reads those of another
+    ops_position: int  # operations per position attended to
+
+
+@dataclass(frozen=True, slots=True)
 class Footprint:
-    """Bytes and operations of one model. `windows` is empty if only the parameter count is
+    """Bytes and operations of one model. `attention` is empty if only the parameter count is
     known: then there is no KV cache and no attention in any number."""
 
     name: str
@@ -51,15 +62,12 @@ class Footprint:
     experts: int
     experts_used: int
     kv_type: str
-    kv_layer_bytes: float  # keys and values of one position of one layer
-    kv_heads: int
+    kv_heads: int  # the fewest of a layer
     heads: int
-    head_dim: int
-    windows: tuple[int | None, ...]  # per layer
+    attention: tuple[AttentionLayer, ...]
     context: int  # positions of the model; 0: unknown
     ops_token: int
     prompt_ops_token: int  # without the LM head
-    ops_position: int  # attention of one layer, per position attended to
 
     def read_bytes(self, batch: float) -> float:
         """Weight bytes that one decode step of `batch` sequences reads. Of the experts it reads
@@ -72,23 +80,20 @@ class Footprint:
 
     def kv_bytes(self, tokens: float) -> float:
         """KV cache of one sequence. Layers with a window keep at most that many positions."""
-        return self.kv_layer_bytes * self._positions(tokens)
+        return sum(a.kv_bytes * min(tokens, a.window or tokens) for a in self.attention)
 
     def attention_ops(self, context: float) -> float:
         """Operations in attention of one new token that sees `context` positions."""
-        return self.ops_position * self._positions(context)
+        return sum(a.ops_position * min(context, a.window or context) for a in self.attention)
 
     def prompt_attention_ops(self, tokens: float) -> float:
         """Operations in attention of all tokens of a prompt. Token i sees i positions, or its
         window."""
         total = 0.0
-        for window in self.windows:
-            seen = min(tokens, window or tokens)
-            total += seen * seen / 2 + (tokens - seen) * seen
-        return self.ops_position * total
-
-    def _positions(self, tokens: float) -> float:
-        return sum(min(tokens, window or tokens) for window in self.windows)
+        for layer in self.attention:
+            seen = min(tokens, layer.window or tokens)
+            total += layer.ops_position * (seen * seen / 2 + (tokens - seen) * seen)
+        return total
 
 
 def read_footprint(
@@ -159,10 +164,10 @@ def _of_spec(
     for part, shape in layout(spec).items():
         count, size = prod(shape), prod(shape) * WEIGHT_TYPES[type_of(part)]
         params += count
-        if ".moe." in part and not part.endswith("router"):
+        if ".moe." in part and not part.endswith(("router", "scales")):
             expert_bytes += size
-        elif part == "positions" or (part == "embed" and not spec.tied):
-            embed += size  # one row per token is read, so it does not count in a step
+        elif part in _READ_BY_ROW or (part == "embed" and not spec.tied):
+            embed += size
         else:
             dense += size
     info = BackendInfo("plan", "", 1, "", int(dense + expert_bytes), 0)
@@ -178,21 +183,31 @@ def _of_spec(
         experts=max(layer.experts for layer in spec.layers),
         experts_used=spec.experts_used,
         kv_type=kv_type,
-        kv_layer_bytes=_kv_layer_bytes(spec, kv_type),
-        kv_heads=spec.kv_heads,
+        kv_heads=spec.min_kv_heads,
         heads=spec.heads,
-        head_dim=spec.head_dim,
-        windows=tuple(a.window for a in spec.layers if a.mixer == "attention"),
+        attention=tuple(
+            AttentionLayer(
+                a.window,
+                *spec.kv_shape(i),
+                _kv_bytes(spec, i, kv_type),
+                layer_position_ops(spec, a),
+            )
+            for i, a in enumerate(spec.layers)
+            if a.mixer == "attention"
+        ),
         context=spec.context,
         ops_token=card.ops_token,
         prompt_ops_token=card.prompt_ops_token,
-        ops_position=card.ops_position // spec.attention_layers,
     )
 
 
-def _kv_layer_bytes(spec: ModelSpec, kv_type: str) -> int:
+def _kv_bytes(spec: ModelSpec, layer: int, kv_type: str) -> int:
+    """Keys and values of one position of a layer."""
+    if spec.layers[layer].kv_layer is not None:
+        return 0
     per_value, per_head = KV_TYPES[kv_type]
-    return 2 * spec.kv_heads * (spec.head_dim * per_value + per_head)
+    kv_heads, head_dim = spec.kv_shape(layer)
+    return 2 * kv_heads * (head_dim * per_value + per_head)
 
 
 def _of_count(name: str, params: int, stored: str, kv_type: str) -> Footprint:
@@ -209,21 +224,23 @@ def _of_count(name: str, params: int, stored: str, kv_type: str) -> Footprint:
         experts=0,
         experts_used=0,
         kv_type=kv_type,
-        kv_layer_bytes=0.0,
         kv_heads=0,
         heads=0,
-        head_dim=0,
-        windows=(),
+        attention=(),
         context=0,
         ops_token=2 * params,
         prompt_ops_token=2 * params,
-        ops_position=0,
     )
 
 
 def _shape(spec: ModelSpec) -> str:
-    kind = {1: "MQA", spec.heads: "MHA"}.get(spec.kv_heads, "GQA")
-    heads = f"{spec.heads} query heads over {spec.kv_heads} key heads of {spec.head_dim} ({kind})"
+    shapes = dict.fromkeys(
+        spec.kv_shape(i) for i, layer in enumerate(spec.layers) if layer.mixer == "attention"
+    )
+    kinds = [{1: "MQA", spec.heads: "MHA"}.get(kv, "GQA") for kv, _ in shapes]
+    keys = [f"{kv} key heads of {dim}" for kv, dim in shapes]
+    heads = f"{spec.heads} query heads over {' or '.join(keys)}"
+    heads += f" ({' or '.join(dict.fromkeys(kinds))})"
     experts = max(layer.experts for layer in spec.layers)
     mixture = f", {spec.experts_used} of {experts} experts" if experts else ""
     others = len(spec.layers) - spec.attention_layers

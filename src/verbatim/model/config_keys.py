@@ -23,6 +23,7 @@ from verbatim.model.config_key_parts import (
     sizes,
 )
 from verbatim.model.config_keys_dense import DENSE_KEYS
+from verbatim.model.config_keys_gemma4 import GEMMA4_KEYS
 from verbatim.model.config_keys_other import OTHER_KEYS
 from verbatim.model.config_keys_recurrent import RECURRENT_KEYS
 from verbatim.model.keys import Key, Table, alias, followed, must_equal, no_effect
@@ -226,6 +227,7 @@ CONFIG_KEYS: dict[str, Table] = {
     **DENSE_KEYS,
     **OTHER_KEYS,
     **RECURRENT_KEYS,
+    **GEMMA4_KEYS,
 }
 
 # --------------------------------------------------------------------------------------- rope
@@ -249,6 +251,11 @@ _ANY: dict[str, Key] = {
 ROPE_KEYS: dict[str, Table] = {
     "default": _ANY,
     "linear": {**_ANY, **_FACTOR},
+    "proportional": {
+        **_ANY,
+        **_FACTOR,
+        "partial_rotary_factor": followed("fraction of a head's pairs that rotate", 1.0),
+    },
     "dynamic": {**_ANY, **_FACTOR},
     "llama3": {
         **_ANY,

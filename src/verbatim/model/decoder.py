@@ -41,6 +41,23 @@ class Ops(Protocol[Rows]):
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
         """[rows, Q], [rows, K], [rows, K]: projections of the layer, biased if spec.qkv_bias."""
 
+    def queries(self, h: Rows, layer: int) -> Rows:
+        """[rows, Q]: the query projection of a layer without keys and values of its own."""
+
+    def value_norm(self, v: Rows, layer: int) -> Rows:
+        """RMS norm over the values of each head, without a weight."""
+
+    def layer_inputs(self, x: Rows) -> Rows:
+        """[rows, layers · spec.layer_input]: the inputs of all layers for the embeddings x. Each
+        layer's part is (RMS norm of layer_inputs.project · x / root(H) with weight
+        layer_inputs.norm + layer_inputs.embed of the token · root(spec.layer_input)) / root(2)."""
+
+    def layer_input(self, x: Rows, inputs: Rows, layer: int) -> Rows:
+        """[rows, H]: input.project · (act(input.gate · x) · the layer's part of `inputs`)."""
+
+    def scale(self, x: Rows, name: str) -> Rows:
+        """x times the one value of the weight. May write into x."""
+
     def head_norm(self, x: Rows, name: str) -> Rows:
         """RMS norm over the head_dim values of each head, or over the whole row if spec.qk_norm is
         width; weight `name` + spec.norm_offset."""
@@ -49,8 +66,9 @@ class Ops(Protocol[Rows]):
         """Rotate each head by the angles of the row's position: halves (a, b) ->
         (a·cos - b·sin, b·cos + a·sin)."""
 
-    def attend(self, q: Rows, k: Rows, v: Rows, layer: int) -> Rows:
-        """[rows, Q]: write k and v of every row into the KV cache, then compute attention of each
+    def attend(self, q: Rows, k: Rows | None, v: Rows | None, layer: int) -> Rows:
+        """[rows, Q]: write k and v of every row into the KV cache (None: the layer reads those of
+        spec.layers[layer].kv_layer, which this step has written), then compute attention of each
         row over the positions of its own sequence inside the layer's window, itself included.
         Score: softcap(scale · q·k), then softmax. If spec.query_scale_beta, q is first multiplied
         by rope.query_scales of the position. If spec.sinks, the softmax has one more term per
@@ -81,12 +99,13 @@ class Ops(Protocol[Rows]):
         """[rows, H]: down(act(gate(h)) · up(h)), or down(act(up(h))) if not spec.gated; biased if
         spec.mlp_bias. `name`: layers.{i}.mlp or layers.{i}.shared."""
 
-    def moe(self, h: Rows, layer: int) -> Rows:
+    def moe(self, h: Rows, layer: int, router: Rows | None = None) -> Rows:
         """[rows, H]: spec.router of the router's logits (+ bias if spec.router_bias) gives a weight
         per expert. The top experts_used by weight (+ choice_bias if spec.choice_bias; ties go to
         the lower index) are used. Their weights are renormalised to sum to 1 if
         experts_renormalised, then multiplied by experts_scale. The result is the weighted sum of
-        those experts' gated MLPs (biased if spec.expert_bias), added in order of rank."""
+        those experts' gated MLPs (biased if spec.expert_bias), added in order of rank. `router`:
+        the router's input, where it is not h; then moe.scales multiply the experts' weights."""
 
     def add(self, x: Rows, y: Rows) -> Rows:
         """x + y · spec.residual_scale."""
@@ -103,10 +122,16 @@ class Ops(Protocol[Rows]):
 def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
     """Run one step: (final hidden states of the outputs, logits of the rows that need them)."""
     x = ops.embed()
+    inputs = ops.layer_inputs(x) if spec.layer_input else None
     if spec.learned_positions:
         x = ops.add(x, ops.positions())
     for i in range(len(spec.layers)):
         x = _parallel(spec, ops, x, i) if spec.parallel else _sequential(spec, ops, x, i)
+        if inputs is not None:
+            y = ops.layer_input(x, inputs, i)
+            x = ops.add(x, ops.norm(y, f"layers.{i}.input_norm"))
+        if spec.layer_scale:
+            x = ops.scale(x, f"layers.{i}.scale")
     h = ops.norm(ops.take(x, "outputs"), "final_norm")
     return h, ops.head(ops.take(h, "logits"))
 
@@ -120,12 +145,23 @@ def _sequential(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
     if not spec.layers[i].experts:
         y = ops.mlp(h, f"{layer}.mlp")
         return ops.add(x, ops.norm(y, f"{layer}.mlp_post_norm") if spec.post_norms else y)
+    if spec.experts_beside:
+        return _beside(ops, x, h, i)
     # `add` may write into x, which h may read: compute both parts before the first addition.
     shared = ops.mlp(h, f"{layer}.shared") if spec.shared_mlp else None
     if shared is not None and spec.shared_gate:
         shared = ops.gated(shared, ops.linear(h, f"{layer}.shared.scale", False))
     x = ops.add(x, ops.moe(h, i))
     return x if shared is None else ops.add(x, shared)
+
+
+def _beside(ops: Ops[Rows], x: Rows, h: Rows, i: int) -> Rows:
+    """A dense MLP and experts, which have norms of their own; the router has a norm, too."""
+    layer = f"layers.{i}"
+    y = ops.norm(ops.mlp(h, f"{layer}.mlp"), f"{layer}.mlp_own_norm")
+    router, inner = ops.norm(x, f"{layer}.router_norm"), ops.norm(x, f"{layer}.moe_norm")
+    y = ops.add(y, ops.norm(ops.moe(inner, i, router), f"{layer}.moe_post_norm"))
+    return ops.add(x, ops.norm(y, f"{layer}.mlp_post_norm"))
 
 
 def _parallel(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
@@ -151,7 +187,11 @@ def _mixer(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
 
 def _attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
     layer = f"layers.{i}"
+    if spec.layers[i].kv_layer is not None:
+        return _shared_attention(spec, ops, h, i)
     q, k, v = ops.qkv(h, i)
+    if spec.value_norm:
+        v = ops.value_norm(v, i)
     if spec.qk_norm in ("head", "width"):
         q, k = _qk_norm(ops, q, k, layer)
     if spec.layers[i].rope is not None:
@@ -162,6 +202,15 @@ def _attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
     if spec.attention_gate:
         a = ops.gated(a, ops.linear(h, f"{layer}.attn.gate", spec.qkv_bias))
     return ops.linear(a, f"{layer}.attn.o", spec.out_bias)
+
+
+def _shared_attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
+    """Attention over the keys and values of an earlier layer."""
+    assert spec.qk_norm == "head", "no family with shared keys has another norm"
+    q = ops.head_norm(ops.queries(h, i), f"layers.{i}.attn.q_norm")
+    if spec.layers[i].rope is not None:
+        q = ops.rope(q, i)
+    return ops.linear(ops.attend(q, None, None, i), f"layers.{i}.attn.o", spec.out_bias)
 
 
 def _qk_norm(ops: Ops[Rows], q: Rows, k: Rows, layer: str) -> tuple[Rows, Rows]:

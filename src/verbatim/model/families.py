@@ -15,6 +15,7 @@ from verbatim.model.config_fields import Fields, short
 from verbatim.model.config_keys import CONFIG_KEYS
 from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.families_dense import DENSE_FAMILIES, olmo3_records
+from verbatim.model.families_gemma4 import gemma4, gemma4_records
 from verbatim.model.families_layer_norm import LAYER_NORM_FAMILIES
 from verbatim.model.families_llama import LLAMA_FAMILIES, gemma3_records
 from verbatim.model.families_moe import MOE_FAMILIES
@@ -28,6 +29,7 @@ from verbatim.model.spec import ModelSpec
 # text_config may have, the first where it has none.
 WRAPPERS = {
     "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
     "mistral3": ("mistral", "ministral3"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
@@ -125,8 +127,10 @@ _FAMILIES: dict[str, Callable[[Fields, int | None], ModelSpec]] = {
     **LAYER_NORM_FAMILIES,
     **MOE_FAMILIES,
     **RECURRENT_FAMILIES,
+    "gemma4_text": gemma4,
 }
 _RECORDS: dict[str, Callable[[Fields], tuple[Record, Record]]] = {
     "gemma3_text": gemma3_records,
+    "gemma4_text": gemma4_records,
     "olmo3": olmo3_records,
 }

@@ -34,16 +34,17 @@ def check_spec(
     spec: ModelSpec, file: str, key_names: Mapping[str, str] = HF_KEY_NAMES
 ) -> ModelSpec:
     """Check the sizes of a model against each other. `key_names`: the file's names of the keys."""
-    if spec.heads % spec.kv_heads:
+    if any(spec.heads % spec.kv_shape(i)[0] for i in range(len(spec.layers))):
         raise ModelError(
             f"{spec.heads} query heads cannot share {spec.kv_heads} key heads "
             f"({key_names['heads']}, {key_names['kv_heads']})",
             file=file,
         )
-    for layer in spec.layers:
-        if layer.rope is not None and layer.rope.dim > spec.head_dim:
+    for i, layer in enumerate(spec.layers):
+        head_dim = spec.kv_shape(i)[1]
+        if layer.rope is not None and layer.rope.dim > head_dim:
             raise ModelError(
-                f"rotary dimension {layer.rope.dim} is larger than a head ({spec.head_dim}); "
+                f"rotary dimension {layer.rope.dim} is larger than a head ({head_dim}); "
                 f"see {key_names['rotary']}",
                 file=file,
             )

@@ -15,6 +15,7 @@ from typing import Any
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.family_parts import MAX_LAYERS, check_spec, pick_context
+from verbatim.model.gguf_families_gemma4 import gemma4
 from verbatim.model.gguf_families_newer import NEWER_ARCHITECTURES
 from verbatim.model.gguf_families_recurrent import RECURRENT_ARCHITECTURES
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, POOLING, is_metadata
@@ -173,6 +174,7 @@ _ARCHITECTURES: dict[str, Callable[[Fields, Tensors, int | None], ModelSpec]] = 
     "qwen3moe": _qwen3moe,
     "gemma2": _gemma2,
     "gemma3": _gemma3,
+    "gemma4": gemma4,
     "phi3": _phi3,
     "gpt2": _gpt2,
     **NEWER_ARCHITECTURES,

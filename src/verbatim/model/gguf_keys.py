@@ -146,6 +146,29 @@ GGUF_KEYS: dict[str, Table] = {
         "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
         "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
     },
+    "gemma4": {
+        **_ROTARY,
+        **_MOE,
+        "attention.head_count_kv": followed("key and value heads, of all layers or layer by layer"),
+        "feed_forward_length": followed("inner width of the MLP, of all layers or layer by layer"),
+        "attention.key_length": followed("size of a head of full layers"),
+        "attention.key_length_swa": followed("size of a head of sliding layers"),
+        "attention.value_length_swa": followed("checked: equal to attention.key_length_swa"),
+        "attention.shared_kv_layers": followed(
+            "last layers, which read the keys and values of the last earlier layer of their type"
+        ),
+        "attention.sliding_window": followed("window of the sliding layers"),
+        "attention.sliding_window_pattern": followed(
+            "layer period: every N-th layer is full attention; or one flag per layer", 6
+        ),
+        "rope.dimension_count": followed("rotated part of a head of full layers"),
+        "rope.dimension_count_swa": followed("rotated part of a head of sliding layers"),
+        "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
+        "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
+        "embedding_length_per_layer_input": followed("width of each layer's own input; 0: none"),
+        "final_logit_softcapping": followed("cap of logits; 0: none"),
+        "expert_count": followed("experts beside the MLP of a layer; 0: none"),
+    },
     "phi3": {**_ROTARY},
     "gpt2": {**_FIRST, "attention.layer_norm_epsilon": followed("epsilon of the norms")},
     "smollm3": {**_ROTARY},

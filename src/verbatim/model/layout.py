@@ -6,7 +6,7 @@ table, so backends can rely on it.
 
 from __future__ import annotations
 
-from verbatim.model.spec import LayerSpec, ModelSpec
+from verbatim.model.spec import ModelSpec
 
 Shape = tuple[int, ...]
 
@@ -33,6 +33,7 @@ HF_KEY_NAMES = {
     "delta": "linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, "
     "linear_value_head_dim",
     "mixers": "layer_types",
+    "layer_input": "hidden_size_per_layer_input",
 }
 GPT2_KEY_NAMES = HF_KEY_NAMES | {
     "hidden": "n_embd",
@@ -64,6 +65,7 @@ GGUF_KEY_NAMES = {
     "conv_kernel": "shortconv.l_cache or ssm.conv_kernel",
     "delta": "ssm.group_count, ssm.time_step_rank, ssm.state_size, ssm.inner_size",
     "mixers": "attention.head_count_kv or full_attention_interval",
+    "layer_input": "embedding_length_per_layer_input",
 }
 _DECIDES = {
     "embed": ("vocab", "hidden"),
@@ -89,6 +91,12 @@ _DECIDES = {
     "shared.down": ("hidden", "shared_mlp", "mixtures"),
     "shared.scale": ("hidden", "mixtures"),
     "attn.gate": ("hidden", "heads", "head_dim"),
+    "moe.scales": ("experts",),
+    "layer_inputs.embed": ("vocab", "layers", "layer_input"),
+    "layer_inputs.project": ("hidden", "layers", "layer_input"),
+    "layer_inputs.norm": ("layer_input",),
+    "input.gate": ("hidden", "layer_input"),
+    "input.project": ("hidden", "layer_input"),
     "conv.in": ("hidden", "mixers"),
     "conv.out": ("hidden", "mixers"),
     "conv.kernel": ("hidden", "conv_kernel", "mixers"),
@@ -116,6 +124,7 @@ def deciding_keys(name: str, key_names: dict[str, str]) -> str:
 QUANTISED = (
     *("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "conv.in", "conv.out"),
     *("delta.qkv", "delta.z", "delta.out"),
+    *("layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project"),
 )
 _QUANTISED_PARTS = tuple(
     f"{block}.{part}" for block in ("mlp", "moe", "shared") for part in ("gate", "up", "down")
@@ -133,10 +142,13 @@ def layout(spec: ModelSpec) -> dict[str, Shape]:
     weights: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden)}
     if spec.learned_positions:
         weights["positions"] = (spec.trained_positions, spec.hidden)
+    if spec.layer_input:
+        width = len(spec.layers) * spec.layer_input
+        weights["layer_inputs.embed"] = (spec.vocab, width)
+        weights["layer_inputs.project"] = (width, spec.hidden)
+        weights["layer_inputs.norm"] = (spec.layer_input,)
     for i in range(len(spec.layers)):
-        weights |= {
-            f"layers.{i}.{name}": shape for name, shape in _layer(spec, spec.layers[i]).items()
-        }
+        weights |= {f"layers.{i}.{name}": shape for name, shape in _layer(spec, i).items()}
     weights |= _norm(spec, "final_norm")
     if not spec.tied:
         weights["head"] = (spec.vocab, spec.hidden)
@@ -153,27 +165,42 @@ def _linear(name: str, rows: int, columns: int, bias: bool) -> dict[str, Shape]:
     return {name: (rows, columns)} | ({f"{name}.bias": (rows,)} if bias else {})
 
 
-def _layer(spec: ModelSpec, layer: LayerSpec) -> dict[str, Shape]:
-    hidden, experts = spec.hidden, layer.experts
+def _layer(spec: ModelSpec, i: int) -> dict[str, Shape]:
+    hidden, layer = spec.hidden, spec.layers[i]
     weights = _norm(spec, "attn_norm") if spec.pre_norms else {}
-    weights |= {"attention": _attention, "conv": _conv, "delta": _delta}[layer.mixer](spec)
+    if layer.mixer == "attention":
+        weights |= _attention(spec, i)
+    else:
+        weights |= _conv(spec) if layer.mixer == "conv" else _delta(spec)
     if spec.pre_norms and not spec.shared_norm:
         weights |= _norm(spec, "mlp_norm")
     if spec.post_norms:
         weights |= {"attn_post_norm": (hidden,), "mlp_post_norm": (hidden,)}
-    return weights | (_experts(spec, experts) if experts else _mlp(spec, "mlp", spec.mlp))
+    if spec.layer_input:
+        weights["input.gate"] = (spec.layer_input, hidden)
+        weights["input.project"] = (hidden, spec.layer_input)
+        weights["input_norm"] = (hidden,)
+    if spec.layer_scale:
+        weights["scale"] = (1,)
+    if not layer.experts or spec.experts_beside:
+        weights |= _mlp(spec, "mlp", spec.mlp_width(i))
+    return weights | (_experts(spec, layer.experts) if layer.experts else {})
 
 
-def _attention(spec: ModelSpec) -> dict[str, Shape]:
-    hidden, q, kv = spec.hidden, spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+def _attention(spec: ModelSpec, i: int) -> dict[str, Shape]:
+    kv_heads, head_dim = spec.kv_shape(i)
+    layer, hidden, q, kv = spec.layers[i], spec.hidden, spec.heads * head_dim, kv_heads * head_dim
     weights = _linear("attn.q", q, hidden, spec.qkv_bias)
-    weights |= _linear("attn.k", kv, hidden, spec.qkv_bias)
-    weights |= _linear("attn.v", kv, hidden, spec.qkv_bias)
+    if layer.kv_layer is None:
+        weights |= _linear("attn.k", kv, hidden, spec.qkv_bias)
+        if not layer.value_is_key:
+            weights |= _linear("attn.v", kv, hidden, spec.qkv_bias)
     weights |= _linear("attn.o", hidden, q, spec.out_bias)
-    if spec.qk_norm == "width":
-        weights |= {"attn.q_norm": (q,), "attn.k_norm": (kv,)}
-    elif spec.qk_norm:
-        weights |= {"attn.q_norm": (spec.head_dim,), "attn.k_norm": (spec.head_dim,)}
+    if spec.qk_norm:
+        wide = spec.qk_norm == "width"
+        weights["attn.q_norm"] = (q if wide else head_dim,)
+        if layer.kv_layer is None:
+            weights["attn.k_norm"] = (kv if wide else head_dim,)
     if spec.sinks:
         weights["attn.sinks"] = (spec.heads,)
     return weights | (_linear("attn.gate", q, hidden, spec.qkv_bias) if spec.attention_gate else {})
@@ -222,6 +249,9 @@ def _experts(spec: ModelSpec, experts: int) -> dict[str, Shape]:
         weights[f"moe.{part}"] = (experts, rows, columns)
         if spec.expert_bias:
             weights[f"moe.{part}.bias"] = (experts, rows)
+    if spec.experts_beside:
+        names = ("mlp_own_norm", "moe_norm", "moe_post_norm", "router_norm")
+        weights |= dict.fromkeys(names, (hidden,)) | {"moe.scales": (experts,)}
     if spec.shared_gate:
         weights["shared.scale"] = (1, hidden)
     return weights | (_mlp(spec, "shared", spec.shared_mlp) if spec.shared_mlp else {})

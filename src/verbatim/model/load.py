@@ -99,7 +99,13 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     fused = any(f".{FUSED_EXPERTS_GGUF}." in name for name in source.tensors)
     weights = collector.collect(
         lambda name: gguf_source(architecture, name, two_norms=two_norms, fused_experts=fused),
-        ignorable("gguf", tied=spec.tied, nested=False, draft_layers_from=_draft_layers(spec)),
+        ignorable(
+            "gguf",
+            tied=spec.tied,
+            nested=False,
+            draft_layers_from=_draft_layers(spec),
+            shared_kv=_shared_kv(spec),
+        ),
     )
     digest = _digest(source.digest, spec, quant)
     eos = _gguf_eos(source.metadata)
@@ -134,10 +140,14 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     key_names = GPT2_KEY_NAMES if spec.family == "gpt2" else HF_KEY_NAMES
     collector = _Collector(spec, source.tensors, file, quant, key_names, _types(source.others))
     nested = source.config.get("model_type") in WRAPPERS
-    drafts = _draft_layers(spec)
-    weights = collector.collect(
-        find, ignorable("hf", tied=spec.tied, nested=nested, draft_layers_from=drafts)
+    is_ignorable = ignorable(
+        "hf",
+        tied=spec.tied,
+        nested=nested,
+        draft_layers_from=_draft_layers(spec),
+        shared_kv=_shared_kv(spec),
     )
+    weights = collector.collect(find, is_ignorable)
     generation = dict(source.generation_config or {})
     digest = _digest(source.digest, spec, quant)
     eos = _config_eos(source.config, generation)
@@ -168,6 +178,11 @@ def _draft_layers(spec: ModelSpec) -> int | None:
     return (
         len(spec.layers) if spec.family in ("glm4moe", "qwen3next", "qwen35", "qwen35moe") else None
     )
+
+
+def _shared_kv(spec: ModelSpec) -> frozenset[int]:
+    """Layers that read the keys and values of another layer."""
+    return frozenset(i for i, a in enumerate(spec.layers) if a.kv_layer is not None)
 
 
 def _draft_warnings(tensors: Mapping[str, Tensor], spec: ModelSpec) -> tuple[str, ...]:

@@ -19,6 +19,9 @@ def rearranged(tensor: Tensor, source: Source, spec: ModelSpec, file: str) -> Te
     if source.negative_exp:
         values = -np.exp(tensor.to_f32().astype(np.float32))
         return Tensor(tensor.name, "f32", tensor.shape, values.reshape(-1).view(np.uint8))
+    if source.by_width:
+        scaled = tensor.to_f32().astype(np.float32) * np.float32(spec.hidden**-0.5)
+        return Tensor(tensor.name, "f32", tensor.shape, scaled.reshape(-1).view(np.uint8))
     if source.interleaved:
         return _part_rows(tensor, source, spec, file)
     return tensor

@@ -142,6 +142,14 @@ def _default(r: _ScalingReader, theta: float, dim: int, context: int, trained: i
     return plain_frequencies(theta, dim), _ONE
 
 
+def _proportional(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
+    """The first pairs of whole heads rotate, and the others do not (gemma4)."""
+    factor = r.optional("factor") or _ONE
+    pairs = int(float(r.number("partial_rotary_factor", 1.0)) * dim // 2)
+    frequencies = [f / factor for f in plain_frequencies(theta, dim)]
+    return frequencies[:pairs] + [Decimal(0)] * (dim // 2 - pairs), _ONE
+
+
 def _linear(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     factor = r.number("factor")
     return [f / factor for f in plain_frequencies(theta, dim)], _ONE
@@ -236,6 +244,7 @@ def _divided(r: _ScalingReader, theta: float, dim: int, context: int, trained: i
 _KINDS = {
     "default": _default,
     "none": _default,
+    "proportional": _proportional,
     "linear": _linear,
     "dynamic": _dynamic,
     "ntk_alpha": _ntk_alpha,

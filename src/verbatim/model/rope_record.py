@@ -138,7 +138,8 @@ def layer_type_record(f: Fields, layer_type: str, theta: float) -> Record:
         record, where = {**record, **old}, "rope_scaling"
     record = _checked(f, record, where)
     record.setdefault("rope_theta", theta)
-    if record.get("partial_rotary_factor", 1) not in (1, None):
+    whole = record["rope_type"] != "proportional"
+    if whole and record.get("partial_rotary_factor", 1) not in (1, None):
         raise _fail(
             f,
             where,
@@ -155,7 +156,9 @@ def rope_of(f: Fields, record: Record, head_dim: int, context: int) -> RopeSpec:
     """The RopeSpec of a checked record; warns where the context changes the frequencies."""
     trained = f.integer("max_position_embeddings")
     inner = Fields(record, f.file)
-    dim = int(head_dim * inner.number("partial_rotary_factor", 1.0))
+    dim = head_dim  # proportional: heads are rotated as a whole, by zero in part
+    if record["rope_type"] != "proportional":
+        dim = int(head_dim * inner.number("partial_rotary_factor", 1.0))
     rope = make_rope(
         record,
         theta=inner.number("rope_theta"),

@@ -15,6 +15,10 @@ of each file format to them):
     layers.{i}.conv.{in,out}[.bias]    layers.{i}.conv.kernel[.bias]    [channels, taps]
     layers.{i}.delta.{qkv,z,b,a,out}   layers.{i}.delta.kernel
     layers.{i}.delta.{decay,dt,norm}   [value heads], [value heads], [value head]
+    layers.{i}.mlp_own_norm    layers.{i}.moe_norm    layers.{i}.moe_post_norm
+    layers.{i}.router_norm     layers.{i}.moe.scales    [hidden], [experts]   (experts_beside)
+    layer_inputs.{embed,project,norm}    [vocab, layers · width], [layers · width, hidden], [width]
+    layers.{i}.input.{gate,project}    layers.{i}.input_norm    layers.{i}.scale    [1]
 
 A linear weight is [out, in]. Rotary pairs are (j, j + d/2) of the rotated part of a head. The
 loader reorders the rows of files whose pairs are (2j, 2j + 1).
@@ -50,6 +54,12 @@ class LayerSpec:
     # What mixes positions: attention, a short convolution (lfm2) or a gated delta net (qwen3_next).
     # Not in repr, which is part of every model's fingerprint.
     mixer: Literal["attention", "conv", "delta"] = field(default="attention", repr=False)
+    head_dim: int = field(default=0, repr=False)  # 0: ModelSpec.head_dim
+    kv_heads: int = field(default=0, repr=False)  # 0: ModelSpec.kv_heads
+    mlp: int = field(default=0, repr=False)  # inner width of the dense MLP; 0: ModelSpec.mlp
+    # The earlier layer whose keys and values this layer reads; None: it has its own.
+    kv_layer: int | None = field(default=None, repr=False)
+    value_is_key: bool = field(default=False, repr=False)  # values: the keys before norm and rope
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +151,13 @@ class ModelSpec:
     conv_kernel: int = 0  # taps of the causal convolution of conv and delta layers
     conv_bias: bool = False  # biases of all matrices and of the kernel of conv layers
     delta: DeltaSpec | None = None  # of delta layers
+    value_norm: bool = False  # RMS norm of each head of the values, without a weight
+    # Each layer adds an input of its own per token: its part, this wide, of a second embedding and
+    # of a projection of the first (gemma4). 0: none.
+    layer_input: int = 0
+    layer_scale: bool = False  # the residual is multiplied by layers.{i}.scale after each layer
+    # Layers with experts have a dense MLP, too; each of the two has norms of its own (gemma4).
+    experts_beside: bool = False
 
     @property
     def scale(self) -> float:
@@ -148,17 +165,37 @@ class ModelSpec:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Attention layers grouped by window, full attention first, then the convolutions, then the
-        recurrent states. A model without windows and recurrent layers has one group."""
-        attention = [(i, a.window) for i, a in enumerate(self.layers) if a.mixer == "attention"]
-        windows = sorted({w for _, w in attention}, key=lambda w: (w is not None, w or 0))
-        groups = [CacheGroup(w, tuple(i for i, v in attention if v == w)) for w in windows]
+        """Attention layers with keys and values of their own, grouped by window and heads, full
+        attention first, then the convolutions, then the recurrent states. A model without windows
+        and recurrent layers has one group."""
+        attention: dict[tuple[bool, int, int, int], list[int]] = {}
+        for i, a in enumerate(self.layers):
+            if a.mixer == "attention" and a.kv_layer is None:
+                key = (a.window is not None, a.window or 0, *self.kv_shape(i))
+                attention.setdefault(key, []).append(i)
+        groups = [CacheGroup(k[1] or None, tuple(attention[k])) for k in sorted(attention)]
         mixers = [layer.mixer for layer in self.layers]
         if conv := tuple(i for i, mixer in enumerate(mixers) if mixer != "attention"):
             groups.append(CacheGroup(self.conv_kernel, conv, "conv"))
         if delta := tuple(i for i, mixer in enumerate(mixers) if mixer == "delta"):
             groups.append(CacheGroup(2, delta, "state"))
         return tuple(groups)
+
+    def kv_shape(self, layer: int) -> tuple[int, int]:
+        """Key heads of a layer, and the size of a head."""
+        own = self.layers[layer]
+        return own.kv_heads or self.kv_heads, own.head_dim or self.head_dim
+
+    @property
+    def min_kv_heads(self) -> int:
+        return min(layer.kv_heads or self.kv_heads for layer in self.layers)
+
+    @property
+    def max_head_dim(self) -> int:
+        return max(layer.head_dim or self.head_dim for layer in self.layers)
+
+    def mlp_width(self, layer: int) -> int:
+        return self.layers[layer].mlp or self.mlp
 
     @property
     def recurrent(self) -> bool:
@@ -192,9 +229,15 @@ class ModelSpec:
             return block_size * self.conv_channels
         if group.kind == "state":
             return self.state_values + block_size * self.update_values
-        return block_size * self.kv_values
+        return block_size * self.kv_values(group.layers[0])
+
+    def kv_values(self, layer: int) -> int:
+        """Values that one token adds to the KV cache of a layer (keys and values)."""
+        kv_heads, head_dim = self.kv_shape(layer)
+        return 2 * kv_heads * head_dim
 
     @property
-    def kv_values(self) -> int:
-        """Values that one token adds to the KV cache of one layer (keys and values)."""
-        return 2 * self.kv_heads * self.head_dim
+    def kv_token_values(self) -> int:
+        """Values that one token adds to the KV cache of all layers."""
+        groups = [group for group in self.groups if group.kind == "attention"]
+        return sum(len(group.layers) * self.kv_values(group.layers[0]) for group in groups)

@@ -72,20 +72,31 @@ class CostCard:
 def cost_card(spec: Any, info: Any) -> CostCard:
     """The CostCard of a ModelSpec and a BackendInfo. Both are read by their fields, so that this
     package imports no other."""
-    linear, experts = 0, spec.experts_used
+    linear, experts, position = 0, spec.experts_used, 0
+    matrices = 3 if spec.gated else 2
     for layer in spec.layers:
-        attention = _mixer_weights(spec, layer)
-        matrices = 3 if spec.gated else 2
-        mlp = matrices * spec.hidden * (spec.expert_mlp * experts if layer.experts else spec.mlp)
-        linear += attention + mlp + (spec.hidden * layer.experts)
+        linear += _mixer_weights(spec, layer) + 2 * spec.hidden * spec.layer_input
+        if not layer.experts or spec.experts_beside:
+            linear += matrices * spec.hidden * (layer.mlp or spec.mlp)
+        linear += layer.experts * spec.hidden  # the router
+        linear += matrices * spec.hidden * spec.expert_mlp * experts if layer.experts else 0
+        position += layer_position_ops(spec, layer)
+    linear += spec.hidden * len(spec.layers) * spec.layer_input  # its projection
     head = spec.hidden * spec.vocab
     return CostCard(
         weight_bytes=info.weight_bytes,
         kv_token_bytes=info.kv_token_bytes,
         ops_token=2 * (linear + head),
-        ops_position=spec.attention_layers * 4 * spec.heads * spec.head_dim,
+        ops_position=position,
         prompt_ops_token=2 * linear,
     )
+
+
+def layer_position_ops(spec: Any, layer: Any) -> int:
+    """Operations in one layer's attention per position attended to."""
+    if layer.mixer != "attention":
+        return 0
+    return int(4 * spec.heads * (layer.head_dim or spec.head_dim))
 
 
 def _mixer_weights(spec: Any, layer: Any) -> int:
@@ -96,7 +107,9 @@ def _mixer_weights(spec: Any, layer: Any) -> int:
         delta = spec.delta
         return int(spec.hidden * (delta.qkv + 2 * delta.values + 2 * delta.value_heads))
     gates = 1 if spec.attention_gate else 0
-    return int(spec.hidden * spec.head_dim * ((2 + gates) * spec.heads + 2 * spec.kv_heads))
+    projections = 0 if layer.kv_layer is not None else 1 if layer.value_is_key else 2
+    kv = projections * (layer.kv_heads or spec.kv_heads)
+    return int(spec.hidden * (layer.head_dim or spec.head_dim) * ((2 + gates) * spec.heads + kv))
 
 
 # --- measurement

@@ -109,7 +109,9 @@ class _VocabReader:
         pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind == NORMAL]
         merges = merges_from_scores(pieces, self.ids, scores)
         unknown = self.types.index(UNKNOWN) if UNKNOWN in self.types else None
-        fallback = all(f"<0x{b:02X}>" in self.ids for b in range(256))
+        # Gemma's tokenizer.json has "\t" in the place of <0x09>: a character falls back to its
+        # bytes where the vocabulary has all of them.
+        fallback = any(f"<0x{b:02X}>" in self.ids for b in range(256))
         model = models.BPE(
             vocab=self.ids,
             merges=merges,

@@ -117,12 +117,28 @@ _LFM2 = {
     "moe.up": "feed_forward.experts.{e}.w3",
     "moe.down": "feed_forward.experts.{e}.w2",
 }
+_GEMMA4 = _GEMMA | {
+    "mlp_own_norm": "post_feedforward_layernorm_1",
+    "moe_norm": "pre_feedforward_layernorm_2",
+    "moe_post_norm": "post_feedforward_layernorm_2",
+    "router_norm": "router.scale",
+    "moe.router": "router.proj",
+    "moe.scales": "router.per_expert_scale",
+    "moe.gate": "experts.{e}.gate_proj",
+    "moe.up": "experts.{e}.up_proj",
+    "moe.down": "experts.{e}.down_proj",
+    "input.gate": "per_layer_input_gate",
+    "input.project": "per_layer_projection",
+    "input_norm": "post_per_layer_input_norm",
+    "scale": "layer_scalar",
+}
 HF_LAYER = {
     "llama": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
     "gemma2": _GEMMA,
     "gemma3": _GEMMA,
+    "gemma4": _GEMMA4,
     "phi3": _PHI3,
     "gpt2": _GPT2,
     "mixtral": _MIXTRAL,
@@ -172,6 +188,11 @@ _HF_TOPS = {
     "gpt2": {"embed": "wte", "positions": "wpe", "final_norm": "ln_f", "stack": "h"},
     "gptneox": {"embed": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
     "falcon": {"embed": "word_embeddings", "final_norm": "ln_f", "stack": "h"},
+    "gemma4": {
+        "layer_inputs.embed": "embed_tokens_per_layer",
+        "layer_inputs.project": "per_layer_model_projection",
+        "layer_inputs.norm": "per_layer_projection_norm",
+    },
     "lfm2": {"final_norm": "embedding_norm"},
     "lfm2moe": {"final_norm": "embedding_norm"},
 }
@@ -180,7 +201,10 @@ _HF_INTERLEAVED = ("command-r", "cohere2", "glm4", "ernie4_5")
 _LFM2_FAMILIES = ("lfm2", "lfm2moe")
 _RECURRENT = (*_LFM2_FAMILIES, "qwen3next", "qwen35", "qwen35moe")
 # Names without ".weight": parameters that are no module.
-_BARE = ("moe.choice_bias", "attn.sinks", "delta.decay", "delta.dt")
+_BARE = (
+    *("moe.choice_bias", "attn.sinks", "delta.decay", "delta.dt"),
+    *("router_norm", "moe.scales", "scale"),
+)
 
 _GGUF = {
     "attn_norm": "attn_norm",
@@ -219,6 +243,15 @@ _GGUF = {
     "delta.dt": "ssm_dt",
     "delta.norm": "ssm_norm",
     "delta.out": "ssm_out",
+    "mlp_own_norm": "post_ffw_norm_1",
+    "moe_norm": "pre_ffw_norm_2",
+    "moe_post_norm": "post_ffw_norm_2",
+    "router_norm": "ffn_gate_inp.scale",
+    "moe.scales": "ffn_down_exps.scale",
+    "input.gate": "inp_gate",
+    "input.project": "proj",
+    "input_norm": "post_norm",
+    "scale": "layer_output_scale",
 }
 FUSED_EXPERTS, FUSED_EXPERTS_GGUF = "gate_up_proj", "ffn_gate_up_exps"  # gate and up in one stack
 _GGUF_MLP_NORM = {"mlp_norm": "post_attention_norm"}
@@ -231,6 +264,7 @@ GGUF_LAYER = {
     "qwen3moe": _GGUF,
     "gemma2": _GGUF,
     "gemma3": _GGUF,
+    "gemma4": _GGUF,
     "phi3": _GGUF | _GGUF_FUSED_QKV | {"mlp.gate": "ffn_up"},
     "gpt2": _GGUF | _GGUF_FUSED_QKV,
     "smollm3": _GGUF,
@@ -268,6 +302,9 @@ _GGUF_TOP = {
     "positions": "position_embd",
     "final_norm": "output_norm",
     "head": "output",
+    "layer_inputs.embed": "per_layer_token_embd",
+    "layer_inputs.project": "per_layer_model_proj",
+    "layer_inputs.norm": "per_layer_proj_norm",
 }
 
 # Tensors in a file that the engine ignores: buffers that it computes itself.
@@ -282,7 +319,10 @@ _TIED_HEADS = (
     *("lm_head.weight", "language_model.lm_head.weight", "embed_out.weight", "output.weight"),
 )
 _IGNORABLE_VISION = re.compile(
-    r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision|visual)\."
+    r"^(model\.)?(vision_tower|multi_modal_projector|embed_vision|visual|audio_tower|embed_audio)\."
+)
+_KEYS_AND_VALUES = re.compile(
+    r"(?:layers|^blk)\.(\d{1,5})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\."
 )
 _DRAFTS = re.compile(r"^mtp\.")  # layers that draft tokens, beside the model's own
 
@@ -308,6 +348,7 @@ class Source:
     interleaved: Literal["", "q_gate", "qkvz", "ba"] = ""
     squeeze: bool = False  # a convolution's kernel: drop the dimension of size 1
     negative_exp: bool = False  # the weight is -exp(the file's values)
+    by_width: bool = False  # the weight is the file's values / root of the model's width
 
 
 def hf_source(
@@ -340,6 +381,8 @@ def hf_source(
         return _gpt_oss_experts(path, part, suffix)
     if part not in _BARE:
         path = f"{path}.{suffix}"
+    if part == "router_norm":
+        return Source((path,), by_width=True)
     if "{e}" in path and fused_experts:
         stack = path.split(".{e}.")[0]
         return _expert_stack(part, f"{stack}.{FUSED_EXPERTS}", f"{stack}.down_proj")
@@ -402,6 +445,8 @@ def gguf_source(
         names = names | {"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
     if part in ("moe.choice_bias", "delta.dt"):
         suffix = "bias"
+    if part in ("router_norm", "moe.scales"):
+        return Source((f"blk.{index}.{names[part]}",), by_width=part == "router_norm")
     if fused_experts and part in ("moe.gate", "moe.up"):
         return _expert_stack(part, f"blk.{index}.{FUSED_EXPERTS_GGUF}.weight", "")
     path = f"blk.{index}.{names[part]}" + ("" if part == "delta.decay" else f".{suffix}")
@@ -422,11 +467,17 @@ def find_prefix(names: Iterable[str], family: str) -> str | None:
 
 
 def ignorable(
-    kind: str, *, tied: bool, nested: bool, draft_layers_from: int | None = None
+    kind: str,
+    *,
+    tied: bool,
+    nested: bool,
+    draft_layers_from: int | None = None,
+    shared_kv: frozenset[int] = frozenset(),
 ) -> Callable[[str], bool]:
     """Predicate: whether a tensor of this name may be in the file although no weight uses it.
 
-    `draft_layers_from`: layers from this one on draft tokens, and are not used."""
+    `draft_layers_from`: layers from this one on draft tokens, and are not used. `shared_kv`: layers
+    that read the keys and values of another; files may hold tensors for their own."""
     pattern = _IGNORABLE[kind]
     heads = set(_TIED_HEADS) if tied else set()
 
@@ -438,8 +489,13 @@ def ignorable(
             and int(layer[2]) >= draft_layers_from
         )
 
+    def unread(name: str) -> bool:
+        found = _KEYS_AND_VALUES.search(name)
+        return found is not None and int(found[1]) in shared_kv
+
     return lambda name: (
         bool(pattern.search(name))
+        or unread(name)
         or name in heads
         or drafts(name)
         or (draft_layers_from is not None and bool(_DRAFTS.search(name)))

@@ -38,10 +38,11 @@ NUMERICS_VERSION = "cpu-2"
 def unsupported(model: Model) -> str | None:
     """The reason why the native kernels cannot run this model; None if they can."""
     spec = model.spec
-    if spec.heads % spec.kv_heads or spec.heads // spec.kv_heads > 64:
-        return f"{spec.heads} query heads over {spec.kv_heads} key heads"
-    if spec.head_dim > 1024 or spec.head_dim % 2:
-        return f"heads of {spec.head_dim}"
+    for kv_heads, head_dim in {spec.kv_shape(i) for i in range(len(spec.layers))}:
+        if spec.heads % kv_heads or spec.heads // kv_heads > 64:
+            return f"{spec.heads} query heads over {kv_heads} key heads"
+        if head_dim > 1024 or head_dim % 2:
+            return f"heads of {head_dim}"
     return None
 
 

@@ -13,6 +13,7 @@ into the QKV projection before it, and a residual addition into the matmul befor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -57,15 +58,19 @@ class ProgramRecorder:
         self._x = engine.buffer(spec.hidden)
         self._y = engine.buffer(spec.hidden)  # block outputs that are normed before the addition
         self._h = engine.buffer(spec.hidden)
-        self._q = engine.buffer(spec.heads * spec.head_dim)
-        self._o = engine.buffer(spec.heads * spec.head_dim)
+        # size of a head -> queries and outputs of attention
+        sizes = sorted({spec.kv_shape(i)[1] for i in range(len(spec.layers))})
+        self._q = {size: engine.buffer(spec.heads * size) for size in sizes}
+        self._o = {size: engine.buffer(spec.heads * size) for size in sizes}
         if spec.qk_norm == "width":  # the norm needs whole rows of keys, before the KV cache
             self._kv = [engine.buffer(spec.kv_heads * spec.head_dim) for _ in range(2)]
-        self._inner = {
-            name: engine.buffer(width)
-            for name, width in (("mlp", spec.mlp), ("shared", spec.shared_mlp))
-            if width
-        }
+        widths = {spec.mlp_width(i) for i in range(len(spec.layers))} | {spec.shared_mlp}
+        self._inner = {width: engine.buffer(width) for width in sorted(widths) if width}
+        if width := spec.layer_input:
+            self._inputs = engine.buffer(len(spec.layers) * width)
+            self._input = {"src": engine.buffer(width), "dst": engine.buffer(width)}
+        if spec.experts_beside:
+            self._beside, self._router = engine.buffer(spec.hidden), engine.buffer(spec.hidden)
         if spec.attention_gate or spec.shared_gate:
             self._gates = {n: engine.buffer(n) for n in (1, spec.heads * spec.head_dim)}
             self._gated = engine.buffer(spec.heads * spec.head_dim)
@@ -166,7 +171,34 @@ class ProgramRecorder:
     def positions(self) -> Handle:
         return Handle(pending=("positions", {"mat": [self._matrix("positions")]}))
 
+    def layer_inputs(self, x: Handle) -> Handle:
+        width, hidden = self.spec.layer_input, self.spec.hidden
+        name, fields = self.linear(x, "layer_inputs.project", False).pending or ("", {})
+        self.engine.op(name, dst=self._inputs, add=False, **{**fields, "scale": hidden**-0.5})
+        self.engine.op(
+            "layer_inputs",
+            dst=self._inputs,
+            mat=[self._matrix("layer_inputs.embed")],
+            norm=self._vector("layer_inputs.norm", self.spec.norm_offset),
+            scale=math.sqrt(width),
+        )
+        return Handle(self._inputs)
+
+    def layer_input(self, x: Handle, inputs: Handle, layer: int) -> Handle:
+        prefix, offset = f"layers.{layer}.input", layer * self.spec.layer_input
+        self._emit(self.linear(x, f"{prefix}.gate", False), self._input["src"], add=False)
+        self.engine.op("layer_gate", keys=inputs.buffer, offset=offset, **self._input)
+        return self.linear(Handle(self._input["dst"]), f"{prefix}.project", False)
+
+    def scale(self, x: Handle, name: str) -> Handle:
+        self.engine.op("scale", dst=x.buffer, norm=self._vector(name))
+        return x
+
     def norm(self, x: Handle, name: str) -> Handle:
+        if name.endswith(".mlp_own_norm"):  # the experts' output is added before the next norm
+            self._emit(x, self._y, add=False)
+            self.engine.op("norm", dst=self._beside, **self._normed(Handle(self._y, norm=name)))
+            return Handle(self._beside)
         if x.outputs:
             self.engine.op(
                 "norm", dst=self._h, outputs=True, **self._normed(Handle(x.buffer, norm=name))
@@ -178,24 +210,44 @@ class ProgramRecorder:
         return Handle(x.buffer, norm=name)
 
     def qkv(self, h: Handle, layer: int) -> tuple[Handle, Handle, Handle]:
+        head_dim = self.spec.kv_shape(layer)[1]
         names = [f"layers.{layer}.attn.{p}" for p in "qkv"]
+        if self.spec.layers[layer].value_is_key:
+            names[2] = names[1]
         if self.spec.qk_norm == "width":
-            for name, dst in zip(names, (self._q, *self._kv), strict=True):
+            for name, dst in zip(names, (self._q[head_dim], *self._kv), strict=True):
                 self._emit(self.linear(h, name, self.spec.qkv_bias), dst, add=False)
             fields = {"layer": layer, "keys": self._kv[0], "values": self._kv[1]}
         else:
             fields = {
                 **self._normed(h),
                 "layer": layer,
-                "mat": [self._matrix(n, self.spec.head_dim) for n in names],
-                "bias": [self._bias(n, self.spec.qkv_bias) for n in names],
-                "lora": [self._lora(n, self.spec.head_dim) for n in names],
+                **self._heads_of(names, head_dim),
             }
         return (
             Handle(qkv={**fields, "part": "q"}),
             Handle(qkv={"part": "k"}),
             Handle(qkv={"part": "v"}),
         )
+
+    def _heads_of(self, names: list[str], head_dim: int) -> dict[str, list[int]]:
+        """The matrices, biases and adapters of projections to heads."""
+        return {
+            "mat": [self._matrix(n, head_dim) for n in names],
+            "bias": [self._bias(n, self.spec.qkv_bias) for n in names],
+            "lora": [self._lora(n, head_dim) for n in names],
+        }
+
+    def queries(self, h: Handle, layer: int) -> Handle:
+        heads = self._heads_of([f"layers.{layer}.attn.q"], self.spec.kv_shape(layer)[1])
+        # -1: no keys and values
+        fields = {name: [*found, -1, -1] for name, found in heads.items()}
+        source = self.spec.layers[layer].kv_layer
+        return Handle(qkv={**self._normed(h), "layer": source, **fields, "part": "q"})
+
+    def value_norm(self, v: Handle, layer: int) -> Handle:
+        ones = self.engine.vector(np.ones(self.spec.kv_shape(layer)[1], np.float32))
+        return replace(v, qkv={**v.qkv, "vnorm": ones})
 
     def head_norm(self, x: Handle, name: str) -> Handle:
         return replace(
@@ -211,10 +263,14 @@ class ProgramRecorder:
             )
         return replace(x, qkv={**x.qkv, "rope": self._ropes[spec]})
 
-    def attend(self, q: Handle, k: Handle, v: Handle, layer: int) -> Handle:
-        assert q.qkv.get("rope") == k.qkv.get("rope"), "queries and keys use the same rope"
-        spec = self.spec
-        fields = {name: value for name, value in (k.qkv | q.qkv).items() if name != "part"}
+    def attend(self, q: Handle, k: Handle | None, v: Handle | None, layer: int) -> Handle:
+        spec, parts = self.spec, dict(q.qkv)
+        if k is not None and v is not None:
+            assert q.qkv.get("rope") == k.qkv.get("rope"), "queries and keys use the same rope"
+            parts = v.qkv | k.qkv | q.qkv
+        fields = {name: value for name, value in parts.items() if name != "part"}
+        head_dim = spec.kv_shape(layer)[1]
+        queries, out = self._q[head_dim], self._o[head_dim]
         if spec.qk_norm == "rotated_head":
             fields["norm_last"] = True
         if spec.query_scale_beta:
@@ -222,18 +278,18 @@ class ProgramRecorder:
             steps = np.arange(0, spec.context + length, length)
             fields["query_scales"] = self.engine.vector(query_scales(spec, steps))
             fields["query_length"] = length
-        self.engine.op("heads" if spec.qk_norm == "width" else "qkv", dst=self._q, **fields)
+        self.engine.op("heads" if spec.qk_norm == "width" else "qkv", dst=queries, **fields)
         sinks = {"sinks": self._vector(f"layers.{layer}.attn.sinks")} if spec.sinks else {}
         self.engine.op(
             "attend",
-            src=self._q,
-            dst=self._o,
-            layer=layer,
+            src=queries,
+            dst=out,
+            layer=fields["layer"],
             scale=spec.scale,
             softcap=spec.attention_softcap,
             **sinks,
         )
-        return Handle(self._o)
+        return Handle(out)
 
     def short_conv(self, x: Handle, layer: int) -> Handle:
         self._emit(x, self._conv["src"], add=False)
@@ -291,7 +347,7 @@ class ProgramRecorder:
         return Handle(pending=("linear", fields))
 
     def mlp(self, h: Handle, name: str) -> Handle:
-        inner = self._inner[name.rpartition(".")[2]]
+        inner = self._inner[self.weights[f"{name}.up"].shape[0]]
         parts = ["gate", "up"] if self.spec.gated else ["up"]
         mats = [self._matrix(f"{name}.{p}") for p in parts]
         biases = [self._bias(f"{name}.{p}", self.spec.mlp_bias) for p in parts]
@@ -301,9 +357,19 @@ class ProgramRecorder:
         self.engine.op("gateup", dst=inner, mat=mats, bias=biases, lora=loras, **self._normed(h))
         return self.linear(Handle(inner), f"{name}.down", self.spec.mlp_bias)
 
-    def moe(self, h: Handle, layer: int) -> Handle:
+    def moe(self, h: Handle, layer: int, router: Handle | None = None) -> Handle:
         name = f"layers.{layer}.moe"
+        own: dict[str, Any] = {}
+        if router is not None:
+            kind = self.weights[f"{name}.router"].type
+            if kind not in ("f32", "f16", "bf16"):  # the kernel reads float rows only
+                raise ModelError(
+                    f"{name}.router is {kind}: a float type is needed", file=self._file
+                )
+            self.engine.op("norm", dst=self._router, **self._normed(router))
+            own = {"keys": self._router, "expert_scales": self._vector(f"{name}.scales")}
         fields = {
+            **own,
             **self._normed(h),
             "mat": [self._matrix(f"{name}.router")],
             "gates": self._experts(f"{name}.gate"),
@@ -329,7 +395,10 @@ class ProgramRecorder:
         return Handle(pending=("moe", fields))
 
     def add(self, x: Handle, y: Handle) -> Handle:
-        self._emit(y, x.buffer, add=True)
+        if y.pending is None:
+            self.engine.op("normadd", dst=x.buffer, **self._normed(y))
+        else:
+            self._emit(y, x.buffer, add=True)
         return x
 
     def take(self, x: Handle, which: Literal["outputs", "logits"]) -> Handle:
@@ -348,11 +417,14 @@ def record(model: Model, engine: Any) -> int:
     Returns the engine's number of the embedding matrix, which a draft head uses."""
     kinds = ("attention", "conv", "state")
     for group in model.spec.groups:
+        kv_heads, head_dim = model.spec.kv_shape(group.layers[0])
         engine.group(
             group.window or 0,
             list(group.layers),
             kinds.index(group.kind),
             block_floats(model.spec, group),
+            kv_heads,
+            head_dim,
         )
     recorder = ProgramRecorder(model, engine)
     forward(model.spec, recorder)

@@ -39,6 +39,7 @@ from verbatim.backend.cuda.step_inputs import (
     StepShape,
     cut_tiles,
     padded_shape,
+    tile_lines,
     to_device,
 )
 from verbatim.backend.cuda.step_launcher import CudaLauncher
@@ -117,7 +118,7 @@ class CudaBackend:
         read = sum(
             w.nbytes for name, w in self._weights.items() if name != "embed" or self.spec.tied
         )
-        kv = self.spec.kv_values * 2 * self.spec.attention_layers
+        kv = self.spec.kv_token_values * 2
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
             major, minor = torch.cuda.get_device_capability(self.device)
@@ -138,7 +139,7 @@ class CudaBackend:
     def _layer_bytes(self, group: CacheGroup) -> int:
         """Bytes of one layer in a block of the group."""
         if group.kind == "attention":
-            return self.block_size * self.spec.kv_values * 2
+            return self.block_size * self.spec.kv_values(group.layers[0]) * 2
         return 4 * recurrent.block_floats(self.spec, group, self.block_size)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
@@ -154,11 +155,12 @@ class CudaBackend:
 
     def _group_cache(self, group: CacheGroup, blocks: int) -> tuple[torch.Tensor, ...]:
         if group.kind == "attention":
-            return self._cache(len(group.layers), blocks), self._cache(len(group.layers), blocks)
+            return self._cache(group, blocks), self._cache(group, blocks)
         return recurrent.empty_caches(self.spec, group, blocks, self.block_size, self.device)
 
-    def _cache(self, layers: int, blocks: int) -> torch.Tensor:
-        shape = (layers, blocks, self.spec.kv_heads, self.block_size, self.spec.head_dim)
+    def _cache(self, group: CacheGroup, blocks: int) -> torch.Tensor:
+        kv_heads, head_dim = self.spec.kv_shape(group.layers[0])
+        shape = (len(group.layers), blocks, kv_heads, self.block_size, head_dim)
         return torch.zeros(shape, dtype=torch.float16, device=self.device)
 
     def read_block(self, group: int, block: int) -> bytes:
@@ -291,7 +293,7 @@ class CudaBackend:
         spans = max(MIN_GRAPH_SPANS, spans)
         graph = self._graphs.get((size, spans))
         if graph is None:
-            lines = kernels.tile_lines(self.spec.heads, self.spec.kv_heads, 1, self.device)
+            lines = tile_lines(self.spec, 1, self.device)
             inputs = GraphInputs(
                 size, spans, self.padding_blocks, lines, self.device, self._logits[:size]
             )

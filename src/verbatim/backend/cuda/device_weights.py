@@ -27,9 +27,11 @@ MATRICES = (
     "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
     "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
     "attn.gate", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out",
+    "layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project",
 )
 # fmt: on
-HEADS = ("embed", "head")  # multiplied with few rows: their size does not count for the buffer
+# read or multiplied with few rows: their size does not count for the buffer
+HEADS = ("embed", "head", "layer_inputs.embed")
 
 
 def load(
@@ -59,12 +61,13 @@ def load(
         out["query_scales"] = torch.from_numpy(query_scales(spec, positions)).to(device)
     for i, layer in enumerate(spec.layers):
         if layer.mixer == "attention":
-            _join(out, f"layers.{i}.attn", ("q", "k", "v"), spec.qkv_bias)
+            parts = tuple(part for part in "qkv" if f"layers.{i}.attn.{part}" in out)
+            _join(out, f"layers.{i}.attn", parts, spec.qkv_bias)
         if layer.experts:
             _join(out, f"layers.{i}.moe", ("gate", "up"), spec.expert_bias)
             if spec.shared_mlp:
                 _join(out, f"layers.{i}.shared", ("gate", "up"), spec.mlp_bias)
-        elif spec.gated:
+        if spec.gated and f"layers.{i}.mlp.gate" in out:
             _join(out, f"layers.{i}.mlp", ("gate", "up"), spec.mlp_bias)
     unpack_blocks(out, blocks)
     return out

@@ -32,6 +32,11 @@ SPAN = 128  # positions that attention reduces at once; spans are merged in orde
 EXPERT_ROWS = 16  # rows per tile of a mixture-of-experts matmul
 DECODE_LINES = 16  # lines of a query tile of few rows: (row, query head) pairs that share a KV head
 PREFILL_LINES = 128  # lines of a query tile of a prompt
+# Heads larger than WIDE_HEAD (Gemma 4 has 512) need shorter spans and smaller tiles: keys, values
+# and queries share the 227 KiB of an SM, and 128 positions of 512 values alone would need 256 KiB.
+WIDE_HEAD = 256
+WIDE_SPAN = 32  # affects the bits of such heads
+WIDE_LINES = 32
 LOG2E = 1.4426950408889634
 ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention's spans
 FEW_ROWS = 16  # of a step that does not use programmatic dependent launch, which slows it down
@@ -329,7 +334,8 @@ def attend(
     without a value."""
     _, kv_heads, size, dim = keys.shape
     rows, heads = len(q), q.shape[1] // dim
-    shared = heads // kv_heads
+    shared, span = heads // kv_heads, span_size(dim)
+    spans *= SPAN // span
     factor = LOG2E if cap else LOG2E * scale  # weights are powers of two
     out = torch.empty_like(q, dtype=dtype)
     for tiles in tilings:
@@ -356,10 +362,10 @@ def attend(
                 window or 0,
             ),
             (
-                shared, size, tiles.lines, SPAN, max(16, triton.next_power_of_2(dim)),
+                shared, size, tiles.lines, span, max(16, triton.next_power_of_2(dim)),
                 cap > 0, window is not None, merged, sinks is not None, keys.numel() >= 1 << 31,
             ),
-            warps=8 if tiles.lines > 64 else 4,
+            warps=8 if tiles.lines > 64 or (dim > WIDE_HEAD and tiles.lines > 16) else 4,
             stages=2 if is_large(q.device) else 1,
             dependent=rows > FEW_ROWS,
         )  # fmt: skip
@@ -379,12 +385,20 @@ def merge_in_program(programs: int, values: int, spans: int) -> bool:
     return spans == 1 or programs >= PROGRAMS or spans * values * 4 > ATTENTION_BUFFER
 
 
-def tile_lines(heads: int, kv_heads: int, rows: int, device: torch.device) -> int:
-    """Lines of the query tiles of a sequence that computes this many rows in a step."""
+def tile_lines(heads: int, kv_heads: int, dim: int, rows: int, device: torch.device) -> int:
+    """Lines of the query tiles of a sequence that computes this many rows in a step. kv_heads: the
+    fewest of a layer; dim: the largest head."""
     shared = heads // kv_heads
     most = PREFILL_LINES if is_large(device) else PREFILL_LINES // 2
+    if dim > WIDE_HEAD:
+        most = WIDE_LINES
     lines = DECODE_LINES if rows * shared <= DECODE_LINES else most
     return max(lines, int(triton.next_power_of_2(shared)))
+
+
+def span_size(dim: int) -> int:
+    """Positions that attention with heads of `dim` reduces at once."""
+    return SPAN if dim <= WIDE_HEAD else min(SPAN, WIDE_SPAN)
 
 
 def span_count(positions: int) -> int:

@@ -39,7 +39,8 @@ def load_adapter(adapter: Adapter, spec: ModelSpec, device: torch.device) -> Dev
     out: DeviceAdapter = {}
     for name, part in adapter.parts.items():
         block, _, last = name.rpartition(".")
-        joined = next((group for group in _joined(spec) if last in group), (last,))
+        group = next((group for group in _joined(spec) if last in group), (last,))
+        joined = tuple(part for part in group if f"{block}.{part}" in shapes)
         first = sum(shapes[f"{block}.{other}"][0] for other in joined[: joined.index(last)])
         a, b = (torch.from_numpy(t.to_f32().copy()).to(device) for t in (part.a, part.b))
         out.setdefault(f"{block}.{'+'.join(joined)}", []).append(

@@ -7,6 +7,7 @@ is fused into the next kernel.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -57,6 +58,7 @@ class PendingHeads:
     qkv: SplitSums
     norm: str | None = None
     rotated: bool = False
+    normed_values: bool = False  # the values' norm without a weight
 
 
 class CudaOps:
@@ -83,17 +85,44 @@ class CudaOps:
     # ---- row by row
 
     def embed(self) -> Rows:
-        weight, tokens = self.weights["embed"], self.step.tokens
-        if isinstance(weight, quant.BlockWeight):
-            rows = quant.unpack(weight, rows=tokens).float()
-        else:
-            rows = weight.index_select(0, tokens).float()
+        rows = self._embedded("embed")
         return Residual(rows if self.spec.embed_scale == 1.0 else rows * self.spec.embed_scale)
+
+    def _embedded(self, name: str) -> torch.Tensor:
+        """The rows of an embedding for the tokens of the step."""
+        weight, tokens = self.weights[name], self.step.tokens
+        if isinstance(weight, quant.BlockWeight):
+            return quant.unpack(weight, rows=tokens).float()
+        return weight.index_select(0, tokens).float()
 
     def positions(self) -> Rows:
         return self.weights["positions"].index_select(0, self.step.positions).float()
 
+    def layer_inputs(self, x: Rows) -> Rows:
+        spec, width = self.spec, self.spec.layer_input
+        y = kernels.reduce_splits(self.linear(x, "layer_inputs.project", False))
+        norm = kernels.Norm(
+            self.weights["layer_inputs.norm"], None, spec.norm_eps, spec.norm_offset
+        )
+        y = kernels.add_norm((y * spec.hidden**-0.5).view(-1, width), None, norm).view(y.shape)
+        return (y + self._embedded("layer_inputs.embed") * math.sqrt(width)) * math.sqrt(0.5)
+
+    def layer_input(self, x: Rows, inputs: Rows, layer: int) -> Rows:
+        prefix, width = f"layers.{layer}.input", self.spec.layer_input
+        gate = kernels.reduce_splits(self.linear(x, f"{prefix}.gate", False))
+        own = inputs[:, layer * width : (layer + 1) * width]
+        both = SplitSums(torch.cat([gate, own], 1)[None])
+        dtype = self.weights[f"{prefix}.project"].dtype
+        inner = kernels.mlp_activation(both, self.spec.activation, True, dtype)
+        return self.linear(inner, f"{prefix}.project", False)
+
+    def scale(self, x: Rows, name: str) -> Rows:
+        self._flush(x).mul_(self.weights[name])
+        return x
+
     def norm(self, x: Rows, name: str) -> Rows:
+        if isinstance(x, torch.Tensor):
+            x = Residual(x)
         bias = self.weights[f"{name}.bias"] if self.spec.norm == "layer" else None
         norm = kernels.Norm(self.weights[name], bias, self.spec.norm_eps, self.spec.norm_offset)
         if isinstance(x, SplitSums):
@@ -107,6 +136,7 @@ class CudaOps:
         layer, _, kind = norm.rpartition(".")
         mlp = ("mlp.gate+up", "mlp.up")
         attention = ("attn.q+k+v", "attn.gate", *(mlp if self.spec.shared_norm else ()))
+        attention += ("attn.q+k", "attn.q")  # values that are keys; keys of another layer
         attention += ("conv.in", "delta.qkv", "delta.z", "delta.b", "delta.a")
         consumers = {"attn_norm": attention, "mlp_norm": mlp}.get(kind, ())
         names = [f"{layer}.{consumer}" for consumer in consumers]
@@ -123,8 +153,16 @@ class CudaOps:
         return sums
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
-        heads = PendingHeads(self.linear(h, f"layers.{layer}.attn.q+k+v", self.spec.qkv_bias))
+        same = self.spec.layers[layer].value_is_key
+        name = f"layers.{layer}.attn.{'q+k' if same else 'q+k+v'}"
+        heads = PendingHeads(self.linear(h, name, self.spec.qkv_bias))
         return heads, heads, heads
+
+    def queries(self, h: Rows, layer: int) -> Rows:
+        return PendingHeads(self.linear(h, f"layers.{layer}.attn.q", self.spec.qkv_bias))
+
+    def value_norm(self, v: Rows, layer: int) -> Rows:
+        return replace(v, normed_values=True)
 
     def head_norm(self, x: Rows, name: str) -> Rows:
         return replace(x, norm=name)
@@ -133,6 +171,8 @@ class CudaOps:
         return replace(x, rotated=True)
 
     def add(self, x: Rows, y: Rows) -> Rows:
+        if isinstance(x, torch.Tensor):
+            return x + y  # the outputs of an MLP and of experts, after their norms
         self._flush(x)
         if (scale := self.spec.residual_scale) != 1.0:
             y = (kernels.reduce_splits(y) if isinstance(y, SplitSums) else y) * scale
@@ -165,15 +205,23 @@ class CudaOps:
 
     # ---- attention
 
-    def attend(self, q: Rows, k: Rows, v: Rows, layer: int) -> Rows:
+    def attend(self, q: Rows, k: Rows | None, v: Rows | None, layer: int) -> Rows:
         spec, step = self.spec, self.step
-        group, index = self._cache_of["attention", layer]
+        source = spec.layers[layer].kv_layer
+        group, index = self._cache_of["attention", layer if source is None else source]
         keys, values = (cache[index] for cache in self.caches[group])
         rope, window = spec.layers[layer].rope, spec.layers[layer].window
-        norms = (self.weights[q.norm], self.weights[k.norm]) if q.norm else None
-        qkv = q.qkv
-        if spec.qk_norm == "width":
+        qkv, slots, stored = q.qkv, step.slots[group], (keys, values)
+        norms = None
+        if q.norm:
+            norms = self.weights[q.norm], self.weights[q.norm if k is None else k.norm]
+        if k is None or v is None:
+            qkv, slots = self._only_queries(q.qkv, keys), torch.zeros_like(slots)
+            stored = (torch.empty_like(keys[:1]), torch.empty_like(values[:1]))
+        elif spec.qk_norm == "width":
             qkv, norms = self._norm_width(q, k), None
+        elif v.normed_values:
+            qkv = self._norm_values(q.qkv, layer)
         angles = self.angles[rope] if rope is not None and q.rotated else None
         queries = kernels.qkv_rope_cache(
             qkv,
@@ -182,9 +230,8 @@ class CudaOps:
             spec.norm_offset,
             angles,
             step.positions,
-            keys,
-            values,
-            step.slots[group],
+            *stored,
+            slots,
             spec.qk_norm == "rotated_head",
             torch.float32 if spec.query_scale_beta else keys.dtype,
         )
@@ -198,6 +245,26 @@ class CudaOps:
         return kernels.attend(
             queries, keys, values, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
         )
+
+    def _only_queries(self, qkv: SplitSums, keys: torch.Tensor) -> SplitSums:
+        """The queries with zeros for keys and values, which go to a cache that is not read."""
+        x = kernels.reduce_splits(qkv)
+        _, heads, _, dim = keys.shape
+        return SplitSums(torch.cat([x, x.new_zeros(len(x), 2 * heads * dim)], 1)[None])
+
+    def _norm_values(self, qkv: SplitSums, layer: int) -> SplitSums:
+        """The projections with a norm of each head of the values, which may be the keys."""
+        spec, x = self.spec, kernels.reduce_splits(qkv)
+        kv_heads, dim = spec.kv_shape(layer)
+        queries = x[:, : spec.heads * dim]
+        keys = x[:, spec.heads * dim : (spec.heads + kv_heads) * dim]
+        values = keys if spec.layers[layer].value_is_key else x[:, (spec.heads + kv_heads) * dim :]
+        ones = torch.ones(dim, dtype=torch.float32, device=x.device)
+        norm = kernels.Norm(ones, None, spec.norm_eps, 0.0)
+        # contiguous: with one key head, `reshape` would return the slice itself
+        rows = values.contiguous().view(-1, dim)
+        normed = kernels.add_norm(rows, None, norm).view(len(x), -1)
+        return SplitSums(torch.cat([queries, keys, normed], 1)[None])
 
     def _norm_width(self, q: Rows, k: Rows) -> SplitSums:
         """The projections with norms over all query heads and over all key heads."""
@@ -272,10 +339,10 @@ class CudaOps:
             return None
         return kernels.gated_matmul(h, weight, spec.activation, dtype)
 
-    def moe(self, h: Rows, layer: int) -> Rows:
+    def moe(self, h: Rows, layer: int, router: Rows | None = None) -> Rows:
         """Rows are sorted by expert into tiles; a row's experts are summed in order of rank."""
         spec, prefix = self.spec, f"layers.{layer}.moe"
-        chosen, shares = self._route(h, prefix)
+        chosen, shares = self._route(h if router is None else router, prefix)
         rows, experts, place = expert_tiles(chosen, spec.layers[layer].experts)
         up = kernels.expert_matmul(h, self.weights[f"{prefix}.gate+up"], rows, experts)
         up = self._expert_bias(up, f"{prefix}.gate+up", experts)
@@ -313,7 +380,11 @@ class CudaOps:
         best = scores.gather(1, chosen)
         if spec.experts_renormalised:
             best = best / ordered_sum(best)
-        return chosen, best if spec.experts_scale == 1.0 else best * spec.experts_scale
+        if spec.experts_scale != 1.0:
+            best = best * spec.experts_scale
+        if spec.experts_beside:
+            best = best * self.weights[f"{prefix}.scales"][chosen]
+        return chosen, best
 
 
 def ordered_sum(x: Rows) -> Rows:

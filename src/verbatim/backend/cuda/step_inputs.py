@@ -49,10 +49,10 @@ def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, 
     """Lines per query tile -> the tiles, by position: attention starts those with the most
     positions first. Each has rows of one sequence."""
     first, counts = batch.first[:-1], np.diff(batch.first)
-    few = counts * (spec.heads // spec.kv_heads) <= kernels.DECODE_LINES
+    shape = tile_shape(spec)
+    few = counts * (shape[0] // shape[1]) <= kernels.DECODE_LINES
     few_lines, many_lines = (
-        kernels.tile_lines(spec.heads, spec.kv_heads, rows, device)
-        for rows in (1, kernels.DECODE_LINES + 1)
+        kernels.tile_lines(*shape, rows, device) for rows in (1, kernels.DECODE_LINES + 1)
     )
     of_sequence = np.where(few, few_lines, many_lines)
     cuts = {}
@@ -70,9 +70,21 @@ def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, 
     return cuts
 
 
+def tile_shape(spec: ModelSpec) -> tuple[int, int, int]:
+    """What decides about the tiles: query heads, the fewest KV heads of a layer, the largest
+    head."""
+    return spec.heads, spec.min_kv_heads, spec.max_head_dim
+
+
+def tile_lines(spec: ModelSpec, rows: int, device: torch.device) -> int:
+    """Lines of the query tiles of a sequence that computes this many rows in a step."""
+    return kernels.tile_lines(*tile_shape(spec), rows, device)
+
+
 def tile_rows(lines: int, spec: ModelSpec) -> int:
-    """Rows of a full tile: a row has one line per query head that shares a KV head."""
-    return lines // (spec.heads // spec.kv_heads)
+    """Rows of a full tile: a row has one line per query head that shares a KV head. A layer with
+    more KV heads than others leaves lines of its tiles empty."""
+    return lines // (spec.heads // spec.min_kv_heads)
 
 
 def slots_of(batch: Batch, table: np.ndarray) -> np.ndarray:
@@ -174,7 +186,7 @@ class PaddedInputs:
         self.shape, self.padding, self._spec, self._device = shape, padding, spec, device
         self._width = shape.spans * kernels.SPAN // BLOCK_SIZE
         groups = len(padding)
-        prompt_lines = kernels.tile_lines(spec.heads, spec.kv_heads, shape.rows, device)
+        prompt_lines = tile_lines(spec, shape.rows, device)
         self._lines = {kernels.DECODE_LINES: shape.outputs, prompt_lines: shape.tiles}
         # tokens, positions, outputs, slots per group; per kind of tile first rows, counts, first
         # positions and a table per group

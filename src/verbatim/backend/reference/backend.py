@@ -60,7 +60,7 @@ class ReferenceBackend:
 
     @property
     def info(self) -> BackendInfo:
-        kv = self.spec.kv_values * 4 * self.spec.attention_layers
+        kv = self.spec.kv_token_values * 4
         parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
         numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         return BackendInfo(

@@ -71,5 +71,6 @@ def empty_cache(spec: ModelSpec, group: CacheGroup, blocks: int, block_size: int
         return StateCache(
             np.zeros(state, F32), np.zeros((layers, blocks, block_size, spec.update_values), F32)
         )
-    shape = (layers, blocks, spec.kv_heads, block_size, spec.head_dim)
+    kv_heads, head_dim = spec.kv_shape(group.layers[0])
+    shape = (layers, blocks, kv_heads, block_size, head_dim)
     return AttentionCache(np.zeros(shape, F32), np.zeros(shape, F32))

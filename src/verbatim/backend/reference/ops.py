@@ -108,15 +108,39 @@ class ReferenceOps:
     def head_norm(self, x: Array, name: str) -> Array:
         if self.spec.qk_norm == "width":
             return self._rms(x, name)
-        heads = x.reshape(len(x), -1, self.spec.head_dim)
+        heads = x.reshape(len(x), -1, len(self.weights[name]))
         return self._rms(heads, name).reshape(x.shape)
 
+    def value_norm(self, v: Array, layer: int) -> Array:
+        heads = v.reshape(len(v), -1, self.spec.kv_shape(layer)[1])
+        return self._root_mean_square(heads).reshape(v.shape)
+
     def _rms(self, x: Array, name: str, offset: float | None = None) -> Array:
-        square = (x * x).mean(axis=-1, keepdims=True, dtype=F32)
-        scaled = x / np.sqrt(square + F32(self.spec.norm_eps))
+        scaled = self._root_mean_square(x)
         weight = self.weights[name]
         offset = self.spec.norm_offset if offset is None else offset
         return scaled * (weight + F32(offset) if offset else weight)
+
+    def _root_mean_square(self, x: Array) -> Array:
+        """x divided by the root of its mean square."""
+        square = (x * x).mean(axis=-1, keepdims=True, dtype=F32)
+        return x / np.sqrt(square + F32(self.spec.norm_eps))
+
+    def scale(self, x: Array, name: str) -> Array:
+        return x * self.weights[name]
+
+    def layer_inputs(self, x: Array) -> Array:
+        width = self.spec.layer_input
+        y = self.linear(x, "layer_inputs.project", False) * F32(self.spec.hidden**-0.5)
+        y = self._rms(y.reshape(len(x), -1, width), "layer_inputs.norm").reshape(y.shape)
+        rows = self.weights["layer_inputs.embed"][self.batch.tokens]
+        return (y + rows * F32(math.sqrt(width))) * F32(math.sqrt(0.5))
+
+    def layer_input(self, x: Array, inputs: Array, layer: int) -> Array:
+        prefix, width = f"layers.{layer}.input", self.spec.layer_input
+        own = inputs[:, layer * width : (layer + 1) * width]
+        gate = self.linear(x, f"{prefix}.gate", False)
+        return self.linear(act_mul(gate, own, self.spec.activation), f"{prefix}.project", False)
 
     def linear(self, x: Array, name: str, bias: bool) -> Array:
         y = rows_times(x, self.weights[name])
@@ -127,11 +151,12 @@ class ReferenceOps:
         return y + self.weights[f"{name}.bias"] if bias else y
 
     def qkv(self, h: Array, layer: int) -> tuple[Array, Array, Array]:
-        q, k, v = (
-            self.linear(h, f"layers.{layer}.attn.{part}", self.spec.qkv_bias)
-            for part in ("q", "k", "v")
-        )
-        return q, k, v
+        own = "qk" if self.spec.layers[layer].value_is_key else "qkv"
+        parts = [self.linear(h, f"layers.{layer}.attn.{p}", self.spec.qkv_bias) for p in own]
+        return parts[0], parts[1], parts[-1]
+
+    def queries(self, h: Array, layer: int) -> Array:
+        return self.linear(h, f"layers.{layer}.attn.q", self.spec.qkv_bias)
 
     def rope(self, x: Array, layer: int) -> Array:
         rope = self.spec.layers[layer].rope
@@ -140,7 +165,7 @@ class ReferenceOps:
             self._angles[rope] = tables(rope, self.batch.positions)
         # [rows, 1, dim / 2]: the same for every head
         cos, sin = (t[:, None, :] for t in self._angles[rope])
-        heads = x.reshape(len(x), -1, self.spec.head_dim)
+        heads = x.reshape(len(x), -1, self.spec.kv_shape(layer)[1])
         half = rope.dim // 2
         a, b = heads[..., :half], heads[..., half : rope.dim]
         result = heads.copy()
@@ -164,30 +189,38 @@ class ReferenceOps:
 
     # ---- attention
 
-    def attend(self, q: Array, k: Array, v: Array, layer: int) -> Array:
+    def attend(self, q: Array, k: Array | None, v: Array | None, layer: int) -> Array:
         spec, batch = self.spec, self.batch
+        kv_heads, head_dim = spec.kv_shape(layer)
+        source = spec.layers[layer].kv_layer
         if spec.query_scale_beta:
             q = q * query_scales(spec, batch.positions)[:, None]
-        group, index = self._cache_of["attention", layer]
+        group, index = self._cache_of["attention", layer if source is None else source]
         cache = self.caches[group]
         assert isinstance(cache, AttentionCache)
         keys, values = cache.keys[index], cache.values[index]
-        size = keys.shape[2]
         # the query heads of one KV head are adjacent
-        heads = (len(q), spec.kv_heads, -1, spec.head_dim)
+        heads = (len(q), kv_heads, -1, head_dim)
         queries, out = q.reshape(heads), np.empty_like(q).reshape(heads)
-        new_keys, new_values = (
-            round_kv(x.reshape(len(x), spec.kv_heads, -1), self._kv_type) for x in (k, v)
-        )
+        if k is not None and v is not None:
+            new = (
+                round_kv(k.reshape(len(k), kv_heads, -1), self._kv_type),
+                round_kv(v.reshape(len(v), kv_heads, -1), self._kv_type),
+            )
+            self._store(new, keys, values, group)
+        for s, table in enumerate(batch.tables[group]):
+            self._attend_sequence(queries, out, keys, values, s, table, layer)
+        return out.reshape(q.shape)
+
+    def _store(self, new: tuple[Array, Array], keys: Array, values: Array, group: int) -> None:
+        """Write the keys and values of every row into the cache."""
+        batch, size = self.batch, keys.shape[2]
         for s, table in enumerate(batch.tables[group]):
             rows = slice(batch.first[s], batch.first[s + 1])
             positions = batch.positions[rows]
             blocks, slots = table[positions // size], positions % size
             assert blocks.min() >= 0, "a token's own block is in the table"
-            keys[blocks, :, slots], values[blocks, :, slots] = new_keys[rows], new_values[rows]
-        for s, table in enumerate(batch.tables[group]):
-            self._attend_sequence(queries, out, keys, values, s, table, layer)
-        return out.reshape(q.shape)
+            keys[blocks, :, slots], values[blocks, :, slots] = new[0][rows], new[1][rows]
 
     def _attend_sequence(
         self,
@@ -206,7 +239,7 @@ class ReferenceOps:
         size, window = keys.shape[2], self.spec.layers[layer].window
         sinks = None
         if self.spec.sinks:  # [kv_heads, group, 1]
-            sinks = self.weights[f"layers.{layer}.attn.sinks"].reshape(self.spec.kv_heads, -1, 1)
+            sinks = self.weights[f"layers.{layer}.attn.sinks"].reshape(keys.shape[1], -1, 1)
         first_block = first_visible(start, window) // size
         used = table[first_block : -(-end // size)]
         assert used.min() >= 0, "a visible block is in the table"
@@ -267,10 +300,12 @@ class ReferenceOps:
         gate = self.linear(h, f"{name}.gate", spec.mlp_bias) if spec.gated else None
         return self.linear(act_mul(gate, up, spec.activation), f"{name}.down", spec.mlp_bias)
 
-    def moe(self, h: Array, layer: int) -> Array:
+    def moe(self, h: Array, layer: int, router: Array | None = None) -> Array:
         prefix = f"layers.{layer}.moe"
         out = np.zeros_like(h)
-        logits = self.linear(h, f"{prefix}.router", self.spec.router_bias)
+        logits = self.linear(
+            h if router is None else router, f"{prefix}.router", self.spec.router_bias
+        )
         for row, x, y in zip(logits, h, out, strict=True):
             for expert, share in zip(*self._route(row, prefix), strict=True):
                 y += share * self._expert(x, prefix, expert)
@@ -286,7 +321,11 @@ class ReferenceOps:
         shares = scores[chosen]
         if spec.experts_renormalised:
             shares = shares / shares.sum(dtype=F32)
-        return chosen, shares if spec.experts_scale == 1.0 else shares * F32(spec.experts_scale)
+        if spec.experts_scale != 1.0:
+            shares = shares * F32(spec.experts_scale)
+        if spec.experts_beside:
+            shares = shares * self.weights[f"{prefix}.scales"][chosen]
+        return chosen, shares
 
     def _expert(self, x: Array, prefix: str, expert: int) -> Array:
         def linear(part: str, x: Array) -> Array:

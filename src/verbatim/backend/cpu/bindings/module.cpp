@@ -147,16 +147,21 @@ class PyEngine {
         for (size_t i = 0; i < a.size(); i++) adapters.push_back({a[i], b[i], scale[i]});
         return engine_.add_lora(adapters);
     }
-    void group(int window, const std::vector<int>& layers, int kind, int64_t floats) {
+    void group(int window, const std::vector<int>& layers, int kind, int64_t floats, int kv_heads,
+               int head_dim) {
+        const int heads = engine_.shape.heads;
+        if (kv_heads < 0 || head_dim < 0 || head_dim > 1024 ||
+            (kv_heads && (heads % kv_heads || heads / kv_heads > MAX_QUERIES)))
+            throw std::invalid_argument("no kernel for this number or size of attention heads");
         if (kind < G_ATTENTION || kind > G_STATE || (kind != G_ATTENTION) != (floats > 0))
             throw std::invalid_argument("a cache group of an unknown kind");
-        engine_.add_group(window, layers, (GroupKind)kind, floats);
+        engine_.add_group(window, layers, (GroupKind)kind, floats, kv_heads, head_dim);
         groups_++;
     }
     void op(const std::string& type, nb::kwargs kw) {
         static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
                                       "norm",  "normadd",   "moe", "head",   "heads",  "conv",
-                                      "delta", "gated"};
+                                      "delta", "gated", "layer_inputs", "layer_gate", "scale"};
         Op o{};
         o.type = (OpType)-1;
         for (int i = 0; i < (int)std::size(NAMES); i++)
@@ -178,6 +183,8 @@ class PyEngine {
             else if (k == "rope") o.rope = nb::cast<int>(value);
             else if (k == "qnorm") o.qnorm = nb::cast<int>(value);
             else if (k == "knorm") o.knorm = nb::cast<int>(value);
+            else if (k == "vnorm") o.vnorm = nb::cast<int>(value);
+            else if (k == "offset") o.offset = nb::cast<int>(value);
             else if (k == "norm_last") o.norm_last = nb::cast<bool>(value);
             else if (k == "query_scales") o.query_scales = nb::cast<int>(value);
             else if (k == "query_length") o.query_length = nb::cast<int>(value);
@@ -190,6 +197,7 @@ class PyEngine {
             else if (k == "sigmoid") o.sigmoid = nb::cast<bool>(value);
             else if (k == "choice_bias") o.choice_bias = nb::cast<int>(value);
             else if (k == "experts_scale") o.experts_scale = nb::cast<float>(value);
+            else if (k == "expert_scales") o.expert_scales = nb::cast<int>(value);
             else if (k == "expert_bias") copy3(nb::cast<std::vector<int>>(value), o.expert_bias);
             else if (k == "gates") o.experts[0] = nb::cast<std::vector<int>>(value);
             else if (k == "ups") o.experts[1] = nb::cast<std::vector<int>>(value);
@@ -396,7 +404,7 @@ NB_MODULE(_native, m) {
         .def("buffer", [](PyEngine& e, int width) { return e.engine_.add_buffer(width); })
         .def("lora", &PyEngine::lora)
         .def("group", &PyEngine::group, nb::arg("window"), nb::arg("layers"), nb::arg("kind") = 0,
-             nb::arg("floats") = 0)
+             nb::arg("floats") = 0, nb::arg("kv_heads") = 0, nb::arg("head_dim") = 0)
         .def("op", &PyEngine::op)
         .def("finish", &PyEngine::finish)
         .def("block_bytes", &PyEngine::block_bytes)

@@ -14,7 +14,6 @@
 namespace verbatim {
 
 void Engine::plan_attention() {
-    int share = shape.heads / shape.kv_heads, per = std::max(1, TARGET_QUERIES / share);
     attend_items_.resize(groups_.size());
     query_groups_.resize(groups_.size());
     int64_t partial_floats = 0;
@@ -25,14 +24,15 @@ void Engine::plan_attention() {
         attend_items.clear();
         query_groups.clear();
         if (groups_[g].kind != G_ATTENTION) continue;
-        int window = groups_[g].window;
+        int window = groups_[g].window, kv_heads = groups_[g].kv_heads, vdim = groups_[g].vdim;
+        int share = shape.heads / kv_heads, per = std::max(1, TARGET_QUERIES / share);
         for (size_t s = 0; s < step.sequences.size(); s++) {
             const Sequence& q = step.sequences[s];
             for (int r = 0; r < q.rows; r += per) {
                 int n = std::min(per, q.rows - r);
                 int64_t first = q.start + r, last = first + n - 1;
                 int64_t lo = window ? std::max<int64_t>(0, first - window + 1) : 0;
-                for (int kv = 0; kv < shape.kv_heads; kv++)
+                for (int kv = 0; kv < kv_heads; kv++)
                     query_groups.push_back({(int)s, q.row0 + r, n, kv, (int)(lo / TILE),
                                             (int)(last / TILE) + 1, 0, 1});
             }
@@ -45,7 +45,7 @@ void Engine::plan_attention() {
             if (split && tiles > 1) {
                 ch.splits = tiles;
                 ch.partial = floats;
-                floats += (int64_t)tiles * ch.rows * share * (vdim_ + 2);
+                floats += (int64_t)tiles * ch.rows * share * (vdim + 2);
                 for (int t = ch.tile0; t < ch.tile1; t++)
                     attend_items.push_back({ch.seq, ch.row0, ch.rows, ch.kv, t, t + 1, (int)c});
             } else
@@ -73,7 +73,8 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int 
                        int hi_all) const {
     const Sequence& seq = step.sequences[item.seq];
     int group = layer_group_[op.layer];
-    int share = shape.heads / shape.kv_heads, window = groups_[group].window;
+    int share = shape.heads / groups_[group].kv_heads, window = groups_[group].window;
+    int head_dim = groups_[group].head_dim, vdim = groups_[group].vdim;
     int64_t base = (int64_t)tile * TILE;
     int64_t from = std::max<int64_t>(base, lo_all), to = std::min<int64_t>(base + TILE, hi_all);
     t.first = (int)((from - base) / BLOCK);
@@ -82,9 +83,9 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int 
         const uint8_t* c = kv_slice(op.layer, seq.blocks[group][base / BLOCK + b], item.kv);
         size_t value_bytes = kv_type_ == KV_F16 ? 2 : 1;
         t.k[b] = c;
-        t.v[b] = c + (size_t)shape.head_dim * BLOCK * value_bytes;
+        t.v[b] = c + (size_t)head_dim * BLOCK * value_bytes;
         if (kv_type_ == KV_Q8) {
-            t.kscale[b] = (const float*)(c + (size_t)(shape.head_dim + vdim_) * BLOCK);
+            t.kscale[b] = (const float*)(c + (size_t)(head_dim + vdim) * BLOCK);
             t.vscale[b] = t.kscale[b] + BLOCK;
         } else if (kv_type_ == KV_FP8) {
             t.kscale[b] = t.vscale[b] = E4M3_SCALES;
@@ -99,8 +100,8 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int 
             h = (int)std::clamp<int64_t>(pos + 1 - base, 0, TILE);
         for (int g = 0; g < share; g++) {
             int i = r * share + g;
-            t.q[i] = q + (int64_t)(item.row0 + r) * shape.heads * shape.head_dim +
-                     (int64_t)(item.kv * share + g) * shape.head_dim;
+            t.q[i] = q + (int64_t)(item.row0 + r) * shape.heads * head_dim +
+                     (int64_t)(item.kv * share + g) * head_dim;
             t.lo[i] = l;
             t.hi[i] = std::max(h, l);
         }
@@ -110,18 +111,20 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int 
 // Divides by the softmax sums and writes [rows][share * head_dim] of this KV head; quantises at
 // once where no block spans two heads.
 void Engine::finish_rows(const Op& op, const AttendItem& item, float* o, float* m, float* l) {
-    int share = shape.heads / shape.kv_heads, hd = shape.head_dim, width = shape.heads * hd;
+    const Group& group = group_of(op);
+    int share = shape.heads / group.kv_heads, hd = group.head_dim, width = shape.heads * hd;
+    int vdim = group.vdim;
     Buffer& b = *buffers_[op.dst];
     if (op.sinks >= 0)  // a sink is one more position, after all others, whose value is zero
         for (int i = 0; i < item.rows * share; i++)
-            kernels.combine(&m[i], &l[i], o + (int64_t)i * vdim_,
+            kernels.combine(&m[i], &l[i], o + (int64_t)i * vdim,
                             vectors_[op.sinks][item.kv * share + i % share], 1.0f, zeros_.data(),
-                            vdim_);
+                            vdim);
     for (int r = 0; r < item.rows; r++) {
         float* y =
             (float*)b.f.data() + (int64_t)(item.row0 + r) * width + (int64_t)item.kv * share * hd;
         for (int g = 0; g < share; g++)
-            kernels.scale_out(o + (int64_t)(r * share + g) * vdim_, l[r * share + g], hd,
+            kernels.scale_out(o + (int64_t)(r * share + g) * vdim, l[r * share + g], hd,
                               y + g * hd);
         if (share * hd % 32 == 0) {
             int64_t block = (int64_t)item.kv * share * hd / 32;
@@ -133,18 +136,18 @@ void Engine::finish_rows(const Op& op, const AttendItem& item, float* o, float* 
 }
 
 void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
-    int group = layer_group_[op.layer], share = shape.heads / shape.kv_heads,
-        nq = item.rows * share;
+    int group = layer_group_[op.layer], share = shape.heads / groups_[group].kv_heads,
+        nq = item.rows * share, vdim = groups_[group].vdim;
     const Sequence& seq = step.sequences[item.seq];
     int window = groups_[group].window;
     int64_t first = seq.start + item.row0 - seq.row0, last = first + item.rows - 1;
     int lo = (int)(window ? std::max<int64_t>(0, first - window + 1) : 0), hi = (int)last + 1;
     QueryGroup& query_group = query_groups_[group][item.query_group];
     float* run = (float*)w.run.data();  // running result: [nq][vdim], then m and l
-    float *m = run + (int64_t)nq * vdim_, *l = m + nq;
+    float *m = run + (int64_t)nq * vdim, *l = m + nq;
     AttendTile t;
-    t.head_dim = shape.head_dim;
-    t.vdim = vdim_;
+    t.head_dim = groups_[group].head_dim;
+    t.vdim = vdim;
     t.kv_type = kv_type_;
     t.scale = op.scale;
     t.softcap = op.softcap;
@@ -152,16 +155,16 @@ void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
     t.wide = (float*)w.wide.data();
     // Split: store the partial result of this tile; the last thread to finish combines all.
     if (query_group.splits > 1) {
-        int64_t size = (int64_t)nq * (vdim_ + 2);
+        int64_t size = (int64_t)nq * (vdim + 2);
         float* mine = (float*)partials_.data() + query_group.partial +
                       (int64_t)(item.tile0 - query_group.tile0) * size;
         fill_tile(t, op, item, item.tile0, lo, hi);
         t.o = mine;
         kernels.attend(t);
         for (int i = 0; i < nq; i++) {
-            mine[(int64_t)nq * vdim_ + i] = t.m[i];
+            mine[(int64_t)nq * vdim + i] = t.m[i];
             // -1: the query sees no position of this tile.
-            mine[(int64_t)nq * (vdim_ + 1) + i] = t.hi[i] > t.lo[i] ? t.l[i] : -1.0f;
+            mine[(int64_t)nq * (vdim + 1) + i] = t.hi[i] > t.lo[i] ? t.l[i] : -1.0f;
         }
         if (splits_done_[item.query_group].fetch_add(1, std::memory_order_acq_rel) + 1 <
             query_group.splits)
@@ -170,16 +173,16 @@ void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
         for (int i = 0; i < nq; i++) l[i] = -1.0f;
         for (int p = 0; p < query_group.splits; p++) {
             const float* part = (float*)partials_.data() + query_group.partial + (int64_t)p * size;
-            const float *pm = part + (int64_t)nq * vdim_, *pl = pm + nq;
+            const float *pm = part + (int64_t)nq * vdim, *pl = pm + nq;
             for (int i = 0; i < nq; i++) {
                 if (pl[i] < 0) continue;
                 if (l[i] < 0) {
-                    std::memcpy(run + (int64_t)i * vdim_, part + (int64_t)i * vdim_, vdim_ * 4);
+                    std::memcpy(run + (int64_t)i * vdim, part + (int64_t)i * vdim, vdim * 4);
                     m[i] = pm[i];
                     l[i] = pl[i];
                 } else
-                    kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, pm[i], pl[i],
-                                    part + (int64_t)i * vdim_, vdim_);
+                    kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim, pm[i], pl[i],
+                                    part + (int64_t)i * vdim, vdim);
             }
         }
         finish_rows(op, item, run, m, l);
@@ -193,12 +196,12 @@ void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
         for (int i = 0; i < nq; i++) {
             if (t.hi[i] <= t.lo[i]) continue;
             if (l[i] < 0) {
-                std::memcpy(run + (int64_t)i * vdim_, t.o + (int64_t)i * vdim_, vdim_ * 4);
+                std::memcpy(run + (int64_t)i * vdim, t.o + (int64_t)i * vdim, vdim * 4);
                 m[i] = t.m[i];
                 l[i] = t.l[i];
             } else
-                kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim_, t.m[i], t.l[i],
-                                t.o + (int64_t)i * vdim_, vdim_);
+                kernels.combine(&m[i], &l[i], run + (int64_t)i * vdim, t.m[i], t.l[i],
+                                t.o + (int64_t)i * vdim, vdim);
         }
     }
     finish_rows(op, item, run, m, l);
@@ -214,7 +217,7 @@ void Engine::prefetch_kv(const Op& op, const AttendItem& item) const {
     for (int64_t b = first; b <= last / BLOCK && b < first + 4; b++) {
         if (blocks[b] < 0) continue;
         const uint8_t* c = kv_slice(op.layer, blocks[b], item.kv);
-        for (size_t i = 0; i < kv_slice_bytes_; i += 64) __builtin_prefetch(c + i, 0, 2);
+        for (size_t i = 0; i < group_of(op).slice_bytes; i += 64) __builtin_prefetch(c + i, 0, 2);
     }
 }
 

@@ -68,10 +68,6 @@ Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type)
     : shape(s), kernels(k), kv_type_(kv_type), pool_(threads) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
     zeros_.assign(vdim_, 0.0f);
-    size_t values = (size_t)BLOCK * (s.head_dim + vdim_);
-    kv_slice_bytes_ = align64(kv_type == KV_F16  ? values * 2
-                              : kv_type == KV_Q8 ? values + 2 * BLOCK * 4
-                                                 : values);
     for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());
 }
 
@@ -133,14 +129,23 @@ int Engine::add_buffer(int width) {
     max_width_ = std::max(max_width_, width);
     return (int)buffers_.size() - 1;
 }
-void Engine::add_group(int window, const std::vector<int>& layers, GroupKind kind,
-                       int64_t floats) {
+void Engine::add_group(int window, const std::vector<int>& layers, GroupKind kind, int64_t floats,
+                       int kv_heads, int head_dim) {
     int g = (int)groups_.size();
     groups_.emplace_back();
     groups_.back().kind = kind;
     groups_.back().floats = floats;
     groups_.back().window = window;
     groups_.back().layers = layers;
+    groups_.back().kv_heads = kv_heads ? kv_heads : shape.kv_heads;
+    const int dim = groups_.back().head_dim = head_dim ? head_dim : shape.head_dim;
+    const int vdim = groups_.back().vdim = (dim + 15) / 16 * 16;
+    const size_t values = (size_t)BLOCK * (dim + vdim);
+    groups_.back().slice_bytes = align64(kv_type_ == KV_F16  ? values * 2
+                                         : kv_type_ == KV_Q8 ? values + 2 * BLOCK * 4
+                                                             : values);
+    vdim_ = std::max(vdim_, vdim);
+    zeros_.assign(vdim_, 0.0f);
     if (kind != G_ATTENTION) {
         (kind == G_CONV ? conv_group_ : state_group_) = g;
         return;
@@ -194,7 +199,7 @@ int64_t Engine::weight_bytes() const {
 
 int64_t Engine::block_bytes(int group) const {
     const Group& g = groups_[group];
-    const int64_t layer = g.floats ? g.floats * 4 : (int64_t)kv_slice_bytes_ * shape.kv_heads;
+    const int64_t layer = g.floats ? g.floats * 4 : (int64_t)g.slice_bytes * g.kv_heads;
     return layer * (int64_t)g.layers.size();
 }
 
@@ -211,8 +216,8 @@ void Engine::allocate(const std::vector<int64_t>& blocks) {
 uint8_t* Engine::kv_slice(int layer, int64_t block, int kv) const {
     const Group& g = groups_[layer_group_[layer]];
     return g.pages.data() +
-           ((block * (int64_t)g.layers.size() + layer_slot_[layer]) * shape.kv_heads + kv) *
-               kv_slice_bytes_;
+           ((block * (int64_t)g.layers.size() + layer_slot_[layer]) * g.kv_heads + kv) *
+               g.slice_bytes;
 }
 
 void Engine::copy_block(int group, int64_t from, int64_t to) {

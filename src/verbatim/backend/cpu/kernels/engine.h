@@ -71,19 +71,24 @@ enum OpType : int {
     O_HEADS,
     O_CONV,
     O_DELTA,
-    O_GATED
+    O_GATED,
+    O_LAYER_INPUTS,
+    O_LAYER_GATE,
+    O_SCALE
 };
 
 struct Op {
     OpType type;
     int src = -1, dst = -1;         // buffers
-    int keys = -1, values = -1;     // O_HEADS: buffers of k and v
+    // O_HEADS: buffers of k and v. O_MOE: `keys` holds the router's input, where it has its own.
+    int keys = -1, values = -1;
     int norm = -1, norm_bias = -1;  // vectors; -1: no norm before the operation
     int mat[3] = {-1, -1, -1};      // q, k, v | weight | gate, up
     int bias[3] = {-1, -1, -1};
     int lora[3] = {-1, -1, -1};  // per matrix: what add_lora() returned; -1: no adapter has it
     bool add = false;  // dst += result (residual connection)
-    int layer = -1, rope = -1, qnorm = -1, knorm = -1;
+    // `layer`: of O_QKV, O_HEADS and O_ATTEND the layer whose keys and values are in the cache.
+    int layer = -1, rope = -1, qnorm = -1, knorm = -1, vnorm = -1;
     bool norm_last = false;  // qnorm and knorm after the rotation
     // O_QKV, O_HEADS: a vector of factors; queries at position p times entry p / query_length.
     int query_scales = -1, query_length = 1;
@@ -96,6 +101,7 @@ struct Op {
     bool renormalise = true, sigmoid = false;
     int choice_bias = -1;        // vector, added to the scores for the choice of experts only
     float experts_scale = 1.0f;  // multiplies the weights of the experts
+    int expert_scales = -1;      // vector: the same, expert by expert
     bool outputs = false;   // O_NORM: only the rows in Step::outputs
     int next_product = -1;  // the next operation with a matrix product
     // O_CONV, O_DELTA: vectors [taps][channels] and [channels]. O_DELTA: src holds q, k, v before
@@ -105,6 +111,11 @@ struct Op {
     int betas = -1, alphas = -1, decay = -1, dt = -1;
     int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
     bool tiled = false;  // value head j reads key head j % key_heads
+    // O_LAYER_INPUTS: dst holds a projection of each row, in parts as wide as the vector `norm`; each
+    // part is normalised, and the row of the embedding mat[0] times `scale` is added.
+    // O_LAYER_GATE: dst = act(src) * columns of the buffer `keys` from `offset` on.
+    // O_SCALE: dst is multiplied by the vector `norm` of one value.
+    int offset = 0;
 };
 
 struct Shape {
@@ -128,6 +139,10 @@ struct Group {
     int64_t floats;  // per layer and block; 0 for attention, whose size the engine knows
     int window;  // sliding window in positions; 0: full attention
     std::vector<int> layers;
+    // Of attention: key heads, size of a head, the same rounded up to whole vectors, and bytes of
+    // one KV head in a block of a layer.
+    int kv_heads, head_dim, vdim;
+    size_t slice_bytes;
     int64_t blocks = 0;
     Pages pages;
 };
@@ -168,7 +183,9 @@ class Engine : ThreadPool::Job {
     int add_rope(const double* inv_freq, int half, double factor);
     int add_buffer(int width);
     int add_lora(const std::vector<LowRank>& adapters);  // one entry per adapter
-    void add_group(int window, const std::vector<int>& layers, GroupKind kind, int64_t floats);
+    // kv_heads and head_dim: of attention; 0: those of `shape`.
+    void add_group(int window, const std::vector<int>& layers, GroupKind kind, int64_t floats,
+                   int kv_heads = 0, int head_dim = 0);
     void add_op(Op op);
     void finish();  // call after the last add_op()
     int64_t block_bytes(int group) const;
@@ -270,6 +287,9 @@ class Engine : ThreadPool::Job {
     void convolve(const Op& op, WorkItems& items);
     void delta(const Op& op, WorkItems& items);
     void gated(const Op& op, WorkItems& items);
+    void layer_inputs(const Op& op, WorkItems& items);
+    void layer_gate(const Op& op, WorkItems& items);
+    void scale(const Op& op, WorkItems& items);
     int moe_up_items(const Op& op) const;
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
@@ -286,6 +306,7 @@ class Engine : ThreadPool::Job {
     const uint8_t* panel(int matrix, int p) const {
         return matrices_[matrix]->p.data + (size_t)p * matrices_[matrix]->p.panel_bytes;
     }
+    const Group& group_of(const Op& op) const { return groups_[layer_group_[op.layer]]; }
     uint8_t* kv_slice(int layer, int64_t block, int kv) const;
     void prefetch_kv(const Op& op, const AttendItem& item) const;
 
@@ -319,8 +340,7 @@ class Engine : ThreadPool::Job {
     int64_t max_positions_ = ((int64_t)1 << 24) - 1;
     int logits_buffer_ = -1, hidden_buffer_ = -1;
     KvType kv_type_;
-    int vdim_;
-    size_t kv_slice_bytes_ = 0;
+    int vdim_;  // the largest Group::vdim
     std::vector<std::vector<AttendItem>> attend_items_;  // per cache group
     std::vector<std::vector<QueryGroup>> query_groups_;
     std::unique_ptr<std::atomic<int>[]> splits_done_;

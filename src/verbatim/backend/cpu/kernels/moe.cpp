@@ -52,13 +52,14 @@ void Engine::moe_route(const Op& op, WorkItems& items) {
     const int rows = (int)step.tokens.size(), n = shape.hidden, used = op.used;
     const bool quant = input(op).quant;
     ProductInput in = product_input(op, items.thread);
+    const float* x = op.keys < 0 ? in.x : (const float*)buffers_[op.keys]->f.data();
     const int64_t ld = router.panels * 16;
     for (int u; (u = items.next()) >= 0;) {
         int r = u * MM_ROWS, m = std::min(MM_ROWS, rows - r);
         QRows q = quant ? in.q.at_block(in.q.first_block(r, n / 32)) : in.q;
         float* s = (float*)scores_.data() + r * ld;
-        kernels.mm[router.kind](router, 0, router.panels, q, in.x + (int64_t)r * n, nullptr, m, s,
-                                ld, nullptr);
+        kernels.mm[router.kind](router, 0, router.panels, q, x + (int64_t)r * n, nullptr, m, s, ld,
+                                nullptr);
         if (op.bias[0] >= 0)
             kernels.add_rows(s, ld, vectors_[op.bias[0]].data(), 0, m, router.n);
         for (int i = 0; i < m; i++)
@@ -96,6 +97,7 @@ void Engine::choose_experts(const Op& op, float* logits, int experts, int32_t* i
     for (int j = 0; j < op.used; j++) {
         if (op.renormalise) weights[j] /= sum;
         if (op.experts_scale != 1.0f) weights[j] *= op.experts_scale;
+        if (op.expert_scales >= 0) weights[j] *= vectors_[op.expert_scales][ids[j]];
     }
 }
 

@@ -23,8 +23,11 @@ void Engine::quantise_row(const QRows& q, int64_t row, const float* x, int n) co
 // Whether each quantised block of a row has a single writer. Not so for the attention output when a
 // block of 32 spans two KV heads, which different threads write.
 bool Engine::blocks_within_kv_head(int width) const {
-    return width != shape.heads * shape.head_dim ||
-           (shape.heads / shape.kv_heads) * shape.head_dim % 32 == 0;
+    for (const Group& g : groups_)
+        if (g.kind == G_ATTENTION && width == shape.heads * g.head_dim &&
+            shape.heads / g.kv_heads * g.head_dim % 32)
+            return false;
+    return true;
 }
 
 Engine::Input Engine::input(const Op& op) const {
@@ -124,13 +127,13 @@ void Engine::positions(const Op& op, WorkItems& items) {
 // to the KV cache.
 void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, float* tile,
                       int64_t ld) {
-    int hd = shape.head_dim;
+    const int hd = group_of(op).head_dim, vdim = group_of(op).vdim;
     if (op.bias[part] >= 0)
         kernels.add_rows(tile, ld, vectors_[op.bias[part]].data() + (int64_t)head * hd, 0, rows,
                          hd);
     for (int r = 0; r < rows; r++) {
         float* x = tile + r * ld;
-        int row = row0 + r, norm = part == 0 ? op.qnorm : part == 1 ? op.knorm : -1;
+        int row = row0 + r, norm = part == 0 ? op.qnorm : part == 1 ? op.knorm : op.vnorm;
         if (norm >= 0 && !op.norm_last)
             kernels.rms_norm(x, vectors_[norm].data(), hd, shape.eps, x);
         if (part < 2 && op.rope >= 0) {
@@ -158,9 +161,9 @@ void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, floa
         uint8_t* c = kv_slice(op.layer, seq.blocks[layer_group_[op.layer]][pos / BLOCK], head);
         if (kv_type_ != KV_F16) {
             uint8_t h[1024];
-            uint8_t* to = part == 2 ? c + (size_t)hd * BLOCK + (size_t)slot * vdim_ : h;
+            uint8_t* to = part == 2 ? c + (size_t)hd * BLOCK + (size_t)slot * vdim : h;
             if (kv_type_ == KV_Q8) {
-                float* scales = (float*)(c + (size_t)(hd + vdim_) * BLOCK);
+                float* scales = (float*)(c + (size_t)(hd + vdim) * BLOCK);
                 kernels.store_q8(x, hd, (int8_t*)to, scales + (part == 2 ? BLOCK : 0) + slot);
             } else store_e4m3(x, hd, to);
             if (part == 1)
@@ -168,7 +171,7 @@ void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, floa
         } else {
             uint16_t h[1024];
             if (part == 2)
-                kernels.store_half(x, hd, (uint16_t*)c + (size_t)hd * BLOCK + (size_t)slot * vdim_);
+                kernels.store_half(x, hd, (uint16_t*)c + (size_t)hd * BLOCK + (size_t)slot * vdim);
             else {
                 kernels.store_half(x, hd, h);
                 for (int d = 0; d < hd; d++) ((uint16_t*)c)[d * BLOCK + slot] = h[d];
@@ -181,7 +184,8 @@ void Engine::qkv(const Op& op, WorkItems& items) {
     int rows = (int)step.tokens.size(), n = shape.hidden;
     ProductInput in = product_input(op, items.thread);
     float* tile = (float*)workers_[items.thread]->tile.data();
-    int heads[3] = {shape.heads, shape.kv_heads, shape.kv_heads}, per = vdim_ / 16;
+    const int kv_heads = group_of(op).kv_heads, vdim = group_of(op).vdim;
+    int heads[3] = {shape.heads, kv_heads, kv_heads}, per = vdim / 16;
     auto locate = [&](int u, int& part, int& head) {
         part = u < heads[0] ? 0 : u < heads[0] + heads[1] ? 1 : 2;
         head = u - (part > 0 ? heads[0] : 0) - (part > 1 ? heads[1] : 0);
@@ -198,9 +202,9 @@ void Engine::qkv(const Op& op, WorkItems& items) {
             int m = std::min(MM_ROWS, rows - r);
             QRows q = in.q.at_block(in.q.first_block(r, n / 32));
             kernels.mm[w.kind](w, head * per, per, q, in.x + (int64_t)r * n, nullptr, m, tile,
-                               vdim_, r + MM_ROWS < rows ? nullptr : next_weights);
-            lora_up(op, part, head * per, per, r, m, tile, vdim_, items.thread);
-            qkv_head(op, part, head, r, m, tile, vdim_);
+                               vdim, r + MM_ROWS < rows ? nullptr : next_weights);
+            lora_up(op, part, head * per, per, r, m, tile, vdim, items.thread);
+            qkv_head(op, part, head, r, m, tile, vdim);
         }
     }
 }
@@ -208,18 +212,19 @@ void Engine::qkv(const Op& op, WorkItems& items) {
 // Queries, keys and values whose norm spans all heads: the projections are in three buffers, and a
 // work item is one row. Queries are changed in place.
 void Engine::heads(const Op& op, WorkItems& items) {
-    const int counts[3] = {shape.heads, shape.kv_heads, shape.kv_heads};
+    const Group& group = group_of(op);
+    const int counts[3] = {shape.heads, group.kv_heads, group.kv_heads};
     const int buffers[3] = {op.dst, op.keys, op.values}, norms[3] = {op.qnorm, op.knorm, -1};
     Op head_op = op;
     head_op.qnorm = head_op.knorm = -1;
     for (int r; (r = items.next()) >= 0;)
         for (int part = 0; part < 3; part++) {
-            const int width = counts[part] * shape.head_dim;
+            const int width = counts[part] * group.head_dim;
             float* x = (float*)buffers_[buffers[part]]->f.data() + (int64_t)r * width;
             if (norms[part] >= 0)
                 kernels.rms_norm(x, vectors_[norms[part]].data(), width, shape.eps, x);
             for (int h = 0; h < counts[part]; h++)
-                qkv_head(head_op, part, h, r, 1, x + (int64_t)h * shape.head_dim, 0);
+                qkv_head(head_op, part, h, r, 1, x + (int64_t)h * group.head_dim, 0);
         }
 }
 
@@ -241,7 +246,8 @@ int Engine::gateup_panels(const Op& op) const {
 }
 
 int Engine::product_items(const Op& op) const {
-    if (op.type == O_QKV) return shape.heads + 2 * shape.kv_heads;
+    if (op.type == O_QKV)  // without keys and values: the layer reads those of another
+        return shape.heads + (op.mat[1] < 0 ? 0 : 2 * group_of(op).kv_heads);
     int per = op.type == O_GATEUP ? gateup_panels(op) : linear_panels(op);
     return (matrices_[op.mat[op.type == O_GATEUP]]->p.panels + per - 1) / per;
 }
@@ -251,7 +257,8 @@ const uint8_t* Engine::next_product_weights(const Op& op, int thread) const {
     const Op& n = ops_[op.next_product];
     int item = pool_.first_item(thread, product_items(n));
     if (item < 0) return nullptr;
-    if (n.type == O_QKV) return item < shape.heads ? panel(n.mat[0], item * (vdim_ / 16)) : nullptr;
+    if (n.type == O_QKV)
+        return item < shape.heads ? panel(n.mat[0], item * (group_of(n).vdim / 16)) : nullptr;
     return n.type == O_GATEUP ? panel(n.mat[1], item * gateup_panels(n))
                               : panel(n.mat[0], item * linear_panels(n));
 }
@@ -369,6 +376,40 @@ void Engine::norm(const Op& op, WorkItems& items) {
     }
 }
 
+void Engine::layer_inputs(const Op& op, WorkItems& items) {
+    const Packed& w = matrices_[op.mat[0]]->p;
+    const std::vector<float>& norm = vectors_[op.norm];
+    const int n = w.k, part = (int)norm.size();
+    for (int r; (r = items.next()) >= 0;) {
+        float* y = (float*)buffers_[op.dst]->f.data() + (int64_t)r * n;
+        float* e = (float*)shared_.f.data() + (int64_t)r * n;
+        unpack_row(w, step.tokens[r], kernels.byte_bias, e);
+        for (int i = 0; i < n; i += part)
+            kernels.rms_norm(y + i, norm.data(), part, shape.eps, y + i);
+        for (int i = 0; i < n; i++) {
+            e[i] *= op.scale;
+            y[i] = (y[i] + e[i]) * 0.70710678118654752f;
+        }
+    }
+}
+
+void Engine::layer_gate(const Op& op, WorkItems& items) {
+    const int n = buffers_[op.dst]->width, all = buffers_[op.keys]->width;
+    for (int r; (r = items.next()) >= 0;)
+        kernels.gate(shape.activation, (const float*)buffers_[op.src]->f.data() + (int64_t)r * n,
+                     (const float*)buffers_[op.keys]->f.data() + (int64_t)r * all + op.offset, n,
+                     (float*)buffers_[op.dst]->f.data() + (int64_t)r * n);
+}
+
+void Engine::scale(const Op& op, WorkItems& items) {
+    const int n = buffers_[op.dst]->width;
+    const float factor = vectors_[op.norm][0];
+    for (int r; (r = items.next()) >= 0;) {
+        float* x = (float*)buffers_[op.dst]->f.data() + (int64_t)r * n;
+        for (int i = 0; i < n; i++) x[i] *= factor;
+    }
+}
+
 // Lists the phases of this step and the number of work items of each.
 void Engine::plan_phases() {
     phases_.clear();
@@ -384,6 +425,9 @@ void Engine::plan_phases() {
             case O_EMBED:
             case O_POSITIONS:
             case O_HEADS:
+            case O_LAYER_INPUTS:
+            case O_LAYER_GATE:
+            case O_SCALE:
             case O_NORMADD: add(i, S_WORK, rows); break;
             case O_GATED: add(i, S_WORK, rows); break;
             case O_CONV: add(i, S_CONV, conv_items(op)); break;
@@ -446,6 +490,9 @@ void Engine::phase(int number, WorkItems& items) {
         case O_NORMADD: return norm(op, items);
         case O_DELTA: return delta(op, items);
         case O_GATED: return gated(op, items);
+        case O_LAYER_INPUTS: return layer_inputs(op, items);
+        case O_LAYER_GATE: return layer_gate(op, items);
+        case O_SCALE: return scale(op, items);
         case O_CONV:
         case O_MOE: return;
     }

@@ -1,4 +1,4 @@
-"""Recurrent layers in the engine: one answer, whatever the cut of the sequence into steps.
+"""One answer, whatever the cut of the sequence into steps: recurrent layers, Gemma 4, 8-bit caches.
 
 Chunked prefill, prefix hits, preemption, forks, batches, and drafts that are accepted and rejected
 at every place of a block must not change a bit of the log-probabilities."""
@@ -21,12 +21,26 @@ from verbatim.testing_models import RECURRENT_FAMILIES
 PROMPT = [256, *b"Once upon a time there was a scheduler that never"]  # three blocks and two tokens
 OTHER = [256, *b"A state is"]
 PARAMS = SamplingParams(temperature=0, max_tokens=26, logprobs=0, ignore_eos=True)
-CASES = [(f, b) for f in RECURRENT_FAMILIES for b in ("reference", "cpu")]
+BACKENDS = ("reference", "cpu")
+RECURRENT = [(f, b, "f16") for f in RECURRENT_FAMILIES for b in BACKENDS]
+# Gemma 4: head sizes per layer, layers that read the keys and values of others.
+CASES = [
+    *RECURRENT,
+    *[("gemma4", b, "f16") for b in BACKENDS],
+    ("gemma4moe", "cpu", "f16"),
+    *[("llama", b, kv_type) for b in BACKENDS for kv_type in ("q8", "fp8")],
+    *[
+        (f, "cpu", kv_type)
+        for f, kv_type in (("gemma4", "q8"), ("gemma4", "fp8"), ("qwen35", "q8"))
+    ],
+]
 Answer = tuple[tuple[int, ...], tuple[float, ...]]
+Case = tuple[str, str, Any]  # family, backend, type of the KV cache
 
 
-def core_of(family: str, backend: str, **options: Any) -> EngineCore:
-    config = EngineConfig(check=backend == "reference", speculate="off", **options)
+def core_of(case: Case, **options: Any) -> EngineCore:
+    family, backend, kv_type = case
+    config = EngineConfig(check=backend == "reference", speculate="off", kv_type=kv_type, **options)
     return EngineCore(tiny_parts(backend, config, family), config)
 
 
@@ -51,36 +65,36 @@ def answer(done: Completion, choice: int = 0) -> Answer:
 
 @pytest.fixture(scope="module")
 def alone() -> Any:
-    """Family and backend -> the answer to PROMPT alone, in one prefill step."""
-    made: dict[tuple[str, str], Answer] = {}
+    """Case -> the answer to PROMPT alone, in one prefill step."""
+    made: dict[Case, Answer] = {}
 
-    def get(family: str, backend: str) -> Answer:
-        if (family, backend) not in made:
-            core = core_of(family, backend, prefix_cache=False)
-            made[family, backend] = answer(finish(core, (PROMPT, PARAMS))[0])
-            assert len(set(made[family, backend][1])) > 20, "flat logits would hide errors"
-        return made[family, backend]
+    def get(case: Case) -> Answer:
+        if case not in made:
+            core = core_of(case, prefix_cache=False)
+            made[case] = answer(finish(core, (PROMPT, PARAMS))[0])
+            assert len(set(made[case][1])) > 20, "flat logits would hide errors"
+        return made[case]
 
     return get
 
 
-@pytest.mark.parametrize(("family", "backend"), CASES)
-def test_chunks_and_prefix_hits_keep_every_bit(family: str, backend: str, alone: Any) -> None:
-    core = core_of(family, backend, step_tokens=7)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_chunks_and_prefix_hits_keep_every_bit(case: Case, alone: Any) -> None:
+    core = core_of(case, step_tokens=7)
     first, again = (finish(core, (PROMPT, PARAMS))[0] for _ in range(2))
     assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 48)
-    assert answer(first) == answer(again) == alone(family, backend)
+    assert answer(first) == answer(again) == alone(case)
     longer = [*PROMPT, *first.token_ids]  # the blocks of the output are cached, too
     hit = finish(core, (longer, PARAMS.with_(max_tokens=4)))[0]
     assert hit.usage.cached_tokens == 64
-    cold = core_of(family, backend, prefix_cache=False)
+    cold = core_of(case, prefix_cache=False)
     assert answer(hit) == answer(finish(cold, (longer, PARAMS.with_(max_tokens=4)))[0])
 
 
-@pytest.mark.parametrize(("family", "backend"), CASES)
-def test_a_hit_needs_the_snapshot_at_its_end(family: str, backend: str, alone: Any) -> None:
+@pytest.mark.parametrize("case", RECURRENT, ids="-".join)
+def test_a_hit_needs_the_snapshot_at_its_end(case: Case, alone: Any) -> None:
     """Snapshots may be evicted on their own: keys and values without a state are no hit."""
-    core = core_of(family, backend)
+    core = core_of(case)
     finish(core, (PROMPT, PARAMS))
     pool = core.scheduler.cache.pools[-1]
     kept = list(pool.cached)
@@ -90,36 +104,36 @@ def test_a_hit_needs_the_snapshot_at_its_end(family: str, backend: str, alone: A
         pool.free.append(block)
     again = finish(core, (PROMPT, PARAMS))[0]
     assert again.usage.cached_tokens == 32
-    assert answer(again) == alone(family, backend)
+    assert answer(again) == alone(case)
 
 
-@pytest.mark.parametrize(("family", "backend"), CASES)
-def test_preemption_keeps_every_bit(family: str, backend: str, alone: Any) -> None:
-    """Three sequences that need five blocks each in a cache of eight."""
-    core = core_of(family, backend, kv_blocks=8)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_preemption_keeps_every_bit(case: Case, alone: Any) -> None:
+    """Three sequences that need five blocks each and share three, in a cache that holds fewer."""
+    core = core_of(case, kv_blocks=6 if case[0] == "llama" else 8)
     done = finish(core, *[(PROMPT, PARAMS)] * 3, (OTHER, PARAMS))
     assert core.scheduler.preemptions > 0
-    assert {answer(one) for one in done[:3]} == {alone(family, backend)}
+    assert {answer(one) for one in done[:3]} == {alone(case)}
 
 
-@pytest.mark.parametrize(("family", "backend"), CASES)
-def test_forks_and_batches_keep_every_bit(family: str, backend: str, alone: Any) -> None:
-    core = core_of(family, backend)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_forks_and_batches_keep_every_bit(case: Case, alone: Any) -> None:
+    core = core_of(case)
     draws = PARAMS.with_(n=3, temperature=1.0, seed=5)
     together = finish(core, (OTHER, PARAMS), (PROMPT, draws), (PROMPT, PARAMS), (OTHER, draws))
-    assert answer(together[2]) == alone(family, backend)
-    single = finish(core_of(family, backend, prefix_cache=False), (PROMPT, draws))[0]
+    assert answer(together[2]) == alone(case)
+    single = finish(core_of(case, prefix_cache=False), (PROMPT, draws))[0]
     assert [answer(single, i) for i in range(3)] == [answer(together[1], i) for i in range(3)]
     assert len({answer(single, i)[0] for i in range(3)}) == 3
 
 
-@pytest.mark.parametrize(("family", "backend"), CASES)
+@pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_rejected_drafts_leave_no_trace(
-    family: str, backend: str, alone: Any, monkeypatch: pytest.MonkeyPatch
+    case: Case, alone: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Zero to four right drafts, then wrong ones, over the borders of blocks."""
-    expected = alone(family, backend)[0]
-    core = core_of(family, backend)
+    expected = alone(case)[0]
+    core = core_of(case)
 
     def propose(_: Mapping[int, Any]) -> None:
         for seq in core.scheduler.running:
@@ -132,4 +146,14 @@ def test_rejected_drafts_leave_no_trace(
     monkeypatch.setattr(core.drafting, "propose", propose)
     done = finish(core, (PROMPT, PARAMS))[0]
     assert 0 < done.usage.accepted_tokens < done.usage.drafted_tokens
-    assert answer(done) == alone(family, backend)
+    assert answer(done) == alone(case)
+
+
+def test_every_kv_type_has_other_bits() -> None:
+    """Otherwise the cases above would compare one cache with itself."""
+    for family, backend in (("llama", "cpu"), ("llama", "reference"), ("gemma4", "cpu")):
+        answers = {
+            answer(finish(core_of((family, backend, kv_type)), (PROMPT, PARAMS))[0])
+            for kv_type in ("f16", "q8", "fp8")
+        }
+        assert len(answers) == 3
