@@ -246,7 +246,7 @@ def test_a_what_if_refuses_what_it_cannot_compute() -> None:
     damaged = [{**records[0], "row": records[0]["row"][:40]}]
     with pytest.raises(RequestError, match="damaged"):
         explanation.what_if(damaged, params, {"top_k": 2})
-    with pytest.raises(RequestError, match="nothing to draw"):
+    with pytest.raises(RequestError, match="leave no token to sample"):
         explanation.what_if(
             records, params, {"allowed_token_ids": [7], "no_repeat_ngram": 1}, prompt_ids=PROMPT
         )

@@ -760,7 +760,7 @@ MEDIA = [
         "/api/chat",
         {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]},
         "messages[0].images",
-        "no text",
+        "a list of images",
     ),
 ]
 

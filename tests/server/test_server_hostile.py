@@ -68,6 +68,7 @@ BASE: dict[str, dict[str, Any]] = {
     "/api/embed": {"model": "m", "input": "x"},
     "/api/embeddings": {"model": "m", "prompt": "x"},
     "/api/show": {"model": "m"},
+    "/api/pull": {"model": "m", "stream": False},
     "/lens/api/step": {"prompt": [65]},
     "/lens/api/replay": {"receipt": RECEIPT},
     "/completion": {"prompt": "x", "n_predict": 2},

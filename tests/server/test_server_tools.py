@@ -268,7 +268,7 @@ def test_a_tool_result_may_repeat_only_the_name_of_its_call(fake: Any) -> None:
     assert (
         answer("get_news")
         .json()["error"]
-        .startswith("messages[2].tool_name: the model's chat template does not look at")
+        .startswith("messages[2].tool_name: the model's chat template does not read")
     )
     thinks = fake.client.post(
         "/api/chat",

@@ -394,7 +394,7 @@ def test_settings_without_effect_are_rejected_by_name() -> None:
         with pytest.raises(ParameterError, match="suffix_tenants: needs speculate=suffix or auto"):
             engine("reference", mode, suffix_tenants=("me",))
     for mode in ("ngram", "suffix", "head", "draft"):
-        with pytest.raises(UnsupportedError, match=r"speculate: .* needs the cache"):
+        with pytest.raises(UnsupportedError, match=r"speculate: .* needs the KV cache"):
             engine("reference", mode, use_cache=False)
     for mode in ("off", "auto"):
         with engine("reference", mode, use_cache=False) as llm:
@@ -402,7 +402,7 @@ def test_settings_without_effect_are_rejected_by_name() -> None:
                 llm.generate("abababab", SamplingParams(max_tokens=8, seed=1)).usage.drafted_tokens
                 == 0
             )
-            with pytest.raises(UnsupportedError, match="speculate: 'suffix' needs the cache"):
+            with pytest.raises(UnsupportedError, match="speculate: 'suffix' needs the KV cache"):
                 llm.generate("abababab", SamplingParams(max_tokens=8, seed=1, speculate="suffix"))
 
 
