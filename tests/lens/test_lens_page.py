@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,14 @@ def test_the_keyboard_walks_over_the_tokens(lens: LensPage) -> None:
         ".map(e => e.outerHTML)"
     )
     assert unnamed == []
+    levels = lens.page.locator("h1, h2, h3, h4").evaluate_all(
+        "all => all.map((heading) => Number(heading.tagName[1]))"
+    )
+    assert all(after <= before + 1 for before, after in pairwise(levels))
+    heights = lens.page.locator("input[type=range]").evaluate_all(
+        "all => all.map((box) => box.offsetHeight).filter((height) => height)"
+    )
+    assert min(heights) >= 24, "WCAG 2.2: a target is at least 24 pixels high"
 
 
 def test_the_cards_of_a_column_are_equally_wide(lens: LensPage) -> None:
@@ -271,6 +280,7 @@ def test_the_engine_view_marks_evicted_blocks_and_preempted_requests(
     assert page.page.locator(".lanes i.preempted").count() == 1
     assert "preempted 1×" in str(page.page.text_content(".lanes"))
     assert page.errors == []
+    page.page.unroute_all(behavior="ignoreErrors")  # a poll may be on its way
     page.close()
 
 
@@ -424,6 +434,40 @@ def test_errors_are_shown_kindly(browser: Any, live: Live, tmp_path: Path) -> No
     page.page.click("#send")
     page.page.wait_for_selector("text=The server does not answer.")
     page.expect_errors(400, "/v1/completions", "net::ERR_FAILED")
+    page.close()
+
+
+BREAK = """() => {
+  const { fetch } = window;
+  window.fetch = async (path, options) => {
+    const answer = await fetch(path, options);
+    if (path !== "/v1/completions") return answer;
+    const reader = answer.body.getReader(), { headers } = answer;
+    let events = 0;
+    return new Response(new ReadableStream({ async pull(to) {
+      const { value } = await reader.read();
+      if (events++ < 3) to.enqueue(value);
+      else to.error(new TypeError("network error"));
+    } }), { headers });
+  };
+}"""
+
+
+def test_a_stream_that_breaks_off_keeps_its_tokens(browser: Any, live: Live, gate: Any) -> None:
+    """As if the server had died: three pieces of the answer, then the connection is gone."""
+    page = LensPage(browser, live).open()
+    page.page.evaluate(BREAK)
+    gate.set(int(live.metrics()["verbatim_steps_total"]) + 6)
+    with page.one_request():
+        page.start(max_tokens=24, seed=1)
+        page.page.wait_for_selector("#tile-0")
+        gate.open()
+    assert "The server does not answer." in str(page.page.text_content("[role=alert]"))
+    assert len(page.tokens()) < 24
+    assert page.page.is_enabled("#send")
+    page.page.click("#prove")
+    page.page.wait_for_selector("text=This run has no receipt yet")
+    assert page.errors == []
     page.close()
 
 

@@ -1,7 +1,7 @@
 // Requests to this server. In: plain objects. Out: plain objects, or a Trouble with the server's
 // own words. No other host is ever contacted.
 
-class Trouble extends Error {
+export class Trouble extends Error {
   constructor(message, { status = 0, code = "", param = null, retry = null } = {}) {
     super(message);
     Object.assign(this, { status, code, param, retry });
@@ -25,14 +25,13 @@ const headers = () => ({
   ...(key ? { authorization: `Bearer ${key}` } : {}),
 });
 
-async function call(path, options = {}) {
-  let answer;
-  try {
-    answer = await fetch(path, { ...options, headers: headers() });
-  } catch (error) {
-    if (error.name === "AbortError") throw error;
-    throw new Trouble("The server does not answer. Is `verbatim serve` still running?");
-  }
+function lost(error) {
+  if (error.name === "AbortError") throw error;
+  throw new Trouble("The server does not answer. Is `verbatim serve` still running?");
+}
+
+export async function call(path, options = {}) {
+  const answer = await fetch(path, { ...options, headers: headers() }).catch(lost);
   if (answer.ok) return answer;
   let problem = {};
   try {
@@ -58,7 +57,7 @@ export async function* stream(path, body, signal) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch(lost);
     if (done) return;
     buffer += value;
     const events = buffer.split("\n\n");

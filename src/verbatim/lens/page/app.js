@@ -8,7 +8,7 @@ import { fiveSamplers, inspector, loopView } from "./inspector.js";
 import { prove } from "./proof.js";
 import { extend, send, stopAll } from "./run.js";
 import { download, parseRun, restore } from "./save.js";
-import { canUndo, changed, current, fail, onChange, select, show, state, undo } from "./store.js";
+import { canUndo, changed, current, fail, isRunning, onChange, select, show, state, undo } from "./store.js";
 import { COLOURS, Tiles } from "./tiles.js";
 import { facts, tree } from "./tree.js";
 import { Vocab } from "./vocab.js";
@@ -87,7 +87,7 @@ function reveal(name) {
 
 function composer() {
   const branch = current();
-  const busy = state.asking || branch?.status === "running" || branch?.status === "waiting";
+  const busy = state.asking || isRunning(branch);
   const go = (event) => {
     event.preventDefault();
     if (!busy && state.input.trim()) send();

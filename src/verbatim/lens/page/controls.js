@@ -14,7 +14,7 @@ const GROUPS = {
   Engine: ["speculate", "priority", "adapter", "cache_salt", "logprobs_mode"],
 };
 // The page sets these itself.
-const OWN = { explain: "the Lens", receipt: "the Lens", logprobs: "the Lens", prompt_logprobs: "the Lens", output_prefix: "the Lens" };
+const OWN = ["explain", "receipt", "logprobs", "prompt_logprobs", "output_prefix"];
 const SLIDERS = {
   temperature: [0, 2, 0.05], top_p: [0.01, 1, 0.01], min_p: [0, 0.5, 0.005], typical_p: [0.01, 1, 0.01],
   top_n_sigma: [0, 5, 0.05], xtc_probability: [0, 1, 0.05], xtc_threshold: [0, 0.5, 0.01],
@@ -28,7 +28,7 @@ const valueOf = (name) =>
 
 function originOf(name) {
   if (state.params[name] !== undefined) return "you";
-  return LENS[name] !== undefined ? "the Lens" : state.info.parameters[name].origin;
+  return LENS[name] !== undefined || OWN.includes(name) ? "the Lens" : state.info.parameters[name].origin;
 }
 
 function setParam(name, value) {
@@ -123,9 +123,9 @@ export function controls() {
       <table class="plain">
         <tbody>
           ${Object.keys(state.info.parameters).map((name) => {
-            const shown = name in OWN ? { explain: state.info.max_logprobs, receipt: true }[name] : valueOf(name);
+            const shown = OWN.includes(name) ? { explain: state.info.max_logprobs, receipt: true }[name] : valueOf(name);
             return html`<tr><th scope="row">${name}</th><td>${written(state.info.parameters[name], shown) || "–"}</td>
-              <td class="origin">${OWN[name] ?? (name === "seed" && state.params.seed === undefined ? "server" : originOf(name))}</td></tr>`;
+              <td class="origin">${name === "seed" && state.params.seed === undefined ? "server" : originOf(name)}</td></tr>`;
           })}
         </tbody>
       </table>

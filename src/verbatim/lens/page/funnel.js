@@ -87,7 +87,7 @@ export function draw(result) {
   return html`<p class="hint">score = logit distance ÷ temperature + noise; the largest wins${
       result.lead === null ? "" : html`, here by ${number(result.lead, 2)}`}. The noise is a function of seed, position and id.</p>
     <table class="draw">
-    <thead><tr><th scope="col">token</th><th scope="col">left with</th><th scope="col">noise</th><th scope="col">score</th><th></th></tr></thead>
+    <thead><tr><th scope="col">token</th><th scope="col">left with</th><th scope="col">noise</th><th scope="col">score</th><td></td></tr></thead>
     <tbody>
       ${Array.from({ length: 6 }, (_, i) => rows[i]).map((c, i) => c ? html`<tr class=${i ? "" : "winner"}>
         <td><q>${state.vocab.show(c.id)}</q></td><td>${percent(c.probability)}</td>

@@ -7,7 +7,7 @@ import { draw, logprobOf, settingsOf, sideBySide, stages } from "./funnel.js";
 import { noiseKey } from "./noise.js";
 import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
 import { sample } from "./sampler.js";
-import { changed, current, select, selectedToken, state } from "./store.js";
+import { changed, current, isRunning, select, state } from "./store.js";
 import { play } from "./tiles.js";
 
 const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
@@ -19,14 +19,12 @@ const pending = new Set(); // rows on their way; one that was refused stays here
 const refused = new Map(); // row -> the server's words
 
 function whatIf(name, value) {
-  const { params } = selectedToken().segment;
+  const { params } = current().tokens[state.selected].segment;
   const own = name === "seed" ? params.seed : ownOf(params)[name];
   if (value === own || Number.isNaN(value)) delete state.whatIf[name];
   else state.whatIf[name] = value;
   changed("step");
 }
-
-const isRunning = (branch) => branch.status === "running" || branch.status === "waiting";
 
 const isBeam = (token) => (token.segment.params.num_beams ?? 1) > 1;
 
@@ -56,7 +54,7 @@ function computeStep(branch, index) {
   if (!row) {
     // While the text grows, its end is followed with the stream's own numbers only.
     const follows = isRunning(branch) && index === branch.tokens.length - 1;
-    if (token.record && !follows && !isBeam(token)) want(branch, index, false, {});
+    if (!follows && !isBeam(token)) want(branch, index, false, {});
     return null;
   }
   const own = ownOf(token.segment.params);
@@ -72,17 +70,18 @@ function loop(branch, index, step) {
   const token = branch.tokens[index], { record } = token;
   const length = branch.promptIds.length + index;
   const tail = [...branch.promptIds.slice(-6), ...branch.tokens.slice(Math.max(0, index - 6), index).map((t) => t.id)].slice(-6);
-  const top = record?.top.slice(0, 5) ?? [];
+  const row = step?.row, known = record?.top ?? row?.data.top.map(([id, logit]) => ({ id, logit, logprob: logprobOf(row, logit), noise: null }));
+  const top = known?.slice(0, 5) ?? [];
   const low = Math.min(...top.map((c) => c.logit)) - 1, high = Math.max(...top.map((c) => c.logit));
   const drawn = (step && !step.result.greedy ? step.result.kept : top).filter((c) => c.noise !== null).slice(0, 5);
   const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`inline-size:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
   return html`<ol class="loop" aria-label="the loop of this token">
-    <li><h4>context</h4><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
-    <li><h4>logits</h4>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
-    <li><h4>softmax</h4>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
-    <li><h4>sample</h4>${drawn.map((c) => mini(Math.max(0, Math.min(1, 1 + c.score / 12)), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
+    <li><h3>context</h3><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
+    <li><h3>logits</h3>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
+    <li><h3>softmax</h3>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
+    <li><h3>sample</h3>${drawn.map((c) => mini(Math.max(0, Math.min(1, 1 + c.score / 12)), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
       <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
-    <li class="append"><h4>append</h4><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
+    <li class="append"><h3>append</h3><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
   </ol>`;
 }
 
@@ -117,7 +116,7 @@ function sliders(branch, index, step) {
       ? html`still <q>${state.vocab.show(result.token)}</q>`
       : html`would draw <q class="other">${state.vocab.show(result.token)}</q>`;
   return html`<section class="card" aria-label="what if">
-    <h3>What if? <small>the same logits, the same noise</small></h3>
+    <h2>What if? <small>the same logits, the same noise</small></h2>
     <div class="sliders">
       ${[...SLIDERS, ...(state.offline ? [] : Object.keys(PENALTIES))].map((name) => {
         const [low, high, by] = sliderRange(name);
@@ -147,7 +146,7 @@ export function loopView() {
   const index = branch.tokens[state.selected] ? state.selected : -1; // a branch may not be there yet
   const running = isRunning(branch);
   step = index < 0 ? null : computeStep(branch, index);
-  return html`<section class="card" aria-label="the loop"><h3>The loop <small>context → logits → softmax → sample → append</small></h3>
+  return html`<section class="card" aria-label="the loop"><h2>The loop <small>context → logits → softmax → sample → append</small></h2>
     <div class="steps row" role="toolbar" aria-label="steps">
       <button class="small" ?disabled=${index < 1} @click=${() => select(index - 1)} aria-label="previous token">◀</button>
       <button class="small" @click=${() => play(!state.playing)} aria-pressed=${state.playing}>${state.playing ? "Pause" : "Play"}</button>
@@ -168,12 +167,12 @@ function forward() {
 export function inspector() {
   const branch = current(), index = state.selected;
   if (!branch?.tokens[index]) return nothing;
-  return html`<section class="card" aria-label="candidates"><h3>Candidates <small>the model's own distribution</small></h3>${candidates(branch, index, step)}</section>
+  return html`<section class="card" aria-label="candidates"><h2>Candidates <small>the model's own distribution</small></h2>${candidates(branch, index, step)}</section>
     ${step
       ? html`${sliders(branch, index, step)}
-        <section class="card funnel" aria-label="the funnel"><h3>The funnel <small>what each stage leaves</small></h3>
+        <section class="card funnel" aria-label="the funnel"><h2>The funnel <small>what each stage leaves</small></h2>
           ${stages(step.row, step.result, step.settings, { ...branch.tokens[index].segment.params, ...state.whatIf })}
-          <h4>The draw</h4>${draw(step.result)}</section>`
+          <h3>The draw</h3>${draw(step.result)}</section>`
       : html`<section class="card"><p class="hint">${whyNot(branch, index)}</p></section>`}`;
 }
 
@@ -187,5 +186,5 @@ function whyNot(branch, index) {
 
 export function fiveSamplers() {
   if (!step || state.selected < 0) return nothing;
-  return html`<section class="card" aria-label="side by side"><h3>Side by side <small>five samplers, the same logits, the same noise</small></h3>${sideBySide(step.row, step.settings)}</section>`;
+  return html`<section class="card" aria-label="side by side"><h2>Side by side <small>five samplers, the same logits, the same noise</small></h2>${sideBySide(step.row, step.settings)}</section>`;
 }

@@ -1,7 +1,7 @@
 // The proof: replay the receipt of every request behind the current branch, now, and compare the
 // tokens and every number that the page shows.
 
-import { post } from "./api.js";
+import { post, Trouble } from "./api.js";
 import { announce, changed, current, fail, state } from "./store.js";
 
 // what is compared, number by number
@@ -13,7 +13,7 @@ export async function prove() {
   state.proof = { state: "running", done: 0, of: segments.length };
   changed();
   try {
-    if (!segments.length) throw new Error("This run has no receipt yet: it must end first.");
+    if (!segments.length) throw new Trouble("This run has no receipt yet: it must end first.");
     let tokens = 0, numbers = 0;
     for (const segment of segments) {
       const answer = await post("/lens/api/replay", { receipt: segment.receipt, explain: state.info.max_logprobs });

@@ -8,7 +8,7 @@
 import { post, stream } from "./api.js";
 import { Row } from "./sampler.js";
 import {
-  announce, changed, current, fail, newBranch, newId, remember, show, state, undo,
+  announce, changed, current, fail, isRunning, newBranch, newId, remember, show, state, undo,
 } from "./store.js";
 
 export const LENS = { max_tokens: 200 }; // chosen by the page where the server's default is 16
@@ -195,7 +195,7 @@ export async function branchWith(parent, index, changes) {
 export async function extend(count = 1) {
   const branch = current();
   if (!branch) return send({ max_tokens: count });
-  if (branch.status === "running" || branch.status === "waiting") return undefined;
+  if (isRunning(branch)) return undefined;
   const params = { ...(branch.tokens.at(-1)?.segment.params ?? state.params), max_tokens: count };
   state.trouble = null;
   return generate([branch], params);

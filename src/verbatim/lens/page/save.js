@@ -3,6 +3,7 @@
 // The file holds the page's own modules, its styles and the run as JSON. A small script turns the
 // modules into blob URLs, in the order of their imports, and starts the page without a network.
 
+import { call } from "./api.js";
 import { rowOf } from "./run.js";
 import { Row } from "./sampler.js";
 import { changed, current, keepIdsAbove, state } from "./store.js";
@@ -55,7 +56,7 @@ const inScript = (text) => text.replaceAll("<", "\\u003c").replaceAll("\u2028", 
 
 async function saveFile() {
   const data = await runData();
-  const read = async (name) => (await fetch(`/lens/${name}`)).text();
+  const read = async (name) => (await call(`/lens/${name}`)).text();
   const modules = await Promise.all(MODULES.map(async (name) => [name, await read(name)]));
   const styles = await read("lens.css");
   return `<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

@@ -50,8 +50,7 @@ export const keepIdsAbove = (id) => (ids = Math.max(ids, id));
 
 export const branchOf = (id) => state.branches.find((branch) => branch.id === id) ?? null;
 export const current = () => branchOf(state.current);
-
-export const selectedToken = () => current()?.tokens[state.selected] ?? null;
+export const isRunning = (branch) => branch?.status === "running" || branch?.status === "waiting";
 
 export function newBranch({ parent = null, forkAt = 0, tokens = [], promptIds, label = "" }) {
   const branch = {

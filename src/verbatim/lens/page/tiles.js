@@ -2,7 +2,7 @@
 // moves, so only new tiles are made and only changed ones are touched.
 
 import { percent } from "./format.js";
-import { announce, changed, current, select, state } from "./store.js";
+import { announce, changed, current, isRunning, select, state } from "./store.js";
 
 // name -> [title, what 0 and 1 mean, value in 0 .. 1: how surprising]
 export const COLOURS = {
@@ -129,6 +129,6 @@ function tick() {
   const branch = current();
   if (!branch) return play(false);
   if (state.selected < branch.tokens.length - 1) select(state.selected + 1);
-  else if (branch.status !== "running" && branch.status !== "waiting") play(false);
+  else if (!isRunning(branch)) play(false);
   return undefined;
 }

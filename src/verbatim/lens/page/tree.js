@@ -4,11 +4,10 @@ import { html, nothing } from "./vendor/lit-html.js";
 import { count, seconds } from "./format.js";
 import { branchOf, changed, current, show, state } from "./store.js";
 
-const textOf = (branch) => state.vocab.text(branch.tokens.map((t) => t.id)).trim();
+const textOf = (tokens) => state.vocab.text(tokens.map((t) => t.id));
 
 function line(branch, depth) {
-  const own = branch.tokens.slice(branch.forkAt).map((t) => t.id);
-  const text = state.vocab.text(own).replace(/\s+/g, " ");
+  const text = textOf(branch.tokens.slice(branch.forkAt)).replace(/\s+/g, " ");
   const usage = branch.usage;
   const cached = usage?.prompt_tokens_details.cached_tokens;
   const on = branch.id === state.current, twin = branch.id === state.other;
@@ -31,7 +30,7 @@ function votes() {
   const answers = state.branches.filter((b) => b.parent === null && b.status === "done");
   if (answers.length < 2) return nothing;
   const tally = new Map();
-  for (const branch of answers) tally.set(textOf(branch), (tally.get(textOf(branch)) ?? 0) + 1);
+  for (const text of answers.map((branch) => textOf(branch.tokens).trim())) tally.set(text, (tally.get(text) ?? 0) + 1);
   const [text, most] = [...tally].sort((a, b) => b[1] - a[1])[0];
   return html`<p class="hint">Vote: ${most} of ${answers.length} answers are “${text.slice(0, 60)}”, ${tally.size} different ones.</p>`;
 }
@@ -41,8 +40,8 @@ function compared() {
   if (!left || !right) return nothing;
   let same = 0;
   while (same < Math.min(left.tokens.length, right.tokens.length) && left.tokens[same].id === right.tokens[same].id) same++;
-  const column = (branch) => html`<div class="column"><h4>${branch.label}</h4>
-    <p class="prose"><span class="shared">${state.vocab.text(branch.tokens.slice(0, same).map((t) => t.id))}</span><mark>${state.vocab.text(branch.tokens.slice(same).map((t) => t.id))}</mark></p>
+  const column = (branch) => html`<div class="column"><h3>${branch.label}</h3>
+    <p class="prose"><span class="shared">${textOf(branch.tokens.slice(0, same))}</span><mark>${textOf(branch.tokens.slice(same))}</mark></p>
     <small>${mean(branch)}</small></div>`;
   return html`<div class="two">${column(left)}${column(right)}</div>
     <p class="hint">${same === left.tokens.length && same === right.tokens.length ? "equal, token by token" : html`equal for ${count(same)} tokens`}</p>`;
@@ -57,7 +56,7 @@ function mean(branch) {
 
 export function tree() {
   if (!state.branches.length) return nothing;
-  return html`<section class="card" aria-label="branches"><h3>Branches</h3>
+  return html`<section class="card" aria-label="branches"><h2>Branches</h2>
     <ul class="tree">${below(null)}</ul>${votes()}${compared()}</section>`;
 }
 
