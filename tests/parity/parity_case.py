@@ -7,7 +7,7 @@ from typing import Any
 
 VOCAB = 96
 PROMPT = 24
-STEPS = 12  # the last of them cross a block of 16 and an original context of 32
+STEPS = 32
 ABSENT: Any = object()  # the key is not in the config
 
 
