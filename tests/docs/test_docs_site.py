@@ -78,7 +78,7 @@ def test_every_request_field_and_route_is_shown(
     for route, (_, table) in PROTOCOLS.items():
         for name in table:
             assert f" {name} " in fields, f"{route}: {name}"
-    schema = httpx.get(f"http://127.0.0.1:{doc_server()}/openapi.json", timeout=HANG_SECONDS).json()
+    schema = get(doc_server(), "/openapi.json").json()
     for route in schema["paths"]:
         assert f"<code>{route}</code>" in routes, route
 
@@ -87,11 +87,15 @@ def test_every_metric_is_shown(
     site: Path, default_model: Path, doc_server: Callable[[], int]
 ) -> None:
     text = page(site, "operations.html")
-    metrics = httpx.get(f"http://127.0.0.1:{doc_server()}/metrics", timeout=HANG_SECONDS).text
+    metrics = get(doc_server(), "/metrics").text
     names = re.findall(r"^# TYPE (\w+)", metrics, re.MULTILINE)
     assert len(names) > 20
     for name in names:
         assert f"<code>{name}</code>" in text, name
+
+
+def get(port: int, path: str) -> httpx.Response:
+    return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=HANG_SECONDS)
 
 
 class Requests(HTMLParser):
