@@ -133,7 +133,7 @@ def _run(llm: LLM, case: Circumstance) -> list[Completion]:
 
 
 def _few_blocks(needle: Sequence[Completion], mates: int) -> int:
-    """So few KV blocks that a sequence is preempted: enough for all prompts, not for all outputs."""
+    """So few KV blocks that a sequence is preempted: all prompts fit, but not all outputs."""
     from verbatim.base.config import BLOCK_SIZE
 
     each = -(-(len(needle[0].prompt_ids) + TOKENS + 1) // BLOCK_SIZE)
