@@ -61,7 +61,7 @@ class HiddenPool:
             self.count += 1
 
     def vector(self) -> np.ndarray:
-        """float32 [hidden]"""
+        """The embedding of the prompt: float32 [hidden]."""
         assert self._sum is not None, "no hidden state was computed"
         divisor = self.count if self._pooling == "mean" else 1
         pooled = self._sum / divisor
