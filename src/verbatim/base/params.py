@@ -219,7 +219,7 @@ class SamplingParams:
         low=0,
         high=100,
     )
-    # structure
+    # structured output
     json_schema: str | Mapping[str, Any] | type | bool | None = declared(  # noqa: RUF009
         "schema", None, "the answer is JSON valid under this schema"
     )
@@ -256,7 +256,7 @@ class SamplingParams:
         "int", 0, "explain each token with this many top candidates", low=0, high=MAX_LOGPROBS
     )
     receipt: bool = declared("bool", False, "return all that is needed to replay the answer")
-    # the engine
+    # how the engine runs the request
     speculate: str | None = declared(
         "str", None, "off, ngram, suffix, head, draft or auto; missing: the engine's setting"
     )

@@ -72,7 +72,7 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
 
 
 def _kv_heads(spec: ModelSpec) -> int | list[int]:
-    """One number, or one per layer where some layers are convolutions."""
+    """KV heads: one number, or one per layer where some layers are convolutions."""
     if not spec.recurrent:
         return spec.kv_heads
     return [spec.kv_heads if layer.mixer == "attention" else 0 for layer in spec.layers]

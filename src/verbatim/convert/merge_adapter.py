@@ -76,8 +76,8 @@ def merge_directory(source: Path, adapter: Path, target: Path) -> int:
 
 
 def _file_pairs(source: Path, adapter: Path) -> dict[str, LowRank]:
-    """The adapter's matrices by tensor name in the model's files. PEFT's modules have the layout
-    of these files."""
+    """The adapter's matrices by tensor name in the model's files. PEFT's modules have the layout of
+    these files."""
     read = read_adapter(adapter)
     if read.kind != "peft":
         raise ParameterError(

@@ -73,7 +73,8 @@ def make_plan(
     tp: int = 1,
     price: float | None = None,
 ) -> Plan:
-    """`tp`: devices that share every matrix. `price`: per device and hour."""
+    """The Plan of a model on a device. `tp`: devices that share every matrix.
+    `price`: per device and hour."""
     _check(footprint, context, output, batch, tp)
     device = device.times(tp) if tp > 1 else device
     # A rank holds whole key heads: with more ranks than heads, several hold copies of one.
@@ -142,7 +143,7 @@ def _bound(device: Device, ops: float, size: float) -> Bound:
 
 
 def _prefill(f: Footprint, device: Device, tokens: int) -> Bound:
-    """One prompt. The LM head runs for its last token only."""
+    """The bound of one prefill. The LM head runs for the last token only."""
     ops = tokens * f.prompt_ops_token + f.prompt_attention_ops(tokens)
     ops += f.ops_token - f.prompt_ops_token
     return _bound(device, ops, f.read_bytes(tokens) + f.kv_bytes(tokens))

@@ -114,7 +114,7 @@ def needles(llm: LLM, *, low: bool = False) -> tuple[list[list[int]], list[Sampl
 
 
 def _run(llm: LLM, case: Circumstance) -> list[Completion]:
-    """The two needles and their mates in one batch; returns the needles."""
+    """Run the two needles and the requests beside them in one batch; return the needles."""
     prompts, params = needles(llm, low=case.starve)
     rng = random.Random(case.mates)
     tokenizer = llm.tokenizer
@@ -133,7 +133,7 @@ def _run(llm: LLM, case: Circumstance) -> list[Completion]:
 
 
 def _few_blocks(needle: Sequence[Completion], mates: int) -> int:
-    """Blocks for the needles and the starts of their mates, but not for all of them to the end."""
+    """So few KV blocks that a sequence is preempted: all prompts fit, but not all outputs."""
     from verbatim.base.config import BLOCK_SIZE
 
     each = -(-(len(needle[0].prompt_ids) + TOKENS + 1) // BLOCK_SIZE)

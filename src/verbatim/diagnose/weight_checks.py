@@ -70,7 +70,7 @@ def _finite(files: ModelFiles) -> Iterator[Finding]:
 
 
 def _memory(files: ModelFiles) -> Iterator[Finding]:
-    """Types that need more memory than their file."""
+    """Findings on tensor types that need more memory than their file."""
     larger = [t for t in files.tensors.values() if t.type in MEMORY]
     if larger:
         types = Counter(t.type for t in larger)

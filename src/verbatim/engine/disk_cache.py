@@ -61,7 +61,7 @@ class DiskCache:
                 "cache_dir",
                 f"cannot use {directory!r}: {error.strerror or error}; choose another directory",
             ) from None
-        self._lock = threading.Lock()  # over the members below, and _files
+        self._lock = threading.Lock()  # guards the members below, and _files
         self._bytes = sum(self._files.values())
         self._queued: dict[str, int] = {}  # blocks that wait to be written, and their bytes
         self._usable = True

@@ -61,7 +61,7 @@ class HiddenPool:
             self.count += 1
 
     def vector(self) -> np.ndarray:
-        """float32 [hidden]"""
+        """The embedding of the prompt: float32 [hidden]."""
         assert self._sum is not None, "no hidden state was computed"
         divisor = self.count if self._pooling == "mean" else 1
         pooled = self._sum / divisor
@@ -105,7 +105,7 @@ class RunningRequest:
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
         self.paused: set[int] = set()  # sequences that wait for their matcher's compile
         self._output_tokens = 0
-        self._unfinished = 0  # choices
+        self._unfinished = 0  # choices without a finish reason
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
         """Create one sequence per choice; all fork from the first at the end of the prompt."""

@@ -17,7 +17,7 @@ def step_parts(
     requests: Mapping[int, RunningRequest],
     drafting: Drafting,
 ) -> tuple[StepPart, ...]:
-    """The keys of `requests` are sequence ids."""
+    """One StepPart per sequence of the plan. `requests`: by sequence id."""
     drawn: dict[int, int] = {}
     for event in events:
         drawn[event.seq_id] = drawn.get(event.seq_id, 0) + (event.drawn is not None)

@@ -18,7 +18,7 @@ _ANY = {
     "d": r"\p{Nd}",
     "w": r"\p{L}\p{M}\p{N}_",
     "s": _ECMA["s"] + r"\x1c-\x1f\x85",
-}  # members for some validator
+}  # members of each class in at least one validator
 
 
 def rust_pattern(pattern: str, *, common: bool) -> str:

@@ -37,7 +37,7 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        """The largest rank."""
+        """The largest rank of its pairs of matrices."""
         return max(part.rank for part in self.parts.values())
 
     @property

@@ -38,7 +38,7 @@ def make_receipt(
     choices: Sequence[Choice],
     adapter: str = "",
 ) -> dict[str, Any]:
-    """`adapter`: the digest of the LoRA adapter; params.adapter is its name."""
+    """The receipt of a finished request. `adapter`: digest of the LoRA adapter params.adapter."""
     asked = {
         k: v
         for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items()

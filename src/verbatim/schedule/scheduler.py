@@ -186,7 +186,7 @@ class Scheduler(SequenceQueues):
 
     def _max_tokens(self, seq: Sequence, want: int, budget: int) -> int:
         """Most tokens of this sequence in the step: what `budget` pays for at their depth, and half
-        of it while others have a prompt to prefill. Alone, a long step delays no one else."""
+        of it while others have a prompt to prefill. Alone, a long step delays no sequence."""
         if want == 1:
             return budget
         others = [s for s in self.running if s is not seq and not s.held]

@@ -170,7 +170,7 @@ class ChatTemplate:
         return any(variable in own.variables for own in found if own is not None)
 
     def _reads_or_none(self, name: str) -> TemplateReads | None:
-        """None: the template is broken. That is no error until a request uses it."""
+        """What the template reads; None if it is broken: no error until a request uses it."""
         try:
             return self._program(name).reads
         except ModelError:

@@ -74,7 +74,9 @@ class SplitInfo:
 
 
 def split_info(metadata: Mapping[str, Any], file: Path) -> SplitInfo | None:
-    """None for a complete model. A file merged by gguf-split has a split.count of 0."""
+    """The split.* keys of a file; None for a complete model.
+
+    A file merged by gguf-split has a split.count of 0."""
     if "split.count" not in metadata:
         return None
     values = [metadata.get(key) for key in KEYS]

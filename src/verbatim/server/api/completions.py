@@ -90,7 +90,7 @@ class StreamExtras(NamedTuple):
     """What a stream has besides the text."""
 
     usage: bool  # a last chunk with the usage
-    padding: bool  # obfuscation
+    padding: bool  # random padding of each chunk: OpenAI's include_obfuscation
     running_usage: bool  # the usage so far in every chunk
 
 

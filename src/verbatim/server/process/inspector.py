@@ -117,7 +117,7 @@ class Inspector:
         choice: int,
         rest: bool,
     ) -> dict[str, Any]:
-        """`row`: the raw float32 logits that follow prompt + output."""
+        """The report of one step. `row`: the raw float32 logits that follow prompt + output."""
         from verbatim.sampling.logprobs import as_row
 
         wanted = SamplingParams.from_mapping(params)
