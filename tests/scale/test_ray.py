@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import httpx
 import pytest
 from ray_watch import processes, read_lines, stable
 
-from eventually import HANG_SECONDS, eventually
+from eventually import HANG_SECONDS, eventually, eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.ray_start import LOCAL_RAY
 from verbatim.server.api.field_table import PROTOCOLS
@@ -29,6 +29,7 @@ from verbatim.testing import server_parts
 
 pytestmark = [pytest.mark.ray, pytest.mark.server, pytest.mark.slow]
 HERE = Path(__file__).parent
+HOSTILE_TESTS = HERE.parent / "server" / "test_server_hostile.py"
 KEY = "a-key-of-the-tests"
 REQUESTS = 150
 ROWS = 300
@@ -79,12 +80,10 @@ def ray_env() -> dict[str, str]:
 
 
 class RayServer:
-    def __init__(self, address: str, *flags: str) -> None:
+    def __init__(self, *words: str) -> None:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
-        words = [sys.executable, "-m", "verbatim", "serve", "--ray", address, "--port", "0"]
-        words += ["--test-engine", "pipeline", "--served-model-name", "m", "--threads", "1"]
         self.process = subprocess.Popen(
-            [*words, *flags], stdout=self.log, stderr=self.log, env=ray_env()
+            [sys.executable, *words], stdout=self.log, stderr=self.log, env=ray_env()
         )
         found = eventually(
             lambda: (
@@ -120,8 +119,13 @@ class RayServer:
             self.log.close()
 
 
+def three_replicas(address: str) -> tuple[str, ...]:
+    words = ("-m", "verbatim", "serve", "--ray", address, "--replicas", "3", "--port", "0")
+    return (*words, "--test-engine", "pipeline", "--served-model-name", "m", "--threads", "1")
+
+
 def test_a_replica_is_killed_and_every_request_ends_once(ray_address: str) -> None:
-    server = RayServer(ray_address, "--replicas", "3")
+    server = RayServer(*three_replicas(ray_address))
     eventually(lambda: server.replicas_up() == 3, server.text)
     prompts = [f"a prefix of more than one block, then request {i % 25}" for i in range(REQUESTS)]
     prompts += ["one prompt, many copies"] * 40
@@ -172,6 +176,62 @@ async def send_all(server: RayServer, prompts: list[str]) -> list[tuple[str, str
         return await asyncio.gather(*map(one, prompts))
 
 
+def test_replicas_follow_the_load_and_one_that_leaves_ends_its_streams(
+    ray_address: str, tmp_path: Path
+) -> None:
+    gate = tmp_path / "gate"
+    gate.write_text("0")
+    server = RayServer(str(HERE / "autoscaling_server.py"), ray_address, str(gate))
+    assert server.replicas_up() == 1
+    texts = asyncio.run(load_and_unload(server, gate))
+    llm = LLM.from_parts(server_parts("pipeline"))
+    params = SamplingParams(max_tokens=LONG, seed=7, ignore_eos=True)
+    assert texts == [answer.text for answer in llm.generate(LONG_PROMPTS, params)]
+    eventually(lambda: len(processes("ServeReplica:verbatim")) == 1, server.text)
+    m = server.metrics()
+    assert m['verbatim_requests_ended_total{state="length"}'] == m["verbatim_requests_opened_total"]
+    assert server.stop() == 0, server.text()
+
+
+LONG = 400  # tokens of a stream that outlives its replica's removal
+LONG_PROMPTS = ["the first replica has this", "the second replica has this"]
+
+
+async def load_and_unload(server: RayServer, gate: Path) -> list[str]:
+    """Texts of two long streams, one per replica. Requests wait until there are two replicas; when
+    only the long streams are open, one replica is enough, and Ray removes the other."""
+
+    def wait(condition: Callable[[dict[str, float]], bool]) -> Awaitable[Any]:
+        async def check() -> bool:
+            return condition(await asyncio.to_thread(server.metrics))
+
+        return eventually_async(check, "the replicas do not follow the load")
+
+    async with httpx.AsyncClient(base_url=server.url, headers=server.headers, timeout=None) as http:
+
+        async def send(prompt: str, tokens: int) -> str:
+            body = {"model": "m", "prompt": prompt, "max_tokens": tokens, "seed": 7}
+            body |= {"ignore_eos": True, "stream": True}
+            answer = await http.post("/v1/completions", json=body)
+            lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: {")]
+            events = [json.loads(line) for line in lines]
+            assert events[-1]["choices"][0]["finish_reason"] == "length", answer.text[-300:]
+            return "".join(event["choices"][0]["text"] for event in events)
+
+        long = [asyncio.create_task(send(LONG_PROMPTS[0], LONG))]
+        await wait(lambda m: m["verbatim_requests_open"] == 1)
+        short = [asyncio.create_task(send(f"short {i}", 4)) for i in range(5)]
+        await wait(lambda m: m["verbatim_replicas"] == 2)
+        long.append(asyncio.create_task(send(LONG_PROMPTS[1], LONG)))
+        await wait(lambda m: m["verbatim_requests_open"] == 7)
+        gate.write_text("100")
+        await asyncio.gather(*short)
+        await wait(lambda m: m["verbatim_replicas"] == 1)  # the other drains
+        assert not any(task.done() for task in long)
+        gate.write_text("1000000")
+        return await asyncio.gather(*long)
+
+
 def check_access(server: RayServer) -> None:
     """Keys and checks are those of a server without Ray: a hostile request gets a 4xx that names
     what is wrong, on every route, and no replica dies of it."""
@@ -192,6 +252,23 @@ def check_access(server: RayServer) -> None:
 
 
 HOSTILE = (b"", b"{", b"[]", b"\x00", b'{"nonsense": NaN}', b'{"nonsense": 1}', b"[" * 100_000)
+
+
+def test_the_hostile_requests_of_the_server_tests_end_as_without_ray(ray_address: str) -> None:
+    """Every test of that file, against servers with two replicas."""
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        str(HOSTILE_TESTS),
+    ]
+    env = {**ray_env(), "VERBATIM_TEST_SERVER_ON_RAY": ray_address}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
 def test_a_host_beyond_loopback_needs_a_key() -> None:
