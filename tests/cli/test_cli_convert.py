@@ -6,9 +6,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -150,9 +148,10 @@ def test_a_byte_level_tokenizer_gets_its_pre_tokenizer_name(tmp_path: Path) -> N
         assert again.token_bytes(i) == original.token_bytes(i)
 
 
-def sentencepiece(directory: Path, byte_names: Mapping[int, str] = MappingProxyType({})) -> None:
+def sentencepiece(directory: Path, *, gemma: bool = False) -> None:
     """A BPE tokenizer with byte fallback and spaces as symbols, as in Llama 2's and Mistral's
-    tokenizer.json. `byte_names`: tokens of bytes that have another name than <0xNN>."""
+    tokenizer.json. `gemma`: a tab in the place of <0x09>, and runs of spaces that are merged and
+    also added tokens."""
     from tokenizers import Tokenizer, models, normalizers, trainers
 
     words = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))
@@ -168,7 +167,14 @@ def sentencepiece(directory: Path, byte_names: Mapping[int, str] = MappingProxyT
     data = json.loads(words.to_str())
     vocab = data["model"]["vocab"]
     for b in range(256):
-        vocab[byte_names.get(b, f"<0x{b:02X}>")] = len(vocab)
+        vocab["\t" if gemma and b == 9 else f"<0x{b:02X}>"] = len(vocab)
+    for length in (2, 3) if gemma else ():
+        run = "\u2581" * length
+        vocab[run] = len(vocab)
+        data["model"]["merges"].append([run[1:], "\u2581"])
+        data["added_tokens"].append(
+            {**data["added_tokens"][0], "id": vocab[run], "content": run, "special": False}
+        )
     data["model"]["byte_fallback"] = True
     data["decoder"] = {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}]}
     (directory / "tokenizer.json").write_text(json.dumps(data))
@@ -176,15 +182,22 @@ def sentencepiece(directory: Path, byte_names: Mapping[int, str] = MappingProxyT
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("byte_names", [{}, {9: "\t"}], ids=["llama2", "gemma"])
-def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, byte_names: dict[int, str]) -> None:
-    """Gemma has a tab in the place of <0x09>; other characters still fall back to their bytes."""
-    sentencepiece(tmp_path, byte_names)
+@pytest.mark.parametrize("gemma", [False, True], ids=["llama2", "gemma"])
+def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, gemma: bool) -> None:
+    sentencepiece(tmp_path, gemma=gemma)
     original = from_directory(tmp_path)
     meta = tokenizer_metadata(tmp_path, original, original.vocab_size, "llama")
     assert meta["tokenizer.ggml.model"] == "llama"
     again = from_gguf(meta)
-    for text in ("the cat sat", "there  is é and 日本", "<s> typed", "a\tcat"):
+    texts = (
+        "the cat sat",
+        "there  is é and 日本",
+        "<s> typed",
+        "a\tcat",
+        "a ▁▁ b",
+        "a    cat ▁▁▁▁",
+    )
+    for text in texts:
         assert again.encode(text) == original.encode(text), text
         assert again.encode_prompt(text) == original.encode_prompt(text), text
 

@@ -45,6 +45,7 @@ class _VocabReader:
     def __init__(self, metadata: Mapping[str, Any], file: str | None) -> None:
         self.meta = metadata
         self.file = file
+        self.merged: frozenset[str] = frozenset()
 
     def wrong(self, message: str) -> ModelError:
         return ModelError(message, file=self.file)
@@ -107,7 +108,8 @@ class _VocabReader:
         if any(s != s for s in scores):
             raise self.wrong("tokenizer.ggml.scores has a value that is not a number")
         pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind == NORMAL]
-        merges = merges_from_scores(pieces, self.ids, scores)
+        self.merged = self._merged_spaces(scores)
+        merges = merges_from_scores([*pieces, *self.merged], self.ids, scores)
         unknown = self.types.index(UNKNOWN) if UNKNOWN in self.types else None
         # Gemma's tokenizer.json has "\t" in the place of <0x09>: a character falls back to its
         # bytes where the vocabulary has all of them.
@@ -133,6 +135,20 @@ class _VocabReader:
             space_prefix=prefix,
             to_bytes=lambda text: piece_bytes(text, text in byte_ids),
         )
+
+    def _merged_spaces(self, scores: Sequence[float]) -> frozenset[str]:
+        """User-defined tokens with U+2581 that merges produce from spaces.
+
+        Their scores differ. In files made from a SentencePiece model all have the same score, and
+        the tokens match the text after spaces are replaced, longest first. Gemma's tokenizer.json
+        merges spaces like letters, and matches such a token only where the text has U+2581."""
+        found = [
+            text
+            for text, kind in zip(self.tokens, self.types, strict=True)
+            if kind == USER_DEFINED and SPACE in text
+        ]
+        differ = len(found) > 1 and len({scores[self.ids[text]] for text in found}) == len(found)
+        return frozenset(found if differ else ())
 
     def _wordpiece(self) -> Vocabulary:
         """BERT's vocabulary as llama.cpp writes it: U+2581 before a token that starts a word, no
@@ -218,10 +234,10 @@ class _VocabReader:
             and self.meta.get(K + "model") == "llama"
         )
         rstrip = phi3 and special and text not in ("<unk>", "<s>", "<|endoftext|>")
-        # A user-defined SentencePiece token with U+2581 must match after spaces are normalized.
-        return AddedToken(
-            text, special=special, normalized=not special and SPACE in text, rstrip=rstrip
-        )
+        # A user-defined SentencePiece token with U+2581 must match after spaces are normalized,
+        # unless merges produce it.
+        normalized = not special and SPACE in text and text not in self.merged
+        return AddedToken(text, special=special, normalized=normalized, rstrip=rstrip)
 
     def _eos_ids(self, eos: int | None, control: Mapping[str, int]) -> tuple[int, ...]:
         """Ids that end a completion: the declared end of sequence, of turn and of message, and the
