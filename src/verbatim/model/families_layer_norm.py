@@ -133,6 +133,7 @@ def _falcon(f: Fields, requested: int | None) -> ModelSpec:
     kv_heads = f.integer("num_kv_heads", heads) if own else 1
     if not new and kv_heads not in (1, heads):
         raise f.fail("num_kv_heads", f"{heads} is needed without new_decoder_architecture")
+    activation(f, "activation")  # an error names this key, not hidden_act
     sizes = f.with_values(
         num_key_value_heads=kv_heads,
         intermediate_size=f.integer("ffn_hidden_size", 4 * f.integer("hidden_size")),

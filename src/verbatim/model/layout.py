@@ -22,7 +22,8 @@ HF_KEY_NAMES = {
     "experts": "num_local_experts or num_experts",
     "expert_mlp": "moe_intermediate_size or intermediate_size",
     "shared_mlp": "n_shared_experts",
-    "mixtures": "decoder_sparse_step, mlp_only_layers or first_k_dense_replace",
+    "mixtures": "decoder_sparse_step, mlp_only_layers, first_k_dense_replace, num_dense_layers or "
+    "use_expert_bias",
     "attention_bias": "attention_bias",
     "mlp_bias": "mlp_bias",
     "positions": "max_position_embeddings",
