@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     Mutant(
         "norm-epsilon", "backend/reference/ops.py",
-        "scaled = x / np.sqrt(square + F32(self.spec.norm_eps))", "scaled = x / np.sqrt(square)",
+        "return x / np.sqrt(square + F32(self.spec.norm_eps))", "return x / np.sqrt(square)",
         AGREES,
     ),
     Mutant(
