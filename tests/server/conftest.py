@@ -30,8 +30,10 @@ def fake() -> Iterator[Live]:
 
 @pytest.fixture(scope="session")
 def real(default_model: Path) -> Iterator[Live]:
-    """The default model, which states no pooling of embeddings."""
-    live = Live("--model", str(default_model), "--pooling", "mean", engine=None).wait_ready()
+    """The default model, which states no pooling of embeddings. With one thread: two would wait for
+    each other at every barrier while the other worker of the suite uses a core."""
+    flags = ("--model", str(default_model), "--pooling", "mean", "--threads", "1")
+    live = Live(*flags, engine=None).wait_ready()
     yield live
     numbers = live.wait_at_rest()
     check_ledger(numbers)
