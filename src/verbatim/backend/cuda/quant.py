@@ -19,8 +19,9 @@ import torch
 import triton
 
 from verbatim.backend.cuda import jit_quant, kernels
-from verbatim.backend.cuda.kernels import BK, SplitSums
+from verbatim.backend.cuda.kernels import SplitSums
 from verbatim.backend.cuda.launch import INTERPRETED, launch
+from verbatim.backend.cuda.matmul_tile import BK
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 FEW_ROWS = 16  # multiplied with unpacking in the kernel
