@@ -20,6 +20,8 @@ from verbatim.scale.ray_options import LOCAL, require_ray
 
 log = logging.getLogger("verbatim.scale")
 HANG_SECONDS = 600  # no start of a process takes that long
+# For the raylet. Ray does not notice that it ended, and waits that long before a start has failed.
+RAYLET_SECONDS = 60
 ATTEMPTS = 4
 QUIET: dict[str, Any] = {
     "namespace": "serve",
@@ -31,7 +33,7 @@ QUIET: dict[str, Any] = {
 LOCAL_RAY = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_raylet_start_wait_time_s": str(HANG_SECONDS),
+    "RAY_raylet_start_wait_time_s": str(RAYLET_SECONDS),
     "RAY_agent_register_timeout_ms": str(1000 * HANG_SECONDS),
     "RAY_worker_register_timeout_seconds": str(HANG_SECONDS),
 }
