@@ -107,7 +107,9 @@ def _layer_heads(f: Fields, slides: list[bool]) -> list[tuple[int, int]]:
         f.integer("head_dim"),
         f.integer("num_key_value_heads", f.integer("num_attention_heads")),
     )
-    if f.values.get("per_layer_config") is not None:
+    if f.values.get("per_layer_config", plain) is None:
+        raise f.fail("per_layer_config", "remove the key for the heads of the layer types")
+    if f.has("per_layer_config"):
         found = [_own_heads(f, i, plain) for i in range(len(slides))]
         for kind in (True, False):
             if len({h for h, s in zip(found, slides, strict=True) if s is kind}) > 1:
