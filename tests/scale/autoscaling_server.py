@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 import sys
 
-from verbatim.scale.options import RayOptions, Replicas
-
 from verbatim.scale.deploy import serve_on_ray
+from verbatim.scale.ray_options import RayOptions, Replicas
 from verbatim.server.settings import Settings
 
 address, gate = sys.argv[1:]
