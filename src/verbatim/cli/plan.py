@@ -149,9 +149,19 @@ def _print(plan: Plan) -> None:
     section(out, "Derived", _derived_rows(plan), right=(1,), wide=2)
 
 
+def _fits_row(plan: Plan, needed: float, memory: float) -> tuple[str, str, str]:
+    from verbatim.diagnose.capacity import USABLE
+
+    return (
+        "fits" if plan.fits else "DOES NOT FIT",
+        _bytes(needed),
+        f"of {_bytes(memory * USABLE)}, {USABLE:.0%} of {_bytes(memory)}; the rest is for"
+        " activations",
+    )
+
+
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     from verbatim.backend.cpu.repack import MEMORY
-    from verbatim.diagnose.capacity import USABLE
 
     f, d = plan.footprint, plan.device
     stored = f"{_count(f.params)} parameters in {f.stored}"
@@ -159,7 +169,10 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
         stored += f", {MEMORY[f.stored]:g} bytes each when unpacked"
     rows = [("weights", _bytes(f.weight_bytes), stored)]
     if not f.attention:
-        return [*rows, ("KV cache", "-", "unknown: a parameter count has no heads")]
+        rows.append(("KV cache", "-", "unknown: a parameter count has no heads"))
+        if plan.fits is False and d.memory is not None:
+            rows.append(_fits_row(plan, f.weight_bytes, d.memory))
+        return rows
     windows = {a.window for a in f.attention if a.window is not None}
     shapes = Counter((a.kv_heads, a.head_dim) for a in f.attention if a.kv_bytes)
     what = " + ".join(
@@ -172,15 +185,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     held = plan.kv_sequence * plan.batch
     rows.append(("KV cache", _bytes(held), f"{sequences} of {plan.context:,} tokens"))
     if plan.fits is not None and d.memory is not None:
-        needed = f.weight_bytes + held
-        rows.append(
-            (
-                "fits" if plan.fits else "DOES NOT FIT",
-                _bytes(needed),
-                f"of {_bytes(d.memory * USABLE)}, {USABLE:.0%} of {_bytes(d.memory)}; the rest"
-                " is for activations",
-            )
-        )
+        rows.append(_fits_row(plan, f.weight_bytes + held, d.memory))
         rows.append(
             (
                 "room",
