@@ -74,7 +74,9 @@ def measure_drift(
     """Free-running texts of `tokens` tokens after `start`, and `given`, teacher-forced. The first
     `context` tokens of `given` are only read."""
     base = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, explain=1)
-    free = llm.generate([list(start)] * 2, [base, base.with_(temperature=temperature, seed=seed)])
+    # the model's whole distribution: top_p is given, so that the model's default does not apply
+    plain = base.with_(temperature=temperature, seed=seed, top_p=1.0, top_k=0, min_p=0.0)
+    free = llm.generate([list(start)] * 2, [base, plain])
     forced = _forced(llm, list(given), max(1, context), tokens)
     names = ("greedy", f"T = {temperature:g}")
     return [
