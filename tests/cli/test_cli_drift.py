@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from cli_result import Call
 from faulty_models import tiny_directory
 
+from verbatim.base.defaults import catalog_defaults
 from verbatim.cli.drift import spark
 from verbatim.diagnose.exposure import find_loop, measure_drift, smooth
 from verbatim.engine.llm import LLM
@@ -40,6 +42,18 @@ def test_series_are_those_of_the_model() -> None:
     again = measure_drift(llm, start, given, tokens=16, seed=3, context=8)
     assert again == [forced, greedy, sampled]
     assert measure_drift(llm, start, given, tokens=16, seed=4)[2] != sampled
+
+
+def test_the_models_recommended_filters_do_not_apply() -> None:
+    plain = fake_parts()
+    stated = catalog_defaults({"top_p": 0.05, "repetition_penalty": 1.8})
+    series = [
+        measure_drift(
+            LLM.from_parts(parts, kv_blocks=400), list(b"start"), list(b"a text"), tokens=16
+        )
+        for parts in (plain, replace(plain, defaults=stated))
+    ]
+    assert series[0] == series[1]
 
 
 def logits(backend: object, tokens: list[int]) -> np.ndarray:

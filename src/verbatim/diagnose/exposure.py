@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice
 from verbatim.diagnose.statistics import repetition
@@ -74,9 +75,9 @@ def measure_drift(
     """Free-running texts of `tokens` tokens after `start`, and `given`, teacher-forced. The first
     `context` tokens of `given` are only read."""
     base = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=0, explain=1)
-    # the model's whole distribution: top_p is given, so that the model's default does not apply
-    plain = base.with_(temperature=temperature, seed=seed, top_p=1.0, top_k=0, min_p=0.0)
-    free = llm.generate([list(start)] * 2, [base, plain])
+    settings = [base, base.with_(temperature=temperature, seed=seed)]
+    # the whole distribution, without the filters and penalties that the model recommends
+    free = llm.generate([list(start)] * 2, [resolve(p, NO_DEFAULTS) for p in settings])
     forced = _forced(llm, list(given), max(1, context), tokens)
     names = ("greedy", f"T = {temperature:g}")
     return [

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.diagnose.findings import Finding, bad, good, note
@@ -42,11 +43,13 @@ def check_live(llm: LLM, *, seed: int = 0) -> list[Finding]:
 
 
 def _run(llm: LLM, prompts: Sequence[str], tokens: int, seed: int) -> list[list[Completion]]:
-    """Each prompt greedily and at temperature 1, in one batch."""
+    """Each prompt greedily and at temperature 1, in one batch, without the filters and penalties
+    that the model recommends."""
     base = SamplingParams(temperature=0, max_tokens=tokens, on_loop="stop")
     sampled = [base.with_(temperature=1.0, seed=seed + i) for i in range(len(prompts))]
     ids = [prompt_ids(llm, text) for text in prompts]
-    done = llm.generate(ids * 2, [base] * len(prompts) + sampled)
+    settings = [resolve(p, NO_DEFAULTS) for p in [base] * len(prompts) + sampled]
+    done = llm.generate(ids * 2, settings)
     return [done[: len(prompts)], done[len(prompts) :]]
 
 
