@@ -72,6 +72,24 @@ def test_one_prompt_gives_one_and_a_list_gives_a_list(llm: LLM) -> None:
     assert llm.generate([], params) == []
 
 
+@pytest.mark.parametrize("options", [{}, {"n": 2}, {"n": 1, "best_of": 3}, {"num_beams": 2}])
+def test_a_request_without_deltas_has_the_same_completion(
+    llm: LLM, options: dict[str, Any]
+) -> None:
+    params = SamplingParams(max_tokens=6, seed=3, speculate="off", **options)
+    found = []
+    for deltas in (True, False):
+        llm.core.add(llm.core.request("Hello", params, request_id="r"), deltas=deltas)
+        outputs = []
+        while llm.core.busy:
+            outputs += llm.core.step()
+        *sent, completion = outputs
+        assert isinstance(completion, Completion)
+        assert bool(sent) == (deltas and "best_of" not in options)
+        found.append([(c.text, c.token_ids, c.score) for c in completion.choices])
+    assert found[0] == found[1]
+
+
 def test_one_params_for_all_or_one_per_prompt(llm: LLM) -> None:
     each = [SamplingParams(max_tokens=n, seed=1, ignore_eos=True) for n in (1, 2, 3)]
     assert [len(c.token_ids) for c in llm.generate(["a", "b", "c"], each)] == [1, 2, 3]

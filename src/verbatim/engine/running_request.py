@@ -92,8 +92,9 @@ class RunningRequest:
         else:
             longest = len(request.prompt_ids) + params.max_tokens
             self.limit, self.limit_name = min(longest, context), "max_tokens"
+        self.ranked = (params.best_of or params.n) != params.n  # returns the best choices only
         # With best_of > n the returned choices are known only at the end: no Deltas before that.
-        self.sends_deltas = (params.best_of or params.n) == params.n
+        self.sends_deltas = not self.ranked
         self.matchers: dict[int, Any] = {}  # by sequence id; empty without structured output
         self.scored: dict[int, TokenLogprob] = {}  # by prompt position
         self.hidden = HiddenPool(request.embedding)
@@ -220,7 +221,7 @@ class RunningRequest:
 
     def choices(self) -> list[Choice]:
         streams = list(self.streams.values())
-        if not self.sends_deltas:
+        if self.ranked:
             for stream in streams:
                 stream.score = stream.mean_logprob
             streams.sort(key=lambda s: (-s.mean_logprob, s.index))

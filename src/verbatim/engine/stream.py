@@ -98,7 +98,8 @@ class ChoiceStream:
         # The last token of a structured output is text; a stop token is not.
         hidden = finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
         if not hidden or self._params.include_stop:
-            stop = self._split(self._decoder.push(drawn.token))
+            text = self._decoder.push(drawn.token)
+            stop = self._write(text) if self._splitter is None else self._split(text)
             if stop is not None:
                 finish = Finish("stop", stop)
         if (
@@ -123,8 +124,7 @@ class ChoiceStream:
 
     def _split(self, text: str) -> str | None:
         """Separate the thought from the answer. Returns the stop string that ends the choice."""
-        if self._splitter is None:
-            return self._write(text)
+        assert self._splitter is not None
         thinking = self._splitter.thinking
         pieces = self._splitter.push(text)
         self.reasoning_tokens += thinking or self._splitter.thinking

@@ -105,12 +105,11 @@ class Scheduler(SequenceQueues):
             behind -= 1
             if seq.held or seq.state != RUNNING:  # preempted for a sequence before it
                 continue
-            step = self._plan_decode(seq)
-            if step is None:
-                step = self._plan_running(seq, budget - behind, copies)
+            step = self._plan_decode(seq) or self._plan_running(seq, budget - behind, copies)
             if step is not None:
                 steps.append(step)
-                budget -= self.cost.of_step(step, self.cache.groups)
+                # One token costs one; this spares a call per decoding sequence.
+                budget -= len(step.tokens) == 1 or self.cost.of_step(step, self.cache.groups)
         while budget > 0 and self.waiting:
             step = self._admit(budget, alone=not steps)
             if step is None:

@@ -56,6 +56,8 @@ class TextDecoder:
         if self._strip and data and not self._tokenizer.is_control(token):
             self._strip = False
             data = data.removeprefix(b" ")
+        if data.isascii() and not self._utf8.getstate()[0]:
+            return data.decode()  # whole characters, and none has started: the common case
         return self._utf8.decode(data)
 
     def flush(self) -> str:
