@@ -21,8 +21,9 @@ import torch
 from verbatim import LLM, SamplingParams
 from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
-from verbatim.backend.cuda.device_weights import BlockMode, unpack_blocks
+from verbatim.backend.cuda.device_weights import unpack_blocks
 from verbatim.backend.cuda.warm_up import compile_kernels
+from verbatim.backend.gpu_layout import BLOCK_FORMATS, BlockMode, packing
 from verbatim.base.config import EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.families import spec_from_config
@@ -84,8 +85,8 @@ def random_blocks(
     shape: tuple[int, int], type: str, make: torch.Generator, device: torch.device
 ) -> quant.BlockWeight:
     """Random codes of a format without offsets, with one scale for all groups."""
-    (n, k), form = shape, quant.FORMATS[type]
-    pack, wide = quant.packing(k)
+    (n, k), form = shape, BLOCK_FORMATS[type]
+    pack, wide = packing(k)
     size = (n, wide * form.bits // 8)
     codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
     spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes

@@ -26,7 +26,7 @@ from cpu_blocks import random_blocks
 from plans import BLOCKS, MARKS, Blocks, ScoredSeq, run, run_alone, same_bits
 
 from overlap_crowd import count_rows, generate_all
-from verbatim.backend import gpu, open_backend
+from verbatim.backend import gpu, gpu_layout, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
     gpu_sampler,
@@ -41,6 +41,7 @@ from verbatim.backend.cuda import (
 )
 from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.device_weights import _half as half_weight
+from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
 from verbatim.backend.cuda.step_graph import GraphInputs
@@ -58,6 +59,7 @@ from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row
 from verbatim.testing import FakeBackend, fake_spec
 from verbatim.testing_models import TINY_CONFIGS, tiny_adapter, tiny_model
+from verbatim.weights.requantise import requantise
 from verbatim.weights.tensor import BLOCKS as BLOCK_SIZES
 from verbatim.weights.tensor import Tensor
 
@@ -175,6 +177,7 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
     """Compares a prefill in one step with chunks beside another sequence. Some matmuls have two
     splits, which run in parallel for few rows and in one program for many."""
     monkeypatch.setattr(kernels, "BK", 16)
+    monkeypatch.setattr(gpu_layout, "BK", 16)
     choose_tile = matmul_tile.choose_tile
 
     def choose(m: int, n: int, k: int, splits: int, tma: bool) -> matmul_tile.MatmulTile:
@@ -183,7 +186,7 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
 
     monkeypatch.setattr(kernels, "choose_tile", choose)
     model = small(family, hidden_size=64)
-    assert kernels.split_k(64, 64)[0] == 2
+    assert gpu_layout.split_k(64, 64)[0] == 2
     backend, expected = run_checked(model, TOKENS)
     blocks = Blocks(backend.spec, backend.block_size, 5)
     seq, other = blocks.allocate(0, TOKENS), blocks.allocate(1, TOKENS[::-1])
@@ -453,7 +456,7 @@ def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) ->
     warm_up.compile_kernels(backend)  # type: ignore[arg-type]
     chosen = set()
     for n, k in ((64, 1024), (576, 64)):
-        splits = kernels.split_k(n, k)[0]
+        splits = gpu_layout.split_k(n, k)[0]
         chosen |= {matmul_tile.choose_tile(m, n, k, splits, True) for m in range(1, 4200, 37)}
     assert len(chosen) > 5
     assert {tile._replace(parallel=1) for tile in chosen} <= {
@@ -516,7 +519,7 @@ def block_tensor(type: str, rows: int, k: int) -> Tensor:
     return Tensor("w", type, (rows, k), raw.reshape(-1))
 
 
-@pytest.mark.parametrize(("type", "k"), [*[(type, 512) for type in quant.FORMATS], ("q4_0", 160)])
+@pytest.mark.parametrize(("type", "k"), [*[(type, 512) for type in quant.READERS], ("q4_0", 160)])
 def test_weights_in_blocks_have_the_values_of_the_file(
     type: str, k: int, device: torch.device
 ) -> None:
@@ -524,8 +527,8 @@ def test_weights_in_blocks_have_the_values_of_the_file(
     expected = tensor.to_f32().astype(np.float16)
     weight = quant.to_blocks(tensor, device)
     assert np.array_equal(quant.unpack(weight).cpu().numpy(), expected)
-    if k == 512:  # a whole pack
-        assert weight.nbytes == quant.block_bytes(type, 9 * k)
+    found = gpu_layout.device_bytes({"layers.0.mlp.up": tensor}, "only")
+    assert weight.nbytes == found["layers.0.mlp.up"].held
     chosen = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
     assert np.array_equal(quant.unpack(weight, rows=chosen).cpu().numpy(), expected[[8, 0, 3]])
 
@@ -626,6 +629,37 @@ def test_a_full_garbage_collection_does_not_visit_the_objects_of_pytorch() -> No
     assert gc.get_freeze_count() > 10_000
     backend.close()
     assert gc.get_freeze_count() == 0
+
+
+def test_an_open_backend_is_not_frozen_at_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nanobind would report the frozen objects of the host sampler as leaked."""
+    at_exit: list[Any] = []
+    monkeypatch.setattr(cuda_backend.atexit, "register", at_exit.append)
+    backend = opened(small("llama"))
+    for function in at_exit:
+        function()
+    assert gc.get_freeze_count() == 0
+    backend.close()
+
+
+@pytest.mark.parametrize("blocks", ["both", "only"])
+@pytest.mark.parametrize("type", ["f32", "q4_0", "q8_0", "q4_k"])
+def test_the_planned_bytes_are_those_on_the_device(
+    type: str, blocks: Any, device: torch.device
+) -> None:
+    """q4_k: with some weights in q6_k, as in files named q4_k_m."""
+    model = small("llama", type=type, hidden_size=512, intermediate_size=512)
+    weights = dict(model.weights)
+    if type == "q4_k":
+        for name in ("layers.0.attn.v", "layers.0.mlp.down"):
+            weights[name] = requantise(weights[name], "q6_k")
+    loaded = load(weights, model.spec, device, blocks)
+    found = gpu_layout.device_bytes(weights, blocks)
+    read = sum(weight.nbytes for weight in loaded.values())
+    assert sum(size.read for size in found.values()) == read
+    copies = [getattr(weight, "unpacked", None) for weight in loaded.values()]
+    unpacked = sum(copy.nbytes for copy in copies if copy is not None)
+    assert sum(size.held for size in found.values()) == read + unpacked
 
 
 def test_a_mixture_of_experts_does_not_overlap_steps() -> None:

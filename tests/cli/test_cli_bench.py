@@ -156,6 +156,14 @@ def test_rounds_alternate_and_the_first_is_a_warm_up() -> None:
     assert row.rate("rival") == 50
 
 
+def test_a_gpu_has_two_rounds_to_warm_up() -> None:
+    """The first compiles kernels, and the second captures the graph of the prompt's shape."""
+    times = iter([0.8, 0.3, 0.002, 0.002])
+    job = measure.Job("prefill", 100, 100, lambda _: next(times))
+    row = measure.measure(job, [FakeRunner("verbatim", [])], 2, measure.GPU_WARM_UPS)
+    assert row.seconds["verbatim"] == [0.002, 0.002]
+
+
 def test_a_slow_measurement_is_not_repeated() -> None:
     log: list[str] = []
     [job] = measure.jobs([100], [], [], 8, 512, 4096)
@@ -193,7 +201,9 @@ def test_a_share_above_the_limit_is_explained(
     monkeypatch.setattr(bench, "print_limits", lambda llm, quick: (LIMITS, CARD))
     monkeypatch.setattr(measure, "Ours", lambda llm: SimpleNamespace(name="verbatim"))
     monkeypatch.setattr(measure, "jobs", lambda **_: rows)
-    llm: Any = SimpleNamespace(config=SimpleNamespace(step_tokens=1), context=4096)
+    info = SimpleNamespace(name="cpu")
+    parts = SimpleNamespace(backend=SimpleNamespace(info=info))
+    llm: Any = SimpleNamespace(config=SimpleNamespace(step_tokens=1), context=4096, parts=parts)
     bench._measure(llm, None, {}, 1, True)
     last = capsys.readouterr().out.splitlines()[-1]
     assert (

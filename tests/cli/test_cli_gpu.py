@@ -196,6 +196,24 @@ def test_the_default_model_on_the_gpu(verbatim: Call, default_model: Path) -> No
 
 
 @needs_card
+def test_plan_and_bench_agree_about_the_gpu(verbatim: Call, default_model: Path) -> None:
+    """Equal limits and costs give equal bounds; they differ by the stated margin of 1 %."""
+    from verbatim import LLM
+    from verbatim.observe.roofline import MachineLimits, cost_card
+
+    with LLM(default_model, backend="cuda") as llm:
+        card = cost_card(llm.parts.backend.spec, llm.parts.backend.info)
+    for context, batch in ((512, 1), (2000, 64)):
+        found = verbatim(
+            "plan", str(default_model), "--context", str(context), "--batch", str(batch), "--json"
+        ).json
+        device = found["device"]
+        limits = MachineLimits(device["read_bytes"], 1, "gpu", int8_ops=device["ops"])
+        ceiling = card.decode_ceiling(limits, context, batch)
+        assert found["output_tokens_per_second"] == pytest.approx(ceiling, rel=0.01)
+
+
+@needs_card
 def test_plan_measures_the_gpu(verbatim: Call) -> None:
     """Any GPU that runs the kernels reads more than 100 GB/s and does more than 5 TFLOPS."""
     found = verbatim("plan", "7B", "--json").json["device"]

@@ -117,6 +117,29 @@ def test_quantised_weights_and_caches() -> None:
     assert footprint_of_config(config, "x.json", kv_type="fp8").kv_bytes(1) == 32 * 2 * 32 * 128
 
 
+def test_a_gpu_reads_the_weights_that_the_cuda_backend_keeps() -> None:
+    """Two bytes per weight where float16 copies fit, blocks elsewhere; q4_0 has both."""
+    config = json.loads((CONFIGS / "mistral-7b.json").read_text())
+    half = footprint_of_config(config, "x.json").on_gpu(80e9)
+    assert (half.kept, half.step_bytes) == (
+        "",
+        pytest.approx(2 * (half.params - 32000 * 4096), 1e-3),
+    )
+    eight = footprint_of_config(config, "x.json", quant="q8_0")
+    large, small = eight.on_gpu(80e9), eight.on_gpu(24e9)
+    assert (large.kept, large.step_bytes) == ("unpacked to float16", half.step_bytes)
+    assert (small.kept, small.step_bytes) == ("in blocks", pytest.approx(eight.step_bytes, 0.01))
+    buffer = 2 * 2 * 14336 * 4096  # for gate and up
+    assert small.weight_bytes == pytest.approx(eight.weight_bytes + buffer, 0.01)
+    four = footprint_of_config(config, "x.json", quant="q4_0")
+    both = four.on_gpu(80e9)
+    assert both.kept == "in blocks and in float16"
+    assert both.weight_bytes == pytest.approx(four.weight_bytes + half.weight_bytes, 0.01)
+    assert both.step_bytes == pytest.approx(four.step_bytes, 0.01)
+    single = footprint_of_config(config, "x.json", quant="f32").on_gpu(80e9)
+    assert (single.kept, single.step_bytes) == ("in float16", half.step_bytes)
+
+
 def test_decode_turns_compute_bound_where_reading_and_computing_take_equally_long() -> None:
     """7B, no KV cache: 14 GB / 2,039 GB/s = 6.87 ms; 14 GFLOP / 312 TFLOPS = 44.9 µs: batch 153."""
     found = plan(counted("7B"))
@@ -201,6 +224,8 @@ def test_the_command_prints_and_exits_by_what_fits(verbatim: Call) -> None:
     assert result.json["decode"]["limit"] == "memory"
     assert verbatim("plan", "no/such-model", "--device", "h100").code == 3
     assert verbatim("plan", config, "--device", "h100", "--quant", "q9").code == 2
+    shown = verbatim("plan", config, "--device", "h100", "--tp", "8", "--quant", "q8_0").out
+    assert "unpacked to float16 on the GPU" in " ".join(shown.split())
 
 
 @pytest.mark.model

@@ -178,16 +178,17 @@ def _measure(
     llm: LLM, rival: Rival | None, sizes: dict[str, list[int]], rounds: int, quick: bool
 ) -> tuple[MachineLimits, CostCard, list[JobRow]]:
     """Measure the limits, then every size in alternating rounds with the rival; print each row."""
-    from verbatim.bench.measure import Ours, jobs, measure
+    from verbatim.bench.measure import GPU_WARM_UPS, Ours, jobs, measure
 
     limits, card = print_limits(llm, quick)
     runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
     print_header(rival)
     rows = []
+    warm_ups = GPU_WARM_UPS if llm.parts.backend.info.name == "cuda" else 1
     for job in jobs(
         **sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context
     ):
-        rows.append(measure(job, runners, rounds))
+        rows.append(measure(job, runners, rounds, warm_ups))
         print_row(rows[-1], card, limits, rival)
     if over := above_limit(rows, card, limits):
         print(f"share above 100 % ({over}): {WHY_ABOVE}")

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     cls=Option,
     default="this",
     metavar="NAME",
-    help="h200, h100, a100, a10, l4, 4090, this, or GB/s,TFLOPS[,GB] [this]",
+    help="h200, h100, a100, a10, l4, 4090, or GB/s,TFLOPS[,GB]; this: the GPU of this machine if"
+    " the cuda backend can use it, else its CPU [this]",
 )
 @click.option(
     "--context",
@@ -71,7 +72,8 @@ def command(
 
     MODEL is a config.json, a directory with one, a .gguf file, a model in the cache, or a parameter
     count such as 7B. No weight is read. All times are lower bounds, from the bytes that must be
-    read and the operations that must be done.
+    read and the operations that must be done. On a GPU the bytes are those of the cuda backend,
+    which unpacks quantised weights to float16 where memory allows it.
     """
     from verbatim.diagnose.capacity import make_plan
     from verbatim.diagnose.footprint import read_footprint
@@ -84,9 +86,12 @@ def command(
         context = min(4096, footprint.context or 4096)
     if output is None:
         output = min(256, max(1, context // 2))
+    on = _device(device, quiet=as_json)
+    if on.cuda and on.memory is not None:
+        footprint = footprint.on_gpu(on.memory * tp)
     plan = make_plan(
         footprint,
-        _device(device, quiet=as_json),
+        on,
         context=context,
         output=output,
         batch=batch,
@@ -165,7 +170,9 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
     f, d = plan.footprint, plan.device
     stored = f"{_count(f.params)} parameters in {f.stored}"
-    if f.stored in MEMORY:
+    if f.kept:
+        stored += f", {f.kept} on the GPU"
+    elif f.stored in MEMORY:
         stored += f", {MEMORY[f.stored]:g} bytes each when unpacked"
     rows = [("weights", _bytes(f.weight_bytes), stored)]
     if not f.attention:
@@ -275,7 +282,8 @@ def _count(params: int) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The Plan as plain data, with the properties that people read."""
     out = asdict(plan)
-    out["footprint"].pop("attention")
+    for name in ("attention", "parts"):
+        out["footprint"].pop(name)
     out["footprint"] |= {
         "layers": len(plan.footprint.attention),
         "kv_token_bytes": plan.footprint.kv_bytes(1),

@@ -25,6 +25,7 @@ class Device:
     count: int = 1
     kind: str = "data sheet"  # where the numbers come from
     unit: str = "FLOPS"  # of the peak: FLOPS (half precision) or int8 OPS
+    cuda: bool = False  # a GPU of the cuda backend, which keeps weights in its own layout
 
     @property
     def ridge(self) -> float | None:
@@ -44,12 +45,12 @@ class Device:
 
 # name -> GB/s, TFLOPS, GB
 DEVICES = {
-    "h200": Device("H200 SXM", 4800e9, 989e12, 141e9),
-    "h100": Device("H100 SXM", 3350e9, 989e12, 80e9),
-    "a100": Device("A100 SXM 80 GB", 2039e9, 312e12, 80e9),
-    "a10": Device("A10", 600e9, 125e12, 24e9),
-    "l4": Device("L4", 300e9, 121e12, 24e9),
-    "4090": Device("RTX 4090", 1008e9, 165e12, 24e9),
+    "h200": Device("H200 SXM", 4800e9, 989e12, 141e9, cuda=True),
+    "h100": Device("H100 SXM", 3350e9, 989e12, 80e9, cuda=True),
+    "a100": Device("A100 SXM 80 GB", 2039e9, 312e12, 80e9, cuda=True),
+    "a10": Device("A10", 600e9, 125e12, 24e9, cuda=True),
+    "l4": Device("L4", 300e9, 121e12, 24e9, cuda=True),
+    "4090": Device("RTX 4090", 1008e9, 165e12, 24e9, cuda=True),
 }
 THIS = "this"
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from verbatim.backend.cpu.repack import MEMORY
+from verbatim.backend.gpu_layout import block_mode, device_bytes, weight_bytes
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
-from verbatim.model.layout import is_quantisable, layout
+from verbatim.model.layout import is_quantisable, is_read_by_row, layout
 from verbatim.model.spec import ModelSpec
 from verbatim.observe.roofline import cost_card, layer_position_ops
 from verbatim.weights.gguf import read_gguf
@@ -33,8 +34,6 @@ WEIGHT_TYPES["fp8"] = 1.0
 # Bytes per value of the KV cache, and per head and position: q8 has a float32 scale (ADR 24).
 KV_TYPES = {"f16": (2, 0), "bf16": (2, 0), "f32": (4, 0), "fp8": (1, 0), "q8": (1, 4)}
 _DTYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
-# One row per token is read, so they do not count in a decode step.
-_READ_BY_ROW = ("positions", "layer_inputs.embed")
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([bm])", re.IGNORECASE)
 
 
@@ -45,6 +44,13 @@ class AttentionLayer:
     head_dim: int
     kv_bytes: float  # keys and values of one position; 0 if the layer reads those of another
     ops_position: int  # operations per position attended to
+
+
+class WeightPart(NamedTuple):
+    """One weight as the file has it."""
+
+    shape: tuple[int, ...]
+    type: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,30 @@ class Footprint:
     context: int  # positions of the model; 0: unknown
     ops_token: int
     prompt_ops_token: int  # without the LM head
+    parts: Mapping[str, WeightPart] = field(default_factory=dict)  # empty: a parameter count
+    tied: bool = False  # the embedding is also the LM head
+    kept: str = ""  # how a GPU keeps the weights; empty: as the file has them
+
+    def on_gpu(self, memory: float) -> Footprint:
+        """The footprint in the cuda backend on a GPU with so many bytes of memory. It unpacks
+        quantised weights where both copies fit, and rounds float32 to float16. Without the shapes
+        of a model, and for fp8, which it unpacks while it reads a file, nothing changes."""
+        if not self.parts or any(part.type == "fp8" for part in self.parts.values()):
+            return self
+        blocks = block_mode(self.parts, memory)
+        found = device_bytes(self.parts, blocks)
+        step, experts = _read_sums({name: b.read for name, b in found.items()}, self.tied)
+        held = sum(size.held for size in found.values())
+        if blocks == "only":
+            held = weight_bytes(self.parts, "only")  # with the buffer
+        kept = "in float16" if self.stored == "f32" else ""
+        if WEIGHT_TYPES[self.stored] < 2:
+            values = {name: prod(part.shape) for name, part in self.parts.items()}
+            packed = any(size.read < 2 * values[name] for name, size in found.items())
+            twice = any(size.held > size.read for size in found.values())
+            kept = "unpacked to float16" if not packed else "in blocks"
+            kept += " and in float16" if twice else ""
+        return replace(self, weight_bytes=held, step_bytes=step, expert_bytes=experts, kept=kept)
 
     def read_bytes(self, batch: float) -> float:
         """Weight bytes that one decode step of `batch` sequences reads. Of the experts it reads
@@ -160,24 +190,17 @@ def _type_of(part: str, stored: str) -> str:
 def _of_spec(
     spec: ModelSpec, name: str, stored: str, kv_type: str, type_of: Callable[[str], str]
 ) -> Footprint:
-    params, dense, expert_bytes, embed = 0, 0.0, 0.0, 0.0
-    for part, shape in layout(spec).items():
-        count, size = prod(shape), prod(shape) * WEIGHT_TYPES[type_of(part)]
-        params += count
-        if ".moe." in part and not part.endswith(("router", "scales")):
-            expert_bytes += size
-        elif part in _READ_BY_ROW or (part == "embed" and not spec.tied):
-            embed += size
-        else:
-            dense += size
+    parts = {part: WeightPart(shape, type_of(part)) for part, shape in layout(spec).items()}
+    sizes = {name: prod(part.shape) * WEIGHT_TYPES[part.type] for name, part in parts.items()}
+    dense, expert_bytes = _read_sums(sizes, spec.tied)
     info = BackendInfo("plan", "", 1, "", int(dense + expert_bytes), 0)
     card = cost_card(spec, info)
     return Footprint(
         name=name,
         shape=_shape(spec),
         stored=stored,
-        params=params,
-        weight_bytes=dense + expert_bytes + embed,
+        params=sum(prod(part.shape) for part in parts.values()),
+        weight_bytes=sum(sizes.values()),
         step_bytes=dense,
         expert_bytes=expert_bytes,
         experts=max(layer.experts for layer in spec.layers),
@@ -198,7 +221,22 @@ def _of_spec(
         context=spec.context,
         ops_token=card.ops_token,
         prompt_ops_token=card.prompt_ops_token,
+        parts=parts,
+        tied=spec.tied,
     )
+
+
+def _read_sums(sizes: Mapping[str, float], tied: bool) -> tuple[float, float]:
+    """Bytes that a decode step reads, and bytes of all experts, of which it reads a share."""
+    experts = {
+        name for name in sizes if ".moe." in name and not name.endswith(("router", "scales"))
+    }
+    step = sum(
+        size
+        for name, size in sizes.items()
+        if name not in experts and not is_read_by_row(name, tied=tied)
+    )
+    return step, sum(sizes[name] for name in experts)
 
 
 def _kv_bytes(spec: ModelSpec, layer: int, kv_type: str) -> int:

@@ -47,7 +47,9 @@ def this_device(cache: Path, note: Callable[[str], None] = lambda text: None) ->
 def gpu_device() -> Device:
     """The first GPU, measured by the cuda backend (the only package that imports PyTorch)."""
     limits = import_module("verbatim.backend.cuda.gpu_limits").measure_gpu()
-    return Device(limits.name, limits.read_bytes, limits.ops, limits.memory, kind="measured")
+    return Device(
+        limits.name, limits.read_bytes, limits.ops, limits.memory, kind="measured", cuda=True
+    )
 
 
 def _threads() -> int:

@@ -138,6 +138,12 @@ def is_quantisable(name: str) -> bool:
     return part in QUANTISED or part in _QUANTISED_PARTS
 
 
+def is_read_by_row(name: str, *, tied: bool) -> bool:
+    """Whether a step reads only one row of the weight per token: such weights do not count in the
+    bytes of a decode step. A tied embedding is also the LM head."""
+    return name in ("positions", "layer_inputs.embed") or (name == "embed" and not tied)
+
+
 def layout(spec: ModelSpec) -> dict[str, Shape]:
     """Every weight of the model: name -> shape. `head` is absent if it is tied to `embed`."""
     weights: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden)}

@@ -8,30 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from verbatim.backend.cuda import quant
+from verbatim.backend.gpu_layout import HEADS, BlockMode, is_matrix, keeps_blocks
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.requantise import requantise
 from verbatim.weights.tensor import Tensor
 
 Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight
-BlockMode: TypeAlias = Literal["unpacked", "both", "only"]
-# weights that are stored in half precision
-# fmt: off
-MATRICES = (
-    "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
-    "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
-    "attn.gate", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out",
-    "layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project",
-)
-# fmt: on
-# read or multiplied with few rows: their size does not count for the buffer
-HEADS = ("embed", "head", "layer_inputs.embed")
 
 
 def load(
@@ -71,21 +60,6 @@ def load(
             _join(out, f"layers.{i}.mlp", ("gate", "up"), spec.mlp_bias)
     unpack_blocks(out, blocks)
     return out
-
-
-def is_matrix(name: str) -> bool:
-    return name in (*HEADS, "positions") or name.endswith(MATRICES)
-
-
-def keeps_blocks(name: str, tensor: Tensor) -> bool:
-    """Whether the matmul can read the tensor in its blocks. Experts are unpacked."""
-    return (
-        is_matrix(name)
-        and tensor.type in quant.FORMATS
-        and len(tensor.shape) == 2
-        and name != "positions"
-        and ".moe." not in name
-    )
 
 
 def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
@@ -133,19 +107,3 @@ def _join(weights: dict[str, Weight], prefix: str, parts: tuple[str, ...], bias:
         # concatenate the output dimension; a mixture has its experts dimension before it
         dim = -1 if tail else -2
         weights[f"{prefix}.{'+'.join(parts)}{tail}"] = torch.cat(tensors, dim)
-
-
-def weight_bytes(source: Mapping[str, Tensor], blocks: BlockMode = "only") -> int:
-    """Bytes of the weights on the device: quantised matrices in their blocks and a buffer to unpack
-    one of them ("only"), or in their blocks and in half precision ("both"). Norms are float32, but
-    small."""
-    total = largest = 0
-    for name, tensor in source.items():
-        values = int(np.prod(tensor.shape))
-        if not keeps_blocks(name, tensor):
-            total += 2 * values
-            continue
-        total += quant.block_bytes(tensor.type, values) + (2 * values if blocks == "both" else 0)
-        if name not in HEADS:
-            largest = max(largest, 2 * values)  # gate and up are joined
-    return total + (2 * min(largest, quant.MAX_BUFFER) if blocks == "only" else 0)

@@ -20,14 +20,14 @@ import triton
 
 from verbatim.backend.cuda import jit, jit_matmul
 from verbatim.backend.cuda.launch import launch
-from verbatim.backend.cuda.matmul_tile import BK, BN, MatmulTile, choose_tile
+from verbatim.backend.cuda.matmul_tile import BN, MatmulTile, choose_tile
+from verbatim.backend.gpu_layout import BK, split_k
 
 TensorDescriptor: Any = None  # an older Triton has none
 with contextlib.suppress(ImportError):
     TensorDescriptor = import_module("triton.tools.tensor_descriptor").TensorDescriptor
 
 PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
-MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
 SPAN = 128  # positions that attention reduces at once; spans are merged in order
 EXPERT_ROWS = 16  # rows per tile of a mixture-of-experts matmul
 DECODE_LINES = 16  # lines of a query tile of few rows: (row, query head) pairs that share a KV head
@@ -44,17 +44,6 @@ FEW_ROWS = 16  # of a step that does not use programmatic dependent launch, whic
 # matmul, which allows fused multiply-add, they have the bits of their own kernel
 FUSED_ACTIVATIONS = ("silu", "relu2")
 HEADS_PER_PROGRAM = 4  # of norm and RoPE; one warp each, so it does not affect the bits
-
-
-def split_k(n: int, k: int) -> tuple[int, int]:
-    """(splits, blocks of BK inputs per split) of a matmul with a weight [n, k].
-
-    Weights with n <= k (attention output, MLP down) have four splits: tensor parallelism can give
-    whole splits to a device and still add them in the same order."""
-    blocks = triton.cdiv(k, BK)
-    splits = max(1, min(MAX_SPLITS, blocks // 2)) if n <= k else 1
-    blocks_per_split = triton.cdiv(blocks, splits)
-    return triton.cdiv(blocks, blocks_per_split), blocks_per_split
 
 
 # ---- matmul

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import triton
 
+from verbatim.backend.gpu_layout import BK
+
 BN = 64  # outputs per tile of a matmul without tensor descriptors
-BK = 128  # inputs per block; splits are whole blocks, so it affects the bits
 
 
 class MatmulTile(NamedTuple):

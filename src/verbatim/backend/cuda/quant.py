@@ -1,9 +1,9 @@
 """Weights that stay in their quantised blocks on the device, and the matmul that reads them.
 
-In: a Tensor of a type of FORMATS. Out: a BlockWeight: codes of 4 or 8 bits, and a scale (and an
-offset) per group of 16 or 32 inputs. Few rows are multiplied with weights that the kernel unpacks
-in registers; for more rows the weight is unpacked to float16 first: at loading if memory allows,
-else into a buffer that all weights share. All three give the same bits (jit_quant.py).
+In: a Tensor of a type of BLOCK_FORMATS. Out: a BlockWeight: codes of 4 or 8 bits, and a scale (and
+an offset) per group of 16 or 32 inputs. Few rows are multiplied with weights that the kernel
+unpacks in registers; for more rows the weight is unpacked to float16 first: at loading if memory
+allows, else into a buffer that all weights share. All three give the same bits (jit_quant.py).
 
 The codes of a row lie in packs. A pack of 4-bit codes holds inputs 0 .. PACK/2 in the low nibbles
 of its bytes and the others in the high nibbles, so both halves are read in order.
@@ -21,13 +21,18 @@ import triton
 from verbatim.backend.cuda import jit_quant, kernels
 from verbatim.backend.cuda.kernels import SplitSums
 from verbatim.backend.cuda.launch import INTERPRETED, launch
-from verbatim.backend.cuda.matmul_tile import BK
+from verbatim.backend.gpu_layout import (
+    BK,
+    BLOCK_FORMATS,
+    MAX_BUFFER,
+    PACKS,
+    packing,
+    split_k,
+)
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 FEW_ROWS = 16  # multiplied with unpacking in the kernel
 MORE_ROWS = 32  # also multiplied that way, if the weight is not unpacked at loading
-MAX_BUFFER = 1 << 28  # weights with more values are never unpacked into the shared buffer
-PACKS = (512, 256, 128)  # inputs per pack; the largest that divides a split
 MAX_BYTES = 256  # of 8-bit codes per pack; with more, shared memory holds fewer programs
 COLUMNS = (
     64  # outputs per tile: the instruction of the large tiles, whose order of additions it has
@@ -77,13 +82,6 @@ class Values(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor
     offsets: torch.Tensor | None
-
-
-class Format(NamedTuple):
-    bits: int
-    group: int
-    scale_bytes: int  # per group, of scale and offset
-    read: Callable[[torch.Tensor], Values]  # blocks [n, k / values, bytes per block] uint8
 
 
 # ---- file formats (weights/block_formats.py describes the blocks)
@@ -140,34 +138,22 @@ def _q6_k(blocks: torch.Tensor) -> Values:
     )
 
 
-FORMATS = {
-    "q4_0": Format(4, 32, 2, _q4_0),
-    "q4_1": Format(4, 32, 4, _q4_1),
-    "q4_k": Format(4, 32, 8, _q4_k),
-    "q6_k": Format(8, 16, 4, _q6_k),
-    "q8_0": Format(8, 32, 2, _q8_0),
+# of blocks [n, k / values, bytes per block] uint8
+READERS: dict[str, Callable[[torch.Tensor], Values]] = {
+    "q4_0": _q4_0,
+    "q4_1": _q4_1,
+    "q4_k": _q4_k,
+    "q6_k": _q6_k,
+    "q8_0": _q8_0,
 }
 
 
 # ---- loading
 
 
-def packing(k: int) -> tuple[int, int]:
-    """(inputs per pack, inputs per row): whole packs fill a split, and whole splits a row."""
-    _, blocks = kernels.split_k(1, k)
-    pack = next(size for size in PACKS if blocks * BK % size == 0)
-    return pack, triton.cdiv(triton.cdiv(k, BK), blocks) * blocks * BK
-
-
-def block_bytes(type: str, values: int) -> int:
-    """Bytes of so many values in blocks on the device, without the padding of their rows."""
-    form = FORMATS[type]
-    return values * form.bits // 8 + values // form.group * form.scale_bytes
-
-
 def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:
     """Copy a weight [n, k] to the device in its blocks."""
-    form, (values, size), (n, k) = FORMATS[tensor.type], BLOCKS[tensor.type], tensor.shape
+    form, (values, size), (n, k) = BLOCK_FORMATS[tensor.type], BLOCKS[tensor.type], tensor.shape
     pack, wide = packing(k)
     if form.bits == 8:  # codes in order: a pack is only what the kernel reads at once
         pack = min(pack, MAX_BYTES)
@@ -176,7 +162,7 @@ def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:
     raw = tensor.row_view()
     for start in range(0, n, step):
         rows = torch.from_numpy(raw[start : start + step].copy()).to(device)
-        found = form.read(rows.view(len(rows), k // values, size))
+        found = READERS[tensor.type](rows.view(len(rows), k // values, size))
         pad = (wide - k) // form.group
         parts.append(
             (
@@ -288,7 +274,7 @@ def _matmul(
     x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> SplitSums:
     m, (n, k) = len(x), weight.shape
-    splits, blocks = kernels.split_k(n, k)
+    splits, blocks = split_k(n, k)
     wide = weight.scales.shape[1] * weight.group
     packs = (wide if splits == 1 else blocks * BK) // weight.pack
     if out is None or splits > 1:

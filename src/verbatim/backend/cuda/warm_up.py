@@ -14,6 +14,7 @@ import torch
 from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.matmul_tile import all_tiles
 from verbatim.backend.cuda.step_inputs import OUTPUTS, PaddedInputs, StepShape
+from verbatim.backend.gpu_layout import split_k
 
 if TYPE_CHECKING:
     from verbatim.backend.cuda.backend import CudaBackend
@@ -28,7 +29,7 @@ def compile_kernels(backend: CudaBackend) -> None:
     activation = backend.spec.activation if backend.spec.gated else None
     for weight in backend.matrices():
         n, k = weight.shape
-        splits, _ = kernels.split_k(n, k)
+        splits, _ = split_k(n, k)
         if (weight.dtype, splits) in launched:  # one compiled kernel serves all such weights
             continue
         launched.add((weight.dtype, splits))

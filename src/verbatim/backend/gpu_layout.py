@@ -1,0 +1,152 @@
+"""How the cuda backend keeps each weight on the GPU, and how many bytes that takes.
+
+In: names, shapes and types of weights, as their file has them. Out: sizes. The backend decides with
+these functions, and `verbatim plan` states their result. No PyTorch import: plan needs no GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from math import prod
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+BlockMode: TypeAlias = Literal["unpacked", "both", "only"]
+# weights that are stored in half precision
+# fmt: off
+MATRICES = (
+    "attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down",
+    "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
+    "attn.gate", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out",
+    "layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project",
+)
+# fmt: on
+# read or multiplied with few rows: their size does not count for the buffer
+HEADS = ("embed", "head", "layer_inputs.embed")
+# matrices that one matmul reads; they stay in their blocks only if all have the same type
+JOINED = (("attn", ("q", "k", "v")), ("mlp", ("gate", "up")), ("shared", ("gate", "up")))
+BK = 128  # inputs per block of a matmul; splits are whole blocks, so it affects the bits
+MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
+PACKS = (512, 256, 128)  # inputs per pack of 4-bit codes; the largest that divides a split
+MAX_BUFFER = 1 << 28  # weights with more values are never unpacked into the shared buffer
+
+
+class StoredWeight(Protocol):
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def type(self) -> str: ...
+
+
+class BlockFormat(NamedTuple):
+    """A quantised type on the GPU."""
+
+    bits: int
+    group: int  # inputs per scale
+    scale_bytes: int  # per group, of scale and offset
+
+
+class DeviceBytes(NamedTuple):
+    held: int
+    read: int  # by a decode step of few rows
+
+
+BLOCK_FORMATS = {
+    "q4_0": BlockFormat(4, 32, 2),
+    "q4_1": BlockFormat(4, 32, 4),
+    "q4_k": BlockFormat(4, 32, 8),
+    "q6_k": BlockFormat(8, 16, 4),
+    "q8_0": BlockFormat(8, 32, 2),
+}
+FAST = "q4_0"  # multiplied faster in its blocks than in float16, for few rows and the largest pack
+
+
+def is_matrix(name: str) -> bool:
+    return name in (*HEADS, "positions") or name.endswith(MATRICES)
+
+
+def keeps_blocks(name: str, weight: StoredWeight) -> bool:
+    """Whether the matmul can read the weight in its blocks. Experts are unpacked."""
+    return (
+        is_matrix(name)
+        and weight.type in BLOCK_FORMATS
+        and len(weight.shape) == 2
+        and name != "positions"
+        and ".moe." not in name
+    )
+
+
+def split_k(n: int, k: int) -> tuple[int, int]:
+    """(splits, blocks of BK inputs per split) of a matmul with a weight [n, k].
+
+    Weights with n <= k (attention output, MLP down) have four splits: tensor parallelism can give
+    whole splits to a device and still add them in the same order."""
+    blocks = -(-k // BK)
+    splits = max(1, min(MAX_SPLITS, blocks // 2)) if n <= k else 1
+    blocks_per_split = -(-blocks // splits)
+    return -(-blocks // blocks_per_split), blocks_per_split
+
+
+def packing(k: int) -> tuple[int, int]:
+    """(inputs per pack, inputs per row): whole packs fill a split, and whole splits a row."""
+    _, blocks = split_k(1, k)
+    pack = next(size for size in PACKS if blocks * BK % size == 0)
+    return pack, -(-k // (blocks * BK)) * blocks * BK
+
+
+# ---- bytes
+
+
+def block_mode(weights: Mapping[str, StoredWeight], memory: float) -> BlockMode:
+    """Whether quantised matrices are unpacked to float16: both copies fit twice into the memory,
+    because loading needs both. The bits of a result are the same."""
+    return "both" if 2 * weight_bytes(weights, "both") <= memory else "only"
+
+
+def weight_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode = "only") -> int:
+    """Most bytes of the weights while they are loaded: quantised matrices in their blocks and a
+    buffer to unpack one of them ("only"), or in their blocks and in half precision ("both")."""
+    kept = _stay_in_blocks(weights)
+    total = sum(held for held, _ in device_bytes(weights, "only").values())
+    if blocks == "both":
+        return total + sum(2 * prod(weights[name].shape) for name in kept)
+    return total + buffer_bytes(weights, kept)
+
+
+def device_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode) -> dict[str, DeviceBytes]:
+    """Bytes of each weight after loading. Matrices are in half precision or in blocks, all others
+    are float32."""
+    kept = _stay_in_blocks(weights) if blocks != "unpacked" else ()
+    return {name: _bytes_of(name, w, blocks, name in kept) for name, w in weights.items()}
+
+
+def buffer_bytes(weights: Mapping[str, StoredWeight], kept: Collection[str]) -> int:
+    """The buffer into which the largest of these weights is unpacked. Gate and up are joined."""
+    sizes = [2 * prod(weights[name].shape) for name in kept if name not in HEADS]
+    return 2 * min(max(sizes, default=0), MAX_BUFFER)
+
+
+def _bytes_of(name: str, weight: StoredWeight, blocks: BlockMode, kept: bool) -> DeviceBytes:
+    values = prod(weight.shape)
+    if not kept:
+        return DeviceBytes(*[(2 if is_matrix(name) else 4) * values] * 2)
+    n, k = weight.shape
+    form, (pack, wide) = BLOCK_FORMATS[weight.type], packing(k)
+    size = n * (wide * form.bits // 8 + wide // form.group * form.scale_bytes)
+    if blocks == "only":
+        return DeviceBytes(size, size)
+    if weight.type == FAST and pack == PACKS[0]:
+        return DeviceBytes(size + 2 * values, size)
+    return DeviceBytes(2 * values, 2 * values)
+
+
+def _stay_in_blocks(weights: Mapping[str, StoredWeight]) -> set[str]:
+    """Weights in blocks, without those that are joined with a weight of another type."""
+    kept = {name for name, weight in weights.items() if keeps_blocks(name, weight)}
+    for name in sorted(kept):
+        prefix, _, part = name.rpartition(".")
+        for owner, parts in JOINED:
+            if part in parts and prefix.endswith(f".{owner}"):
+                group = [f"{prefix}.{one}" for one in parts if f"{prefix}.{one}" in weights]
+                if len({weights[one].type for one in group}) > 1:
+                    kept.discard(name)
+    return kept
