@@ -273,6 +273,14 @@ def formats() -> str:
 # ---------------------------------------------------------------------------------------- documents
 
 
+def gpu_measured() -> str:
+    """The table of docs/gpu.md, so that the page of benchmarks has every machine."""
+    text = (DOCS / "gpu.md").read_text("utf-8").partition("\n## Measured\n")[2]
+    rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert rows is not None
+    return rows[0]
+
+
 def _titles(folder: str) -> str:
     """Links to the numbered pages of a folder of docs/, with their titles."""
     pages = sorted((DOCS / folder).glob("0*.md"))
@@ -310,6 +318,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes,
     "families": families,
     "formats": formats,
+    "gpu-measured": gpu_measured,
     "decisions": decisions,
     "logs": logs,
     "public-names": name_tables.public_names,
