@@ -107,9 +107,10 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
-# Every picture of README.md and docs/ (the plots of the course have the times of this machine)
-pictures: $(VENV)/.dev
-	$(BIN)/python docs/_site/pictures.py
+# Every picture of README.md and docs/, or those named: make pictures PICTURES="explain lens". The
+# plots of the course have the times of this machine.
+pictures: $(VENV)/.dev browser
+	$(BIN)/python docs/_site/pictures.py $(PICTURES)
 
 # After a change of what a command prints: record the outputs that README.md and docs/ show
 docs-outputs: $(VENV)/.dev

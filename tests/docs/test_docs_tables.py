@@ -1,12 +1,12 @@
-"""The tables of docs/ that are made from the code are current, and nothing is missing in them.
-
-They are read here as the files are, without the site: that is what a reader of the repository sees.
+"""The tables of docs/ that are made from the code are current and complete; every picture has its
+maker. The files are read as they are, without the site, as a reader of the repository sees them.
 """
 
 from __future__ import annotations
 
 import re
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import click
@@ -106,3 +106,17 @@ def test_every_module_that_makes_metrics_is_on_the_page() -> None:
     text = (ROOT / "docs" / "operations.md").read_text("utf-8")
     for name in ("verbatim_replicas", *(f"verbatim_router_{n}_total" for n in ROUTER_HELP)):
         assert f"| `{name}` |" in text, name
+
+
+def test_make_pictures_makes_every_picture_that_a_page_shows() -> None:
+    import pictures
+
+    patterns = [pattern for pattern, _ in pictures.PICTURES.values()]
+    shown = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)", page.read_text("utf-8")):
+            path = (page.parent / target).resolve()
+            assert path.is_file(), f"{page.name}: {target}"
+            shown.add(path.relative_to(ROOT / "docs").as_posix())
+    assert len(shown) > 10
+    assert [name for name in shown if not any(fnmatch(name, p) for p in patterns)] == []
