@@ -120,3 +120,14 @@ def test_make_pictures_makes_every_picture_that_a_page_shows() -> None:
             shown.add(path.relative_to(ROOT / "docs").as_posix())
     assert len(shown) > 10
     assert [name for name in shown if not any(fnmatch(name, p) for p in patterns)] == []
+
+
+def test_prose_has_at_most_100_columns() -> None:
+    """Tables, code, pictures, definitions of links and generated parts may be wider."""
+    wide = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = tables.PART.sub("", page.read_text("utf-8"))
+        text = re.sub(r"^( *)```.*?^\1```|<!--.*?-->", "", text, flags=re.M | re.S)
+        lines = [line for line in text.splitlines() if not re.match(r"\||!?\[|- \[", line)]
+        wide += [f"{page.name}: {line}" for line in lines if len(line) > 100]
+    assert wide == []
