@@ -28,7 +28,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
 .PHONY: run chat test browser smoke test-slow-machine test-models test-gpu test-ray lint format soak clients \
-        bench clean config-keys models docs pictures docs-outputs
+        bench clean tables config-keys models docs pictures docs-outputs
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -89,6 +89,11 @@ soak: $(VENV)/.dev
 clients: $(VENV)/.dev
 	$(BIN)/python tests/server/client_setup.py
 
+# Every table of docs/ that is made from the code; tests check that they are current
+tables: $(VENV)/.dev config-keys models
+	$(BIN)/python docs/_site/tables.py
+	VERBATIM_WRITE_DOCS=1 $(BIN)/python -m pytest tests/server/test_server_docs.py
+
 # docs/config-keys.md from the key tables; a test checks that it is current
 config-keys: $(VENV)/.installed
 	$(BIN)/python -m verbatim.model.keys_doc > docs/config-keys.md
@@ -102,9 +107,10 @@ docs: $(VENV)/.dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "build/site/index.html"
 
-# Every picture of README.md and docs/ (the plots of the course have the times of this machine)
-pictures: $(VENV)/.dev
-	$(BIN)/python docs/_site/pictures.py
+# Every picture of README.md and docs/, or those named: make pictures PICTURES="explain lens". The
+# plots of the course have the times of this machine.
+pictures: $(VENV)/.dev browser
+	$(BIN)/python docs/_site/pictures.py $(PICTURES)
 
 # After a change of what a command prints: record the outputs that README.md and docs/ show
 docs-outputs: $(VENV)/.dev

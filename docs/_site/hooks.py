@@ -2,8 +2,8 @@
 
 Pages come in as Markdown; two things change before MkDocs renders them:
 
-- `<!-- generate: NAME -->` is replaced by a table or list that tables.py makes from the code, so
-  that it is never out of date.
+- `<!-- ::: verbatim.NAME -->` becomes the entry of mkdocstrings. It is a comment in the file, so
+  that a reader of the file sees the tables beside it and no directive.
 - A link that leaves docs/ (README.md, a source file) points to a page that is generated here from
   that file, so that the site is complete without a network.
 """
@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import posixpath
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-import tables
 
 ROOT = Path(__file__).parents[2]
 # File of the repository -> page of the site, made from it.
@@ -44,7 +39,7 @@ LANGUAGES = {
     ".toml": "toml",
     ".yml": "yaml",
 }
-GENERATE = re.compile(r"^<!-- generate: ([\w -]+?) -->$", re.MULTILINE)
+ENTRY = re.compile(r"^<!-- (::: .*?) -->$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
@@ -69,7 +64,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         made = _site_target(target)
         return posixpath.relpath(made, posixpath.dirname(here) or ".") + (match[2] or "")
 
-    text = GENERATE.sub(lambda match: tables.generate(match[1]), markdown)
+    text = ENTRY.sub(lambda match: match[1], markdown)
     return _outside_code(text, lambda part: LINK.sub(link, part))
 
 

@@ -1,17 +1,21 @@
-"""Make every picture of README.md and docs/: `make pictures`.
+"""Make every picture of README.md and docs/: `make pictures`, or only some of them:
+`make pictures PICTURES="explain lens"`.
 
 Badges and the bench chart are made from pyproject.toml and the figures below; explain.svg is the
-output of `verbatim explain`; each script of examples/course draws its own plot. Times in the plots
-of the course are those of the machine that runs this.
+output of `verbatim explain`; each script of examples/course draws its own plot; the pictures of the
+Lens are screenshots of a server on the default model. Times in the plots of the course are those of
+the machine that runs this.
 """
 
 from __future__ import annotations
 
 import io
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +24,7 @@ from rich.text import Text
 
 ROOT = Path(__file__).parents[2]
 ASSETS = ROOT / "docs" / "assets"
+TOOLS = ROOT / "docs" / "tools"
 COURSE = ROOT / "examples" / "course"
 EXPLAIN = ["--temperature", "0.8", "--seed", "4", "--top-p", "0.95", "--max-tokens", "2"]
 QUESTION = "Name the capital of France."
@@ -110,7 +115,46 @@ def course() -> None:
     for script in sorted(COURSE.glob("[0-9]*.py")):
         print(f"{script.relative_to(ROOT)}")
         plot = ASSETS / "course" / f"{script.stem[3:]}.svg"
-        subprocess.run([sys.executable, str(script), "--plot", str(plot)], check=True, cwd=ROOT)
+        script_of(script, "--plot", str(plot))
+
+
+def loop() -> None:
+    script_of(ROOT / "examples" / "loop_in_numbers.py", "--plots", str(ASSETS))
+
+
+def lens() -> None:
+    """Needs Chromium (`make browser`)."""
+    script_of(ROOT / "examples" / "lens_pictures.py")
+
+
+def tools() -> None:
+    """The plots of docs/tools, by the commands that the pages show."""
+    for page, start, plot in (
+        ("compare.md", 'verbatim compare "', "compare.svg"),
+        ("compare.md", "verbatim compare --quiz", "quiz.svg"),
+        ("drift.md", "verbatim drift", "drift.svg"),
+    ):
+        text = (TOOLS / page).read_text("utf-8").replace("\\\n", " ")
+        shown = next(x for x in text.splitlines() if x.startswith(f"$ {start}"))
+        words = [sys.executable, "-m", *shlex.split(shown.removeprefix("$ "))]
+        done = [*words, "--plot", str(TOOLS / plot)]
+        subprocess.run(done, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+
+
+def script_of(script: Path, *words: str) -> None:
+    subprocess.run([sys.executable, str(script), *words], check=True, cwd=ROOT)
+
+
+# name -> (the files of docs/ that it makes, the function)
+PICTURES: dict[str, tuple[str, Callable[[], None]]] = {
+    "badges": ("assets/badge-*.svg", badges),
+    "explain": ("assets/explain.svg", explain),
+    "bench": ("assets/bench-cpu.svg", bench),
+    "course": ("assets/course/*.svg", course),
+    "loop": ("assets/loop-in-numbers.svg", loop),
+    "tools": ("tools/*.svg", tools),
+    "lens": ("pictures/lens-*.png", lens),
+}
 
 
 def main() -> None:
@@ -118,10 +162,11 @@ def main() -> None:
 
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.hashsalt": "verbatim", "svg.fonttype": "none", "font.size": 9})
-    badges()
-    explain()
-    bench()
-    course()
+    names = sys.argv[1:] or list(PICTURES)
+    if unknown := set(names) - set(PICTURES):
+        sys.exit(f"no picture {', '.join(sorted(unknown))}; there are {', '.join(PICTURES)}")
+    for name in names:
+        PICTURES[name][1]()
 
 
 if __name__ == "__main__":

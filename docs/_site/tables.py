@@ -1,7 +1,8 @@
 """Tables of the documentation that are made from the code: flags, settings, parameters, metrics.
 
-`generate(name)` returns Markdown. The code is the only source: a new flag, field or metric is on
-the site with the next build.
+A page holds each table between `<!-- generate: NAME -->` and `<!-- end of NAME -->`, so that it can
+be read without the site. `make tables` writes them all; tests/docs/test_docs_tables.py fails when
+one is not current.
 """
 
 from __future__ import annotations
@@ -10,33 +11,43 @@ import dataclasses
 import importlib
 import inspect
 import re
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import click
+import name_tables
+from markdown_table import cell, code, codes, table
 
 Row = tuple[str, str]
 SHARED = ("Model and engine", "Sampling")  # sections of flags that many commands have
+
+
+DOCS = Path(__file__).parents[1]
+PART = re.compile(
+    r"^(?P<head><!-- generate: (?P<name>[\w-]+) -->\n).*?^(?P<tail><!-- end of (?P=name) -->)$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 def generate(name: str) -> str:
     return GENERATORS[name]()
 
 
-def _cell(text: object) -> str:
-    escaped = str(text).replace("|", "\\|").replace("[", "\\[")
-    return escaped.replace("<", "&lt;").replace("\n", "\\n")
+def filled(text: str) -> str:
+    """A page with its tables made again."""
+
+    def part(match: re.Match[str]) -> str:
+        made = re.sub(r"\n{3,}", "\n\n", generate(match["name"]).strip())
+        return f"{match['head']}\n{made}\n\n{match['tail']}"
+
+    return PART.sub(part, text)
 
 
-def _code(text: object) -> str:
-    """Inline code in a table cell: only the column separator needs an escape."""
-    return "`" + str(text).replace("|", "\\|").replace("\n", "\\n") + "`"
-
-
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+def pages() -> list[Path]:
+    """The pages with generated parts."""
+    found = sorted(DOCS.rglob("*.md"))
+    return [page for page in found if "<!-- generate: " in page.read_text("utf-8")]
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -56,18 +67,27 @@ def _sections(command: click.Command, name: str) -> dict[str, list[Row]]:
 
 
 def _usage(command: click.Command, name: str) -> str:
-    context = click.Context(command, info_name=f"verbatim {name}", max_content_width=100)
-    return command.get_usage(context).removeprefix("Usage: ")
+    context = click.Context(command, info_name=f"verbatim {name}", terminal_width=200)
+    return " ".join(command.get_usage(context).removeprefix("Usage: ").split())
+
+
+def commands() -> dict[str, click.Command]:
+    """Name -> command, with the subcommands of a command after it (`models show`)."""
+    main = importlib.import_module("verbatim.cli.main")
+    out: dict[str, click.Command] = {}
+    for name in main.COMMANDS:
+        out[name] = main.cli.get_command(None, name)
+        for child, command in getattr(out[name], "commands", {}).items():
+            out[f"{name} {child}"] = command
+    return out
 
 
 def cli() -> str:
-    main = importlib.import_module("verbatim.cli.main")
-    commands = {name: main.cli.get_command(None, name) for name in main.COMMANDS}
-    sections = {name: _sections(command, name) for name, command in commands.items()}
+    sections = {name: _sections(command, name) for name, command in commands().items()}
     shared = {title: _common(title, sections.values()) for title in SHARED}
     out = []
-    for name, command in commands.items():
-        out += [f"## verbatim {name} {{#{name}}}", "", f"`{_usage(command, name)}`", ""]
+    for name, command in commands().items():
+        out += [f"## verbatim {name}", "", f"`{_usage(command, name)}`", ""]
         out += [inspect.cleandoc(command.help or "").replace("<", "&lt;"), ""]
         for title, rows in sections[name].items():
             if title in shared:
@@ -75,13 +95,33 @@ def cli() -> str:
             else:
                 out += [f"**{title}**", "", _flags(rows)]
     for title, rows in shared.items():
-        out += [f"## {title} flags {{#{_anchor(title)}}}", "", _flags(rows)]
-    aliases = importlib.import_module("verbatim.cli.flag_aliases").FLAG_ALIASES
-    out += ["## Names of other programs {#aliases}", "", "| here | also taken |", "|---|---|"]
-    out += [
-        f"| {_code(flag)} | {', '.join(map(_code, names))} |" for flag, names in aliases.items()
+        out += [f"## {title} flags", "", _flags(rows)]
+    return "\n".join([*out, *_names_of_other_programs()])
+
+
+def _names_of_other_programs() -> list[str]:
+    aliases = importlib.import_module("verbatim.cli.flag_aliases")
+    here = ("here", "also taken")
+    names: dict[str, list[str]] = {}
+    for alias, words in aliases.COMMAND_ALIASES.items():
+        names.setdefault(" ".join(words), []).append(alias)
+    return [
+        "## Names of other programs",
+        "",
+        "Commands and flags of Ollama, llama.cpp, vLLM and transformers that work here too:",
+        "",
+        table(here, ((code(f"verbatim {name}"), codes(also)) for name, also in names.items())),
+        table(here, ((code(flag), codes(also)) for flag, also in aliases.FLAG_ALIASES.items())),
+        "Those without a counterpart are an error that names what to type instead:",
+        "",
+        table(
+            ("not here", "the answer"),
+            [
+                *((code(f"verbatim {n}"), cell(t)) for n, t in aliases.COMMAND_ANSWERS.items()),
+                *((codes(names), cell(t)) for names, t in aliases.FLAG_ANSWERS.items()),
+            ],
+        ),
     ]
-    return "\n".join([*out, ""])
 
 
 def _common(title: str, commands: Iterable[dict[str, list[Row]]]) -> list[Row]:
@@ -96,8 +136,9 @@ def _difference(title: str, rows: list[Row], shared: list[Row]) -> str:
     missing = [flag for flag, _ in shared if flag not in names]
     text = f"And the [{title.lower()} flags](#{_anchor(title)})"
     if missing:
-        text += ", except " + ", ".join(map(_code, missing))
-    return text + "." + ("\n\n" + _flags(mine) if mine else "")
+        text += f", except {codes(missing)}"
+    text = textwrap.fill(text + ".", 100, break_long_words=False, break_on_hyphens=False)
+    return text + ("\n\n" + _flags(mine) if mine else "")
 
 
 def _anchor(title: str) -> str:
@@ -105,7 +146,7 @@ def _anchor(title: str) -> str:
 
 
 def _flags(rows: list[Row]) -> str:
-    return _table(("flag", ""), ((_code(flag), _cell(text)) for flag, text in rows))
+    return table(("flag", ""), ((code(flag), cell(text)) for flag, text in rows))
 
 
 # ----------------------------------------------------------------------------- settings, parameters
@@ -117,14 +158,14 @@ def engine_config() -> str:
 
     rows = (
         (
-            _code(field.name),
-            _code(field.type),
-            _code(repr(field.default)),
-            _cell(ENGINE_HELP.get(field.name, "")),
+            code(field.name),
+            code(field.type),
+            code(repr(field.default)),
+            cell(ENGINE_HELP.get(field.name, "")),
         )
         for field in dataclasses.fields(EngineConfig)
     )
-    return _table(("field", "type", "default", "meaning"), rows)
+    return table(("field", "type", "default", "meaning"), rows)
 
 
 def sampling_params() -> str:
@@ -136,9 +177,9 @@ def sampling_params() -> str:
         low = f"> {rule.above:g}" if rule.above is not None else low
         high = f"≤ {rule.high:g}" if rule.high is not None and rule.high < 2**31 - 1 else ""
         allowed = ", ".join(filter(None, (low, high))) or ", ".join(map(repr, rule.choices))
-        default = "not set" if rule.default is None else _code(repr(rule.default))
-        rows.append((_code(name), _cell(rule.kind), default, _cell(allowed), _cell(rule.help)))
-    return _table(("parameter", "kind", "default", "allowed", "meaning"), rows)
+        default = "not set" if rule.default is None else code(repr(rule.default))
+        rows.append((code(name), cell(rule.kind), default, cell(allowed), cell(rule.help)))
+    return table(("parameter", "kind", "default", "allowed", "meaning"), rows)
 
 
 # ------------------------------------------------------------------------------------------ metrics
@@ -146,8 +187,8 @@ def sampling_params() -> str:
 
 def metrics() -> str:
     """Every metric of /metrics: name, type and help, from the text that the processes render."""
-    rows = ((_code(name), kind, _cell(help)) for name, (kind, help) in metric_names().items())
-    return _table(("metric", "type", ""), rows)
+    rows = ((code(name), kind, cell(help)) for name, (kind, help) in metric_names().items())
+    return table(("metric", "type", ""), rows)
 
 
 def metric_names() -> dict[str, tuple[str, str]]:
@@ -156,6 +197,7 @@ def metric_names() -> dict[str, tuple[str, str]]:
     from types import SimpleNamespace
 
     from verbatim.observe.engine_metrics import EngineMetrics
+    from verbatim.scale import cluster
     from verbatim.server.http_metrics import Metrics
     from verbatim.server.process import engine_process
     from verbatim.server.process.supervisor import EngineState
@@ -173,7 +215,10 @@ def metric_names() -> dict[str, tuple[str, str]]:
 
     bandwidth = engine_process.Bandwidth.__new__(engine_process.Bandwidth)
     bandwidth._bytes, bandwidth._limit, bandwidth._last, bandwidth._steps = 1, 1, 0.0, 0
+    service = SimpleNamespace(routing=lambda: dict.fromkeys(cluster.ROUTER_HELP, 0))
+    router = SimpleNamespace(_service=service, _reports={})
     text = EngineMetrics().registry.render() + bandwidth.text({}) + asyncio.run(http_text())
+    text += cluster.Cluster._router_text(router)  # type: ignore[arg-type]
     out: dict[str, tuple[str, str]] = {}
     for line in text.splitlines():
         if line.startswith("# HELP "):
@@ -193,8 +238,8 @@ def routes() -> str:
     for path, methods in ROUTES.items():
         anchor = re.sub(r"[^\w-]", "", f"post-{path}".replace(" ", "-"))
         link = f"[fields](api-fields.md#{anchor})" if path in PROTOCOLS else ""
-        rows.append((_code(path.replace(":path", "")), ", ".join(methods), link))
-    return _table(("route", "methods", ""), rows)
+        rows.append((code(path.replace(":path", "")), ", ".join(methods), link))
+    return table(("route", "methods", ""), rows)
 
 
 # ------------------------------------------------------------------------------------------- models
@@ -211,26 +256,34 @@ def families() -> str:
     for key in sorted({*plain, *gguf}):
         in_gguf = gguf.get(key) or ("llama" if key in as_llama else "")
         names = (plain.get(key), in_gguf)
-        rows.append([_code(name) if name else "–" for name in names])
-    return _table(("`model_type` in config.json", "`general.architecture` in GGUF"), rows)
+        rows.append([code(name) if name else "–" for name in names])
+    return table(("`model_type` in config.json", "`general.architecture` in GGUF"), rows)
 
 
 def formats() -> str:
     from verbatim.weights.block_formats import BLOCKS
 
     rows = (
-        (_code(name.upper()), str(values), str(size), f"{8 * size / values:.2f}")
+        (code(name.upper()), str(values), str(size), f"{8 * size / values:.2f}")
         for name, (values, size) in BLOCKS.items()
     )
-    return _table(("type", "weights per block", "bytes per block", "bits per weight"), rows)
+    return table(("type", "weights per block", "bytes per block", "bits per weight"), rows)
 
 
 # ---------------------------------------------------------------------------------------- documents
 
 
+def gpu_measured() -> str:
+    """The table of docs/gpu.md, so that the page of benchmarks has every machine."""
+    text = (DOCS / "gpu.md").read_text("utf-8").partition("\n## Measured\n")[2]
+    rows = re.search(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    assert rows is not None
+    return rows[0]
+
+
 def _titles(folder: str) -> str:
     """Links to the numbered pages of a folder of docs/, with their titles."""
-    pages = sorted((Path(__file__).parents[1] / folder).glob("0*.md"))
+    pages = sorted((DOCS / folder).glob("0*.md"))
     titles = [page.read_text("utf-8").splitlines()[0].lstrip("# ") for page in pages]
     return "\n".join(f"- [{t}]({p.name})" for t, p in zip(titles, pages, strict=True)) + "\n"
 
@@ -243,34 +296,16 @@ def logs() -> str:
     return _titles("log")
 
 
-# ------------------------------------------------------------------------------------- public names
-
-
-def other_names() -> str:
-    """Public names that no hand-written reference page shows: a new export is never missing."""
-    import verbatim
-
-    pages = [page.read_text() for page in (Path(__file__).parents[1] / "reference").glob("*.md")]
-    shown = set(re.findall(r"^::: verbatim\.(\w+)", "\n".join(pages), re.MULTILINE))
-    return "\n".join(
-        f"::: verbatim.{name}\n"
-        for name in verbatim.__all__
-        if name not in shown and not name.startswith("__")
-    )
-
-
 def recordings() -> str:
-    """The screens of docs/recordings, at both widths, one tab each. The JSON line of bench, which
-    ends its output, is cut."""
-    folder = Path(__file__).parents[1] / "recordings"
+    """The screens of docs/recordings, at both widths. The JSON line of bench, which ends its
+    output, is cut."""
     out = []
     for name in ("run", "chat", "explain", "bench"):
-        out.append(f"## {name}\n")
         for columns in (80, 120):
-            text = (folder / f"{name}-{columns}.txt").read_text("utf-8")
-            shown = text.partition('\n{"model": ')[0].rstrip() + "\n"
-            block = "\n".join(f"    {line}".rstrip() for line in shown.splitlines())
-            out.append(f'=== "{columns} columns"\n\n    ```text\n{block}\n    ```\n')
+            text = (DOCS / "recordings" / f"{name}-{columns}.txt").read_text("utf-8")
+            shown = text.partition('\n{"model": ')[0].rstrip()
+            block = "\n".join(line.rstrip() for line in shown.splitlines())
+            out.append(f"## {name}, {columns} columns\n\n```text\n{block}\n```\n")
     return "\n".join(out)
 
 
@@ -283,7 +318,23 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "routes": routes,
     "families": families,
     "formats": formats,
+    "gpu-measured": gpu_measured,
     "decisions": decisions,
     "logs": logs,
-    "other-names": other_names,
+    "public-names": name_tables.public_names,
+    "methods": name_tables.methods,
+    "records": name_tables.records,
+    "other-names": name_tables.other_names,
 }
+
+
+def main() -> None:
+    for page in pages():
+        text = page.read_text("utf-8")
+        if (new := filled(text)) != text:
+            page.write_text(new, "utf-8")
+            print(page.relative_to(DOCS.parent))
+
+
+if __name__ == "__main__":
+    main()

@@ -37,6 +37,8 @@ class VerbatimError(Exception):
 
 
 class RequestError(VerbatimError):
+    """This request cannot be served; `param` names the field at fault."""
+
     status = 400
     code = "invalid_request"
 
@@ -64,10 +66,14 @@ class UnknownParameterError(ParameterError, TypeError):
 
 
 class ContextError(RequestError):
+    """Prompt plus max_tokens exceed the context."""
+
     code = "context_length_exceeded"
 
 
 class CapacityError(RequestError):
+    """The request cannot fit this engine's KV cache."""
+
     code = "cache_capacity_exceeded"
 
 
@@ -81,6 +87,8 @@ class UnsupportedError(RequestError):
 
 
 class ModelError(VerbatimError):
+    """A model file is broken, unknown or incomplete; `file` names it."""
+
     code = "model_error"
 
     def __init__(self, message: str, *, file: str | None = None) -> None:
@@ -89,6 +97,8 @@ class ModelError(VerbatimError):
 
 
 class OverloadedError(VerbatimError):
+    """The queue is full, or other tenants' work leaves no time; retry after `retry_after` s."""
+
     status = 429
     code = "overloaded"
 
@@ -98,6 +108,8 @@ class OverloadedError(VerbatimError):
 
 
 class UnavailableError(VerbatimError):
+    """The engine is draining or not ready; retry after `retry_after` seconds."""
+
     status = 503
     code = "unavailable"
 
@@ -107,9 +119,13 @@ class UnavailableError(VerbatimError):
 
 
 class CancelledError(VerbatimError):
+    """The client disconnected, or the caller cancelled."""
+
     status = 499
     code = "cancelled"
 
 
 class BackendError(VerbatimError):
+    """A backend is missing, or failed."""
+
     code = "backend_error"

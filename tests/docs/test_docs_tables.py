@@ -1,0 +1,133 @@
+"""The tables of docs/ that are made from the code are current and complete; every picture has its
+maker. The files are read as they are, without the site, as a reader of the repository sees them.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from fnmatch import fnmatch
+from pathlib import Path
+
+import click
+import pytest
+
+from verbatim.cli import flag_aliases
+from verbatim.cli import main as cli_main
+
+ROOT = Path(__file__).parents[2]
+SRC = ROOT / "src" / "verbatim"
+sys.path.insert(0, str(ROOT / "docs" / "_site"))
+
+import tables  # noqa: E402
+
+PAGES = tables.pages()
+
+
+def names(pages: list[Path]) -> list[str]:
+    return [page.relative_to(ROOT).as_posix() for page in pages]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names(PAGES))
+def test_a_page_has_its_tables_current(page: Path) -> None:
+    text = page.read_text("utf-8")
+    opened = re.findall(r"^<!-- generate: ([\w-]+) -->$", text, re.MULTILINE)
+    assert opened == [match["name"] for match in tables.PART.finditer(text)], "a part has no end"
+    assert text == tables.filled(text), "run `make tables`"
+
+
+def test_every_table_is_on_a_page() -> None:
+    text = "".join(page.read_text("utf-8") for page in PAGES)
+    for name in tables.GENERATORS:
+        assert text.count(f"<!-- generate: {name} -->") == 1, name
+
+
+def walk(command: click.Command, path: str) -> dict[str, click.Command]:
+    """Path -> command, for a command and everything below it."""
+    out = {path: command}
+    if isinstance(command, click.Group):
+        for name in command.list_commands(click.Context(command)):
+            child = command.get_command(click.Context(command), name)
+            assert child is not None
+            out |= walk(child, f"{path} {name}")
+    return out
+
+
+def test_every_command_has_its_section_with_its_own_flags() -> None:
+    """Flags that many commands share are in tables of their own at the end."""
+    parts = re.split(r"^## (.*)$", (ROOT / "docs" / "cli.md").read_text("utf-8"), flags=re.M)
+    sections = dict(zip(parts[1::2], parts[2::2], strict=True))
+    shared = "".join(text for title, text in sections.items() if title.endswith(" flags"))
+    found = walk(cli_main.cli, "verbatim")
+    assert "verbatim models show" in found
+    for path, command in found.items():
+        if path == "verbatim":
+            continue
+        text = sections[path]
+        for param in command.get_params(click.Context(command)):
+            if isinstance(param, click.Option) and not param.hidden:
+                where = text + shared if getattr(param, "section", "") in tables.SHARED else text
+                aliases = getattr(param, "aliases", [])
+                for flag in {*param.opts, *param.secondary_opts} - {*aliases}:
+                    assert re.search(rf"`[^`]*{re.escape(flag)}(?![\w-])", where), f"{path} {flag}"
+
+
+def test_every_name_of_other_programs_is_shown() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text("utf-8")
+    part = text[text.index("## Names of other programs") :]
+    for flag, also in flag_aliases.FLAG_ALIASES.items():
+        assert all(f"`{name}`" in part for name in (flag, *also)), flag
+    for name, words in flag_aliases.COMMAND_ALIASES.items():
+        assert f"`{name}`" in part, name
+        assert f"`verbatim {' '.join(words)}`" in part, name
+    for names in flag_aliases.FLAG_ANSWERS:
+        assert all(f"`{name}`" in part for name in names), names
+    for name in flag_aliases.COMMAND_ANSWERS:
+        assert f"`verbatim {name}`" in part, name
+
+
+def test_every_module_that_makes_metrics_is_on_the_page() -> None:
+    """The page renders the metrics of these modules; a new one must be added to tables.py. What a
+    running server serves is compared with the page in test_docs_site.py."""
+    makers = {
+        path.relative_to(SRC).as_posix()
+        for path in SRC.rglob("*.py")
+        if re.search(r"engine_metrics import .*Registry|# TYPE ", path.read_text("utf-8"))
+    }
+    assert makers == {
+        "observe/engine_metrics.py",
+        "observe/merge_metrics.py",  # adds a label to the texts of others
+        "scale/cluster.py",
+        "server/http_metrics.py",
+        "server/process/engine_process.py",
+    }
+    from verbatim.scale.cluster import ROUTER_HELP
+
+    text = (ROOT / "docs" / "operations.md").read_text("utf-8")
+    for name in ("verbatim_replicas", *(f"verbatim_router_{n}_total" for n in ROUTER_HELP)):
+        assert f"| `{name}` |" in text, name
+
+
+def test_make_pictures_makes_every_picture_that_a_page_shows() -> None:
+    import pictures
+
+    patterns = [pattern for pattern, _ in pictures.PICTURES.values()]
+    shown = set()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)", page.read_text("utf-8")):
+            path = (page.parent / target).resolve()
+            assert path.is_file(), f"{page.name}: {target}"
+            shown.add(path.relative_to(ROOT / "docs").as_posix())
+    assert len(shown) > 10
+    assert [name for name in shown if not any(fnmatch(name, p) for p in patterns)] == []
+
+
+def test_prose_has_at_most_100_columns() -> None:
+    """Tables, code, pictures, definitions of links and generated parts may be wider."""
+    wide = []
+    for page in sorted((ROOT / "docs").rglob("*.md")):
+        text = tables.PART.sub("", page.read_text("utf-8"))
+        text = re.sub(r"^( *)```.*?^\1```|<!--.*?-->", "", text, flags=re.M | re.S)
+        lines = [line for line in text.splitlines() if not re.match(r"\||!?\[|- \[", line)]
+        wide += [f"{page.name}: {line}" for line in lines if len(line) > 100]
+    assert wide == []
