@@ -43,7 +43,7 @@ TESTS = Path(__file__).parents[1] / "tests"
 sys.path[:0] = [str(TESTS), str(TESTS / "server"), str(TESTS / "scale")]
 
 from live_server import Live, check_states  # noqa: E402
-from ray_watch import processes, read_lines, stable  # noqa: E402
+from ray_watch import processes, read_lines, stable_lines  # noqa: E402
 from streams import stream  # noqa: E402
 
 from eventually import eventually  # noqa: E402
@@ -338,13 +338,12 @@ def batch(bench: Bench) -> dict[str, Any]:
             process.kill()
             process.wait()
         ray_seconds = time.perf_counter() - began
-        without = {line["custom_id"]: stable(line) for line in read_lines(plain)}
         answers = read_lines(target)
+        digests = [
+            hashlib.sha256("\n".join(sorted(stable_lines(path))).encode()).hexdigest()[:16]
+            for path in (target, plain)
+        ]
     ids = [line["custom_id"] for line in answers]
-    digests = [
-        hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
-        for texts in (map(stable, answers), (without[f"row-{i}"] for i in range(args.rows)))
-    ]
     result = {
         "rows": len(answers),
         "kills": kills,

@@ -1,5 +1,5 @@
 """A Ray of one node on loopback, with more CPUs than the machine has: prints its address, and ends
-when its stdin closes."""
+when its stdin closes. It tries longer than the command does: tests also run on busy machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ os.environ.update(LOCAL_RAY)
 
 import ray
 
-start_local(num_cpus=int(sys.argv[1]), object_store_memory=100 << 20)
+start_local(12, num_cpus=int(sys.argv[1]), object_store_memory=100 << 20)
 print(ray.get_runtime_context().gcs_address, flush=True)
 sys.stdin.read()
 ray.shutdown()

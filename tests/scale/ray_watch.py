@@ -23,11 +23,13 @@ def processes(words: str) -> list[int]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    # Not splitlines(): a text may contain other line separators, such as U+2028.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]
 
 
-def stable(line: dict[str, Any]) -> str:
-    """A line without what differs between two runs of any batch: random ids and times."""
-    text = json.dumps({**line, "id": ""}, sort_keys=True)
-    text = re.sub(r'"(request_id|id)": "[^"]*"', r'"\1": ""', text)
-    return re.sub(r'"(created|[a-z_]*seconds)": [0-9.e+-]+', r'"\1": 0', text)
+def stable_lines(path: Path) -> list[str]:
+    """The lines of a batch's answers byte for byte, without what differs between two runs of any
+    batch: random ids and times."""
+    text = re.sub(r'"(request_id|id)": "[^"]*"', r'"\1": ""', path.read_text())
+    text = re.sub(r'"(created|[a-z_]*seconds)": [0-9.e+-]+', r'"\1": 0', text)
+    return text.split("\n")

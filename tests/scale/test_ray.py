@@ -1,5 +1,6 @@
 """On a real Ray of one node: replicas and batches whose processes are killed give the answers of a
-single engine, each request once. VERBATIM_TEST_RAY names a running Ray; else one is started."""
+single engine, each request once. One Ray serves the whole run; VERBATIM_TEST_RAY names a running
+one instead."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ray_watch import processes, read_lines, stable
+from ray_watch import processes, read_lines, stable_lines
 
 from eventually import HANG_SECONDS, eventually, eventually_async
 from verbatim import LLM, SamplingParams
@@ -40,7 +41,7 @@ RUNNING = os.environ.get("VERBATIM_TEST_RAY")  # HOST:PORT of a Ray with 8 CPUs 
 TOKEN = {} if RUNNING else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
     pytest.importorskip("ray")
     if RUNNING:
@@ -57,7 +58,7 @@ def ray_address() -> Iterator[str]:
     assert head.stdin is not None
     assert head.stdout is not None
     address = head.stdout.readline().strip()
-    assert address.startswith("127.0.0.1:")
+    assert address.startswith("127.0.0.1:"), "Ray did not start; the reason is in its stderr"
     assert open_ports() <= before, "Ray listens beyond loopback"
     yield address
     head.stdin.close()
@@ -124,6 +125,9 @@ def three_replicas(address: str) -> tuple[str, ...]:
     return (*words, "--test-engine", "pipeline", "--served-model-name", "m", "--threads", "1")
 
 
+# ---------------------------- the small version of both proofs (bench/ray_scaling.py has the whole)
+
+
 def test_a_replica_is_killed_and_every_request_ends_once(ray_address: str) -> None:
     server = RayServer(*three_replicas(ray_address))
     eventually(lambda: server.replicas_up() == 3, server.text)
@@ -174,6 +178,96 @@ async def send_all(server: RayServer, prompts: list[str]) -> list[tuple[str, str
                 return prompt, None, data["error"]["code"]
 
         return await asyncio.gather(*map(one, prompts))
+
+
+def check_access(server: RayServer) -> None:
+    """Keys and checks are those of a server without Ray: a hostile request gets a 4xx that names
+    what is wrong, on every route, and no replica dies of it."""
+    url = f"{server.url}/v1/completions"
+    for body in ({"prompt": "x", "nonsense": 1}, {"prompt": "x", "max_tokens": -1}, {"model": "n"}):
+        answer = httpx.post(url, json=body, headers=server.headers, timeout=HANG_SECONDS)
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.json()["error"]["message"]
+    json_head = {"content-type": "application/json"}
+    with httpx.Client(base_url=server.url, headers=json_head, timeout=600) as http:
+        for path in PROTOCOLS:
+            assert http.post(path, content=b"{}").status_code == 401, path
+            for raw in HOSTILE:
+                answer = http.post(path, content=raw, headers=server.headers)
+                assert 400 <= answer.status_code < 500, (path, raw[:40], answer.text)
+                assert answer.json()["error"]
+    assert server.replicas_up() == 3
+
+
+HOSTILE = (b"", b"{", b"[]", b"\x00", b'{"nonsense": NaN}', b'{"nonsense": 1}', b"[" * 100_000)
+
+
+def test_a_batch_whose_actors_are_killed_equals_one_without_ray(
+    ray_address: str, tmp_path: Path
+) -> None:
+    source = tmp_path / "in.jsonl"
+    lines: list[dict[str, Any]] = [
+        {
+            "custom_id": f"row-{i}",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": f"request {i}", "max_tokens": 12, "seed": i},
+        }
+        for i in range(ROWS)
+    ]
+    lines[7]["body"] |= {"temperature": -1}
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    plain, target = tmp_path / "plain.jsonl", tmp_path / "ray.jsonl"
+    common = ["--test-engine", "pipeline,pause=0.005", "--served-model-name", "m"]
+    common += ["--threads", "1", "--speculate", "off"]  # the number of drafts depends on time
+    batch = [sys.executable, "-m", "verbatim", "batch", str(source)]
+    run = [*batch, str(target), "--ray", ray_address, "--replicas", "2", "--concurrency", "8"]
+    process = subprocess.Popen([*run, *common], env=ray_env(), stderr=subprocess.PIPE, text=True)
+    for rows in (20, 120):
+        eventually(
+            lambda rows=rows: (
+                process.poll() is not None
+                or (target.exists() and target.read_text().count("\n") >= rows)
+            ),
+            "no answers",
+        )
+        victims = processes("MapWorker")
+        assert victims or process.poll() is not None
+        for victim in victims[:1]:
+            os.kill(victim, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == 1, errors  # row 7 is an error
+    subprocess.run([*batch, str(plain), *common, "-q"], check=False)
+    on_ray = read_lines(target)
+    assert [line["custom_id"] for line in on_ray] == [line["custom_id"] for line in lines]
+    assert sorted(stable_lines(target)) == sorted(stable_lines(plain))
+    check_parquet(lines[:20], on_ray[:20], ray_address, tmp_path, common)
+
+
+def check_parquet(
+    lines: list[Any], answers: list[Any], address: str, folder: Path, common: list[str]
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = {name: [line[name] for line in lines] for name in ("custom_id", "method", "url")}
+    columns["body"] = [json.dumps(line["body"]) for line in lines]
+    source, target = folder / "in.parquet", folder / "out.parquet"
+    pyarrow.parquet.write_table(pyarrow.table(columns), source)
+    words = [sys.executable, "-m", "verbatim", "batch", str(source), str(target), "--ray", address]
+    subprocess.run([*words, *common, "-q"], env=ray_env(), check=False)
+    rows = pyarrow.parquet.read_table(target).to_pylist()
+    assert [row["custom_id"] for row in rows] == [line["custom_id"] for line in lines]
+    assert [bool(row["error"]) for row in rows] == [row["status_code"] != 200 for row in rows]
+    for row, answer in zip(rows, answers, strict=True):
+        assert texts(json.loads(row["body"])) == texts(answer["response"]["body"])
+
+
+def texts(body: dict[str, Any]) -> list[str]:
+    return [choice["text"] for choice in body.get("choices", ())]
+
+
+# ----------------------------------------------------------------------------------------- the rest
 
 
 def test_replicas_follow_the_load_and_one_that_leaves_ends_its_streams(
@@ -232,28 +326,6 @@ async def load_and_unload(server: RayServer, gate: Path) -> list[str]:
         return await asyncio.gather(*long)
 
 
-def check_access(server: RayServer) -> None:
-    """Keys and checks are those of a server without Ray: a hostile request gets a 4xx that names
-    what is wrong, on every route, and no replica dies of it."""
-    url = f"{server.url}/v1/completions"
-    for body in ({"prompt": "x", "nonsense": 1}, {"prompt": "x", "max_tokens": -1}, {"model": "n"}):
-        answer = httpx.post(url, json=body, headers=server.headers, timeout=HANG_SECONDS)
-        assert 400 <= answer.status_code < 500, answer.text
-        assert answer.json()["error"]["message"]
-    json_head = {"content-type": "application/json"}
-    with httpx.Client(base_url=server.url, headers=json_head, timeout=600) as http:
-        for path in PROTOCOLS:
-            assert http.post(path, content=b"{}").status_code == 401, path
-            for raw in HOSTILE:
-                answer = http.post(path, content=raw, headers=server.headers)
-                assert 400 <= answer.status_code < 500, (path, raw[:40], answer.text)
-                assert answer.json()["error"]
-    assert server.replicas_up() == 3
-
-
-HOSTILE = (b"", b"{", b"[]", b"\x00", b'{"nonsense": NaN}', b'{"nonsense": 1}', b"[" * 100_000)
-
-
 def test_the_hostile_requests_of_the_server_tests_end_as_without_ray(ray_address: str) -> None:
     """Every test of that file, against servers with two replicas."""
     words = [
@@ -279,70 +351,3 @@ def test_a_host_beyond_loopback_needs_a_key() -> None:
     )
     assert done.returncode != 0
     assert "key" in done.stderr
-
-
-def test_a_batch_whose_actors_are_killed_equals_one_without_ray(
-    ray_address: str, tmp_path: Path
-) -> None:
-    source = tmp_path / "in.jsonl"
-    lines: list[dict[str, Any]] = [
-        {
-            "custom_id": f"row-{i}",
-            "method": "POST",
-            "url": "/v1/completions",
-            "body": {"prompt": f"request {i}", "max_tokens": 12, "seed": i},
-        }
-        for i in range(ROWS)
-    ]
-    lines[7]["body"] |= {"temperature": -1}
-    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    plain, target = tmp_path / "plain.jsonl", tmp_path / "ray.jsonl"
-    common = ["--test-engine", "pipeline,pause=0.005", "--served-model-name", "m"]
-    common += ["--threads", "1", "--speculate", "off"]  # the number of drafts depends on time
-    batch = [sys.executable, "-m", "verbatim", "batch", str(source)]
-    run = [*batch, str(target), "--ray", ray_address, "--replicas", "2", "--concurrency", "8"]
-    process = subprocess.Popen([*run, *common], env=ray_env(), stderr=subprocess.PIPE, text=True)
-    for rows in (20, 120):
-        eventually(
-            lambda rows=rows: (
-                process.poll() is not None
-                or (target.exists() and target.read_text().count("\n") >= rows)
-            ),
-            "no answers",
-        )
-        victims = processes("MapWorker")
-        assert victims or process.poll() is not None
-        for victim in victims[:1]:
-            os.kill(victim, signal.SIGKILL)
-    _, errors = process.communicate()
-    assert process.returncode == 1, errors  # row 7 is an error
-    subprocess.run([*batch, str(plain), *common, "-q"], check=False)
-    on_ray, without = read_lines(target), read_lines(plain)
-    assert [line["custom_id"] for line in on_ray] == [line["custom_id"] for line in lines]
-    assert {line["custom_id"]: stable(line) for line in on_ray} == {
-        line["custom_id"]: stable(line) for line in without
-    }
-    check_parquet(lines[:20], on_ray[:20], ray_address, tmp_path, common)
-
-
-def check_parquet(
-    lines: list[Any], answers: list[Any], address: str, folder: Path, common: list[str]
-) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
-    columns = {name: [line[name] for line in lines] for name in ("custom_id", "method", "url")}
-    columns["body"] = [json.dumps(line["body"]) for line in lines]
-    source, target = folder / "in.parquet", folder / "out.parquet"
-    pyarrow.parquet.write_table(pyarrow.table(columns), source)
-    words = [sys.executable, "-m", "verbatim", "batch", str(source), str(target), "--ray", address]
-    subprocess.run([*words, *common, "-q"], env=ray_env(), check=False)
-    rows = pyarrow.parquet.read_table(target).to_pylist()
-    assert [row["custom_id"] for row in rows] == [line["custom_id"] for line in lines]
-    assert [bool(row["error"]) for row in rows] == [row["status_code"] != 200 for row in rows]
-    for row, answer in zip(rows, answers, strict=True):
-        assert texts(json.loads(row["body"])) == texts(answer["response"]["body"])
-
-
-def texts(body: dict[str, Any]) -> list[str]:
-    return [choice["text"] for choice in body.get("choices", ())]

@@ -3,11 +3,17 @@
 Serve creates one router per process that calls the replicas (the gateway). The replicas' reports
 (replica.record_routing_stats) arrive here through Serve's controller. Serve copies this module's
 code by value, so what the gateway reads from a router is in snapshots.py.
+
+The router counts the open calls of each replica from the moment of the decision. Serve's own count
+begins when a call is sent, and a replica's older answer overwrites it: 64 requests that arrive
+together would all go to one replica.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
+from collections import Counter
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -23,6 +29,8 @@ class PrefixRouter(RequestRouter):
         self.decider = Decider()
         self.reports: dict[str, dict[str, Any]] = {}
         self._fingerprint = ""
+        self._open: Counter[str] = Counter()  # calls per replica: sent, or decided and not yet sent
+        self._decided: dict[asyncio.Future[Any], str] = {}  # calls that are not sent yet
         publish(self.app_name, self.snapshot)
 
     def snapshot(self) -> Snapshot:
@@ -43,12 +51,33 @@ class PrefixRouter(RequestRouter):
             return [[by_name[one]]]
         route = route_of(pending_request)
         ranked = self.decider.rank(route, [self._candidate(replica) for replica in usable])
+        if ranked:
+            self._decide(pending_request.future, ranked[0])
         return [[by_name[name]] for name in ranked]
 
     def _candidate(self, replica: RunningReplica) -> Candidate:
         name = replica.replica_id.unique_id
-        open_requests = self.replica_queue_len_cache.get(replica.replica_id) or 0
-        return Candidate(name, open_requests, self.reports.get(name, {}).get("up", True))
+        return Candidate(name, self._open[name], self.reports.get(name, {}).get("up", True))
+
+    def _decide(self, future: asyncio.Future[Any], replica: str) -> None:
+        """Count a decision until its call is sent or cancelled, which `future` reports."""
+        if future in self._decided:  # decided again: Serve found the first choice unavailable
+            self._open[self._decided[future]] -= 1
+        else:
+            future.add_done_callback(self._undecide)
+        self._decided[future] = replica
+        self._open[replica] += 1
+
+    def _undecide(self, future: asyncio.Future[Any]) -> None:
+        self._open[self._decided.pop(future)] -= 1
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self._open[replica_id.unique_id] += 1
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        self._open[replica_id.unique_id] -= 1
 
     def _same_model(self, replicas: list[RunningReplica]) -> list[RunningReplica]:
         """Replicas with one fingerprint: others would give other tokens. A service keeps its
