@@ -7,12 +7,11 @@ import { DEFAULTS, sample } from "./sampler.js";
 import { exp } from "./numerics.js";
 import { state } from "./store.js";
 
+// titles of the stages that are no parameter, or better known by another name
 const TITLES = {
-  raw: "softmax of the logits", logit_bias: "logit bias", structure: "grammar", allowed_token_ids: "allowed ids",
-  banned_token_ids: "banned ids", min_tokens: "minimum length", repetition_penalty: "repetition penalty",
-  frequency_penalty: "frequency penalty", presence_penalty: "presence penalty", dry_multiplier: "DRY",
-  no_repeat_ngram: "no repeated n-gram", temperature: "temperature", top_k: "top-k", top_p: "top-p",
-  min_p: "min-p", typical_p: "typical-p", top_n_sigma: "top-n-sigma", xtc_probability: "XTC",
+  raw: "softmax of the logits", structure: "grammar", min_tokens: "minimum length", dry_multiplier: "DRY",
+  no_repeat_ngram: "no repeated n-gram", top_k: "top-k", top_p: "top-p", min_p: "min-p", typical_p: "typical-p",
+  top_n_sigma: "top-n-sigma", xtc_probability: "XTC",
 };
 const SEGMENTS = 24;
 
@@ -24,12 +23,13 @@ export const logprobOf = (row, logit) => logit - row.data.peak - row.data.log_to
 
 function bar(parts, left, drawn) {
   // parts: [{id, share}] in order; `left`: the share of the whole that is left
+  const wide = parts.filter((part) => part.share > 0.004), rest = left - wide.reduce((sum, part) => sum + part.share, 0);
   return html`<div class="bar" aria-hidden="true">
-    ${parts.filter((part) => part.share > 0.004).map(
+    ${wide.map(
       ({ id, share }) => html`<i class=${id === drawn ? "drawn" : ""} .style=${`flex-basis:${(100 * share).toFixed(3)}%`}
         title="${state.vocab.show(id)} ${percent(share)}">${share > 0.045 ? state.vocab.show(id) : ""}</i>`,
     )}
-    <i class="rest" .style=${`flex-basis:${(100 * Math.max(0, left - parts.reduce((s, p) => s + (p.share > 0.004 ? p.share : 0), 0))).toFixed(3)}%`}></i>
+    <i class="rest" .style=${`flex-basis:${(100 * Math.max(0, rest)).toFixed(3)}%`}></i>
     ${left < 0.99995 ? html`<i class="cut" .style=${`flex-basis:${(100 * (1 - left)).toFixed(3)}%`}></i>` : nothing}
   </div>`;
 }
@@ -37,7 +37,7 @@ function bar(parts, left, drawn) {
 function stage(name, { left, removed, mass, exact = true, note = "" }, parts, drawn, setting) {
   const share = exact ? percent(mass) : `≈ ${percent(mass)}`;
   return html`<li class="stage" data-stage=${name}>
-    <div class="head"><b>${TITLES[name] ?? name}</b> <span class="setting">${setting}</span>
+    <div class="head"><b>${TITLES[name] ?? name.replaceAll("_", " ")}</b> <span class="setting">${setting}</span>
       <span class="numbers"><span class="left">${count(left)}</span> ${left === 1 ? "id" : "ids"}, <span class="mass">${share}</span></span></div>
     ${bar(parts, mass, drawn)}
     <div class="note">${removed ? html`cuts ${count(removed)} ${removed === 1 ? "id" : "ids"}${note ? ";" : ""}` : nothing} ${note}</div>
@@ -92,7 +92,7 @@ export function draw(result) {
       ${Array.from({ length: 6 }, (_, i) => rows[i]).map((c, i) => c ? html`<tr class=${i ? "" : "winner"}>
         <td><q>${state.vocab.show(c.id)}</q></td><td>${percent(c.probability)}</td>
         <td>${c.noise >= 0 ? "+" : ""}${number(c.noise, 2)}</td><td>${number(c.score, 2)}</td>
-        <td class="meter"><i .style=${`inline-size:${width(c.score).toFixed(1)}%`}></i></td></tr>` : html`<tr><td></td></tr>`)}
+        <td class="meter"><i .style=${`width:${width(c.score).toFixed(1)}%`}></i></td></tr>` : html`<tr><td></td></tr>`)}
     </tbody></table>`;
 }
 
@@ -113,7 +113,7 @@ export function sideBySide(row, settings) {
       return html`<figure data-sampler=${name}>
         <figcaption><b>${name}</b> <span class="setting">${setting}</span></figcaption>
         ${result.kept.map((c) => html`<div class="mini ${c.id === result.token ? "drawn" : ""}">
-          <i .style=${`inline-size:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
+          <i .style=${`width:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
         <div class="out">${count(result.left)} left<br />→ <q>${result.undecided ? "…" : state.vocab.show(result.token)}</q></div>
       </figure>`;
     })}
