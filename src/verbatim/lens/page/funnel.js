@@ -96,8 +96,8 @@ export function draw(result) {
     </tbody></table>`;
 }
 
-// the same logits and noise under five samplers
-export function sideBySide(row, settings) {
+// the same logits and noise under five samplers; `wantRest` requests the whole row
+export function sideBySide(row, settings, wantRest) {
   const t = settings.temperature || 1;
   const kinds = {
     greedy: { temperature: 0 },
@@ -108,13 +108,15 @@ export function sideBySide(row, settings) {
   };
   return html`<div class="five">
     ${Object.entries(kinds).map(([name, wanted]) => {
-      const result = sample(row, wanted, row.usedKey);
+      const result = sample(row, wanted, row.usedKey), open = result.undecided;
+      if (open) wantRest();
       const setting = Object.entries(wanted).map(([k, v]) => `${k === "temperature" ? "T" : ""}${v}`).join(" · ");
       return html`<figure data-sampler=${name}>
         <figcaption><b>${name}</b> <span class="setting">${setting}</span></figcaption>
         ${result.kept.map((c) => html`<div class="mini ${c.id === result.token ? "drawn" : ""}">
           <i .style=${`width:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
-        <div class="out">${count(result.left)} left<br />→ <q>${result.undecided ? "…" : state.vocab.show(result.token)}</q></div>
+        <div class="out" data-token=${open ? "" : result.token} title=${open ?? ""}>${open ? "? left" : `${count(result.left)} left`}<br />→ ${
+          open ? (state.offline ? "cannot say" : "…") : html`<q>${state.vocab.show(result.token)}</q>`}</div>
       </figure>`;
     })}
   </div>`;

@@ -43,7 +43,7 @@ function want(branch, index, rest, changes) {
   ).finally(changed);
 }
 
-// {row, settings, result}: the step under the sliders
+// {row, settings, result, wantRest}: the step under the sliders; the last requests the whole row
 function computeStep(branch, index) {
   const token = branch.tokens[index];
   const { seed, ...changes } = state.whatIf;
@@ -60,9 +60,10 @@ function computeStep(branch, index) {
   const settings = { ...ownOf(token.segment.params), ...changes };
   row.usedKey = seed === undefined ? row.key : noiseKey(BigInt(seed), token.choice ?? 0);
   const result = sample(row, settings, row.usedKey);
+  const wantRest = () => asked && want(branch, index, true, earlier);
+  if (result.undecided) wantRest();
   if (!asked) result.undecided = state.offline ? "a penalty needs the server" : "the server applies the penalty";
-  else if (result.undecided) want(branch, index, true, earlier);
-  return { row, settings, result };
+  return { row, settings, result, wantRest };
 }
 
 function loop(branch, index, step) {
@@ -185,5 +186,5 @@ function whyNot(branch, index) {
 
 export function fiveSamplers() {
   if (!step || state.selected < 0) return nothing;
-  return html`<section class="card" aria-label="side by side"><h2>Side by side <small>five samplers, the same logits, the same noise</small></h2>${sideBySide(step.row, step.settings)}</section>`;
+  return html`<section class="card" aria-label="side by side"><h2>Side by side <small>five samplers, the same logits, the same noise</small></h2>${sideBySide(step.row, step.settings, step.wantRest)}</section>`;
 }
