@@ -115,6 +115,82 @@ def test_side_by_side_requests_the_whole_row_where_256_candidates_cannot_decide(
     lens.page.unroute("**/lens/api/step")
 
 
+# ------------------------------------------------------------------------------------------- trees
+
+
+def rows_of_tree(
+    answers: list[dict[str, Any]], start: int = 0, level: int = 1
+) -> list[tuple[int, list[str]]]:
+    """(level, what the line says) of every line: what answers share once, then each fork."""
+
+    def total(answer: dict[str, Any], end: int) -> str:
+        return f"log-probability {sum(answer['logprobs'][:end]):.3f}"
+
+    def leaf(answer: dict[str, Any]) -> tuple[int, list[str]]:
+        said = [answer["label"], total(answer, len(answer["ids"]))]
+        said += [f"at token {start + 1}"] if start else []
+        return level, said + ([f"score {answer['score']:.3f}"] if answer["score"] else [])
+
+    if len(answers) == 1:
+        return [leaf(answers[0])]
+    first = answers[0]["ids"]
+    end = start
+    while end < len(first) and all(a["ids"][: end + 1] == first[: end + 1] for a in answers):
+        end += 1
+    if end > start:
+        said = [f"tokens {start + 1} to {end}", f"shared by {len(answers)} answers"]
+        line = (level, [*said, total(answers[0], end)])
+        return [line, *rows_of_tree(answers, end, level + 1)]
+    groups: dict[int | None, list[dict[str, Any]]] = {}
+    for answer in answers:
+        key = answer["ids"][start] if start < len(answer["ids"]) else None
+        groups.setdefault(key, []).append(answer)
+    found = []
+    for key, group in groups.items():
+        found += [leaf(a) for a in group] if key is None else rows_of_tree(group, start, level)
+    return found
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"n": 5, "regex": "abc[xy](12|13)", "seed": 3},
+        {"n": 3, "best_of": 6, "regex": "a[b-d]c[xy]", "seed": 3},
+        {"num_beams": 4, "num_return_sequences": 4},
+    ],
+    ids=["n", "best_of", "beams"],
+)
+def test_answers_are_a_tree_of_shared_prefixes(lens: LensPage, params: dict[str, Any]) -> None:
+    settings = {"max_tokens": 6, **params}
+    generate(lens, **settings)
+    direct = api(lens.live, prompt_ids(lens.live), **settings)
+    answers = [
+        {
+            "label": f"answer {i + 1}",
+            "ids": known["token_ids"],
+            "logprobs": [record["logprob"] for record in choice["explain"]],
+            "score": choice.get("score"),
+        }
+        for i, (choice, known) in enumerate(
+            zip(direct["choices"], direct["receipt"]["choices"], strict=True)
+        )
+    ]
+    expected = rows_of_tree(answers)
+    assert any("shared by" in said for _, line in expected for said in line)
+    lines = lens.page.locator(".tree li")
+    shown = list(zip(lines.all(), words(lens, ".tree li"), strict=True))
+    assert len(shown) == len(expected)
+    for (line, text), (level, said) in zip(shown, expected, strict=True):
+        assert int(str(line.get_attribute("aria-level"))) == level
+        assert all(part in text for part in said), (text, said)
+    lens.page.click(f".tree button:has-text('answer {len(answers)}')")
+    assert lens.tokens() == answers[-1]["ids"]
+    if "num_beams" not in params:  # the noise of this answer, not of the first one
+        lens.select(3)
+        assert lens.page.get_attribute("#outcome", "data-token") == str(answers[-1]["ids"][3])
+        assert lens.page.locator(".alarm").count() == 0
+
+
 # ----------------------------------------------------------------------------------- other panels
 
 

@@ -58,7 +58,7 @@ function computeStep(branch, index) {
     return null;
   }
   const settings = { ...ownOf(token.segment.params), ...changes };
-  row.usedKey = seed === undefined ? row.key : noiseKey(BigInt(seed), token.choice ?? 0);
+  row.usedKey = seed === undefined ? row.key : noiseKey(BigInt(seed), token.draw ?? 0);
   const result = sample(row, settings, row.usedKey);
   const wantRest = () => asked && want(branch, index, true, earlier);
   if (result.undecided) wantRest();
