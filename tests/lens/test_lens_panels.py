@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -44,6 +45,14 @@ def generate(lens: LensPage, **params: Any) -> list[int]:
         params,
     )
     return lens.generate()
+
+
+def percent(share: float) -> str:
+    """As format.js writes it."""
+    value = 100 * share
+    if 99.995 <= value < 100:
+        return "> 99.99 %"
+    return f"{value:.2f} %" if value >= 0.01 else f"{value:.1e} %".replace("e-0", "e-")
 
 
 def words(lens: LensPage, selector: str) -> list[str]:
@@ -189,6 +198,105 @@ def test_answers_are_a_tree_of_shared_prefixes(lens: LensPage, params: dict[str,
         lens.select(3)
         assert lens.page.get_attribute("#outcome", "data-token") == str(answers[-1]["ids"][3])
         assert lens.page.locator(".alarm").count() == 0
+
+
+# -------------------------------------------------------------------------------- bars of a funnel
+
+
+def bars(lens: LensPage, stage: str) -> tuple[dict[int, float], float, float]:
+    """({id: share}, share of the other ids left, share cut) as the bar of a stage draws them."""
+    found = lens.page.locator(f"[data-stage={stage}] .bar i").evaluate_all(
+        "all => all.map((i) => [i.dataset.id ?? i.className, parseFloat(i.style.flexBasis) / 100])"
+    )
+    wide = {int(name): share for name, share in found if name.isdigit()}
+    named = {name: share for name, share in found if not name.isdigit()}
+    return wide, named["rest"], named.get("cut", 0.0)
+
+
+def check_bar(lens: LensPage, stage: str, shares: list[tuple[int, float]], mass: float) -> None:
+    """`shares` of the ids that are left, the most likely first; a bar draws 24 of them."""
+    expected = {i: share for i, share in shares[:24] if share > 0.004}
+    wide, rest, cut = bars(lens, stage)
+    assert wide == pytest.approx(expected, abs=1e-5), stage
+    assert rest == pytest.approx(max(0.0, mass - sum(expected.values())), abs=1e-5), stage
+    assert cut == pytest.approx(1 - mass if mass < 0.99995 else 0.0, abs=1e-5), stage
+    [shown] = words(lens, f"[data-stage={stage}] .mass")
+    assert shown.removeprefix("≈ ") == percent(mass), stage
+
+
+FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
+LIKELY = [203, 62, 238]  # of the first step after lens_page.PROMPT
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.7, "top_k": 30, "top_p": 0.8, "min_p": 0.1},
+        {"temperature": 1.3, "min_p": 0.2},
+        {"temperature": 0.4, "top_p": 0.6},
+        {"temperature": 0.9, "typical_p": 0.5, "top_n_sigma": 1.5},
+        {"xtc_probability": 1, "xtc_threshold": 0.02, "top_k": 50},
+        {"temperature": 0.8, "top_k": 9, "banned_token_ids": LIKELY, "logit_bias": {"100": 6.0}},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "top_p": 0.7},
+    ],
+    ids=str,
+)
+def test_every_bar_of_every_stage_is_a_number_of_the_api(
+    lens: LensPage, settings: dict[str, Any]
+) -> None:
+    """The record of a request with the first filters only has the probabilities after them."""
+    common = {"seed": 21, "max_tokens": 1, **settings}
+    ids = generate(lens, **common)
+    lens.select(0)
+    known = prompt_ids(lens.live)
+    used = [name for name in FILTERS if name in settings]
+    without = {k: v for k, v in common.items() if k not in FILTERS}
+    records = {}
+    for count in range(len(used) + 1):
+        some = {name: settings[name] for name in used[:count]}
+        direct = api(lens.live, known, **{**without, **some, "explain": 64})
+        records[used[count - 1] if count else "temperature"] = direct["explain"][0]
+    last = records[used[-1]]
+    assert ids == [last["token"]]
+    assert [stage["name"] for stage in last["stages"]] == lens.page.locator(
+        ".stage:not([data-stage=raw])"
+    ).evaluate_all("all => all.map((stage) => stage.dataset.stage)")
+    for stage in last["stages"]:
+        [left] = words(lens, f"[data-stage={stage['name']}] .left")
+        assert left == str(stage["left"])
+        note = words(lens, f"[data-stage={stage['name']}] .note")[0]
+        assert (f"cuts {stage['removed']} id" in note) == bool(stage["removed"])
+
+    raw = [(c["id"], math.exp(c["logprob"]), c["removed_by"]) for c in last["top"]]
+    check_bar(lens, "raw", [(i, share) for i, share, _ in raw], 1.0)
+    gone: set[str] = set()
+    for name in [s["name"] for s in last["stages"] if s["name"] not in records]:
+        gone.add(name)
+        kept = [(i, share) for i, share, by in raw[:24] if by not in gone]
+        removed = sum(share for _, share, by in raw if by in gone)
+        check_bar(lens, name, kept, 1 - removed)
+
+    whole = {c["id"]: c["final_prob"] for c in records["temperature"]["top"]}
+    order = sorted((i for i in whole if whole[i] is not None), key=lambda i: (-whole[i], i))
+    for name, record in records.items():
+        after = {c["id"]: c["final_prob"] for c in record["top"] if c["final_prob"] is not None}
+        alive = [i for i in order if i in after]
+        check_bar(lens, name, [(i, whole[i]) for i in alive], whole[alive[0]] / after[alive[0]])
+
+    leaders = {
+        (percent(c["final_prob"]), f"{c['noise']:+.2f}", f"{c['score']:.2f}"): c["id"]
+        for c in last["top"]
+        if c["noise"] is not None
+    }
+    texts = lens.page.locator(".draw tbody tr").all_inner_texts()
+    shown = [tuple(text.split("\t")[1:4]) for text in texts if text.strip()]
+    assert set(shown) <= set(leaders)
+    assert leaders[shown[0]] == ids[0]
+    meters = lens.page.locator(".candidates tr").evaluate_all(
+        "all => all.map((row) => [Number(row.dataset.id),"
+        " parseFloat(row.querySelector('.meter i').style.width) / 100])"
+    )
+    assert dict(meters) == pytest.approx({i: share for i, share, _ in raw[:12]}, abs=6e-5)
 
 
 # ----------------------------------------------------------------------------------- other panels

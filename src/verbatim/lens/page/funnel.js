@@ -26,7 +26,7 @@ function bar(parts, left, drawn) {
   const wide = parts.filter((part) => part.share > 0.004), rest = left - wide.reduce((sum, part) => sum + part.share, 0);
   return html`<div class="bar" aria-hidden="true">
     ${wide.map(
-      ({ id, share }) => html`<i class=${id === drawn ? "drawn" : ""} .style=${`flex-basis:${(100 * share).toFixed(3)}%`}
+      ({ id, share }) => html`<i class=${id === drawn ? "drawn" : ""} data-id=${id} .style=${`flex-basis:${(100 * share).toFixed(3)}%`}
         title="${state.vocab.show(id)} ${percent(share)}">${share > 0.045 ? state.vocab.show(id) : ""}</i>`,
     )}
     <i class="rest" .style=${`flex-basis:${(100 * Math.max(0, rest)).toFixed(3)}%`}></i>
@@ -44,17 +44,22 @@ function stage(name, { left, removed, mass, exact = true, note = "" }, parts, dr
   </li>`;
 }
 
+// the most likely ids before any stage; `by`: the stage before the temperature that removes it
+function mostLikely(row) {
+  const { top, cut } = row.data;
+  const all = [...top.map(([id, raw]) => [id, raw]), ...cut].sort((a, b) => b[1] - a[1]).slice(0, SEGMENTS);
+  return all.map(([id, raw, by]) => ({ id, by, share: exp(Math.min(0, logprobOf(row, raw))) }));
+}
+
 // all stages: those before the temperature as the server ran them, the others as drawn here
 export function stages(row, result, settings, params) {
   const { data } = row;
-  const own = data.top.slice(0, SEGMENTS).map(([id, raw]) => ({ id, share: exp(Math.min(0, logprobOf(row, raw))) }));
-  const lost = data.cut.map(([id, raw, by]) => ({ id, by, share: exp(Math.min(0, logprobOf(row, raw))) }));
-  const all = [...own, ...lost].sort((a, b) => b.share - a.share).slice(0, SEGMENTS);
+  const all = (row.likely ??= mostLikely(row));
   const out = [stage("raw", { left: data.vocab, removed: 0, mass: 1 }, all, result.token, `entropy ${number(data.entropy, 2)} nats`)];
   for (const s of data.stages) {
-    const gone = lost.filter((c) => c.by === s.name).slice(0, 4);
+    const gone = data.cut.filter(([, , by]) => by === s.name).slice(0, 4);
     const note = gone.length
-      ? html`first: ${gone.map((c) => html`<q>${state.vocab.show(c.id)}</q> `)}`
+      ? html`first: ${gone.map(([id]) => html`<q>${state.vocab.show(id)}</q> `)}`
       : s.changed ? html`changes ${count(s.changed)} logits` : "";
     const live = all.filter((c) => !c.by || data.stages.findIndex((x) => x.name === c.by) > data.stages.indexOf(s));
     out.push(stage(s.name, { ...s, note }, live, result.token, shown(params[s.name])));
