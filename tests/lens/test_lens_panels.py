@@ -309,3 +309,153 @@ def test_the_skip_link_has_a_target_on_each_view(lens: LensPage) -> None:
         lens.page.focus(".skip")
         lens.page.keyboard.press("Enter")
         lens.page.wait_for_function("id => document.activeElement.id === id", arg=target)
+
+
+def test_the_running_loop_shows_each_step_of_the_api(lens: LensPage) -> None:
+    settings = {"max_tokens": 5, "seed": 4, "temperature": 0.9}
+    generate(lens, **settings)
+    known = prompt_ids(lens.live)
+    direct = api(lens.live, known, **settings)
+    lens.select(0)
+    lens.page.evaluate("() => { window.setInterval = (tick) => { window.tick = tick; return 1; } }")
+    lens.page.click("text=Play")
+    for index, record in enumerate(direct["explain"]):
+        lens.page.wait_for_selector(f"#tile-{index}[aria-selected=true]")
+        lens.page.wait_for_selector(f".steps >> text=token {index + 1} of 5")
+        assert lens.page.get_attribute("text=Pause", "aria-pressed") == "true"
+        context, logits, softmax, sample, append = lens.page.locator(".loop li").all()
+        assert f"{len(known) + index} tokens" in str(context.text_content())
+        top = record["top"][:5]
+        for part, expected in (
+            (logits, [f"{c['logit']:.1f}" for c in top]),
+            (softmax, [percent(math.exp(c["logprob"])) for c in top]),
+            (sample, [f"{c['noise']:+.1f}" for c in top]),
+        ):
+            assert part.locator(".mini span").all_text_contents() == expected
+        widths = "all => all.map((bar) => parseFloat(bar.style.width))"
+        assert softmax.locator(".mini i").evaluate_all(widths) == pytest.approx(
+            [100 * math.exp(c["logprob"]) for c in top], abs=0.06
+        )
+        assert f"entropy {record['entropy']:.2f} nats" in str(softmax.text_content())
+        where = f"id {record['token']}, position {record['position']}"
+        assert where in str(append.text_content())
+        lens.page.evaluate("() => window.tick()")
+    lens.page.wait_for_selector(".steps button[aria-pressed=false]:has-text('Play')")
+    lens.page.evaluate("() => { delete window.setInterval }")
+
+
+def test_ids_and_bytes_are_shown_on_demand(lens: LensPage) -> None:
+    settings = {"max_tokens": 6, "seed": 5, "temperature": 0.9}
+    ids = generate(lens, **settings)
+    lens.select(2)
+    small = lens.page.locator(".tile small")
+    assert not small.first.is_visible()
+    lens.page.check("#bytes")
+    small.first.wait_for(state="visible")
+    raw = lens.live.client.get("/lens/api/vocab").json()
+    assert raw["lengths"][:256] == [1] * 256, "ids below 256 are bytes"
+    assert small.all_text_contents() == [f"{i} · {i:02x}" for i in ids]
+    top = api(lens.live, prompt_ids(lens.live), **settings)["explain"][2]["top"]
+    shown = words(lens, ".candidates .word small")
+    assert shown == [f"{c['id']} · {c['id']:02x}" for c in top[: len(shown)]]
+    lens.page.uncheck("#bytes")
+    small.first.wait_for(state="hidden")
+
+
+def test_effective_parameters_are_those_of_the_receipt(lens: LensPage) -> None:
+    mine = {"temperature": 0.7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1}
+    generate(lens, **mine)
+    receipt = api(lens.live, prompt_ids(lens.live), max_tokens=200, **mine)["receipt"]
+    rows = lens.page.locator(".group:has-text('Effective parameters') tr").evaluate_all(
+        "all => all.map((row) => [...row.children].map((cell) => cell.textContent.trim()))"
+    )
+    shown = {name: (value, origin) for name, value, origin in rows}
+    assert set(shown) == set(lens.live.client.get("/lens/api/info").json()["parameters"])
+    for name, value in receipt["params"].items():
+        if name == "explain":
+            continue
+        origin = "you" if name in mine else receipt["origins"].get(name, "the Lens")
+        assert shown[name][1] == origin, name
+        written = shown[name][0]
+        assert written == str(value) or float(written) == value, name
+    assert shown["explain"] == ("64", "the Lens")
+    assert shown["receipt"] == ("true", "the Lens")
+
+
+def test_warnings_and_loops_are_shown_in_place(lens: LensPage) -> None:
+    settings = {"regex": "(ab){60}", "max_tokens": 120, "seed": 1, "repetition_penalty": 1.4}
+    generate(lens, **settings)
+    direct = api(lens.live, prompt_ids(lens.live), **settings)
+    assert len(direct["warnings"]) == 3, "two of the settings, one of the loop"
+    loop = f"The output repeats its last {direct['loop']} tokens."
+    assert words(lens, ".sequence .warn") == [loop, *direct["warnings"]]
+
+
+def test_a_branch_inside_a_thought_continues_it(lens: LensPage) -> None:
+    settings = {"regex": "<think>[a-z]{8}</think>[0-9]{3}", "seed": 2, "max_tokens": 40}
+    before, known = generate(lens, **settings), prompt_ids(lens.live)
+    lens.select(9)
+    row = lens.page.locator(".candidates tr:has(button)").first
+    candidate = int(str(row.get_attribute("data-id")))
+    with lens.one_request():
+        row.locator("button").click()
+    prefix = [*before[:9], candidate]
+    direct = api(lens.live, known + prefix, output_prefix=10, **settings)
+    assert lens.tokens() == prefix + direct["ids"]
+    assert bytes(i for i in lens.tokens() if i < 256).decode().count("</think>") == 1
+    parent, branch = words(lens, ".tree li")
+    assert "at token 10" in branch
+    total = sum(record["logprob"] for record in direct["explain"])
+    first = api(lens.live, known, **settings)["explain"]
+    total += sum(record["logprob"] for record in first[:9])
+    total += next(c["logprob"] for c in first[9]["top"] if c["id"] == candidate)
+    assert f"log-probability {total:.3f}" in branch
+    assert f"log-probability {sum(r['logprob'] for r in first):.3f}" in parent
+
+
+def test_accepted_and_rejected_drafts_are_marked(lens: LensPage) -> None:
+    """Whether the engine drafts depends on measured times: the numbers are planted."""
+
+    def usage(route: Any) -> None:
+        text = route.fetch().text()
+        text = text.replace('"accepted_prediction_tokens":0', '"accepted_prediction_tokens":7')
+        route.fulfill(
+            body=text.replace('"rejected_prediction_tokens":0', '"rejected_prediction_tokens":2'),
+            content_type="text/event-stream",
+        )
+
+    drafts = [(4, 3, "ngram"), (5, 0, "ngram"), (4, 4, "suffix"), (0, 0, "")]
+    part = {"request": "req-0123456789", "tokens": 1, "start": 9, "kind": "decode"}
+    part |= {"arrival": 0.5, "preemptions": 0}
+    steps = [
+        {"step": 10**6 + i, "at": 1.0 + i, "seconds": 0.1, "others": 0}
+        | {"parts": [part | {"drafts": made, "accepted": won, "source": source}]}
+        for i, (made, won, source) in enumerate(drafts)
+    ]
+
+    def engine(route: Any) -> None:
+        report = route.fetch().json()
+        new = "after=0" in route.request.url or not route.request.url.endswith(str(10**6 + 3))
+        route.fulfill(json={**report, "steps": steps if new else []})
+
+    lens.page.route("**/v1/completions", usage)
+    lens.page.route("**/lens/api/engine*", engine)
+    generate(lens, max_tokens=4, seed=1)
+    assert "drafts: 7 accepted, 2 rejected" in words(lens, ".sequence .facts")[0]
+    lens.page.click("nav >> text=Engine")
+    lens.page.wait_for_selector(".timeline i[title*='step 1000003']")
+    shown = lens.page.locator(".timeline i").evaluate_all(
+        "all => all.slice(-4).map((i) => [i.className, i.title.split(', ').slice(2).join(', '),"
+        " i.querySelector('b')?.style.height ?? ''])"
+    )
+    assert shown == [
+        ["draft", "3 of 4 drafts accepted (ngram)", "75%"],
+        ["draft", "0 of 5 drafts accepted (ngram)", "0%"],
+        ["draft", "4 of 4 drafts accepted (suffix)", "100%"],
+        ["decode", "", ""],
+    ]
+    said = words(lens, "[aria-label=timeline] .facts")[0]
+    assert "ngram: 3 of 9 drafts accepted" in said
+    assert "suffix: 4 of 4 drafts accepted" in said
+    lens.page.unroute_all(behavior="ignoreErrors")
+    lens.page.click("nav >> text=Generate")

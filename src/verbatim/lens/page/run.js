@@ -106,7 +106,7 @@ export async function generate(branches, params) {
 }
 
 function read(event, branches, segment) {
-  if (event.request) {
+  if ("request" in event) {
     for (const branch of branches) branch.request = event.request;
     return changed();
   }
