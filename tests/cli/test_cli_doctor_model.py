@@ -4,13 +4,17 @@ default model, and calls the sound ones sound."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from cli_result import Call
 from faulty_models import FAULTS, LIVE, copy_of, default_directory, tiny_directory
 
+from verbatim.base.defaults import catalog_defaults, resolve
+from verbatim.base.params import SamplingParams
 from verbatim.base.records import TokenLogprob
 from verbatim.diagnose import live_checks
 from verbatim.diagnose.file_checks import check_files
@@ -18,10 +22,11 @@ from verbatim.diagnose.findings import Finding, is_sound
 from verbatim.diagnose.kv_cost import TextScores, cost_findings, divergence, kv_cost
 from verbatim.diagnose.live_checks import OPEN, check_loops, check_turns
 from verbatim.diagnose.model_files import read_files
-from verbatim.diagnose.quiz import Question, read_quiz
+from verbatim.diagnose.quiz import BUILT_IN, Question, read_quiz
 from verbatim.diagnose.statistics import distinct, repetition, wilson
 from verbatim.diagnose.weight_checks import check_weights, not_finite
 from verbatim.engine.llm import LLM
+from verbatim.testing import fake_parts
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.tensor import BLOCKS, Tensor
@@ -174,6 +179,25 @@ def test_a_default_model_without_attention_loops(default_model: Path, tmp_path: 
     }
     with LLM(changed(default_model, tmp_path / "x.gguf", norms), context=512) as llm:
         assert [f.state for f in check_loops(llm, prompts=OPEN[:2])] == ["bad"]
+
+
+def test_live_checks_judge_the_model_without_its_recommended_settings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stated = catalog_defaults({"top_p": 0.05, "repetition_penalty": 1.8})
+    asked: list[SamplingParams] = []
+    with LLM.from_parts(replace(fake_parts(), defaults=stated), kv_blocks=400) as llm:
+        generate = llm.generate
+
+        def spy(prompts: Any, params: list[SamplingParams]) -> Any:
+            asked.extend(params)
+            return generate(prompts, params)
+
+        monkeypatch.setattr(llm, "generate", spy)
+        found = {f.check for f in live_checks.check_live(llm)}
+    assert {"loops", "quiz"} <= found
+    assert len(asked) == 2 * (len(OPEN) + len(BUILT_IN)) + (8 if "turn ends" in found else 0)
+    assert [p for p in asked if resolve(p, stated) != p] == []
 
 
 # --------------------------------------------------------------------------------- GGUF, details

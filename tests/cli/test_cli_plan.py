@@ -255,6 +255,19 @@ def test_this_device_agrees_with_the_limits_that_bench_prints(
             assert rate == pytest.approx(ceiling, rel=0.01)
 
 
+def test_this_device_names_the_day_of_its_limits(
+    verbatim: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from verbatim.diagnose import this_device
+
+    monkeypatch.setattr(this_device.gpu, "present", lambda: False)
+    limits = MachineLimits(37.9e9, threads=2, method="native", when=1794870455.25)
+    save_limits(tmp_path / "cache", limits)
+    text = verbatim("plan", "1B", "--device", "this").out
+    assert "this machine, 2 threads (measured 2026-11-16, native)" in text
+    assert device_of(MachineLimits(1.0, 1, "numpy"), None).kind == "measured, numpy"
+
+
 def test_this_device_measures_when_bench_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,7 +43,8 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
 
 @pytest.fixture(scope="session")
 def live(gate: Gate) -> Iterator[Live]:
-    server = Live(engine=f"pipeline,gate={gate.path}").wait_ready()
+    # 64: the explanations of /v1 hold every candidate that the bars of a stage may show
+    server = Live("--max-logprobs", "64", engine=f"pipeline,gate={gate.path}").wait_ready()
     yield server
     gate.open()
     assert server.stop() == 0, server.log_text()

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from live_server import Live
 
 from eventually import HANG_SECONDS
+from verbatim.base.records import DrawSpec
+from verbatim.sampling.pipeline import Row, state_of
+from verbatim.server.process.inspector import step_report
 
 MS = 1000 * HANG_SECONDS
 PROMPT = "Once upon a time"
@@ -106,3 +111,10 @@ def api(live: Live, prompt: Any, **params: Any) -> dict[str, Any]:
 
 def prompt_ids(live: Live, prompt: str = PROMPT) -> list[int]:
     return list(live.post("/tokenize", {"prompt": prompt}).json()["tokens"])
+
+
+def report(row: np.ndarray, spec: DrawSpec, position: int) -> dict[str, Any]:
+    """What /lens/api/step sends for a row without bias, masks and penalties."""
+    raw = row.astype(np.float64)
+    out = step_report(raw, state_of(raw, Row(spec, position)), [], [], True)
+    return {**out, "row": base64.b64encode(out["row"]).decode()}

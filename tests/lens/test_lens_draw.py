@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
-from lens_page import MS
+from lens_page import MS, report
 from live_server import Live
 
 from verbatim.base.params import SamplingParams
@@ -18,7 +17,6 @@ from verbatim.sampling.draw import draw_many, noise_key
 from verbatim.sampling.filters import Temperature
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
 from verbatim.sampling.processors import FILTERS
-from verbatim.server.process.inspector import step_report
 
 CASES = 100
 
@@ -55,13 +53,6 @@ def random_params(random: np.random.Generator, *, xtc: bool) -> dict[str, float]
 def logits(random: np.random.Generator, vocab: int, *, ties: bool) -> np.ndarray:
     row = (random.normal(size=vocab) * random.choice([0.5, 2.0, 4.0])).astype(np.float32)
     return np.round(row * 2) / 2 if ties else row
-
-
-def report(row: np.ndarray, spec: DrawSpec, position: int) -> dict[str, Any]:
-    """What /lens/api/step sends for a row without bias, masks and penalties."""
-    raw = row.astype(np.float64)
-    out = step_report(raw, state_of(raw, Row(spec, position)), [], [], True)
-    return {**out, "row": base64.b64encode(out["row"]).decode()}
 
 
 @pytest.mark.parametrize("per_case", [40, pytest.param(1_000, marks=pytest.mark.soak)])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from verbatim.base.errors import ParameterError
 from verbatim.observe.roofline import MachineLimits
@@ -71,6 +72,11 @@ def parse_device(text: str) -> Device:
     return Device(f"{text} device", numbers[0] * 1e9, numbers[1] * 1e12, memory, kind="given")
 
 
+def _day(when: float) -> str:
+    """' 2026-11-16', in UTC; empty if the time is not known."""
+    return f" {datetime.fromtimestamp(when, UTC):%Y-%m-%d}" if when else ""
+
+
 def device_of(limits: MachineLimits, memory: int | None) -> Device:
     """This machine's CPU. Its peak is that of int8 products, which the cpu kernels use."""
     return Device(
@@ -78,6 +84,6 @@ def device_of(limits: MachineLimits, memory: int | None) -> Device:
         limits.read_bytes,
         limits.int8_ops,
         memory,
-        kind=f"measured, {limits.method}",
+        kind=f"measured{_day(limits.when)}, {limits.method}",
         unit="int8 OPS",
     )

@@ -1,8 +1,9 @@
 """Checks of a running model: does a chat turn end, does the output loop, does sampling cost
 accuracy. In: an LLM and a seed. Out: Findings.
 
-All requests have fixed prompts, seeds and lengths, so equal seeds give equal findings on every
-machine with the same numerics version. About 1,300 tokens: seconds for a small model.
+The checks judge the model's own distribution: the filters and penalties that its files recommend do
+not apply. All requests have fixed prompts, seeds and lengths, so equal seeds give equal findings on
+every machine with the same numerics version. About 1,300 tokens: seconds for a small model.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ def check_quiz(llm: LLM, seed: int = 0) -> list[Finding]:
     """Accuracy of greedy and sampled answers on the built-in questions. A fault only if their
     intervals do not overlap: then the setting matters more than chance explains."""
     params = SamplingParams(temperature=1.0, max_tokens=QUIZ_TOKENS)
-    result = run_quiz(llm, BUILT_IN, samples=QUIZ_SAMPLES, params=params, seed=seed)
+    result = run_quiz(llm, BUILT_IN, samples=QUIZ_SAMPLES, params=params, seed=seed, plain=True)
     greedy, sampled = result.methods[:2]
     words = [
         f"{a.method} {a.share:.0%} (95 %: {a.interval[0]:.0%} to {a.interval[1]:.0%})"

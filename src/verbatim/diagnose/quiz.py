@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice
@@ -172,11 +173,15 @@ def run_quiz(
     samples: int,
     params: SamplingParams,
     seed: int = 0,
+    plain: bool = False,
 ) -> QuizResult:
-    """Ask every question once greedily and `samples` times with `params`; all in one batch."""
+    """Ask every question once greedily and `samples` times with `params`; all in one batch.
+    `plain`: without the filters and penalties that the model recommends."""
     greedy = SamplingParams(temperature=0, max_tokens=params.max_tokens)
     settings = [greedy] * len(questions)
     settings += [params.with_(n=samples, logprobs=0, seed=seed + i) for i in range(len(questions))]
+    if plain:
+        settings = [resolve(p, NO_DEFAULTS) for p in settings]
     done = llm.generate([prompt_ids(llm, q.prompt) for q in questions] * 2, settings)
     first, sampled = done[: len(questions)], done[len(questions) :]
     rows = [

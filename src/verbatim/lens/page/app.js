@@ -153,9 +153,14 @@ function sequence() {
 
 function page() {
   if (!state.info) return html`${header()}${messages()}<main><p class="hint loading">${state.loading}</p></main>`;
-  if (state.view === "engine") return html`${header()}${messages()}<main class="engine">${engineView()}</main>`;
-  return html`${header()}${messages()}<main class="generate">
-    <aside class="left" aria-label="parameters" ?hidden=${state.offline}><details class="card params" open><summary>Parameters</summary>${state.offline ? nothing : controls()}</details></aside>
+  const engine = state.view === "engine";
+  return html`<a class="skip" href=${engine ? "#steps" : "#tiles"}>Skip to the ${engine ? "steps" : "tokens"}</a>${header()}${messages()}
+    ${engine ? html`<main class="engine" id="steps" tabindex="-1">${engineView()}</main>` : generateView()}`;
+}
+
+function generateView() {
+  return html`<main class="generate">
+    <aside class="left" aria-label="parameters" ?hidden=${state.offline}><details class="card params" open><summary><b>Parameters</b></summary>${state.offline ? nothing : controls()}</details></aside>
     <div class="middle">${state.offline ? nothing : composer()}${sequence()}${panels.step}${tree()}${panels.samplers}</div>
     ${panels.right}</main>`;
 }

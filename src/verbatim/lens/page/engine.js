@@ -54,12 +54,11 @@ function timeline(steps) {
   const most = Math.max(...shown.map((s) => s.seconds));
   return html`<div class="timeline" role="img" aria-label="the last ${shown.length} steps">
     ${shown.map((s) => {
-      const own = s.parts.reduce((n, p) => n + p.tokens, 0);
-      const drafts = s.parts.reduce((n, p) => n + p.drafts, 0), won = s.parts.reduce((n, p) => n + p.accepted, 0);
+      const [own, drafts, won] = ["tokens", "drafts", "accepted"].map((name) => s.parts.reduce((n, p) => n + p[name], 0));
       const from = [...new Set(s.parts.map((p) => p.source).filter(Boolean))].join(", ");
       const title = `step ${s.step}: ${seconds(s.seconds)}, ${own} tokens${s.others ? ` + ${s.others} of other keys` : ""}${drafts ? `, ${won} of ${drafts} drafts accepted (${from})` : ""}`;
-      return html`<i class=${kindOf(s)} title=${title} .style=${`block-size:${(8 + (92 * s.seconds) / most).toFixed(1)}%`}>
-        ${drafts ? html`<b .style=${`block-size:${((100 * won) / drafts).toFixed(0)}%`}></b>` : nothing}</i>`;
+      return html`<i class=${kindOf(s)} title=${title} .style=${`height:${(8 + (92 * s.seconds) / most).toFixed(1)}%`}>
+        ${drafts ? html`<b .style=${`height:${((100 * won) / drafts).toFixed(0)}%`}></b>` : nothing}</i>`;
     })}</div>
     <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts (filled: accepted) <i class="others"></i>other keys only <i class="queue"></i>queued <i class="preempted"></i>preempted</p>${lanes(shown)}`;
 }
@@ -80,7 +79,7 @@ function lanes(steps) {
   if (!shown.length) return nothing;
   const zero = Math.min(...shown.map(([, lane]) => lane.arrival));
   const end = Math.max(...shown.map(([, lane]) => lane.pieces.at(-1).to));
-  const place = (from, to) => `inset-inline-start:${((100 * (from - zero)) / (end - zero)).toFixed(2)}%;inline-size:${((100 * (to - from)) / (end - zero)).toFixed(2)}%`;
+  const place = (from, to) => `left:${((100 * (from - zero)) / (end - zero)).toFixed(2)}%;width:${((100 * (to - from)) / (end - zero)).toFixed(2)}%`;
   return html`<ul class="lanes" aria-label="the last requests of this key">${shown.map(([id, { arrival, pieces, preemptions }]) => html`<li>
       <span>${id.slice(4, 12)}</span><div><i class="queue" title="queued ${seconds(pieces[0].from - arrival)}" .style=${place(arrival, pieces[0].from)}></i>
       ${pieces.slice(-400).map((p) => html`<i class=${p.kind} title=${p.title} .style=${place(p.from, p.to)}></i>`)}</div>
@@ -129,15 +128,15 @@ export function engineView() {
   if (!engine) return html`<section class="card"><p class="hint">reading the engine …</p></section>`;
   const decode = engine.steps.filter((s) => s.parts.length && s.parts.every((p) => p.kind === "decode" && !p.drafts));
   const median = [...decode].sort((a, b) => a.seconds - b.seconds)[decode.length >> 1]?.seconds;
-  return html`<section class="card wide" aria-label="timeline"><h2>Steps <small>each bar is one step of the engine</small></h2>${timeline(engine.steps)}${proposers(engine.steps)}</section>
-    <section class="card wide" aria-label="roofline"><h2>Beside the roofline</h2><div id="plot"></div>
+  return html`<section class="card" aria-label="timeline"><h2>Steps <small>each bar is one step of the engine</small></h2>${timeline(engine.steps)}${proposers(engine.steps)}</section>
+    <section class="card" aria-label="roofline"><h2>Beside the roofline</h2><div id="plot"></div>
       <p class="facts"><span>${bytes(info.weight_bytes)} of weights per step</span>
         <span>${info.floor_seconds ? html`at least ${seconds(info.floor_seconds)} per decode step on this machine` : "run `verbatim bench` once for this machine's limit"}</span>
         ${median ? html`<span>median decode step ${seconds(median)}${info.floor_seconds ? `, ${((100 * info.floor_seconds) / median).toFixed(0)} % of the limit's speed` : ""}</span>` : nothing}</p></section>
-    <section class="card wide" aria-label="cache"><h2>KV cache <small>blocks of ${info.block_size} tokens, ${bytes(info.kv_token_bytes)} per token</small></h2>
+    <section class="card" aria-label="cache"><h2>KV cache <small>blocks of ${info.block_size} tokens, ${bytes(info.kv_token_bytes)} per token</small></h2>
       ${engine.pools.map(strip)}
       <p class="facts"><span>${count(engine.prefix_hits)} of ${count(engine.prefix_queries)} prompt tokens came from the prefix cache</span><span>${count(engine.preemptions)} preemptions</span></p></section>
-    <section class="card wide" aria-label="requests"><h2>Requests of this key <small>${engine.others ? `${engine.others} of other keys run too` : ""}</small></h2>${requests(engine)}</section>`;
+    <section class="card" aria-label="requests"><h2>Requests of this key <small>${engine.others ? `${engine.others} of other keys run too` : ""}</small></h2>${requests(engine)}</section>`;
 }
 
 // ---------------------------------------------------------------------------------------- the plot

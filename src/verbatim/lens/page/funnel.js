@@ -7,12 +7,11 @@ import { DEFAULTS, sample } from "./sampler.js";
 import { exp } from "./numerics.js";
 import { state } from "./store.js";
 
+// titles of the stages that are no parameter, or better known by another name
 const TITLES = {
-  raw: "softmax of the logits", logit_bias: "logit bias", structure: "grammar", allowed_token_ids: "allowed ids",
-  banned_token_ids: "banned ids", min_tokens: "minimum length", repetition_penalty: "repetition penalty",
-  frequency_penalty: "frequency penalty", presence_penalty: "presence penalty", dry_multiplier: "DRY",
-  no_repeat_ngram: "no repeated n-gram", temperature: "temperature", top_k: "top-k", top_p: "top-p",
-  min_p: "min-p", typical_p: "typical-p", top_n_sigma: "top-n-sigma", xtc_probability: "XTC",
+  raw: "softmax of the logits", structure: "grammar", min_tokens: "minimum length", dry_multiplier: "DRY",
+  no_repeat_ngram: "no repeated n-gram", top_k: "top-k", top_p: "top-p", min_p: "min-p", typical_p: "typical-p",
+  top_n_sigma: "top-n-sigma", xtc_probability: "XTC",
 };
 const SEGMENTS = 24;
 
@@ -24,12 +23,13 @@ export const logprobOf = (row, logit) => logit - row.data.peak - row.data.log_to
 
 function bar(parts, left, drawn) {
   // parts: [{id, share}] in order; `left`: the share of the whole that is left
+  const wide = parts.filter((part) => part.share > 0.004), rest = left - wide.reduce((sum, part) => sum + part.share, 0);
   return html`<div class="bar" aria-hidden="true">
-    ${parts.filter((part) => part.share > 0.004).map(
-      ({ id, share }) => html`<i class=${id === drawn ? "drawn" : ""} .style=${`flex-basis:${(100 * share).toFixed(3)}%`}
+    ${wide.map(
+      ({ id, share }) => html`<i class=${id === drawn ? "drawn" : ""} data-id=${id} .style=${`flex-basis:${(100 * share).toFixed(3)}%`}
         title="${state.vocab.show(id)} ${percent(share)}">${share > 0.045 ? state.vocab.show(id) : ""}</i>`,
     )}
-    <i class="rest" .style=${`flex-basis:${(100 * Math.max(0, left - parts.reduce((s, p) => s + (p.share > 0.004 ? p.share : 0), 0))).toFixed(3)}%`}></i>
+    <i class="rest" .style=${`flex-basis:${(100 * Math.max(0, rest)).toFixed(3)}%`}></i>
     ${left < 0.99995 ? html`<i class="cut" .style=${`flex-basis:${(100 * (1 - left)).toFixed(3)}%`}></i>` : nothing}
   </div>`;
 }
@@ -37,24 +37,29 @@ function bar(parts, left, drawn) {
 function stage(name, { left, removed, mass, exact = true, note = "" }, parts, drawn, setting) {
   const share = exact ? percent(mass) : `≈ ${percent(mass)}`;
   return html`<li class="stage" data-stage=${name}>
-    <div class="head"><b>${TITLES[name] ?? name}</b> <span class="setting">${setting}</span>
+    <div class="head"><b>${TITLES[name] ?? name.replaceAll("_", " ")}</b> <span class="setting">${setting}</span>
       <span class="numbers"><span class="left">${count(left)}</span> ${left === 1 ? "id" : "ids"}, <span class="mass">${share}</span></span></div>
     ${bar(parts, mass, drawn)}
     <div class="note">${removed ? html`cuts ${count(removed)} ${removed === 1 ? "id" : "ids"}${note ? ";" : ""}` : nothing} ${note}</div>
   </li>`;
 }
 
+// the most likely ids before any stage; `by`: the stage before the temperature that removes it
+function mostLikely(row) {
+  const { top, cut } = row.data;
+  const all = [...top.map(([id, raw]) => [id, raw]), ...cut].sort((a, b) => b[1] - a[1]).slice(0, SEGMENTS);
+  return all.map(([id, raw, by]) => ({ id, by, share: exp(Math.min(0, logprobOf(row, raw))) }));
+}
+
 // all stages: those before the temperature as the server ran them, the others as drawn here
 export function stages(row, result, settings, params) {
   const { data } = row;
-  const own = data.top.slice(0, SEGMENTS).map(([id, raw]) => ({ id, share: exp(Math.min(0, logprobOf(row, raw))) }));
-  const lost = data.cut.map(([id, raw, by]) => ({ id, by, share: exp(Math.min(0, logprobOf(row, raw))) }));
-  const all = [...own, ...lost].sort((a, b) => b.share - a.share).slice(0, SEGMENTS);
+  const all = (row.likely ??= mostLikely(row));
   const out = [stage("raw", { left: data.vocab, removed: 0, mass: 1 }, all, result.token, `entropy ${number(data.entropy, 2)} nats`)];
   for (const s of data.stages) {
-    const gone = lost.filter((c) => c.by === s.name).slice(0, 4);
+    const gone = data.cut.filter(([, , by]) => by === s.name).slice(0, 4);
     const note = gone.length
-      ? html`first: ${gone.map((c) => html`<q>${state.vocab.show(c.id)}</q> `)}`
+      ? html`first: ${gone.map(([id]) => html`<q>${state.vocab.show(id)}</q> `)}`
       : s.changed ? html`changes ${count(s.changed)} logits` : "";
     const live = all.filter((c) => !c.by || data.stages.findIndex((x) => x.name === c.by) > data.stages.indexOf(s));
     out.push(stage(s.name, { ...s, note }, live, result.token, shown(params[s.name])));
@@ -92,12 +97,12 @@ export function draw(result) {
       ${Array.from({ length: 6 }, (_, i) => rows[i]).map((c, i) => c ? html`<tr class=${i ? "" : "winner"}>
         <td><q>${state.vocab.show(c.id)}</q></td><td>${percent(c.probability)}</td>
         <td>${c.noise >= 0 ? "+" : ""}${number(c.noise, 2)}</td><td>${number(c.score, 2)}</td>
-        <td class="meter"><i .style=${`inline-size:${width(c.score).toFixed(1)}%`}></i></td></tr>` : html`<tr><td></td></tr>`)}
+        <td class="meter"><i .style=${`width:${width(c.score).toFixed(1)}%`}></i></td></tr>` : html`<tr><td></td></tr>`)}
     </tbody></table>`;
 }
 
-// the same logits and noise under five samplers
-export function sideBySide(row, settings) {
+// the same logits and noise under five samplers; `wantRest` requests the whole row
+export function sideBySide(row, settings, wantRest) {
   const t = settings.temperature || 1;
   const kinds = {
     greedy: { temperature: 0 },
@@ -108,13 +113,15 @@ export function sideBySide(row, settings) {
   };
   return html`<div class="five">
     ${Object.entries(kinds).map(([name, wanted]) => {
-      const result = sample(row, wanted, row.usedKey);
+      const result = sample(row, wanted, row.usedKey), open = result.undecided;
+      if (open) wantRest();
       const setting = Object.entries(wanted).map(([k, v]) => `${k === "temperature" ? "T" : ""}${v}`).join(" · ");
       return html`<figure data-sampler=${name}>
         <figcaption><b>${name}</b> <span class="setting">${setting}</span></figcaption>
         ${result.kept.map((c) => html`<div class="mini ${c.id === result.token ? "drawn" : ""}">
-          <i .style=${`inline-size:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
-        <div class="out">${count(result.left)} left<br />→ <q>${result.undecided ? "…" : state.vocab.show(result.token)}</q></div>
+          <i .style=${`width:${(100 * c.probability).toFixed(2)}%`}></i><span>${state.vocab.show(c.id)}</span></div>`)}
+        <div class="out" data-token=${open ? "" : result.token} title=${open ?? ""}>${open ? "? left" : `${count(result.left)} left`}<br />→ ${
+          open ? (state.offline ? "cannot say" : "…") : html`<q>${state.vocab.show(result.token)}</q>`}</div>
       </figure>`;
     })}
   </div>`;

@@ -43,7 +43,7 @@ function want(branch, index, rest, changes) {
   ).finally(changed);
 }
 
-// {row, settings, result, own}: the step under the sliders and under its own settings
+// {row, settings, result, wantRest}: the step under the sliders; the last requests the whole row
 function computeStep(branch, index) {
   const token = branch.tokens[index];
   const { seed, ...changes } = state.whatIf;
@@ -57,13 +57,13 @@ function computeStep(branch, index) {
     if (!follows && !isBeam(token)) want(branch, index, false, {});
     return null;
   }
-  const own = ownOf(token.segment.params);
-  const settings = { ...own, ...changes };
-  row.usedKey = seed === undefined ? row.key : noiseKey(BigInt(seed), token.choice ?? 0);
+  const settings = { ...ownOf(token.segment.params), ...changes };
+  row.usedKey = seed === undefined ? row.key : noiseKey(BigInt(seed), token.draw ?? 0);
   const result = sample(row, settings, row.usedKey);
+  const wantRest = () => asked && want(branch, index, true, earlier);
+  if (result.undecided) wantRest();
   if (!asked) result.undecided = state.offline ? "a penalty needs the server" : "the server applies the penalty";
-  else if (result.undecided) want(branch, index, true, earlier);
-  return { row, settings, own, result };
+  return { row, settings, result, wantRest };
 }
 
 function loop(branch, index, step) {
@@ -74,7 +74,7 @@ function loop(branch, index, step) {
   const top = known?.slice(0, 5) ?? [];
   const low = Math.min(...top.map((c) => c.logit)) - 1, high = Math.max(...top.map((c) => c.logit));
   const drawn = (step && !step.result.greedy ? step.result.kept : top).filter((c) => c.noise !== null).slice(0, 5);
-  const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`inline-size:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
+  const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`width:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
   return html`<ol class="loop" aria-label="the loop of this token">
     <li><h3>context</h3><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
     <li><h3>logits</h3>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
@@ -97,7 +97,7 @@ function candidates(branch, index, step) {
       return html`<tr class=${taken ? "drawn" : ""} data-id=${c.id}>
         <td class="rank">${rank + 1}</td>
         <td class="word"><q>${state.vocab.show(c.id)}</q><small>${c.id}${state.bytes ? ` · ${state.vocab.hex(c.id)}` : ""}</small></td>
-        <td class="meter"><i .style=${`inline-size:${(100 * p).toFixed(2)}%`}></i></td>
+        <td class="meter"><i .style=${`width:${(100 * p).toFixed(2)}%`}></i></td>
         <td class="p" data-logprob=${c.logprob}>${percent(p)}</td>
         <td>${by ? html`<span class="tag">${by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline ? nothing
           : html`<button class="small" aria-label="branch from ${state.vocab.show(c.id)}" @click=${() => branchFrom(branch, index, c.id)}>branch</button>`}</td></tr>`;
@@ -107,7 +107,7 @@ function candidates(branch, index, step) {
 }
 
 function sliders(branch, index, step) {
-  const { settings, own, result } = step, token = branch.tokens[index];
+  const { settings, result } = step, token = branch.tokens[index];
   const changes = Object.keys(state.whatIf).length;
   const fork = () => branchWith(branch, index, { ...state.whatIf });
   const outcome = result.undecided
@@ -131,7 +131,7 @@ function sliders(branch, index, step) {
     <p class="row"><strong id="outcome" role="status" data-token=${result.undecided ? "" : result.token}>${outcome}</strong>
       ${changes && !state.offline ? html`<button @click=${fork}>Branch here with these settings</button>
         <button class="link" @click=${() => { state.whatIf = {}; changed("step"); }}>Reset</button>` : nothing}</p>
-    ${JSON.stringify(settings) === JSON.stringify(own) && !changes && !result.undecided && !token.forced && token.record?.token !== result.token
+    ${!changes && !result.undecided && !token.forced && token.record?.token !== result.token
       ? html`<p class="alarm">The page draws ${state.vocab.quoted(result.token)} where the server drew ${state.vocab.quoted(token.id)}. Please report this.</p>` : nothing}
   </section>`;
 }
@@ -186,5 +186,5 @@ function whyNot(branch, index) {
 
 export function fiveSamplers() {
   if (!step || state.selected < 0) return nothing;
-  return html`<section class="card" aria-label="side by side"><h2>Side by side <small>five samplers, the same logits, the same noise</small></h2>${sideBySide(step.row, step.settings)}</section>`;
+  return html`<section class="card" aria-label="side by side"><h2>Side by side <small>five samplers, the same logits, the same noise</small></h2>${sideBySide(step.row, step.settings, step.wantRest)}</section>`;
 }

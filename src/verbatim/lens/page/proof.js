@@ -10,7 +10,7 @@ const NUMBERS = ["token", "logit", "logprob", "rank", "entropy", "margin", "scor
 export async function prove() {
   const branch = current();
   const segments = [...new Set(branch.tokens.map((t) => t.segment))].filter((s) => s.receipt);
-  state.proof = { state: "running", done: 0, of: segments.length };
+  state.proof = { state: "running" };
   changed();
   try {
     if (!segments.length) throw new Trouble("This run has no receipt yet: it must end first.");
@@ -28,8 +28,6 @@ export async function prove() {
         numbers += NUMBERS.length + 4 * token.record.top.length;
       }
       tokens += answer.tokens;
-      state.proof.done++;
-      changed();
     }
     return verdict("identical", `${tokens} tokens and ${numbers.toLocaleString("en")} numbers, replayed now, are identical.`);
   } catch (error) {

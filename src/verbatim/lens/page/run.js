@@ -6,6 +6,7 @@
 // these are output: grammar, penalties and min_tokens continue.
 
 import { post, stream } from "./api.js";
+import { keyFromHex, noiseKey } from "./noise.js";
 import { Row } from "./sampler.js";
 import {
   announce, changed, current, fail, isRunning, newBranch, newId, remember, show, state, undo,
@@ -105,7 +106,7 @@ export async function generate(branches, params) {
 }
 
 function read(event, branches, segment) {
-  if (event.request) {
+  if ("request" in event) {
     for (const branch of branches) branch.request = event.request;
     return changed();
   }
@@ -114,15 +115,21 @@ function read(event, branches, segment) {
     const branch = branches[choice.index];
     branch.status = "running";
     for (const record of choice.explain ?? []) {
-      if (record.token === null) continue; // beam search: no draw; the receipt holds the tokens
       if (!branch.firstToken) branch.firstToken = performance.now();
-      push(branch, { id: record.token, record, segment, choice: choice.index });
+      push(branch, { id: record.token, record, segment, choice: choice.index, draw: drawOf(record, segment.params, choice.index) });
     }
     if (choice.finish_reason) branch.finish = choice.finish_reason;
     if (choice.loop) branch.loop = choice.loop;
+    branch.score = choice.score;
   }
   if (event.receipt) close(event, branches, segment);
   changed();
+}
+
+// Which draw of its request an answer is. best_of returns the best of its draws; the key tells.
+function drawOf({ key }, { seed, n = 1, best_of = n }, index) {
+  if (best_of === n) return index;
+  return Array.from({ length: best_of }, (_, draw) => noiseKey(BigInt(seed), draw)).indexOf(keyFromHex(key));
 }
 
 function push(branch, token) {
@@ -141,6 +148,7 @@ function close(event, branches, segment) {
     branch.finish = choice.finish.join(": ");
     Object.assign(branch, { usage: event.usage, warnings: event.warnings ?? [] });
     branch.loop = loops[choice.index] ?? branch.loop;
+    branch.score = event.scores?.[choice.index] ?? branch.score;
   }
 }
 
@@ -225,7 +233,7 @@ export async function rowOf(branch, index, { rest = false, changes = {} } = {}) 
   const { segment } = token;
   const { explain, receipt, stream: _, ...params } = segment.params;
   const data = await post("/lens/api/step", {
-    prompt: segment.promptIds, params: { ...params, ...changes }, choice: token.choice ?? 0, rest,
+    prompt: segment.promptIds, params: { ...params, ...changes }, choice: token.draw ?? 0, rest,
     output: branch.tokens.slice(segment.from, index).map((t) => t.id),
   });
   const row = new Row(data);

@@ -62,7 +62,7 @@ async function saveFile() {
   return `<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="content-security-policy" content="default-src 'none'; script-src 'unsafe-inline' blob:; style-src 'unsafe-inline'; img-src data:">
 <title>Verbatim Lens: a saved run</title><style>${styles}</style></head>
-<body><a class="skip" href="#tiles">Skip to the tokens</a><div id="app"></div><div id="live" class="quiet" role="status" aria-live="polite"></div>
+<body><div id="app"></div><div id="live" class="quiet" role="status" aria-live="polite"></div>
 <script type="application/json" id="run">${inScript(JSON.stringify(data))}</script>
 <script type="application/json" id="modules">${inScript(JSON.stringify(modules))}</script>
 <script>(${start.toString()})()</script></body></html>`;
@@ -115,5 +115,3 @@ export function restore(data, { offline }) {
   if (offline) Object.assign(state, { info: data.info, vocab: Vocab.fromSaved(data.vocab) });
   changed();
 }
-
-

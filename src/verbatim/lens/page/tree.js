@@ -5,24 +5,43 @@ import { count, seconds } from "./format.js";
 import { branchOf, changed, current, show, state } from "./store.js";
 
 const textOf = (tokens) => state.vocab.text(tokens.map((t) => t.id));
+const excerpt = (tokens) => textOf(tokens).replace(/\s+/g, " ").slice(0, 90) || "…";
+// NaN: the numbers of a token are not known
+const logprobOf = (tokens) => tokens.reduce((sum, t) => sum + t.record?.logprob, 0);
+const total = (tokens) => (Number.isNaN(logprobOf(tokens)) ? nothing : html` · log-probability ${logprobOf(tokens).toFixed(3)}`);
+const indent = (depth) => `margin-left:${depth * 1.1}rem`;
 
-function line(branch, depth) {
-  const text = textOf(branch.tokens.slice(branch.forkAt)).replace(/\s+/g, " ");
-  const usage = branch.usage;
+// `from`: the first token that the lines above do not show
+function line(branch, depth, from = branch.forkAt) {
+  const { usage } = branch;
   const cached = usage?.prompt_tokens_details.cached_tokens;
   const on = branch.id === state.current, twin = branch.id === state.other;
-  return html`<li class="branch ${on ? "on" : ""}" .style=${`margin-inline-start:${depth * 1.1}rem`} data-branch=${branch.id}>
-    <button class="name" aria-current=${on} @click=${() => show(branch.id, branch.forkAt || -1)}>
-      <b>${branch.label}</b>${branch.parent ? html` <small>at token ${branch.forkAt + 1}</small>` : nothing}
-      <span class="text">${text.slice(0, 90) || "…"}</span></button>
-    <small>${branch.status === "done" ? branch.finish : branch.status}${usage
+  return html`<li class="branch ${on ? "on" : ""}" .style=${indent(depth)} aria-level=${depth + 1} data-branch=${branch.id}>
+    <button class="name" aria-current=${on} @click=${() => show(branch.id, from || -1)}>
+      <b>${branch.label}</b>${from ? html` <small>at token ${from + 1}</small>` : nothing}
+      <span class="text">${excerpt(branch.tokens.slice(from))}</span></button>
+    <small>${branch.status === "done" ? branch.finish : branch.status}${total(branch.tokens)}${branch.score ? ` · score ${branch.score.toFixed(3)}` : nothing}${usage
         ? html` · <span class="cached">${cached}</span> cached + <span class="computed">${usage.prompt_tokens - cached}</span> computed` : nothing}</small>
     ${on ? nothing : html`<button class="small" aria-pressed=${twin} @click=${() => { state.other = twin ? null : branch.id; changed(); }}>${twin ? "comparing" : "compare"}</button>`}
   </li>`;
 }
 
-function below(parent, depth = 0) {
-  return state.branches.filter((b) => b.parent === parent).map((b) => [line(b, depth), below(b.id, depth + 1)]);
+const below = (parent, depth) =>
+  state.branches.filter((b) => b.parent === parent).map((b) => [line(b, depth), below(b.id, depth + 1)]);
+
+// Answers of one request that agree in their first `from` tokens: what they share is drawn once,
+// then each fork at its token.
+function forks(answers, from = 0, depth = 0) {
+  const leaf = (b) => [line(b, depth, from), below(b.id, depth + 1)];
+  if (answers.length === 1) return leaf(answers[0]);
+  const [{ tokens }] = answers;
+  let to = from;
+  while (tokens[to] && answers.every((b) => b.tokens[to]?.id === tokens[to].id)) to++;
+  if (to > from)
+    return [html`<li class="branch" .style=${indent(depth)} aria-level=${depth + 1}>
+      <span class="name"><b>tokens ${from + 1} to ${to}</b><span class="text">${excerpt(tokens.slice(from, to))}</span></span>
+      <small>shared by ${answers.length} answers${total(tokens.slice(0, to))}</small></li>`, forks(answers, to, depth + 1)];
+  return [...Map.groupBy(answers, (b) => b.tokens[from]?.id)].map(([id, group]) => (id === undefined ? group.map(leaf) : forks(group, from, depth)));
 }
 
 // how many answers are equal, for n > 1
@@ -49,15 +68,13 @@ function compared() {
 
 function mean(branch) {
   const known = branch.tokens.filter((t) => t.record);
-  if (!known.length) return "";
-  const sum = known.reduce((s, t) => s + t.record.logprob, 0);
-  return `${branch.tokens.length} tokens, mean log-probability ${(sum / known.length).toFixed(3)}`;
+  return known.length ? `${branch.tokens.length} tokens, mean log-probability ${(logprobOf(known) / known.length).toFixed(3)}` : "";
 }
 
 export function tree() {
   if (!state.branches.length) return nothing;
   return html`<section class="card" aria-label="branches"><h2>Branches</h2>
-    <ul class="tree">${below(null)}</ul>${votes()}${compared()}</section>`;
+    <ul class="tree">${forks(state.branches.filter((b) => b.parent === null))}</ul>${votes()}${compared()}</section>`;
 }
 
 export function facts(branch) {

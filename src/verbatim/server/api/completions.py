@@ -275,14 +275,13 @@ def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool)
     receipt or the parameters; otherwise warnings and loops as SSE comments."""
     more = extra_fields(call.runs)
     results = [run.generated for run in call.runs]
-    loops = [choice.loop for done in results if done is not None for choice in done.choices]
+    choices = [choice for done in results if done is not None for choice in done.choices]
+    loops, scores = [choice.loop for choice in choices], [choice.score for choice in choices]
     if with_usage or "receipt" in more or "params" in more:
         usage = {"usage": usage_of(call.runs)} if with_usage else {}
-        return [
-            sse(
-                {**head, "choices": [], **usage, **more, **({"loops": loops} if any(loops) else {})}
-            )
-        ]
+        reports = {"loops": loops} if any(loops) else {}
+        reports |= {"scores": scores} if any(scores) else {}
+        return [sse({**head, "choices": [], **usage, **more, **reports})]
     comments = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
     comments += [
         f": loop: choice {i} repeats its last {n} tokens\n\n" for i, n in enumerate(loops) if n
