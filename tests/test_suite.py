@@ -49,6 +49,8 @@ def test_tests_that_did_not_run_are_listed_with_and_without_workers(
         "pytest",
         "-p",
         "not_run",
+        "-p",
+        "xdist",
         "-m",
         "not soak",
         *workers,
@@ -56,6 +58,7 @@ def test_tests_that_did_not_run_are_listed_with_and_without_workers(
     ]
     env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
     env["PYTHONPATH"] = str(HERE)
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # their imports take longer than the tests
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     table = [

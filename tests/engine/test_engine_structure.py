@@ -137,12 +137,15 @@ def test_an_interrupt_while_masks_are_computed_loses_no_block_copy(
     llm.check()
 
 
-def test_a_draft_that_hits_a_grammar_limit_does_not_end_the_output() -> None:
-    """An ambiguous grammar becomes too complex after some 146 tokens. Drafts get there first;
-    the output must not change, alone or in a batch."""
+def test_a_draft_that_hits_a_grammar_limit_does_not_end_the_output(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An ambiguous grammar becomes too complex after 74 tokens, with half the real limit.
+    Drafts get there first; the output must not change, alone or in a batch."""
+    monkeypatch.setitem(matcher_module.LIMITS, "max_items_in_row", 500)
     deep = 'start: s\ns: "ab" | s s | s s s | s s s s | s s s s s'
-    stops = SamplingParams(max_tokens=300, min_tokens=130, grammar=deep, stop="ab" * 66, seed=1)
-    fails = SamplingParams(max_tokens=300, min_tokens=250, grammar=deep, seed=1, n=2)
+    stops = SamplingParams(max_tokens=150, min_tokens=65, grammar=deep, stop="ab" * 33, seed=1)
+    fails = SamplingParams(max_tokens=150, min_tokens=125, grammar=deep, seed=1, n=2)
     found = []
     for way in ("off", "ngram", "suffix"):
         llm = fake_llm(speculate=way, context=512, kv_blocks=200)
@@ -164,10 +167,10 @@ def test_drafts_consume_no_lexer_states_of_the_shared_matcher(
     monkeypatch.setitem(matcher_module.LIMITS, "max_lexer_states", states)
     asked = [
         SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=120, seed=i, logit_bias={99: -100})
-        for i in range(3)
+        for i in range(3 if states == 150 else 1)
     ]
     found = {}
-    for way in ("off", "ngram", "suffix", "auto"):
+    for way in ("off", "ngram", "suffix", *(("auto",) if states == 150 else ())):
         answers, drafted = [], 0
         for params in asked:
             llm = fake_llm(speculate=way)
@@ -176,7 +179,7 @@ def test_drafts_consume_no_lexer_states_of_the_shared_matcher(
             drafted += done.usage.drafted_tokens
             answers.append([(c.token_ids, c.finish) for c in done.choices])
         found[way] = answers
-        assert way == "off" or drafted > 100
+        assert way == "off" or drafted > 30 * len(asked)
         assert answers == found["off"], way
     assert {finish.reason for (choice,) in found["off"] for _, finish in (choice,)} == (
         {"error"} if states == 150 else {"length"}

@@ -152,9 +152,9 @@ def run(examples: int) -> None:
 
 
 def test_thousands_of_steps_in_any_order() -> None:
-    run(40)
-    assert Traffic.total >= 3_000
-    assert Traffic.preemptions >= 20
+    run(25)
+    assert Traffic.total >= 2_000
+    assert Traffic.preemptions >= 10
 
 
 @pytest.mark.soak

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import signal
@@ -110,6 +111,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: drain_now.set() if stop.is_set() else stop.set())
+    gc.freeze()  # the modules and the app stay: no collection needs to visit them
     (supervisor if pool is None else pool).start()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     keepalives = asyncio.create_task(send_keepalives(state))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import itertools
 import logging
 import os
@@ -179,6 +180,8 @@ async def serve(fd: int) -> int:
         outbox.put(Failed(str(error)))  # the HTTP process reports it
         await outbox.drain()
         return 3
+    gc.freeze()  # what is loaded now stays: full collections need not visit it, nor does the exit
+    gc.enable()
     session = EngineSession(engine, outbox, start)
     bandwidth = Bandwidth(engine)
     outbox.put(heartbeat(engine, bandwidth))  # before Ready: /metrics is then complete at once
@@ -227,6 +230,7 @@ def die_with_parent() -> None:
 
 
 def main(argv: list[str]) -> int:
+    gc.disable()  # until the model is loaded, which makes no garbage in cycles
     die_with_parent()
     logging.basicConfig(
         level=os.environ.get("VERBATIM_LOG", "INFO"),
