@@ -19,7 +19,8 @@ from verbatim.convert.export_model import check_round_trip, model_metadata, mode
 from verbatim.convert.export_tokenizer import tokenizer_metadata
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import FAMILIES, tiny_model
-from verbatim.text.tokenizer import from_directory, from_gguf
+from verbatim.text.gguf_vocab import USER_DEFINED
+from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
 
@@ -159,7 +160,9 @@ def sentencepiece(directory: Path, *, gemma: bool = False) -> None:
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+        vocab_size=120,
+        special_tokens=["<unk>", "<s>", "</s>", *(("<|channel>", "<turn|>") if gemma else ())],
+        show_progress=False,
     )
     words.train_from_iterator(
         ["the cat sat on the mat", "a dog sat there with the cat"] * 3, trainer
@@ -189,6 +192,10 @@ def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, gemma: bool) -> N
     meta = tokenizer_metadata(tmp_path, original, original.vocab_size, "llama")
     assert meta["tokenizer.ggml.model"] == "llama"
     again = from_gguf(meta)
+    same_ids(again, original)
+
+
+def same_ids(again: Tokenizer, original: Tokenizer) -> None:
     texts = (
         "the cat sat",
         "there  is é and 日本",
@@ -196,10 +203,36 @@ def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, gemma: bool) -> N
         "a\tcat",
         "a ▁▁ b",
         "a    cat ▁▁▁▁",
+        "<|channel>the cat<turn|>",
     )
     for text in texts:
         assert again.encode(text) == original.encode(text), text
+        assert again.encode(text, special=True) == original.encode(text, special=True), text
         assert again.encode_prompt(text) == original.encode_prompt(text), text
+
+
+def test_gemma4_gets_merges_as_llama_cpp_writes_them(tmp_path: Path) -> None:
+    """Its markers are user-defined in the file, and control tokens again when it is read."""
+    sentencepiece(tmp_path, gemma=True)
+    original = from_directory(tmp_path)
+    meta = tokenizer_metadata(tmp_path, original, original.vocab_size, "gemma4")
+    assert meta["tokenizer.ggml.model"] == "gemma4"
+    assert "tokenizer.ggml.scores" not in meta
+    channel = meta["tokenizer.ggml.tokens"].index("<|channel>")
+    assert meta["tokenizer.ggml.token_type"][channel] == USER_DEFINED
+    again = from_gguf(meta)
+    same_ids(again, original)
+    assert again.is_control(channel)
+    assert original.is_control(channel)
+    assert meta["tokenizer.ggml.tokens"].index("<turn|>") in again.eos_ids
+    # llama.cpp's converter gives every token one score, Ollama's its id, and the model llama.
+    count = len(meta["tokenizer.ggml.tokens"])
+    same_ids(from_gguf({**meta, "tokenizer.ggml.scores": [-1000.0] * count}), original)
+    ollama = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [*map(float, range(count))]}
+    same_ids(from_gguf({**meta, **ollama}), original)
+    del meta["tokenizer.ggml.merges"]
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.merges is missing"):
+        from_gguf(meta)
 
 
 def test_a_unigram_tokenizer_is_rejected(tmp_path: Path) -> None:
