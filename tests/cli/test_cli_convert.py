@@ -59,21 +59,18 @@ def same_weights(a: Model, b: Model) -> None:
     assert set(a.weights) == set(b.weights)
     for name, tensor in a.weights.items():
         x, y = tensor.to_f32(), b.weights[name].to_f32()
-        offset = a.spec.norm_offset - b.spec.norm_offset if "norm" in name else 0.0
-        np.testing.assert_array_equal(x + np.float32(offset), y, err_msg=name)
+        shifted = "norm" in name and not name.endswith("delta.norm")
+        offset = a.spec.norm_offset - b.spec.norm_offset if shifted else 0.0
+        # a router norm is a file's values times a root; the tiny models' values are no such product
+        error = 1.2e-7 if name.endswith("router_norm") else 0.0
+        np.testing.assert_allclose(x + np.float32(offset), y, rtol=error, atol=0, err_msg=name)
 
 
-NO_WRITER = ("qwen3next", "qwen35", "qwen35moe", "gemma4", "gemma4moe")
+# GGUF orders the value heads of their delta nets otherwise: test_export.py compares their logits.
+REORDERED = ("qwen35", "qwen35moe")
 
 
-@pytest.mark.parametrize("family", NO_WRITER)
-def test_a_family_without_a_writer_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    model = tiny_model(family)
-    with pytest.raises(ModelError, match=f"{model.spec.family} is not written as GGUF"):
-        export(model, tmp_path / "x.gguf")
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NO_WRITER])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in REORDERED])
 def test_every_family_survives_the_round_trip(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, **({"norm_topk_prob": True} if family == "qwen3moe" else {}))
     same_weights(model, export(model, tmp_path / "x.gguf"))
@@ -361,6 +358,8 @@ def test_a_directory_becomes_a_quantised_file(
         ("token_embd.weight", (8, 64), None, None, "f16"),
         ("blk.0.ffn_gate_inp.weight", (8, 64), "q4_0", None, "f16"),
         ("position_embd.weight", (8, 64), "q4_0", None, "f16"),
+        ("blk.0.ssm_alpha.weight", (8, 64), "q4_0", None, "f16"),
+        ("blk.0.shortconv.conv.weight", (8, 64), "q4_0", None, "f16"),
         ("blk.0.attn_norm.weight", (64,), "q4_0", None, "f32"),
     ],
 )
