@@ -19,7 +19,8 @@ from verbatim.convert.export_model import check_round_trip, model_metadata, mode
 from verbatim.convert.export_tokenizer import tokenizer_metadata
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import FAMILIES, tiny_model
-from verbatim.text.tokenizer import from_directory, from_gguf
+from verbatim.text.gguf_vocab import USER_DEFINED
+from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
 
@@ -58,21 +59,18 @@ def same_weights(a: Model, b: Model) -> None:
     assert set(a.weights) == set(b.weights)
     for name, tensor in a.weights.items():
         x, y = tensor.to_f32(), b.weights[name].to_f32()
-        offset = a.spec.norm_offset - b.spec.norm_offset if "norm" in name else 0.0
-        np.testing.assert_array_equal(x + np.float32(offset), y, err_msg=name)
+        shifted = "norm" in name and not name.endswith("delta.norm")
+        offset = a.spec.norm_offset - b.spec.norm_offset if shifted else 0.0
+        # a router norm is a file's values times a root; the tiny models' values are no such product
+        error = 1.2e-7 if name.endswith("router_norm") else 0.0
+        np.testing.assert_allclose(x + np.float32(offset), y, rtol=error, atol=0, err_msg=name)
 
 
-NO_WRITER = ("qwen3next", "qwen35", "qwen35moe", "gemma4", "gemma4moe")
+# GGUF orders the value heads of their delta nets otherwise: test_export.py compares their logits.
+REORDERED = ("qwen35", "qwen35moe")
 
 
-@pytest.mark.parametrize("family", NO_WRITER)
-def test_a_family_without_a_writer_is_refused_by_name(family: str, tmp_path: Path) -> None:
-    model = tiny_model(family)
-    with pytest.raises(ModelError, match=f"{model.spec.family} is not written as GGUF"):
-        export(model, tmp_path / "x.gguf")
-
-
-@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in NO_WRITER])
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f not in REORDERED])
 def test_every_family_survives_the_round_trip(family: str, tmp_path: Path) -> None:
     model = tiny_model(family, **({"norm_topk_prob": True} if family == "qwen3moe" else {}))
     same_weights(model, export(model, tmp_path / "x.gguf"))
@@ -159,7 +157,9 @@ def sentencepiece(directory: Path, *, gemma: bool = False) -> None:
         [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
     )
     trainer = trainers.BpeTrainer(
-        vocab_size=120, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False
+        vocab_size=120,
+        special_tokens=["<unk>", "<s>", "</s>", *(("<|channel>", "<turn|>") if gemma else ())],
+        show_progress=False,
     )
     words.train_from_iterator(
         ["the cat sat on the mat", "a dog sat there with the cat"] * 3, trainer
@@ -189,6 +189,10 @@ def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, gemma: bool) -> N
     meta = tokenizer_metadata(tmp_path, original, original.vocab_size, "llama")
     assert meta["tokenizer.ggml.model"] == "llama"
     again = from_gguf(meta)
+    same_ids(again, original)
+
+
+def same_ids(again: Tokenizer, original: Tokenizer) -> None:
     texts = (
         "the cat sat",
         "there  is é and 日本",
@@ -196,10 +200,36 @@ def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, gemma: bool) -> N
         "a\tcat",
         "a ▁▁ b",
         "a    cat ▁▁▁▁",
+        "<|channel>the cat<turn|>",
     )
     for text in texts:
         assert again.encode(text) == original.encode(text), text
+        assert again.encode(text, special=True) == original.encode(text, special=True), text
         assert again.encode_prompt(text) == original.encode_prompt(text), text
+
+
+def test_gemma4_gets_merges_as_llama_cpp_writes_them(tmp_path: Path) -> None:
+    """Its markers are user-defined in the file, and control tokens again when it is read."""
+    sentencepiece(tmp_path, gemma=True)
+    original = from_directory(tmp_path)
+    meta = tokenizer_metadata(tmp_path, original, original.vocab_size, "gemma4")
+    assert meta["tokenizer.ggml.model"] == "gemma4"
+    assert "tokenizer.ggml.scores" not in meta
+    channel = meta["tokenizer.ggml.tokens"].index("<|channel>")
+    assert meta["tokenizer.ggml.token_type"][channel] == USER_DEFINED
+    again = from_gguf(meta)
+    same_ids(again, original)
+    assert again.is_control(channel)
+    assert original.is_control(channel)
+    assert meta["tokenizer.ggml.tokens"].index("<turn|>") in again.eos_ids
+    # llama.cpp's converter gives every token one score, Ollama's its id, and the model llama.
+    count = len(meta["tokenizer.ggml.tokens"])
+    same_ids(from_gguf({**meta, "tokenizer.ggml.scores": [-1000.0] * count}), original)
+    ollama = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [*map(float, range(count))]}
+    same_ids(from_gguf({**meta, **ollama}), original)
+    del meta["tokenizer.ggml.merges"]
+    with pytest.raises(ModelError, match=r"tokenizer\.ggml\.merges is missing"):
+        from_gguf(meta)
 
 
 def test_a_unigram_tokenizer_is_rejected(tmp_path: Path) -> None:
@@ -328,6 +358,8 @@ def test_a_directory_becomes_a_quantised_file(
         ("token_embd.weight", (8, 64), None, None, "f16"),
         ("blk.0.ffn_gate_inp.weight", (8, 64), "q4_0", None, "f16"),
         ("position_embd.weight", (8, 64), "q4_0", None, "f16"),
+        ("blk.0.ssm_alpha.weight", (8, 64), "q4_0", None, "f16"),
+        ("blk.0.shortconv.conv.weight", (8, 64), "q4_0", None, "f16"),
         ("blk.0.attn_norm.weight", (64,), "q4_0", None, "f32"),
     ],
 )

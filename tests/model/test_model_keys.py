@@ -239,6 +239,35 @@ def test_rope_scaling_takes_precedence_over_rope_parameters() -> None:
     assert any("rope_scaling" in w and "rope_parameters" in w for w in warnings)
 
 
+_THETA_KEYS = {"gpt_neox": "rotary_emb_base"}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+@pytest.mark.parametrize(
+    "family", [f for f in TINY_CONFIGS if f != "gpt2" and not f.startswith("gemma4")]
+)
+def test_a_null_theta_takes_the_theta_of_the_rope_record(family: str) -> None:
+    """As in transformers, which reads the config's own theta only where the record has none."""
+    key = _THETA_KEYS.get(family, "rope_theta")
+    given = TINY_CONFIGS[family].get("rope_parameters", {"rope_type": "default"})
+    record = {**given, "rope_theta": 777.0}
+    bare = {name: value for name, value in given.items() if name != "rope_theta"}
+    changes: list[dict[str, Any]] = [{"rope_parameters": r} for r in (record, bare)]
+    if family in ("gemma3", "olmo3"):
+        changes = [{"rope_parameters": dict.fromkeys(_LAYER_TYPES, r)} for r in (record, bare)]
+    null = read(family, **changes[0], **{key: None})[0]
+    assert null.layers == read(family, **changes[0])[0].layers
+    assert null.layers != read(family, **changes[1])[0].layers
+    with pytest.raises(ModelError, match="rope_theta is None: a number is needed"):
+        read(family, **changes[1], **{key: None})
+
+
+def test_a_null_theta_leaves_the_default_of_olmo3s_sliding_layers() -> None:
+    records = {"full_attention": {"rope_type": "default", "rope_theta": 777.0}}
+    null = read("olmo3", rope_theta=None, rope_parameters=records)[0]
+    assert null.layers == read("olmo3", rope_parameters=records)[0].layers
+
+
 def test_a_rope_key_of_another_rope_type_is_a_warning() -> None:
     record = {"rope_type": "linear", "factor": 2.0, "beta_fast": 16.0}
     (warning,) = read("llama", rope_parameters=record)[1]

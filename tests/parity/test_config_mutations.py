@@ -10,7 +10,16 @@ from pathlib import Path
 
 import pytest
 from judge import judge, names_key
-from mutations import ENCODERS, FAMILIES, NEWER_FAMILIES, WRAPPERS, mutations
+from mutations import (
+    BASE,
+    ENCODERS,
+    FAMILIES,
+    NESTED,
+    NEWER_FAMILIES,
+    WRAPPERS,
+    Mutation,
+    mutations,
+)
 
 pytestmark = pytest.mark.torch
 
@@ -68,6 +77,18 @@ def test_three_mutated_configs_of_wrappers_and_encoders_match_transformers_or_na
     family: str, tmp_path: Path
 ) -> None:
     check(family, 3, tmp_path / "model")
+
+
+@pytest.mark.parametrize("family", ["olmo3", "ministral3", "gpt_oss"])
+def test_a_null_theta_takes_the_theta_of_the_rope_record_as_in_transformers(
+    family: str, tmp_path: Path
+) -> None:
+    record = {**BASE[family].get("rope_parameters", {"rope_type": "default"}), "rope_theta": 77.0}
+    if family in NESTED:
+        record = {"full_attention": record, "sliding_attention": record}
+    config = {**BASE[family], "rope_theta": None, "rope_parameters": record}
+    outcome = judge(Mutation(family, 0, config, ("rope_theta",)), tmp_path / "model")
+    assert outcome.kind == "equal", outcome.detail
 
 
 def test_a_short_key_is_not_named_by_a_longer_word() -> None:

@@ -11,19 +11,27 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.convert.export_families import (
+    TILED,
+    delta_keys,
+    fused,
+    gemma4_keys,
+    tiled,
+    unscaled,
+)
 from verbatim.model.families import rope_records
 from verbatim.model.gguf_families import spec_from_gguf
 from verbatim.model.layout import layout
 from verbatim.model.load import Model
-from verbatim.model.rope import plain_frequencies
-from verbatim.model.spec import ModelSpec, RopeSpec
-from verbatim.weights.names import gguf_source
+from verbatim.model.rope import STOPPED, plain_frequencies
+from verbatim.model.spec import DeltaSpec, ModelSpec, RopeSpec
+from verbatim.weights.names import Source, gguf_source
 from verbatim.weights.tensor import Tensor
 
 ARCHITECTURE = {
@@ -31,17 +39,12 @@ ARCHITECTURE = {
     "granitehybrid": "granite",
 }  # family -> GGUF's name for it, where they differ
 # Fields that GGUF stores in another form, such as the norm offset, which is added to the weights.
-NOT_COMPARED = {"family", "norm_offset", "layers"}
+NOT_COMPARED = {"family", "norm_offset", "layers", "delta"}
 
 
 def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """The metadata keys, and the small tensors that some rope scalings need."""
     spec, config = model.spec, getattr(model.source, "config", {})
-    if spec.delta is not None or spec.family == "gemma4":
-        raise ModelError(
-            f"{spec.family} is not written as GGUF: its keys and tensors have no writer yet",
-            file=str(model.path),
-        )
     arch = ARCHITECTURE.get(spec.family, spec.family)
     meta: dict[str, Any] = {"general.architecture": arch, "general.name": name}
     keys: dict[str, Any] = {
@@ -63,6 +66,10 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         keys["shortconv.l_cache"] = spec.conv_kernel
     if spec.family == "gptneox":
         keys["use_parallel_residual"] = spec.parallel
+    if spec.family == "gemma4":
+        keys |= gemma4_keys(spec)
+    if spec.delta is not None:
+        keys |= delta_keys(spec, spec.delta)
     extra: list[Tensor] = []
     ropes = [layer.rope for layer in spec.layers if layer.rope is not None]
     if ropes:
@@ -73,7 +80,7 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
 
 def _kv_heads(spec: ModelSpec) -> int | list[int]:
     """KV heads: one number, or one per layer where some layers are convolutions."""
-    if not spec.recurrent:
+    if not spec.recurrent or spec.delta is not None:
         return spec.kv_heads
     return [spec.kv_heads if layer.mixer == "attention" else 0 for layer in spec.layers]
 
@@ -118,7 +125,7 @@ def _windows(spec: ModelSpec) -> dict[str, Any]:
     if not windows:
         return {}
     keys: dict[str, Any] = {"attention.sliding_window": max(w for w in windows if w)}
-    if spec.family in ("gemma3", "olmo2", "exaone4"):
+    if spec.family in ("gemma3", "gemma4", "olmo2", "exaone4"):
         keys["attention.sliding_window_pattern"] = [
             layer.window is not None for layer in spec.layers
         ]
@@ -155,7 +162,7 @@ def _rope(
             pass
         case "linear":
             keys |= {"rope.scaling.type": "linear", "rope.scaling.factor": float(whole["factor"])}
-        case "llama3":
+        case "llama3" | "proportional":
             extra.append(_vector("rope_freqs.weight", _divisors(rope, theta)))
         case "yarn":
             factor = float(whole["factor"])
@@ -194,7 +201,8 @@ def _original(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _divisors(rope: RopeSpec, theta: float) -> np.ndarray:
     plain = plain_frequencies(theta, rope.dim)
-    return np.array([float(p) / f for p, f in zip(plain, rope.inv_freq, strict=True)])
+    pairs = zip(plain, rope.inv_freq, strict=True)
+    return np.array([float(p) / f if f else STOPPED for p, f in pairs])
 
 
 def _vector(name: str, values: np.ndarray) -> Tensor:
@@ -212,8 +220,11 @@ def model_tensors(model: Model, only: Collection[str] | None = None) -> Iterator
     spec = model.spec
     arch = ARCHITECTURE.get(spec.family, spec.family)
     two_norms = spec.parallel and not spec.shared_norm
-    fused: dict[str, list[Tensor]] = {}
-    sources = {name: gguf_source(arch, name, two_norms=two_norms) for name in layout(spec)}
+    parts: dict[str, list[Tensor]] = {}
+    sources = {
+        name: gguf_source(arch, name, two_norms=two_norms, fused_experts=spec.experts_beside)
+        for name in layout(spec)
+    }
     counts = Counter(source.names[0] for source in sources.values())
     rotated = next((layer.rope.dim for layer in spec.layers if layer.rope), 0)
     wanted = {sources[name].names[0] for name in (sources if only is None else only)}
@@ -222,13 +233,22 @@ def model_tensors(model: Model, only: Collection[str] | None = None) -> Iterator
         if key not in wanted:
             continue
         tensor = model.weights[name]
-        if name.endswith("norm") and spec.norm_offset:
+        if name.endswith("norm") and spec.norm_offset and not name.endswith("delta.norm"):
             tensor = _vector(key, tensor.to_f32() + np.float32(spec.norm_offset))
+        if source.by_width:
+            tensor = unscaled(tensor, spec.hidden)
+        if ".delta." in name and spec.delta is not None and _reordered(arch, spec.delta):
+            tensor = tiled(name.rpartition(".")[2], tensor, spec.delta, str(model.path))
         if source.permuted:
             tensor = _interleaved(tensor, spec.head_dim, rotated)
-        fused.setdefault(key, []).append(tensor)
-        if len(fused[key]) == counts[key]:
-            yield _joined(key, fused.pop(key))
+        parts.setdefault(key, []).append(tensor)
+        if len(parts[key]) == counts[key]:
+            yield _joined(key, parts.pop(key), source, spec)
+
+
+def _reordered(arch: str, delta: DeltaSpec) -> bool:
+    """Whether GGUF orders the value heads otherwise than the model."""
+    return arch in TILED and delta.value_heads != delta.key_heads and not delta.tiled
 
 
 def _interleaved(tensor: Tensor, head: int, rotated: int) -> Tensor:
@@ -240,12 +260,14 @@ def _interleaved(tensor: Tensor, head: int, rotated: int) -> Tensor:
     return Tensor(tensor.name, tensor.type, tensor.shape, data.reshape(-1))
 
 
-def _joined(name: str, parts: list[Tensor]) -> Tensor:
+def _joined(name: str, parts: list[Tensor], source: Source, spec: ModelSpec) -> Tensor:
     if len(parts) == 1:
         return Tensor(name, parts[0].type, parts[0].shape, parts[0].data)
     assert len({part.type for part in parts}) == 1, f"parts of {name} differ in type"
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return Tensor(name, parts[0].type, shape, np.concatenate([part.data for part in parts]))
+    axis = 1 if source.halves else 0
+    shape = list(parts[0].shape)
+    shape[axis] = sum(part.shape[axis] for part in parts)
+    return Tensor(name, parts[0].type, tuple(shape), fused(parts, source, spec))
 
 
 # --- round trip
@@ -271,12 +293,25 @@ def check_round_trip(
                 f"(it would become {b!r})",
                 file=file,
             )
+    if _untiled(ours) != _untiled(seen):
+        raise ModelError(f"GGUF has no keys for {ours.delta} of this model", file=file)
     for i, (a, b) in enumerate(zip(ours.layers, seen.layers, strict=True)):
-        same = (a.window, a.experts, a.mixer) == (b.window, b.experts, b.mixer)
-        if not same or not _same_rope(a.rope, b.rope):
+        if _layer(ours, i) != _layer(seen, i) or not _same_rope(a.rope, b.rope):
             raise ModelError(
-                f"layer {i}: GGUF has no key for its window, experts or rope settings", file=file
+                f"layer {i}: GGUF has no key for its window, heads, experts or rope settings",
+                file=file,
             )
+
+
+def _untiled(spec: ModelSpec) -> DeltaSpec | None:
+    """The sizes of delta nets, without the order of their value heads."""
+    return None if spec.delta is None else replace(spec.delta, tiled=False)
+
+
+def _layer(spec: ModelSpec, i: int) -> tuple[Any, ...]:
+    a = spec.layers[i]
+    own = (spec.kv_shape(i), spec.mlp_width(i), a.kv_layer, a.value_is_key)
+    return (a.window, a.experts, a.mixer, *own)
 
 
 def _same_rope(a: RopeSpec | None, b: RopeSpec | None) -> bool:

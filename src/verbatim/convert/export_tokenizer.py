@@ -13,7 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError
-from verbatim.text.gguf_vocab import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
+from verbatim.text.gguf_vocab import (
+    BYTE,
+    CONTROL,
+    GEMMA4_MARKERS,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 from verbatim.text.hf_vocab import read_json
 from verbatim.text.pretokenize import SPLIT_RULES, SplitRules
 from verbatim.text.tokenizer import Tokenizer, from_gguf
@@ -74,6 +82,14 @@ def tokenizer_metadata(
     meta[f"{K}add_bos_token"] = inner.bos_id is not None and tuple(inner.prefix) == (inner.bos_id,)
     meta[f"{K}add_eos_token"] = inner.eos_id is not None and tuple(inner.suffix) == (inner.eos_id,)
     meta["general.architecture"] = architecture
+    if model.get("byte_fallback") and architecture == "gemma4":
+        meta |= {
+            f"{K}model": "gemma4",
+            f"{K}merges": merges,
+            f"{K}add_space_prefix": original.space_prefix,
+        }
+        _mark_visible(meta)
+        return _checked(meta, original, path)
     if model.get("byte_fallback"):
         tokens = meta[f"{K}tokens"]
         meta |= {
@@ -130,6 +146,15 @@ def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, 
             BYTE if is_byte else USER_DEFINED if i in inner.added and kind == NORMAL else kind
         )
     return {f"{K}tokens": tokens, f"{K}token_type": types}
+
+
+def _mark_visible(meta: dict[str, Any]) -> None:
+    """Give Gemma 4's markers the type that llama.cpp's chat parser needs. Our reader makes them
+    control tokens again."""
+    types = meta[f"{K}token_type"]
+    for i, text in enumerate(meta[f"{K}tokens"]):
+        if types[i] == CONTROL and text in GEMMA4_MARKERS:
+            types[i] = USER_DEFINED
 
 
 def _scores(tokens: list[str], merges: list[str]) -> list[float]:

@@ -169,6 +169,11 @@ def sizes(
     }
 
 
+def theta_key(what: str, default: float, more: str = "") -> Key:
+    note = f"{what}, where the rope record has none; null: the record must have it{more}"
+    return followed(note, default, nullable=True)
+
+
 def rope_keys(
     theta: float,
     *,
@@ -181,7 +186,7 @@ def rope_keys(
         "rope_scaling": followed(
             "older name of `rope_parameters`; replaces it where both are present"
         ),
-        "rope_theta": followed("base of the frequencies, where the rope record has none", theta),
+        "rope_theta": theta_key("base of the frequencies", theta),
         "partial_rotary_factor": followed(
             "rotated fraction of a head, where the rope record has none", fraction
         )

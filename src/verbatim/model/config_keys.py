@@ -21,6 +21,7 @@ from verbatim.model.config_key_parts import (
     llama_keys,
     rope_keys,
     sizes,
+    theta_key,
 )
 from verbatim.model.config_keys_dense import DENSE_KEYS
 from verbatim.model.config_keys_gemma4 import GEMMA4_KEYS
@@ -151,10 +152,8 @@ CONFIG_KEYS: dict[str, Table] = {
             "one rope record per layer type: full_attention, sliding_attention"
         ),
         "rope_scaling": followed("changes the record of full_attention"),
-        "rope_theta": followed("theta of full_attention, where its record has none", 1e6),
-        "rope_local_base_freq": followed(
-            "theta of sliding_attention, where its record has none", 10000.0
-        ),
+        "rope_theta": theta_key("theta of full_attention", 1e6),
+        "rope_local_base_freq": theta_key("theta of sliding_attention", 10000.0),
         "original_max_position_embeddings": must_equal(note="belongs in the rope record"),
         "sliding_window_pattern": followed(
             "layer period: every N-th layer is full attention, where layer_types is absent", 6

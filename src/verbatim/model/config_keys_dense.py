@@ -15,6 +15,7 @@ from verbatim.model.config_key_parts import (
     llama_keys,
     rope_keys,
     sizes,
+    theta_key,
 )
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect
 
@@ -129,10 +130,10 @@ DENSE_KEYS: dict[str, Table] = {
         **rope_keys(500000.0),
         **llama_keys(eps=("rms_norm_eps", 1e-5)),
         **_NESTED_ROPE,
-        "rope_theta": followed(
-            "theta of full_attention, where its record has none; checked: 500000 where the record "
-            "of sliding_attention has none",
+        "rope_theta": theta_key(
+            "theta of full_attention",
             500000.0,
+            "; checked: 500000 or null where the record of sliding_attention has none",
         ),
         "attention_bias": followed("biases of q, k, v and o", False),
         "mlp_bias": NO_BIAS,

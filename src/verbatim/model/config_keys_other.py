@@ -13,6 +13,7 @@ from verbatim.model.config_key_parts import (
     llama_keys,
     rope_keys,
     sizes,
+    theta_key,
 )
 from verbatim.model.keys import Key, Table, alias, followed, must_equal, no_effect
 
@@ -72,7 +73,7 @@ OTHER_KEYS: dict[str, Table] = {
         ),
         **FULL,
         "num_key_value_heads": must_equal(note="as many as query heads, as in transformers"),
-        "rotary_emb_base": followed("base of the frequencies, where the rope record has none", 1e4),
+        "rotary_emb_base": theta_key("base of the frequencies", 1e4),
         "rotary_pct": followed("rotated fraction of a head, where the rope record has none", 0.25),
         "rope_theta": no_effect("`rotary_emb_base` decides, as in transformers"),
         "partial_rotary_factor": no_effect("`rotary_pct` decides, as in transformers"),

@@ -8,7 +8,13 @@ from dataclasses import replace
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.family_parts import layer_windows, rotary, window_of, with_windows
-from verbatim.model.rope_record import Record, family_record, layer_type_record, rope_of
+from verbatim.model.rope_record import (
+    Record,
+    family_record,
+    layer_type_record,
+    rope_of,
+    theta_of,
+)
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 _OLMO3_THETA = 500000.0
@@ -84,9 +90,10 @@ def _olmo3(f: Fields, requested: int | None) -> ModelSpec:
 
 def olmo3_records(f: Fields) -> tuple[Record, Record]:
     """transformers gives the config's rope_theta to full_attention only."""
-    theta = f.number("rope_theta")
+    theta = theta_of(f, "rope_theta")
     local = f.mapping("rope_parameters").get("sliding_attention") or {}
-    if theta != _OLMO3_THETA and not (isinstance(local, dict) and local.get("rope_theta")):
+    own = isinstance(local, dict) and local.get("rope_theta")
+    if theta not in (None, _OLMO3_THETA) and not own:
         raise f.fail(
             "rope_theta",
             f"only {_OLMO3_THETA} is supported, unless rope_parameters.sliding_attention has its "

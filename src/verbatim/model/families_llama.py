@@ -7,7 +7,13 @@ from dataclasses import replace
 
 from verbatim.model.config_fields import Fields
 from verbatim.model.family_parts import activation, layer_windows, rotary, window_of, with_windows
-from verbatim.model.rope_record import Record, flat_record, layer_type_record, rope_of
+from verbatim.model.rope_record import (
+    Record,
+    flat_record,
+    layer_type_record,
+    rope_of,
+    theta_of,
+)
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 
@@ -72,8 +78,8 @@ def _gemma3(f: Fields, requested: int | None) -> ModelSpec:
 
 def gemma3_records(f: Fields) -> tuple[Record, Record]:
     return (
-        layer_type_record(f, "full_attention", f.number("rope_theta")),
-        layer_type_record(f, "sliding_attention", f.number("rope_local_base_freq")),
+        layer_type_record(f, "full_attention", theta_of(f, "rope_theta")),
+        layer_type_record(f, "sliding_attention", theta_of(f, "rope_local_base_freq")),
     )
 
 

@@ -24,6 +24,8 @@ from verbatim.base.errors import ModelError
 from verbatim.model.spec import ModelSpec, RopeSpec
 
 MAX_DIM = 4096  # eight times the largest head in use; bounds the time of decimal arithmetic
+# A divisor of GGUF's rope_freqs this large stops a pair: it does not rotate (gemma4).
+STOPPED = 1e30
 _DIGITS = 40  # decimal precision; float64 needs 17
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510")
 
@@ -238,7 +240,8 @@ def _longrope(r: _ScalingReader, theta: float, dim: int, context: int, trained: 
 def _divided(r: _ScalingReader, theta: float, dim: int, context: int, trained: int) -> _Scaled:
     """GGUF's rope_freqs tensor: one precomputed divisor per frequency."""
     divisors = r.numbers("divisors", dim // 2)
-    return [f / d for f, d in zip(plain_frequencies(theta, dim), divisors, strict=True)], _ONE
+    pairs = zip(plain_frequencies(theta, dim), divisors, strict=True)
+    return [f / d if d < STOPPED / 2 else Decimal(0) for f, d in pairs], _ONE
 
 
 _KINDS = {

@@ -2,7 +2,7 @@
 every key is checked before use.
 
 tokenizer.ggml.model   gpt2: byte-level BPE with merges;  llama: SentencePiece with scores;
-                       bert: WordPiece
+                       gemma4: BPE over characters with merges;  bert: WordPiece
 tokenizer.ggml.tokens, .token_type, .merges, .scores, .pre, .add_bos_token, .add_space_prefix,
                .…_token_id
 """
@@ -27,6 +27,13 @@ MAX_TOKENS = 4_000_000  # the largest vocabularies in use have some 260,000
 MAX_TOKEN_LENGTH = 4096  # characters
 K = "tokenizer.ggml."
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+# Gemma 4's control tokens that llama.cpp's converter marks as user-defined, to see them as text.
+GEMMA4_MARKERS = frozenset(
+    (
+        *("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>"),
+        *("<|tool_response>", "<tool_response|>", '<|"|>'),
+    )
+)
 
 
 def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> Vocabulary:
@@ -55,7 +62,13 @@ class _VocabReader:
         if model is None:
             raise self.wrong("tokenizer.ggml.model is missing: the file has no tokenizer")
         self.tokens = self._tokens()
-        self.types = self._types()
+        # Ollama writes the model llama into files of Gemma 4, whose scores rank no merges.
+        gemma4 = model == "gemma4" or (
+            model == "llama"
+            and self.meta.get("general.architecture") == "gemma4"
+            and K + "merges" in self.meta
+        )
+        self.types = self._types(GEMMA4_MARKERS if gemma4 else frozenset())
         self.ids = {text: i for i, text in enumerate(self.tokens)}
         if len(self.ids) != len(self.tokens):
             again = next(i for i, text in enumerate(self.tokens) if self.ids[text] != i)
@@ -63,6 +76,8 @@ class _VocabReader:
                 f"token {self.tokens[again]!r} is in the vocabulary twice "
                 f"(ids {again} and {self.ids[self.tokens[again]]})"
             )
+        if gemma4:
+            return self._merged_characters()
         if model == "gpt2":
             return self._byte_level()
         if model == "llama":
@@ -71,7 +86,8 @@ class _VocabReader:
             return self._wordpiece()
         raise self.wrong(
             f"tokenizer.ggml.model is {model!r}; "
-            "known here: gpt2 (byte-level BPE), llama (SentencePiece) and bert (WordPiece)"
+            "known here: gpt2 (byte-level BPE), llama (SentencePiece), gemma4 (BPE over "
+            "characters) and bert (WordPiece)"
         )
 
     # ------------------------------------------------------------------------ tokenizer models
@@ -110,7 +126,26 @@ class _VocabReader:
         pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind == NORMAL]
         self.merged = self._merged_spaces(scores)
         merges = merges_from_scores([*pieces, *self.merged], self.ids, scores)
-        unknown = self.types.index(UNKNOWN) if UNKNOWN in self.types else None
+        return self._with_byte_fallback(merges, prefix=self.flag("add_space_prefix", True))
+
+    def _merged_characters(self) -> Vocabulary:
+        """Gemma 4's tokenizer.json as llama.cpp's converter writes it: its own merges, and scores
+        without a meaning."""
+        merges = [self._merge(m) for m in self.array("merges", str)]
+        if not merges:
+            raise self.wrong("tokenizer.ggml.merges is missing or empty")
+        made = {left + right for left, right in merges}
+        self.merged = frozenset(
+            text
+            for text, kind in zip(self.tokens, self.types, strict=True)
+            if kind == USER_DEFINED and SPACE in text and text in made
+        )
+        return self._with_byte_fallback(merges, prefix=self.flag("add_space_prefix", False))
+
+    def _with_byte_fallback(self, merges: list[tuple[str, str]], *, prefix: bool) -> Vocabulary:
+        """BPE over characters, with U+2581 for a space and byte tokens for unknown characters.
+        `prefix`: a text starts with a space."""
+        unknown = self.types.index(UNKNOWN) if UNKNOWN in self.types else self.token_id("unknown")
         # Gemma's tokenizer.json has "\t" in the place of <0x09>: a character falls back to its
         # bytes where the vocabulary has all of them.
         fallback = any(f"<0x{b:02X}>" in self.ids for b in range(256))
@@ -121,7 +156,6 @@ class _VocabReader:
             fuse_unk=True,
             unk_token=None if unknown is None else self.tokens[unknown],
         )
-        prefix = self.flag("add_space_prefix", True)
         steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
         steps.append(normalizers.Replace(" ", SPACE))
         byte_ids = frozenset(
@@ -267,7 +301,8 @@ class _VocabReader:
             )
         return tokens
 
-    def _types(self) -> list[int]:
+    def _types(self, controls: frozenset[str]) -> list[int]:
+        """The type of each token. `controls`: tokens that are control tokens, by any type."""
         types = self.array("token_type", int)
         if not types:
             types = [BYTE if _BYTE.fullmatch(t) else NORMAL for t in self.tokens]
@@ -280,7 +315,7 @@ class _VocabReader:
             raise self.wrong(f"tokenizer.ggml.token_type has the value {bad}; known are 1 to 6")
         # Some files mark these as ordinary tokens; then user text could contain an end of turn.
         return [
-            CONTROL if t in END_OF_TURN else kind
+            CONTROL if t in END_OF_TURN or t in controls else kind
             for t, kind in zip(self.tokens, types, strict=True)
         ]
 

@@ -17,6 +17,7 @@ END_OF_TURN = (
     "<|eot_id|>",
     "<|eom_id|>",
     "<end_of_turn>",
+    "<turn|>",
     "<|end|>",
     "<|endoftext|>",
     "<|end_of_text|>",

@@ -5,7 +5,7 @@ all digests per NUMERICS_VERSION, so a digest cannot change without a new versio
 without new digests. To record both:
     python tests/backend/cpu/test_cpu_bits.py
 It rejects a changed digest while NUMERICS_VERSION stays the same; new digests may be added at any
-time.
+time. Both files edited together fail too: every state of digests.json in git's history is compared.
 """
 
 from __future__ import annotations
@@ -74,6 +74,48 @@ def mismatch(code: str, digests: dict[str, Any], versions: dict[str, str]) -> st
     ]:
         return f"{code} has the same digests as {repeats[0]}"
     return None
+
+
+def changed(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """The digests of `before` that `now` lacks or changes under the same version."""
+    if before["numerics"] != now["numerics"]:
+        return []
+    old, new = ({**digests, **digests["kernels"]} for digests in (before, now))
+    return [key for key in old if key != "kernels" and new.get(key) != old[key]]
+
+
+def history() -> dict[str, dict[str, Any]]:
+    """Every committed state of digests.json by its commit. A shallow clone has fewer."""
+    git = ["git", "-C", str(FILE.parent)]
+    log = subprocess.run(
+        [*git, "log", "--format=%h", "--", FILE.name], capture_output=True, text=True
+    )
+    return {
+        commit: json.loads(subprocess.check_output([*git, "show", f"{commit}:./{FILE.name}"]))
+        for commit in log.stdout.split()
+    }
+
+
+def test_no_digest_ever_changed_under_its_version() -> None:
+    if shutil.which("git") is None or not (states := history()):
+        pytest.skip("needs a git clone: it compares the digests with their history")
+    found = {commit: changed(before, committed()) for commit, before in states.items()}
+    assert not any(found.values()), f"{found}: bump NUMERICS_VERSION, then record the digests"
+
+
+def test_a_digest_and_its_hash_edited_together_are_a_change() -> None:
+    digests = committed()
+    for kernel in digests["kernels"]:
+        others = {name: value for name, value in digests["kernels"].items() if name != kernel}
+        for kernels in (others, others | {kernel: "0" * 16}):
+            edited = digests | {"kernels": kernels}
+            versions = {cpu.NUMERICS_VERSION: hash_of(edited)}
+            assert mismatch(cpu.NUMERICS_VERSION, edited, versions) is None
+            assert changed(digests, edited) == [kernel]
+    assert changed(digests, digests | {"tokens": []}) == ["tokens"]
+    added = digests | {"kernels": digests["kernels"] | {"new": "0" * 16}}
+    assert changed(digests, added) == []
+    assert changed(digests, digests | {"numerics": "cpu-999", "tokens": []}) == []
 
 
 def test_digests_and_version_are_consistent() -> None:
@@ -500,14 +542,10 @@ def record(found: dict[str, Any]) -> None:
     """Write digests.json and versions.json. Exits if a recorded digest of the same version would
     change."""
     before, versions = committed(), json.loads(VERSIONS.read_text())
-    if before["numerics"] == found["numerics"]:
-        flat = {**before, **before["kernels"]}
-        now = {**found, **found["kernels"]}
-        changed = [key for key in flat if key != "kernels" and now.get(key) != flat[key]]
-        if changed:
-            raise SystemExit(
-                f"{', '.join(changed)}: not the recorded digests. Bump NUMERICS_VERSION first."
-            )
+    if names := changed(before, found):
+        raise SystemExit(
+            f"{', '.join(names)}: not the recorded digests. Bump NUMERICS_VERSION first."
+        )
     versions[found["numerics"]] = hash_of(found)
     if why := mismatch(found["numerics"], found, versions):
         raise SystemExit(why)
