@@ -137,7 +137,7 @@ class BlockingEngine(EngineBase):
                 if not self.core.full:
                     if stream is not None:
                         self._streams[request.id] = stream
-                    self.core.add(request)
+                    self.core.add(request, deltas=stream is not None)
                     return
                 self._step()
 

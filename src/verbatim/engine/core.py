@@ -90,10 +90,11 @@ class EngineCore:
         named["defaults"] = self.config.defaults
         return make_request(self.parts, self.context, prompt, params, **named, deadline=deadline)
 
-    def add(self, request: Request, *, queued: bool = False) -> None:
+    def add(self, request: Request, *, queued: bool = False, deltas: bool = True) -> None:
         """Queue a request, or raise CapacityError or OverloadedError.
 
-        `queued`: the caller has already reserved a place in the queue."""
+        `queued`: the caller has already reserved a place in the queue. `deltas`: step() returns
+        Deltas of this request, not only its Completion."""
         if request.id in self.requests:
             raise ParameterError("request_id", f"{request.id!r} is already running")
         if self.full and not queued:
@@ -105,6 +106,7 @@ class EngineCore:
             )
         self.check_fits(request)
         running = self._running(request)
+        running.streamed = deltas
         self.scheduler.add(running.open(self._new_id))
         self.requests[request.id] = running
         self._grammars.add(running)
@@ -232,7 +234,8 @@ class EngineCore:
 
     def _flush(self, running: RunningRequest) -> None:
         """Queue a request's new Deltas, and its Completion once all choices are finished."""
-        self._ready += running.deltas()
+        if running.streamed:
+            self._ready += running.deltas()
         if running.done and running.request.id in self.requests:
             self._ready.append(self._complete(running))
 

@@ -189,8 +189,8 @@ class Scheduler(SequenceQueues):
         of it while others have a prompt to prefill. Alone, a long step delays no sequence."""
         if want == 1:
             return budget
-        others = [s for s in self.running if s is not seq and not s.held]
         starting = self._could_admit()
+        others = [] if starting else [s for s in self.running if s is not seq and not s.held]
         if not others and not starting:
             return budget
         paid = self.cost.affordable(budget, seq.computed, self.cache.groups)
@@ -198,7 +198,7 @@ class Scheduler(SequenceQueues):
         if want <= half:
             return paid
         prefilling = any(len(s.tokens) - s.computed > 1 and s.rank > seq.rank for s in others)
-        return half if prefilling or starting else paid
+        return half if starting or prefilling else paid
 
     def _allocate_next_blocks(self, steps: list[SeqStep]) -> None:
         """Allocate the next KV block one step early for decoding sequences, so that the GPU can

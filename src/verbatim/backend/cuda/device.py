@@ -83,3 +83,16 @@ def describe(target: torch.device) -> str:
 def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array to the device without waiting for it. From memory that is not pinned, the
+    driver may wait for all launched kernels first.
+
+    PyTorch does not reuse the pinned memory before the copy is done."""
+    given = torch.from_numpy(array)
+    if device.type != "cuda":
+        return given
+    pinned = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
+    pinned.numpy()[...] = array
+    return pinned.to(device, non_blocking=True)

@@ -17,7 +17,6 @@ Rows with other parameters, and rows whose logits are not finite, go to the host
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -27,6 +26,7 @@ import torch
 import triton
 
 from verbatim.backend.cuda import jit_sampling
+from verbatim.backend.cuda.device import send
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.sampling_plan import (
@@ -40,6 +40,7 @@ from verbatim.backend.cuda.sampling_plan import (
     mask_words,
     row_plan,
     row_table,
+    same_rows,
 )
 from verbatim.backend.cuda.step_inputs import aligned
 from verbatim.backend.cuda.token_counts import MAX_HISTORY, TokenCounts
@@ -63,6 +64,7 @@ class GpuSampler:
         self._cache: dict[int, tuple[SamplingParams, RowPlan | None]] = {}
         self._bans: dict[tuple[int, tuple[int, ...]], tuple[SamplingParams, np.ndarray]] = {}
         self._last = row_table((), ())  # of the last launch()
+        self._strengths = (self._last.strengths, torch.zeros((0, 3), dtype=torch.float64))
 
     def __call__(
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
@@ -108,10 +110,12 @@ class GpuSampler:
         """Sample rows with supported specs for these positions, without waiting for the device.
 
         `drawn` [rows]: tokens that follow the histories of the specs, on the device."""
-        last = self._last
-        if len(specs) != len(last.specs) or not all(map(operator.is_, specs, last.specs)):
-            last = self._last = row_table(specs, [self._plan(spec) for spec in specs])
-        return self._launch(logits, last, positions, seq_ids, None, drawn)
+        if same_rows(specs, self._last, MAX_HISTORY):
+            table = self._last._replace(specs=specs)
+        else:
+            table = row_table(specs, [self._plan(spec) for spec in specs])
+        self._last = table
+        return self._launch(logits, table, positions, seq_ids, None, drawn)
 
     def _plan(self, spec: DrawSpec) -> RowPlan | None:
         if spec.beam or len(spec.history) > MAX_HISTORY:
@@ -143,7 +147,8 @@ class GpuSampler:
     ) -> PendingTokens:
         assert logits.is_contiguous(), "the kernels need contiguous rows"
         x = logits
-        if table.edits or (masks is not None and any(mask is not None for mask in masks)):
+        edits = table.masked or table.penalised
+        if edits or (masks is not None and any(mask is not None for mask in masks)):
             x = self._process(logits, table, positions, seq_ids, masks, drawn)
         row_params, shapes = self._send(table, positions)
         row_max = x.amax(1)
@@ -185,15 +190,6 @@ class GpuSampler:
         sent = pinned.to(self.device, non_blocking=True)
         return sent[first:], sent[: 6 * count].view(torch.float64)
 
-    def _copy(self, array: np.ndarray) -> torch.Tensor:
-        """Copy an array to the device without waiting for it."""
-        given = torch.from_numpy(array)
-        if self.device.type != "cuda":
-            return given
-        pinned = torch.empty(given.shape, dtype=given.dtype, pin_memory=True)
-        pinned.numpy()[...] = array
-        return pinned.to(self.device, non_blocking=True)
-
     # ---- processors
 
     def _process(
@@ -206,35 +202,38 @@ class GpuSampler:
         drawn: torch.Tensor | None,
     ) -> torch.Tensor:
         """The logits after masks, bans and penalties, in float64; `logits` if no row has any."""
-        specs, plans, masks = table.specs, table.plans, masks or [None] * len(positions)
-        allowed = [
-            None if plan is None else self._mask(spec, position, plan, mask)
-            for spec, position, plan, mask in zip(specs, positions, plans, masks, strict=True)
-        ]
-        penalised = [
-            spec if plan is not None and plan.penalties else None
-            for spec, plan in zip(specs, plans, strict=True)
-        ]
-        given = [mask for mask in allowed if mask is not None]
-        if not given and not any(penalised):
+        specs, plans, rows = table.specs, table.plans, len(positions)
+        where = np.full((2, rows), -1, np.int32)  # the mask and the slot of each row
+        given: list[np.ndarray] = []
+        if table.masked or masks is not None:
+            columns = zip(specs, positions, plans, masks or [None] * rows, strict=True)
+            for row, (spec, position, plan, grammar) in enumerate(columns):
+                mask = None if plan is None else self._mask(spec, position, plan, grammar)
+                if mask is not None:
+                    where[0, row] = len(given)
+                    given.append(mask)
+        if not given and not table.penalised:
             return logits
-        slots = [-1] * len(specs)
-        if any(penalised):
-            slots = self.counts.slots(seq_ids, penalised, drawn)
-        words = triton.cdiv(self.vocab, 32)
-        at = np.cumsum([mask is not None for mask in allowed]) - 1
-        index = [int(i) if mask is not None else -1 for i, mask in zip(at, allowed, strict=True)]
-        bits = np.stack(given) if given else np.zeros((1, words), np.int32)
-        strengths = [(plan and plan.penalties) or (1.0, 0.0, 0.0) for plan in plans]
-        where = self._copy(np.array([index, slots], np.int32))
+        if table.penalised:
+            penalised = [
+                spec if plan is not None and plan.penalties else None
+                for spec, plan in zip(specs, plans, strict=True)
+            ]
+            where[1] = self.counts.slots(seq_ids, penalised, drawn)
+            if self._strengths[0] is not table.strengths:
+                self._strengths = (table.strengths, send(table.strengths, self.device))
         x = torch.empty(logits.shape, dtype=torch.float64, device=self.device)
+        sent = send(where, self.device)
+        # unused pointers: the kernel reads no mask and no count of a row with -1
+        bits = send(np.stack(given), self.device) if given else sent
+        strengths = self._strengths[1] if table.penalised else x
         counts = self.counts.table if len(self.counts.table) else x.view(torch.int16)
         launch(
             jit_sampling.process_logits,
-            (len(specs), triton.cdiv(self.vocab, CHUNK), 1),
+            (rows, triton.cdiv(self.vocab, CHUNK), 1),
             (
-                logits, where, self._copy(np.array(strengths)), self._copy(bits), counts, x,
-                self.vocab, words, len(counts),
+                logits, sent, strengths, bits, counts, x,
+                self.vocab, triton.cdiv(self.vocab, 32), len(counts),
             ),
             (CHUNK,),
         )  # fmt: skip
@@ -329,7 +328,7 @@ class GpuSampler:
     ) -> BestIds:
         count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
         size = list_size(max(list_k))
-        wanted = self._copy(np.array(list_k, np.int32))
+        wanted = send(np.array(list_k, np.int32), self.device)
         groups = chunks * (CHUNK // GROUP)
         maxima = torch.empty((count, groups), dtype=torch.float32, device=self.device)
         masses = torch.empty((count, chunks), dtype=torch.int64, device=self.device)

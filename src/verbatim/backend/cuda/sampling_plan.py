@@ -22,6 +22,7 @@ OPEN_LIST = 512  # ids to collect for top-p or min-p without top-k
 MAX_LOGPROBS = 32  # alternatives that the device reports
 COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and draw_from_list
 POSITIONS = 2  # the column of the rows' positions
+NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 # Filters without a kernel, with the default that leaves them off: the host samples rows with one.
 HOST_FILTERS = tuple(
     (name, FIELDS[name].default) for name in FILTERS if name not in ("top_k", "top_p", "min_p")
@@ -60,7 +61,7 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
         return None
     penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
     plan = RowPlan(
-        penalties=penalties if penalties != (1.0, 0.0, 0.0) else None,
+        penalties=penalties if penalties != NO_PENALTIES else None,
         bans=bool(p.banned_token_ids) or p.allowed_token_ids is not None,
         logprobs=(p.logprobs or 0) if p.wants_logprob else -1,
     )
@@ -92,7 +93,9 @@ class RowTable(NamedTuple):
     plans: Sequence[RowPlan | None]  # None: the host samples the row
     columns: np.ndarray  # [COLUMNS, rows] int32; POSITIONS are left empty
     shapes: np.ndarray  # [rows, 3] float64: temperature, top_p, log_min_p
-    edits: bool  # bans, min_tokens or penalties may change a row's logits
+    masked: bool  # bans or min_tokens may exclude ids
+    penalised: bool
+    strengths: np.ndarray  # [rows, 3] float64: repetition, frequency, presence penalty
     from_all: bool  # a row draws from all ids
     noise: bool  # such a row is not an argmax
     list_k: Sequence[int]
@@ -109,18 +112,34 @@ def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> Row
     )
     columns[5] = [plan.top_k for plan in some]
     shapes = np.array([(plan.temperature, plan.top_p, plan.log_min_p) for plan in some])
-    pairs = zip(specs, some, strict=True)
     return RowTable(
         specs,
         plans,
         columns,
         shapes,
-        edits=any(plan.penalties or plan.bans or spec.withheld for spec, plan in pairs),
+        masked=any(plan.bans for plan in some) or any(spec.withheld for spec in specs),
+        penalised=any(plan.penalties for plan in some),
+        strengths=np.array([plan.penalties or NO_PENALTIES for plan in some]),
         from_all=any(not plan.list_k for plan in some),
         noise=any(plan.scale for plan in some),
         list_k=[plan.list_k for plan in some],
         open_list=any(plan.list_k and not plan.top_k and plan.top_p < 1.0 for plan in some),
         logprobs=[plan.logprobs for plan in some],
+    )
+
+
+def same_rows(specs: Sequence[DrawSpec], table: RowTable, max_history: int) -> bool:
+    """Whether row_table() of these specs would be the same, except for the histories: a sequence
+    with penalties has another DrawSpec in every step. A history above the limit changes a plan."""
+    return len(specs) == len(table.specs) and all(
+        spec is last
+        or (
+            spec.params is last.params
+            and spec.key == last.key
+            and spec.withheld == last.withheld
+            and len(spec.history) <= max_history
+        )
+        for spec, last in zip(specs, table.specs, strict=True)
     )
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from verbatim.backend.cuda import jit_sampling
+from verbatim.backend.cuda.device import send
 from verbatim.backend.cuda.launch import launch
 from verbatim.base.records import DrawSpec
 
@@ -62,7 +63,7 @@ class TokenCounts:
             if drawn is not None:
                 slot.length, slot.last = slot.length + 1, -1
         if max(add, default=-1) >= 0:
-            self._add(add, torch.from_numpy(known).to(self.device))
+            self._add(add, send(known, self.device))
         if drawn is not None:
             self._add(indices, drawn)
         return indices
@@ -92,15 +93,14 @@ class TokenCounts:
             self._slots[seq_id] = Slot(free.pop())
 
     def _fill(self, index: int, history: Sequence[int], prompt_len: int) -> None:
-        tokens = np.asarray(history, np.int64)
-        values = np.zeros(self.vocab, np.int16)
-        written, count = np.unique(tokens[prompt_len:], return_counts=True)
-        values[written] = 2 * count
-        values[np.unique(tokens[:prompt_len])] += 1
-        self.table[index].copy_(torch.from_numpy(values))
+        ids, place = np.unique(np.asarray(history, np.int64), return_inverse=True)
+        values = 2 * np.bincount(place[prompt_len:], minlength=len(ids))
+        values[np.unique(place[:prompt_len])] += 1
+        row = self.table[index].zero_()
+        row.index_copy_(0, send(ids, self.device), send(values.astype(np.int16), self.device))
 
     def _add(self, slots: list[int], tokens: torch.Tensor) -> None:
-        where = torch.tensor(slots, dtype=torch.int32).to(self.device, non_blocking=True)
+        where = send(np.array(slots, np.int32), self.device)
         launch(
             jit_sampling.add_tokens,
             (len(slots), 1, 1),
