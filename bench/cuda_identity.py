@@ -11,7 +11,9 @@ the host sampler; rows that the device leaves to the host are counted. The last 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import random
 import time
@@ -22,8 +24,9 @@ import numpy as np
 import torch
 
 from verbatim import LLM, SamplingParams
+from verbatim.backend.cuda.device import device
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
-from verbatim.base.records import Drawn, DrawSpec
+from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row, sample_rows
 
 TOKENS = 400
@@ -125,30 +128,36 @@ def batch(seed: int) -> tuple[np.ndarray, list[Row]]:
     return logits, rows
 
 
-def host_draws(seed: int) -> list[Drawn]:
-    return sample_rows(*batch(seed))
+@functools.cache
+def device_sampler() -> GpuSampler:
+    return GpuSampler(VOCAB, device())
+
+
+def compare(seed: int) -> tuple[int, list[int]]:
+    """(draws of a batch that differ between device and host, rows left to the host per kind)."""
+    logits, rows = batch(seed)
+    # sequence ids are new in every batch: counts of another sequence must not remain
+    ids = range(seed * BATCH, (seed + 1) * BATCH)
+    found = device_sampler()(torch.from_numpy(logits).to(device()), rows, list(ids))
+    wanted = sample_rows(logits, rows)
+    differ = sum(one is not None and one != right for one, right in zip(found, wanted, strict=True))
+    return differ, [found[i :: len(KINDS)].count(None) for i in range(len(KINDS))]
 
 
 def draws(count: int) -> dict[str, Any]:
-    sampler = GpuSampler(VOCAB, torch.device("cuda"))
-    differ, left = 0, dict.fromkeys(KINDS, 0)
+    """Compare in one process per core: the host's sampler takes most of the time."""
     seeds = range(-(-count // BATCH))
     began = time.perf_counter()
-    with ProcessPoolExecutor(max(1, (os.cpu_count() or 2) - 1)) as pool:
-        for seed, wanted in zip(seeds, pool.map(host_draws, seeds, chunksize=4), strict=True):
-            logits, rows = batch(seed)
-            # sequence ids are new in every batch: counts of another sequence must not remain
-            ids = range(seed * BATCH, (seed + 1) * BATCH)
-            found = sampler(torch.from_numpy(logits).cuda(), rows, list(ids))
-            for i, kind in enumerate(KINDS):
-                left[kind] += found[i :: len(KINDS)].count(None)
-            differ += sum(
-                one is not None and one != right for one, right in zip(found, wanted, strict=True)
-            )
+    os.environ["OMP_NUM_THREADS"] = "1"  # of NumPy in the processes, which start anew
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), context) as pool:
+        found = list(pool.map(compare, seeds, chunksize=4))
+    left = np.sum([left for _, left in found], axis=0)
+    each = len(seeds) * BATCH // len(KINDS)
     return {
         "draws": len(seeds) * BATCH,
-        "differ": differ,
-        "left_to_host": {kind: n * len(KINDS) / (len(seeds) * BATCH) for kind, n in left.items()},
+        "differ": sum(differ for differ, _ in found),
+        "left_to_host": {kind: n / each for kind, n in zip(KINDS, left.tolist(), strict=True)},
         "seconds": round(time.perf_counter() - began, 1),
     }
 
