@@ -390,9 +390,21 @@ def test_embeddings_are_scheduled_fairly_and_aborted_on_disconnect(
     check_ledger(numbers)
 
 
-def test_embeddings_obey_the_request_timeout(serve: Any) -> None:
-    live = serve("--request-seconds", "600", clock=True)
-    answers: list[Any] = []
+@pytest.fixture(scope="module")
+def limited() -> Iterator[Live]:
+    """A server with a manual clock and every timeout set."""
+    live = Live(
+        *("--request-seconds", "600", "--header-seconds", "20"),
+        *("--body-seconds", "60", "--keepalive-seconds", "15"),
+        engine="hash",
+        clock=True,
+    ).wait_ready()
+    yield live
+    assert live.stop() == 0, live.log_text()
+
+
+def test_embeddings_obey_the_request_timeout(limited: Live) -> None:
+    live, answers = limited, list[Any]()
 
     def ask() -> None:
         answers.append(live.post("/v1/embeddings", {"input": ["x" * 500] * 128}))
@@ -450,11 +462,9 @@ def test_a_client_that_does_not_read_is_aborted_within_bounded_memory(serve: Any
     assert resident(live.process.pid) < 250 << 20
 
 
-def test_a_slow_but_steady_reader_gets_everything(serve: Any) -> None:
-    live = serve()
-
+def test_a_slow_but_steady_reader_gets_everything(fake: Live) -> None:
     async def slowly() -> bytes:
-        reader, writer = await asyncio.open_connection("127.0.0.1", live.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", fake.port)
         writer.write(request_bytes("/v1/completions", completion(20)))
         out = b""
         while piece := await reader.read(40):
@@ -658,10 +668,9 @@ def test_no_engine_outlives_a_killed_server(serve: Any) -> None:
     eventually(lambda: has_ended(child), "the engine process is still there")
 
 
-def test_ctrl_c_in_a_terminal_does_not_reach_the_engine(serve: Any) -> None:
-    live = serve()
-    assert os.getpgid(live.process.pid) == os.getpgid(0), "the server can be a foreground job"
-    assert os.getpgid(live.engine_pid()) != os.getpgid(live.process.pid)
+def test_ctrl_c_in_a_terminal_does_not_reach_the_engine(fake: Live) -> None:
+    assert os.getpgid(fake.process.pid) == os.getpgid(0), "the server can be a foreground job"
+    assert os.getpgid(fake.engine_pid()) != os.getpgid(fake.process.pid)
 
 
 # ------------------------------------------------------------------------------------------- drain
@@ -724,18 +733,8 @@ def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(serve: Any
 # ---------------------------------------------------------------------------------------- timeouts
 
 
-def test_request_head_and_keepalive_timeouts(serve: Any) -> None:
-    limits = (
-        "--request-seconds",
-        "600",
-        "--header-seconds",
-        "20",
-        "--body-seconds",
-        "60",
-        "--keepalive-seconds",
-        "15",
-    )
-    live = serve(*limits, clock=True)
+def test_request_head_and_keepalive_timeouts(limited: Live) -> None:
+    live = limited
 
     async def two_limits() -> tuple[Any, Any]:
         with frozen_engine(live):
@@ -790,12 +789,12 @@ def broken(tmp_path: Path) -> Path:
 
 
 def test_a_server_that_cannot_start_prints_one_line(broken: Path) -> None:
-    done = run_serve("--model", str(broken))
+    done = run_serve("--model", str(broken), "--log-format", "json")
     assert done.returncode == 3
-    assert done.stderr.splitlines()[-1].startswith("verbatim: ")
+    *logged, last = done.stderr.splitlines()
+    assert last.startswith("verbatim: ")
     assert done.stderr.count("metadata count") == 1
     # whatever is logged before the last line is JSON
-    *logged, _ = run_serve("--model", str(broken), "--log-format", "json").stderr.splitlines()
     assert [json.loads(line)["logger"] for line in logged] in ([], ["verbatim.server"])
 
 

@@ -73,8 +73,8 @@ def fuzz(
 
 @pytest.mark.timeout(900)
 def test_schemathesis_finds_no_server_error(fake: Any, client_python: Path) -> None:
-    """Eight cases for each of about 30 operations; operations without parameters have fewer."""
-    assert fuzz(fake, client_python, 8, "--phases", "fuzzing") > 150
+    """Five cases for each of about 30 operations; operations without parameters have fewer."""
+    assert fuzz(fake, client_python, 5, "--phases", "fuzzing") > 90
 
 
 def fuzz_until(live: Live, python: Path, wanted: int) -> None:

@@ -337,8 +337,15 @@ def test_three_concurrent_processes_download_once(store: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("stage", ["_download", "_extract"])
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("how", "stage"),
+    [
+        (signal.SIGKILL, "_download"),
+        (signal.SIGINT, "_extract"),
+        pytest.param(signal.SIGKILL, "_extract", marks=pytest.mark.soak),
+        pytest.param(signal.SIGINT, "_download", marks=pytest.mark.soak),
+    ],
+)
 def test_a_killed_download_leaves_no_partial_model(
     store: Path, stage: str, how: signal.Signals
 ) -> None:

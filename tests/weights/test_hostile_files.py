@@ -361,11 +361,11 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("gguf", 6_000),
-        ("split", 1_500),
-        ("safetensors", 2_500),
-        ("directory", 2_000),
-        ("whole", 600),
+        ("gguf", 4_000),
+        ("split", 1_000),
+        ("safetensors", 1_500),
+        ("directory", 1_200),
+        ("whole", 400),
     ],
 )
 def test_a_mutated_file_gives_a_model_or_a_model_error(

@@ -9,7 +9,6 @@ what; why; remedy`. --debug adds the traceback.
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import re
 import sys
@@ -156,8 +155,6 @@ def main(argv: Sequence[str] | None = None) -> None:
 
             traceback.print_exc()
         code = _report(error)
-    if argv is None:  # the process ends: its last collections need not visit what is left
-        gc.freeze()
     sys.exit(_flush() or code)
 
 

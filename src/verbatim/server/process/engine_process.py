@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from verbatim.engine.loaded_model import EngineTokenizer
 
 BEAT_SECONDS = 0.25  # heartbeat interval; also the age of the statistics in /metrics
+METRICS_EVERY = 4  # heartbeats; every fourth has the text of the engine's metrics
 log = logging.getLogger("verbatim.engine")
 
 
@@ -76,6 +77,10 @@ def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
     verbatim.testing."""
     from verbatim.engine.async_engine import AsyncEngine
 
+    # Modules stay: collections need not visit them, nor do those at the exit. The engine is not
+    # frozen, because nanobind reports a native object that the exit does not collect as a leak.
+    gc.freeze()
+    gc.enable()
     if start.test_engine:
         from verbatim import testing
 
@@ -101,7 +106,7 @@ def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
 
 
 async def beat(
-    engine: AsyncEngine, outbox: wire.Outbox, bandwidth: Bandwidth, metrics_every: int = 4
+    engine: AsyncEngine, outbox: wire.Outbox, bandwidth: Bandwidth, metrics_every: int
 ) -> None:
     """Send heartbeats until the engine fails. The supervisor kills this process when they stop."""
     for count in itertools.count(1):
@@ -180,13 +185,12 @@ async def serve(fd: int) -> int:
         outbox.put(Failed(str(error)))  # the HTTP process reports it
         await outbox.drain()
         return 3
-    gc.freeze()  # what is loaded now stays: full collections need not visit it, nor does the exit
-    gc.enable()
     session = EngineSession(engine, outbox, start)
     bandwidth = Bandwidth(engine)
     outbox.put(heartbeat(engine, bandwidth))  # before Ready: /metrics is then complete at once
     outbox.put(Ready(session.facts()))
-    heartbeats = asyncio.create_task(beat(engine, outbox, bandwidth))
+    every = 1 if start.test_engine else METRICS_EVERY  # tests wait for the next metrics
+    heartbeats = asyncio.create_task(beat(engine, outbox, bandwidth, every))
     dispatcher = asyncio.create_task(dispatch(reader, session))
     tasks = (heartbeats, dispatcher)
     try:
@@ -230,7 +234,7 @@ def die_with_parent() -> None:
 
 
 def main(argv: list[str]) -> int:
-    gc.disable()  # until the model is loaded, which makes no garbage in cycles
+    gc.disable()  # until the modules are imported
     die_with_parent()
     logging.basicConfig(
         level=os.environ.get("VERBATIM_LOG", "INFO"),
