@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
-from adapter_files import adapted, write_peft
+from adapter_files import CONFIG, adapted, write_peft
 from click.testing import CliRunner
+from safetensors.numpy import load_file, save_file
 
 from verbatim.backend.reference import ReferenceBackend
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.cli.merge import command
 from verbatim.convert.export_model import model_metadata, model_tensors
+from verbatim.model.adapter_load import load_adapter
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import tiny_model
 from verbatim.weights.gguf_write import write_gguf
@@ -54,6 +57,39 @@ def test_a_merged_gguf_file_computes_what_the_adapter_does(family: str, tmp_path
     assert np.abs(states(merged) - with_adapter).max() < 1e-3
     assert np.abs(states(load_model(file)) - with_adapter).max() > 0.1
     assert merged.source.metadata == load_model(file).source.metadata  # type: ignore[union-attr]
+
+
+def write_head_adapter(folder: Path, model: Model) -> Path:
+    """A PEFT directory with an adapter of the output head alone."""
+    folder.mkdir()
+    config = {**CONFIG, "target_modules": ["lm_head"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    random = np.random.default_rng(2)
+    vocab, hidden = model.spec.vocab, model.spec.hidden
+    shapes = {"A": (config["r"], hidden), "B": (vocab, config["r"])}
+    tensors = {
+        f"base_model.model.lm_head.lora_{side}.weight": random.standard_normal(shape, np.float32)
+        for side, shape in shapes.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_an_adapter_of_the_head_is_merged_and_refused_per_request(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    file = write_model(model, tmp_path / "model.gguf")
+    adapter = write_head_adapter(tmp_path / "adapter", model)
+    with pytest.raises(ModelError, match=r"lm_head is the output head.*verbatim merge"):
+        load_adapter("a", str(adapter), model.spec)
+    merge(file, adapter, "-o", tmp_path / "merged.gguf")
+    merged = load_model(tmp_path / "merged.gguf").weights["head"].to_f32()
+    pair = load_file(adapter / "adapter_model.safetensors")
+    a, b = (pair[f"base_model.model.lm_head.lora_{side}.weight"] for side in "AB")
+    want = model.weights["head"].to_f32() + CONFIG["lora_alpha"] / CONFIG["r"] * (b @ a)
+    np.testing.assert_allclose(merged, want, atol=1e-4)
+    tied = tiny_model("qwen2")
+    with pytest.raises(ModelError, match="heads that are the embedding"):
+        load_adapter("a", str(adapter), tied.spec, to_merge=True)
 
 
 def test_quantised_weights_and_existing_files_are_refused(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def command(
         raise ParameterError("out", f"{out!r} exists; --force overwrites it")
     path = resolve(model, offline=offline, progress=Progress())
     loaded = load_model(path)
-    found = load_adapter("adapter", adapter, loaded.spec)
+    found = load_adapter("adapter", adapter, loaded.spec, to_merge=True)
     if target.suffix == ".gguf":
         from verbatim.cli.convert import write_merged
         from verbatim.convert.merge_adapter import merged_model

@@ -36,11 +36,13 @@ def with_adapters(model: Model, given: Iterable[str]) -> Model:
     )
 
 
-def load_adapter(name: str, path: str, spec: ModelSpec) -> Adapter:
-    """Read the adapter at `path` and check it against the model's weights."""
+def load_adapter(name: str, path: str, spec: ModelSpec, *, to_merge: bool = False) -> Adapter:
+    """Read the adapter at `path` and check it against the model's weights. `to_merge`: it will be
+    added to the weights, so it may also change an output head that is no embedding."""
     source = read_adapter(path)
     file = str(source.path)
-    shapes = {name: shape for name, shape in layout(spec).items() if is_adapted(name)}
+    weights = layout(spec)
+    shapes = {name: shape for name, shape in weights.items() if is_adapted(name) or name == "head"}
     places = _places(source, spec, shapes, file)
     parts: dict[str, LowRank] = {}
     for module, pair in source.pairs.items():
@@ -48,6 +50,12 @@ def load_adapter(name: str, path: str, spec: ModelSpec) -> Adapter:
         if not targets:
             raise ModelError(_unknown(module, spec, places), file=file)
         for weight, rows in targets:
+            if weight == "head" and not to_merge:
+                raise ModelError(
+                    f"{module} is the output head, which an adapter cannot change per request; "
+                    "`verbatim merge` adds the adapter to the weights",
+                    file=file,
+                )
             parts[weight] = _part(weight, pair, rows, shapes[weight], spec, file)
     return Adapter(name, _digest(parts), parts, file)
 
@@ -96,11 +104,17 @@ def _by_module(
 
 
 def _unknown(module: str, spec: ModelSpec, places: Iterable[str]) -> str:
-    kinds = sorted({place.split(".", 3)[-1].partition(".weight")[0] for place in places})
+    kinds = sorted(
+        {
+            place.split(".", 3)[-1].partition(".weight")[0]
+            for place in places
+            if place.count(".") > 1
+        }
+    )
     return (
         f"{module} is no linear layer of this {spec.family} model of {len(spec.layers)} layers "
         f"that an adapter can change; those are {', '.join(kinds)} of each layer (embeddings, "
-        "heads, norms, routers and experts are not supported)"
+        "heads that are the embedding, norms, routers and experts are not supported)"
     )
 
 
