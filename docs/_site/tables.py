@@ -55,11 +55,9 @@ def pages() -> list[Path]:
 
 def _sections(command: click.Command, name: str) -> dict[str, list[Row]]:
     """Section -> (flag, help) of a command, as its --help groups them."""
-    context = click.Context(
-        command, info_name=f"verbatim {name}", help_option_names=["-h", "--help"]
-    )
+    context = click.Context(command, info_name=f"verbatim {name}")
     out: dict[str, list[Row]] = {}
-    for param in command.get_params(context):
+    for param in command.params:  # without --help, which every command has
         record = None if isinstance(param, click.Argument) else param.get_help_record(context)
         if record is not None:
             out.setdefault(getattr(param, "section", "Options"), []).append(record)
