@@ -151,7 +151,12 @@ def draws(count: int) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = "1"  # of NumPy in the processes, which start anew
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), context) as pool:
-        found = list(pool.map(compare, seeds, chunksize=4))
+        found = []
+        for one in pool.map(compare, seeds, chunksize=4):
+            found.append(one)
+            if len(found) % 200 == 0:  # a run that is stopped has shown something, too
+                different = sum(differ for differ, _ in found)
+                print(f"draws: {len(found) * BATCH}, {different} differ", flush=True)
     left = np.sum([left for _, left in found], axis=0)
     each = len(seeds) * BATCH // len(KINDS)
     return {
