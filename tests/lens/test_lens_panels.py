@@ -163,9 +163,9 @@ def rows_of_tree(
 @pytest.mark.parametrize(
     "params",
     [
-        {"n": 5, "regex": "abc[xy](12|13)", "seed": 3},
-        {"n": 3, "best_of": 6, "regex": "a[b-d]c[xy]", "seed": 3},
-        {"num_beams": 4, "num_return_sequences": 4},
+        {"n": 8, "regex": "ab[u-z]c[d-h]f", "seed": 1, "temperature": 2},
+        {"n": 3, "best_of": 6, "regex": "a[bc]d[ -~]{3}", "seed": 3},
+        {"num_beams": 8, "num_return_sequences": 8},
     ],
     ids=["n", "best_of", "beams"],
 )
@@ -185,7 +185,9 @@ def test_answers_are_a_tree_of_shared_prefixes(lens: LensPage, params: dict[str,
         )
     ]
     expected = rows_of_tree(answers)
-    assert any("shared by" in said for _, line in expected for said in line)
+    levels = [level for level, line in expected if any("shared by" in said for said in line)]
+    assert levels
+    assert "best_of" in params or max(levels) > 1, "a prefix that some share, after one that all do"
     lines = lens.page.locator(".tree li")
     shown = list(zip(lines.all(), words(lens, ".tree li"), strict=True))
     assert len(shown) == len(expected)
