@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,8 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from live_server import Live
+
+from chromium import launched
 
 MANY = 10**9  # steps
 
@@ -50,20 +50,7 @@ def live(gate: Gate) -> Iterator[Live]:
     assert server.stop() == 0, server.log_text()
 
 
-def chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if (found := shutil.which(name))), None)
-
-
 @pytest.fixture(scope="module")  # Playwright runs an event loop, in which asyncio.run() fails
 def browser() -> Iterator[Any]:
-    found = chromium()
-    if found is None:
-        pytest.skip("no Chromium: `make test` installs Debian's chromium only as root")
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-        running = playwright.chromium.launch(executable_path=found, args=flags)
+    with launched() as running:
         yield running
-        running.close()

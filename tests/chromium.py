@@ -1,0 +1,31 @@
+"""The Chromium of the system, driven by Playwright, for tests of the Lens and of the site."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+
+def chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+@contextmanager
+def launched() -> Iterator[Any]:
+    """A running browser; skips the test where there is none."""
+    found = chromium()
+    if found is None:
+        pytest.skip("no Chromium: `make test` installs Debian's chromium only as root")
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+        running = playwright.chromium.launch(executable_path=found, args=flags)
+        yield running
+        running.close()
