@@ -48,9 +48,11 @@ test-slow-machine: $(VENV)/.dev
 test-models: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/models -m models
 
-# Replicas and batches on a local Ray, which this target installs (about 80 MB, once).
+# Replicas and batches on a local Ray, which this target installs (about 80 MB, once). The first two
+# tests are the small version of what bench/ray_scaling.py proves: nothing is lost or different when
+# a replica and two actors are killed.
 test-ray: $(VENV)/.ray
-	$(BIN)/python -m pytest tests/scale -m "not soak"
+	$(BIN)/python -m pytest tests/scale -m "not soak" --durations=6
 
 # Everything that runs on an NVIDIA GPU, with the interpreter that PYTHON names: it needs PyTorch,
 # Triton, pytest and the build tools (scikit-build-core, nanobind, CMake), and neither a network nor

@@ -61,23 +61,23 @@ def connect(address: str) -> bool:
     return False
 
 
-def start_local(attempts: int = ATTEMPTS, **more: Any) -> None:
+def start_local(**more: Any) -> None:
     """`more`: further arguments of ray.init."""
     import ray
 
     log.info("starting Ray on this machine")
     before = _children()
-    for attempt in range(1, attempts + 1):
+    for attempt in range(1, ATTEMPTS + 1):
         try:
             ray.init(address="local", include_dashboard=False, **QUIET, **more)
             return
         except Exception as error:  # Ray raises a plain Exception here
             reason = _first_line(error)
-        log.warning("Ray did not start (attempt %d of %d): %s", attempt, attempts, reason)
+        log.warning("Ray did not start (attempt %d of %d): %s", attempt, ATTEMPTS, reason)
         ray.shutdown()
         _kill(_children() - before)
     raise BackendError(
-        f"Ray did not start on this machine in {attempts} attempts: {reason} Ray gives its own "
+        f"Ray did not start on this machine in {ATTEMPTS} attempts: {reason} Ray gives its own "
         "agents 15 seconds, too few on a very busy machine: start again when it is less busy, or "
         "start Ray yourself ('ray start --head') and pass --ray HOST:PORT. Ray's log: "
         "/tmp/ray/session_latest/logs/raylet.err"
