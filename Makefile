@@ -17,10 +17,12 @@ unexport PYTHONDONTWRITEBYTECODE
 
 # What `make test` and `make test-slow-machine` run: a folder, a file, or pytest's name of a test.
 TESTS  ?= tests
-# Files go to the two workers in the order of collection. xdist would put those with few tests last,
+# Processes that run them. Two fit two cores; a server of a test has processes of its own.
+WORKERS ?= 2
+# Files go to the workers in the order of collection. xdist would put those with few tests last,
 # and these are the slow ones: the run would end with one worker idle.
 SUITE   = $(BIN)/python -m pytest $(TESTS) -m "not soak and not models and not ray" \
-          -n 2 --dist loadfile --no-loadscope-reorder
+          -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # One prompt to text, the needle on the fake backend, stop strings, one HTTP answer.
 SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/engine/test_engine_needle.py::test_one_output_in_any_batch[fake-1.0]" \

