@@ -139,7 +139,7 @@ def test_score_reads_a_file_and_not_its_name(verbatim: Call, tmp_path: Path) -> 
         (["--speculate", "fast"], "speculate: 'fast' is not one of"),
         (["--backend", "gpu"], "backend: 'gpu' is not one of auto, cpu, cuda, reference"),
         (["--kv-type", "q4"], "kv_type: 'q4' is not one of f16, q8, fp8"),
-        (["--quant", "q5"], "quant: 'q5' is not one of q8_0, q4_0"),
+        (["--quant", "q5"], "quant: 'q5' is not one of q8_0, q4_0, packed"),
         (["--kv-memory", "lots"], "kv_memory: 'lots' is not a size"),
     ],
 )

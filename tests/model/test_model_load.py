@@ -287,6 +287,44 @@ def test_quant_quantises_matrices_at_load(quant: str, tmp_path: Path) -> None:
     assert small["layers.0.mlp.down"].type == "f32"
 
 
+def pack(config: dict[str, Any], state: State) -> None:
+    """Pack the attention's matrices as compressed-tensors does, with one scale per 32 columns."""
+    random = np.random.default_rng(5)
+    for name in [name for name in state if "self_attn" in name]:
+        rows, columns = state.pop(name).shape
+        words = random.integers(0, 2**32, (rows, columns // 8), dtype=np.uint32)
+        scale = random.random((rows, columns // 32), np.float32) * np.float32(0.02)
+        module = name.removesuffix(".weight")
+        state[f"{module}.weight_packed"] = words.view(np.int32)
+        state[f"{module}.weight_scale"] = scale.astype(np.float16)
+        state[f"{module}.weight_shape"] = np.array([rows, columns], np.int64)
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+    }
+
+
+def test_quant_packed_keeps_the_integers_of_a_quantised_checkpoint(tmp_path: Path) -> None:
+    directory = llama_directory(tmp_path / "m", pack)
+    floats, blocks = load_model(directory), load_model(directory, quant="packed")
+    assert floats.weights.digest != blocks.weights.digest, "other bits, another fingerprint"
+    for name, tensor in blocks.weights.items():
+        before = floats.weights[name]
+        assert tensor.type == ("q4_0" if ".attn." in name else "f32")
+        assert before.type == ("f16" if ".attn." in name else "f32")
+        rounded = tensor.to_f32().astype(np.float16 if ".attn." in name else np.float32)
+        np.testing.assert_array_equal(rounded, before.to_f32())
+
+
+def test_quant_packed_is_refused_where_nothing_is_packed(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no quantization_config"):
+        load_model(llama_directory(tmp_path / "m"), quant="packed")
+    path = tmp_path / "m.gguf"
+    write_gguf(path, *_quantised_gguf())
+    with pytest.raises(ParameterError, match="a GGUF file keeps its blocks"):
+        load_model(path, quant="packed")
+
+
 def test_quant_quantises_experts_but_not_the_router() -> None:
     weights = tiny_model("qwen3moe", type="q8_0").weights
     assert weights["layers.0.moe.gate"].type == "q8_0"
@@ -408,8 +446,8 @@ def test_quantising_needs_a_few_megabytes_of_extra_memory(
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(state, tmp_path / "model.safetensors")
 
-    def read_and_reset_peak(path: Path) -> Any:
-        source = read_directory(path)  # has its own bound, tested with the reader
+    def read_and_reset_peak(path: Path, **options: Any) -> Any:
+        source = read_directory(path, **options)  # has its own bound, tested with the reader
         tracemalloc.reset_peak()
         return source
 

@@ -174,6 +174,86 @@ def test_compressed_tensors_equal_their_library(form: str, weights: dict[str, An
     np.testing.assert_array_equal(got, want.float().numpy())
 
 
+# ------------------------------------------------------------------------- blocks (quant packed)
+
+
+def random_gptq(bits: int, group: int, *, symmetric: bool, order: bool = False) -> dict[str, Any]:
+    """A random GPTQ module of 128 inputs and 16 outputs, in the format gptq_v2."""
+    random, (k, n) = np.random.default_rng(bits + group), (128, 16)
+    per, groups = 32 // bits, k // group
+    words = random.integers(-(2**31), 2**31, (k // per, n), dtype=np.int64).astype(np.int32)
+    zeros = random.integers(-(2**31), 2**31, (groups, n // per), dtype=np.int64).astype(np.int32)
+    if symmetric:
+        middle = sum(1 << (bits - 1) << (bits * i) for i in range(per))
+        zeros[:] = np.array(middle, np.uint32).view(np.int32)
+    index = np.arange(k, dtype=np.int32) // group
+    return {
+        "m.qweight": words,
+        "m.qzeros": zeros,
+        "m.scales": (random.random((groups, n)) * 0.02 + 0.001).astype(np.float16),
+        "m.g_idx": random.permutation(index) if order else index,
+    }
+
+
+@pytest.mark.parametrize("group", [32, 128])
+@pytest.mark.parametrize(
+    ("bits", "symmetric", "type"),
+    [(4, True, "q4_0"), (4, False, "q5_0"), (8, True, "q8_0"), (2, False, "q4_0")],
+)
+def test_blocks_hold_the_product_before_its_last_rounding(
+    bits: int, symmetric: bool, type: str, group: int
+) -> None:
+    config = {"quant_method": "gptq", "bits": bits, "checkpoint_format": "gptq_v2"}
+    arrays = random_gptq(bits, group, symmetric=symmetric)
+    floats = unpack(config, split(arrays))["m.weight"]
+    made, rest, warnings = unpack_checkpoint(config, *split(arrays), "config.json", blocks=True)
+    assert (made["m.weight"].type, made["m.weight"].shape) == (type, floats.shape)
+    assert not rest
+    assert not warnings
+    values = made["m.weight"].to_f32()
+    assert to_type(values, "f16").tobytes() == floats.data.tobytes()
+    assert (values != floats.to_f32()).any(), "the dequantiser rounds; blocks do not"
+
+
+def test_blocks_of_awq_and_compressed_tensors() -> None:
+    random = np.random.default_rng(4)
+    words = random.integers(-(2**31), 2**31, (64, 5), dtype=np.int64).astype(np.int32)
+    awq = {
+        "m.qweight": words[:, :4],
+        "m.qzeros": words[:2, :4],
+        "m.scales": (random.random((2, 32)) * 0.02).astype(np.float16),
+    }
+    compressed = {
+        "m.weight_packed": words[:32, :4],
+        "m.weight_scale": (random.random((32, 1)) * 0.02).astype(np.float16),
+        "m.weight_shape": np.array([32, 32], np.int64),
+    }
+    for config, arrays, kind in (
+        ({"quant_method": "awq", "bits": 4}, awq, "q5_0"),
+        ({"quant_method": "compressed-tensors"}, compressed, "q4_0"),
+    ):
+        floats = unpack(config, split(arrays))["m.weight"]
+        made = unpack_checkpoint(config, *split(arrays), "config.json", blocks=True)[0]["m.weight"]
+        assert made.type == kind
+        assert to_type(made.to_f32(), "f16").tobytes() == floats.data.tobytes()
+
+
+def test_what_no_block_holds_is_unpacked_with_a_warning() -> None:
+    config = {"quant_method": "gptq", "bits": 4, "checkpoint_format": "gptq_v2"}
+    ordered = random_gptq(4, 32, symmetric=True, order=True)
+    narrow = random_gptq(4, 16, symmetric=True)
+    tiny = random_gptq(4, 32, symmetric=True)
+    tiny["m.scales"] = np.full(tiny["m.scales"].shape, 1.1e-7, np.float32)
+    wide = random_gptq(8, 32, symmetric=False)
+    for arrays, bits in ((ordered, 4), (narrow, 4), (tiny, 4), (wide, 8)):
+        packing = {**config, "bits": bits}
+        floats = unpack(packing, split(arrays))["m.weight"]
+        made, _, warnings = unpack_checkpoint(packing, *split(arrays), "config.json", blocks=True)
+        assert made["m.weight"].type == floats.type
+        assert made["m.weight"].data.tobytes() == floats.data.tobytes()
+        assert "1 quantised weights are unpacked to floats, such as m.weight" in warnings[0]
+
+
 @pytest.mark.parametrize(
     ("config", "why"),
     [

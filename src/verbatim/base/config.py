@@ -15,7 +15,7 @@ from verbatim.base.errors import ParameterError
 CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("auto", "cpu", "cuda", "reference"),
     "kv_type": ("f16", "q8", "fp8"),
-    "quant": ("q8_0", "q4_0"),
+    "quant": ("q8_0", "q4_0", "packed"),
     "defaults": ("model", "protocol", "greedy"),
     "pooling": ("mean", "cls", "last"),
 }
@@ -69,7 +69,7 @@ class EngineConfig:
     speculate: str = "auto"
     # tenants whose recent outputs the suffix proposer may reuse for them; "*": every tenant
     suffix_tenants: tuple[str, ...] = ()
-    quant: str | None = None  # quantise float weights while loading: q8_0 | q4_0
+    quant: str | None = None  # quantise float weights: q8_0 | q4_0; packed: keep integers
     # model | protocol | greedy: sampling parameters that a request does not give (base/defaults.py)
     defaults: str = "model"
     pooling: str | None = None  # of embeddings: mean | cls | last; None: as the model's files say

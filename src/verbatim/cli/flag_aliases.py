@@ -64,7 +64,8 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
         "this sampler does not exist here; --min-p, --typical-p and --top-n-sigma do"
     ),
     ("--quantization",): (
-        "a checkpoint states its own; --quant q8_0 or q4_0 quantises float weights"
+        "a checkpoint states its own; --quant q8_0 or q4_0 quantises float weights, packed "
+        "computes 4-bit checkpoints in blocks"
     ),
     ("--do-sample",): (
         "--temperature above 0 samples; --temperature 0, or --defaults greedy, does not"

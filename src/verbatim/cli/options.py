@@ -50,7 +50,8 @@ ENGINE_HELP = {
     " protocol's), protocol, or greedy (temperature 0)",
     "pooling": "how a text's hidden states become one embedding: mean, cls or last; default: as the"
     " model's files say",
-    "quant": "quantise float weights while loading: q8_0 or q4_0",
+    "quant": "quantise float weights while loading: q8_0 or q4_0; packed: compute AWQ, GPTQ and "
+    "compressed-tensors in blocks",
     "check": "verify the KV block accounting after every step",
     "adapters": "load a LoRA adapter, a PEFT directory or a GGUF file (may be repeated)",
 }

@@ -88,7 +88,8 @@ class EngineBase(metaclass=AnsweringType):
         use_cache: False: compute all tokens again in each step, for measurements
         speculate: off, ngram, suffix, head[:FILE], draft:MODEL or auto
         suffix_tenants: tenants whose recent outputs the suffix proposer may reuse; "*": all
-        quant: quantise float weights while loading: q8_0 or q4_0
+        quant: quantise float weights while loading: q8_0 or q4_0; packed: compute the integers of
+            quantised safetensors in blocks
         check: check the block accounting after every step
         defaults: sampling parameters that a request does not give: model, protocol or greedy
         adapters: LoRA adapters, name -> PEFT directory or GGUF file; SamplingParams(adapter=name)

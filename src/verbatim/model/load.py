@@ -47,7 +47,8 @@ from verbatim.weights.requantise import requantise
 from verbatim.weights.safetensors import SafetensorsDir, read_directory
 from verbatim.weights.tensor import BLOCKS, Tensor, Weights
 
-QUANTS = ("q8_0", "q4_0")
+PACKED = "packed"
+QUANTS = ("q8_0", "q4_0", PACKED)
 _FLOATS = ("f32", "f16", "bf16")
 
 
@@ -73,7 +74,8 @@ class Model:
 def load_model(path: str | Path, *, context: int | None = None, quant: str | None = None) -> Model:
     """Load the model at `path`.
 
-    `context`: positions that the engine serves (None: the model's own). `quant`: q8_0 or q4_0."""
+    `context`: positions that the engine serves (None: the model's own). `quant`: q8_0 or q4_0
+    quantises float weights; packed keeps the integers of quantised safetensors in blocks."""
     if quant is not None and quant not in QUANTS:
         raise ParameterError("quant", f"{quant!r} is not one of {', '.join(QUANTS)}")
     path = Path(path)
@@ -84,6 +86,10 @@ def load_model(path: str | Path, *, context: int | None = None, quant: str | Non
     if path.suffix == ".safetensors":
         raise ModelError(
             "give the directory that holds this file and its config.json", file=str(path)
+        )
+    if quant == PACKED:
+        raise ParameterError(
+            "quant", "'packed' is for quantised safetensors; a GGUF file keeps its blocks anyway"
         )
     return _from_gguf(path, context, quant)
 
@@ -114,7 +120,7 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
 
 
 def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
-    source = read_directory(path)
+    source = read_directory(path, blocks=quant == PACKED)
     file = str(path)
     spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
     warnings = (*warnings, *source.warnings, *_draft_warnings(source.tensors, spec))
@@ -420,7 +426,9 @@ class _Collector:
         return Tensor(tensor.name, tensor.type, tensor.shape, data.reshape(-1))
 
     def _quantised(self, name: str, tensor: Tensor) -> Tensor:
-        if self.quant is None or not is_quantisable(name) or tensor.type == "mxfp4":
+        if self.quant is None or self.quant == PACKED or not is_quantisable(name):
+            return tensor
+        if tensor.type == "mxfp4":
             return tensor  # the experts of gpt-oss stay in their 4 bits; its other weights are bf16
         if tensor.type not in _FLOATS:
             raise ParameterError(

@@ -5,7 +5,8 @@ same weights as float tensors under their usual names. Formats: block FP8, compr
 (float-, int-, naive- and pack-quantized), AWQ, GPTQ, MXFP4. Others are refused by name.
 
 Every value has the bits of the format's own dequantiser: integers times scale in float32, rounded
-once to the type of the scale. Activations are not quantised, whatever the config says.
+once to the type of the scale. Activations are not quantised, whatever the config says. With
+`blocks` the integers stay integers where a GGUF block type holds them (packed_blocks.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import dequantise
+from verbatim.weights.packed_blocks import to_blocks
 from verbatim.weights.tensor import Tensor
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -43,6 +45,8 @@ def unpack_checkpoint(
     tensors: Mapping[str, Tensor],
     raw: Mapping[str, RawTensor],
     file: str,
+    *,
+    blocks: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, RawTensor], tuple[str, ...]]:
     """(float tensors, the rest, warnings). Weights that are not quantised stay as they are."""
     method = config.get("quant_method")
@@ -54,20 +58,31 @@ def unpack_checkpoint(
             "use a float or GGUF file of this model",
             file=file,
         )
-    checkpoint = _Checkpoint(dict(tensors), dict(raw), config)
+    checkpoint = _Checkpoint(dict(tensors), dict(raw), config, blocks)
     try:
         reader(checkpoint)
     except (ModelError, ValueError, IndexError) as error:
         where = f", {checkpoint.current}" if checkpoint.current else ""
         raise ModelError(f"quantization_config: {method}{where}: {error}", file=file) from None
+    if floats := checkpoint.unpacked:
+        checkpoint.warnings.append(
+            f"{len(floats)} quantised weights are unpacked to floats, such as {floats[0]}: no "
+            "block type holds FP8, groups that are no multiples of 32 columns or in another order "
+            "(desc_act), or these scales"
+        )
     return checkpoint.floats, checkpoint.raw, tuple(checkpoint.warnings)
 
 
 class _Checkpoint:
     def __init__(
-        self, floats: dict[str, Tensor], raw: dict[str, RawTensor], config: Mapping[str, Any]
+        self,
+        floats: dict[str, Tensor],
+        raw: dict[str, RawTensor],
+        config: Mapping[str, Any],
+        blocks: bool,
     ) -> None:
-        self.floats, self.raw, self.config = floats, raw, config
+        self.floats, self.raw, self.config, self.blocks = floats, raw, config, blocks
+        self.unpacked: list[str] = []  # weights that `blocks` could not keep
         self.warnings: list[str] = []
         self.current = ""  # the weight in work, for error texts
 
@@ -93,8 +108,16 @@ class _Checkpoint:
         tensor = self.floats.pop(name)
         return dequantise(tensor.type, tensor.data, tensor.shape), tensor.type
 
-    def put(self, name: str, values: np.ndarray, type: str) -> None:
-        self.floats[name] = Tensor(name, type, values.shape, to_type(values, type))
+    def put(self, name: str, values: np.ndarray, scale: np.ndarray, type: str) -> None:
+        """The weight values × scale. `values` are whole numbers, except those of FP8."""
+        if self.blocks:
+            whole = bool((values == np.rint(values)).all())
+            if whole and (packed := to_blocks(name, values, scale)) is not None:
+                self.floats[name] = packed
+                return
+            self.unpacked.append(name)
+        product = values * scale
+        self.floats[name] = Tensor(name, type, product.shape, to_type(product, type))
 
     def drop(self, *suffixes: str) -> None:
         """Remove tensors that concern activations or repeat what is known."""
@@ -155,7 +178,7 @@ def _fp8(checkpoint: _Checkpoint) -> None:
         scale, type = checkpoint.take_scale(name)
         type = "bf16" if type == "f32" else type
         block = checkpoint.config.get("weight_block_size") or [values.shape[0], values.shape[1]]
-        checkpoint.put(f"{module}.weight", values * _spread(scale, values.shape, block), type)
+        checkpoint.put(f"{module}.weight", values, _spread(scale, values.shape, block), type)
     checkpoint.drop("input_scale", "activation_scale")
 
 
@@ -232,7 +255,7 @@ def _compressed_scaled(
     else:
         scale = scale.reshape(-1, 1)
         zero = None if zero is None else zero.reshape(-1, 1)
-    checkpoint.put(f"{module}.weight", (values if zero is None else values - zero) * scale, type)
+    checkpoint.put(f"{module}.weight", values if zero is None else values - zero, scale, type)
 
 
 def _awq(checkpoint: _Checkpoint) -> None:
@@ -251,7 +274,7 @@ def _awq(checkpoint: _Checkpoint) -> None:
         zero = columns(checkpoint.take(f"{module}.qzeros"))
         scale, type = checkpoint.take_scale(f"{module}.scales")
         group = np.arange(len(values)) // -(-len(values) // len(scale))
-        checkpoint.put(f"{module}.weight", ((values - zero[group]) * scale[group]).T, type)
+        checkpoint.put(f"{module}.weight", (values - zero[group]).T, scale[group].T, type)
 
 
 def _gptq(checkpoint: _Checkpoint) -> None:
@@ -270,7 +293,7 @@ def _gptq(checkpoint: _Checkpoint) -> None:
         else:
             group = np.arange(len(values)) // -(-len(values) // len(scale))
         difference = values.astype(np.float32) - zero.astype(np.float32)[group]
-        checkpoint.put(f"{module}.weight", (difference * scale[group]).T, type)
+        checkpoint.put(f"{module}.weight", difference.T, scale[group].T, type)
 
 
 def _check_bits(checkpoint: _Checkpoint, known: tuple[int, ...]) -> int:

@@ -73,8 +73,9 @@ class SafetensorsDir:
     warnings: tuple[str, ...] = ()  # about a quantised checkpoint
 
 
-def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
-    """Parse everything but the weights, and map those. Any violation is a ModelError."""
+def read_directory(path: str | os.PathLike[str], *, blocks: bool = False) -> SafetensorsDir:
+    """Parse everything but the weights, and map those. Any violation is a ModelError. `blocks`:
+    keep quantised weights in blocks; the directory must have a quantization_config."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(
@@ -119,7 +120,13 @@ def read_directory(path: str | os.PathLike[str]) -> SafetensorsDir:
                 f"{digest}{name}{tensor.shape}".encode() + _sample(tensor)
             ).hexdigest()
         file = str(directory / "config.json")
-        tensors, others, warnings = unpack_checkpoint(packing, tensors, others, file)
+        tensors, others, warnings = unpack_checkpoint(packing, tensors, others, file, blocks=blocks)
+    elif blocks:
+        raise ModelError(
+            "quant 'packed' keeps the integers of a quantised checkpoint, and this config has no "
+            "quantization_config; leave quant out",
+            file=str(directory),
+        )
     elif packing is not None:
         config["quantization_config"] = packing
     return SafetensorsDir(directory, config, generation_config, tensors, digest, others, warnings)
