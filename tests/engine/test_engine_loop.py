@@ -1,16 +1,22 @@
-"""The loop detector against a definition that tries every period and every length."""
+"""The loop detector: periods against a definition that tries every period and every length, and
+outputs that repeat themselves without a period."""
 
 from __future__ import annotations
+
+import random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verbatim.base.records import STALE_LOOP
 from verbatim.engine.loop_detector import (
     INTERVAL,
     MAX_NGRAM,
     MIN_REPEATS,
     MIN_TOKENS,
+    STALE_INTERVAL,
     LoopDetector,
+    is_stale,
     loop_length,
 )
 
@@ -57,3 +63,43 @@ def test_the_detector_checks_at_fixed_positions() -> None:
         text.append(token)
         detector.look(text)
     assert detector.length == 1  # what was seen stays in the report
+
+
+def rows(values: range, count: int, counted: bool = False) -> list[int]:
+    """Rows of 22 equal tokens and one of the values, as a JSON object whose members return; with a
+    number of its own per row if counted."""
+    r = random.Random(0)
+    return [
+        token
+        for row in range(count)
+        for token in (*range(22), r.choice(values), *([1000 + row] if counted else []))
+    ]
+
+
+def found_at(tokens: list[int]) -> int:
+    """Tokens after which the detector stops an output without a period; 0: it does not."""
+    detector = LoopDetector()
+    for end in range(1, len(tokens) + 1):
+        if detector.look(tokens[:end]):
+            assert detector.length == STALE_LOOP
+            return end
+    return 0
+
+
+def test_an_output_with_nothing_new_is_a_loop_without_a_period() -> None:
+    end = found_at(rows(range(100, 104), 60))
+    assert STALE_LOOP < end < 800
+    assert end % STALE_INTERVAL == 0
+    r = random.Random(0)
+    paragraph = [r.randrange(80) for _ in range(100)]
+    assert found_at(paragraph * 9), "a period that is too long for the other rule"
+
+
+def test_an_output_with_something_new_per_row_is_no_loop() -> None:
+    assert not found_at(rows(range(100, 104), 90, counted=True))
+    assert not is_stale(rows(range(100, 900), 90)), "a name per row"
+    r = random.Random(0)
+    program = [r.randrange(60) for _ in range(600)]
+    assert not is_stale(program * 2), "printed a second time"
+    assert not is_stale([*program, *program[:300], 7, *program[300:]])
+    assert not is_stale([r.choice((0, 1)) for _ in range(2000)]), "random digits"

@@ -25,6 +25,18 @@ if TYPE_CHECKING:
     from verbatim.base.params import SamplingParams
 
 FinishReason = Literal["stop", "length", "loop", "cancel", "error"]
+STALE_LOOP = 256  # Choice.loop of an output whose last 256 tokens repeat earlier parts of it
+
+
+def loop_text(loop: int) -> str:
+    """What an output with this Choice.loop repeats.
+
+    >>> loop_text(1), loop_text(STALE_LOOP)
+    ('a run of 1 token', 'earlier parts of the answer for 256 tokens')
+    """
+    if loop == STALE_LOOP:
+        return f"earlier parts of the answer for {loop} tokens"
+    return f"a run of {loop} token{'s' if loop > 1 else ''}"
 
 
 # --------------------------------------------------------------------------------------------- plan
@@ -251,7 +263,9 @@ class Choice:
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: tuple[dict[str, Any], ...] = ()
     score: float | None = None  # beam score, or mean log-probability with best_of
-    loop: int = 0  # length of the n-gram that repeats at the end (engine/loop_detector.py), or 0
+    # length of the n-gram that repeats at the end (engine/loop_detector.py); STALE_LOOP: no n-gram,
+    # but so many tokens at the end repeat earlier parts of the output; or 0
+    loop: int = 0
     reasoning: str = ""  # the thought of a reasoning model; `text` is the answer without it
     # text of each token, if logprobs were asked for; U+FFFD where a token ends inside a character
     pieces: tuple[str, ...] = ()

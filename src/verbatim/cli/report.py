@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.defaults import report
 from verbatim.base.params import STRUCTURE
-from verbatim.base.records import Choice, Completion, Finish, TokenLogprob
+from verbatim.base.records import Choice, Completion, Finish, TokenLogprob, loop_text
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -97,13 +97,12 @@ def loop_line(completion: Completion, report_flag: str, stop_flag: str) -> str |
     )
     if stopped:
         return (
-            f"stopped, because the end repeats a run of {_tokens(stopped)};"
-            f" {report_flag} lets it continue"
+            f"stopped, because the end repeats {loop_text(stopped)}; {report_flag} lets it continue"
         )
     loop = max((choice.loop for choice in completion.choices), default=0)
     if not loop:
         return None
-    return f"the end repeats a run of {_tokens(loop)}; {stop_flag} ends such an answer"
+    return f"the end repeats {loop_text(loop)}; {stop_flag} ends such an answer"
 
 
 def length_line(completion: Completion) -> str | None:
@@ -142,7 +141,7 @@ def broken_structure(completion: Completion) -> str | None:
             "length": "it was cut at the context's end"
             if finish.detail == "context"
             else f"it was cut after {_tokens(len(choice.token_ids))}; allow more with --max-tokens",
-            "loop": f"its end repeats a run of {_tokens(choice.loop)}, and it was stopped; another "
+            "loop": f"its end repeats {loop_text(choice.loop)}, and it was stopped; another "
             "--seed, or a schema with maxLength and maxItems, may help",
             "stop": "a stop string or token ended it; leave out --stop and --stop-token-ids",
             "cancel": "it was interrupted",

@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob
+from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob, loop_text
 from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.engine.loop_detector import LoopDetector
 from verbatim.text.decode import TextDecoder
@@ -108,7 +108,7 @@ class ChoiceStream:
             and self._params.on_loop == "stop"
             and len(self.token_ids) >= self._params.min_tokens
         ):
-            finish = Finish("loop", f"{self._loop.length} tokens repeat")
+            finish = Finish("loop", f"the end repeats {loop_text(self._loop.length)}")
         if finish is not None:
             self.end(finish)
         return finish

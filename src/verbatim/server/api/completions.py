@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
+from verbatim.base.records import loop_text
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_rules import NO_LIMIT
@@ -283,9 +284,7 @@ def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool)
         reports |= {"scores": scores} if any(scores) else {}
         return [sse({**head, "choices": [], **usage, **more, **reports})]
     comments = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
-    comments += [
-        f": loop: choice {i} repeats its last {n} tokens\n\n" for i, n in enumerate(loops) if n
-    ]
+    comments += [f": loop: choice {i} repeats {loop_text(n)}\n\n" for i, n in enumerate(loops) if n]
     return [line.encode() for line in comments]
 
 

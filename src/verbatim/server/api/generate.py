@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
-from verbatim.base.records import Usage
+from verbatim.base.records import Usage, loop_text
 from verbatim.server.api.request_context import RequestContext
 from verbatim.server.api.to_params import check_finish
 from verbatim.server.process.messages import (
@@ -182,7 +182,7 @@ def _loops(done: Generated) -> list[str]:
     it."""
     out = []
     for choice in done.choices:
-        run = f"a run of {choice.loop} token{'s' if choice.loop > 1 else ''}"
+        run = loop_text(choice.loop)
         if choice.finish.reason == "loop":
             out.append(f"stopped, because the end repeats {run}; on_loop report lets it continue")
         elif choice.loop:
