@@ -13,7 +13,6 @@ from verbatim.model.rope_record import (
     family_record,
     layer_type_record,
     rope_of,
-    theta_of,
 )
 from verbatim.model.spec import LayerSpec, ModelSpec
 
@@ -90,17 +89,17 @@ def _olmo3(f: Fields, requested: int | None) -> ModelSpec:
 
 def olmo3_records(f: Fields) -> tuple[Record, Record]:
     """transformers gives the config's rope_theta to full_attention only."""
-    theta = theta_of(f, "rope_theta")
+    theta = f.number("rope_theta", _OLMO3_THETA)
     local = f.mapping("rope_parameters").get("sliding_attention") or {}
     own = isinstance(local, dict) and local.get("rope_theta")
-    if theta not in (None, _OLMO3_THETA) and not own:
+    if theta != _OLMO3_THETA and not own:
         raise f.fail(
             "rope_theta",
             f"only {_OLMO3_THETA} is supported, unless rope_parameters.sliding_attention has its "
             "own rope_theta",
         )
     return (
-        layer_type_record(f, "full_attention", theta),
+        layer_type_record(f, "full_attention", "rope_theta"),
         layer_type_record(f, "sliding_attention", _OLMO3_THETA),
     )
 

@@ -12,7 +12,6 @@ from verbatim.model.rope_record import (
     flat_record,
     layer_type_record,
     rope_of,
-    theta_of,
 )
 from verbatim.model.spec import LayerSpec, ModelSpec
 
@@ -78,8 +77,8 @@ def _gemma3(f: Fields, requested: int | None) -> ModelSpec:
 
 def gemma3_records(f: Fields) -> tuple[Record, Record]:
     return (
-        layer_type_record(f, "full_attention", theta_of(f, "rope_theta")),
-        layer_type_record(f, "sliding_attention", theta_of(f, "rope_local_base_freq")),
+        layer_type_record(f, "full_attention", "rope_theta"),
+        layer_type_record(f, "sliding_attention", "rope_local_base_freq"),
     )
 
 

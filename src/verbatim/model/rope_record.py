@@ -97,7 +97,7 @@ def flat_record(
     record = _checked(f, old or new, where, phi3=phi3, extra=extra)
     if record["rope_type"] in _SCALED_BY_LENGTH and f.has("original_max_position_embeddings"):
         record["original_max_position_embeddings"] = f.integer("original_max_position_embeddings")
-    _fill_theta(f, record, where, theta_of(f, keys[0]))
+    _fill_theta(f, record, where, keys[0])
     if record.get("partial_rotary_factor") is None:
         record["partial_rotary_factor"] = f.number(keys[1], 1.0)
     if not (phi3 or partial) and record["partial_rotary_factor"] != 1:
@@ -111,19 +111,18 @@ def flat_record(
     return record
 
 
-def theta_of(f: Fields, key: str) -> float | None:
-    """The config's own theta under the name `key`; None: null, so that the record must have it."""
-    return f.number(key) if f.has(key) else None
+def _fill_theta(f: Fields, record: Record, where: str, theta: float | str) -> None:
+    """Set the theta of a record that has none. `theta`: a number, or the config's key of one, which
+    may be null only where the record has its own."""
+    value = theta if isinstance(theta, float) else f.number(theta) if f.has(theta) else None
+    if "rope_theta" not in record and value is None:
+        raise _fail(f, where, record, "rope_theta", f"a number is needed here or in {theta}")
+    record.setdefault("rope_theta", value)
 
 
-def _fill_theta(f: Fields, record: Record, where: str, theta: float | None) -> None:
-    if "rope_theta" not in record and theta is None:
-        raise _fail(f, where, record, "rope_theta", "a number is needed here or in the config")
-    record.setdefault("rope_theta", theta)
-
-
-def layer_type_record(f: Fields, layer_type: str, theta: float | None) -> Record:
-    """The rope record of one layer type (gemma3, olmo3). `theta`: where the record has none."""
+def layer_type_record(f: Fields, layer_type: str, theta: float | str) -> Record:
+    """The rope record of one layer type (gemma3, olmo3). `theta`: where the record has none, a
+    number or the config's key of one."""
     records = f.mapping("rope_parameters")
     for name, value in records.items():
         if name not in LAYER_TYPES and value is not None:
