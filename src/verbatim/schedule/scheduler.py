@@ -197,7 +197,7 @@ class Scheduler(SequenceQueues):
         if want <= half:
             return paid
         prefilling = any(len(s.tokens) - s.computed > 1 and s.rank > seq.rank for s in others)
-        return half if starting or prefilling else paid
+        return half if prefilling or starting else paid
 
     def _allocate_next_blocks(self, steps: list[SeqStep]) -> None:
         """Allocate the next KV block one step early for decoding sequences, so that the GPU can
