@@ -279,7 +279,7 @@ def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool)
     loops, scores = [choice.loop for choice in choices], [choice.score for choice in choices]
     if with_usage or "receipt" in more or "params" in more:
         usage = {"usage": usage_of(call.runs)} if with_usage else {}
-        reports = {"loops": loops} if any(loops) else {}
+        reports: dict[str, Any] = {"loops": loops} if any(loops) else {}
         reports |= {"scores": scores} if any(scores) else {}
         return [sse({**head, "choices": [], **usage, **more, **reports})]
     comments = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
