@@ -262,6 +262,16 @@ def test_a_null_theta_takes_the_theta_of_the_rope_record(family: str) -> None:
         read(family, **changes[1], **{key: None})
 
 
+def test_proportional_rope_takes_the_fraction_of_the_config() -> None:
+    record = {"rope_type": "proportional", "rope_theta": 777.0}
+    for family, key in (("gpt_neox", "rotary_pct"), ("glm4", "partial_rotary_factor")):
+        (rope,) = {a.rope for a in read(family, rope_parameters=record, **{key: 0.5})[0].layers}
+        assert rope is not None
+        stopped = [f == 0 for f in rope.inv_freq]
+        half = len(stopped) // 2
+        assert stopped == [False] * half + [True] * (len(stopped) - half)
+
+
 def test_a_null_theta_leaves_the_default_of_olmo3s_sliding_layers() -> None:
     records = {"full_attention": {"rope_type": "default", "rope_theta": 777.0}}
     null = read("olmo3", rope_theta=None, rope_parameters=records)[0]

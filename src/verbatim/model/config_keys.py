@@ -253,7 +253,9 @@ ROPE_KEYS: dict[str, Table] = {
     "proportional": {
         **_ANY,
         **_FACTOR,
-        "partial_rotary_factor": followed("fraction of a head's pairs that rotate", 1.0),
+        "partial_rotary_factor": followed(
+            "fraction of a head's pairs that rotate; absent: the config's own, else 1"
+        ),
     },
     "dynamic": {**_ANY, **_FACTOR},
     "llama3": {
