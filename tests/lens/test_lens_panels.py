@@ -389,7 +389,7 @@ def test_warnings_and_loops_are_shown_in_place(lens: LensPage) -> None:
     generate(lens, **settings)
     direct = api(lens.live, prompt_ids(lens.live), **settings)
     assert len(direct["warnings"]) == 3, "two of the settings, one of the loop"
-    loop = f"The output repeats its last {direct['loop']} tokens."
+    loop = f"The end repeats itself: {direct['loop']} tokens."
     assert words(lens, ".sequence .warn") == [loop, *direct["warnings"]]
 
 

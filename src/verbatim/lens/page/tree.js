@@ -89,6 +89,6 @@ export function facts(branch) {
       ? html`<span>drafts: ${details.accepted_prediction_tokens} accepted, ${details.rejected_prediction_tokens} rejected</span>` : nothing}
     <span>${branch.status === "done" ? `ended by ${branch.finish}` : branch.status}</span>
     <span>seed ${branch.tokens.at(-1)?.segment.params.seed ?? "–"}</span></p>
-    ${branch.loop ? html`<p class="warn">The output repeats its last ${branch.loop} tokens.</p>` : nothing}
+    ${branch.loop ? html`<p class="warn">The end repeats itself: ${branch.loop} tokens.</p>` : nothing}
     ${branch.warnings.map((warning) => html`<p class="warn">${warning}</p>`)}`;
 }
