@@ -141,6 +141,8 @@ async def test_a_client_that_leaves_aborts_its_request_on_the_replica(tmp_path: 
 
     await eventually_async(settled)
     assert [ledger.states["cancel"] for ledger in ledgers] == [1, 1]
+    # The result of the aborted request reaches the gateway after its end there.
+    await eventually_async(is_true(lambda: ledgers[0].usage == ledgers[1].usage != {}))
     gate.write_text("100000")
     await gateway.close()
 

@@ -26,7 +26,7 @@ from verbatim.scale.routing import Route
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_from_engine, encode
-from verbatim.server.process.messages import Refused, Result, Work
+from verbatim.server.process.messages import Generated, Refused, Result, Work
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.process.supervisor import EngineState, Supervisor
 from verbatim.server.settings import Settings
@@ -174,7 +174,7 @@ class Cluster(Supervisor):
             code = running.problem.code if running.problem is not None else ""
             self.ledger.close(request_id, code if code in ("timeout", "slow_reader") else "cancel")
 
-    # The last message of a request that was aborted here may still come: it is dropped.
+    # The last message of a request that was aborted here may still come: only its usage counts.
 
     def _refused(self, message: Refused) -> None:
         if message.request_id not in self._running:
@@ -189,6 +189,8 @@ class Cluster(Supervisor):
     def _finished(self, result: Result) -> None:
         if result.request_id in self._running:
             super()._finished(result)
+        elif isinstance(result, Generated):
+            self.ledger.add(result.usage)
 
     # ------------------------------------------------------------------------------- start, close
 

@@ -79,8 +79,11 @@ class Replica:
                 yield batch
         finally:
             self._open -= 1
-            channel.remove(running)
             running.close()
+            if shared is None:
+                channel.remove(running)
+            # Otherwise the channel still carries the result of an aborted request: the gateway
+            # counts its usage.
 
     async def listen(self, gateway: str, name: str, replica: str = "") -> AsyncIterator[bytes]:
         """The batches of all requests that a gateway sends from now on, until it cancels this call.

@@ -45,8 +45,11 @@ class Ledger:
         self._open.remove(request_id)
         self.states[state] += 1
         if usage is not None:
-            for name, count in zip(USAGE, astuple(usage), strict=True):
-                self.usage[name] += count
+            self.add(usage)
+
+    def add(self, usage: Usage) -> None:
+        for name, count in zip(USAGE, astuple(usage), strict=True):
+            self.usage[name] += count
 
     @property
     def running(self) -> int:
