@@ -122,7 +122,7 @@ MUTANTS = (
     Mutant("step-budget", "schedule/scheduler.py", "seq, budget - behind,", "seq, budget,", RULES),
     Mutant(
         "fair-prefill", "schedule/scheduler.py",
-        "return half if starting or prefilling else paid", "return paid", RULES,
+        "return half if prefilling or starting else paid", "return paid", RULES,
     ),
     Mutant(
         "preempted-rank", "schedule/queues.py", "last = self.running[-1]", "last = self.running[0]",

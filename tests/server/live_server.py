@@ -49,7 +49,9 @@ class Live:
             else [sys.executable, "-m", "verbatim"]
         )
         words += ["serve", "--port", "0", *(w for n in names for w in ("--served-model-name", n))]
-        words += ["--engine-silence-seconds", NEVER] if clock else []
+        # A loaded machine can keep an engine silent for a minute.
+        if "--engine-silence-seconds" not in flags:
+            words += ["--engine-silence-seconds", NEVER]
         words += ["--test-engine", engine] if engine else []
         clean = {k: v for k, v in os.environ.items() if k != "VERBATIM_API_KEY"}
         self.process = subprocess.Popen(

@@ -98,7 +98,8 @@ def layer_types(f: Fields, layers: int) -> list[bool] | None:
         return None
     if len(types) != layers or any(t not in ("sliding_attention", "full_attention") for t in types):
         raise f.fail(
-            "layer_types", f"{layers} entries are needed, each full_attention or sliding_attention"
+            "layer_types",
+            f"{layers} entries are needed, each full_attention (or attention) or sliding_attention",
         )
     return [t == "sliding_attention" for t in types]
 
