@@ -7,8 +7,9 @@ which of them the tests find.
 
 The files of the package stay as they are: each run gets a folder with a sitecustomize.py, which
 replaces the line when a process imports the module. So the processes of a server have the fault,
-too. "killed": a test failed. "survived": a test is missing. "broken": the tests did not run, so the
-mutant must be corrected. Ends with status 1 unless all are killed.
+too. "killed": a test failed. "survived": a test is missing. "hangs": the tests did not end, because
+of the fault or of the machine's load. "broken": the tests did not run, so the mutant must be
+corrected. Ends with status 1 unless all are killed.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ def sitecustomize(mutant: Mutant) -> str:
 
 
 def outcome(mutant: Mutant) -> tuple[str, str]:
-    """killed, survived or broken, and pytest's last line about it."""
+    """killed, survived, hangs or broken, and pytest's last line about it."""
     tests = [f"tests/{word}" if ".py" in word else word for word in shlex.split(mutant.tests)]
     options = "-x -q -p no:xdist -p no:cacheprovider --tb=line"
     command = [sys.executable, "-m", "pytest", *options.split()]
@@ -242,7 +243,7 @@ def outcome(mutant: Mutant) -> tuple[str, str]:
                 command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=TIMEOUT
             )
         except subprocess.TimeoutExpired:
-            return "killed", f"no end after {TIMEOUT} s"
+            return "hangs", f"no end after {TIMEOUT} s"
     said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR", "E "))]
     words = {0: "survived", 1: "killed"}
     return words.get(done.returncode, "broken"), (said or [done.stdout[-200:]])[-1][:120]

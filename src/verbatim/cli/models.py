@@ -78,7 +78,7 @@ def command(ctx: click.Context, as_json: bool) -> None:
 
 
 def _row(record: ModelRecord) -> dict[str, Any]:
-    """One model as plain data. The file is read where it is here, else the catalog tells."""
+    """One model as plain data: from its file if it is in the cache, else from the catalog."""
     from verbatim.weights.describe import describe
 
     row: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Where KV blocks are kept outside the block pools: the interface that PagedCache asks.
+"""Where KV blocks are kept outside the block pools: the interface that PagedCache uses.
 
 engine.disk_cache implements it with files. Blocks are found by cache group and block hash, as in
 the prefix cache.

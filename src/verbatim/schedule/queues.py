@@ -20,7 +20,7 @@ from verbatim.schedule.paged_cache import PagedCache
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
 
-PRIORITY_PLACES = 64  # places in the queue that one step of priority is worth; docs/adr/0013
+PRIORITY_PLACES = 64  # places in the queue that one priority level is worth; docs/adr/0013
 _rank = attrgetter("rank")
 
 

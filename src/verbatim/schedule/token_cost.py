@@ -36,7 +36,7 @@ class TokenCost:
         return self.matrices + ATTENTION_WEIGHT * self.position * visible
 
     def affordable(self, budget: int, depth: int, groups: Sequence[CacheGroup]) -> int:
-        """Tokens at `depth` that `budget` tokens at depth 0 pay for; at least one."""
+        """Tokens at `depth` that cost as much as `budget` tokens at depth 0; at least one."""
         return max(1, budget * self.matrices // self.at(depth, groups))
 
     def of_step(self, step: SeqStep, groups: Sequence[CacheGroup]) -> int:

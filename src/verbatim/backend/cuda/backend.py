@@ -145,8 +145,8 @@ class CudaBackend:
             self._group_cache(group, n + 1)
             for group, n in zip(self.spec.groups, blocks, strict=True)
         )
-        # PyTorch and Triton create 190,000 objects: without them a full collection takes less than
-        # a millisecond instead of 110 ms, in which no step is launched
+        # Freeze the 190,000 objects of PyTorch and Triton: a full collection, during which no step
+        # is launched, then takes less than a millisecond instead of 110
         gc.freeze()
         # frozen cycles stay alive at exit, and nanobind reports what they hold as leaked
         atexit.register(gc.unfreeze)

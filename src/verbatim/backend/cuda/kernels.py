@@ -35,7 +35,7 @@ PREFILL_LINES = 128  # lines of a query tile of a prompt
 # Heads larger than WIDE_HEAD (Gemma 4 has 512) need shorter spans and smaller tiles: keys, values
 # and queries share the 227 KiB of an SM, and 128 positions of 512 values alone would need 256 KiB.
 WIDE_HEAD = 256
-WIDE_SPAN = 32  # affects the bits of such heads
+WIDE_SPAN = 32  # positions per span of such heads; another number changes their bits
 WIDE_LINES = 32
 LOG2E = 1.4426950408889634
 ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention's spans

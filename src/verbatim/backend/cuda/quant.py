@@ -138,7 +138,7 @@ def _q6_k(blocks: torch.Tensor) -> Values:
     )
 
 
-# of blocks [n, k / values, bytes per block] uint8
+# by type: the function that unpacks blocks [n, k / values, bytes per block] uint8
 READERS: dict[str, Callable[[torch.Tensor], Values]] = {
     "q4_0": _q4_0,
     "q4_1": _q4_1,

@@ -40,8 +40,8 @@ class StepShape(NamedTuple):
     """The fixed sizes of a graph's inputs."""
 
     rows: int
-    outputs: int  # and tiles of few rows
-    tiles: int  # of a prompt
+    outputs: int  # output rows; also the number of decode tiles
+    tiles: int  # prefill tiles
     spans: int
 
 

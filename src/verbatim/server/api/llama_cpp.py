@@ -185,7 +185,7 @@ async def completion(call: RequestContext) -> Response:
 
 
 async def apply_template(call: RequestContext) -> Response:
-    """The prompt of a conversation as a string, not generated from."""
+    """Render the chat template; return the prompt without generating."""
     body = await call.body()
     call.state.check_model(body.get("model"))
     tools = body.get("tools", [])

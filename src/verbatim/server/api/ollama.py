@@ -110,7 +110,7 @@ def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def warnings_of(body: dict[str, Any]) -> list[str]:
-    """What the request asks for and does not change anything here."""
+    """Warnings about options that have no effect."""
     options = body.get("options") or {}
     ignored = [
         f"options.{name}: has no effect; {OLLAMA_MACHINE_OPTIONS[name]}"

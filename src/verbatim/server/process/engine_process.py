@@ -118,7 +118,7 @@ async def beat(
 
 
 def heartbeat(engine: AsyncEngine, bandwidth: Bandwidth | None) -> Heartbeat:
-    """The engine's counters; with `bandwidth` also the text of its metrics."""
+    """The engine's counters; given `bandwidth`, also its metrics as Prometheus text."""
     stats = engine.stats()
     if bandwidth is None:
         return Heartbeat(stats, None)
