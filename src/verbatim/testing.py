@@ -99,6 +99,8 @@ class FakeBackend:
     def info(self) -> BackendInfo:
         return BackendInfo("fake", "hash", 1, "fake-1", weight_bytes=0, kv_token_bytes=16)
 
+    draft_backend = None
+
     @property
     def launcher(self) -> FakeLauncher | None:
         return FakeLauncher(self._sequence) if self.overlap else None

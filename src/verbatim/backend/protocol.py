@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from verbatim.model.draft_head import DraftHead
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +45,10 @@ class Backend(Protocol):
         step N's tokens. The scheduler then allocates the KV block of a sequence's next position one
         step early. None: the engine executes one step after the other."""
 
+    @property
+    def draft_backend(self) -> DraftBackend | None:
+        """Runs a draft head (speculate/head.py). None: this backend has no kernels for it."""
+
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each cache group (all layers of the group, keys and values)."""
 
@@ -64,6 +71,23 @@ class Backend(Protocol):
         plan.sequences[i]."""
 
     def close(self) -> None: ...
+
+
+class DraftBackend(Protocol):
+    """A backend that can run a draft head over the final hidden states of its last step. A query is
+    (row of the last step's final states, token drawn from it, max tokens, temperature)."""
+
+    def load_head(self, head: DraftHead) -> None: ...
+
+    def start_draft(self, queries: Sequence[tuple[int, int, int, float]]) -> None:
+        """Launch the first drafted token of each query and return. draft() with the same rows,
+        tokens and temperatures uses the result; any other call of the backend discards it."""
+
+    def draft(
+        self, queries: Sequence[tuple[int, int, int, float]], floor: float
+    ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
+        """(tokens, probabilities) per query, as long as the next token may reach probability
+        `floor`."""
 
 
 class StepLauncher(Protocol):

@@ -19,7 +19,7 @@ from verbatim.schedule.sequence import Sequence
 from verbatim.speculate.draft_model import DraftProposer
 from verbatim.speculate.draft_policy import Speculator
 from verbatim.speculate.forced import ForcedProposer
-from verbatim.speculate.head import DraftBackend, HeadProposer
+from verbatim.speculate.head import HeadProposer
 from verbatim.speculate.ngram import NgramProposer
 from verbatim.speculate.proposer import Proposer, SeqView
 from verbatim.speculate.step_cost import StepCost
@@ -67,8 +67,9 @@ class Drafting:
             "no draft head comes with this model; "
             "open the engine with speculate=head:FILE and the cpu backend"
         )
-        if parts.head is not None and isinstance(parts.backend, DraftBackend):
-            self._head = HeadProposer(parts.backend, parts.head)
+        draft_backend = parts.backend.draft_backend
+        if parts.head is not None and draft_backend is not None:
+            self._head = HeadProposer(draft_backend, parts.head)
         elif parts.head is not None:
             self._no_head = (
                 f"the {parts.backend.info.name} backend runs no draft heads; "

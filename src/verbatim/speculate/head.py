@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING
 
+from verbatim.backend.protocol import DraftBackend
 from verbatim.base.records import SeqStep, StepPlan, StepResult
 from verbatim.speculate.proposer import Draft, SeqView
 
@@ -21,24 +22,6 @@ MAX_DEPTH = 5  # drafts per sequence; the probabilities multiply, so more hardly
 COST_WEIGHT = 0.1  # weight of the newest measurement in token_cost
 # Output tokens of a sequence before the head is loaded for it; loading takes as long as these took.
 MIN_OUTPUT_TOKENS = 16
-
-
-@runtime_checkable
-class DraftBackend(Protocol):
-    """A backend that can run a draft head over the final hidden states of its last step. A query is
-    (row of the last step's final states, token drawn from it, max tokens, temperature)."""
-
-    def load_head(self, head: DraftHead) -> None: ...
-
-    def start_draft(self, queries: Sequence[tuple[int, int, int, float]]) -> None:
-        """Launch the first drafted token of each query and return. draft() with the same rows,
-        tokens and temperatures uses the result; any other call of the backend discards it."""
-
-    def draft(
-        self, queries: Sequence[tuple[int, int, int, float]], floor: float
-    ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        """(tokens, probabilities) per query, as long as the next token may reach probability
-        `floor`."""
 
 
 class HeadProposer:

@@ -119,6 +119,10 @@ class CpuBackend:
         rows = [row for s in plan.sequences for row in rows_of(s)]
         return split_draws(plan, self._sampler.draw(rows))
 
+    @property
+    def draft_backend(self) -> CpuBackend:
+        return self
+
     def load_head(self, head: DraftHead) -> None:
         """Pack a draft head. It scores its vocabulary with rows of the model's own output matrix,
         requantised to 4 bits: a draft must be fast and need not be exact."""
@@ -145,11 +149,11 @@ class CpuBackend:
         self._engine.draft_head(mats, *scales, head.words.tolist())
 
     def start_draft(self, requests: Sequence[tuple[int, int, int, float]]) -> None:
-        """speculate.head.DraftBackend: compute the first draft token on a pool thread."""
+        """DraftBackend: compute the first draft token on a pool thread."""
         self._engine.start_draft(list(requests))
 
     def draft(self, requests: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
-        """speculate.head.DraftBackend: draft from the final states of the last step."""
+        """DraftBackend: draft from the final states of the last step."""
         drafts: list[Any] = self._engine.draft(list(requests), floor)
         return drafts
 

@@ -187,6 +187,8 @@ class CudaBackend:
 
     # ---- execute a step
 
+    draft_backend = None
+
     @property
     def launcher(self) -> CudaLauncher | None:
         if not self._can_overlap:

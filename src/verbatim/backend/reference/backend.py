@@ -47,6 +47,7 @@ class ReferenceBackend:
     ) -> None:
         self.spec = model.spec
         self.launcher = None
+        self.draft_backend = None
         self.block_size = block_size
         self.config = config or EngineConfig()
         self._gpu_note = gpu_note
