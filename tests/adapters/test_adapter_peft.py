@@ -25,6 +25,8 @@ TARGETS = {
     "cohere": LLAMA,  # interleaved rotary rows
     "phi3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],  # fused
     "gpt2": ["c_attn", "c_proj", "c_fc"],  # Conv1D
+    "qwen35": LLAMA,  # q_proj has a gate of the attention's output
+    "qwen3next": ["q_proj", "k_proj", "v_proj", "o_proj"],
     "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],  # fused by head
 }
 

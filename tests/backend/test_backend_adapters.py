@@ -14,8 +14,10 @@ from verbatim.testing_models import tiny_adapter, tiny_model
 
 TOKENS = np.random.default_rng(2).integers(0, 260, 24).tolist()
 # biases; no gate and layer norms; one norm over all heads; a scaled residual; parallel blocks; a
-# mixture with a shared MLP; keys of other layers, and inputs per layer; values that are keys
+# mixture with a shared MLP; keys of other layers, and inputs per layer; values that are keys; a
+# gate of the attention's output
 FAMILIES = ["qwen2", "gpt2", "olmo2", "granite", "cohere", "glm4_moe", "gemma4", "gemma4moe"]
+FAMILIES += ["qwen35"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

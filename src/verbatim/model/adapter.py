@@ -18,7 +18,7 @@ from verbatim.weights.tensor import Tensor
 
 # Weights that an adapter may change, by the end of their names.
 ADAPTED = (
-    *("attn.q", "attn.k", "attn.v", "attn.o", "mlp.gate", "mlp.up", "mlp.down"),
+    *("attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "mlp.gate", "mlp.up", "mlp.down"),
     *("shared.gate", "shared.up", "shared.down"),
 )
 

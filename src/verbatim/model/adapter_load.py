@@ -57,6 +57,13 @@ def load_adapter(name: str, path: str, spec: ModelSpec, *, to_merge: bool = Fals
                     file=file,
                 )
             parts[weight] = _part(weight, pair, rows, shapes[weight], spec, file)
+        used = sum(shapes[weight][0] for weight, _ in targets)
+        if used < pair.b.shape[0]:  # a part of a fused matrix that no backend adapts
+            raise ModelError(
+                f"{module}: {pair.b.name} has {pair.b.shape[0]} rows, and an adapter can change "
+                f"{used} of them",
+                file=file,
+            )
     return Adapter(name, _digest(parts), parts, file)
 
 

@@ -18,7 +18,8 @@ from verbatim.text.tag_splitter import Piece, partial_tag_length
 
 CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
 # Control tokens that end the text of a message.
-ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL, MESSAGE)
+DROPPED = (MESSAGE, "<|constrain|>")  # belong into a header; inside a text, a fault of the model
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL, *DROPPED)
 _MARKER = re.compile(r"<\|[a-z]+\|>")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
@@ -78,7 +79,7 @@ class HarmonySplitter:
         at, end = min(ends)
         self._emit(self._held[:at], out)
         self._held = self._held[at + len(end) :]
-        if end != MESSAGE:  # inside a text it is a fault of the model: dropped
+        if end not in DROPPED:
             self._end_message(out)
         return True
 
