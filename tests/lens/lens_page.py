@@ -74,6 +74,7 @@ class LensPage:
 
     def select(self, index: int) -> None:
         self.page.click(f"#tile-{index}")
+        self.page.wait_for_selector(f"#tile-{index}[aria-selected=true]")
         self.page.wait_for_selector(".stages")
         self.page.wait_for_selector("#outcome[data-token]:not([data-token=''])")
 

@@ -11,6 +11,7 @@ import pytest
 from lens_page import LensPage, api, prompt_ids, report
 from live_server import Live
 
+from eventually import eventually
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.draw import noise_key
@@ -195,10 +196,12 @@ def test_answers_are_a_tree_of_shared_prefixes(lens: LensPage, params: dict[str,
         assert int(str(line.get_attribute("aria-level"))) == level
         assert all(part in text for part in said), (text, said)
     lens.page.click(f".tree button:has-text('answer {len(answers)}')")
-    assert lens.tokens() == answers[-1]["ids"]
+    chosen = answers[-1]["ids"]
+    eventually(lambda: lens.tokens() == chosen, "the answer is not drawn")
     if "num_beams" not in params:  # the noise of this answer, not of the first one
         lens.select(3)
-        assert lens.page.get_attribute("#outcome", "data-token") == str(answers[-1]["ids"][3])
+        token = f"#outcome[data-token='{chosen[3]}']"
+        lens.page.wait_for_selector(token)
         assert lens.page.locator(".alarm").count() == 0
 
 
