@@ -65,12 +65,16 @@ def words(lens: LensPage, selector: str) -> list[str]:
 
 def five(lens: LensPage) -> dict[str, tuple[int, str]]:
     """Sampler -> (drawn id, ids left), once all five have decided."""
-    lens.page.wait_for_selector(".five .out[data-token='']", state="detached")
-    shown = lens.page.locator(".five figure").evaluate_all(
-        """all => all.map((figure) => [figure.dataset.sampler,
-          figure.querySelector(".out").dataset.token, figure.querySelector(".out").textContent])"""
+    shown = lens.page.wait_for_function(
+        """() => {
+          const all = [...document.querySelectorAll(".five figure")].map((figure) => {
+            const out = figure.querySelector(".out");
+            return [figure.dataset.sampler, out.dataset.token, out.textContent];
+          });
+          return all.length === 5 && all.every(([, token]) => token !== "") && all;
+        }"""
     )
-    return {name: (int(token), text.split(" ")[0]) for name, token, text in shown}
+    return {name: (int(token), text.split(" ")[0]) for name, token, text in shown.json_value()}
 
 
 def test_side_by_side_is_what_five_requests_draw(lens: LensPage) -> None:
@@ -116,10 +120,11 @@ def test_side_by_side_requests_the_whole_row_where_256_candidates_cannot_decide(
     lens.page.click("#tile-0")
     expected = {name: drawn(key, **params) for name, params in FIVE.items()}
     stages = {name: e.explain["stages"] for name, e in expected.items()}
-    assert five(lens) == {
+    decided = {
         name: (e.token, str(stages[name][-1]["left"] if name != "greedy" else 1))
         for name, e in expected.items()
     }
+    eventually(lambda: five(lens) == decided, lambda: f"{five(lens)} is not {decided}")
     assert asked == [False, True], "the whole row is requested once"
     assert five(lens)["min-p"][1] == str(vocab)
     lens.page.unroute("**/lens/api/step")
