@@ -108,8 +108,8 @@ class Scheduler(SequenceQueues):
             step = self._plan_decode(seq) or self._plan_running(seq, budget - behind, copies)
             if step is not None:
                 steps.append(step)
-                # One token costs one; this spares a call per decoding sequence.
-                budget -= len(step.tokens) == 1 or self.cost.of_step(step, self.cache.groups)
+                one = len(step.tokens) == 1  # the common case spares a call per sequence
+                budget -= 1 if one else self.cost.of_step(step, self.cache.groups)
         while budget > 0 and self.waiting:
             step = self._admit(budget, alone=not steps)
             if step is None:
