@@ -5,7 +5,8 @@
 Needle: copies of one request among random requests, half of them in an engine with prefix cache and
 large steps, half in one without and with small steps, with and without drafts. Every copy must have
 the same tokens. Draws: random logits with random sampling parameters, drawn by the device and by
-the host sampler; rows that the device leaves to the host are counted. The last line is JSON.
+the host sampler; rows that the device leaves to the host are counted per filter and kind of row.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import multiprocessing
 import os
 import random
 import time
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -40,10 +42,10 @@ ENGINES: tuple[dict[str, Any], ...] = (
     {"prefix_cache": True, "step_tokens": 4096},
     {"prefix_cache": False, "step_tokens": 333},
 )
-VOCAB = 2048  # of the random logits
+VOCAB = 8192  # of the random logits
 BATCH = 512
-# Standard deviation of the logits of a row. Sharp rows are like a model's; a flat row with top-p or
-# min-p alone keeps more ids than the device lists, and so may one with ties.
+# Standard deviation of the logits of a row. Sharp rows are like a model's; a flat row with a filter
+# other than top-k may keep more ids than the device lists, and so may one with ties.
 KINDS = {"sharp": 6.0, "middling": 3.0, "flat": 1.0, "ties": 3.0}
 
 
@@ -102,11 +104,24 @@ def random_params(r: random.Random) -> SamplingParams:
         "top_k": (1, 3, 20, 40, 200), "top_p": (0.01, 0.3, 0.9, 0.999), "min_p": (0.001, 0.1, 1.0),
         "repetition_penalty": (1.3, 0.7), "frequency_penalty": (0.4, -0.3),
         "presence_penalty": (0.7, -1.1), "banned_token_ids": ((0, 5, 700),), "logprobs": (0, 5),
+        "typical_p": (0.1, 0.6, 0.95), "top_n_sigma": (0.3, 1.0, 2.0),
+        "logit_bias": ({0: 4.0, 5: -100.0, 300: 2.5},),
     }  # fmt: skip
     for name, values in choices.items():
-        if r.random() < 0.25:
+        if r.random() < 0.2:
             options[name] = r.choice(values)
     return SamplingParams(**options)
+
+
+def filter_of(p: SamplingParams) -> str:
+    """The filter that decides how many ids a row keeps."""
+    if p.greedy or p.top_k:
+        return "temperature 0" if p.greedy else "top_k"
+    active = {
+        "top_p": p.top_p < 1.0, "min_p": p.min_p > 0.0, "typical_p": p.typical_p < 1.0,
+        "top_n_sigma": p.top_n_sigma > 0.0,
+    }  # fmt: skip
+    return next((name for name, on in active.items() if on), "temperature")
 
 
 PARAMS = [random_params(random.Random(i)) for i in range(1000)]
@@ -133,15 +148,20 @@ def device_sampler() -> GpuSampler:
     return GpuSampler(VOCAB, device())
 
 
-def compare(seed: int) -> tuple[int, list[int]]:
-    """(draws of a batch that differ between device and host, rows left to the host per kind)."""
+def compare(seed: int) -> tuple[int, Counter[tuple[str, str, bool]]]:
+    """(draws of a batch that differ between device and host, rows by filter, kind of row, and
+    whether they are left to the host)."""
     logits, rows = batch(seed)
     # sequence ids are new in every batch: counts of another sequence must not remain
     ids = range(seed * BATCH, (seed + 1) * BATCH)
     found = device_sampler()(torch.from_numpy(logits).to(device()), rows, list(ids))
     wanted = sample_rows(logits, rows)
     differ = sum(one is not None and one != right for one, right in zip(found, wanted, strict=True))
-    return differ, [found[i :: len(KINDS)].count(None) for i in range(len(KINDS))]
+    kinds = list(KINDS) * (BATCH // len(KINDS))
+    return differ, Counter(
+        (filter_of(row.spec.params), kind, one is None)
+        for row, kind, one in zip(rows, kinds, found, strict=True)
+    )
 
 
 def draws(count: int) -> dict[str, Any]:
@@ -157,12 +177,15 @@ def draws(count: int) -> dict[str, Any]:
             if len(found) % 200 == 0:  # a run that is stopped has shown something, too
                 different = sum(differ for differ, _ in found)
                 print(f"draws: {len(found) * BATCH}, {different} differ", flush=True)
-    left = np.sum([left for _, left in found], axis=0)
-    each = len(seeds) * BATCH // len(KINDS)
+    counts: Counter[tuple[str, str, bool]] = sum((rows for _, rows in found), Counter())
+    left: dict[str, dict[str, float]] = {}
+    for name, kind in sorted({key[:2] for key in counts}):
+        host, device = counts[name, kind, True], counts[name, kind, False]
+        left.setdefault(name, {})[kind] = round(host / (host + device), 6)
     return {
         "draws": len(seeds) * BATCH,
         "differ": sum(differ for differ, _ in found),
-        "left_to_host": {kind: n / each for kind, n in zip(KINDS, left.tolist(), strict=True)},
+        "left_to_host": left,
         "seconds": round(time.perf_counter() - began, 1),
     }
 

@@ -56,7 +56,7 @@ from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.numerics import log
-from verbatim.sampling.pipeline import Row
+from verbatim.sampling.pipeline import Row, sample_rows
 from verbatim.testing import FakeBackend, fake_spec
 from verbatim.testing_models import TINY_CONFIGS, tiny_adapter, tiny_model
 from verbatim.weights.requantise import requantise
@@ -888,14 +888,15 @@ ELSEWHERE = {
 }  # fmt: skip
 # Parameters with a value that the device does not support.
 HOST_ONLY: dict[str, object] = {
-    "logit_bias": {3: 1.0}, "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35,
-    "typical_p": 0.9, "top_n_sigma": 1.0, "xtc_probability": 0.5, "explain": 1,
+    "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35, "xtc_probability": 0.5,
+    "explain": 1,
     "logprobs": 33, "top_k": 513, "penalty_range": 5,
 }  # fmt: skip
 # Parameters that change the plan of the device.
 ON_DEVICE: dict[str, object] = {
     "allowed_token_ids": (1, 2), "banned_token_ids": (7,), "repetition_penalty": 1.1,
     "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_p": 0.9, "min_p": 0.1, "best_of": 2,
+    "typical_p": 0.9, "top_n_sigma": 1.0, "logit_bias": {3: 1.0},
 }  # fmt: skip
 
 
@@ -923,7 +924,8 @@ def random_params(r: random.Random) -> SamplingParams:
         "repetition_penalty": (1.3, 0.7), "frequency_penalty": (0.4, -0.3),
         "presence_penalty": (0.7, -1.1), "banned_token_ids": ((0, 5, 700),),
         "allowed_token_ids": ((1, 2, 3, 9, 77, 300, 699),), "logprobs": (0, 1, 5), "best_of": (2,),
-        "min_tokens": (30,),
+        "min_tokens": (30,), "typical_p": (0.1, 0.6, 0.95), "top_n_sigma": (0.3, 1.0, 2.0),
+        "logit_bias": ({0: 4.0, 5: -100.0, 300: 2.5},),
     }  # fmt: skip
     for name, values in choices.items():
         if r.random() < 0.3:
@@ -956,7 +958,7 @@ def test_gpu_sampler_equals_the_host_sampler_for_all_parameters(
     """Random combinations of filters, penalties, bans, masks and log-probabilities: equal tokens
     and log-probabilities to the last bit, and few rows left to the host."""
     r, numbers = random.Random(5), np.random.default_rng(5)
-    count = 24 if device.type == "cpu" else 4096
+    count = 48 if device.type == "cpu" else 4096
     logits = numbers.standard_normal((count, VOCAB)) * numbers.choice([1.0, 3.0, 10.0], (count, 1))
     logits[::4] = np.rint(logits[::4])  # ties
     logits = logits.astype(np.float32)
@@ -970,6 +972,40 @@ def test_gpu_sampler_equals_the_host_sampler_for_all_parameters(
     assert len(undecided) <= count // 1000, [rows[i].spec.params for i in undecided]
     kinds = {bool(row.spec.params.top_k) for i, row in enumerate(rows) if i not in left}
     assert kinds == {True, False}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"typical_p": 0.3},
+        {"typical_p": 0.3, "top_k": 20},
+        {"top_n_sigma": 1.6},
+        {"typical_p": 0.5, "top_n_sigma": 0.1},
+        {"logit_bias": {5: 15.0, 650: 14.0}},
+    ],
+)
+def test_gpu_sampler_applies_each_filter(
+    option: dict[str, Any], sampler: GpuSampler, device: torch.device
+) -> None:
+    """At temperature 2 most draws change without the filter, so a filter that is ignored, or keeps
+    an id more or less, gives another token. No row is left to the host."""
+    count = 16 if device.type == "cpu" else 512
+    logits = np.random.default_rng(8).standard_normal((count, VOCAB)).astype(np.float32) * 2
+    plain = SamplingParams(temperature=2.0)
+    rows = [Row(DrawSpec(plain.with_(**option), i, 1), i) for i in range(count)]
+    free = [Row(DrawSpec(plain, i, 1), i) for i in range(count)]
+    wanted = [one.token for one in sample_rows(logits, rows)]
+    assert tokens_of(sampler, logits, rows) == wanted
+    changed = [a != b.token for a, b in zip(wanted, sample_rows(logits, free), strict=True)]
+    assert sum(changed) >= count // 3
+
+
+def test_few_groups_of_a_small_vocabulary_still_give_a_threshold() -> None:
+    """A list of the best 512 ids needs more than 512 groups; with fewer the host samples."""
+    for vocab in (2048, 32_000, 49_152, 128_256, 151_936, 262_144):
+        size = gpu_sampler.group_size(vocab)
+        assert vocab // size >= 2 * sampling_plan.OPEN_LIST
+        assert size == gpu_sampler.GROUP or vocab // (2 * size) < 2 * sampling_plan.OPEN_LIST
 
 
 def test_token_counts_follow_a_sequence_and_recover(device: torch.device) -> None:

@@ -1,16 +1,18 @@
 """GpuSampler: sample on the device, so that only token ids and no logits are copied to the host.
 
 In: rows of logits on the device. Out: one Drawn per row, or None where the host must sample. The
-tokens are those of sampling/pipeline.py, to the bit. jit_sampling.py has three ways to get them:
+tokens are those of sampling/pipeline.py, to the bit. jit_sampling.py and jit_list.py have three
+ways to get them:
 
 - A draw from all ids is the id with the largest key d + noise. The device computes all keys in
   float32, with an error below a fraction of SLACK. If the best key leads all others by more than
   SLACK, float64 finds the same id; otherwise (about one row in four thousand) the ids near the best
   are computed again in float64. An argmax involves no arithmetic and is always proven.
-- A draw through top-k, top-p or min-p collects the best ids in a list and computes filters, masses
-  and noise of the list exactly, in float64. If the list does not hold every id that the filters
-  keep (a flat distribution and no top-k), the host samples.
-- Grammar masks, bans and penalties are applied before, in float64, to a copy of the logits.
+- A draw through a filter (top-k, top-p, min-p, typical-p, top-n-sigma) collects the best ids in a
+  list and computes filters, masses and noise of the list exactly, in float64. If the list does not
+  hold every id that the filters keep (a flat distribution and no top-k), the host samples.
+- Logit bias, grammar masks, bans and penalties are applied before, in float64, to a copy of the
+  logits.
 
 Rows with other parameters, and rows whose logits are not finite, go to the host.
 """
@@ -25,13 +27,16 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import jit_sampling
+from verbatim.backend.cuda import jit_list, jit_sampling
 from verbatim.backend.cuda.device import send
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.sampling_plan import (
     COLUMNS,
+    OPEN_LIST,
     POSITIONS,
+    SHAPES,
+    Bias,
     RowPlan,
     RowTable,
     ban_words,
@@ -49,7 +54,7 @@ from verbatim.base.records import Drawn, DrawSpec
 from verbatim.sampling.pipeline import Row
 
 ROWS, CHUNK = 1, 2048  # rows and token ids per program
-GROUP = 128  # ids of which only the largest logit decides the list's threshold
+GROUP = 128  # at most: ids of which only the largest logit decides the list's threshold
 MAX_CACHED = 4096  # requests whose plan is cached; a full cache is cleared
 
 
@@ -65,6 +70,7 @@ class GpuSampler:
         self._bans: dict[tuple[int, tuple[int, ...]], tuple[SamplingParams, np.ndarray]] = {}
         self._last = row_table((), ())  # of the last launch()
         self._strengths = (self._last.strengths, torch.zeros((0, 3), dtype=torch.float64))
+        self._bias: tuple[Bias | None, list[torch.Tensor]] = (None, [])
 
     def __call__(
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
@@ -147,7 +153,7 @@ class GpuSampler:
     ) -> PendingTokens:
         assert logits.is_contiguous(), "the kernels need contiguous rows"
         x = logits
-        edits = table.masked or table.penalised
+        edits = table.masked or table.penalised or table.bias is not None
         if edits or (masks is not None and any(mask is not None for mask in masks)):
             x = self._process(logits, table, positions, seq_ids, masks, drawn)
         row_params, shapes = self._send(table, positions)
@@ -173,22 +179,23 @@ class GpuSampler:
         return PendingTokens(out, on_host, arrived, reported, tops, size)
 
     def _send(self, table: RowTable, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The `row_params` table [COLUMNS, rows] int32 and the `shapes` [rows, 3] float64 of
+        """The `row_params` table [COLUMNS, rows] int32 and the `shapes` [rows, SHAPES] float64 of
         jit_sampling, in one copy to the device.
 
         PyTorch does not reuse the pinned memory before the copy is done."""
         count = len(positions)
-        first = aligned(6 * count)
+        words = 2 * SHAPES * count
+        first = aligned(words)
         pinned = torch.empty(
             first + COLUMNS * count, dtype=torch.int32, pin_memory=self.device.type == "cuda"
         )
         flat = pinned.numpy()
-        flat[: 6 * count] = table.shapes.view(np.int32).reshape(-1)
+        flat[:words] = table.shapes.view(np.int32).reshape(-1)
         columns = flat[first:].reshape(COLUMNS, count)
         columns[:] = table.columns
         columns[POSITIONS] = np.array(positions, np.int64).astype(np.int32)
         sent = pinned.to(self.device, non_blocking=True)
-        return sent[first:], sent[: 6 * count].view(torch.float64)
+        return sent[first:], sent[:words].view(torch.float64)
 
     # ---- processors
 
@@ -201,8 +208,11 @@ class GpuSampler:
         masks: Sequence[bytes | None] | None,
         drawn: torch.Tensor | None,
     ) -> torch.Tensor:
-        """The logits after masks, bans and penalties, in float64; `logits` if no row has any."""
+        """The logits after bias, masks, bans and penalties, in float64; `logits` if no row has
+        any."""
         specs, plans, rows = table.specs, table.plans, len(positions)
+        if table.bias is not None:
+            logits = self._add_bias(logits, table.bias)
         where = np.full((2, rows), -1, np.int32)  # the mask and the slot of each row
         given: list[np.ndarray] = []
         if table.masked or masks is not None:
@@ -237,6 +247,14 @@ class GpuSampler:
             ),
             (CHUNK,),
         )  # fmt: skip
+        return x
+
+    def _add_bias(self, logits: torch.Tensor, bias: Bias) -> torch.Tensor:
+        if self._bias[0] is not bias:
+            self._bias = (bias, [send(part, self.device) for part in bias])
+        rows, ids, values = self._bias[1]
+        x = logits.double()
+        x[rows, ids] += values
         return x
 
     def _mask(
@@ -304,17 +322,29 @@ class GpuSampler:
         table: RowTable,
         out: torch.Tensor,
     ) -> None:
-        open_list = table.open_list
-        best = self._best_ids(x, row_max, shapes, table.list_k, open_list)
+        best = self._best_ids(x, row_max, shapes, table.list_k, table.open_list)
         chunks = triton.cdiv(self.vocab, CHUNK)
+        spread, moments = best.mass, shapes  # unused pointers unless table.moments
+        if table.moments:
+            spread = torch.empty_like(best.mass)
+            moments = torch.empty((len(x), chunks, 3), dtype=torch.float64, device=self.device)
+            launch(
+                jit_list.chunk_moments,
+                (len(x), chunks, 1),
+                (x, row_max, shapes, best.list_k, spread, moments, self.vocab, chunks),
+                (CHUNK,),
+            )
         launch(
-            jit_sampling.draw_from_list,
+            jit_list.draw_from_list,
             (len(x), 1, 1),
             (
                 best.ids, best.values, best.used, best.tau, row_max, row_params, shapes,
-                best.list_k, best.mass, out, self.vocab, chunks,
+                best.list_k, best.mass, spread, moments, out, self.vocab, chunks,
             ),
-            (best.size, min(64, best.size), triton.next_power_of_2(chunks), open_list),
+            (
+                best.size, min(64, best.size), triton.next_power_of_2(chunks),
+                table.open_list, table.moments,
+            ),
             warps=8 if best.size > 64 else 4,
         )  # fmt: skip
 
@@ -327,9 +357,9 @@ class GpuSampler:
         mass: bool,
     ) -> BestIds:
         count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
-        size = list_size(max(list_k))
+        size, group = list_size(max(list_k)), group_size(self.vocab)
         wanted = send(np.array(list_k, np.int32), self.device)
-        groups = chunks * (CHUNK // GROUP)
+        groups = chunks * (CHUNK // group)
         maxima = torch.empty((count, groups), dtype=torch.float32, device=self.device)
         masses = torch.empty((count, chunks), dtype=torch.int64, device=self.device)
         tau = torch.empty(count, dtype=torch.float32, device=self.device)
@@ -340,7 +370,7 @@ class GpuSampler:
             jit_sampling.group_maxima,
             (count, chunks, 1),
             (x, row_max, shapes, wanted, maxima, masses, self.vocab, chunks),
-            (GROUP, CHUNK, mass),
+            (group, CHUNK, mass),
         )
         launch(
             jit_sampling.list_threshold,
@@ -362,7 +392,7 @@ class GpuSampler:
         """Best ids, their logits and scores of the model's own distribution, see report_list."""
         count, chunks = len(tops), triton.cdiv(self.vocab, CHUNK)
         row_max = logits.amax(1)
-        shapes = torch.ones(3 * count, dtype=torch.float64, device=self.device)
+        shapes = torch.ones(SHAPES * count, dtype=torch.float64, device=self.device)
         list_k = [max(1, top) if top >= 0 else 0 for top in tops]
         best = self._best_ids(logits, row_max, shapes, list_k, True)
         top = max(list_k)
@@ -370,7 +400,7 @@ class GpuSampler:
         top_values = torch.zeros((count, top), dtype=torch.float32, device=self.device)
         scores = torch.zeros((count, 4), dtype=torch.int64, device=self.device)
         launch(
-            jit_sampling.report_list,
+            jit_list.report_list,
             (count, 1, 1),
             (
                 best.ids, best.values, best.used, logits, row_max, tokens, best.list_k, best.mass,
@@ -392,6 +422,15 @@ class BestIds(NamedTuple):
     list_k: torch.Tensor  # [rows] int32; 0: the row has no list
     mass: torch.Tensor  # [rows, chunks] int64
     size: int
+
+
+def group_size(vocab: int) -> int:
+    """Ids per group, so that there are twice as many groups as a list may ask for: fewer would not
+    give a threshold, and the list would be the whole vocabulary."""
+    size = GROUP
+    while size > 2 and vocab < 2 * OPEN_LIST * size:
+        size //= 2
+    return size
 
 
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 sampling/numerics.py.
 
 In float64 they have the same bits: only `+ - * /`, conversions and integer sums. In float32 they
-have an error that docs/numerics.md bounds. The kernels of jit_sampling.py call them, launched
+have an error that docs/numerics.md bounds. The kernels of the sampler call them, launched
 without fused multiply-add.
 """
 
@@ -151,6 +151,14 @@ def mass_of(d):
     live = d > -30.0
     e = exp64(tl.where(live, d, 0.0))
     return tl.where(live, (e * MASS_ONE).to(tl.int64), 0)
+
+
+@triton.jit
+def spread_of(d):
+    """floor(e^d * -d * 2^42) for d <= 0; 0 for d <= -30."""
+    live = d > -30.0
+    d = tl.where(live, d, 0.0)
+    return ((exp64(d) * -d) * MASS_ONE).to(tl.int64)
 
 
 @triton.jit

@@ -11,6 +11,9 @@ import triton.language as tl
 
 from verbatim.backend.cuda.jit_numerics import gumbel64, gumbel_noise, mass_of
 
+# `shapes` has SHAPES float64 values per row: temperature, top_p, log(min_p) (-inf without min_p),
+# typical_p (1 without), top_n_sigma (0 without)
+SHAPES: tl.constexpr = tl.constexpr(5)
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of float32; a removed id is -inf
 
 
@@ -110,7 +113,7 @@ def resolve_ties(
         k0 = tl.load(row_params + row).to(tl.uint32, bitcast=True)
         k1 = tl.load(row_params + ROWS + row).to(tl.uint32, bitcast=True)
         position = tl.load(row_params + 2 * ROWS + row).to(tl.uint32, bitcast=True)
-        temperature = tl.load(shapes + 3 * row)
+        temperature = tl.load(shapes + SHAPES * row)
         best = tl.full((), float("-inf"), tl.float64)
         token = tl.full((), -1, tl.int32)
         for chunk in range(CHUNKS):
@@ -166,7 +169,7 @@ def process_logits(
     tl.store(out + row.to(tl.int64) * VOCAB + id, x, mask=inside)
 
 
-# ---- filters: the best ids of a row as a list
+# ---- filters: the best ids of a row as a list, see jit_list.py
 
 
 @triton.jit
@@ -186,7 +189,7 @@ def group_maxima(
         at = (row * CHUNKS + chunk) * (BV // GROUP) + tl.arange(0, BV // GROUP)
         tl.store(groups + at, peaks)
         if MASS:
-            d = (value - tl.load(row_max + row).to(tl.float64)) / tl.load(shapes + 3 * row)
+            d = (value - tl.load(row_max + row).to(tl.float64)) / tl.load(shapes + SHAPES * row)
             tl.store(mass + row * CHUNKS + chunk, tl.sum(mass_of(d), 0))
 
 
@@ -229,108 +232,6 @@ def collect_list(x, list_k, tau, used, ids, values, VOCAB, BV: tl.constexpr, LIS
             fits = (chosen == 1) & (at < LIST)
             tl.store(ids + row * LIST + at, id, mask=fits)
             tl.store(values + row * LIST + at, value, mask=fits)
-
-
-@triton.jit
-def rank_list(
-    ids, values, row, count, top, temperature, id, d, LIST: tl.constexpr, BC: tl.constexpr
-):
-    """(rank, mass of the better ids) of each list entry, by d descending, then id ascending."""
-    rank, better = tl.zeros((LIST,), tl.int32), tl.zeros((LIST,), tl.int64)
-    for start in range(0, tl.minimum(count, LIST), BC):
-        j = start + tl.arange(0, BC)
-        other = tl.load(ids + row * LIST + j, mask=j < count, other=0)
-        value = tl.load(values + row * LIST + j, mask=j < count, other=float("-inf"))
-        e = (value - top) / temperature
-        before = (e[None, :] > d[:, None]) | (
-            (e[None, :] == d[:, None]) & (other[None, :] < id[:, None])
-        )
-        before = before & (j < count)[None, :]
-        rank += tl.sum(before.to(tl.int32), 1)
-        better += tl.sum(tl.where(before, mass_of(e)[None, :], 0), 1)
-    return rank, better
-
-
-@triton.jit
-def draw_from_list(
-    ids, values, used, tau, row_max, row_params, shapes, list_k, mass, out, VOCAB, CHUNKS,
-    LIST: tl.constexpr, BC: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr,
-):  # fmt: skip
-    """Top-k, top-p, min-p and the draw over the list of one row, exactly; -1 if the list is too
-    short for the filters.
-
-    `row_params` is that of chunk_top2; `shapes` is [rows, 3] float64: temperature, top_p and
-    log(min_p), which is -inf without min_p. A row's top_k is `row_params` line 5, 0 for none."""
-    row, ROWS = tl.program_id(0), tl.num_programs(0)
-    if tl.load(list_k + row) > 0:
-        i = tl.arange(0, LIST)
-        count = tl.load(used + row)
-        inside = i < count
-        id = tl.load(ids + row * LIST + i, mask=inside, other=VOCAB)
-        value = tl.load(values + row * LIST + i, mask=inside, other=float("-inf"))
-        top = tl.load(row_max + row).to(tl.float64)
-        temperature = tl.load(shapes + 3 * row)
-        share, floor = tl.load(shapes + 3 * row + 1), tl.load(shapes + 3 * row + 2)
-        d = (value - top) / temperature
-        rank, better = rank_list(ids, values, row, count, top, temperature, id, d, LIST, BC)
-        k = tl.load(row_params + 5 * ROWS + row)
-        kept = inside & (rank < tl.where(k > 0, k, LIST))
-        # whole: the list holds every id that the filters keep
-        whole = (k > 0) | (tl.load(tau + row) <= LOWEST)
-        total = tl.sum(tl.where(kept, mass_of(d), 0), 0)
-        listed = total
-        if MASS:
-            c = tl.arange(0, BLOCK)
-            everything = tl.sum(tl.load(mass + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
-            total = tl.where(k > 0, total, everything)
-        if share < 1.0:
-            product = share * total.to(tl.float64)
-            need = product.to(tl.int64)
-            need += (product > need.to(tl.float64)).to(tl.int64)
-            need = tl.maximum(tl.minimum(need, total), 1)
-            whole = whole | (listed >= need)
-            kept = kept & (better < need)
-        whole = whole | (tl.min(tl.where(inside, d, 0.0), 0) < floor)
-        kept = kept & (d >= floor)
-        k0 = tl.load(row_params + row).to(tl.uint32, bitcast=True)
-        k1 = tl.load(row_params + ROWS + row).to(tl.uint32, bitcast=True)
-        position = tl.load(row_params + 2 * ROWS + row).to(tl.uint32, bitcast=True)
-        key = tl.where(kept, d + gumbel64(id, position, k0, k1), float("-inf"))
-        best = tl.max(key, 0)
-        token = tl.min(tl.where(kept & (key == best), id, VOCAB), 0)
-        proven = whole & (count <= LIST) & (count > 0) & (tl.abs(top) < float("inf"))
-        tl.store(out + row, tl.where(proven, token, -1))
-
-
-@triton.jit
-def report_list(
-    ids, values, used, logits, row_max, tokens, list_k, mass, top_ids, top_values, scores,
-    VOCAB, CHUNKS, TOP, LIST: tl.constexpr, BC: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """What the host needs for log-probabilities of one row: the best ids in order with their
-    logits; `scores` [rows, 4] int64: total mass, size of the list, float32 bits of the drawn
-    token's logit and of the largest one."""
-    row = tl.program_id(0)
-    if tl.load(list_k + row) > 0:
-        i, c = tl.arange(0, LIST), tl.arange(0, BLOCK)
-        count = tl.load(used + row)
-        inside = i < count
-        id = tl.load(ids + row * LIST + i, mask=inside, other=VOCAB)
-        value = tl.load(values + row * LIST + i, mask=inside, other=float("-inf"))
-        peak = tl.load(row_max + row)
-        top, one = peak.to(tl.float64), tl.full((), 1.0, tl.float64)
-        d = value - top
-        rank, _ = rank_list(ids, values, row, count, top, one, id, d, LIST, BC)
-        shown = inside & (rank < TOP)
-        tl.store(top_ids + row * TOP + rank, id, mask=shown)
-        tl.store(top_values + row * TOP + rank, value.to(tl.float32), mask=shown)
-        total = tl.sum(tl.load(mass + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
-        token = tl.maximum(tl.load(tokens + row), 0)
-        logit = tl.load(logits + row.to(tl.int64) * VOCAB + token)
-        tl.store(scores + 4 * row, total)
-        tl.store(scores + 4 * row + 1, count.to(tl.int64))
-        tl.store(scores + 4 * row + 2, logit.to(tl.int32, bitcast=True).to(tl.int64))
-        tl.store(scores + 4 * row + 3, peak.to(tl.int32, bitcast=True).to(tl.int64))
 
 
 # ---- counts of tokens, for the penalties

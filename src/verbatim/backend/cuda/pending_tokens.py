@@ -16,7 +16,7 @@ class PendingTokens(NamedTuple):
     """Results of a launched sampler: on the device, and on their way to the host.
 
     `reported` are host tensors for log-probabilities: the best ids and their logits [rows, top],
-    and the scores [rows, 4] of jit_sampling.report_list; `tops`: alternatives per row, -1: none."""
+    and the scores [rows, 4] of jit_list.report_list; `tops`: alternatives per row, -1: none."""
 
     on_device: torch.Tensor  # token ids [rows] int32, -1: the host must sample
     on_host: torch.Tensor

@@ -18,15 +18,15 @@ from verbatim.sampling.filters import log_of_share
 SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
 MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
 MAX_TOP_K = 512
-OPEN_LIST = 512  # ids to collect for top-p or min-p without top-k
+OPEN_LIST = 512  # ids to collect for a filter without top-k
 MAX_LOGPROBS = 32  # alternatives that the device reports
-COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and draw_from_list
+COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and jit_list.draw_from_list
 POSITIONS = 2  # the column of the rows' positions
+SHAPES = 5  # float64 values per row, see jit_sampling.SHAPES
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 # Filters without a kernel, with the default that leaves them off: the host samples rows with one.
-HOST_FILTERS = tuple(
-    (name, FIELDS[name].default) for name in FILTERS if name not in ("top_k", "top_p", "min_p")
-)
+DEVICE_FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma")
+HOST_FILTERS = tuple((name, FIELDS[name].default) for name in FILTERS if name not in DEVICE_FILTERS)
 
 
 class RowPlan(NamedTuple):
@@ -39,6 +39,9 @@ class RowPlan(NamedTuple):
     top_k: int = 0  # filters of a draw from the list
     top_p: float = 1.0
     log_min_p: float = -np.inf
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+    biased: bool = False  # logit_bias
     penalties: tuple[float, float, float] | None = None  # repetition, frequency, presence
     bans: bool = False  # allowed_token_ids or banned_token_ids
     logprobs: int = -1  # alternatives to report; -1: no log-probability
@@ -51,7 +54,6 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
     """How the device samples with these parameters; None: the host samples."""
     if (
         p.explain
-        or p.logit_bias
         or p.dry_multiplier
         or p.no_repeat_ngram
         or p.penalty_range
@@ -62,18 +64,20 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
     penalties = (p.repetition_penalty, p.frequency_penalty, p.presence_penalty)
     plan = RowPlan(
         penalties=penalties if penalties != NO_PENALTIES else None,
+        biased=bool(p.logit_bias),
         bans=bool(p.banned_token_ids) or p.allowed_token_ids is not None,
         logprobs=(p.logprobs or 0) if p.wants_logprob else -1,
     )
     if p.greedy:  # no filter runs at temperature 0
-        return exact_argmax(plan) if plan.penalties or plan.bans else plan
+        edited = plan.penalties or plan.bans or plan.biased
+        return exact_argmax(plan) if edited else plan
     if (
         any(getattr(p, name) != default for name, default in HOST_FILTERS)
         or p.temperature < MIN_TEMPERATURE
         or p.top_k > MAX_TOP_K
     ):
         return None
-    if p.top_k or p.top_p < 1.0 or p.min_p:
+    if p.top_k or p.top_p < 1.0 or p.min_p or p.typical_p < 1.0 or p.top_n_sigma:
         return plan._replace(
             slack=np.inf,
             list_k=p.top_k or OPEN_LIST,
@@ -81,8 +85,18 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
             temperature=p.temperature,
             top_p=p.top_p,
             log_min_p=log_of_share(p.min_p) if p.min_p else -np.inf,
+            typical_p=p.typical_p,
+            top_n_sigma=p.top_n_sigma,
         )
     return plan._replace(scale=1.0 / p.temperature, slack=SLACK, temperature=p.temperature)
+
+
+class Bias(NamedTuple):
+    """logit_bias of all rows: one entry per row and id."""
+
+    rows: np.ndarray  # int64
+    ids: np.ndarray  # int64
+    values: np.ndarray  # float64
 
 
 class RowTable(NamedTuple):
@@ -92,7 +106,8 @@ class RowTable(NamedTuple):
     specs: Sequence[DrawSpec]
     plans: Sequence[RowPlan | None]  # None: the host samples the row
     columns: np.ndarray  # [COLUMNS, rows] int32; POSITIONS are left empty
-    shapes: np.ndarray  # [rows, 3] float64: temperature, top_p, log_min_p
+    shapes: np.ndarray  # [rows, SHAPES] float64, see jit_sampling.SHAPES
+    bias: Bias | None
     masked: bool  # bans or min_tokens may exclude ids
     penalised: bool
     strengths: np.ndarray  # [rows, 3] float64: repetition, frequency, presence penalty
@@ -100,6 +115,7 @@ class RowTable(NamedTuple):
     noise: bool  # such a row is not an argmax
     list_k: Sequence[int]
     open_list: bool  # a row needs the mass of all ids for its list
+    moments: bool  # a row has typical_p or top_n_sigma
     logprobs: Sequence[int]  # alternatives to report per row; -1: none
 
 
@@ -111,21 +127,42 @@ def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> Row
         np.array([(plan.scale, plan.slack) for plan in some], np.float32).view(np.int32).T
     )
     columns[5] = [plan.top_k for plan in some]
-    shapes = np.array([(plan.temperature, plan.top_p, plan.log_min_p) for plan in some])
+    shapes = np.array([
+        (plan.temperature, plan.top_p, plan.log_min_p, plan.typical_p, plan.top_n_sigma)
+        for plan in some
+    ])  # fmt: skip
     return RowTable(
         specs,
         plans,
         columns,
         shapes,
+        bias_of(specs, some),
         masked=any(plan.bans for plan in some) or any(spec.withheld for spec in specs),
         penalised=any(plan.penalties for plan in some),
         strengths=np.array([plan.penalties or NO_PENALTIES for plan in some]),
         from_all=any(not plan.list_k for plan in some),
         noise=any(plan.scale for plan in some),
         list_k=[plan.list_k for plan in some],
-        open_list=any(plan.list_k and not plan.top_k and plan.top_p < 1.0 for plan in some),
+        open_list=any(
+            plan.list_k and not plan.top_k and min(plan.top_p, plan.typical_p) < 1.0
+            for plan in some
+        ),
+        moments=any(plan.typical_p < 1.0 or plan.top_n_sigma for plan in some),
         logprobs=[plan.logprobs for plan in some],
     )
+
+
+def bias_of(specs: Sequence[DrawSpec], plans: Sequence[RowPlan]) -> Bias | None:
+    found = [
+        (row, id, value)
+        for row, (spec, plan) in enumerate(zip(specs, plans, strict=True))
+        if plan.biased
+        for id, value in dict(spec.params.logit_bias).items()
+    ]
+    if not found:
+        return None
+    rows, ids, values = zip(*found, strict=True)
+    return Bias(np.array(rows, np.int64), np.array(ids, np.int64), np.array(values, np.float64))
 
 
 def same_rows(specs: Sequence[DrawSpec], table: RowTable, max_history: int) -> bool:
