@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "model-default-wins", "base/defaults.py",
-        "        if name in origins:\n", "        if True:\n", "engine/test_engine_defaults.py",
+        "        if name in origins:\n", "        if True:\n", "base/test_base_defaults.py",
     ),
     # ---- model
     Mutant(

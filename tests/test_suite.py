@@ -79,6 +79,13 @@ def test_tests_that_did_not_run_are_listed_with_and_without_workers(
     assert "no_such_library" in missing
 
 
+def test_every_package_has_a_folder_of_tests() -> None:
+    packages = {path.parent for path in (HERE.parent / "src" / "verbatim").glob("*/__init__.py")}
+    assert len(packages) > 15
+    for package in packages:
+        assert list((HERE / package.name).rglob("test_*.py")), f"no test in tests/{package.name}"
+
+
 def test_every_test_of_make_smoke_exists() -> None:
     chosen = re.findall(r'"(tests/\S+?\.py)(?:::(\w+))?', MAKEFILE)
     assert len(chosen) == 4

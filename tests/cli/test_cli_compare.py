@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from cli_result import Call
 from rich.cells import cell_len
 
-from verbatim.base.records import Choice, Finish, TokenLogprob
+from cli_result import Call
 from verbatim.cli.compare import read_settings
-from verbatim.diagnose.comparison import differences
-from verbatim.diagnose.quiz import Question, _judge
 
 QUIZ = Path(__file__).parents[2] / "examples" / "quiz.jsonl"
-
-
-def test_differences_are_words_and_the_spaces_between_them() -> None:
-    assert differences("same text", "same text") == [("same text", False)]
-    assert differences("a red cat sat", "a blue dog sat") == [
-        ("a ", False),
-        ("blue dog", True),
-        (" sat", False),
-    ]
-    assert differences("", "new") == [("new", True)]
-    for other in ("", "x", " a  b\nc ", "one two three"):
-        assert "".join(part for part, _ in differences("one\ntwo c", other)) == other
 
 
 def test_settings_change_parameters_engines_and_models() -> None:
@@ -103,27 +87,6 @@ def test_speculation_and_batching_change_nothing_and_a_seed_does(verbatim: Call)
 # ------------------------------------------------------------------------------------------- quiz
 
 
-def sample(text: str, logprob: float) -> Choice:
-    return Choice(0, text, (1,), Finish("stop"), logprobs=(TokenLogprob(1, logprob),))
-
-
-def test_the_four_methods_judge_the_same_samples() -> None:
-    question = Question("?", "red", ("red", "blue"))
-    samples = [sample("red", -3.0), sample("blue", -1.0), sample("red!", -2.0), sample("?", -0.5)]
-    found = _judge(question, "blue", samples)
-    assert found["greedy_right"] is False
-    assert found["sampled_right"] == 0.5
-    assert found["best"] == "?"
-    assert found["best_right"] is False
-    assert found["votes"] == {"red": 2, "blue": 1}
-    assert found["vote_right"] is True
-    tie = _judge(question, "", [sample("blue", 0.0), sample("red", 0.0)])
-    assert tie["vote"] == "blue"  # of equals, the first
-    nothing = _judge(question, "", [sample("", 0.0)])
-    assert nothing["vote"] is None
-    assert nothing["vote_right"] is False
-
-
 def test_the_quiz_is_reproducible_and_adds_up(verbatim: Call, tmp_path: Path) -> None:
     words = ("compare", "--quiz", str(QUIZ), "--samples", "3", "--max-tokens", "6", "--json")
     result = verbatim(*words, "--plot", str(tmp_path / "q.svg"))
@@ -163,36 +126,3 @@ def test_a_broken_quiz_is_refused(verbatim: Call, tmp_path: Path, text: str, hin
     result = verbatim("compare", "--quiz", str(tmp_path / "q.jsonl"))
     assert result.code == 2
     assert hint in result.err
-
-
-def test_the_example_quiz_is_valid() -> None:
-    from verbatim.diagnose.quiz import read_quiz
-
-    questions = read_quiz(str(QUIZ))
-    assert len({q.text for q in questions}) == len(questions) >= 20
-    assert all(q.choices and q.is_right(q.answer) for q in questions)
-    assert json.loads(QUIZ.read_text().splitlines()[0])["question"] == questions[0].text
-
-
-@pytest.mark.model
-@pytest.mark.native
-def test_the_table_in_the_docs_is_reproduced(default_model: Path) -> None:
-    """The first three rows of docs/tools/compare.md: seeds make them the same on every machine."""
-    from verbatim.base.params import SamplingParams
-    from verbatim.diagnose.quiz import read_quiz, run_quiz
-    from verbatim.engine.llm import LLM
-
-    pytest.importorskip("verbatim.backend.cpu._native", reason="the native kernels are not built")
-    params = SamplingParams(temperature=1.0, max_tokens=16)
-    with LLM(default_model, backend="cpu", context=256) as llm:
-        result = run_quiz(llm, read_quiz(str(QUIZ))[:3], samples=8, params=params)
-    words = {True: "right", False: "wrong"}
-    text = (QUIZ.parents[1] / "docs" / "tools" / "compare.md").read_text()
-    for row in result.rows:
-        [line] = [line for line in text.splitlines() if line.startswith(row["question"])]
-        assert line.split()[-4:] == [
-            words[row["greedy_right"]],
-            f"{row['sampled_right']:.0%}",
-            words[row["best_right"]],
-            words[row["vote_right"]],
-        ]

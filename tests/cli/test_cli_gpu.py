@@ -9,8 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim import backend as backends
 from verbatim.backend import gpu
 from verbatim.base.errors import BackendError

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim import LLM, SamplingParams
 
 Spawn = Callable[..., "subprocess.Popen[bytes]"]

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim.base.errors import ParameterError
 from verbatim.cli import open_model
 from verbatim.cli.batch import in_and_out

@@ -16,7 +16,7 @@ from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, AsyncEngine, SamplingParams
 from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.async_engine import IDLE_CHECK_SECONDS
+from verbatim.engine.async_loop import IDLE_CHECK_SECONDS
 from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.testing import PacedBackend, fake_parts
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from verbatim import LLM
-from verbatim.weights.catalog import CatalogEntry, _catalog_model
+from verbatim.weights.catalog import _catalog_model
+from verbatim.weights.wheel_model import CatalogEntry
 
 pytestmark = [pytest.mark.models, pytest.mark.torch]
 

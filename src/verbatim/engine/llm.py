@@ -37,7 +37,7 @@ from verbatim.engine.call_inputs import (
 from verbatim.engine.embed_calls import EmbedCalls
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_base import Message
-from verbatim.engine.request import read_prompt
+from verbatim.engine.read_prompt import read_prompt
 from verbatim.engine.scoring import Score, score_of, windows
 from verbatim.observe.explained import Explanation
 

@@ -16,26 +16,15 @@ from weakref import WeakKeyDictionary
 from verbatim.base.defaults import resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.engine.embed_input import EmbedInput, check_task, cut_text, encode_pair
+from verbatim.engine.embed_input import EmbedInput, check_task
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
+from verbatim.engine.read_prompt import read_embed_input, read_prompt
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.thoughts import ThoughtFormat
 
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
-
-
-class EncodedText(list[int]):
-    """Token ids of a text that was encoded before its Request is made.
-
-    lost: characters of the text that the vocabulary cannot encode
-    plain: the text itself, when its literal control tokens were encoded as plain text
-    thoughts: how the model marks its thoughts, in a conversation with a reasoning model"""
-
-    lost: str = ""
-    plain: str = ""
-    thoughts: ThoughtFormat | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,52 +146,6 @@ def _check_thoughts(params: SamplingParams, thoughts: ThoughtFormat | None) -> N
     for field_name in ("thinking_budget", *STRUCTURE):
         if getattr(params, field_name) is not None:
             check_supported(thoughts, field_name)
-
-
-def read_prompt(
-    parts: LoadedModel, prompt: str | Sequence[int]
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The prompt's token ids, and warnings about how it was encoded."""
-    if isinstance(prompt, str):
-        ids = tuple(parts.tokenizer.encode_prompt(prompt))
-    else:
-        ids = _prompt_ids(prompt, parts.backend.spec.vocab)
-    return ids, (*_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt))
-
-
-def read_embed_input(
-    parts: LoadedModel, given: EmbedInput, context: int
-) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """The token ids of an input of `embed` or `rerank`, and warnings about how it was encoded."""
-    if given.document is not None:
-        ids, warnings = encode_pair(parts, given, context)
-        return tuple(ids), tuple(warnings)
-    if not given.text:
-        raise ParameterError("prompt", "is empty; give at least one character or token")
-    found, warned = read_prompt(parts, given.with_prompt(parts))
-    cut, told = cut_text(parts, given, found, context)
-    return cut, (*warned, *told)
-
-
-def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
-    if isinstance(prompt, (bytes, bytearray)):
-        raise ParameterError(
-            "prompt", "bytes are neither text nor token ids; decode them, or give a list of ids"
-        )
-    try:
-        ids = tuple(prompt)
-    except TypeError:
-        raise ParameterError(
-            "prompt", f"{type(prompt).__name__} is neither a string nor a list of token ids"
-        ) from None
-    for token in ids:
-        if isinstance(token, bool) or not hasattr(token, "__index__"):
-            raise ParameterError("prompt", f"{token!r:.40} is not a token id")
-        if not 0 <= token < vocab:
-            raise ParameterError(
-                "prompt", f"{token} is not a token id of this model (0 to {vocab - 1})"
-            )
-    return tuple(int(token) for token in ids)
 
 
 def _check_ids(params: SamplingParams, vocab: int) -> None:
@@ -335,51 +278,6 @@ def _breakers(strings: Sequence[str], tokenizer: EngineTokenizer) -> tuple[tuple
 _BREAKERS: WeakKeyDictionary[
     EngineTokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
 ] = WeakKeyDictionary()
-
-
-def lost_in(tokenizer: EngineTokenizer, text: str) -> str:
-    """Characters of a text that the vocabulary cannot encode. The fakes of verbatim.testing encode
-    all of them and have no `lost`."""
-    find_lost = getattr(tokenizer, "lost", None)
-    return "" if find_lost is None else str(find_lost(text))
-
-
-def encoded(
-    tokenizer: EngineTokenizer, text: str, *, special: bool = False, bare: bool = False
-) -> EncodedText:
-    """Token ids of a plain prompt. `special`: the literal text of a control token becomes that
-    token. `bare`: without the model's prompt prefix and suffix."""
-    ids = EncodedText(
-        (tokenizer.encode if bare else tokenizer.encode_prompt)(text, special=special)
-    )
-    ids.lost, ids.plain = lost_in(tokenizer, text), "" if special else text
-    return ids
-
-
-def _lost(tokenizer: EngineTokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
-    lost = lost_in(tokenizer, prompt) if isinstance(prompt, str) else getattr(prompt, "lost", "")
-    if not lost:
-        return ()
-    named = ", ".join(f"U+{ord(character):04X}" for character in lost)
-    it, stands = ("it", "it stands") if len(lost) == 1 else ("them", "they stand")
-    return (
-        f"prompt: the model's vocabulary cannot write {named}, "
-        f"so the model does not read {it} as {stands}",
-    )
-
-
-def typed_control(tokenizer: EngineTokenizer, prompt: str | Sequence[int]) -> tuple[str, ...]:
-    """Warn that a literal control token in a prompt stays text: a client that writes prompts in the
-    model's chat format would not notice. Call it only for prompts that fit the context."""
-    finder = getattr(tokenizer, "finder", None)
-    text = prompt if isinstance(prompt, str) else getattr(prompt, "plain", "")
-    token = finder.first(text) if finder is not None and text else None
-    if token is None:
-        return ()
-    return (
-        f"prompt: the text of the control token {token!r} was read as plain text; "
-        "parse_special makes it the token",
-    )
 
 
 def _warnings(params: SamplingParams) -> tuple[str, ...]:

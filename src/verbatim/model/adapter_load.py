@@ -16,11 +16,14 @@ import numpy as np
 from verbatim.base.config import split_adapter
 from verbatim.base.errors import ModelError
 from verbatim.model.adapter import Adapter, is_adapted
+from verbatim.model.collect_weights import file_rows
 from verbatim.model.layout import HF_KEY_NAMES, Shape, deciding_keys, layout
-from verbatim.model.load import Model, file_rows
+from verbatim.model.load import Model
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.adapter_file import AdapterFile, LowRank, read_adapter
-from verbatim.weights.names import GGUF_LAYER, HF_LAYER, HF_PREFIXES, Source, gguf_source, hf_source
+from verbatim.weights.gguf_names import GGUF_LAYER
+from verbatim.weights.hf_names import HF_LAYER, HF_PREFIXES
+from verbatim.weights.names import Source, gguf_source, hf_source
 from verbatim.weights.tensor import Tensor
 
 FLOATS = ("f32", "f16", "bf16")

@@ -97,7 +97,7 @@ class DeltaSpec:
 class ModelSpec:
     """Sizes and options of one decoder-only transformer."""
 
-    family: str  # llama, qwen2, gemma3, … (weights/names.py lists all)
+    family: str  # llama, qwen2, gemma3, … (weights/hf_names.py lists all)
     vocab: int
     hidden: int
     heads: int

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from verbatim.backend.cpu.repack import repack
+from verbatim.backend.cpu.weight_packer import WeightPacker
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.errors import ModelError
 from verbatim.base.records import CacheGroup
@@ -27,7 +27,6 @@ from verbatim.model.decoder import forward
 from verbatim.model.load import Model
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec, RopeSpec
-from verbatim.weights.tensor import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,17 +41,12 @@ class Handle:
     outputs: bool = False  # only the rows in Batch.outputs
 
 
-class ProgramRecorder:
+class ProgramRecorder(WeightPacker):
     """The operations of model.decoder, recorded: each call appends one native operation to the
     engine's program, which then runs for every step. A Handle names the buffer of a result."""
 
     def __init__(self, model: Model, engine: Any) -> None:
-        self.spec: ModelSpec = model.spec
-        self.weights = model.weights
-        self.engine = engine
-        self._file = str(model.path)
-        self._adapters = model.adapters
-        self._matrices: dict[str, int] = {}
+        super().__init__(model, engine)
         self._ropes: dict[RopeSpec, int] = {}
         spec = self.spec
         self._x = engine.buffer(spec.hidden)
@@ -86,59 +80,6 @@ class ProgramRecorder:
         elif spec.recurrent:
             self._conv = {"src": engine.buffer(3 * spec.hidden), "dst": engine.buffer(spec.hidden)}
         self._logits = engine.buffer(spec.vocab)
-
-    # ---- weights
-
-    def _matrix(self, name: str, heads: int = 0) -> int:
-        """Pack this weight once. `heads`: rows per head, if each head must start a new panel."""
-        if name not in self._matrices:
-            t = self.weights[name]
-            self._matrices[name] = self._pack(t, *repack(t), t.rows, heads)
-        return self._matrices[name]
-
-    def _pack(self, t: Tensor, kind: str, data: np.ndarray, rows: int, heads: int = 0) -> int:
-        try:
-            return int(self.engine.matrix(kind, data, rows, t.shape[-1], heads))
-        except ValueError as error:
-            raise ModelError(f"tensor {t.name}: {error}", file=self._file) from None
-
-    def _experts(self, name: str) -> list[int]:
-        t = self.weights[name]
-        count, rows, _ = t.shape
-        kind, data = repack(t)
-        parts = data.reshape(count, -1)
-        return [self._pack(t, kind, parts[e], rows) for e in range(count)]
-
-    def _vector(self, name: str, offset: float = 0.0) -> int:
-        return self._floats(name, self.weights[name].to_f32() + np.float32(offset))
-
-    def _floats(self, name: str, values: np.ndarray) -> int:
-        values = np.ascontiguousarray(values, np.float32).reshape(-1)
-        if not np.isfinite(values).all():
-            raise ModelError(
-                f"tensor {self.weights[name].name}: it holds a value that is not a finite number; "
-                "the file is damaged: get it again",
-                file=self._file,
-            )
-        return int(self.engine.vector(values))
-
-    def _lora(self, name: str, heads: int = 0) -> int:
-        """Pack the adapters' matrices of this weight; -1: no adapter changes it. B has the panels
-        of the weight (`heads`: see _matrix)."""
-        parts = [adapter.parts.get(name) for adapter in self._adapters]
-        if not any(parts):
-            return -1
-        a, b, scale = [], [], []
-        for part in parts:
-            a.append(-1 if part is None else self._pack(part.a, *repack(part.a), part.a.shape[0]))
-            b.append(
-                -1 if part is None else self._pack(part.b, *repack(part.b), part.b.shape[0], heads)
-            )
-            scale.append(1.0 if part is None else part.scale)
-        return int(self.engine.lora(a, b, scale))
-
-    def _bias(self, name: str, has_bias: bool) -> int:
-        return self._vector(f"{name}.bias") if has_bias else -1
 
     def _normed(self, h: Handle) -> dict[str, int]:
         """Source and norm fields of an operation that reads `h`."""
@@ -295,14 +236,6 @@ class ProgramRecorder:
         self._emit(x, self._conv["src"], add=False)
         self.engine.op("conv", layer=layer, **self._conv, **self._kernel(f"layers.{layer}.conv"))
         return Handle(self._conv["dst"])
-
-    def _kernel(self, prefix: str) -> dict[str, int]:
-        """The kernel of a convolution as [taps, channels], and its bias."""
-        taps = self.weights[f"{prefix}.kernel"].to_f32()
-        fields = {"kernel": self._floats(f"{prefix}.kernel", taps.T), "taps": taps.shape[1]}
-        if self.spec.conv_bias:
-            fields["kernel_bias"] = self._vector(f"{prefix}.kernel.bias")
-        return fields
 
     def delta_net(self, qkv: Handle, z: Handle, b: Handle, a: Handle, layer: int) -> Handle:
         delta, prefix = self.spec.delta, f"layers.{layer}.delta"

@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.server.api.anthropic_fields import MESSAGES
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_request import ChatRequest, count_tokens
 from verbatim.server.api.generate import (
@@ -24,7 +25,6 @@ from verbatim.server.api.generate import (
     speculation,
     usage_of,
 )
-from verbatim.server.api.openai_fields import MESSAGES
 from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id, sse
 from verbatim.server.api.tools import plain_text
 from verbatim.server.json_io import loads_lossless

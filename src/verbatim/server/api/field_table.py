@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verbatim.server.api.anthropic_fields import COUNT_TOKENS, MESSAGES
 from verbatim.server.api.field_rules import Rule
 from verbatim.server.api.local_fields import (
     LENS_REPLAY,
@@ -31,11 +32,9 @@ from verbatim.server.api.openai_fields import (
     CHAT,
     CHAT_UPDATE,
     COMPLETIONS,
-    COUNT_TOKENS,
     DETOKENIZE,
     EMBEDDINGS,
     INPUT_TOKENS,
-    MESSAGES,
     RERANK,
     RESPONSES,
     SCORE,

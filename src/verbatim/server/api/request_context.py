@@ -20,8 +20,9 @@ from starlette.types import Receive, Scope, Send
 
 from verbatim.server.api.api_errors import Problem, problem_of
 from verbatim.server.api.default_params import with_defaults
+from verbatim.server.api.json_body import parse_json
 from verbatim.server.api.to_params import check_finish, with_client_names
-from verbatim.server.api.validate import check, parse_json
+from verbatim.server.api.validate import check
 from verbatim.server.json_io import dumps
 from verbatim.server.process.messages import Generate, Generated, Result, Work
 from verbatim.server.process.running import Running, Signal

@@ -26,7 +26,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, Timings, Usage
 from verbatim.engine.async_stream import OutputSink
 from verbatim.engine.embed_input import EmbedInput
-from verbatim.engine.request import encoded, typed_control
+from verbatim.engine.read_prompt import encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 from verbatim.server.api.api_errors import Problem, problem_of
 from verbatim.server.process import wire

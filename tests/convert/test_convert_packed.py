@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_cli_convert import byte_level, call, same_weights
+from test_convert_gguf import byte_level, call, same_weights
 
 from verbatim.model.load import load_model
 from verbatim.testing_models import tiny_model

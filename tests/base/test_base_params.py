@@ -1,4 +1,4 @@
-"""Every parameter against invalid values generated from its rule; and the warnings."""
+"""Every parameter against invalid values generated from its rule."""
 
 from __future__ import annotations
 
@@ -171,33 +171,3 @@ def test_the_ends_of_a_range_are_allowed(name: str) -> None:
                     # another rule may raise (beam search fields need num_beams), but not the range
                     range_words = ("is below", "is above", "must be above")
                     assert not any(word in str(error) for word in range_words)  # noqa: PT017
-
-
-WARNED: list[tuple[dict[str, Any], str]] = [
-    ({"temperature": 0, "n": 3}, "equal"),
-    ({"temperature": 0, "best_of": 2}, "best_of=2"),
-    ({"temperature": 0, "top_p": 0.5, "xtc_probability": 0.5}, "top_p, xtc_probability"),
-    ({"temperature": 1.5, "top_p": 0.2}, "flattens"),
-    ({"temperature": 3.0}, "noise"),
-    ({"repetition_penalty": 1.4}, "over 1.3"),
-    ({"repetition_penalty": 0.9}, "rewards"),
-    ({"xtc_probability": 0.5, "xtc_threshold": 0.6}, "never acts"),
-    ({"xtc_threshold": 0.2}, "no effect"),
-    ({"dry_base": 2.0}, "dry_base"),
-    ({"top_k": 1}, "temperature 0"),
-    ({"no_repeat_ngram": 1}, "twice"),
-    ({"regex": "a", "frequency_penalty": 1.0}, "frequency_penalty with regex"),
-    ({"choice": ["a"], "stop": ["b"]}, "stop"),
-    ({"choice": ["a"], "min_tokens": 3}, "min_tokens"),
-    ({"json_schema": {}, "ignore_eos": True}, "ignore_eos"),
-    ({"include_stop": True}, "include_stop"),
-    ({"logprobs_mode": "processed"}, "logprobs_mode"),
-]
-
-
-@pytest.mark.parametrize(("setting", "message"), WARNED, ids=str)
-def test_risky_combinations_warn_and_change_nothing(setting: dict[str, Any], message: str) -> None:
-    params = SamplingParams.from_mapping(setting)
-    before = params.to_mapping()
-    assert any(message in line for line in warnings_for(params)), warnings_for(params)
-    assert params.to_mapping() == before

@@ -8,10 +8,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
-from cli_result import Call
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cli_result import Call
 from verbatim.bench.speculation import LENGTHS, _between, walk
 from verbatim.speculate.ngram import NgramProposer
 from verbatim.speculate.proposer import Draft

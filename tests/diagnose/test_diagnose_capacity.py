@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim.base.errors import ParameterError
 from verbatim.diagnose.capacity import Plan, make_plan
 from verbatim.diagnose.devices import DEVICES, device_of, parse_device

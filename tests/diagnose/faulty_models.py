@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
+
 from tiny_tokenizer import TEMPLATE, train_tokenizer
 
 NORMS, REST, EMBED = "norms.safetensors", "rest.safetensors", "embed.safetensors"

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_result import Call
 from faulty_models import tiny_directory
 
+from cli_result import Call
 from verbatim.base.defaults import catalog_defaults
 from verbatim.cli.drift import spark
 from verbatim.diagnose.exposure import find_loop, measure_drift, smooth

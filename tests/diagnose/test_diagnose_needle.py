@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from cli_result import Call, CliResult
 
+from cli_result import Call, CliResult
 from verbatim.backend.reference.backend import ReferenceBackend
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.diagnose import needle

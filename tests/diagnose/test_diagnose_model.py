@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_result import Call
 from faulty_models import FAULTS, LIVE, copy_of, default_directory, tiny_directory
 
+from cli_result import Call
 from verbatim.base.defaults import catalog_defaults, resolve
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import TokenLogprob
@@ -22,8 +22,7 @@ from verbatim.diagnose.findings import Finding, is_sound
 from verbatim.diagnose.kv_cost import TextScores, cost_findings, divergence, kv_cost
 from verbatim.diagnose.live_checks import OPEN, check_loops, check_turns
 from verbatim.diagnose.model_files import read_files
-from verbatim.diagnose.quiz import BUILT_IN, Question, read_quiz
-from verbatim.diagnose.statistics import distinct, repetition, wilson
+from verbatim.diagnose.quiz import BUILT_IN
 from verbatim.diagnose.weight_checks import check_weights, not_finite
 from verbatim.engine.llm import LLM
 from verbatim.testing import fake_parts
@@ -259,41 +258,7 @@ def test_one_bad_value_or_scale_is_found_in_every_type(kind: str, value: float) 
     assert not np.isfinite(tensor.to_f32()).all()
 
 
-# -------------------------------------------------------------------------------- quiz, statistics
-
-
-def test_answers_are_found_in_texts() -> None:
-    choice = Question("Where?", "Rome", ("Paris", "Rome", "New York"))
-    assert choice.prompt == "Where? Answer with one of these: Paris, Rome or New York."
-    assert choice.is_right("It is Rome, not Paris.")
-    assert not choice.is_right("Paris, and then Rome.")
-    assert choice.extract("NEW  YORK!") == "New York"
-    assert choice.extract("Romeo") is None
-    number = Question("?", "1,200")
-    assert number.is_right("first 3, then 1200.")
-    assert not number.is_right("1200 or 7")
-    assert not number.is_right("none")
-    free = Question("?", "blue whale")
-    assert free.is_right("The Blue Whale.\nMore text")
-    assert not free.is_right("A whale that is blue")
-
-
-def test_quiz_files(tmp_path: Path) -> None:
-    lines = tmp_path / "q.jsonl"
-    lines.write_text('{"question": "a?", "answer": 4}\n\n{"question": "b?", "answer": "x"}\n')
-    table = tmp_path / "q.csv"
-    table.write_text("question,answer,choices\na?,4,\nb?,x,x|y\n")
-    assert read_quiz(str(lines)) == (Question("a?", "4"), Question("b?", "x"))
-    assert read_quiz(str(table))[1].choices == ("x", "y")
-
-
-def test_statistics() -> None:
-    assert wilson(0, 4) == (0.0, pytest.approx(0.4899, abs=1e-4))
-    assert wilson(4, 4) == (pytest.approx(0.5101, abs=1e-4), pytest.approx(1.0))
-    assert wilson(8, 10) == (pytest.approx(0.4902, abs=1e-4), pytest.approx(0.9433, abs=1e-4))
-    assert repetition([1, 2, 3]) == 0.0
-    assert repetition([7] * 10) == pytest.approx(6 / 7)
-    assert distinct([[1, 2, 3], [1, 2, 4]]) == 3 / 4
+# --------------------------------------------------------------------------------------- KV cache
 
 
 def test_the_divergence_of_two_lists_of_log_probabilities() -> None:

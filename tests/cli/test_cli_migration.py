@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS, FLAG_ALIASES, FLAG_ANSWERS
