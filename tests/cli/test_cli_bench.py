@@ -16,11 +16,14 @@ import pytest
 from cli_result import Call
 
 from verbatim import LLM
+from verbatim.backend import open_backend
+from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.bench import measure
 from verbatim.bench.crowd import Crowd, make_crowd, run_crowd
 from verbatim.bench.rivals import client
 from verbatim.cli import bench_report
+from verbatim.diagnose.footprint import footprint_of_config
 from verbatim.observe.plot import Chart, Line, draw, figure
 from verbatim.observe.roofline import (
     CostCard,
@@ -31,7 +34,7 @@ from verbatim.observe.roofline import (
     native_probes,
     save_limits,
 )
-from verbatim.testing_models import tiny_model
+from verbatim.testing_models import TINY_CONFIGS, tiny_model
 
 # Figures of a real machine and the default model: 37.9 GB/s, 638 GOP/s, 98 MB per token.
 LIMITS = MachineLimits(37.9e9, threads=2, method="native", int8_ops=638e9)
@@ -62,7 +65,7 @@ def test_the_cost_card_counts_every_matrix() -> None:
 
     for family in ("llama", "gpt2", "qwen2", "lfm2", "gemma4"):
         spec = tiny_model(family).spec
-        card = cost_card(spec, SimpleNamespace(weight_bytes=1, kv_token_bytes=2))
+        card = cost_card(spec, SimpleNamespace(weight_bytes=1, kv_token_bytes=2, expert_bytes=0))
         sizes = {
             name: shape[0] * shape[1]
             for name, shape in layout(spec).items()
@@ -79,13 +82,32 @@ def test_the_cost_card_counts_every_matrix() -> None:
 
 def test_a_mixture_of_experts_costs_only_its_active_experts() -> None:
 
-    info = SimpleNamespace(weight_bytes=1, kv_token_bytes=2)
+    info = SimpleNamespace(weight_bytes=1, kv_token_bytes=2, expert_bytes=0)
     two = cost_card(tiny_model("mixtral", num_experts_per_tok=2).spec, info)
     three = cost_card(tiny_model("mixtral", num_experts_per_tok=3).spec, info)
     spec = tiny_model("mixtral").spec
     assert (
         three.ops_token - two.ops_token == 2 * len(spec.layers) * 3 * spec.hidden * spec.expert_mlp
     )
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3moe", "llama"])
+def test_bench_and_plan_count_the_same_experts(backend: str, family: str) -> None:
+    """The card of an opened backend and the footprint of the same shapes: one share of the experts
+    at every batch. The backends count norms and small vectors differently: 3 % here."""
+    model = tiny_model(family)
+    card = cost_card(model.spec, open_backend(model, EngineConfig(backend=backend)).info)
+    plan = footprint_of_config(TINY_CONFIGS[family], "config.json", quant="f32")
+    assert bool(card.expert_bytes) == (family != "llama")
+    assert card.expert_bytes == plan.expert_bytes
+    for batch in (1, 3, 16, 1000):
+        assert card.read_bytes(batch) == pytest.approx(plan.read_bytes(batch), rel=0.03)
+        seconds = card.step_seconds(MachineLimits(1e9, 1, "native"), 0, batch)
+        assert seconds == card.read_bytes(batch) / 1e9
+    used = card.experts_used / card.experts if card.experts else 1.0
+    assert card.read_bytes() == card.weight_bytes - (1 - used) * card.expert_bytes
+    assert card.read_bytes(1000) == card.weight_bytes
 
 
 def test_limits_are_measured_saved_and_loaded(tmp_path: Path) -> None:
@@ -316,7 +338,12 @@ def test_the_limits_of_a_gpu_are_those_of_the_cuda_backend(
     monkeypatch.setattr(bench_report, "import_module", lambda name: module)
     spec = tiny_model("llama").spec
     info = SimpleNamespace(
-        name="cuda", detail="d", threads=1, weight_bytes=10**9, kv_token_bytes=10**5
+        name="cuda",
+        detail="d",
+        threads=1,
+        weight_bytes=10**9,
+        kv_token_bytes=10**5,
+        expert_bytes=0,
     )
     parts = SimpleNamespace(backend=SimpleNamespace(info=info, spec=spec), name="m")
     limits, cost = bench_report.print_limits(SimpleNamespace(parts=parts), quick=True)  # type: ignore[arg-type]
