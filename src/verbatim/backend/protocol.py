@@ -27,9 +27,10 @@ class BackendInfo:
     detail: str  # instruction set or device name
     threads: int
     numerics: str  # NUMERICS_VERSION of this backend
-    weight_bytes: int  # weight bytes read per decode step
+    weight_bytes: int  # weight bytes read per decode step, every expert counted
     kv_token_bytes: int  # KV cache bytes per token, all layers
     note: str = ""  # why backend=auto does not use the GPU of this machine
+    expert_bytes: int = 0  # of weight_bytes: all experts, of which a step reads a share
 
 
 class Backend(Protocol):

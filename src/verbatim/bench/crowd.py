@@ -33,7 +33,7 @@ class Crowd:
         there are at least as many steps as the longest output has tokens."""
         pairs = [(len(p), n) for p, n in zip(self.prompts, self.lengths, strict=True)]
         attended = sum(n * prompt + n * (n - 1) // 2 for prompt, n in pairs)
-        read = attended * card.kv_token_bytes + max(self.lengths) * card.weight_bytes
+        read = attended * card.kv_token_bytes + max(self.lengths) * card.read_bytes()
         seconds = read / limits.read_bytes
         if limits.int8_ops is None:
             return seconds

@@ -34,7 +34,7 @@ def print_limits(llm: LLM, quick: bool) -> tuple[MachineLimits, CostCard]:
     card = cost_card(llm.parts.backend.spec, info)
     _head(f"engine    {info.name} {info.detail}")
     _head(
-        f"model     {llm.parts.name}: {card.weight_bytes / 1e6:.1f} MB of weights read per token, "
+        f"model     {llm.parts.name}: {card.read_bytes() / 1e6:.1f} MB of weights read per token, "
         f"{card.kv_token_bytes / 1e3:.1f} kB of KV cache per token, "
         f"{card.ops_token / 1e9:.3f} GOP per token ({card.prompt_ops_token / 1e9:.3f} in prefill)"
     )

@@ -230,11 +230,12 @@ def _is_model_name(word: str) -> bool:
 def speed_limit(llm: LLM, context: int) -> float | None:
     """Decode limit from memory bandwidth at this context, in tokens per second; None until
     `verbatim bench` has measured this machine."""
-    from verbatim.observe.roofline import load_limits
+    from verbatim.observe.roofline import cost_card, load_limits
     from verbatim.weights.catalog import cache_dir
 
     limits = load_limits(cache_dir())
     info = llm.parts.backend.info
     if limits is None or info.name != "cpu":
         return None
-    return limits.decode_ceiling(info.weight_bytes + context * info.kv_token_bytes)
+    card = cost_card(llm.parts.backend.spec, info)
+    return limits.decode_ceiling(card.read_bytes() + context * info.kv_token_bytes)

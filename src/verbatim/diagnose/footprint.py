@@ -19,9 +19,9 @@ from verbatim.backend.protocol import BackendInfo
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
-from verbatim.model.layout import is_quantisable, is_read_by_row, layout
+from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout
 from verbatim.model.spec import ModelSpec
-from verbatim.observe.roofline import cost_card, layer_position_ops
+from verbatim.observe.roofline import cost_card, expert_share, layer_position_ops
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.names import FUSED_EXPERTS_GGUF, gguf_source
 from verbatim.weights.safetensors import read_json
@@ -100,12 +100,8 @@ class Footprint:
         return replace(self, weight_bytes=held, step_bytes=step, expert_bytes=experts, kept=kept)
 
     def read_bytes(self, batch: float) -> float:
-        """Weight bytes that one decode step of `batch` sequences reads. Of the experts it reads
-        those that at least one row chooses: with E experts, k per row and even routing, a share of
-        1 - (1 - k/E) ** batch."""
-        if not self.experts:
-            return self.step_bytes
-        share = 1.0 - float((1 - self.experts_used / self.experts) ** batch)
+        """Weight bytes that one decode step of `batch` sequences reads."""
+        share = expert_share(self.experts, self.experts_used, batch)
         return self.step_bytes + share * self.expert_bytes
 
     def kv_bytes(self, tokens: float) -> float:
@@ -228,15 +224,12 @@ def _of_spec(
 
 def _read_sums(sizes: Mapping[str, float], tied: bool) -> tuple[float, float]:
     """Bytes that a decode step reads, and bytes of all experts, of which it reads a share."""
-    experts = {
-        name for name in sizes if ".moe." in name and not name.endswith(("router", "scales"))
-    }
     step = sum(
         size
         for name, size in sizes.items()
-        if name not in experts and not is_read_by_row(name, tied=tied)
+        if not is_expert(name) and not is_read_by_row(name, tied=tied)
     )
-    return step, sum(sizes[name] for name in experts)
+    return step, sum(size for name, size in sizes.items() if is_expert(name))
 
 
 def _kv_bytes(spec: ModelSpec, layer: int, kv_type: str) -> int:

@@ -144,6 +144,11 @@ def is_read_by_row(name: str, *, tied: bool) -> bool:
     return name in ("positions", "layer_inputs.embed") or (name == "embed" and not tied)
 
 
+def is_expert(name: str) -> bool:
+    """Whether the weight belongs to experts: a step reads those that its rows choose."""
+    return any(f".moe.{part}" in name for part in ("gate", "up", "down"))
+
+
 def layout(spec: ModelSpec) -> dict[str, Shape]:
     """Every weight of the model: name -> shape. `head` is absent if it is tied to `embed`."""
     weights: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden)}

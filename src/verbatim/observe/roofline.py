@@ -1,7 +1,8 @@
 """Roofline: the machine's limits and the model's cost bound the speed of any engine.
 
 A decode step reads every weight once (shared by the batch) and the KV cache of each sequence; each
-row costs two operations per weight. So with b sequences at context c
+row costs two operations per weight. Of a mixture's experts it reads those that its rows choose. So
+with b sequences at context c
 
     seconds per step >= max((weights + b * c * kv) / bandwidth,  b * (ops + c * attention) / peak)
 
@@ -44,14 +45,23 @@ class MachineLimits:
 class CostCard:
     """The cost of one token, from the model's shape and file alone."""
 
-    weight_bytes: int  # read per step
+    weight_bytes: int  # read per step, every expert counted
     kv_token_bytes: int  # keys and values of one position, all layers
     ops_token: int  # multiplications and additions in matrices, per token
     ops_position: int  # the same in attention, per position attended to
     prompt_ops_token: int = 0  # prompt tokens skip the LM head; 0: the same as ops_token
+    expert_bytes: int = 0  # of weight_bytes: all experts
+    experts: int = 0  # per layer
+    experts_used: int = 0  # per row
+
+    def read_bytes(self, batch: float = 1) -> float:
+        """Weight bytes that one decode step of `batch` sequences reads."""
+        unread = 1.0 - expert_share(self.experts, self.experts_used, batch)
+        return self.weight_bytes - unread * self.expert_bytes
 
     def step_seconds(self, limits: MachineLimits, context: int, batch: int = 1) -> float:
-        read = (self.weight_bytes + batch * context * self.kv_token_bytes) / limits.read_bytes
+        kv = batch * context * self.kv_token_bytes
+        read = (self.read_bytes(batch) + kv) / limits.read_bytes
         if limits.int8_ops is None:
             return read
         return max(read, batch * (self.ops_token + context * self.ops_position) / limits.int8_ops)
@@ -67,6 +77,16 @@ class CostCard:
         return limits.int8_ops / (
             (self.prompt_ops_token or self.ops_token) + tokens / 2 * self.ops_position
         )
+
+
+def expert_share(experts: int, used: int, rows: float) -> float:
+    """Share of a layer's experts that at least one of `rows` rows chooses, under even routing:
+    with E experts and k per row, 1 - (1 - k/E) ** rows. 1 for a model without experts.
+
+    >>> expert_share(8, 2, 1), round(expert_share(8, 2, 16), 3)
+    (0.25, 0.99)
+    """
+    return 1.0 - float((1 - used / experts) ** rows) if experts else 1.0
 
 
 def cost_card(spec: Any, info: Any) -> CostCard:
@@ -89,6 +109,9 @@ def cost_card(spec: Any, info: Any) -> CostCard:
         ops_token=2 * (linear + head),
         ops_position=position,
         prompt_ops_token=2 * linear,
+        expert_bytes=info.expert_bytes,
+        experts=max((layer.experts for layer in spec.layers), default=0),
+        experts_used=spec.experts_used,
     )
 
 

@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verbatim.backend.cpu.ops import record
+from verbatim.backend.cpu.repack import memory_bytes
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo, kv_numerics
 from verbatim.backend.step_rows import collect, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.base.records import StepPlan, StepResult
+from verbatim.model.layout import is_expert
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import rows_of
 from verbatim.weights.tensor import Tensor
@@ -82,6 +84,7 @@ class CpuBackend:
         embed = 0 if spec.tied else int(model.weights["embed"].data.nbytes)
         adapters = sum(adapter.nbytes for adapter in model.adapters)
         self._weight_bytes = int(self._engine.weight_bytes) - embed - adapters
+        self._expert_bytes = sum(memory_bytes(w) for n, w in model.weights.items() if is_expert(n))
 
     @property
     def info(self) -> BackendInfo:
@@ -90,7 +93,14 @@ class CpuBackend:
         numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         engine = self._engine
         return BackendInfo(
-            "cpu", engine.isa, engine.threads, numerics, self._weight_bytes, kv, self._note
+            "cpu",
+            engine.isa,
+            engine.threads,
+            numerics,
+            self._weight_bytes,
+            kv,
+            self._note,
+            self._expert_bytes,
         )
 
     def available_memory(self) -> None:

@@ -12,6 +12,8 @@ So these types need more memory than their file (MEMORY). All others are passed 
 
 from __future__ import annotations
 
+from math import prod
+
 import numpy as np
 
 from verbatim.weights.block_formats import BLOCKS, CHUNK_VALUES
@@ -28,6 +30,11 @@ MEMORY: dict[str, float] = {
     **dict.fromkeys(_TERNARY, 100 / 256),
 }
 _CRUMB_SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
+
+
+def memory_bytes(t: Tensor) -> int:
+    """Bytes of the tensor in the native engine."""
+    return int(prod(t.shape) * MEMORY[t.type]) if t.type in MEMORY else int(t.data.nbytes)
 
 
 def repack(t: Tensor) -> tuple[str, np.ndarray]:

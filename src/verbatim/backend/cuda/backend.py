@@ -52,7 +52,7 @@ from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import CacheGroup, Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
-from verbatim.model.layout import is_read_by_row
+from verbatim.model.layout import is_expert, is_read_by_row
 from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of
 
@@ -122,7 +122,8 @@ class CudaBackend:
         else:
             name, arch = "Triton's interpreter", "interpreted"
         numerics = f"{NUMERICS_VERSION}, {arch}, triton {triton.__version__}"
-        return BackendInfo("cuda", name, 1, numerics, read, kv)
+        experts = sum(w.nbytes for key, w in self._weights.items() if is_expert(key))
+        return BackendInfo("cuda", name, 1, numerics, read, kv, expert_bytes=experts)
 
     def available_memory(self) -> int:
         if self.device.type != "cuda":

@@ -26,6 +26,7 @@ from verbatim.backend.step_rows import HostRows, collect, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.decoder import forward
+from verbatim.model.layout import is_expert, is_read_by_row
 from verbatim.model.load import Model
 
 NUMERICS_VERSION = "reference-1"
@@ -62,10 +63,20 @@ class ReferenceBackend:
     @property
     def info(self) -> BackendInfo:
         kv = self.spec.kv_token_values * 4
-        parameters = sum(int(np.prod(t.shape)) for t in self._weights.source.values())
+        weights, tied = self._weights.source, self.spec.tied
+        sizes = {name: int(np.prod(t.shape)) for name, t in weights.items()}
+        read = sum(n for name, n in sizes.items() if not is_read_by_row(name, tied=tied))
+        experts = sum(size for name, size in sizes.items() if is_expert(name))
         numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         return BackendInfo(
-            "reference", self._detail, 1, numerics, parameters * 4, kv, self._gpu_note
+            "reference",
+            self._detail,
+            1,
+            numerics,
+            read * 4,
+            kv,
+            self._gpu_note,
+            experts * 4,
         )
 
     def available_memory(self) -> None:

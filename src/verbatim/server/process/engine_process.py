@@ -136,23 +136,26 @@ def _gauge(name: str, help: str, value: str) -> str:
 
 class Bandwidth:
     """Memory bandwidth used to read the weights, in bytes per second (steps since the last call
-    times weight bytes), and its share of the bandwidth that `verbatim bench` measured."""
+    times the bytes of a step with their mean number of rows), and its share of the bandwidth that
+    `verbatim bench` measured."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        from verbatim.observe.roofline import load_limits
+        from verbatim.observe.roofline import cost_card, load_limits
         from verbatim.weights.catalog import cache_dir
 
         info = engine.parts.backend.info
-        self._bytes = info.weight_bytes
+        self._card = cost_card(engine.parts.backend.spec, info)
         # The measured limit is that of main memory; a GPU has none.
         limits = load_limits(cache_dir()) if info.name != "cuda" else None
         self._limit = limits.read_bytes if limits is not None else None
-        self._last, self._steps = time.monotonic(), 0
+        self._last, self._steps, self._rows = time.monotonic(), 0, 0
 
     def text(self, stats: dict[str, Any]) -> str:
         now, steps = time.monotonic(), int(stats.get("steps_total", 0))
-        rate = (steps - self._steps) * self._bytes / max(now - self._last, 1e-6)
-        self._last, self._steps = now, steps
+        rows, made = int(stats.get("computed_tokens_total", 0)), steps - self._steps
+        read = made * self._card.read_bytes((rows - self._rows) / made) if made else 0.0
+        rate = read / max(now - self._last, 1e-6)
+        self._last, self._steps, self._rows = now, steps, rows
         name = "verbatim_weight_bytes_per_second"
         out = _gauge(name, "weights read from memory", f"{rate:.0f}")
         if self._limit:

@@ -90,7 +90,7 @@ class Inspector:
             "speculate": engine.config.speculate,
             "step_tokens": engine.config.step_tokens,
             "block_size": backend.block_size,
-            "weight_bytes": info.weight_bytes,
+            "weight_bytes": int(card.read_bytes()),
             "kv_token_bytes": info.kv_token_bytes,
             # seconds of one decode step at context 0; None: `verbatim bench` has not measured
             "floor_seconds": card.step_seconds(limits, 0) if limits is not None else None,
