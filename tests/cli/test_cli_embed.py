@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from tiny_encoders import write_encoder
 from verbatim import LLM
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim import LLM
 
 
