@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim.testing_models import tiny_adapter
 from verbatim.weights.adapter_file import LowRank
 from verbatim.weights.gguf_write import write_gguf

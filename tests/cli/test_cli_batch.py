@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim.server import batch_requests as batch
 
 pytestmark = pytest.mark.server

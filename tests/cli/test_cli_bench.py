@@ -52,7 +52,7 @@ def test_a_plot_without_matplotlib_fails_before_any_measurement(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     result = verbatim("bench", "--plot", str(tmp_path / "p.svg"), "--model", "no/such/model")
     assert result.code == 2
-    assert result.err.startswith("verbatim: plot: ")
+    assert result.err.startswith("verbatim: --plot: ")
     assert "pip install '.[bench]'" in result.err
 
 
@@ -67,7 +67,7 @@ def test_rival_flags_without_against_are_rejected(verbatim: Call) -> None:
 def test_bench_of_a_gpu_has_no_rival_and_needs_one(verbatim: Call, tiny: Path) -> None:
     result = verbatim("bench", "--backend", "cuda", "--against", "llama.cpp")
     assert result.code == 2
-    assert result.err.startswith("verbatim: against: ")
+    assert result.err.startswith("verbatim: --against: ")
 
 
 def test_the_limits_of_a_gpu_are_those_of_the_cuda_backend(

@@ -296,7 +296,7 @@ def test_ctrl_d_ends_the_chat(spawn: Spawn) -> None:
 def test_flags_that_chat_does_not_support_are_rejected(verbatim: Call, flag: str) -> None:
     result = verbatim("chat", flag, stdin="hello\n")
     assert (result.code, result.out) == (2, "")
-    assert flag.lstrip("-").partition("=")[0].replace("-", "_") in result.err
+    assert f"{flag.partition('=')[0]}: " in result.err
 
 
 def test_params_that_chat_does_not_support_are_rejected(verbatim: Call) -> None:

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from tiny_encoders import write_encoder
 from verbatim import LLM
 
@@ -40,9 +40,9 @@ def test_embed_prints_one_vector_per_text(verbatim: Call, bert: str, tmp_path: P
 
 def test_embed_refuses_by_name(verbatim: Call, bert: str) -> None:
     for words, named in (
-        (["--prompt-name", "x", "sky"], "prompt_name"),
+        (["--prompt-name", "x", "sky"], "--prompt-name: "),
         (["cat " * 60], "62 tokens and the context holds 48"),
-        (["--pooling", "max", "sky"], "pooling: 'max'"),
+        (["--pooling", "max", "sky"], "--pooling: 'max'"),
         (["sky", ""], "is empty"),
     ):
         done = verbatim("embed", "-m", bert, *words)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim import LLM
 
 
@@ -130,10 +130,10 @@ def test_what_if_samples_again_without_the_model(verbatim: Call) -> None:
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["--what-if", "top_p"], "what_if"),
+        (["--what-if", "top_p"], "--what-if: "),
         (["--what-if", "top_q=1"], "top_q"),
         (["--what-if", "n=2"], "n:"),
-        (["--explain", "0"], "explain"),
+        (["--explain", "0"], "--explain: "),
     ],
 )
 def test_explain_names_the_flag_it_rejects(verbatim: Call, words: list[str], named: str) -> None:

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ContextError, ParameterError
 from verbatim.cli import main as module
@@ -179,7 +179,7 @@ def test_a_missing_backend_is_an_error_with_a_remedy(verbatim: Call) -> None:
     )
     assert (
         verbatim("run", "--backend", "tpu", "the").err
-        == "verbatim: backend: 'tpu' is not one of auto, cpu, cuda, reference\n"
+        == "verbatim: --backend: 'tpu' is not one of auto, cpu, cuda, reference\n"
     )
 
 

@@ -97,7 +97,7 @@ def test_debug_shows_the_traceback_at_any_position(
         (["run", "--top-k", "many", "x"], "--top-k"),
         (["run", "--on-loop", "explode", "x"], "--on-loop"),
         (["score", "--top", "-1", "x"], "--top"),
-        (["run", "--top-p", "7", "x"], "top_p: 7.0 is above 1"),
+        (["run", "--top-p", "7", "x"], "--top-p: 7.0 is above 1"),
         (["run", "--raw", "--system", "x", "y"], "system"),
         (["run", "--logprobs", "2", "x"], "add --json"),
         (["chat", "--n", "2"], "n: "),

@@ -135,12 +135,12 @@ def test_score_reads_a_file_and_not_its_name(verbatim: Call, tmp_path: Path) -> 
     [
         (["--json-schema", "none.json"], "for a file write @none.json"),
         (["--regex", "["], "regex: '[' is not a regular expression"),
-        (["--json-schema", '{"type": "no"}'], "json_schema:"),
+        (["--json-schema", '{"type": "no"}'], "--json-schema:"),
         (["--speculate", "fast"], "speculate: 'fast' is not one of"),
         (["--backend", "gpu"], "backend: 'gpu' is not one of auto, cpu, cuda, reference"),
-        (["--kv-type", "q4"], "kv_type: 'q4' is not one of f16, q8, fp8"),
+        (["--kv-type", "q4"], "--kv-type: 'q4' is not one of f16, q8, fp8"),
         (["--quant", "q5"], "quant: 'q5' is not one of q8_0, q4_0, packed"),
-        (["--kv-memory", "lots"], "kv_memory: 'lots' is not a size"),
+        (["--kv-memory", "lots"], "--kv-memory: 'lots' is not a size"),
     ],
 )
 def test_values_are_checked_before_the_model_loads(
@@ -154,7 +154,7 @@ def test_values_are_checked_before_the_model_loads(
 def test_sizes_in_human_units(verbatim: Call) -> None:
     result = verbatim("run", "--kv-memory", "1K", "hello")
     assert result.code == 2
-    assert "kv_memory: 1 KiB does not hold one block of" in result.err
+    assert "--kv-memory: 1 KiB does not hold one block of" in result.err
     assert "iB; a context of 8192 tokens needs" in result.err
 
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from cli_result import Call
 
+from cli_result import Call
 from verbatim import LLM
 from verbatim.testing import (
     THINK_SOURCE,

@@ -79,7 +79,7 @@ def test_a_wrong_output_is_found(tmp_path: Path) -> None:
     assert runner.python(block, page) == "2\n"
     code, out, err = runner.shell("verbatim run --top-p 1.5 Hi")
     assert (code, out) == (2, "")
-    assert err.startswith("verbatim: top_p: 1.5 is above 1")
+    assert err.startswith("verbatim: --top-p: 1.5 is above 1")
     assert runner.shell("echo a | tr a b; false")[:2] == (1, "b\n")
     assert doc_blocks.commands("$ one \\\n  two\nout\n\n$ three\n") == [
         doc_blocks.Command("one \\\n  two", "out"),

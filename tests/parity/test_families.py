@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import CASES, FIRST_CASES, build, class_of, config_of
-from convert import to_gguf
 from drive import Driver
 from parity_case import VOCAB, Case
 from safetensors.numpy import load_file, save_file
 
+from convert import to_gguf
 from verbatim.model.load import load_model
 
 pytestmark = pytest.mark.torch

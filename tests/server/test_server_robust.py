@@ -820,7 +820,7 @@ def test_a_server_with_a_wrong_certificate_does_not_start(tmp_path: Path, broken
         "--tls-cert", str(broken), "--tls-key", str(tmp_path / "nowhere"), "--test-engine", "hash"
     )
     assert lost.returncode == 2
-    assert lost.stderr.startswith("verbatim: tls_key: cannot read ")
+    assert lost.stderr.startswith("verbatim: --tls-key: cannot read ")
     junk = run_serve("--tls-cert", str(broken), "--tls-key", str(broken), "--test-engine", "hash")
     assert junk.returncode == 2
-    assert junk.stderr.startswith("verbatim: tls_cert: ")
+    assert junk.stderr.startswith("verbatim: --tls-cert: ")

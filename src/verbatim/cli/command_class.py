@@ -8,7 +8,11 @@ from typing import Any
 
 import click
 
+from verbatim.base.errors import RequestError
 from verbatim.cli.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
+from verbatim.cli.flag_errors import with_flags
+
+ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
 
 
 class Option(click.Option):
@@ -53,7 +57,8 @@ class AnsweredFlag(click.Option):
 
 class Command(click.Command):
     """A command whose help groups its flags by section: the few general flags come before the fifty
-    sampling flags. Flags of other programs are answered (flag_aliases.py)."""
+    sampling flags. Flags of other programs are answered (flag_aliases.py).
+    An error names the flag that the user typed (flag_errors.py)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -62,7 +67,16 @@ class Command(click.Command):
             if free := [name for name in names if name not in taken]:
                 self.params.append(AnsweredFlag(free, answer))
 
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RequestError as error:
+            options = [param for param in self.params if isinstance(param, Option)]
+            error.message = with_flags(error.message, error.param, options, ctx.meta[ARGUMENTS])
+            raise
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = tuple(args)  # with_flags() reads which names the user typed
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:  # suggest flags of ours only

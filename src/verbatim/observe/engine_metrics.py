@@ -4,8 +4,7 @@ In: events (a step, a request accepted, a request finished). Out: `values()` ret
 `render()` the Prometheus text format, version 0.0.4. There is no global registry: each process part
 has its own. One thread counts; another thread may render at the same time.
 
-prometheus-client is not used, because the engine must not depend on the server extra, and
-`AsyncEngine.metrics()` returns this text.
+prometheus-client is not used: docs/adr/0025-our-own-metrics-registry.md compares the two.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from verbatim.observe.engine_metrics import Registry
 from verbatim.server.logs import JsonLines
 from verbatim.server.process import wire
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
@@ -126,12 +127,10 @@ def heartbeat(engine: AsyncEngine, bandwidth: Bandwidth | None) -> Heartbeat:
 
 
 def tasks_text() -> str:
-    name = "verbatim_engine_tasks"
-    return _gauge(name, "asyncio tasks of the engine process", str(len(asyncio.all_tasks())))
-
-
-def _gauge(name: str, help: str, value: str) -> str:
-    return f"# HELP {name} {help}\n# TYPE {name} gauge\n{name} {value}\n"
+    registry = Registry()
+    tasks = registry.number("verbatim_engine_tasks", "asyncio tasks of the engine process")
+    tasks.value = len(asyncio.all_tasks())
+    return registry.render()
 
 
 class Bandwidth:
@@ -156,12 +155,15 @@ class Bandwidth:
         read = made * self._card.read_bytes((rows - self._rows) / made) if made else 0.0
         rate = read / max(now - self._last, 1e-6)
         self._last, self._steps, self._rows = now, steps, rows
-        name = "verbatim_weight_bytes_per_second"
-        out = _gauge(name, "weights read from memory", f"{rate:.0f}")
+        registry = Registry()
+        weights = registry.number("verbatim_weight_bytes_per_second", "weights read from memory")
+        weights.value = round(rate)
         if self._limit:
-            name, help = "verbatim_memory_bandwidth_share", "share of the measured bandwidth"
-            out += _gauge(name, help, f"{rate / self._limit:.4f}")
-        return out
+            share = registry.number(
+                "verbatim_memory_bandwidth_share", "share of the measured bandwidth"
+            )
+            share.value = round(rate / self._limit, 4)
+        return registry.render()
 
 
 async def serve(fd: int) -> int:
