@@ -14,7 +14,10 @@ FLOATS = ("f32", "f16", "bf16")
 PLAIN = (*FLOATS, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 # Types with blocks of 256 weights, a table or a codebook: random blocks in a wide llama. The matrix
 # products are the same for every family.
-WIDE = ("q2_k", "q3_k", "q5_k", "q8_k", *SCALED)
+WIDE = {
+    "cpu": ("q2_k", "q3_k", "q5_k", "q8_k", *SCALED),
+    "cuda": tuple(SCALED),
+}
 # Types with blocks of 256 weights that `quantise` writes: a dense model and a mixture.
 WIDE_QUANTISED = {"q4_k": ("llama", "qwen3moe"), "q6_k": ("llama", "qwen3moe")}
 # Families that together launch every kernel of the cuda backend, for Triton's interpreter.
@@ -35,3 +38,23 @@ def types_of(family: str, backend: str) -> tuple[str, ...]:
 def interpreted_type(family: str) -> str:
     """The weight type of a family under Triton's interpreter."""
     return "q8_0" if family in ("llama", "gemma2", "qwen3moe") else "f32"
+
+
+# Quantised safetensors that are read -> the test that compares them with their own dequantiser, all
+# in tests/weights/test_packed_checkpoint.py. They become floats or blocks while they are loaded.
+PACKED_FORMATS = {
+    "AWQ": "test_awq_equals_autoawq",
+    "GPTQ (with and without desc_act)": "test_gptq_equals_auto_round",
+    "block FP8": "test_block_fp8_equals_transformers",
+    "MXFP4": "test_mxfp4_equals_transformers",
+    "compressed-tensors (float, int, packed)": "test_compressed_tensors_equal_their_library",
+}
+# `quantization_config` of safetensors that are refused -> what the error names.
+REFUSED_FORMATS: tuple[tuple[dict[str, object], str], ...] = (
+    ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ({"quant_method": "modelopt"}, "modelopt"),
+    ({}, "None"),
+    ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+    ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache"),
+)

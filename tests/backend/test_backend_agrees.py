@@ -56,8 +56,15 @@ def with_blocks(kind: str) -> Model:
     return model
 
 
-@FASTER
-@pytest.mark.parametrize("kind", WIDE)
+@pytest.mark.parametrize(
+    ("kind", "open_tiny"),
+    [
+        pytest.param(kind, backend, marks=MARKS.get(backend, ()))
+        for backend, kinds in WIDE.items()
+        for kind in kinds
+    ],
+    indirect=["open_tiny"],
+)
 def test_types_with_wide_blocks_a_table_or_codebook_agree_with_the_reference(
     open_tiny: Open, kind: str
 ) -> None:
