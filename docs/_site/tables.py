@@ -271,6 +271,23 @@ def formats() -> str:
 # ---------------------------------------------------------------------------------------- documents
 
 
+def refused_adapters() -> str:
+    """Modules whose LoRA is refused -> the model types that have them."""
+    from verbatim.model.adapter_load import refused_modules
+    from verbatim.testing_models import TINY_CONFIGS, tiny_model
+
+    found: dict[str, list[str]] = {}
+    for family, config in TINY_CONFIGS.items():
+        for kind in dict.fromkeys(refused_modules(tiny_model(family).spec).values()):
+            names = found.setdefault(kind, [])
+            names += [] if config["model_type"] in names else [config["model_type"]]
+    rows = ["| module | `model_type` |", "|---|---|"]
+    for kind, names in found.items():
+        text = ", ".join(f"`{name}`" for name in names)
+        rows.append(f"| `{kind}` | {text if len(names) < 12 else 'most families'} |")
+    return "\n".join(rows)
+
+
 def gpu_measured() -> str:
     """The table of docs/gpu.md, so that the page of benchmarks has every machine."""
     text = (DOCS / "gpu.md").read_text("utf-8").partition("\n## Measured\n")[2]
@@ -323,6 +340,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "methods": name_tables.methods,
     "records": name_tables.records,
     "other-names": name_tables.other_names,
+    "refused-adapters": refused_adapters,
 }
 
 

@@ -4,21 +4,24 @@ checked; PEFT and GGUF files of the same matrices give the same adapter."""
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from adapter_files import adapted, open_llm, write_peft
+from adapter_files import adapted, modules, open_llm, write_peft
 from safetensors.numpy import load_file, save_file
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.params import SamplingParams
-from verbatim.model.adapter_load import load_adapter
+from verbatim.model.adapter import is_adapted
+from verbatim.model.adapter_load import load_adapter, refused_modules
+from verbatim.model.layout import layout
 from verbatim.model.load import load_model
-from verbatim.testing_models import tiny_model
+from verbatim.testing_models import FAMILIES, tiny_model
 from verbatim.weights.adapter_file import read_adapter
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.tensor import Tensor
@@ -169,6 +172,33 @@ def test_targets_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
         (folder / "adapter_config.json").write_text(json.dumps(config))
         with pytest.raises(ModelError, match=r"no linear layer.*q_proj"):
             load_adapter("a", str(folder), SPEC)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_module_that_the_document_lists_is_refused_by_name(
+    family: str, tmp_path: Path
+) -> None:
+    """And every other matrix of the model can have an adapter. The table of docs/adapters.md is
+    generated from refused_modules; tests/docs checks that it is current."""
+    spec = tiny_model(family).spec
+    refused = refused_modules(spec)
+    document = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text("utf-8")
+    zeros = np.zeros((1, 1), np.float32)
+    for module, kind in {kind: (name, kind) for name, kind in refused.items()}.values():
+        assert f"| `{kind}` |" in document
+        last = module.rsplit(".", 1)[-1]
+        folder = write_peft(tmp_path / kind, spec, targets=[last], r=1)
+        stem = f"base_model.model.{module}"
+        pair = {f"{stem}.lora_A.weight": zeros, f"{stem}.lora_B.weight": zeros}
+        save_file(pair, folder / "adapter_model.safetensors")
+        with pytest.raises(ModelError, match=f"{re.escape(module)} is no linear layer"):
+            load_adapter("a", str(folder), spec)
+    folder = write_peft(
+        tmp_path / "whole", spec, targets=[m.rsplit(".", 1)[-1] for m in modules(spec)]
+    )
+    assert set(load_adapter("a", str(folder), spec).parts) == {
+        name for name in layout(spec) if is_adapted(name)
+    }
 
 
 def test_missing_and_foreign_files_are_named(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from cpu_blocks import random_blocks
 from plans import BLOCKS, MARKS, Blocks, ScoredSeq, run, run_alone, same_bits
 
 from overlap_crowd import count_rows, generate_all
+from parity_types import INTERPRETED, interpreted_type
 from verbatim.backend import gpu, gpu_layout, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
@@ -156,22 +157,14 @@ def difference(model: Model, tokens: list[int]) -> float:
     return float(np.abs(ours - theirs).mean())
 
 
-# Families that together launch every kernel. test_backend_agrees.py runs all families on a GPU.
-OWN_OPERATIONS = (
-    *("llama", "gpt2", "gemma2", "gemma3", "qwen3moe", "granite", "olmo2", "hunyuan-dense"),
-    *("ministral3", "cohere2", "arcee", "glm4_moe", "gpt_oss", "lfm2", "qwen35", "gemma4"),
-    "gemma4moe",
-)
-
-
 # qwen3next and qwen35 launch the same kernels: one of them is enough for the interpreter
 SAME_KERNELS = pytest.param("qwen3next", marks=MARKS["cuda"])
 
 
-@pytest.mark.parametrize("family", [*OWN_OPERATIONS, SAME_KERNELS])
+# test_backend_agrees.py runs all families on a GPU
+@pytest.mark.parametrize("family", [*INTERPRETED, SAME_KERNELS])
 def test_every_family_agrees_with_the_reference(family: str) -> None:
-    stored = "q8_0" if family in ("llama", "gemma2", "qwen3moe") else "f32"
-    run_checked(small(family, type=stored), TOKENS)
+    run_checked(small(family, type=interpreted_type(family)), TOKENS)
 
 
 @pytest.mark.parametrize("family", ["gemma2", "qwen3moe"])

@@ -10,24 +10,20 @@ than 1.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from cpu_blocks import random_blocks
-from plans import BACKENDS, BLOCKS, Open, run_alone
+from plans import BACKENDS, BLOCKS, MARKS, NAMES, Open, run_alone, same_bits
 
+from parity_types import FLOATS, PLAIN, WIDE, WIDE_QUANTISED, types_of
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.model.layout import is_quantisable
 from verbatim.model.load import Model
-from verbatim.testing_models import (
-    FIRST_FAMILIES,
-    NEWER_FAMILIES,
-    RECURRENT_FAMILIES,
-    tiny_model,
-)
-from verbatim.weights.codebook_formats import SCALED
+from verbatim.testing_models import FAMILIES, tiny_model
 from verbatim.weights.tensor import Tensor
 
-FLOATS = ("f32", "f16", "bf16")
 TOKENS = np.random.default_rng(1).integers(0, 260, 60).tolist()
 # The backends that are compared with the reference.
 FASTER = pytest.mark.parametrize("open_tiny", BACKENDS[1:], indirect=True)
@@ -60,9 +56,16 @@ def with_blocks(kind: str) -> Model:
     return model
 
 
-@FASTER
-@pytest.mark.parametrize("kind", SCALED)
-def test_types_with_a_table_or_codebook_agree_with_the_reference(
+@pytest.mark.parametrize(
+    ("kind", "open_tiny"),
+    [
+        pytest.param(kind, backend, marks=MARKS.get(backend, ()))
+        for backend, kinds in WIDE.items()
+        for kind in kinds
+    ],
+    indirect=["open_tiny"],
+)
+def test_types_with_wide_blocks_a_table_or_codebook_agree_with_the_reference(
     open_tiny: Open, kind: str
 ) -> None:
     """The logits are large, like the weights. Relative to them, the difference is that of 8-bit
@@ -78,28 +81,48 @@ def test_types_with_a_table_or_codebook_agree_with_the_reference(
     assert np.abs(ours - theirs).mean() / np.abs(theirs).mean() < 0.02
 
 
-@FASTER
-@pytest.mark.parametrize("type", [*FLOATS, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
-@pytest.mark.parametrize("family", FIRST_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "type", "open_tiny"),
+    [
+        pytest.param(family, type, backend, marks=MARKS.get(backend, ()))
+        for family in FAMILIES
+        for backend in NAMES[1:]
+        for type in types_of(family, backend)
+    ],
+    indirect=["open_tiny"],
+)
 def test_every_family_and_weight_type_agrees_with_the_reference(
     family: str, type: str, open_tiny: Open
 ) -> None:
     assert difference(open_tiny, family, type) < 1
 
 
-@FASTER
-@pytest.mark.parametrize("type", ["f32", "q8_0"])
-@pytest.mark.parametrize("family", [*NEWER_FAMILIES, *RECURRENT_FAMILIES])
-def test_every_newer_family_agrees_with_the_reference(
-    family: str, type: str, open_tiny: Open
+@pytest.mark.parametrize("type", PLAIN[1:])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_reference_computes_with_the_values_of_every_weight_type(
+    family: str, type: str
 ) -> None:
-    """The matrix products are those of the first families, so two weight types are enough."""
-    assert difference(open_tiny, family, type) < 1
+    """The bits of a model whose weights were dequantised before (test_quant.py compares those with
+    the gguf package)."""
+    stored = tiny_model(family, type=type)
+    floats = {
+        name: Tensor(name, "f32", t.shape, t.to_f32().reshape(-1).view(np.uint8))
+        for name, t in stored.weights.items()
+    }
+    assert any(t.type == type for t in stored.weights.values())
+    plain = replace(stored, weights=replace(stored.weights, tensors=floats))
+    results = []
+    for model in (stored, plain):
+        backend = ReferenceBackend(model)
+        backend.allocate((BLOCKS,) * len(model.spec.groups))
+        results.append(run_alone(backend, TOKENS[:6]))
+    assert same_bits(*results)
 
 
 @FASTER
-@pytest.mark.parametrize("type", ["q4_k", "q6_k"])
-@pytest.mark.parametrize("family", ["llama", "qwen3moe"])
+@pytest.mark.parametrize(
+    ("family", "type"), [(f, type) for type, found in WIDE_QUANTISED.items() for f in found]
+)
 def test_types_with_blocks_of_256_weights_agree_with_the_reference(
     family: str, type: str, open_tiny: Open
 ) -> None:

@@ -1,4 +1,5 @@
-"""`verbatim convert` of quantised safetensors: the GGUF file has the same weights, bit for bit."""
+"""`verbatim convert` of quantised safetensors: the GGUF file has the same weights, bit for bit.
+`verbatim plan` knows the types of the loaded weights from the config."""
 
 from __future__ import annotations
 
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 from test_convert_gguf import byte_level, call, same_weights
 
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.diagnose.footprint import WEIGHT_TYPES, footprint_of_config, read_footprint
 from verbatim.model.load import load_model
 from verbatim.testing_models import tiny_model
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.names import hf_source
 
 Arrays = dict[str, tuple[str, np.ndarray]]  # name -> safetensors dtype, values
-GROUP = 16
+GROUP = 32
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 264}
 
 
@@ -113,8 +116,8 @@ def write_directory(directory: Path, arrays: Arrays, config: dict[str, Any]) -> 
     (directory / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("method", FORMATS)
-def test_a_packed_llama_becomes_gguf_with_the_same_weights(method: str, tmp_path: Path) -> None:
+def packed_llama(method: str, directory: Path, **changes: Any) -> Path:
+    """A directory with a llama model whose matrices are quantised by `method`."""
     pack, config = FORMATS[method]
     model, random, arrays = tiny_model("llama", **SIZES), np.random.default_rng(1), Arrays()
     for name, tensor in model.weights.items():
@@ -124,7 +127,13 @@ def test_a_packed_llama_becomes_gguf_with_the_same_weights(method: str, tmp_path
         else:
             arrays[target] = ("F32", np.array(tensor.to_f32(), "<f4"))
     quantised = {"quantization_config": {"quant_method": method, **config}}
-    write_directory(tmp_path / "dir", arrays, {**model.source.config, **quantised})  # type: ignore[union-attr]
+    write_directory(directory, arrays, {**model.source.config, **quantised, **changes})  # type: ignore[union-attr]
+    return directory
+
+
+@pytest.mark.parametrize("method", FORMATS)
+def test_a_packed_llama_becomes_gguf_with_the_same_weights(method: str, tmp_path: Path) -> None:
+    packed_llama(method, tmp_path / "dir")
     assert call(str(tmp_path / "dir"), str(tmp_path / "out.gguf")) == 0
     same_weights(load_model(tmp_path / "dir"), load_model(tmp_path / "out.gguf"))
     assert call(str(tmp_path / "dir"), str(tmp_path / "small.gguf"), "--quant", "q8_0") == 0
@@ -165,3 +174,31 @@ def test_the_experts_of_gpt_oss_stay_mxfp4(tmp_path: Path) -> None:
     kept = load_model(tmp_path / "dir", quant="q8_0")
     assert kept.weights["layers.0.moe.up"].type == "mxfp4"
     assert kept.weights["layers.0.attn.q"].type == "q8_0"
+
+
+@pytest.mark.parametrize("quant", [None, "packed"])
+@pytest.mark.parametrize("method", FORMATS)
+def test_plan_counts_the_blocks_of_a_packed_model(
+    method: str, quant: str | None, tmp_path: Path
+) -> None:
+    """The planned type of every matrix is that of the loaded weights, without reading any."""
+    directory = packed_llama(method, tmp_path / "dir", dtype="float16")
+    weights = load_model(directory, quant=quant).weights
+    (directory / "model.safetensors").unlink()
+    plan = read_footprint(str(directory), quant=quant, kv_type="f16", resolve=Path)
+    layers = {n: t for n, t in weights.items() if n.startswith("layers.") and len(t.shape) > 1}
+    types = {name: plan.parts[name].type for name in layers}
+    floats = ("f16", "bf16")  # equal bytes; the type of the scales decides which
+    assert all(types[n] == t.type or {types[n], t.type} <= {*floats} for n, t in layers.items())
+    assert ({*types.values()} <= {"f16"}) == (quant is None or method in ("fp8", "gptq"))
+    parts = {name: plan.parts[name] for name in layers}
+    size = sum(np.prod(p.shape) * WEIGHT_TYPES[p.type] for p in parts.values())
+    assert size == sum(t.data.nbytes for t in layers.values())
+
+
+def test_plan_packed_needs_a_quantised_config(tmp_path: Path) -> None:
+    config = dict(tiny_model("llama").source.config)  # type: ignore[union-attr]
+    with pytest.raises(ModelError, match="needs a quantization_config"):
+        footprint_of_config(config, "x.json", quant="packed")
+    with pytest.raises(ParameterError, match="quantised safetensors"):
+        read_footprint("7B", quant="packed", kv_type="f16", resolve=Path)

@@ -267,3 +267,31 @@ def test_vllm_50948_constrained_json_is_the_answer_and_not_the_thought() -> None
         done = llm.chat([{"role": "user", "content": "hi"}], params)
     assert done.reasoning == ""
     assert json.loads(done.text)["n"] in (1, 2, 3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_vllm_53469_a_free_thought_then_the_document_in_one_stream(seed: int) -> None:
+    """The text of this report was not found. Reports of its group say: tags leak into the content,
+    tags are split over deltas, a schema switches the thought off or constrains it. Here is one
+    streamed answer with a schema that shows none of these."""
+    ask = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(
+        json_schema=SCHEMA,
+        thinking_budget=12,
+        max_tokens=200,
+        seed=seed,
+        logit_bias={OPEN: -100.0, CLOSE: -100.0},  # only the budget ends the thought
+    )
+    with open_llm(TEMPLATE + "<think>") as llm:
+        with llm.chat_stream(ask, params) as stream:
+            deltas = list(stream)
+        whole = llm.chat(ask, params)
+    thought = "".join(delta.reasoning for delta in deltas)
+    assert (thought, "".join(delta.text for delta in deltas)) == (whole.reasoning, whole.text)
+    assert whole.usage.reasoning_tokens >= 12, "the schema does not switch the thought off"
+    assert not thought.startswith("{"), "nor does it constrain the thought"
+    assert len(set(thought)) > 4
+    assert json.loads(whole.text)["n"] in (1, 2, 3)
+    for delta in deltas:
+        assert "think>" not in delta.text + delta.reasoning
+        assert not (delta.reasoning and delta.text) or delta.text.startswith("{")

@@ -1,16 +1,23 @@
-"""Compute logits on the reference backend without an engine, with a scattered block table."""
+"""Compute without an engine, with scattered block tables: logits on the reference backend, scores
+and greedy tokens on the cpu backend. `exported` writes a model as `convert` does."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 
+from verbatim.backend import open_backend
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.backend.reference.ops import ReferenceOps
 from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
-from verbatim.base.records import SeqStep, StepPlan
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
 from verbatim.model.decoder import forward
 from verbatim.model.load import Model
+from verbatim.weights.gguf_write import write_gguf
 
 
 class Driver:
@@ -42,3 +49,30 @@ class Driver:
             )
         self.length += len(tokens)
         return logits
+
+
+def score_and_draw(model: Model, tokens: list[int], draws: int) -> tuple[np.ndarray, list[int]]:
+    """On the cpu backend, in one step: the log-probability of every token but the first, and the
+    greedy tokens at the last `draws` positions before the last token."""
+    backend = open_backend(model, EngineConfig(backend="cpu"))
+    blocks = -(-len(tokens) // backend.block_size)
+    groups = len(model.spec.groups)
+    backend.allocate((blocks,) * groups)
+    table = tuple(int(b) for b in np.random.default_rng(1).permutation(blocks))
+    draw = DrawSpec(SamplingParams(temperature=0), key=1, prompt_len=1)
+    step = SeqStep(
+        *(1, tuple(tokens[:-1]), 0, (table,) * groups), draws, draw, targets=tuple(tokens[1:])
+    )
+    found = backend.execute(StepPlan(0, (step,))).sequences[0]
+    backend.close()
+    scores = np.array([scored.logprob for scored in found.scored])
+    return scores, [drawn.token for drawn in found.drawn]
+
+
+def exported(model: Model, path: Path) -> Path:
+    """The GGUF file that `convert` writes, without a tokenizer."""
+    metadata, extra = model_metadata(model, "tiny")
+    tensors = {t.name: t for t in (*extra, *model_tensors(model))}
+    check_round_trip(model, metadata, tensors)
+    write_gguf(path, metadata, tensors.values())
+    return path

@@ -15,8 +15,9 @@ ABSENT: Any = object()  # the key is not in the config
 class Case:
     """One checkpoint.
 
-    `context`: the engine's context. `gguf`: architecture of the GGUF file, empty if GGUF cannot
-    express the config."""
+    `context`: the engine's context. `gguf`: architecture of the GGUF file that convert.py
+    writes; if empty, `verbatim convert` writes it, or refuses and names the key `refused`.
+    `seed`: of the weights, chosen so that no two logits of a greedy step are a near tie."""
 
     name: str
     kind: str  # prefix of transformers' classes
@@ -25,6 +26,8 @@ class Case:
     gguf: str = ""
     prompt: int = PROMPT
     steps: int = STEPS
+    refused: str = ""
+    seed: int = 0
 
 
 def rope(kind: str, **numbers: Any) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from parity_case import ABSENT, Case, rope
@@ -29,7 +28,7 @@ _LFM2_MOE: dict[str, Any] = {
     "moe_intermediate_size": 24,
 }
 
-_CASES = [
+RECURRENT_CASES = [
     Case(
         "lfm2",
         "Lfm2",
@@ -90,6 +89,7 @@ _CASES = [
             "norm_topk_prob": False,
             "attention_bias": True,
         },
+        refused="mlp_only_layers",
     ),
     Case("qwen3_5", "Qwen3_5Text", {**_DELTA, "linear_value_head_dim": 8}, gguf="qwen35"),
     Case(
@@ -113,6 +113,3 @@ _CASES = [
         gguf="qwen35moe",
     ),
 ]
-# Variants of a family do not decode, to save time; the first checkpoint does.
-_FIRST = {case.kind: case for case in reversed(_CASES)}
-RECURRENT_CASES = [case if _FIRST[case.kind] is case else replace(case, steps=0) for case in _CASES]

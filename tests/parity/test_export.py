@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drive import Driver
+from drive import Driver, exported
 
 from verbatim.base.errors import ModelError
 from verbatim.convert.export_families import unscaled
-from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
-from verbatim.model.load import Model, load_model
+from verbatim.model.load import load_model
 from verbatim.testing_models import tiny_model
-from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.tensor import Tensor
 
 TOKENS = np.random.default_rng(3).integers(0, 260, 40).tolist()
@@ -45,19 +43,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def written(model: Model, path: Path) -> Model:
-    metadata, extra = model_metadata(model, "tiny")
-    tensors = {t.name: t for t in (*extra, *model_tensors(model))}
-    check_round_trip(model, metadata, tensors)
-    write_gguf(path, metadata, tensors.values())
-    return load_model(path)
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_the_written_file_gives_the_same_logits(case: str, tmp_path: Path) -> None:
     family, changes = CASES[case]
     model = tiny_model(family, **changes)
-    again = written(model, tmp_path / "x.gguf")
+    again = load_model(exported(model, tmp_path / "x.gguf"))
     ours, theirs = (Driver(m).feed(TOKENS) for m in (model, again))
     # Bits differ where a norm gets its offset, a router norm its factor, and where value heads are
     # in another order. GGUF's epsilon of the norms is a float32.
@@ -77,4 +67,4 @@ def test_layers_that_one_period_does_not_describe_are_refused(tmp_path: Path) ->
     kinds = ["linear_attention", "full_attention", "full_attention", "linear_attention"]
     model = tiny_model("qwen35", num_hidden_layers=4, layer_types=kinds)
     with pytest.raises(ModelError, match="layer 2: GGUF has no key"):
-        written(model, tmp_path / "x.gguf")
+        exported(model, tmp_path / "x.gguf")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
+import pytest
 from checkpoints import CASES
-from models_doc import KINDS, cases_of, document
+from models_doc import MODELS, cases_of, document
+from parity_table import BACKENDS, INTERPRETER, STATES, all_cells
 
+from parity_types import PLAIN, WIDE, WIDE_QUANTISED
 from verbatim.model.config_keys import CONFIG_KEYS
 from verbatim.model.families import WRAPPERS
 from verbatim.model.gguf_keys import GGUF_KEYS
 from verbatim.testing_models import TINY_CONFIGS
+from verbatim.weights.gguf_types import TYPES
 
 ROOT = Path(__file__).parents[2]
 
@@ -21,10 +26,32 @@ def test_docs_models_is_up_to_date() -> None:
 
 def test_every_model_type_has_a_checkpoint_and_runs_on_every_backend() -> None:
     kinds = set(CONFIG_KEYS) - set(WRAPPERS)
-    assert {kind for kind, _ in KINDS.values()} == kinds
+    assert {kind for kind, _ in MODELS.values()} == kinds
     assert all(cases for cases in cases_of(CASES).values())
     assert {config["model_type"] for config in TINY_CONFIGS.values()} == kinds
 
 
 def test_every_gguf_architecture_has_a_checkpoint() -> None:
     assert {case.gguf for case in CASES} - {""} == set(GGUF_KEYS)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_cell_names_a_test_that_exists(backend: str) -> None:
+    cells = [cell for found in all_cells(backend).values() for cell in found]
+    for test in {INTERPRETER, *(cell.test for cell in cells if cell.state != STATES[2])}:
+        file, _, name = test.partition("::")
+        tree = ast.parse((ROOT / file).read_text("utf-8"))
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, test
+
+
+def test_every_cell_of_the_reference_and_the_cpu_passes_or_is_refused_by_name() -> None:
+    for backend in ("reference", "cpu"):
+        for table, cells in all_cells(backend).items():
+            assert "not tested" not in {cell.state for cell in cells}, (backend, table)
+            assert all(cell.key for cell in cells if cell.state == "refused by name")
+
+
+def test_every_weight_type_of_the_reader_is_in_the_table() -> None:
+    """The backends' tests cover what the reader knows, and no type twice."""
+    types = [*PLAIN, *WIDE["cpu"], *WIDE_QUANTISED]
+    assert sorted(types) == sorted(TYPES.values())

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from verbatim.base.errors import ModelError
 from verbatim.weights import gguf as reader
 from verbatim.weights.gguf import read_gguf
-from verbatim.weights.gguf_types import TYPES
+from verbatim.weights.gguf_types import OTHER_TYPES, TYPES
 from verbatim.weights.gguf_write import LazyTensor, converted, write_gguf
 from verbatim.weights.requantise import nbytes
 from verbatim.weights.tensor import BLOCKS, Tensor
@@ -274,3 +274,18 @@ def test_string_arrays_with_strings_of_any_length_are_read_back(
     }
     write_gguf(tmp_path / "x", metadata)
     assert read_gguf(tmp_path / "x").metadata == metadata
+
+
+@pytest.mark.parametrize(("number", "name"), OTHER_TYPES.items())
+def test_a_tensor_of_another_type_is_refused_by_name(
+    number: int, name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "x.gguf"
+    tensor = Tensor("a-matrix", "f32", (2, 32), np.zeros(256, np.uint8))
+    write_gguf(path, {"general.architecture": "llama"}, [tensor])
+    raw = bytearray(path.read_bytes())
+    at = raw.index(b"a-matrix") + len(b"a-matrix") + 4 + 2 * 8  # after the dimensions
+    raw[at : at + 4] = number.to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(ModelError, match=f"'a-matrix' has the type {name}, which is not supp"):
+        read_gguf(path)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parity_types import REFUSED_FORMATS
 from verbatim.base.errors import ModelError
 from verbatim.weights.packed_checkpoint import E4M3, RawTensor, to_type, unpack_checkpoint
 from verbatim.weights.safetensors import read_directory
@@ -254,17 +255,7 @@ def test_what_no_block_holds_is_unpacked_with_a_warning() -> None:
         assert "1 quantised weights are unpacked to floats, such as m.weight" in warnings[0]
 
 
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
-        ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
-        ({"quant_method": "modelopt"}, "modelopt"),
-        ({}, "None"),
-        ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
-        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache"),
-    ],
-)
+@pytest.mark.parametrize(("config", "why"), REFUSED_FORMATS)
 def test_other_formats_are_refused_by_name(config: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=why):
         unpack_checkpoint(config, {}, {}, "config.json")

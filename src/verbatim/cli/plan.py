@@ -44,7 +44,11 @@ if TYPE_CHECKING:
 )
 @click.option("--batch", cls=Option, type=int, default=1, metavar="N", help="sequences at once [1]")
 @click.option(
-    "--quant", cls=Option, metavar="TYPE", help="type of the weights [as the config or file says]"
+    "--quant",
+    cls=Option,
+    metavar="TYPE",
+    help="type of the weights; packed: the blocks of quantised safetensors [as the config or file"
+    " says]",
 )
 @click.option(
     "--kv-type", cls=Option, default="f16", metavar="TYPE", help="type of the KV cache [f16]"

@@ -40,6 +40,22 @@ ARCHITECTURE = {
 }  # family -> GGUF's name for it, where they differ
 # Fields that GGUF stores in another form, such as the norm offset, which is added to the weights.
 NOT_COMPARED = {"family", "norm_offset", "layers", "delta"}
+# What a ModelSpec or a layer of it holds -> the keys of config.json that may set it.
+CONFIG_KEYS = {
+    "activation": ("hidden_act", "hidden_activation", "activation_function", "activation"),
+    "attention_scale": ("query_pre_attn_scalar", "attention_multiplier"),
+    "experts_renormalised": ("norm_topk_prob",),
+    "mlp": ("intermediate_size", "mlp_only_layers"),
+    "parallel": ("parallel_attn", "use_parallel_residual"),
+    "window": ("layer_types", "sliding_window", "use_sliding_window", "max_window_layers"),
+    "mixer": ("layer_types", "full_attention_interval", "full_attn_idxs"),
+    "experts": ("mlp_only_layers", "decoder_sparse_step", "num_experts", "num_local_experts"),
+    "KV heads and head size": ("num_key_value_heads", "head_dim", "layer_types"),
+    "MLP width": ("intermediate_size", "use_double_wide_mlp"),
+    "shared KV layer": ("num_kv_shared_layers", "layer_types"),
+    "keys as values": ("attention_k_eq_v",),
+    "rope": ("rope_parameters", "rope_scaling", "position_embedding_type", "no_rope_layers"),
+}
 
 
 def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
@@ -188,7 +204,7 @@ def _rope(
             ]
         case _:
             raise ModelError(
-                f"rope scaling {kind!r} has no GGUF keys, so this model cannot be written as GGUF",
+                f"rope_type {kind!r} has no GGUF keys, so this model cannot be written as GGUF",
                 file=file,
             )
     return keys, extra
@@ -254,6 +270,8 @@ def _reordered(arch: str, delta: DeltaSpec) -> bool:
 def _interleaved(tensor: Tensor, head: int, rotated: int) -> Tensor:
     """Interleave rows j and j + d/2 of the rotated part of each head, the inverse of what the
     GGUF loader does for such architectures."""
+    if not rotated:  # no layer has rotary positions
+        return tensor
     heads = tensor.data.reshape(tensor.shape[0] // head, head, -1)
     pairs = heads[:, :rotated].reshape(len(heads), 2, rotated // 2, -1).swapaxes(1, 2)
     data = np.concatenate([pairs.reshape(len(heads), rotated, -1), heads[:, rotated:]], axis=1)
@@ -290,17 +308,34 @@ def check_round_trip(
         if not same:
             raise ModelError(
                 f"GGUF has no key for {field.name} = {a!r} of this {ours.family} model "
-                f"(it would become {b!r})",
+                f"(it would become {b!r}){_set_by(model, field.name)}",
                 file=file,
             )
     if _untiled(ours) != _untiled(seen):
         raise ModelError(f"GGUF has no keys for {ours.delta} of this model", file=file)
-    for i, (a, b) in enumerate(zip(ours.layers, seen.layers, strict=True)):
-        if _layer(ours, i) != _layer(seen, i) or not _same_rope(a.rope, b.rope):
+    for i in range(len(ours.layers)):
+        found = _layer(seen, i)
+        for name, value in _layer(ours, i).items():
+            if value != found[name]:
+                raise ModelError(
+                    f"layer {i}: GGUF has no key for {name} = {value!r} of this {ours.family} "
+                    f"model (it would become {found[name]!r}){_set_by(model, name)}",
+                    file=file,
+                )
+        if not _same_rope(ours.layers[i].rope, seen.layers[i].rope):
             raise ModelError(
-                f"layer {i}: GGUF has no key for its window, heads, experts or rope settings",
+                f"layer {i}: GGUF has no key for rope settings of this {ours.family} model"
+                f"{_set_by(model, 'rope')}",
                 file=file,
             )
+
+
+def _set_by(model: Model, name: str) -> str:
+    """The end of an error: the keys of the model's config.json that set a property."""
+    config = getattr(model.source, "config", {})
+    config = config.get("text_config", config)
+    keys = [key for key in CONFIG_KEYS.get(name, ()) if key in config]
+    return f"; config.json sets it by {', '.join(keys)}" if keys else ""
 
 
 def _untiled(spec: ModelSpec) -> DeltaSpec | None:
@@ -308,10 +343,18 @@ def _untiled(spec: ModelSpec) -> DeltaSpec | None:
     return None if spec.delta is None else replace(spec.delta, tiled=False)
 
 
-def _layer(spec: ModelSpec, i: int) -> tuple[Any, ...]:
+def _layer(spec: ModelSpec, i: int) -> dict[str, Any]:
+    """What a file must say about one layer, rope settings apart."""
     a = spec.layers[i]
-    own = (spec.kv_shape(i), spec.mlp_width(i), a.kv_layer, a.value_is_key)
-    return (a.window, a.experts, a.mixer, *own)
+    return {
+        "window": a.window,
+        "experts": a.experts,
+        "mixer": a.mixer,
+        "KV heads and head size": spec.kv_shape(i),
+        "MLP width": spec.mlp_width(i),
+        "shared KV layer": a.kv_layer,
+        "keys as values": a.value_is_key,
+    }
 
 
 def _same_rope(a: RopeSpec | None, b: RopeSpec | None) -> bool:

@@ -20,10 +20,12 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout
+from verbatim.model.load import PACKED
 from verbatim.model.spec import ModelSpec
 from verbatim.observe.roofline import cost_card, expert_share, layer_position_ops
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.names import FUSED_EXPERTS_GGUF, gguf_source
+from verbatim.weights.packed_blocks import planned_type
 from verbatim.weights.safetensors import read_json
 from verbatim.weights.tensor import BLOCKS
 
@@ -127,11 +129,14 @@ def read_footprint(
 ) -> Footprint:
     """The footprint of a config.json, a directory, a .gguf file, a parameter count (7B), or a
     model name, which `resolve` turns into a path."""
-    if quant is not None and quant not in WEIGHT_TYPES:
-        raise ParameterError("quant", f"{quant!r:.40} is not one of {', '.join(WEIGHT_TYPES)}")
+    if quant is not None and quant not in (*WEIGHT_TYPES, PACKED):
+        known = ", ".join((*WEIGHT_TYPES, PACKED))
+        raise ParameterError("quant", f"{quant!r:.40} is not one of {known}")
     if kv_type not in KV_TYPES:
         raise ParameterError("kv_type", f"{kv_type!r:.40} is not one of {', '.join(KV_TYPES)}")
     path = Path(model).expanduser()
+    if quant == PACKED and (path.suffix == ".gguf" or _COUNT.fullmatch(model)):
+        raise ParameterError("quant", "'packed' is for the config.json of quantised safetensors")
     if not path.exists():
         if count := _COUNT.fullmatch(model):
             factor = 10**9 if count[2].lower() == "b" else 10**6
@@ -147,16 +152,40 @@ def read_footprint(
 def footprint_of_config(
     config: Mapping[str, Any], file: str, *, quant: str | None = None, kv_type: str = "f16"
 ) -> Footprint:
+    config = dict(config)
+    packing = config.pop("quantization_config", None) or {}
     spec, _ = read_config(config, file=file)
+    if quant == PACKED and not packing:
+        raise ModelError(f"{PACKED!r} needs a quantization_config", file=file)
     dtype = config.get("dtype") or config.get("torch_dtype") or "float16"
-    stored = quant or _DTYPES.get(str(dtype))
-    if stored is None:
+    floats = _DTYPES.get(str(dtype)) if quant in (None, PACKED) else quant
+    if floats is None:
         raise ModelError(f"dtype is {dtype!r:.40}; name a type with --quant", file=file)
+    blocks = _block_type(packing, quant)
+    shapes = layout(spec)
+
+    def type_of(part: str) -> str:
+        """Quantised are the matrices of the layers, or the experts alone (mxfp4)."""
+        inside = ".moe." in part if blocks == "mxfp4" else part.startswith("layers.")
+        if blocks and inside and is_quantisable(part) and shapes[part][-1] % 32 == 0:
+            return blocks
+        return _type_of(part, floats)
+
     path = Path(file)
     name = config.get("_name_or_path") or (
         path.parent.name if path.stem == "config" and path.parent.name else path.stem
     )
-    return _of_spec(spec, str(name), stored, kv_type, lambda part: _type_of(part, stored))
+    return _of_spec(spec, str(name), blocks or floats, kv_type, type_of)
+
+
+def _block_type(packing: Mapping[str, Any], quant: str | None) -> str | None:
+    """The block type of the quantised weights of a safetensors checkpoint in memory; None: they are
+    unpacked to floats, or `quant` names another type."""
+    if quant not in (None, PACKED):
+        return None
+    if packing.get("quant_method") == "mxfp4":  # stays in its blocks without `packed`, too
+        return "mxfp4"
+    return planned_type(packing) if quant == PACKED else None
 
 
 def _of_gguf(path: Path, quant: str | None, kv_type: str) -> Footprint:

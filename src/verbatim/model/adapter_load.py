@@ -8,6 +8,7 @@ rows of the weight it belongs to: fused matrices are split, interleaved rotary r
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -68,6 +69,21 @@ def load_adapter(name: str, path: str, spec: ModelSpec, *, to_merge: bool = Fals
                 file=file,
             )
     return Adapter(name, _digest(parts), parts, file)
+
+
+def refused_modules(spec: ModelSpec) -> dict[str, str]:
+    """PEFT's name of every module with a matrix that no adapter can change -> the same without the
+    layer and the expert, as docs/adapters.md lists it. The output head has an error of its own."""
+    experts = max(layer.experts for layer in spec.layers)
+    found: dict[str, str] = {}
+    for weight, shape in layout(spec).items():
+        if len(shape) < 2 or is_adapted(weight) or weight == "head" or weight.endswith(".bias"):
+            continue
+        for name in hf_source(spec.family, "model.", weight, experts).names:
+            module = name.removesuffix(".weight")
+            kind = re.sub(r"^model\.(\w+\.\d+\.)?", "", module)
+            found[module] = re.sub(r"\.\d+\.", ".*.", kind)
+    return found
 
 
 def _places(

@@ -7,6 +7,9 @@ to the type of the scale.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from verbatim.weights.tensor import Tensor
@@ -35,6 +38,28 @@ def to_blocks(name: str, integers: np.ndarray, scale: np.ndarray) -> Tensor | No
     codes = integers.astype(np.int16).reshape(rows, -1, BLOCK)
     parts = [halves[:, :, None].view(np.uint8), *_packed(kind, codes)]
     return Tensor(name, kind, integers.shape, np.concatenate(parts, axis=-1).reshape(-1))
+
+
+def planned_type(config: Mapping[str, Any]) -> str | None:
+    """The block type in which `to_blocks` keeps the weights of a checkpoint with this
+    quantization_config, or None for floats. It is known without the weights."""
+    method, weights = config.get("quant_method"), config
+    if method == "compressed-tensors":
+        groups = (config.get("config_groups") or {}).values()
+        weights = next((g["weights"] for g in groups if (g or {}).get("weights")), {})
+        bits, symmetric = weights.get("num_bits", 4), weights.get("symmetric", True)
+        ordered = weights.get("actorder") in (True, "group", "dynamic")
+    elif method in ("gptq", "awq"):
+        bits = config.get("bits", 4)
+        symmetric = not config.get("zero_point", True) if method == "awq" else config.get("sym")
+        ordered = bool(config.get("desc_act"))
+    else:
+        return None
+    group = weights.get("group_size") or 0
+    if weights.get("type", "int") != "int" or ordered or (group > 0 and group % BLOCK):
+        return None
+    most = 2 ** (bits - 1) if symmetric else 2**bits  # the integer less its zero point
+    return next((kind for kind, limit in _TYPES.items() if most <= limit), None)
 
 
 def _packed(kind: str, codes: np.ndarray) -> list[np.ndarray]:

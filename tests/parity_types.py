@@ -1,0 +1,60 @@
+"""The families and weight types that the tests of the backends compare.
+
+The tests take their parameters from here, and docs/model-parity.md is generated from it: a cell of
+the parity table that says "passes" is a test.
+"""
+
+from __future__ import annotations
+
+from verbatim.testing_models import FAMILIES, FIRST_FAMILIES
+from verbatim.weights.codebook_formats import SCALED
+
+FLOATS = ("f32", "f16", "bf16")
+# Every tiny model has rows that divide into blocks of these types.
+PLAIN = (*FLOATS, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
+# Types with blocks of 256 weights, a table or a codebook: random blocks in a wide llama. The matrix
+# products are the same for every family.
+WIDE = {
+    "cpu": ("q2_k", "q3_k", "q5_k", "q8_k", *SCALED),
+    "cuda": tuple(SCALED),
+}
+# Types with blocks of 256 weights that `quantise` writes: a dense model and a mixture.
+WIDE_QUANTISED = {"q4_k": ("llama", "qwen3moe"), "q6_k": ("llama", "qwen3moe")}
+# Families that together launch every kernel of the cuda backend, for Triton's interpreter.
+INTERPRETED = (
+    *("llama", "gpt2", "gemma2", "gemma3", "qwen3moe", "granite", "olmo2", "hunyuan-dense"),
+    *("ministral3", "cohere2", "arcee", "glm4_moe", "gpt_oss", "lfm2", "qwen35", "gemma4"),
+    "gemma4moe",
+)
+
+
+def types_of(family: str, backend: str) -> tuple[str, ...]:
+    """The weight types of a family that are compared with the reference on a backend. On cuda the
+    newer families share the matrix products of the first, so two types are enough."""
+    assert family in FAMILIES
+    return PLAIN if backend == "cpu" or family in FIRST_FAMILIES else ("f32", "q8_0")
+
+
+def interpreted_type(family: str) -> str:
+    """The weight type of a family under Triton's interpreter."""
+    return "q8_0" if family in ("llama", "gemma2", "qwen3moe") else "f32"
+
+
+# Quantised safetensors that are read -> the test that compares them with their own dequantiser, all
+# in tests/weights/test_packed_checkpoint.py. They become floats or blocks while they are loaded.
+PACKED_FORMATS = {
+    "AWQ": "test_awq_equals_autoawq",
+    "GPTQ (with and without desc_act)": "test_gptq_equals_auto_round",
+    "block FP8": "test_block_fp8_equals_transformers",
+    "MXFP4": "test_mxfp4_equals_transformers",
+    "compressed-tensors (float, int, packed)": "test_compressed_tensors_equal_their_library",
+}
+# `quantization_config` of safetensors that are refused -> what the error names.
+REFUSED_FORMATS: tuple[tuple[dict[str, object], str], ...] = (
+    ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
+    ({"quant_method": "modelopt"}, "modelopt"),
+    ({}, "None"),
+    ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
+    ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
+    ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache"),
+)
