@@ -17,10 +17,15 @@ RECORDED = "not run"  # property in which a test reports the skips of a nested r
 
 
 def opt_in() -> dict[str, str]:
-    """Markers that `make test` deselects, and the command that runs their tests."""
+    """Markers that `make test` deselects, and the command that runs their tests. A test with
+    several is listed under the first."""
     folder = os.environ.get("VERBATIM_TEST_MODELS")
     models = "set" if folder else "not set"
     return {
+        "qemu": (
+            "markers qemu and soak: need ARM emulation (g++-aarch64-linux-gnu, qemu-user-static); "
+            "run `make soak`"
+        ),
         "soak": "marker soak: heavy; run `make soak`",
         "ray": "marker ray: needs Ray; run `make test-ray`",
         "models": (
@@ -46,8 +51,9 @@ class NotRun:
     def pytest_deselected(self, items: list[pytest.Item]) -> None:
         ways = opt_in()
         for item in items:
-            marks = [ways[mark.name] for mark in item.iter_markers() if mark.name in ways]
-            self.deselected[item.nodeid] = marks[0] if marks else "left out by -m or -k"
+            marks = {mark.name for mark in item.iter_markers()}
+            found = [why for name, why in ways.items() if name in marks]
+            self.deselected[item.nodeid] = found[0] if found else "left out by -m or -k"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.skipped:

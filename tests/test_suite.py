@@ -30,6 +30,16 @@ def test_needs_a_printer(number):
 def test_heavy():
     pass
 
+@pytest.mark.soak
+@pytest.mark.qemu
+def test_emulated():
+    pass
+
+@pytest.mark.qemu
+@pytest.mark.soak
+def test_emulated_too():
+    pass
+
 def test_nested(record_property):
     record_property("not run", "inner.py:7: needs a scanner")
 """
@@ -40,7 +50,7 @@ LIBRARY = "import pytest\npytest.importorskip('no_such_library')\ndef test_never
 def test_tests_that_did_not_run_are_listed_with_and_without_workers(
     workers: tuple[str, ...], tmp_path: Path
 ) -> None:
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = soak\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = soak\n qemu\n")
     (tmp_path / "test_one.py").write_text(SUITE)
     (tmp_path / "test_two.py").write_text(LIBRARY)
     command = [
@@ -73,7 +83,9 @@ def test_tests_that_did_not_run_are_listed_with_and_without_workers(
         "inner.py": 1,
         "test_two.py": 1,
         "marker soak: heavy; run `make soak`": 1,
-        "in all": 6,
+        "markers qemu and soak: need ARM emulation (g++-aarch64-linux-gnu, qemu-user-static); run "
+        "`make soak`": 2,
+        "in all": 8,
     }
     [missing] = [text for text in rows if "could not import" in text]
     assert "no_such_library" in missing

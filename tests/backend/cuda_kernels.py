@@ -97,7 +97,7 @@ def interpreter_fault() -> str:
 
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    fast_interpreter.patch_once()
+    fast_interpreter.speed_up()
     if fault := interpreter_fault():
         pytest.skip(fault, allow_module_level=True)
 

@@ -18,7 +18,7 @@ NAMES = ("reference", "cpu", "cuda")
 MARKS = {
     "cuda": [
         pytest.mark.gpu,
-        pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU (make test-gpu)"),
+        pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU: `make test-gpu`"),
     ]
 }
 BACKENDS = [pytest.param(name, marks=MARKS.get(name, ())) for name in NAMES]

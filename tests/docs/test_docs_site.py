@@ -1,5 +1,5 @@
-"""The documentation site builds without a warning, is complete, and asks nothing outside for a
-file."""
+"""The documentation site builds without a warning, is complete, asks nothing outside for a file,
+and works in a browser. One file, because its tests share the built site, which takes 13 s."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import dataclasses
 import html
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import httpx
 import pytest
 
 import verbatim
+from chromium import launched
 from eventually import HANG_SECONDS
 from verbatim import EngineConfig
 from verbatim.base.params import FIELDS
@@ -179,3 +181,42 @@ def test_the_list_of_decisions_is_complete(site: Path) -> None:
         index = page(site, f"{folder}/index.html")
         for decision in (ROOT / "docs" / folder).glob("0*.md"):
             assert f'href="{decision.stem}.html"' in index, decision.name
+
+
+# ---- in a browser, from the file system: pages open, search works without a network
+
+WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.fixture(scope="module")  # Playwright runs an event loop, in which asyncio.run() fails
+def browser() -> Iterator[Any]:
+    with launched() as running:
+        yield running
+
+
+@pytest.mark.parametrize("size", WIDTHS.values(), ids=WIDTHS)
+def test_a_reader_searches_and_follows_a_result(
+    site: Path, browser: Any, size: tuple[int, int]
+) -> None:
+    wide, high = size
+    page = browser.new_page(viewport={"width": wide, "height": high})
+    page.set_default_timeout(1000 * HANG_SECONDS)
+    wrong: list[str] = []
+    asked: list[str] = []
+    page.on("console", lambda m: wrong.append(m.text) if m.type == "error" else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto((site / "index.html").as_uri())
+    assert page.inner_text("h1").startswith("Verbatim")
+    assert page.evaluate("document.documentElement.scrollWidth") <= wide, "it scrolls sideways"
+    if wide < 1000:
+        page.click("label.md-header__button[for=__search]")
+    page.locator("input.md-search__input").press_sequentially("keep_alive")  # as keys: keyup
+    page.locator("a.md-search-result__link").first.click()
+    page.wait_for_url(lambda url: "index.html" not in url)
+    assert "keep_alive" in page.inner_text("article")
+    assert page.evaluate("document.documentElement.scrollWidth") <= wide
+    page.close()
+    assert wrong == []
+    outside = [url for url in asked if not url.startswith((site.as_uri(), "data:", "blob:"))]
+    assert outside == []

@@ -268,24 +268,40 @@ def test_close_kills_idle_and_active_workers(make_pool: Callable[..., CompilePoo
 
 
 def test_a_compile_over_the_cpu_limit_is_killed(processes: Callable[..., CompilePool]) -> None:
-    pool = processes(cpu_seconds=0.2)
+    """The worker that replaces the killed one has a limit that no machine reaches."""
+    limits = iter((0.2, 3600.0))
+
+    def spawn() -> CompileWorker:
+        return CompileWorker(worker_command(matcher.LIMITS, 4 << 30, next(limits)))
+
+    pool = processes(cpu_seconds=0.2, spawn=spawn)
     with pytest.raises(TooExpensive, match=r"more than 0\.2 seconds of CPU time"):
         translate(pool, "json_schema", json.dumps(HOSTILE))
     assert translate(pool)
 
 
 def test_the_cpu_limit_is_per_compile(processes: Callable[..., CompilePool]) -> None:
-    """Many cheap compiles in one worker take more CPU time together than the limit of one
-    compile."""
-    pool = processes(cpu_seconds=0.5)
+    """Many cheap compiles in one worker take more CPU time together than the limit of one compile,
+    which is forty times what one of them takes on this machine."""
+    numbers = itertools.count(2001, 2)
+
+    def compile_one(pool: CompilePool) -> float:
+        """CPU seconds of the worker; outside Linux, which has its clock, those of a usual one."""
+        (worker,) = pool._idle
+        clock = (~worker.process.pid << 3) | 2 if sys.platform == "linux" else None
+        before = 0.0 if clock is None else time.clock_gettime(clock)
+        schema = {"type": "integer", "multipleOf": next(numbers)}
+        translate(pool, "json_schema", json.dumps(schema))
+        return 0.01 if clock is None else time.clock_gettime(clock) - before
+
+    usual = processes()
+    translate(usual)
+    limit = 40 * compile_one(usual)
+    pool, spent = processes(cpu_seconds=limit), 0.0
     translate(pool)
     (first,) = pool._idle
-    spent, number = 0.0, 2003
-    clock = (~first.process.pid << 3) | 2 if sys.platform == "linux" else None
-    while spent < 0.8:  # some 12 ms each
-        translate(pool, "json_schema", json.dumps({"type": "integer", "multipleOf": number}))
-        number += 2
-        spent = spent + 0.01 if clock is None else time.clock_gettime(clock)
+    while spent < 1.5 * limit:
+        spent += compile_one(pool)
     assert pool._idle == [first]
 
 

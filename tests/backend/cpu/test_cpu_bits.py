@@ -333,6 +333,7 @@ def arm(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
     return Emulator(tmp_path_factory.mktemp("arm"), ["-O2", "-static"])
 
 
+@pytest.mark.qemu
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_arm_gives_the_same_bits(arm: Emulator) -> None:
@@ -341,6 +342,7 @@ def test_arm_gives_the_same_bits(arm: Emulator) -> None:
     check_output(out.decode(), set(ARM_SETS))
 
 
+@pytest.mark.qemu
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_arm_selects_the_best_instruction_set_of_the_cpu(arm: Emulator) -> None:
@@ -357,6 +359,7 @@ def test_arm_selects_the_best_instruction_set_of_the_cpu(arm: Emulator) -> None:
         assert error == f"instruction set {isa} is not available on this machine; it has: {has}\n"
 
 
+@pytest.mark.qemu
 @pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.timeout(3600)
@@ -431,6 +434,7 @@ def test_no_kernel_accesses_memory_out_of_bounds(tmp_path: Path) -> None:
     check_output(done.stdout, set(ISAS))
 
 
+@pytest.mark.qemu
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 def test_no_kernel_accesses_memory_out_of_bounds_on_arm(

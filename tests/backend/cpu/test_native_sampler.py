@@ -414,6 +414,7 @@ def build(compiler: str, flags: list[str], folder: Path) -> Path:
     return program
 
 
+@pytest.mark.qemu
 @pytest.mark.soak
 @pytest.mark.parametrize(
     "flags", [[], ["-march=armv8.2-a+dotprod+fp16"], ["-march=armv8.2-a+dotprod+fp16+i8mm"]]
