@@ -89,8 +89,10 @@ function input(name, rule) {
       setParam(name, event.type === "reset" ? undefined : parse(rule, box.value));
       box.value = written(rule, valueOf(name));
     } catch (error) {
-      box.setCustomValidity(error instanceof SyntaxError ? "this is not JSON" : error.message);
-      box.reportValidity();
+      const message = error instanceof SyntaxError ? "this is not JSON" : error.message;
+      box.setCustomValidity(message);
+      state.trouble = { message: `${name}: ${message}`, param: name };
+      changed();
     }
   };
   if (rule.kind === "bool")

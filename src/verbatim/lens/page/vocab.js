@@ -46,7 +46,8 @@ export class Vocab {
     try {
       const text = utf8.decode(bytes);
       const seen = text.trim() ? text : text.replace(/[^\n\t\r]/gu, "␣");
-      return seen.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍").replace(/\S[\u200c\u200d\ufe0f]/.test(text) ? "" : HIDDEN, code) || "∅";
+      const marked = seen.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
+      return (/\S[\u200c\u200d\ufe0f]/.test(text) ? marked : marked.replace(HIDDEN, code)) || "∅";
     } catch {
       return `⟨${hex(bytes)}⟩`;
     }
