@@ -68,7 +68,7 @@ def generate(page: Page, url: str, view: str) -> None:
         page.wait_for_selector(".stages")
     if view == "engine":
         page.click("nav >> text=Engine")
-        page.wait_for_selector("#plot canvas")
+        page.wait_for_selector("#plot i")
         page.wait_for_timeout(1500)  # one more poll of the engine
     page.wait_for_timeout(400)  # the bars' transitions
 

@@ -80,7 +80,8 @@ def test_draws_are_equal(page: Any, per_case: int) -> None:
           return JSON.stringify(cases.map(({ step, settings }) => {
             const row = new Row(step);
             return Array.from({ length: count }, (_, i) => {
-              const result = sample(row.at(step.position + i), settings);
+              Object.assign(row, { position: step.position + i, _noise: null });
+              const result = sample(row, settings);
               return result.undecided ?? result.token;
             });
           }));

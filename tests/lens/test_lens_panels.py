@@ -143,7 +143,8 @@ def rows_of_tree(
 
     def leaf(answer: dict[str, Any]) -> tuple[int, list[str]]:
         said = [answer["label"], total(answer, len(answer["ids"]))]
-        said += [f"at token {start + 1}"] if start else []
+        where = f"at token {start + 1}" if start < len(answer["ids"]) else "ends here"
+        said += [where] if start else []
         return level, said + ([f"score {answer['score']:.3f}"] if answer["score"] else [])
 
     if len(answers) == 1:
@@ -153,7 +154,8 @@ def rows_of_tree(
     while end < len(first) and all(a["ids"][: end + 1] == first[: end + 1] for a in answers):
         end += 1
     if end > start:
-        said = [f"tokens {start + 1} to {end}", f"shared by {len(answers)} answers"]
+        name = f"tokens {start + 1} to {end}" if end > start + 1 else f"token {end}"
+        said = [name, f"shared by {len(answers)} answers"]
         line = (level, [*said, total(answers[0], end)])
         return [line, *rows_of_tree(answers, end, level + 1)]
     groups: dict[int | None, list[dict[str, Any]]] = {}

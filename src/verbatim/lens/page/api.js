@@ -1,6 +1,8 @@
 // Requests to this server. In: plain objects. Out: plain objects, or a Trouble with the server's
 // own words. No other host is ever contacted.
 
+import { stored } from "./store.js";
+
 export class Trouble extends Error {
   constructor(message, { status = 0, code = "", param = null, retry = null } = {}) {
     super(message);
@@ -8,16 +10,12 @@ export class Trouble extends Error {
   }
 }
 
-let key = "";
-try {
-  key = sessionStorage.getItem("verbatim-key") ?? "";
-} catch {
-  // a saved file may have no storage
-}
+let key = stored("sessionStorage", "verbatim-key");
 
 export function setKey(value) {
-  key = value;
-  sessionStorage.setItem("verbatim-key", value);
+  // fetch refuses other characters in a header, which would read as a server that does not answer
+  if (!/^[ -~]+$/.test(value)) throw new Trouble("An API key has ASCII characters only.", { status: 401 });
+  key = stored("sessionStorage", "verbatim-key", value);
 }
 
 const headers = () => ({
@@ -50,20 +48,20 @@ export const get = async (path) => (await call(path)).json();
 export const post = async (path, body, signal) =>
   (await call(path, { method: "POST", body: JSON.stringify(body), signal })).json();
 
-// Server-sent events of a POST. Yields the parsed data of each; the request id comes first.
+// Server-sent events of a POST. Yields the parsed data of each.
 export async function* stream(path, body, signal) {
   const answer = await call(path, { method: "POST", body: JSON.stringify(body), signal });
-  yield { request: answer.headers.get("x-request-id") };
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let buffer = "";
   for (;;) {
     const { value, done } = await reader.read().catch(lost);
-    if (done) return;
+    if (done) return lost({}); // before [DONE]
     buffer += value;
     const events = buffer.split("\n\n");
     buffer = events.pop();
     for (const event of events) {
-      if (!event.startsWith("data: ") || event === "data: [DONE]") continue;
+      if (event === "data: [DONE]") return undefined;
+      if (!event.startsWith("data: ")) continue;
       const data = JSON.parse(event.slice(6));
       if (data.error) throw new Trouble(data.error.message, data.error);
       yield data;

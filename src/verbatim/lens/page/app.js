@@ -3,12 +3,12 @@
 import { html, nothing, render } from "./vendor/lit-html.js";
 import { get, setKey } from "./api.js";
 import { controls } from "./controls.js";
-import { drawPlot, engineView, poll, watch } from "./engine.js";
+import { engineView, poll, watch } from "./engine.js";
 import { fiveSamplers, inspector, loopView } from "./inspector.js";
 import { prove } from "./proof.js";
 import { extend, send, stopAll } from "./run.js";
 import { download, parseRun, restore } from "./save.js";
-import { canUndo, changed, current, fail, isRunning, onChange, select, show, state, undo } from "./store.js";
+import { canUndo, changed, current, fail, isRunning, onChange, select, show, state, stored, undo } from "./store.js";
 import { COLOURS, Tiles } from "./tiles.js";
 import { facts, tree } from "./tree.js";
 import { Vocab } from "./vocab.js";
@@ -18,13 +18,8 @@ const root = document.getElementById("app");
 let tiles = null;
 
 function setTheme(theme) {
-  state.theme = theme;
-  document.documentElement.dataset.theme = theme;
-  try {
-    localStorage.setItem("verbatim-theme", theme);
-  } catch {
-    // a saved file may have no storage
-  }
+  state.theme = document.documentElement.dataset.theme = theme;
+  stored("localStorage", "verbatim-theme", theme);
   changed();
 }
 
@@ -33,13 +28,11 @@ async function load(event) {
   event.target.value = "";
   if (!file) return;
   try {
-    const data = parseRun(await file.text());
+    const data = parseRun(await file.text()), here = state.info;
+    const foreign = !state.offline && data.info.digest !== here.digest;
     stopAll();
-    restore(data, { offline: state.offline });
-    if (!state.offline && data.info.digest !== state.info.digest) {
-      state.vocab = Vocab.fromSaved(data.vocab);
-      state.trouble = { message: `This run was made by ${data.info.model} (${data.info.fingerprint}); this server runs ${state.info.model} (${state.info.fingerprint}).`, param: null };
-    }
+    restore(data, { offline: state.offline || foreign });
+    if (foreign) state.trouble = { message: `This run was made by ${data.info.model} (${data.info.fingerprint}); this server runs ${here.model} (${here.fingerprint}). The page shows it without the server: reload to generate.` };
   } catch (error) {
     fail(Object.assign(error, { param: null, status: 0 }));
   }
@@ -72,25 +65,40 @@ function messages() {
   return html`${trouble ? html`<div class="alert" role="alert"><p>${trouble.message}</p>
         ${trouble.param && document.getElementById(`p-${trouble.param}`) ? html`<button class="link" @click=${() => reveal(trouble.param)}>Show ${trouble.param}</button>` : nothing}
         <button class="link" aria-label="dismiss" @click=${() => { state.trouble = null; changed(); }}>Dismiss</button></div>` : nothing}
-    ${state.askKey ? html`<form class="alert" @submit=${(e) => { e.preventDefault(); setKey(new FormData(e.target).get("key")); state.askKey = false; state.trouble = null; open(); }}>
+    ${state.askKey ? html`<form class="alert" @submit=${useKey}>
         <label>API key <input name="key" type="password" autocomplete="off" required /></label><button>Use it</button></form>` : nothing}
     ${proof ? html`<div class="proof ${proof.state}" id="proof" role="status">${proof.state === "running" ? "replaying the receipt …"
         : proof.state === "identical" ? html`<b>Identical.</b> ${proof.message}` : html`<b>Not identical.</b> ${proof.message}`}
         ${proof.index !== null && proof.index !== undefined ? html`<button class="link" @click=${() => select(proof.index)}>Show the token</button>` : nothing}</div>` : nothing}`;
 }
 
+function useKey(event) {
+  event.preventDefault();
+  try {
+    setKey(new FormData(event.target).get("key").trim());
+  } catch (error) {
+    return fail(error);
+  }
+  state.askKey = false;
+  state.trouble = null;
+  return open();
+}
+
 function reveal(name) {
   const box = document.getElementById(`p-${name}`);
   for (let up = box; up; up = up.parentElement) if (up.tagName === "DETAILS") up.open = true;
   box.focus();
+  return box;
 }
 
 function composer() {
   const branch = current();
   const busy = state.asking || isRunning(branch);
-  const go = (event) => {
+  const go = (event, how = send) => {
     event.preventDefault();
-    if (!busy && state.input.trim()) send();
+    const wrong = document.querySelector(".control :invalid"); // its text is not in force
+    if (wrong) reveal(wrong.id.slice(2)).reportValidity();
+    else if (!busy && state.input.trim()) how();
   };
   return html`<form class="composer card" @submit=${go} aria-label="prompt">
     <div class="row" role="radiogroup" aria-label="kind of prompt">
@@ -99,11 +107,12 @@ function composer() {
       ${state.turns.length || branch?.asked ? html`<button type="button" class="link" @click=${() => { state.turns = []; state.branches = []; show(null, -1); }}>New conversation</button>` : nothing}
     </div>
     ${state.mode === "chat" ? html`<input class="system" aria-label="system message" placeholder="system message (optional)" .value=${state.system} @input=${(e) => { state.system = e.target.value; }} />` : nothing}
-    <textarea id="prompt" rows="3" aria-label="prompt" .value=${state.input} @input=${(e) => { state.input = e.target.value; }}
+    <textarea id="prompt" rows="3" dir="auto" aria-label="prompt" .value=${state.input} @input=${(e) => { state.input = e.target.value; }}
       @keydown=${(e) => { if (e.key === "Enter" && !e.shiftKey && !e.isComposing) go(e); }}></textarea>
     <div class="row">
       <button class="primary" id="send" ?disabled=${busy || !state.info}>Generate</button>
-      <button type="button" id="step" ?disabled=${busy || !state.info} @click=${() => extend().then(() => select((current()?.tokens.length ?? 0) - 1))}>Step</button>
+      <button type="button" id="step" ?disabled=${busy || !state.info} title="one more token, under the settings of this branch"
+        @click=${(e) => go(e, () => extend().then(() => select((current()?.tokens.length ?? 0) - 1)))}>Step</button>
       <button type="button" id="stop" ?disabled=${!busy} @click=${stopAll}>Stop</button>
     </div>
   </form>`;
@@ -112,7 +121,7 @@ function composer() {
 function conversation() {
   const branch = current();
   const asked = branch?.asked ?? state.turns;
-  return html`${(state.mode === "chat" ? asked : []).map((turn) => html`<p class="turn ${turn.role}"><b>${turn.role}</b> ${turn.content}</p>`)}
+  return html`${(state.mode === "chat" ? asked : []).map((turn) => html`<p class="turn"><b>${turn.role}</b> <bdi>${turn.content}</bdi></p>`)}
     ${branch ? html`<details class="context"><summary>Context: ${branch.promptIds.length} tokens the model reads</summary>
         ${promptTokens(branch.promptIds)}</details>` : nothing}`;
 }
@@ -147,12 +156,12 @@ function legend() {
 function sequence() {
   const branch = current();
   return html`<section class="card sequence" aria-label="the sequence">${conversation()}${branch ? legend() : nothing}
-    <div id="tiles" class="tiles" role="listbox" aria-label="output tokens" tabindex="0"></div>
+    <div id="tiles" class="tiles" role=${branch?.tokens.length ? "listbox" : "group"} aria-label="output tokens" tabindex=${branch?.tokens.length ? 0 : -1}></div>
     ${branch ? facts(branch) : html`<p class="welcome">Ask something. Every token shows how likely it was, what else was possible, and why it was drawn.</p>`}</section>`;
 }
 
 function page() {
-  if (!state.info) return html`${header()}${messages()}<main><p class="hint loading">${state.loading}</p></main>`;
+  if (!state.info) return html`${header()}${messages()}<main><p class="hint loading">${state.askKey ? "This server needs an API key." : state.loading}</p></main>`;
   const engine = state.view === "engine";
   return html`<a class="skip" href=${engine ? "#steps" : "#tiles"}>Skip to the ${engine ? "steps" : "tokens"}</a>${header()}${messages()}
     ${engine ? html`<main class="engine" id="steps" tabindex="-1">${engineView()}</main>` : generateView()}`;
@@ -183,7 +192,6 @@ function draw(scope) {
   const box = document.getElementById("tiles");
   if (box && tiles?.box !== box) tiles = new Tiles(box);
   if (box && state.vocab) tiles.render();
-  drawPlot();
   document.body.dataset.requests = state.requests; // scripts wait for it
 }
 

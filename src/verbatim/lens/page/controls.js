@@ -37,6 +37,13 @@ function setParam(name, value) {
   if (value === undefined || same) delete state.params[name];
   else state.params[name] = value;
   if (state.trouble?.param === name) state.trouble = null;
+  document.getElementById(`p-${name}`).setCustomValidity("");
+  changed();
+}
+
+function reset() {
+  for (const box of document.querySelectorAll(".control :invalid")) box.dispatchEvent(new Event("reset"));
+  state.params = {};
   changed();
 }
 
@@ -53,7 +60,10 @@ function parse(rule, text) {
       return value;
     }
     case "ids":
-      return trimmed.split(/[\s,]+/).map(Number);
+      return trimmed.split(/[\s,]+/).map((text) => {
+        if (/^\d+$/.test(text)) return Number(text);
+        throw new Error("token ids, please: 5, 17");
+      });
     case "strings":
       return JSON.parse(trimmed.startsWith("[") ? trimmed : JSON.stringify([trimmed]));
     case "schema":
@@ -76,11 +86,13 @@ function input(name, rule) {
   const take = (event) => {
     const box = event.target;
     try {
-      setParam(name, parse(rule, box.value));
-      box.setCustomValidity("");
+      setParam(name, event.type === "reset" ? undefined : parse(rule, box.value));
+      box.value = written(rule, valueOf(name));
     } catch (error) {
-      box.setCustomValidity(error instanceof SyntaxError ? "this is not JSON" : error.message);
-      box.reportValidity();
+      const message = error instanceof SyntaxError ? "this is not JSON" : error.message;
+      box.setCustomValidity(message);
+      state.trouble = { message: `${name}: ${message}`, param: name };
+      changed();
     }
   };
   if (rule.kind === "bool")
@@ -90,9 +102,9 @@ function input(name, rule) {
       ${rule.choices.map((choice) => html`<option ?selected=${choice === value}>${choice}</option>`)}
     </select>`;
   if (["schema", "str"].includes(rule.kind) && ["json_schema", "grammar", "regex"].includes(name))
-    return html`<textarea id=${id} rows="2" spellcheck="false" placeholder=${name === "json_schema" ? '{"type": "object"}' : ""} .value=${written(rule, value)} @change=${take}></textarea>`;
+    return html`<textarea id=${id} rows="2" spellcheck="false" placeholder=${name === "json_schema" ? '{"type": "object"}' : ""} .value=${written(rule, value)} @change=${take} @reset=${take}></textarea>`;
   return html`<input id=${id} inputmode=${["int", "float"].includes(rule.kind) ? "decimal" : "text"} spellcheck="false" autocomplete="off"
-    placeholder=${name === "seed" ? "server chooses" : ""} .value=${written(rule, value)} @change=${take} />`;
+    placeholder=${name === "seed" ? "server chooses" : ""} .value=${written(rule, value)} @change=${take} @reset=${take} />`;
 }
 
 function control(name) {
@@ -130,5 +142,5 @@ export function controls() {
         </tbody>
       </table>
     </details>
-    ${mine ? html`<button class="link" @click=${() => { state.params = {}; changed(); }}>Reset ${mine} to defaults</button>` : nothing}`;
+    ${mine ? html`<button class="link" @click=${reset}>Reset ${mine} to defaults</button>` : nothing}`;
 }

@@ -10,7 +10,7 @@ const KEEP = 1500; // steps kept in the page
 const LANES = 6; // requests drawn on the time axis
 const CELLS = 512; // blocks drawn one by one
 const MARKED = 5000; // milliseconds that an evicted block stays marked
-let timer = null, plot = null, last = 0, failures = 0;
+let timer = null, last = 0, failures = 0;
 
 export function watch() {
   clearTimeout(timer);
@@ -22,14 +22,14 @@ export async function poll() {
   clearTimeout(timer);
   try {
     const report = await get(`/lens/api/engine?after=${last}`);
-    const steps = [...(state.engine?.steps ?? []), ...report.steps].slice(-KEEP);
+    const steps = [...(last ? state.engine.steps : []), ...report.steps].slice(-KEEP);
     last = steps.at(-1)?.step ?? 0;
     report.pools.forEach((pool, i) => markEvicted(pool, state.engine?.pools[i] ?? pool));
     state.engine = { ...report, steps };
     failures = 0;
     if (state.view === "engine") changed();
   } catch (error) {
-    last = 0; // a restarted engine counts from 1 again
+    last = 0; // read all steps again: a restarted engine counts from 1
     if (++failures === 3 && state.view === "engine") fail(error);
   }
   watch();
@@ -103,6 +103,28 @@ function strip(pool) {
       <i class="b-c"></i>cached ${count(pool.cached)} <i class="b-free"></i>free ${count(pool.free)} <i class="b-free gone"></i>evicted ${count(pool.evictions)} · ${count(pool.total)} in all${shown.length < pool.total ? ` · the first ${count(shown.length)} blocks are drawn` : ""}</p>`;
 }
 
+// round values between 0 and `most`
+function ticks(most) {
+  const least = most / 4, power = 10 ** Math.floor(Math.log10(least));
+  const by = power * [1, 2, 5, 10].find((times) => times * power >= least);
+  return Array.from({ length: Math.floor(most / by) + 1 }, (_, i) => i * by);
+}
+
+// the time of each step over the time of day, above the roofline
+function plot(steps) {
+  const shown = steps.slice(-400), floor = state.info.floor_seconds ?? 0;
+  if (!shown.length) return nothing;
+  const zero = shown[0].at, span = shown.at(-1).at - zero || 1;
+  const most = 1.1 * Math.max(floor, ...shown.map((s) => s.seconds));
+  const place = (side, share) => `${side}:${(100 * share).toFixed(2)}%`, up = (y) => place("bottom", y / most);
+  return html`<div class="plot" id="plot" role="img" aria-label="the time of each of ${shown.length} steps">
+      ${ticks(most).map((y) => html`<b .style=${up(y)}><span>${y ? seconds(y) : 0}</span></b>`)}
+      ${ticks(span).map((x) => html`<u .style=${place("left", x / span)}>${Number(x.toPrecision(2))} s</u>`)}
+      ${shown.map((s) => html`<i class=${kindOf(s)} title="step ${s.step}: ${seconds(s.seconds)}" .style=${`${place("left", (s.at - zero) / span)};${up(s.seconds)}`}></i>`)}
+      ${floor ? html`<hr .style=${up(floor)} />` : nothing}</div>
+    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts <i class="others"></i>other keys only ${floor ? html`<i class="limit"></i>roofline` : nothing}</p>`;
+}
+
 function requests(report) {
   return html`<table class="plain"><caption class="quiet">running requests of this key</caption>
     <thead><tr><th scope="col">request</th><th scope="col">prompt</th><th scope="col">cached</th><th scope="col">written</th><th scope="col">since</th><th scope="col">state</th></tr></thead>
@@ -129,7 +151,7 @@ export function engineView() {
   const decode = engine.steps.filter((s) => s.parts.length && s.parts.every((p) => p.kind === "decode" && !p.drafts));
   const median = [...decode].sort((a, b) => a.seconds - b.seconds)[decode.length >> 1]?.seconds;
   return html`<section class="card" aria-label="timeline"><h2>Steps <small>each bar is one step of the engine</small></h2>${timeline(engine.steps)}${proposers(engine.steps)}</section>
-    <section class="card" aria-label="roofline"><h2>Beside the roofline</h2><div id="plot"></div>
+    <section class="card" aria-label="roofline"><h2>Beside the roofline</h2>${plot(engine.steps)}
       <p class="facts"><span>${bytes(info.weight_bytes)} of weights per step</span>
         <span>${info.floor_seconds ? html`at least ${seconds(info.floor_seconds)} per decode step on this machine` : "run `verbatim bench` once for this machine's limit"}</span>
         ${median ? html`<span>median decode step ${seconds(median)}${info.floor_seconds ? `, ${((100 * info.floor_seconds) / median).toFixed(0)} % of the limit's speed` : ""}</span>` : nothing}</p></section>
@@ -137,41 +159,4 @@ export function engineView() {
       ${engine.pools.map(strip)}
       <p class="facts"><span>${count(engine.prefix_hits)} of ${count(engine.prefix_queries)} prompt tokens came from the prefix cache</span><span>${count(engine.preemptions)} preemptions</span></p></section>
     <section class="card" aria-label="requests"><h2>Requests of this key <small>${engine.others ? `${engine.others} of other keys run too` : ""}</small></h2>${requests(engine)}</section>`;
-}
-
-// ---------------------------------------------------------------------------------------- the plot
-
-export function drawPlot() {
-  const box = document.getElementById("plot");
-  if (!box || !globalThis.uPlot) {
-    plot?.destroy();
-    plot = null;
-    return;
-  }
-  const steps = (state.engine?.steps ?? []).slice(-400);
-  const zero = steps[0]?.at ?? 0;
-  const pick = (kind) => steps.map((s) => (kindOf(s) === kind ? 1000 * s.seconds : null));
-  const floor = state.info.floor_seconds ? 1000 * state.info.floor_seconds : null;
-  const data = [steps.map((s) => s.at - zero), pick("prefill"), pick("decode"), pick("draft"), steps.map(() => floor)];
-  if (plot && plot.root.parentElement === box && plot.width0 === box.clientWidth) return plot.setData(data);
-  plot?.destroy();
-  const colour = (name) => {
-    box.style.color = `var(${name})`; // a canvas needs the resolved colour
-    return getComputedStyle(box).color;
-  };
-  const dots = (label, name) => ({ label, stroke: colour(name), paths: () => null, points: { show: true, size: 5, fill: colour(name) } });
-  const axis = { stroke: colour("--soft"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line") } };
-  plot = new globalThis.uPlot(
-    {
-      width: box.clientWidth, height: 220, scales: { x: { time: false }, y: { range: (_, __, high) => [0, (high || 1) * 1.1] } },
-      axes: [{ ...axis, label: "seconds" }, { ...axis, label: "ms per step", size: 56 }],
-      series: [{ label: "time" }, dots("prefill", "--prefill"), dots("decode", "--accent"), dots("with drafts", "--draft"),
-        { label: "roofline", stroke: colour("--bad"), dash: [6, 4], width: 2, points: { show: false } }],
-      cursor: { drag: { x: true, y: false } }, legend: { live: false },
-    },
-    data, box,
-  );
-  box.style.color = "";
-  plot.width0 = box.clientWidth;
-  return undefined;
 }

@@ -35,7 +35,7 @@ function bar(parts, left, drawn) {
 }
 
 function stage(name, { left, removed, mass, exact = true, note = "" }, parts, drawn, setting) {
-  const share = exact ? percent(mass) : `≈ ${percent(mass)}`;
+  const share = exact || mass >= 0.99995 ? percent(mass) : `≈ ${percent(mass)}`;
   return html`<li class="stage" data-stage=${name}>
     <div class="head"><b>${TITLES[name] ?? name.replaceAll("_", " ")}</b> <span class="setting">${setting}</span>
       <span class="numbers"><span class="left">${count(left)}</span> ${left === 1 ? "id" : "ids"}, <span class="mass">${share}</span></span></div>
@@ -60,7 +60,7 @@ export function stages(row, result, settings, params) {
     const gone = data.cut.filter(([, , by]) => by === s.name).slice(0, 4);
     const note = gone.length
       ? html`first: ${gone.map(([id]) => html`<q>${state.vocab.show(id)}</q> `)}`
-      : s.changed ? html`changes ${count(s.changed)} logits` : "";
+      : s.changed ? html`changes ${count(s.changed)} ${s.changed === 1 ? "logit" : "logits"}` : "";
     const live = all.filter((c) => !c.by || data.stages.findIndex((x) => x.name === c.by) > data.stages.indexOf(s));
     out.push(stage(s.name, { ...s, note }, live, result.token, shown(params[s.name])));
   }

@@ -37,8 +37,8 @@ function want(branch, index, rest, changes) {
     () => pending.delete(key),
     (error) => {
       refused.set(rowKey(branch.tokens[index], index), error.message);
-      if (![429, 503].includes(error.status)) return;
-      setTimeout(() => pending.delete(key) && changed(), 1000 * (error.retry ?? 1)); // busy: again
+      if (![0, 429, 503].includes(error.status)) return;
+      setTimeout(() => pending.delete(key) && changed(), 1000 * (error.retry ?? 1)); // busy or gone: again
     },
   ).finally(changed);
 }
@@ -126,7 +126,7 @@ function sliders(branch, index, step) {
       })}
       <label class=${"seed" in state.whatIf ? "moved" : ""}><span>seed</span>
         <input data-what="seed" inputmode="numeric" .value=${String(state.whatIf.seed ?? token.segment.params.seed ?? "")}
-          @change=${(e) => whatIf("seed", Math.max(0, Math.floor(Number(e.target.value))))} /></label>
+          @change=${(e) => whatIf("seed", Math.max(0, Math.floor(parseFloat(e.target.value))))} /></label>
     </div>
     <p class="row"><strong id="outcome" role="status" data-token=${result.undecided ? "" : result.token}>${outcome}</strong>
       ${changes && !state.offline ? html`<button @click=${fork}>Branch here with these settings</button>

@@ -13,7 +13,7 @@ export async function prove() {
   state.proof = { state: "running" };
   changed();
   try {
-    if (!segments.length) throw new Trouble("This run has no receipt yet: it must end first.");
+    if (!segments.length) throw new Trouble("This run has no receipt: only one that has ended has one.");
     let tokens = 0, numbers = 0;
     for (const segment of segments) {
       const answer = await post("/lens/api/replay", { receipt: segment.receipt, explain: state.info.max_logprobs });
@@ -29,7 +29,8 @@ export async function prove() {
       }
       tokens += answer.tokens;
     }
-    return verdict("identical", `${tokens} tokens and ${numbers.toLocaleString("en")} numbers, replayed now, are identical.`);
+    const open = branch.tokens.filter((t) => !t.segment.receipt).length;
+    return verdict("identical", `${tokens} tokens and ${numbers.toLocaleString("en")} numbers, replayed now, are identical.${open ? ` ${open} tokens of this branch have no receipt.` : ""}`);
   } catch (error) {
     state.proof = null;
     if (error.param === "receipt" || error.code === "invalid_parameter")

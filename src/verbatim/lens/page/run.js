@@ -50,6 +50,7 @@ export async function send(more = {}) {
     show(made[0].id, -1);
     state.following = true;
     await generate(made, params);
+    if (made[0].status === "error" && !made[0].tokens.length) undo(); // refused: the last run stays
   } catch (error) {
     fail(error);
   } finally {
@@ -66,9 +67,10 @@ function inForce(given) {
   return { ...Object.fromEntries(stated.map(([name, rule]) => [name, rule.default])), ...given };
 }
 
-// Continue `branches` (one per choice, equal so far) with one request.
-export async function generate(branches, params) {
-  const [first] = branches;
+// Continue `branches` (equal so far) with one request. The place of a branch is its choice; choices
+// without a branch are not shown.
+async function generate(places, params) {
+  const branches = places.filter(Boolean), [first] = branches;
   const written = (params.num_beams ?? 1) > 1 ? 0 : first.tokens.length;
   const given = { ...LENS, ...params, output_prefix: written || undefined };
   const ids = [...first.promptIds, ...first.tokens.map((token) => token.id)];
@@ -86,11 +88,11 @@ export async function generate(branches, params) {
   try {
     if (streamed)
       for await (const event of stream("/v1/completions", body, stop.signal))
-        read(event, branches, segment);
+        read(event, places, segment);
     else {
       const answer = await post("/v1/completions", body, stop.signal);
-      read({ ...answer, usage: null, receipt: undefined }, branches, segment);
-      read({ ...answer, choices: [] }, branches, segment);
+      read({ ...answer, usage: null, receipt: undefined }, places, segment);
+      read({ ...answer, choices: [] }, places, segment);
     }
     for (const branch of branches) branch.status = "done";
     announce(`${first.tokens.length} tokens`);
@@ -99,23 +101,19 @@ export async function generate(branches, params) {
     first.error = error;
     fail(error);
   } finally {
-    for (const branch of branches) branch.ended = performance.now();
     state.requests++;
     changed();
   }
 }
 
 function read(event, branches, segment) {
-  if ("request" in event) {
-    for (const branch of branches) branch.request = event.request;
-    return changed();
-  }
   if (event.seed !== undefined && event.seed !== null) segment.params.seed ??= event.seed;
   for (const choice of event.choices) {
     const branch = branches[choice.index];
+    if (!branch) continue;
     branch.status = "running";
     for (const record of choice.explain ?? []) {
-      if (!branch.firstToken) branch.firstToken = performance.now();
+      branch.firstToken ||= performance.now();
       push(branch, { id: record.token, record, segment, choice: choice.index, draw: drawOf(record, segment.params, choice.index) });
     }
     if (choice.finish_reason) branch.finish = choice.finish_reason;
@@ -142,6 +140,7 @@ function close(event, branches, segment) {
   const loops = event.loops ?? [];
   for (const choice of event.receipt.choices) {
     const branch = branches[choice.index];
+    if (!branch) continue;
     const known = branch.tokens.length - segment.from;
     for (const id of choice.token_ids.slice(known))
       push(branch, { id, record: null, segment, choice: choice.index });
@@ -175,8 +174,7 @@ export async function branchFrom(parent, index, id) {
   const { segment } = before;
   const forced = { ...before, id, record: recordOf(before.record, id), forced: true };
   const branch = fork(parent, index, [...parent.tokens.slice(0, index), forced], state.vocab.quoted(id));
-  const { n, best_of, ...params } = segment.params;
-  await generate([branch], params);
+  await goOn(branch, before.draw, segment.params);
   if (branch.error?.param === "output_prefix") outsideGrammar(branch);
 }
 
@@ -192,11 +190,29 @@ function outsideGrammar(branch) {
 
 // Draw the token at `index` and everything after it under other settings.
 export async function branchWith(parent, index, changes) {
-  const { segment } = parent.tokens[index];
+  const { draw, segment } = parent.tokens[index];
   const label = Object.entries(changes).map(([name, value]) => `${name} ${value}`).join(", ");
   const branch = fork(parent, index, parent.tokens.slice(0, index), label || "again");
-  const { n, best_of, ...params } = segment.params;
-  await generate([branch], { ...params, ...changes });
+  await goOn(branch, draw, { ...segment.params, ...changes });
+}
+
+// Continue one branch. Each answer of a request has its own noise (`draw`): the third answer
+// continues as the third of a request for three. Beams have no noise.
+function goOn(branch, draw = 0, { best_of, num_return_sequences, ...params }) {
+  const places = [];
+  places[params.num_beams > 1 ? 0 : draw] = branch;
+  return generate(places, { ...params, n: places.length > 1 ? places.length : undefined });
+}
+
+// best_of sends its best answers only. The same seed draws all of them again, as n answers.
+export async function drawRejected() {
+  const best = state.branches.filter((b) => b.parent === null), [{ tokens, promptIds, asked }] = best;
+  const { best_of, ...params } = tokens[0].segment.params;
+  const shown = best.map((b) => b.tokens[0].draw), places = [];
+  remember();
+  for (let draw = 0; draw < best_of; draw++)
+    if (!shown.includes(draw)) places[draw] = Object.assign(newBranch({ promptIds, label: `rejected ${draw + 1}` }), { asked, rejected: true });
+  await generate(places, { ...params, n: best_of });
 }
 
 // One more token at the end of the current branch.
@@ -204,9 +220,9 @@ export async function extend(count = 1) {
   const branch = current();
   if (!branch) return send({ max_tokens: count });
   if (isRunning(branch)) return undefined;
-  const params = { ...(branch.tokens.at(-1)?.segment.params ?? state.params), max_tokens: count };
+  const { draw, segment } = branch.tokens.at(-1) ?? {};
   state.trouble = null;
-  return generate([branch], params);
+  return goOn(branch, draw, { ...(segment?.params ?? state.params), max_tokens: count });
 }
 
 // the record of the step, seen from another candidate

@@ -33,13 +33,6 @@ export class Row {
     return this.tail === null;
   }
 
-  // the same logits at another position, which has other noise
-  at(position) {
-    this.position = position;
-    this._noise = null;
-    return this;
-  }
-
   // every live logit, from base64
   fill(text, type) {
     const bytes = Uint8Array.from(atob(text), (c) => c.charCodeAt(0));

@@ -6,7 +6,7 @@
 import { call } from "./api.js";
 import { rowOf } from "./run.js";
 import { Row } from "./sampler.js";
-import { changed, current, keepIdsAbove, state } from "./store.js";
+import { changed, current, isRunning, keepIdsAbove, state } from "./store.js";
 import { Vocab } from "./vocab.js";
 
 const FORMAT = "verbatim-lens-1";
@@ -106,7 +106,7 @@ export function restore(data, { offline }) {
   const tokens = data.tokens.map((token) => ({ ...token, segment: segments[token.segment] }));
   state.rows.clear();
   for (const [key, row] of data.rows) state.rows.set(key, new Row(row));
-  state.branches = data.branches.map((b) => ({ ...b, tokens: b.tokens.map((i) => tokens[i]) }));
+  state.branches = data.branches.map((b) => ({ ...b, status: isRunning(b) ? "stopped" : b.status, tokens: b.tokens.map((i) => tokens[i]) }));
   keepIdsAbove(Math.max(...segments.map((s) => s.id), ...state.branches.map((b) => b.id)));
   Object.assign(state, {
     current: data.current, selected: data.selected, colour: data.colour, other: null, proof: null, trouble: null,

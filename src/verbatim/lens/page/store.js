@@ -4,17 +4,19 @@
 // request that drew it:  {id, promptIds, params, from, receipt, usage}. Tokens that two branches
 // share are the same objects, so their numbers and rows are shared too.
 
-function stored(name) {
+// what the browser keeps under `name`, after writing `value` if there is one
+export function stored(kind, name, value) {
   try {
-    return localStorage.getItem(name);
+    if (value !== undefined) globalThis[kind].setItem(name, value);
+    return globalThis[kind].getItem(name) ?? "";
   } catch {
-    return null; // a saved file may have no storage
+    return value ?? ""; // a saved file may have no storage
   }
 }
 
 export const state = {
   info: null, vocab: null, offline: false, loading: "connecting to the server …",
-  view: "generate", theme: stored("verbatim-theme") ?? "auto",
+  view: "generate", theme: stored("localStorage", "verbatim-theme") || "auto",
   mode: "chat", system: "", input: "Name the capital of France.", turns: [],
   params: {}, // set by the user; everything else is a default
   branches: [], current: null, other: null, // ids; `other` is compared with `current`
@@ -56,7 +58,7 @@ export function newBranch({ parent = null, forkAt = 0, tokens = [], promptIds, l
   const branch = {
     id: newId(), parent, forkAt, tokens: [...tokens], promptIds, label,
     status: "waiting", finish: null, usage: null, warnings: [], loop: 0,
-    started: 0, firstToken: 0, ended: 0, request: null, error: null,
+    started: 0, firstToken: 0, error: null,
   };
   state.branches.push(branch);
   return branch;

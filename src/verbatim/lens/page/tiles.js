@@ -76,7 +76,7 @@ export class Tiles {
     tile.id = `tile-${index}`;
     tile.dataset.index = index;
     tile.setAttribute("role", "option");
-    tile.ariaLabel = tile.title = describe(token, index);
+    tile.title = describe(token, index);
     const text = document.createElement("span");
     text.textContent = state.vocab.show(token.id);
     const small = document.createElement("small");

@@ -2,6 +2,10 @@
 
 const utf8 = new TextDecoder("utf-8", { fatal: true });
 const loose = new TextDecoder();
+// control, format (zero width, direction) and variation characters; joiners inside an emoji or a word
+// stay as they are
+const HIDDEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\ufe0f]/gu;
+const code = (character) => `⟨U+${character.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`;
 const hex = (bytes) => Array.from(bytes, (b) => b.toString(16).padStart(2, "0")).join(" ");
 
 export class Vocab {
@@ -32,7 +36,7 @@ export class Vocab {
     return this.control.has(id);
   }
 
-  // a token for people: line breaks and bytes that are no character are made visible
+  // a token for people: blanks, invisible characters and bytes that are no character are visible
   show(id) {
     if (!this.shown.has(id)) this.shown.set(id, this.visible(this.bytesOf(id)));
     return this.shown.get(id);
@@ -41,8 +45,9 @@ export class Vocab {
   visible(bytes) {
     try {
       const text = utf8.decode(bytes);
-      const seen = text.trim() ? text : text.replaceAll(" ", "␣");
-      return seen.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍") || "∅";
+      const seen = text.trim() ? text : text.replace(/[^\n\t\r]/gu, "␣");
+      const marked = seen.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
+      return (/\S[\u200c\u200d\ufe0f]/.test(text) ? marked : marked.replace(HIDDEN, code)) || "∅";
     } catch {
       return `⟨${hex(bytes)}⟩`;
     }

@@ -1,0 +1,96 @@
+"""Several answers of one request: each continues with its own noise, and the answers that best_of
+rejects can be drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lens_page import LensPage, api, prompt_ids
+from live_server import Live
+
+from eventually import eventually
+
+pytestmark = pytest.mark.server
+
+
+def choose(page: LensPage, answer: int, ids: list[int]) -> None:
+    page.page.click(f".tree button:has-text('answer {answer}')")
+    eventually(lambda: page.tokens() == ids, "the answer is not drawn")
+
+
+def answers(live: Live, prompt: list[int], **params: Any) -> list[list[int]]:
+    return [c["token_ids"] for c in api(live, prompt, **params)["receipt"]["choices"]]
+
+
+def test_every_answer_continues_with_its_own_noise(browser: Any, live: Live) -> None:
+    """A step, a branch and a branch under other settings of answer 3 are those of a request for
+    three answers to the longer prompt; the sliders show the same draw before."""
+    page, known = LensPage(browser, live).open(), prompt_ids(live)
+    settings = {"seed": 5, "max_tokens": 4, "temperature": 1.5, "ignore_eos": True}
+    page.page.locator("#p-ignore_eos").evaluate("box => { box.closest('details').open = true }")
+    page.page.check("#p-ignore_eos")
+    page.generate(n=4, **{k: v for k, v in settings.items() if k != "ignore_eos"})
+    third = answers(live, known, n=4, **settings)[2]
+    choose(page, 3, third)
+    one = {**settings, "max_tokens": 1, "n": 3}
+    with page.one_request():
+        page.page.click("#step")
+    third += answers(live, known + third, **one)[2]
+    assert page.tokens() == third
+    page.select(1)
+    drawn = page.slide(temperature=2)
+    with page.one_request():
+        page.page.click("text=Branch here with these settings")
+    hot = {**settings, "temperature": 2, "n": 3}
+    expected = third[:1] + answers(live, known + third[:1], **hot)[2]
+    assert page.tokens() == expected
+    assert expected[1] == drawn
+    page.page.click("#prove")
+    page.page.wait_for_selector("#proof.identical")
+    assert page.errors == []
+    page.close()
+
+
+def test_a_beam_can_be_stepped_and_branched(browser: Any, live: Live) -> None:
+    page, known = LensPage(browser, live).open(), prompt_ids(live)
+    settings = {"num_beams": 4, "max_tokens": 4}
+    page.generate(num_return_sequences=3, **settings)
+    third = answers(live, known, num_return_sequences=3, **settings)[2]
+    choose(page, 3, third)
+    with page.one_request():
+        page.page.click("#step")
+    expected = third + answers(live, known + third, num_beams=4, max_tokens=1)[0]
+    assert page.tokens() == expected
+    page.page.click("#tile-1")
+    row = page.page.locator(".candidates tr:has(button)").first
+    candidate = int(str(row.get_attribute("data-id")))
+    with page.one_request():
+        row.locator("button").click()
+    assert page.tokens()[:2] == [expected[0], candidate]
+    assert page.errors == []
+    page.close()
+
+
+def test_the_rejected_answers_of_best_of_are_drawn_dimmed(browser: Any, live: Live) -> None:
+    page, known = LensPage(browser, live).open(), prompt_ids(live)
+    settings = {"seed": 3, "max_tokens": 5, "temperature": 1.5}
+    page.generate(n=2, best_of=5, **settings)
+    hint = page.page.locator("[aria-label=branches] .hint").first
+    assert "2 with the highest mean log-probability, 3 rejected. The API does not" in " ".join(
+        str(hint.text_content()).split()
+    )
+    best = answers(live, known, n=2, best_of=5, **settings)
+    every = answers(live, known, n=5, **settings)
+    with page.one_request():
+        page.page.click("text=Draw them")
+    dimmed = page.page.locator(".branch.rejected")
+    labels = [str(text) for text in dimmed.locator("b").all_text_contents()]
+    assert sorted(labels) == [f"rejected {i + 1}" for i, ids in enumerate(every) if ids not in best]
+    assert "dimmed; drawn again with the same seed" in str(hint.text_content())
+    for label in labels:
+        page.page.click(f".tree button:has-text('{label}')")
+        ids = every[int(label.split()[1]) - 1]
+        eventually(lambda ids=ids: page.tokens() == ids, "the rejected answer is not drawn")
+    assert page.errors == []
+    page.close()

@@ -1,0 +1,246 @@
+"""What the Lens says when something goes wrong: refused requests, wrong texts in controls, keys,
+servers that end, files of other models, and tokens that no font shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lens_page import PROMPT, LensPage
+from live_server import Live
+
+pytestmark = pytest.mark.server
+
+
+def test_errors_are_shown_kindly(browser: Any, live: Live, tmp_path: Path) -> None:
+    page = LensPage(browser, live).open()
+    page.start(top_p=5, max_tokens=4)
+    alert = page.page.wait_for_selector("[role=alert]")
+    assert alert is not None
+    assert "top_p" in str(alert.text_content())
+    assert page.page.locator(".control.wrong #p-top_p").count() == 1
+    page.set(top_p=1)
+    page.page.wait_for_selector(".control.wrong", state="detached")
+    broken = tmp_path / "nothing.html"
+    broken.write_text("<p>not a run</p>")
+    page.page.set_input_files("#load", broken)
+    page.page.wait_for_selector("text=This file holds no run of the Lens.")
+    page.page.route("**/tokenize", lambda route: route.abort())
+    page.page.click("#send")
+    page.page.wait_for_selector("text=The server does not answer.")
+    page.expect_errors(400, "/v1/completions", "net::ERR_FAILED")
+    page.close()
+
+
+BREAK = """() => {
+  const { fetch } = window;
+  window.fetch = async (path, options) => {
+    const answer = await fetch(path, options);
+    if (path !== "/v1/completions") return answer;
+    const reader = answer.body.getReader(), { headers } = answer;
+    let events = 0;
+    return new Response(new ReadableStream({ async pull(to) {
+      const { value } = await reader.read();
+      if (events++ < 3) to.enqueue(value);
+      else to.error(new TypeError("network error"));
+    } }), { headers });
+  };
+}"""
+
+
+def test_a_stream_that_breaks_off_keeps_its_tokens(browser: Any, live: Live, gate: Any) -> None:
+    """As if the server had died: three pieces of the answer, then the connection is gone."""
+    page = LensPage(browser, live).open()
+    page.page.evaluate(BREAK)
+    gate.set(int(live.metrics()["verbatim_steps_total"]) + 6)
+    with page.one_request():
+        page.start(max_tokens=24, seed=1)
+        page.page.wait_for_selector("#tile-0")
+        gate.open()
+    assert "The server does not answer." in str(page.page.text_content("[role=alert]"))
+    assert len(page.tokens()) < 24
+    assert page.page.is_enabled("#send")
+    page.page.click("#prove")
+    page.page.wait_for_selector("text=This run has no receipt")
+    assert page.errors == []
+    page.close()
+
+
+def test_a_server_with_keys_is_asked_for_one(browser: Any, live: Live) -> None:
+    """The server here has no keys: the test answers as one that has."""
+    page = LensPage(browser, live)
+    message = {"error": {"message": "this server needs a key", "code": "invalid_api_key"}}
+
+    def answer(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer open sesame":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json=message)
+
+    page.page.route("**/lens/api/*", answer)
+    page.page.goto(live.url + "/")
+    page.page.fill("input[name=key]", "open sesame")
+    page.page.click("text=Use it")
+    page.page.wait_for_selector("#send:not([disabled])")
+    assert page.page.locator("[role=alert], input[name=key]").count() == 0
+    page.expect_errors(401, "/lens/api/info")
+    page.close()
+
+
+def test_a_stream_that_ends_early_is_an_error(browser: Any, live: Live) -> None:
+    """As behind a proxy that closes the connection: no [DONE], no receipt."""
+    page = LensPage(browser, live).open()
+    page.page.evaluate(BREAK.replace('to.error(new TypeError("network error"))', "to.close()"))
+    page.generate(max_tokens=24, seed=1)
+    assert "The server does not answer." in str(page.page.text_content("[role=alert]"))
+    assert "ended by" not in str(page.page.text_content(".facts"))
+    assert page.errors == []
+    page.close()
+
+
+def test_a_refused_request_keeps_the_last_run(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    before = page.generate(max_tokens=4, seed=3)
+    with page.one_request():
+        page.start(top_p=5)
+    page.page.wait_for_selector("#tile-3")
+    assert "top_p" in str(page.page.text_content("[role=alert]"))
+    assert page.tokens() == before
+    page.expect_errors(400, "/v1/completions")
+    page.close()
+
+
+def test_a_text_that_is_no_value_stops_generate(browser: Any, live: Live) -> None:
+    """The old value stays in force, so a request would not be what the control shows."""
+    page = LensPage(browser, live).open()
+    for name, text in (("temperature", "warm"), ("stop_token_ids", "5, x"), ("logit_bias", "{5")):
+        page.set(**{name: text})
+        wrong = page.page.locator(f"#p-{name}")
+        page.page.wait_for_selector(f"[role=alert]:has-text('{name}: ')")
+        page.page.click("#send")
+        page.page.wait_for_function("id => document.activeElement.id === id", arg=f"p-{name}")
+        assert wrong.evaluate("box => box.validationMessage") != ""
+        page.set(**{name: ""})
+        assert wrong.evaluate("box => box.validationMessage") == ""
+    assert page.page.input_value("#p-temperature") == "1", "an empty text shows the default again"
+    page.set(seed=4, temperature="cold")
+    page.page.click("text=Reset 1 to defaults")
+    assert page.page.input_value("#p-temperature") == "1"
+    assert not [url for url in page.requests if "completions" in url]
+    page.generate(max_tokens=2)
+    assert page.errors == []
+    page.close()
+
+
+def test_a_key_that_no_header_can_hold_is_said_to_be_one(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live)
+    wrong = {"error": {"message": "this server needs a key", "code": "invalid_api_key"}}
+    page.page.route("**/lens/api/*", lambda route: route.fulfill(status=401, json=wrong))
+    page.page.goto(live.url + "/")
+    page.page.wait_for_selector("main >> text=This server needs an API key.")
+    for key, said in (("ключ", "ASCII characters only"), ("wrong", "this server needs a key")):
+        page.page.fill("input[name=key]", key)
+        page.page.press("input[name=key]", "Enter")
+        page.page.wait_for_selector(f"[role=alert]:has-text('{said}')")
+        page.page.wait_for_selector("input[name=key]")
+    page.expect_errors(401, "/lens/api/info")
+    page.page.unroute_all(behavior="ignoreErrors")
+    page.close()
+
+
+def test_a_run_of_another_model_is_shown_without_this_server(
+    browser: Any, live: Live, tmp_path: Path
+) -> None:
+    """Its logits are not this model's: nothing of it may be computed here."""
+    page = LensPage(browser, live).open()
+    page.generate(max_tokens=4, seed=3)
+    with page.page.expect_download() as download:
+        page.page.click("#save")
+    text = Path(download.value.path()).read_text()
+    found = re.search(r'id="run">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data = json.loads(found[1])
+    data["info"] |= {"model": "another", "digest": "0"}
+    data["rows"] = []
+    data["branches"][0]["status"] = "running"  # saved while it ran
+    file = tmp_path / "another.json"
+    file.write_text(json.dumps(data))
+    asked = len([url for url in page.requests if "/lens/api/step" in url])
+    page.page.set_input_files("#load", file)
+    page.page.wait_for_selector("[role=alert]:has-text('This run was made by another')")
+    page.page.click("#tile-1")
+    page.page.wait_for_selector("text=This step was not opened before the run was saved.")
+    assert page.page.locator("#send, .candidates button").count() == 0
+    assert "stopped" in str(page.page.text_content(".facts"))
+    assert len([url for url in page.requests if "/lens/api/step" in url]) == asked
+    assert page.errors == []
+    page.close()
+
+
+def test_a_poll_after_a_failure_doubles_no_step(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    page.generate(max_tokens=4, seed=3)
+    page.page.click("nav >> text=Engine")
+    page.page.wait_for_selector(".timeline i")
+    failed: list[str] = []
+
+    def once(route: Any) -> None:
+        if failed:
+            return route.continue_()
+        failed.append(route.request.url)
+        return route.abort()
+
+    page.page.route("**/lens/api/engine*", once)
+    with page.page.expect_response(lambda r: r.url.endswith("engine?after=0")):
+        pass
+    page.page.evaluate("() => new Promise(r => requestAnimationFrame(() => r()))")
+    steps = page.page.locator(".timeline i").evaluate_all("all => all.map((i) => i.title)")
+    numbers = [title.split(":")[0] for title in steps]
+    assert failed
+    assert len(set(numbers)) == len(numbers)
+    page.page.unroute_all(behavior="ignoreErrors")
+    page.close()
+
+
+def test_invisible_characters_of_a_token_are_shown(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    shown = page.page.evaluate(
+        """async (texts) => {
+          const { Vocab } = await import("/lens/vocab.js");
+          const bytes = texts.map((text) => [...new TextEncoder().encode(text)]);
+          const vocab = Vocab.fromSaved({ tokens: { ...bytes }, control: [] });
+          return texts.map((_, id) => vocab.show(id));
+        }""",
+        [
+            "\u200b",
+            "\u202eab",
+            "\ufe0f",
+            "❤\ufe0f",
+            "👩\u200d🚀",
+            "\u00a0",
+            " \n",
+            "שלום",
+            "\u0007",
+        ],
+    )
+    assert shown[:3] == ["⟨U+200B⟩", "⟨U+202E⟩ab", "⟨U+FE0F⟩"]
+    assert shown[3:5] == ["❤\ufe0f", "👩\u200d🚀"], "an emoji stays whole"
+    assert shown[5:] == ["␣", "␣⏎", "שלום", "⟨U+0007⟩"]
+    page.close()
+
+
+def test_right_to_left_text_keeps_its_direction(browser: Any, live: Live) -> None:
+    """A run of Hebrew letters: its text runs from the right, and the tiles in token order."""
+    page = LensPage(browser, live).open()
+    page.generate(PROMPT, regex="שלום עולם", max_tokens=40, seed=1)
+    text = page.page.locator(".branch .text")
+    assert text.evaluate("node => getComputedStyle(node).direction") == "rtl"
+    lefts = page.page.locator(".tile").evaluate_all(
+        "all => all.filter((t) => t.offsetTop === all[0].offsetTop).map((t) => t.offsetLeft)"
+    )
+    assert lefts == sorted(lefts)
+    assert page.errors == []
+    page.close()
