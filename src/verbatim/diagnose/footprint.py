@@ -17,10 +17,10 @@ from verbatim.backend.cpu.repack import MEMORY
 from verbatim.backend.gpu_layout import block_mode, device_bytes, weight_bytes
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.model.collect_weights import PACKED
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout
-from verbatim.model.load import PACKED
 from verbatim.model.spec import ModelSpec
 from verbatim.observe.roofline import cost_card, expert_share, layer_position_ops
 from verbatim.weights.gguf import read_gguf
