@@ -208,7 +208,7 @@ def exact_argmax(plan: RowPlan) -> RowPlan:
 def list_size(list_k: int) -> int:
     """Capacity of a row's candidate list for its best list_k ids. The device keeps every id above a
     threshold: two or three times list_k of a real vocabulary, where likely ids are neighbours."""
-    return min(1024, max(64, triton.next_power_of_2(4 * list_k + 32)))
+    return min(1024, max(64, 1 << (4 * list_k + 31).bit_length()))
 
 
 def mask_words(mask: np.ndarray, vocab: int) -> np.ndarray:
