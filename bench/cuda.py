@@ -58,7 +58,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 SAMPLERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_p and top_k": {"top_p": 0.95, "top_k": 20},
+    "top_p": {"top_p": 0.95},
     "min_p and top_k": {"min_p": 0.05, "top_k": 100},
+    "min_p": {"min_p": 0.05},
+    "typical_p": {"typical_p": 0.9},
+    "logit_bias": {"logit_bias": {5: -100.0, 6: 2.0}},
     "repetition_penalty": {"repetition_penalty": 1.1},
     "presence and frequency_penalty": {"presence_penalty": 0.5, "frequency_penalty": 0.2},
     "logprobs": {"logprobs": 5},

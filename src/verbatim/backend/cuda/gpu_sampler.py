@@ -1,16 +1,16 @@
 """GpuSampler: sample on the device, so that only token ids and no logits are copied to the host.
 
 In: rows of logits on the device. Out: one Drawn per row, or None where the host must sample. The
-tokens are those of sampling/pipeline.py, to the bit. jit_sampling.py and jit_list.py have three
-ways to get them:
+tokens are those of sampling/pipeline.py, to the bit. jit_sampling.py, jit_list.py and jit_cut.py
+have these ways to get them:
 
 - A draw from all ids is the id with the largest key d + noise. The device computes all keys in
   float32, with an error below a fraction of SLACK. If the best key leads all others by more than
   SLACK, float64 finds the same id; otherwise (about one row in four thousand) the ids near the best
   are computed again in float64. An argmax involves no arithmetic and is always proven.
-- A draw through a filter (top-k, top-p, min-p, typical-p, top-n-sigma) collects the best ids in a
-  list and computes filters, masses and noise of the list exactly, in float64. If the list does not
-  hold every id that the filters keep (a flat distribution and no top-k), the host samples.
+- A draw through top-k collects the best ids in a list and computes all filters, masses and noise of
+  the list exactly, in float64. If the list does not hold the best k ids, the host samples.
+- Filters without top-k remove ids (cut.py), then the draw is one from all ids.
 - Logit bias, grammar masks, bans and penalties are applied before, in float64, to a copy of the
   logits.
 
@@ -27,16 +27,16 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import jit_list, jit_sampling
+from verbatim.backend.cuda import cut, jit_list, jit_sampling
 from verbatim.backend.cuda.device import send
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.sampling_plan import (
     COLUMNS,
-    OPEN_LIST,
     POSITIONS,
     SHAPES,
     Bias,
+    FilterRows,
     RowPlan,
     RowTable,
     ban_words,
@@ -54,7 +54,7 @@ from verbatim.base.records import Drawn, DrawSpec
 from verbatim.sampling.pipeline import Row
 
 ROWS, CHUNK = 1, 2048  # rows and token ids per program
-GROUP = 128  # at most: ids of which only the largest logit decides the list's threshold
+GROUP = 32  # ids of which only the largest logit decides the list's threshold
 MAX_CACHED = 4096  # requests whose plan is cached; a full cache is cleared
 
 
@@ -71,6 +71,7 @@ class GpuSampler:
         self._last = row_table((), ())  # of the last launch()
         self._strengths = (self._last.strengths, torch.zeros((0, 3), dtype=torch.float64))
         self._bias: tuple[Bias | None, list[torch.Tensor]] = (None, [])
+        self._flags: tuple[FilterRows | None, torch.Tensor] = (None, torch.zeros(0))
 
     def __call__(
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
@@ -161,7 +162,10 @@ class GpuSampler:
         if x is not logits:  # a logit that is not finite is an error, even if a mask removes it
             row_max = torch.where(logits.amax(1).isfinite(), row_max, torch.nan)
         if table.from_all:
-            out = self._draw_from_all(x, row_max, row_params, shapes, table.noise)
+            kept, kept_max = x, row_max
+            if table.filtered is not None:
+                kept, kept_max = self._remove_filtered(x, row_max, shapes, table.filtered)
+            out = self._draw_from_all(kept, kept_max, row_params, shapes, table.noise)
         else:
             out = torch.full((len(positions),), -1, dtype=torch.int32, device=self.device)
         if any(table.list_k):
@@ -275,6 +279,13 @@ class GpuSampler:
             mask = words if mask is None else words & mask
         return mask
 
+    def _remove_filtered(
+        self, x: torch.Tensor, row_max: torch.Tensor, shapes: torch.Tensor, which: FilterRows
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._flags[0] is not which:
+            self._flags = (which, send(which.flags, self.device))
+        return cut.remove_filtered(x, row_max, shapes, which, self._flags[1])
+
     # ---- draws
 
     def _draw_from_all(
@@ -322,29 +333,19 @@ class GpuSampler:
         table: RowTable,
         out: torch.Tensor,
     ) -> None:
-        best = self._best_ids(x, row_max, shapes, table.list_k, table.open_list)
+        best = self._best_ids(x, row_max, shapes, table.list_k, False)
         chunks = triton.cdiv(self.vocab, CHUNK)
-        spread, moments = best.mass, shapes  # unused pointers unless table.moments
-        if table.moments:
-            spread = torch.empty_like(best.mass)
-            moments = torch.empty((len(x), chunks, 3), dtype=torch.float64, device=self.device)
-            launch(
-                jit_list.chunk_moments,
-                (len(x), chunks, 1),
-                (x, row_max, shapes, best.list_k, spread, moments, self.vocab, chunks),
-                (CHUNK,),
-            )
+        moments = shapes  # an unused pointer without top_n_sigma
+        if table.sigma:
+            moments = cut.chunk_sums(x, row_max, shapes, best.list_k).moments
         launch(
             jit_list.draw_from_list,
             (len(x), 1, 1),
             (
-                best.ids, best.values, best.used, best.tau, row_max, row_params, shapes,
-                best.list_k, best.mass, spread, moments, out, self.vocab, chunks,
+                best.ids, best.values, best.used, row_max, row_params, shapes, best.list_k, moments,
+                out, self.vocab, chunks,
             ),
-            (
-                best.size, min(64, best.size), triton.next_power_of_2(chunks),
-                table.open_list, table.moments,
-            ),
+            (best.size, min(64, best.size), triton.next_power_of_2(chunks), table.sigma),
             warps=8 if best.size > 64 else 4,
         )  # fmt: skip
 
@@ -357,9 +358,9 @@ class GpuSampler:
         mass: bool,
     ) -> BestIds:
         count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
-        size, group = list_size(max(list_k)), group_size(self.vocab)
+        size = list_size(max(list_k))
         wanted = send(np.array(list_k, np.int32), self.device)
-        groups = chunks * (CHUNK // group)
+        groups = chunks * (CHUNK // GROUP)
         maxima = torch.empty((count, groups), dtype=torch.float32, device=self.device)
         masses = torch.empty((count, chunks), dtype=torch.int64, device=self.device)
         tau = torch.empty(count, dtype=torch.float32, device=self.device)
@@ -370,7 +371,7 @@ class GpuSampler:
             jit_sampling.group_maxima,
             (count, chunks, 1),
             (x, row_max, shapes, wanted, maxima, masses, self.vocab, chunks),
-            (group, CHUNK, mass),
+            (GROUP, CHUNK, mass),
         )
         launch(
             jit_sampling.list_threshold,
@@ -422,15 +423,6 @@ class BestIds(NamedTuple):
     list_k: torch.Tensor  # [rows] int32; 0: the row has no list
     mass: torch.Tensor  # [rows, chunks] int64
     size: int
-
-
-def group_size(vocab: int) -> int:
-    """Ids per group, so that there are twice as many groups as a list may ask for: fewer would not
-    give a threshold, and the list would be the whole vocabulary."""
-    size = GROUP
-    while size > 2 and vocab < 2 * OPEN_LIST * size:
-        size //= 2
-    return size
 
 
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from verbatim.backend.cuda.jit_numerics import gumbel64, mass_of, spread_of
-from verbatim.backend.cuda.jit_sampling import LOWEST, SHAPES
+from verbatim.backend.cuda.jit_sampling import SHAPES
 
 
 @triton.jit
@@ -33,29 +33,6 @@ def rank_list(
 
 
 @triton.jit
-def chunk_moments(
-    x, row_max, shapes, list_k, spread, moments, VOCAB, CHUNKS, BV: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one row: the sum of sampling/numerics.py's spreads, and `moments` [rows, chunks,
-    3]: how many ids are live, the sum of z = logit - best logit over them, and of z^2."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    if tl.load(list_k + row) > 0:
-        id = chunk * BV + tl.arange(0, BV)
-        value = tl.load(x + row.to(tl.int64) * VOCAB + id, mask=id < VOCAB, other=float("-inf")).to(
-            tl.float64
-        )
-        live = value > float("-inf")
-        z = value - tl.load(row_max + row).to(tl.float64)
-        at = row * CHUNKS + chunk
-        d = tl.where(live, z / tl.load(shapes + SHAPES * row), -1000.0)
-        tl.store(spread + at, tl.sum(spread_of(d), 0))
-        z = tl.where(live, z, 0.0)
-        tl.store(moments + 3 * at, tl.sum(live.to(tl.float64), 0))
-        tl.store(moments + 3 * at + 1, tl.sum(z, 0))
-        tl.store(moments + 3 * at + 2, tl.sum(z * z, 0))
-
-
-@triton.jit
 def mass_needed(share, total):
     """As sampling/numerics.py: the smallest mass that is at least `share` of `total`."""
     product = share * total.to(tl.float64)
@@ -65,19 +42,16 @@ def mass_needed(share, total):
 
 
 @triton.jit
-def keep_typical(kept, id, d, share, total, spread):
-    """(the ids of `kept` that typical_p keeps, their largest distance from the entropy), where
-    `total` and `spread` are sums over all live ids. The distance is inf if the mass of `kept` does
-    not suffice.
+def keep_typical(kept, id, d, share):
+    """The ids of `kept` that typical_p keeps.
 
-    The last id of the prefix by (distance, id) is found by bisection, first of the distance's bits,
-    then of the ids with that distance."""
-    mean = spread.to(tl.float64) / total.to(tl.float64)
-    need = mass_needed(share, total)
-    bits = tl.abs(-d - mean).to(
-        tl.int64, bitcast=True
-    )  # ordered like the distances, which are >= 0
+    The last id of the prefix by (distance from the entropy, id) is found by bisection, first of the
+    distance's bits, then of the ids with that distance."""
     mass = tl.where(kept, mass_of(d), 0)
+    total, spread = tl.sum(mass, 0), tl.sum(tl.where(kept, spread_of(d), 0), 0)
+    need = mass_needed(share, total)
+    distance = tl.abs(-d - spread.to(tl.float64) / total.to(tl.float64))
+    bits = distance.to(tl.int64, bitcast=True)  # ordered like the distances, which are >= 0
     low = tl.full((), -1, tl.int64)
     high = tl.full((), 0x7FF0000000000000, tl.int64)  # inf
     for _ in range(63):  # the ids up to `high` have the mass, those up to `low` do not
@@ -91,9 +65,7 @@ def keep_typical(kept, id, d, share, total, spread):
         middle = first + ((last - first) >> 1)
         enough = tl.sum(tl.where((bits == high) & (id <= middle), mass, 0), 0) >= need
         first, last = tl.where(enough, first, middle), tl.where(enough, middle, last)
-    return kept & ((bits < high) | ((bits == high) & (id <= last))), high.to(
-        tl.float64, bitcast=True
-    )
+    return kept & ((bits < high) | ((bits == high) & (id <= last)))
 
 
 @triton.jit
@@ -112,16 +84,14 @@ def sigma_edge(n, count, sum1, sum2):
 
 @triton.jit
 def draw_from_list(
-    ids, values, used, tau, row_max, row_params, shapes, list_k, mass, spread, moments, out,
-    VOCAB, CHUNKS,
-    LIST: tl.constexpr, BC: tl.constexpr, BLOCK: tl.constexpr, MASS: tl.constexpr,
-    MOMENTS: tl.constexpr,
+    ids, values, used, row_max, row_params, shapes, list_k, moments, out, VOCAB, CHUNKS,
+    LIST: tl.constexpr, BC: tl.constexpr, BLOCK: tl.constexpr, SIGMA: tl.constexpr,
 ):  # fmt: skip
-    """The filters and the draw over the list of one row, exactly; -1 if the list is too short for
-    the filters.
+    """Top-k, the other filters and the draw over the list of one row, exactly; -1 if the list does
+    not hold the best k ids.
 
-    `row_params` is that of chunk_top2. A row's top_k is its line 5, 0 for none. MASS: `mass` has
-    the mass of every chunk. MOMENTS: a row has typical_p or top_n_sigma, see chunk_moments."""
+    `row_params` is that of chunk_top2; its line 5 is the row's top_k. SIGMA: a row has top_n_sigma,
+    and `moments` are those of jit_cut.chunk_sums."""
     row, ROWS = tl.program_id(0), tl.num_programs(0)
     if tl.load(list_k + row) > 0:
         i, c = tl.arange(0, LIST), tl.arange(0, BLOCK)
@@ -131,50 +101,28 @@ def draw_from_list(
         value = tl.load(values + row * LIST + i, mask=inside, other=float("-inf"))
         top = tl.load(row_max + row).to(tl.float64)
         at = shapes + SHAPES * row
-        temperature, share, floor = tl.load(at), tl.load(at + 1), tl.load(at + 2)
+        temperature, share = tl.load(at), tl.load(at + 1)
+        typical, n = tl.load(at + 3), tl.load(at + 4)
         d = (value - top) / temperature
         rank, better = rank_list(ids, values, row, count, top, temperature, id, d, LIST, BC)
-        k = tl.load(row_params + 5 * ROWS + row)
-        kept = inside & (rank < tl.where(k > 0, k, LIST))
-        # whole: the list holds every id that the filters keep
-        edge = tl.load(tau + row).to(tl.float64)  # every id that is not listed is below it
-        whole = (k > 0) | (edge <= LOWEST)
-        total = tl.sum(tl.where(kept, mass_of(d), 0), 0)
-        listed = total
-        if MASS:
-            everything = tl.sum(tl.load(mass + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
-            total = tl.where(k > 0, total, everything)
+        kept = inside & (rank < tl.load(row_params + 5 * ROWS + row))
         if share < 1.0:
-            need = mass_needed(share, total)
-            whole = whole | (listed >= need)
-            kept = kept & (better < need)
-        whole = whole | (tl.min(tl.where(inside, d, 0.0), 0) < floor)
-        kept = kept & (d >= floor)
-        if MOMENTS:
-            inner, typical, n = row * CHUNKS + c, tl.load(at + 3), tl.load(at + 4)
-            if typical < 1.0:
-                all_spread = tl.sum(tl.load(spread + inner, mask=c < CHUNKS, other=0), 0)
-                unfiltered = (k == 0) & (share >= 1.0) & (floor == float("-inf"))
-                kept_mass = tl.sum(tl.where(kept, mass_of(d), 0), 0)
-                kept_spread = tl.sum(tl.where(kept, spread_of(d), 0), 0)
-                total = tl.where(unfiltered, total, kept_mass)
-                all_spread = tl.where(unfiltered, all_spread, kept_spread)
-                kept, distance = keep_typical(kept, id, d, typical, total, all_spread)
-                # the distance of an id that is not listed is at least that of the edge
-                mean = all_spread.to(tl.float64) / total.to(tl.float64)
-                whole = whole | (unfiltered & (distance < -((edge - top) / temperature) - mean))
+            kept = kept & (better < mass_needed(share, tl.sum(tl.where(kept, mass_of(d), 0), 0)))
+        kept = kept & (d >= tl.load(at + 2))
+        if typical < 1.0:
+            kept = keep_typical(kept, id, d, typical)
+        unsure = False
+        if SIGMA:  # noqa: SIM102 (a constant: without it the rest is not compiled)
             if n > 0.0:
-                each = moments + 3 * inner
+                each, size = moments + row * CHUNKS + c, ROWS * CHUNKS
                 live = tl.sum(tl.load(each, mask=c < CHUNKS, other=0.0), 0)
-                sum1 = tl.sum(tl.load(each + 1, mask=c < CHUNKS, other=0.0), 0)
-                sum2 = tl.sum(tl.load(each + 2, mask=c < CHUNKS, other=0.0), 0)
+                sum1 = tl.sum(tl.load(each + size, mask=c < CHUNKS, other=0.0), 0)
+                sum2 = tl.sum(tl.load(each + 2 * size, mask=c < CHUNKS, other=0.0), 0)
                 least, error = sigma_edge(n, live, sum1, sum2)
                 z = tl.where(kept, value - top, float("inf"))
                 unsure = tl.max((tl.abs(z - least) < error).to(tl.int32), 0) == 1
                 near = kept & (z >= least)
-                reaches = tl.min(tl.where(inside, value - top, 0.0), 0) < least - error
-                whole = (whole | ((typical >= 1.0) & reaches)) & (unsure == 0)
-                # earlier filters may leave only ids farther away: then the best of them stays
+                # typical_p may leave only ids farther away: then the best of them stays
                 any_near = tl.max(near.to(tl.int32), 0) == 1
                 nearest = tl.min(tl.where(kept, rank, LIST), 0)
                 kept = kept & tl.where(any_near, near, rank == nearest)
@@ -184,7 +132,7 @@ def draw_from_list(
         key = tl.where(kept, d + gumbel64(id, position, k0, k1), float("-inf"))
         best = tl.max(key, 0)
         token = tl.min(tl.where(kept & (key == best), id, VOCAB), 0)
-        proven = whole & (count <= LIST) & (count > 0) & (tl.abs(top) < float("inf"))
+        proven = (count <= LIST) & (count > 0) & (tl.abs(top) < float("inf")) & (unsure == 0)
         tl.store(out + row, tl.where(proven, token, -1))
 
 

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import triton
 
+from verbatim.backend.cuda.step_inputs import aligned
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.filters import log_of_share
@@ -18,7 +19,6 @@ from verbatim.sampling.filters import log_of_share
 SLACK = 2.0**-12  # six times the bound of the float32 error (docs/numerics.md, "The cuda backend")
 MIN_TEMPERATURE = 2.0**-100  # below it the scale 1 / temperature could leave float32's range
 MAX_TOP_K = 512
-OPEN_LIST = 512  # ids to collect for a filter without top-k
 MAX_LOGPROBS = 32  # alternatives that the device reports
 COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and jit_list.draw_from_list
 POSITIONS = 2  # the column of the rows' positions
@@ -35,6 +35,7 @@ class RowPlan(NamedTuple):
     scale: float = 0.0  # 1 / temperature, and the slack of a draw from all ids (-1: argmax)
     slack: float = -1.0
     list_k: int = 0  # ids to collect in a list; 0: draw from all ids
+    open: bool = False  # a filter without top-k: cut.py removes ids before a draw from all
     temperature: float = 1.0
     top_k: int = 0  # filters of a draw from the list
     top_p: float = 1.0
@@ -77,18 +78,17 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
         or p.top_k > MAX_TOP_K
     ):
         return None
-    if p.top_k or p.top_p < 1.0 or p.min_p or p.typical_p < 1.0 or p.top_n_sigma:
-        return plan._replace(
-            slack=np.inf,
-            list_k=p.top_k or OPEN_LIST,
-            top_k=p.top_k,
-            temperature=p.temperature,
-            top_p=p.top_p,
-            log_min_p=log_of_share(p.min_p) if p.min_p else -np.inf,
-            typical_p=p.typical_p,
-            top_n_sigma=p.top_n_sigma,
-        )
-    return plan._replace(scale=1.0 / p.temperature, slack=SLACK, temperature=p.temperature)
+    plan = plan._replace(
+        temperature=p.temperature,
+        top_p=p.top_p,
+        log_min_p=log_of_share(p.min_p) if p.min_p else -np.inf,
+        typical_p=p.typical_p,
+        top_n_sigma=p.top_n_sigma,
+    )
+    if p.top_k:
+        return plan._replace(slack=np.inf, list_k=p.top_k, top_k=p.top_k)
+    filtered = p.top_p < 1.0 or p.min_p or p.typical_p < 1.0 or p.top_n_sigma
+    return plan._replace(scale=1.0 / p.temperature, slack=SLACK, open=bool(filtered))
 
 
 class Bias(NamedTuple):
@@ -97,6 +97,15 @@ class Bias(NamedTuple):
     rows: np.ndarray  # int64
     ids: np.ndarray  # int64
     values: np.ndarray  # float64
+
+
+class FilterRows(NamedTuple):
+    """Which rows take part in which step, int32 values; a row with top-k takes part in none."""
+
+    flags: np.ndarray  # [4, rows padded to 16 bytes]: any filter; sums of all ids; top-p; typical-p
+    top_p: bool  # a row has it
+    typical: bool
+    sigma: bool
 
 
 class RowTable(NamedTuple):
@@ -108,14 +117,14 @@ class RowTable(NamedTuple):
     columns: np.ndarray  # [COLUMNS, rows] int32; POSITIONS are left empty
     shapes: np.ndarray  # [rows, SHAPES] float64, see jit_sampling.SHAPES
     bias: Bias | None
+    filtered: FilterRows | None
     masked: bool  # bans or min_tokens may exclude ids
     penalised: bool
     strengths: np.ndarray  # [rows, 3] float64: repetition, frequency, presence penalty
     from_all: bool  # a row draws from all ids
     noise: bool  # such a row is not an argmax
     list_k: Sequence[int]
-    open_list: bool  # a row needs the mass of all ids for its list
-    moments: bool  # a row has typical_p or top_n_sigma
+    sigma: bool  # a row with a list has top_n_sigma
     logprobs: Sequence[int]  # alternatives to report per row; -1: none
 
 
@@ -137,19 +146,30 @@ def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> Row
         columns,
         shapes,
         bias_of(specs, some),
+        filter_rows(some),
         masked=any(plan.bans for plan in some) or any(spec.withheld for spec in specs),
         penalised=any(plan.penalties for plan in some),
         strengths=np.array([plan.penalties or NO_PENALTIES for plan in some]),
         from_all=any(not plan.list_k for plan in some),
         noise=any(plan.scale for plan in some),
         list_k=[plan.list_k for plan in some],
-        open_list=any(
-            plan.list_k and not plan.top_k and min(plan.top_p, plan.typical_p) < 1.0
-            for plan in some
-        ),
-        moments=any(plan.typical_p < 1.0 or plan.top_n_sigma for plan in some),
+        sigma=any(plan.list_k and plan.top_n_sigma for plan in some),
         logprobs=[plan.logprobs for plan in some],
     )
+
+
+def filter_rows(plans: Sequence[RowPlan]) -> FilterRows | None:
+    """None: no row has a filter without top-k."""
+    flags = np.zeros((4, aligned(len(plans))), np.int32)
+    sigma = False
+    for row, plan in enumerate(plans):
+        if plan.open:
+            top_p, typical = plan.top_p < 1.0, plan.typical_p < 1.0
+            flags[:, row] = 1, top_p or plan.top_n_sigma > 0.0, top_p, typical
+            sigma = sigma or plan.top_n_sigma > 0.0
+    if not flags[0].any():
+        return None
+    return FilterRows(flags, bool(flags[2].any()), bool(flags[3].any()), sigma)
 
 
 def bias_of(specs: Sequence[DrawSpec], plans: Sequence[RowPlan]) -> Bias | None:
@@ -187,8 +207,8 @@ def exact_argmax(plan: RowPlan) -> RowPlan:
 
 def list_size(list_k: int) -> int:
     """Capacity of a row's candidate list for its best list_k ids. The device keeps every id above a
-    threshold, usually a few more than list_k, so the list has spare entries."""
-    return 64 if list_k <= 32 else 256 if list_k <= 128 else 1024
+    threshold: two or three times list_k of a real vocabulary, where likely ids are neighbours."""
+    return min(1024, max(64, 1 << (4 * list_k + 31).bit_length()))
 
 
 def mask_words(mask: np.ndarray, vocab: int) -> np.ndarray:

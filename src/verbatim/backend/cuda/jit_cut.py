@@ -1,0 +1,233 @@
+"""Device code of the filters without top-k, in Triton. cut.py launches it.
+
+top-p and typical-p keep the shortest prefix of an order whose mass suffices. The order is that of a
+key, then of the id: -d for top-p, the distance from the entropy for typical-p. The kernels find the
+last kept (key, id), the cut, in four launches: the mass per bucket of keys; the bucket in which the
+mass suffices; the ids of that bucket; their exact order. An id is kept if it is not after the cut.
+Keys and masses have the bits of sampling/filters.py, so the kept ids are the same, however many.
+
+`cuts` has CUTS float64 values per row: key and id of the last kept id of top-p, then of typical-p
+(inf: all ids), and 1 if the row is left to the host.
+"""
+
+import triton
+import triton.language as tl
+
+from verbatim.backend.cuda.jit_list import mass_needed, sigma_edge
+from verbatim.backend.cuda.jit_numerics import mass_of, spread_of
+from verbatim.backend.cuda.jit_sampling import SHAPES
+
+CUTS: tl.constexpr = tl.constexpr(5)
+BUCKETS: tl.constexpr = tl.constexpr(2048)
+# Buckets per unit of the key. Keys from 24 on have no bucket: all ids there have a mass of at most
+# e^-24 of the best id's, together 4e-5 of it for 2^20 ids.
+PER_UNIT: tl.constexpr = tl.constexpr(2048 / 24)
+
+
+@triton.jit
+def load_row(x, row_max, shapes, row, chunk, VOCAB, BV: tl.constexpr):
+    """(ids, logits, d) of one chunk; an id past the end has the logit -inf."""
+    id = chunk * BV + tl.arange(0, BV)
+    value = tl.load(x + row.to(tl.int64) * VOCAB + id, mask=id < VOCAB, other=float("-inf")).to(
+        tl.float64
+    )
+    top = tl.load(row_max + row).to(tl.float64)
+    return id, value, (value - top) / tl.load(shapes + SHAPES * row)
+
+
+@triton.jit
+def kept_so_far(id, value, d, cuts, shapes, row):
+    """The ids after top-p and min-p."""
+    key, last = tl.load(cuts + CUTS * row), tl.load(cuts + CUTS * row + 1)
+    before = (-d < key) | ((-d == key) & (id.to(tl.float64) <= last))
+    return (value > float("-inf")) & before & (d >= tl.load(shapes + SHAPES * row + 2))
+
+
+@triton.jit
+def row_sum(values, row, CHUNKS, BLOCK: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    return tl.sum(tl.load(values + row * CHUNKS + c, mask=c < CHUNKS, other=0), 0)
+
+
+@triton.jit
+def mean_key(mass, spread, row, CHUNKS, BLOCK: tl.constexpr):
+    """The mean of -d: the entropy less the log of the total mass."""
+    total, sum = row_sum(mass, row, CHUNKS, BLOCK), row_sum(spread, row, CHUNKS, BLOCK)
+    return sum.to(tl.float64) / total.to(tl.float64)
+
+
+@triton.jit
+def key_of(d, mass, spread, row, CHUNKS, BLOCK: tl.constexpr, TYPICAL: tl.constexpr):
+    if TYPICAL:
+        key = tl.abs(-d - mean_key(mass, spread, row, CHUNKS, BLOCK))
+    else:
+        key = -d
+    return key
+
+
+@triton.jit
+def bucket_of(key):
+    return tl.minimum(key * PER_UNIT, 1.0 * BUCKETS).to(tl.int32)
+
+
+@triton.jit
+def chunk_sums(
+    x, row_max, shapes, wanted, cuts, mass, spread, moments, VOCAB, CHUNKS,
+    BV: tl.constexpr, TYPICAL: tl.constexpr,
+):  # fmt: skip
+    """Sums of one chunk of one row: masses and spreads (sampling/numerics.py). With TYPICAL: over
+    the ids after top-p and min-p. Without it: over all live ids, and also `moments` [3, rows,
+    chunks]: how many there are, the sum of z = logit - best logit, and of z^2."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    if tl.load(wanted + row) > 0:
+        id, value, d = load_row(x, row_max, shapes, row, chunk, VOCAB, BV)
+        at = row * CHUNKS + chunk
+        if TYPICAL:
+            live = kept_so_far(id, value, d, cuts, shapes, row)
+        else:
+            live = value > float("-inf")
+            z = tl.where(live, value - tl.load(row_max + row).to(tl.float64), 0.0)
+            size = tl.num_programs(0) * CHUNKS
+            tl.store(moments + at, tl.sum(live.to(tl.float64), 0))
+            tl.store(moments + size + at, tl.sum(z, 0))
+            tl.store(moments + 2 * size + at, tl.sum(z * z, 0))
+        tl.store(mass + at, tl.sum(tl.where(live, mass_of(d), 0), 0))
+        tl.store(spread + at, tl.sum(tl.where(live, spread_of(d), 0), 0))
+
+
+@triton.jit
+def chunk_histogram(
+    x, row_max, shapes, wanted, cuts, mass, spread, buckets, VOCAB, CHUNKS,
+    BV: tl.constexpr, BLOCK: tl.constexpr, TYPICAL: tl.constexpr,
+):  # fmt: skip
+    """Add the masses of one chunk of one row to the buckets of their keys."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    if tl.load(wanted + row) > 0:
+        id, value, d = load_row(x, row_max, shapes, row, chunk, VOCAB, BV)
+        live = value > float("-inf")
+        if TYPICAL:
+            live = kept_so_far(id, value, d, cuts, shapes, row)
+        bucket = bucket_of(key_of(d, mass, spread, row, CHUNKS, BLOCK, TYPICAL))
+        weight = mass_of(d)
+        counts = live & (bucket < BUCKETS) & (weight > 0)
+        tl.atomic_add(buckets + row.to(tl.int64) * BUCKETS + bucket, weight, mask=counts)
+
+
+@triton.jit
+def find_bucket(
+    shapes, wanted, mass, buckets, bucket, missing, CHUNKS, BLOCK: tl.constexpr,
+    TYPICAL: tl.constexpr,
+):  # fmt: skip
+    """The bucket in which the mass of the prefix suffices (BUCKETS: in none), and the mass that the
+    ids of this bucket must add."""
+    row = tl.program_id(0)
+    if tl.load(wanted + row) > 0:
+        share = tl.load(shapes + SHAPES * row + 1 + 2 * TYPICAL)
+        need = mass_needed(share, row_sum(mass, row, CHUNKS, BLOCK))
+        i = tl.arange(0, BUCKETS)
+        each = tl.load(buckets + row.to(tl.int64) * BUCKETS + i)
+        first = tl.min(tl.where(tl.cumsum(each, 0) >= need, i, BUCKETS), 0)
+        tl.store(bucket + row, first)
+        tl.store(missing + row, need - tl.sum(tl.where(i < first, each, 0), 0))
+
+
+@triton.jit
+def collect_bucket(
+    x, row_max, shapes, wanted, cuts, mass, spread, bucket, used, ids, values, VOCAB, CHUNKS,
+    BV: tl.constexpr, BLOCK: tl.constexpr, LIST: tl.constexpr, TYPICAL: tl.constexpr,
+):  # fmt: skip
+    """Append the ids of one chunk that are in the row's bucket to its list, with their d, in any
+    order. `used` counts them, also those that do not fit."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    if tl.load(wanted + row) > 0:
+        id, value, d = load_row(x, row_max, shapes, row, chunk, VOCAB, BV)
+        live = value > float("-inf")
+        if TYPICAL:
+            live = kept_so_far(id, value, d, cuts, shapes, row)
+        key = key_of(d, mass, spread, row, CHUNKS, BLOCK, TYPICAL)
+        chosen = (live & (bucket_of(key) == tl.load(bucket + row))).to(tl.int32)
+        count = tl.sum(chosen, 0)
+        if count > 0:
+            at = tl.atomic_add(used + row, count) + tl.cumsum(chosen, 0) - 1
+            fits = (chosen == 1) & (at < LIST)
+            tl.store(ids + row * LIST + at, id, mask=fits)
+            tl.store(values + row * LIST + at, d, mask=fits)
+
+
+@triton.jit
+def find_cut(
+    wanted, mass, spread, bucket, missing, used, ids, values, cuts, CHUNKS,
+    BLOCK: tl.constexpr, LIST: tl.constexpr, BC: tl.constexpr, TYPICAL: tl.constexpr,
+):  # fmt: skip
+    """The last id of the prefix, among the ids of its bucket. A bucket with more ids than the list
+    holds leaves the row to the host."""
+    row = tl.program_id(0)
+    if tl.load(wanted + row) > 0:
+        i, count, need = tl.arange(0, LIST), tl.load(used + row), tl.load(missing + row)
+        inside = i < count
+        id = tl.load(ids + row * LIST + i, mask=inside, other=0)
+        d = tl.load(values + row * LIST + i, mask=inside, other=0.0)
+        key = key_of(d, mass, spread, row, CHUNKS, BLOCK, TYPICAL)
+        before = tl.zeros((LIST,), tl.int64)
+        for start in range(0, tl.minimum(count, LIST), BC):
+            j = start + tl.arange(0, BC)
+            other_id = tl.load(ids + row * LIST + j, mask=j < count, other=0)
+            other_d = tl.load(values + row * LIST + j, mask=j < count, other=0.0)
+            other = key_of(other_d, mass, spread, row, CHUNKS, BLOCK, TYPICAL)
+            less = (other[None, :] < key[:, None]) | (
+                (other[None, :] == key[:, None]) & (other_id[None, :] < id[:, None])
+            )
+            weight = tl.where(j < count, mass_of(other_d), 0)
+            before += tl.sum(tl.where(less, weight[None, :], 0), 1)
+        kept = inside & (before < need)
+        last = tl.max(tl.where(kept, key, -1.0), 0)
+        at = cuts + CUTS * row
+        tl.store(at + 2 * TYPICAL, last)
+        last_id = tl.max(tl.where(kept & (key == last), id, -1), 0)
+        tl.store(at + 1 + 2 * TYPICAL, last_id.to(tl.float64))
+        if (tl.load(bucket + row) >= BUCKETS) | (count > LIST):
+            tl.store(at + 4, 1.0)
+
+
+@triton.jit
+def remove_filtered(
+    x, row_max, shapes, wanted, cuts, mass, spread, moments, out, out_max, VOCAB, CHUNKS,
+    BV: tl.constexpr, BLOCK: tl.constexpr, TYPICAL: tl.constexpr, SIGMA: tl.constexpr,
+):  # fmt: skip
+    """The logits with -inf for each id that a filter removes, for one chunk of one row. A row that
+    is left to the host gets the maximum NaN. Rows that are not wanted are copied."""
+    row, chunk = tl.program_id(0), tl.program_id(1)
+    id, value, d = load_row(x, row_max, shapes, row, chunk, VOCAB, BV)
+    kept = value > float("-inf")
+    if tl.load(wanted + row) > 0:
+        at = cuts + CUTS * row
+        kept = kept_so_far(id, value, d, cuts, shapes, row)
+        if TYPICAL:  # noqa: SIM102 (a constant: without it the rest is not compiled)
+            if tl.load(shapes + SHAPES * row + 3) < 1.0:
+                key = key_of(d, mass, spread, row, CHUNKS, BLOCK, True)
+                last = tl.load(at + 2)
+                kept = kept & (
+                    (key < last) | ((key == last) & (id.to(tl.float64) <= tl.load(at + 3)))
+                )
+        unsure = tl.load(at + 4) > 0.0
+        if SIGMA:
+            n = tl.load(shapes + SHAPES * row + 4)
+            if n > 0.0:
+                size = tl.num_programs(0) * CHUNKS
+                least, error = sigma_edge(
+                    n,
+                    row_sum(moments, row, CHUNKS, BLOCK),
+                    row_sum(moments + size, row, CHUNKS, BLOCK),
+                    row_sum(moments + 2 * size, row, CHUNKS, BLOCK),
+                )
+                z = value - tl.load(row_max + row).to(tl.float64)
+                near = kept & (tl.abs(z - least) < error)
+                unsure = unsure | (tl.max(near.to(tl.int32), 0) == 1)
+                kept = kept & (z >= least)
+        if unsure:
+            tl.store(out_max + row, float("nan"))
+    tl.store(
+        out + row.to(tl.int64) * VOCAB + id,
+        tl.where(kept, value, float("-inf")).to(out.dtype.element_ty),
+        mask=id < VOCAB,
+    )
