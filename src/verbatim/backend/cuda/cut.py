@@ -24,6 +24,7 @@ class Sums(NamedTuple):
     mass: torch.Tensor  # [rows, chunks] int64
     spread: torch.Tensor
     moments: torch.Tensor  # [3, rows, chunks] float64
+    buckets: torch.Tensor  # [rows, BUCKETS] int64, the masses by key
 
 
 def remove_filtered(
@@ -40,13 +41,19 @@ def remove_filtered(
     cuts = torch.full((rows, jit_cut.CUTS.value), torch.inf, dtype=torch.float64, device=x.device)
     cuts[:, 4] = 0.0
     given = (x, row_max, shapes)
-    first = later = empty_sums(rows, chunks, x.device)
+    first = later = _empty_sums(rows, chunks, x.device)
     if which.top_p or which.sigma:
-        first = chunk_sums(*given, flags[1])
+        first = chunk_sums(*given, flags[1], top_p=which.top_p)
     if which.top_p:
         _find_cut(given, flags[2], cuts, first, typical=False)
     if which.typical:
         later = chunk_sums(*given, flags[3], cuts)
+        launch(
+            jit_cut.typical_histogram,
+            (rows, chunks, 1),
+            (*given, flags[3], cuts, later.mass, later.spread, later.buckets, vocab, chunks),
+            (CHUNK, block),
+        )
         _find_cut(given, flags[3], cuts, later, typical=True)
     out, out_max = torch.empty_like(x), row_max.clone()
     launch(
@@ -67,24 +74,28 @@ def chunk_sums(
     shapes: torch.Tensor,
     wanted: torch.Tensor,
     cuts: torch.Tensor | None = None,
+    *,
+    top_p: bool = False,
 ) -> Sums:
-    """Sums over the live ids of the wanted rows; with `cuts` over the ids after top-p and min-p."""
+    """Sums over the live ids of the wanted rows; with `cuts` over the ids after top-p and min-p.
+    `top_p`: also the buckets of -d."""
     rows, vocab = x.shape
     chunks = triton.cdiv(vocab, CHUNK)
-    sums = empty_sums(rows, chunks, x.device)
+    sums = _empty_sums(rows, chunks, x.device)
     launch(
         jit_cut.chunk_sums,
         (rows, chunks, 1),
         (x, row_max, shapes, wanted, shapes if cuts is None else cuts, *sums, vocab, chunks),
-        (CHUNK, cuts is not None),
+        (CHUNK, cuts is not None, top_p),
     )
     return sums
 
 
-def empty_sums(rows: int, chunks: int, device: torch.device) -> Sums:
+def _empty_sums(rows: int, chunks: int, device: torch.device) -> Sums:
     mass = torch.empty((rows, chunks), dtype=torch.int64, device=device)
     moments = torch.empty((3, rows, chunks), dtype=torch.float64, device=device)
-    return Sums(mass, torch.empty_like(mass), moments)
+    buckets = torch.zeros((rows, jit_cut.BUCKETS.value), dtype=torch.int64, device=device)
+    return Sums(mass, torch.empty_like(mass), moments, buckets)
 
 
 def _find_cut(
@@ -98,8 +109,6 @@ def _find_cut(
     rows, vocab = x.shape
     chunks = triton.cdiv(vocab, CHUNK)
     block = triton.next_power_of_2(chunks)
-    size = jit_cut.BUCKETS.value
-    buckets = torch.zeros((rows, size), dtype=torch.int64, device=x.device)
     bucket = torch.empty(rows, dtype=torch.int32, device=x.device)
     missing = torch.empty(rows, dtype=torch.int64, device=x.device)
     used = torch.zeros(rows, dtype=torch.int32, device=x.device)
@@ -107,15 +116,9 @@ def _find_cut(
     values = torch.empty((rows, LIST), dtype=torch.float64, device=x.device)
     mass, spread = sums.mass, sums.spread
     launch(
-        jit_cut.chunk_histogram,
-        (rows, chunks, 1),
-        (x, row_max, shapes, wanted, cuts, mass, spread, buckets, vocab, chunks),
-        (CHUNK, block, typical),
-    )
-    launch(
         jit_cut.find_bucket,
         (rows, 1, 1),
-        (shapes, wanted, mass, buckets, bucket, missing, chunks),
+        (shapes, wanted, mass, sums.buckets, bucket, missing, chunks),
         (block, typical),
     )
     launch(
@@ -131,6 +134,6 @@ def _find_cut(
         jit_cut.find_cut,
         (rows, 1, 1),
         (wanted, mass, spread, bucket, missing, used, ids, values, cuts, chunks),
-        (block, LIST, 32, typical),
+        (block, LIST, 16, typical),
         warps=8,
     )

@@ -2,7 +2,7 @@
 
 top-p and typical-p keep the shortest prefix of an order whose mass suffices. The order is that of a
 key, then of the id: -d for top-p, the distance from the entropy for typical-p. The kernels find the
-last kept (key, id), the cut, in four launches: the mass per bucket of keys; the bucket in which the
+last kept (key, id), the cut, in four steps: the mass per bucket of keys; the bucket in which the
 mass suffices; the ids of that bucket; their exact order. An id is kept if it is not after the cut.
 Keys and masses have the bits of sampling/filters.py, so the kept ids are the same, however many.
 
@@ -71,13 +71,21 @@ def bucket_of(key):
 
 
 @triton.jit
+def add_to_buckets(buckets, row, key, mass):
+    bucket = bucket_of(key)
+    mass = tl.where(bucket < BUCKETS, mass, 0)
+    tl.atomic_add(buckets + row.to(tl.int64) * BUCKETS + bucket, mass, mask=mass > 0)
+
+
+@triton.jit
 def chunk_sums(
-    x, row_max, shapes, wanted, cuts, mass, spread, moments, VOCAB, CHUNKS,
-    BV: tl.constexpr, TYPICAL: tl.constexpr,
+    x, row_max, shapes, wanted, cuts, mass, spread, moments, buckets, VOCAB, CHUNKS,
+    BV: tl.constexpr, TYPICAL: tl.constexpr, TOP_P: tl.constexpr,
 ):  # fmt: skip
     """Sums of one chunk of one row: masses and spreads (sampling/numerics.py). With TYPICAL: over
     the ids after top-p and min-p. Without it: over all live ids, and also `moments` [3, rows,
-    chunks]: how many there are, the sum of z = logit - best logit, and of z^2."""
+    chunks]: how many there are, the sum of z = logit - best logit, and of z^2. TOP_P: also add the
+    masses to the buckets of -d."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     if tl.load(wanted + row) > 0:
         id, value, d = load_row(x, row_max, shapes, row, chunk, VOCAB, BV)
@@ -91,26 +99,25 @@ def chunk_sums(
             tl.store(moments + at, tl.sum(live.to(tl.float64), 0))
             tl.store(moments + size + at, tl.sum(z, 0))
             tl.store(moments + 2 * size + at, tl.sum(z * z, 0))
-        tl.store(mass + at, tl.sum(tl.where(live, mass_of(d), 0), 0))
+        each = tl.where(live, mass_of(d), 0)
+        tl.store(mass + at, tl.sum(each, 0))
+        if TOP_P:
+            add_to_buckets(buckets, row, -d, each)
         tl.store(spread + at, tl.sum(tl.where(live, spread_of(d), 0), 0))
 
 
 @triton.jit
-def chunk_histogram(
+def typical_histogram(
     x, row_max, shapes, wanted, cuts, mass, spread, buckets, VOCAB, CHUNKS,
-    BV: tl.constexpr, BLOCK: tl.constexpr, TYPICAL: tl.constexpr,
+    BV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the masses of one chunk of one row to the buckets of their keys."""
+    """Add the masses of one chunk of one row to the buckets of their distances."""
     row, chunk = tl.program_id(0), tl.program_id(1)
     if tl.load(wanted + row) > 0:
         id, value, d = load_row(x, row_max, shapes, row, chunk, VOCAB, BV)
-        live = value > float("-inf")
-        if TYPICAL:
-            live = kept_so_far(id, value, d, cuts, shapes, row)
-        bucket = bucket_of(key_of(d, mass, spread, row, CHUNKS, BLOCK, TYPICAL))
-        weight = mass_of(d)
-        counts = live & (bucket < BUCKETS) & (weight > 0)
-        tl.atomic_add(buckets + row.to(tl.int64) * BUCKETS + bucket, weight, mask=counts)
+        live = kept_so_far(id, value, d, cuts, shapes, row)
+        key = key_of(d, mass, spread, row, CHUNKS, BLOCK, True)
+        add_to_buckets(buckets, row, key, tl.where(live, mass_of(d), 0))
 
 
 @triton.jit
