@@ -11,14 +11,14 @@ from verbatim.base.records import Drawn, DrawSpec
 from verbatim.sampling.filters import Temperature
 from verbatim.sampling.logprobs import as_row
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
-from verbatim.sampling.processors import BEFORE, FILTERS
+from verbatim.sampling.processors import BEFORE, FILTER_STAGES
 from verbatim.sampling.row_state import RowState
 
 
 def processed(logits: np.ndarray, params: SamplingParams, **row: Any) -> RowState:
     """The row after every active stage, before the draw."""
     state = state_of(as_row(logits), make_row(params, **row))
-    for stage in (*BEFORE, Temperature(), *FILTERS):
+    for stage in (*BEFORE, Temperature(), *FILTER_STAGES):
         if stage.active(state):
             stage.apply(state)
     return state

@@ -21,8 +21,9 @@ from verbatim.engine import engine_base
 from verbatim.testing import server_parts
 
 MODULES = [
-    "base.config", "base.errors", "base.habits", "base.notebook", "base.params", "base.records",
-    "base.schema_types", "engine.async_calls", "engine.async_engine", "engine.async_stream",
+    "base.config", "base.errors", "base.migration_hints", "base.notebook", "base.params",
+    "base.records", "base.schema_types", "engine.async_calls", "engine.async_engine",
+    "engine.async_stream",
     "engine.blocking_engine", "engine.call_inputs", "engine.embed_calls", "engine.engine_base",
     "engine.llm",
     "engine.scoring", "grammar.ecma_pattern", "grammar.lower", "grammar.translate",

@@ -25,7 +25,7 @@ def without_values(text: str) -> str:
     return re.sub(r"\{[^{}]*\}", "…", text)
 
 
-def test_the_list_has_helps_errors_notes_and_answers_to_habits() -> None:
+def test_the_list_has_helps_errors_notes_and_migration_hints() -> None:
     texts = {(message.file, message.text) for message in messages()}
     for wanted in (
         ("cli/run.py", "print one JSON object instead of text"),  # a help text

@@ -1,4 +1,4 @@
-"""Flags that a command has no use for, and habits of other programs: refused or answered by name,
+"""Flags that a command has no use for, and flags of other programs: refused or answered by name,
 before a model loads."""
 
 from __future__ import annotations

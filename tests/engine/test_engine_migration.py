@@ -105,7 +105,9 @@ def test_a_size_that_is_none_names_the_option() -> None:
         (lambda llm: llm("x"), r"use generate\(prompt\)"),
     ],
 )
-def test_a_habit_is_answered_by_name(llm: LLM, call: Any, answer: str) -> None:
+def test_an_argument_of_other_libraries_is_answered_by_name(
+    llm: LLM, call: Any, answer: str
+) -> None:
     with pytest.raises(TypeError, match=answer):
         call(llm)
 

@@ -16,7 +16,7 @@ from verbatim.base.records import DrawSpec
 from verbatim.sampling.draw import draw_many, noise_key
 from verbatim.sampling.filters import Temperature
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
-from verbatim.sampling.processors import FILTERS
+from verbatim.sampling.processors import FILTER_STAGES
 
 CASES = 100
 
@@ -66,7 +66,7 @@ def test_draws_are_equal(page: Any, per_case: int) -> None:
         first = int(random.choice([0, 17, 2**31, 2**33 + 5]))
         spec = DrawSpec(params, key, 1)
         state = state_of(row.astype(np.float64), Row(spec, first))
-        for stage in (Temperature(), *FILTERS):
+        for stage in (Temperature(), *FILTER_STAGES):
             if stage.active(state):
                 stage.apply(state)
         positions = np.arange(first, first + per_case)
@@ -138,7 +138,7 @@ def test_stages_scores_and_leads_are_equal_also_from_256_candidates(page: Any) -
 
 def test_the_page_knows_every_filter(page: Any) -> None:
     names = page.evaluate("async () => (await import('/lens/sampler.js')).FILTERS")
-    assert names == [stage.name for stage in FILTERS]
+    assert names == [stage.name for stage in FILTER_STAGES]
 
 
 def test_exp_log_and_masses_have_the_same_bits(page: Any) -> None:

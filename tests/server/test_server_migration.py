@@ -1,4 +1,4 @@
-"""What clients of Ollama, llama.cpp, vLLM and OpenAI send by habit is answered as they expect."""
+"""What clients of Ollama, llama.cpp, vLLM and OpenAI send is answered as they expect."""
 
 from __future__ import annotations
 

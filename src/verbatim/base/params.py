@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
-from verbatim.base.habits import PARAMETERS
+from verbatim.base.migration_hints import PARAMETERS
 from verbatim.base.param_checks import MAX_LOGPROBS, MOST, Field, Kind, checked
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from verbatim.base.habits import COMPLETION, attribute
+from verbatim.base.migration_hints import COMPLETION, attribute
 from verbatim.base.notebook import box, token_span
 from verbatim.base.parsed import parse_answer
 

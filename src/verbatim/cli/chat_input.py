@@ -48,7 +48,7 @@ def enable_line_editing(commands: list[str], models: Callable[[], list[str]]) ->
     path = history_file()
     if path is None:
         return
-    with contextlib.suppress(OSError):  # absent at first, or not readable
+    with contextlib.suppress(OSError):  # no history yet, or the file is not readable
         readline.read_history_file(path)
     readline.set_history_length(MAX_LINES)
     atexit.register(_save_history, path)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
 
 TEXT_TOKENS = 384  # scored tokens: the first ones of TEXT
-TOP = 512  # most likely tokens that are compared one by one; all others are one event
+TOP = 512  # most likely tokens, compared one by one; the rest of the vocabulary is one event
 NOTABLE = 0.02  # nats per token for a note: twice fp8 on the default model (cpu: 0.0096)
 
 # Prose, dialogue, numbers and code, so that both sure and unsure positions occur.

@@ -25,7 +25,7 @@ from verbatim.engine.call_inputs import (
     is_one_chat,
     one,
     progress_bar,
-    refuse_habits,
+    refuse_foreign,
     refuse_unknown,
 )
 from verbatim.engine.embed_calls import Ranked, pairs, ranked
@@ -179,7 +179,7 @@ class AsyncCalls(EngineBase):
         template: options of the model's chat template (tools=..., enable_thinking=...)
         Returns a Completion, or a list of them.
         """
-        refuse_habits("chat", template)
+        refuse_foreign("chat", template)
         if is_one_chat(messages):
             return await _result(self.submit_chat(messages, one(params), template=template))
         asked = zip(messages, each(params, len(messages)), strict=True)
@@ -190,7 +190,7 @@ class AsyncCalls(EngineBase):
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
     ) -> DeltaStream:
         """chat() for one conversation, as an async iterator of Deltas."""
-        refuse_habits("chat_stream", template)
+        refuse_foreign("chat_stream", template)
         return DeltaStream(partial(self.submit_chat, messages, params, template=template))
 
     async def embed(

@@ -1,4 +1,5 @@
-"""Arguments of generate() and chat(): one prompt or many, parameters, habits, a progress bar.
+"""Arguments of generate() and chat(): one prompt or many, parameters, a progress bar, and hints for
+arguments of other libraries.
 
 In: what the caller wrote. Out: lists of equal length, or an error that names the argument.
 """
@@ -9,12 +10,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.habits import PARAMETERS, argument
+from verbatim.base.migration_hints import PARAMETERS, argument
 from verbatim.base.params import FIELDS, SamplingParams
 
 Prompt = str | Sequence[int]
 # Arguments of other libraries' chat() that would be taken for options of the chat template.
-HABITS = ("sampling_params", "use_tqdm", "chat_template_kwargs")
+FOREIGN = ("sampling_params", "use_tqdm", "chat_template_kwargs")
 
 
 class ProgressBar(Protocol):
@@ -89,10 +90,10 @@ def refuse_unknown(call: str, unknown: Mapping[str, Any]) -> None:
         raise argument(call, name, hint)
 
 
-def refuse_habits(call: str, template: Mapping[str, Any]) -> None:
+def refuse_foreign(call: str, template: Mapping[str, Any]) -> None:
     """TypeError for a template option that is a sampling parameter elsewhere or here."""
     for name in template:
-        if name in FIELDS or name in PARAMETERS or name in HABITS:
+        if name in FIELDS or name in PARAMETERS or name in FOREIGN:
             refuse_unknown(call, {name: None})
 
 

@@ -233,7 +233,7 @@ def _read_or_make_key(path: Path) -> bytes:
     partial = path.with_name(f"key.{secrets.token_hex(4)}")
     with open(partial, "wb", opener=_private) as file:
         file.write(secrets.token_bytes(KEY))
-    with suppress(FileExistsError):  # another engine has made it meanwhile
+    with suppress(FileExistsError):  # another engine process created the key first
         os.link(partial, path)
     partial.unlink()
     return path.read_bytes()

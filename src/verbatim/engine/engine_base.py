@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Never, Self
 
 from verbatim.base.config import EngineConfig, split_adapter
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.base.habits import METHODS, OPTIONS, AnsweringType, attribute
+from verbatim.base.migration_hints import METHODS, OPTIONS, AnsweringType, attribute
 from verbatim.engine.core import EngineCore
 from verbatim.engine.engine_setup import prepare
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts

@@ -20,7 +20,7 @@ from typing import Any, Never, overload
 import numpy as np
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.habits import argument
+from verbatim.base.migration_hints import argument
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, TokenLogprob
 from verbatim.engine.blocking_engine import BlockingEngine, Stream
@@ -31,7 +31,7 @@ from verbatim.engine.call_inputs import (
     is_one,
     is_one_chat,
     one,
-    refuse_habits,
+    refuse_foreign,
     refuse_unknown,
 )
 from verbatim.engine.embed_calls import EmbedCalls
@@ -159,7 +159,7 @@ class LLM(EmbedCalls, BlockingEngine):
         >>> llm.chat(ask, SamplingParams(max_tokens=4, seed=1)).finish_reason in ("stop", "length")
         True
         """
-        refuse_habits("chat", template)
+        refuse_foreign("chat", template)
         if is_one_chat(messages):
             return self._run([self.encode_chat(messages, **template)], [one(params)], progress)[0]
         conversations = [self.encode_chat(m, **template) for m in messages]
@@ -173,7 +173,7 @@ class LLM(EmbedCalls, BlockingEngine):
         >>> stream = llm.chat_stream([{"role": "user", "content": "Hi"}], SamplingParams(seed=1))
         >>> stream.close()
         """
-        refuse_habits("chat_stream", template)
+        refuse_foreign("chat_stream", template)
         return self.stream(self.encode_chat(messages, **template), params)
 
     def explain(
@@ -196,7 +196,7 @@ class LLM(EmbedCalls, BlockingEngine):
         >>> llm.explain("hi", SamplingParams(max_tokens=2, temperature=0))[1].rank
         1
         """
-        refuse_habits("explain", template)
+        refuse_foreign("explain", template)
         wanted = one(params)
         if wanted.width > 1:
             raise ParameterError(

@@ -320,8 +320,8 @@ def _in_place(node: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any
 
 
 def _counts_names(node: Mapping[str, Any]) -> bool:
-    """Whether llguidance cannot count the names of an object, or counts a name that is written
-    twice as two where a JSON parser counts one."""
+    """Whether the number of names in an object needs a DocumentCheck: llguidance cannot count them,
+    or counts a duplicate name twice, which a JSON parser counts once."""
     required = node.get("required")
     sure = set(map(str, required)) if isinstance(required, list) else set()
     named = set(_mapping(node.get("properties")))

@@ -2,7 +2,7 @@
 
 Copies of an llguidance matcher share one lexer with a limited number of states. When it is
 exhausted depends on all sequences that share it, so that must never end a completion. Invariant:
-whether a completion ends as too complex is a function of its private tokens.
+whether a completion ends as too complex depends on its own tokens alone.
 
     A private matcher replays the tokens from the first, computing the mask after each.
     If its lexer is exhausted after MIN_LEXER_TOKENS tokens or more, a new lexer replaces it.

@@ -25,7 +25,7 @@ from verbatim.sampling import draw as noise
 from verbatim.sampling.filters import Temperature
 from verbatim.sampling.logprobs import as_row, log_normaliser, token_logprobs
 from verbatim.sampling.numerics import F64, best, log_mass
-from verbatim.sampling.processors import BEFORE, FILTERS
+from verbatim.sampling.processors import BEFORE, FILTER_STAGES
 from verbatim.sampling.record import Recorder
 from verbatim.sampling.row_state import REMOVED, RowState, Stage
 
@@ -82,7 +82,7 @@ def _sample(raw: F64, row: Row) -> Drawn:
         token, scores = int(np.argmax(state.logits)), None
         processed = state.logits
     else:
-        _run((_TEMPERATURE, *FILTERS), state, recorder)
+        _run((_TEMPERATURE, *FILTER_STAGES), state, recorder)
         winner, g, scores = noise.draw(state.ids, state.d, state.key, state.position)
         token = int(state.ids[winner])
         processed = np.full(len(raw), REMOVED)

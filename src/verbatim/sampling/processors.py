@@ -22,5 +22,5 @@ BEFORE: tuple[Stage, ...] = (
     LogitBias(), Grammar(), Allowed(), Banned(), MinTokens(),
     Repetition(), Frequency(), Presence(), Dry(), NoRepeatNgram(),
 )  # fmt: skip
-FILTERS: tuple[Stage, ...] = (TopK(), TopP(), MinP(), TypicalP(), TopNSigma(), Xtc())
-STAGES: tuple[Stage, ...] = (*BEFORE, Temperature(), *FILTERS)
+FILTER_STAGES: tuple[Stage, ...] = (TopK(), TopP(), MinP(), TypicalP(), TopNSigma(), Xtc())
+STAGES: tuple[Stage, ...] = (*BEFORE, Temperature(), *FILTER_STAGES)

@@ -63,7 +63,7 @@ def answer_on_ray(
                 max_size=options.replicas.most,
                 max_tasks_in_flight_per_actor=IN_FLIGHT,
                 max_concurrent_calls_per_actor=IN_FLIGHT,
-                enable_true_multi_threading=True,  # else the second batch waits for the first
+                enable_true_multi_threading=True,  # two batches overlap in one actor
             ),
             # Ray Data restarts a dead actor and runs its batches again without limit. A request
             # that kills its engine is answered with an error by the supervisor, so no batch does

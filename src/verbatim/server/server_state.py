@@ -135,7 +135,7 @@ class State:
 
 
 class Admission:
-    """Counts the open requests of all models, and decides on one more."""
+    """Admission control: counts the open requests of all models, accepts or rejects a new one."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits

@@ -20,7 +20,7 @@ MIN_MATCH = 2  # tokens; a match of one token predicts nothing
 CHUNK = 4096  # tokens read per sequence and step: about 10 ms
 EXACT_ENDS = 16  # suffixes per token whose latest end is updated
 ANSWERS_PER_TENANT = 16  # recent completions kept for a tenant that opted in
-ANSWER_TOKENS = 1024  # kept per completion
+ANSWER_TOKENS = 1024  # first tokens kept of each completion
 MAX_TENANTS = 256  # LRU; at most 64 KB each
 BARRIER = -1  # not a token id, so no match extends over the end of a completion
 

@@ -44,7 +44,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> 
         raise
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    except BaseException as error:  # a broken vocabulary may cause a Rust panic: no Exception
+    except BaseException as error:  # a Rust panic in tokenizers is no Exception
         raise reader.wrong(f"the tokenizer cannot be built: {str(error)[:200]}") from error
 
 

@@ -327,7 +327,8 @@ def _wordpiece_prefix(spec: Mapping[str, Any]) -> str | None:
 
 
 def _bytes_of(continued_by: str | None) -> Callable[[str], bytes]:
-    """Bytes of a token. A WordPiece token without the mark starts a word, after a space."""
+    """The function from a token's text to its bytes. In WordPiece a token without the mark `##`
+    starts a word, so its bytes begin with a space."""
     if continued_by is None:
         return _sentencepiece_bytes
     mark = continued_by

@@ -60,7 +60,7 @@ METHODS: tuple[tuple[type | tuple[type, ...], frozenset[str]], ...] = (
     ((list, tuple), frozenset(("copy", "count", "index", "grouper", "list"))),
 )
 OWN_TYPES = (Undefined, LoopContext, Macro, Namespace, Cycler, Joiner)
-FILTERS = (
+JINJA_FILTERS = (
     "abs attr batch capitalize center count d default dictsort e escape filesizeformat first "
     "float forceescape format groupby indent int items join last length list lower map max "
     "min pprint reject rejectattr replace reverse round safe select selectattr slice sort "
@@ -227,7 +227,9 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
         )
         self.finalize = self.guard_output
-        self.filters = {name: guarded_filter(name, self.filters[name]) for name in FILTERS.split()}
+        self.filters = {
+            name: guarded_filter(name, self.filters[name]) for name in JINJA_FILTERS.split()
+        }
         self.filters["tojson"] = _tojson
         self.tests = {name: guarded_test(test) for name, test in dict[str, Any](self.tests).items()}
         self.globals = {

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError, RequestError
-from verbatim.base.habits import TOKENIZER, attribute
+from verbatim.base.migration_hints import TOKENIZER, attribute
 from verbatim.text import gguf_vocab, hf_vocab
 from verbatim.text.control_tokens import ControlFinder
 from verbatim.text.decode import decode_all

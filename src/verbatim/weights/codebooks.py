@@ -28,7 +28,7 @@ LEVELS: dict[str, tuple[int, ...]] = {
 
 @cache
 def codebook(name: str) -> np.ndarray:
-    """The vectors of a codebook: int8 [members, 8], or [members, 4] for eight levels."""
+    """The vectors of a codebook: int8 [members, 8] with three levels, else [members, 4]."""
     levels = np.array(LEVELS[name], dtype=np.int8)
     base = len(levels)
     width = 8 if base == 3 else 4

@@ -53,7 +53,7 @@ MAX_STRINGS = 1 << 20  # in all arrays of the file together; also for numbers
 MAX_NUMBERS = 1 << 22
 MAX_ARRAYS = 1 << 16  # nested arrays in one file
 METADATA_MEMORY = 48 << 20  # bytes of memory for metadata, beyond the file size
-ARRAY_MEMORY = 5  # further bytes of memory per byte of an array in the header
+ARRAY_MEMORY = 5  # bytes allowed per byte of an array in the header, beyond METADATA_MEMORY
 _STRING_CHUNK = 8192  # strings decoded at once; at most 2 MiB
 
 _SCALAR_STRUCTS = {

@@ -98,7 +98,7 @@ def hub_model(ref: HubRef, *, offline: bool = False, fetch: bool = False) -> tup
 def _library() -> Any:
     try:
         import huggingface_hub
-        import huggingface_hub.constants  # not loaded by the lazy package itself
+        import huggingface_hub.constants  # `import huggingface_hub` does not load it
     except ImportError:
         raise ModelError(
             "models of the hub (org/name) need the extra 'hub':"

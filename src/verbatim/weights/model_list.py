@@ -147,7 +147,7 @@ def _text(file: Path) -> str:
 
 
 def _sizes(files: list[Path]) -> tuple[int, bool]:
-    """(total bytes, whether all exist). Files of a snapshot are links, which may be broken."""
+    """Total bytes of the files, and whether all exist: links of a snapshot may be broken."""
     total, complete = 0, True
     for file in files:
         try:

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from verbatim.base.habits import PARAMETERS
+from verbatim.base.migration_hints import PARAMETERS
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_rules import Rule
 from verbatim.server.api.field_table import ANY_QUERY, OTHER_NAMES, PROTOCOLS, QUERIES
@@ -139,10 +139,10 @@ def _suggestion(name: str, table: Mapping[str, Rule]) -> str:
 
     near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
     # The library's answer to the name, if this route has every field that the answer names
-    habit = PARAMETERS.get(name, "")
-    words = set(re.findall(r"\w+", habit.removeprefix("write "))) - {"or"}
-    if not near and habit.startswith("write ") and words <= table.keys():
-        return f"; {habit}"
+    hint = PARAMETERS.get(name, "")
+    words = set(re.findall(r"\w+", hint.removeprefix("write "))) - {"or"}
+    if not near and hint.startswith("write ") and words <= table.keys():
+        return f"; {hint}"
     near = near or get_close_matches(name[:64], table, 1, cutoff=0.7)
     return f"; did you mean {near[0]}?" if near else ""
 

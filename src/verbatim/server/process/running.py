@@ -23,8 +23,8 @@ def _explain_bytes(record: dict[str, Any]) -> int:
 
 
 class Signal:
-    """Wakes one handler, which may wait for several requests at once (a list of prompts). A set()
-    while the handler does not wait makes its next wait() return at once."""
+    """An event that wakes one handler, which may wait for several requests (a list of prompts). If
+    set() comes before wait(), that wait() returns at once."""
 
     def __init__(self) -> None:
         self._set = False

@@ -139,7 +139,7 @@ def attribute(owner: object, name: str, table: Mapping[str, str]) -> AttributeEr
 
 
 class AnsweringType(type):
-    """Metaclass that answers a habit on the class itself: LLM.from_pretrained(...)."""
+    """Metaclass that answers other libraries' names on the class: LLM.from_pretrained(...)."""
 
     if not TYPE_CHECKING:  # a type checker reports unknown names itself
 
