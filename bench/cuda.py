@@ -261,9 +261,11 @@ def main() -> None:
     parser.add_argument("--type", choices=("q4_0", "q8_0"), help="random weights of this type")
     parser.add_argument("--blocks", choices=("both", "only"), default="both")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
+    parser.add_argument("--step-tokens", type=int, default=4096)
     args = parser.parse_args()
     began = time.perf_counter()
-    llm = open_shape(args.shape, args.type, args.blocks, max_running=256, step_tokens=4096)
+    sizes = {"max_running": 256, "step_tokens": args.step_tokens}
+    llm = open_shape(args.shape, args.type, args.blocks, **sizes)
     out: dict[str, Any] = {
         "shape": args.shape,
         "info": llm.core.backend.info.detail,

@@ -478,6 +478,9 @@ def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) ->
     assert shape_of(prompt, *decode) is None, "more logits than a graph has"
     many = [prompt._replace(seq_id=i) for i in range(200)]
     assert shape_of(*many) is None, "more tiles that are not full"
+    longest = SeqStep(0, (1,) * step_inputs.MAX_ROWS, 0, (tuple(range(600)),), draws=1)
+    assert shape_of(longest) is not None
+    assert shape_of(longest, decode[0]) is None, "more rows than the host's launches delay"
 
 
 def test_the_inputs_of_a_step_start_at_multiples_of_16_bytes(device: torch.device) -> None:

@@ -19,6 +19,8 @@ multiplications.
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,32 +32,28 @@ DOMAIN_TOKEN = 0  # noise of a token at a position
 DOMAIN_XTC = 1  # whether XTC acts at a position
 DOMAIN_KEY = 2  # the key of a choice, from the seed
 
-_M0, _M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
-_LOW = np.uint64(0xFFFFFFFF)
+_LOW = 0xFFFFFFFF
 _32 = np.uint64(32)
 
+Word = TypeVar("Word", int, U64)
 
-def philox(c0: U64, c1: U64, c2: U64, c3: U64, key: int) -> tuple[U64, U64, U64, U64]:
-    """Philox4x32-10. Words are 32-bit values in uint64 arrays, which broadcast."""
-    k0, k1 = key & 0xFFFFFFFF, key >> 32 & 0xFFFFFFFF
+
+def philox(c0: Word, c1: Word, c2: Word, c3: Word, key: int) -> tuple[Word, Word, Word, Word]:
+    """Philox4x32-10. Words are 32-bit values: ints, or uint64 arrays, which broadcast."""
+    k0, k1 = key & _LOW, key >> 32 & _LOW
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
-        c0, c1, c2, c3 = (
-            (p1 >> _32) ^ c1 ^ np.uint64(k0),
-            p1 & _LOW,
-            (p0 >> _32) ^ c3 ^ np.uint64(k1),
-            p0 & _LOW,
-        )
-        k0, k1 = (k0 + _W0) & 0xFFFFFFFF, (k1 + _W1) & 0xFFFFFFFF
+        c0, c1, c2, c3 = (p1 >> 32) ^ c1 ^ k0, p1 & _LOW, (p0 >> 32) ^ c3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
     return c0, c1, c2, c3
 
 
 def noise_key(seed: int, choice: int = 0) -> int:
     """The 64-bit noise key of one choice of a request. Choices of one seed are independent."""
-    word = [np.array([w], np.uint64) for w in (choice & 0xFFFFFFFF, choice >> 32, 0, DOMAIN_KEY)]
-    a, b, _, _ = philox(word[0], word[1], word[2], word[3], seed)
-    return int(a[0]) | int(b[0]) << 32
+    a, b, _, _ = philox(choice & _LOW, choice >> 32, 0, DOMAIN_KEY, seed)
+    return a | b << 32
 
 
 def uniform(key: int, position: I64 | int, ids: I64, domain: int = DOMAIN_TOKEN) -> F64:

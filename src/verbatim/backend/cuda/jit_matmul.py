@@ -55,7 +55,7 @@ def matmul(
     A split is BLOCKS blocks of BK inputs. A program sums SPLITS splits: either all of them in
     order, or one split, whose partial sum it writes to out[split]; the reader then adds the partial
     sums in order (sum_splits). With TMA, x and w are tensor descriptors.
-    With GATE, the name of an activation, w has 2 N rows and one split:
+    With GATE, the name of an activation, w has 2 N rows ([2, N, K] with TMA) and one split:
     out[m, n] = GATE(x · w[n]) * (x · w[N + n])."""
     row_tile, column_tile = tile_position(
         tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), ROW_GROUP
@@ -69,14 +69,20 @@ def matmul(
         source = tl.load(rows + m, mask=inside, other=-1).to(tl.int64)
         w += tl.load(experts + row_tile).to(tl.int64) * N * K
     inside = inside & (source >= 0)
-    total, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
+    # With TMA, one instruction multiplies the gate's and the up columns: x is read once for both.
+    JOINED: tl.constexpr = TMA and GATE != "none"
+    COLUMNS: tl.constexpr = 2 * BN if JOINED else BN
+    total, up = tl.zeros((BM, COLUMNS), tl.float32), tl.zeros((BM, BN), tl.float32)
     for split in range(SPLITS):
-        sum_ = tl.zeros((BM, BN), tl.float32)
+        sum_ = tl.zeros((BM, COLUMNS), tl.float32)
         for block in range(BLOCKS):
             start = ((first + split) * BLOCKS + block) * BK
             if TMA:
                 a = x.load([row_tile * BM, start])
-                b = w.load([column_tile * BN, start]).T
+                if JOINED:
+                    b = w.load([0, column_tile * BN, start]).reshape(COLUMNS, BK).T
+                else:
+                    b = w.load([column_tile * BN, start]).T
             else:
                 k = start + k0
                 a = tl.load(
@@ -88,16 +94,16 @@ def matmul(
                 b = tl.load(w + n[None, :].to(tl.int64) * K + k[:, None], mask=held, other=0.0)
             # "ieee": full precision for a router, whose weights are float32
             sum_ = tl.dot(a, b, sum_, input_precision="ieee")
-            if GATE != "none":
-                if TMA:
-                    c = w.load([N + column_tile * BN, start]).T
-                else:
-                    c = tl.load(
-                        w + (N + n[None, :].to(tl.int64)) * K + k[:, None], mask=held, other=0.0
-                    )
+            if GATE != "none" and not TMA:
+                c = tl.load(
+                    w + (N + n[None, :].to(tl.int64)) * K + k[:, None], mask=held, other=0.0
+                )
                 up = tl.dot(a, c, up)
         total += sum_
     if GATE != "none":
-        total = activate(total, GATE) * up
+        gate = total
+        if JOINED:
+            gate, up = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN)), (0, 2, 1)))
+        total = activate(gate, GATE) * up
     place = (first * M + m[:, None]).to(tl.int64) * N + n[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])

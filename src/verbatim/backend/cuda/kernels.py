@@ -132,7 +132,10 @@ def _launch_matmul(
     a, b = x, weight
     if tile.tma:
         a = TensorDescriptor.from_tensor(x.to(weight.dtype), [tile.rows, tile.inputs])
-        b = TensorDescriptor.from_tensor(weight, [columns, tile.inputs])
+        if gate == "none":
+            b = TensorDescriptor.from_tensor(weight, [columns, tile.inputs])
+        else:
+            b = TensorDescriptor.from_tensor(weight.view(2, n, k), [2, columns, tile.inputs])
     launch(
         jit_matmul.matmul,
         grid,

@@ -24,18 +24,27 @@ class MatmulTile(NamedTuple):
     tma: bool  # loads by tensor descriptors; the GPU is Hopper or newer
 
 
-# Tiles of the tensor-core kernel (rows, columns, inputs, warps, stages) and the rate that each
-# reaches on an H200 when it fills all 132 SMs, in TFLOP/s (docs/gpu-performance.md).
+class TileRate(NamedTuple):
+    """TFLOP/s that a tile reaches on all SMs of an H200 (docs/gpu-performance.md): with one program
+    per SM, and with two, which hide each other's start and end; 0: two do not fit into an SM."""
+
+    alone: float
+    paired: float = 0.0
+
+
+# tiles of the tensor-core kernel: rows, columns, inputs, warps, stages
 TILES = {
-    (128, 256, 64, 8, 4): 740.0,
-    (128, 128, 64, 4, 4): 640.0,
-    (64, 256, 64, 4, 4): 640.0,
-    (64, 128, 64, 4, 5): 460.0,
-    (64, 64, 128, 4, 4): 340.0,
+    (128, 256, 64, 8, 4): TileRate(740.0),
+    (128, 128, 64, 4, 4): TileRate(640.0),
+    (128, 128, 64, 4, 3): TileRate(470.0, 690.0),
+    (64, 256, 64, 4, 4): TileRate(640.0),
+    (64, 128, 64, 4, 5): TileRate(460.0),
+    (64, 64, 128, 4, 4): TileRate(340.0),
 }
 SMS = 132
 SUM_BANDWIDTH = 4.5e6  # bytes per µs at which partial sums are written and read
-SPLIT_TIME = 1.0  # µs to drain and refill the prefetched blocks at the end of a split
+START_TIME = 1.0  # µs until the first blocks of a program are loaded, if it is alone on its SM
+SPLIT_TIME = 1.0  # µs to drain and refill the prefetched blocks at the end of a split, likewise
 
 
 @functools.cache
@@ -52,17 +61,27 @@ def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
 
     def microseconds(tile: MatmulTile) -> float:
         programs = triton.cdiv(m, tile.rows) * triton.cdiv(n, tile.columns) * tile.parallel
-        flops = 2.0 * tile.rows * tile.columns * k / tile.parallel
+        flops = 2.0 * tile.rows * tile.columns * k / tile.parallel * SMS / 1e6
         sums = 8.0 * m * n * tile.parallel if tile.parallel > 1 else 0.0
-        rate = TILES[tile[:5]] / SMS * 1e6  # of one SM, per µs
-        program = flops / rate + SPLIT_TIME * splits / tile.parallel
-        return float(triton.cdiv(programs, SMS) * program + sums / SUM_BANDWIDTH)
+        rate = TILES[tile[:5]]
+        busiest = triton.cdiv(programs, SMS)  # programs of the SM that has the most
+        pairs, single = divmod(busiest, 2) if rate.paired else (0, busiest)
+        exposed = START_TIME + SPLIT_TIME * splits / tile.parallel
+        time = single * (flops / rate.alone + exposed)
+        if pairs:
+            time += 2 * pairs * flops / rate.paired
+        return float(time + sums / SUM_BANDWIDTH)
 
     return min(tma_tiles(splits), key=microseconds)
 
 
 def tma_tiles(splits: int) -> list[MatmulTile]:
-    return [MatmulTile(*tile, parallel, True) for tile in TILES for parallel in {1, splits}]
+    """Tiles of which two share an SM were not faster with parallel splits."""
+    return [
+        MatmulTile(*tile, parallel, True)
+        for tile, rate in TILES.items()
+        for parallel in ({1} if rate.paired else {1, splits})
+    ]
 
 
 def all_tiles(splits: int, tma: bool) -> list[MatmulTile]:

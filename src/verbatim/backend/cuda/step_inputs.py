@@ -26,6 +26,7 @@ MAX_OUTPUTS = 256  # rows of logits of a step that replays a graph
 OUTPUTS = (16, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
 MORE_TILES = 32  # tiles beyond those of full ones: sequences whose last tile is not full
 MIN_ROWS = 32
+MAX_ROWS = 8192  # of a step that replays a graph: more take longer than the host's launches
 
 
 class TileArrays(NamedTuple):
@@ -151,11 +152,14 @@ def aligned(size: int) -> int:
 
 
 def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> StepShape | None:
-    """The smallest shape that holds the step, or None if it has more logits or tiles than a graph.
+    """The smallest shape that holds the step, or None if it has more rows, logits or tiles than a
+    graph.
 
     Rows are rounded up by an eighth at most."""
     step = max(MIN_ROWS, 1 << max(0, batch.rows.bit_length() - 4))
     rows = -(-batch.rows // step) * step
+    if rows > MAX_ROWS:
+        return None
     few = len(cuts[kernels.DECODE_LINES].rows) if kernels.DECODE_LINES in cuts else 0
     outputs = next((n for n in OUTPUTS if n >= max(few, len(batch.outputs))), None)
     if outputs is None or not len(batch.outputs) or len(batch.logits) < len(batch.outputs):
