@@ -94,28 +94,41 @@ def get(port: int, path: str) -> httpx.Response:
     return httpx.get(f"http://127.0.0.1:{port}{path}", timeout=HANG_SECONDS)
 
 
-class Requests(HTMLParser):
-    """Addresses that a browser fetches when it shows a page."""
+class Links(HTMLParser):
+    """The addresses on a page, the anchors that an address may name, and the addresses that a
+    browser fetches when it shows the page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.addresses: set[str] = set()
+        self.anchors: set[str] = set()
+        self.fetched: list[str] = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = {name: value or "" for name, value in attrs}
         if tag in ("script", "img", "iframe", "source", "audio", "video"):
-            self.found.append(values.get("src", ""))
+            self.fetched.append(values.get("src", ""))
         elif tag == "link" and values.get("rel") not in ("canonical", "next", "prev"):
-            self.found.append(values.get("href", ""))
+            self.fetched.append(values.get("href", ""))
+        for name, value in attrs:
+            if name in ("href", "src") and value:
+                self.addresses.add(value)
+            elif name in ("id", "name") and value:
+                self.anchors.add(value)
 
 
-def test_no_page_asks_anything_outside(site: Path) -> None:
-    for path in site.rglob("*.html"):
-        text = path.read_text("utf-8")
-        outside = [u for u in Requests(text).found if re.match(r"(https?:)?//", u)]
-        assert not outside, f"{path.relative_to(site)}: {outside}"
-        assert 'class="mermaid"' not in text, "Material fetches mermaid from a CDN"
+@pytest.fixture(scope="module")
+def parsed(site: Path) -> dict[Path, Links]:
+    """Every page of the site; parsing all takes seconds."""
+    return {path.resolve(): Links(path.read_text("utf-8")) for path in site.rglob("*.html")}
+
+
+def test_no_page_asks_anything_outside(site: Path, parsed: dict[Path, Links]) -> None:
+    for path, links in parsed.items():
+        outside = [u for u in links.fetched if re.match(r"(https?:)?//", u)]
+        assert not outside, f"{path.name}: {outside}"
+        assert 'class="mermaid"' not in path.read_text("utf-8"), "Material would fetch mermaid"
     for path in [*site.rglob("*.css"), *site.rglob("*.svg")]:
         text = path.read_text("utf-8")
         assert not re.search(r"(url\(|@import)\s*['\"]?(https?:)?//", text), path.relative_to(site)
@@ -130,31 +143,10 @@ def test_search_works_without_a_server(site: Path) -> None:
     assert "source/examples" not in index, "source files stay out of the index"
 
 
-class Links(HTMLParser):
-    """The addresses on a page, and the anchors that an address may name."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.addresses: set[str] = set()
-        self.anchors: set[str] = set()
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        for name, value in attrs:
-            if name in ("href", "src") and value:
-                self.addresses.add(value)
-            elif name in ("id", "name") and value:
-                self.anchors.add(value)
-
-
-def test_no_link_is_broken(site: Path) -> None:
+def test_no_link_is_broken(parsed: dict[Path, Links]) -> None:
     """Every address inside the site leads to a file and, with #, to an anchor in it. 404.html is
     for a server: its addresses start at the root."""
-    pages = {
-        path.resolve(): Links(path.read_text("utf-8"))
-        for path in site.rglob("*.html")
-        if path.name != "404.html"
-    }
+    pages = {path: links for path, links in parsed.items() if path.name != "404.html"}
     broken = []
     for path, links in pages.items():
         for address in links.addresses:
