@@ -19,7 +19,7 @@ multiplications.
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -43,6 +43,8 @@ Word = TypeVar("Word", int, U64)
 def philox(c0: Word, c1: Word, c2: Word, c3: Word, key: int) -> tuple[Word, Word, Word, Word]:
     """Philox4x32-10. Words are 32-bit values: ints, or uint64 arrays, which broadcast."""
     k0, k1 = key & _LOW, key >> 32 & _LOW
+    p0: Any
+    p1: Any
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
         # numpy's types do not say that uint64 >> int and uint64 & int are uint64
