@@ -43,13 +43,12 @@ Word = TypeVar("Word", int, U64)
 def philox(c0: Word, c1: Word, c2: Word, c3: Word, key: int) -> tuple[Word, Word, Word, Word]:
     """Philox4x32-10. Words are 32-bit values: ints, or uint64 arrays, which broadcast."""
     k0, k1 = key & _LOW, key >> 32 & _LOW
-    p0: Any
+    p0: Any  # numpy's types do not say that uint64 >> int and uint64 & int are uint64
     p1: Any
     for _ in range(10):
         p0, p1 = c0 * _M0, c2 * _M1
-        # numpy's types do not say that uint64 >> int and uint64 & int are uint64
-        c0, c2 = (p1 >> 32) ^ c1 ^ k0, (p0 >> 32) ^ c3 ^ k1  # type: ignore[assignment]
-        c1, c3 = p1 & _LOW, p0 & _LOW  # type: ignore[assignment]
+        c0, c2 = (p1 >> 32) ^ c1 ^ k0, (p0 >> 32) ^ c3 ^ k1
+        c1, c3 = p1 & _LOW, p0 & _LOW
         k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
     return c0, c1, c2, c3
 
