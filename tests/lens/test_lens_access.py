@@ -32,8 +32,7 @@ def unreached(page: LensPage) -> list[str]:
     """Controls of this view that Tab does not reach in one round, from where the focus is."""
     page.page.evaluate(CONTROLS)
     page.page.evaluate(
-        "() => document.querySelectorAll('[data-reached]')"
-        ".forEach((e) => delete e.dataset.reached)"
+        "() => document.querySelectorAll('[data-reached]').forEach((e) => delete e.dataset.reached)"
     )
     page.page.keyboard.press("Tab")
     while page.page.evaluate(FOCUS):
