@@ -224,6 +224,9 @@ def test_the_command_prints_and_exits_by_what_fits(verbatim: Call) -> None:
     assert result.json["decode"]["limit"] == "memory"
     assert verbatim("plan", "no/such-model", "--device", "h100").code == 3
     assert verbatim("plan", config, "--device", "h100", "--quant", "q9").code == 2
+    none = verbatim("plan", "0B", "--device", "h100")
+    assert none.code == 2
+    assert "0B has no parameters" in none.err
     shown = verbatim("plan", config, "--device", "h100", "--tp", "8", "--quant", "q8_0").out
     assert "unpacked to float16 on the GPU" in " ".join(shown.split())
 

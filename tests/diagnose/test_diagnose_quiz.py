@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice, Finish, TokenLogprob
 from verbatim.diagnose.comparison import differences
@@ -100,6 +101,9 @@ def test_quiz_files(tmp_path: Path) -> None:
     table.write_text("question,answer,choices\na?,4,\nb?,x,x|y\n")
     assert read_quiz(str(lines)) == (Question("a?", "4"), Question("b?", "x"))
     assert read_quiz(str(table))[1].choices == ("x", "y")
+    lines.write_text("What is 2 + 2?\n")
+    with pytest.raises(ParameterError, match=r'line 1 is not JSON.*a line is \{"question"'):
+        read_quiz(str(lines))
 
 
 def test_statistics() -> None:

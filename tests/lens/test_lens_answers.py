@@ -14,8 +14,8 @@ from eventually import eventually
 pytestmark = pytest.mark.server
 
 
-def choose(page: LensPage, answer: int, ids: list[int]) -> None:
-    page.page.click(f".tree button:has-text('answer {answer}')")
+def choose(page: LensPage, label: str, ids: list[int]) -> None:
+    page.page.click(f".tree button:has-text('{label}')")
     eventually(lambda: page.tokens() == ids, "the answer is not drawn")
 
 
@@ -27,12 +27,12 @@ def test_every_answer_continues_with_its_own_noise(browser: Any, live: Live) -> 
     """A step, a branch and a branch under other settings of answer 3 are those of a request for
     three answers to the longer prompt; the sliders show the same draw before."""
     page, known = LensPage(browser, live).open(), prompt_ids(live)
-    settings = {"seed": 5, "max_tokens": 4, "temperature": 1.5, "ignore_eos": True}
+    settings: dict[str, Any] = {"seed": 5, "max_tokens": 4, "temperature": 1.5, "ignore_eos": True}
     page.page.locator("#p-ignore_eos").evaluate("box => { box.closest('details').open = true }")
     page.page.check("#p-ignore_eos")
     page.generate(n=4, **{k: v for k, v in settings.items() if k != "ignore_eos"})
     third = answers(live, known, n=4, **settings)[2]
-    choose(page, 3, third)
+    choose(page, "answer 3", third)
     one = {**settings, "max_tokens": 1, "n": 3}
     with page.one_request():
         page.page.click("#step")
@@ -54,10 +54,10 @@ def test_every_answer_continues_with_its_own_noise(browser: Any, live: Live) -> 
 
 def test_a_beam_can_be_stepped_and_branched(browser: Any, live: Live) -> None:
     page, known = LensPage(browser, live).open(), prompt_ids(live)
-    settings = {"num_beams": 4, "max_tokens": 4}
+    settings: dict[str, Any] = {"num_beams": 4, "max_tokens": 4}
     page.generate(num_return_sequences=3, **settings)
     third = answers(live, known, num_return_sequences=3, **settings)[2]
-    choose(page, 3, third)
+    choose(page, "answer 3", third)
     with page.one_request():
         page.page.click("#step")
     expected = third + answers(live, known + third, num_beams=4, max_tokens=1)[0]
@@ -74,7 +74,7 @@ def test_a_beam_can_be_stepped_and_branched(browser: Any, live: Live) -> None:
 
 def test_the_rejected_answers_of_best_of_are_drawn_dimmed(browser: Any, live: Live) -> None:
     page, known = LensPage(browser, live).open(), prompt_ids(live)
-    settings = {"seed": 3, "max_tokens": 5, "temperature": 1.5}
+    settings: dict[str, Any] = {"seed": 3, "max_tokens": 5, "temperature": 1.5}
     page.generate(n=2, best_of=5, **settings)
     hint = page.page.locator("[aria-label=branches] .hint").first
     assert "2 with the highest mean log-probability, 3 rejected. The API does not" in " ".join(
@@ -89,8 +89,6 @@ def test_the_rejected_answers_of_best_of_are_drawn_dimmed(browser: Any, live: Li
     assert sorted(labels) == [f"rejected {i + 1}" for i, ids in enumerate(every) if ids not in best]
     assert "dimmed; drawn again with the same seed" in str(hint.text_content())
     for label in labels:
-        page.page.click(f".tree button:has-text('{label}')")
-        ids = every[int(label.split()[1]) - 1]
-        eventually(lambda ids=ids: page.tokens() == ids, "the rejected answer is not drawn")
+        choose(page, label, every[int(label.split()[1]) - 1])
     assert page.errors == []
     page.close()

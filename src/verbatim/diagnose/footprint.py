@@ -139,8 +139,10 @@ def read_footprint(
         raise ParameterError("quant", "'packed' is for the config.json of quantised safetensors")
     if not path.exists():
         if count := _COUNT.fullmatch(model):
-            factor = 10**9 if count[2].lower() == "b" else 10**6
-            return _of_count(model, int(float(count[1]) * factor), quant or "f16", kv_type)
+            params = int(float(count[1]) * (10**9 if count[2].lower() == "b" else 10**6))
+            if not params:
+                raise ParameterError("model", f"{model} has no parameters; give a count such as 7B")
+            return _of_count(model, params, quant or "f16", kv_type)
         path = resolve(model)
     if path.is_dir():
         path = path / "config.json"

@@ -116,7 +116,8 @@ def _parsed(line: str, number: int) -> Any:
     try:
         return json.loads(line)
     except ValueError as error:
-        raise ParameterError("quiz", f"line {number} is not JSON: {error}") from None
+        wanted = 'a line is {"question": "2 + 2?", "answer": "4"}'
+        raise ParameterError("quiz", f"line {number} is not JSON: {error}; {wanted}") from None
 
 
 def _question(row: Any, number: int) -> Question:

@@ -122,7 +122,7 @@ function conversation() {
   const branch = current();
   const asked = branch?.asked ?? state.turns;
   return html`${(state.mode === "chat" ? asked : []).map((turn) => html`<p class="turn"><b>${turn.role}</b> <bdi>${turn.content}</bdi></p>`)}
-    ${branch ? html`<details class="context"><summary>Context: ${branch.promptIds.length} tokens the model reads</summary>
+    ${branch ? html`<details class="context"><summary>Context: ${branch.promptIds.length} ${branch.promptIds.length === 1 ? "token" : "tokens"} the model reads</summary>
         ${promptTokens(branch.promptIds)}</details>` : nothing}`;
 }
 

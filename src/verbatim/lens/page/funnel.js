@@ -8,7 +8,7 @@ import { exp } from "./numerics.js";
 import { state } from "./store.js";
 
 // titles of the stages that are no parameter, or better known by another name
-const TITLES = {
+export const TITLES = {
   raw: "softmax of the logits", structure: "grammar", min_tokens: "minimum length", dry_multiplier: "DRY",
   no_repeat_ngram: "no repeated n-gram", top_k: "top-k", top_p: "top-p", min_p: "min-p", typical_p: "typical-p",
   top_n_sigma: "top-n-sigma", xtc_probability: "XTC",

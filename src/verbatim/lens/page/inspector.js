@@ -3,7 +3,7 @@
 import { html, nothing } from "./vendor/lit-html.js";
 import { sliderRange } from "./controls.js";
 import { count, number, percent } from "./format.js";
-import { draw, logprobOf, settingsOf, sideBySide, stages } from "./funnel.js";
+import { draw, logprobOf, settingsOf, sideBySide, stages, TITLES } from "./funnel.js";
 import { noiseKey } from "./noise.js";
 import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
 import { sample } from "./sampler.js";
@@ -99,7 +99,7 @@ function candidates(branch, index, step) {
         <td class="word"><q>${state.vocab.show(c.id)}</q><small>${c.id}${state.bytes ? ` · ${state.vocab.hex(c.id)}` : ""}</small></td>
         <td class="meter"><i .style=${`width:${(100 * p).toFixed(2)}%`}></i></td>
         <td class="p" data-logprob=${c.logprob}>${percent(p)}</td>
-        <td>${by ? html`<span class="tag">${by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline ? nothing
+        <td>${by ? html`<span class="tag">${TITLES[by] ?? by}</span>` : taken ? html`<span class="tag drawn">${token.forced ? "chosen" : "drawn"}</span>` : state.offline ? nothing
           : html`<button class="small" aria-label="branch from ${state.vocab.show(c.id)}" @click=${() => branchFrom(branch, index, c.id)}>branch</button>`}</td></tr>`;
     })}</tbody></table>
     <p class="row">${known.length > listed ? html`<button class="link" @click=${() => { listed += 52; changed(); }}>Show more of ${known.length}</button>` : nothing}

@@ -10,6 +10,7 @@ const excerpt = (tokens) => textOf(tokens).replace(/\s+/g, " ").slice(0, 90) || 
 // NaN: the numbers of a token are not known
 const logprobOf = (tokens) => tokens.reduce((sum, t) => sum + t.record?.logprob, 0);
 const total = (tokens) => (!tokens.length || Number.isNaN(logprobOf(tokens)) ? nothing : html` · log-probability ${logprobOf(tokens).toFixed(3)}`);
+const STATUS = { error: "broken off" };
 const indent = (depth) => `margin-left:${depth * 1.1}rem`;
 
 // `from`: the first token that the lines above do not show
@@ -21,7 +22,7 @@ function line(branch, depth, from = branch.forkAt) {
     <button class="name" aria-current=${on} @click=${() => show(branch.id, from || -1)}>
       <b>${branch.label}</b>${from ? html` <small>${branch.tokens[from] ? `at token ${from + 1}` : "ends here"}</small>` : nothing}
       <span class="text" dir="auto">${excerpt(branch.tokens.slice(from))}</span></button>
-    <small>${branch.status === "done" ? branch.finish : branch.status}${total(branch.tokens)}${branch.score ? ` · score ${branch.score.toFixed(3)}` : nothing}${usage
+    <small>${branch.status === "done" ? branch.finish : STATUS[branch.status] ?? branch.status}${total(branch.tokens)}${branch.score ? ` · score ${branch.score.toFixed(3)}` : nothing}${usage
         ? html` · <span class="cached">${cached}</span> cached + <span class="computed">${usage.prompt_tokens - cached}</span> computed` : nothing}</small>
     ${on ? nothing : html`<button class="small" aria-pressed=${twin} @click=${() => { state.other = twin ? null : branch.id; changed(); }}>${twin ? "comparing" : "compare"}</button>`}
   </li>`;
@@ -97,7 +98,7 @@ export function facts(branch) {
     ${usage ? html`<span>${usage.prompt_tokens_details.cached_tokens} of ${usage.prompt_tokens} prompt tokens cached</span>` : nothing}
     ${details?.accepted_prediction_tokens + details?.rejected_prediction_tokens
       ? html`<span>drafts: ${details.accepted_prediction_tokens} accepted, ${details.rejected_prediction_tokens} rejected</span>` : nothing}
-    <span>${branch.status === "done" ? `ended by ${branch.finish}` : branch.status}</span>
+    <span>${branch.status === "done" ? `ended by ${branch.finish}` : STATUS[branch.status] ?? branch.status}</span>
     <span>seed ${branch.tokens.at(-1)?.segment.params.seed ?? "–"}</span></p>
     ${branch.loop ? html`<p class="warn">The end repeats itself: ${branch.loop} tokens.</p>` : nothing}
     ${branch.warnings.map((warning) => html`<p class="warn">${warning}</p>`)}`;
