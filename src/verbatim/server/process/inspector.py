@@ -34,7 +34,6 @@ TOP = 256  # candidates sent with a step; the page requests the rest when a cut 
 CUT = 64  # most likely ids that bias, masks or bans removed
 BIN = 0.25  # width of a bin of the tail's histogram, in logits
 MAX_STRIP = 4096  # blocks drawn one by one
-COMPILE_SECONDS = 10.0  # deadline of a grammar compile; the request itself has compiled it before
 
 
 class Inspector:
@@ -121,9 +120,7 @@ class Inspector:
         from verbatim.sampling.logprobs import as_row
 
         wanted = SamplingParams.from_mapping(params)
-        request = self._engine.core.request(
-            prompt, wanted, deadline=time.monotonic() + COMPILE_SECONDS
-        )
+        request = self._engine.core.request(prompt, wanted)
         raw = as_row(np.frombuffer(row, "<f4"))
         state, stages, cut = self._before_temperature(raw, request, output, choice)
         return step_report(raw, state, stages, cut, rest)
