@@ -101,7 +101,7 @@ MUTANTS = (
         "sampling/test_sampling_draw.py",
     ),
     Mutant(
-        "noise-of-choices", "sampling/draw.py", "w in (choice & 0xFFFFFFFF,", "w in (0,",
+        "noise-of-choices", "sampling/draw.py", "philox(choice & _LOW,", "philox(0,",
         "sampling/test_sampling_draw.py",
     ),
     # ---- text
