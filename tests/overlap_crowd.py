@@ -12,7 +12,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, StepPlan
 from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.engine.overlap import Ahead, Current, Overlap
+from verbatim.engine.overlap import Current, EarlyStep, Overlap
 from verbatim.testing import ByteTokenizer
 
 
@@ -85,7 +85,7 @@ def count_rows(monkeypatch: pytest.MonkeyPatch) -> RowCount:
         count.matched += len(current.rows) if ahead is not None else 0
         return current
 
-    def counted_next(self: Overlap, plan: StepPlan, current: Current) -> Ahead | None:
+    def counted_next(self: Overlap, plan: StepPlan, current: Current) -> EarlyStep | None:
         following = launch_next(self, plan, current)
         count.launched += len(following.steps) if following is not None else 0
         return following

@@ -100,6 +100,7 @@ def test_every_parameter_is_a_flag(name: str) -> None:
             not FIELDS[name].default,
         )
     else:
+        assert name in TYPED, f"add {name!r} to TYPED: words after {flag}, and their value"
         rest, wanted = TYPED[name]
         words = [flag, *rest]
     got = call(*words)["params"][name]

@@ -15,7 +15,7 @@ from verbatim.base.errors import VerbatimError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.engine.core import EngineCore
-from verbatim.engine.overlap import BACK_OFF, Ahead, Overlap, next_step
+from verbatim.engine.overlap import BACK_OFF, EarlyStep, Overlap, next_step
 from verbatim.testing import FakeBackend, fake_parts, fake_spec
 
 ONE = SamplingParams(temperature=0, seed=3, max_tokens=30, ignore_eos=True, speculate="off")
@@ -115,7 +115,7 @@ def test_a_failed_launch_discards_the_kv_cache_and_no_token(
     core = core_of(FakeBackend(overlap=True, canary=True))
     launch_next, failures = Overlap.launch_next, iter([False] * 6 + [True] + [False] * 99)
 
-    def sometimes(self: Overlap, *args: Any) -> Ahead | None:
+    def sometimes(self: Overlap, *args: Any) -> EarlyStep | None:
         if next(failures):
             raise VerbatimError("the device is lost")
         return launch_next(self, *args)
@@ -184,7 +184,7 @@ def test_only_launched_rows_that_match_the_plan_are_used() -> None:
     plans.append(StepPlan(0, (step,), copies=((0, 1, 2),)))
     for i, plan in enumerate(plans):
         loop, launched = overlap(), Launched()
-        loop._ahead = Ahead(launched, (step._replace(tokens=(0,)),), (9,))
+        loop._ahead = EarlyStep(launched, (step._replace(tokens=(0,)),), (9,))
         current = loop.launch(plan)
         if i < len(right):
             assert current == (launched, {1: 0}, True), plan
@@ -207,7 +207,7 @@ def test_launching_ahead_backs_off_after_a_discarded_step() -> None:
     for position in range(30):
         plan = StepPlan(position, (SeqStep(1, (9,), position, ((4, 7),), draws=1, draw=spec),))
         if position == 10:
-            loop._ahead = Ahead(Launched(), plan.sequences, (8,))
+            loop._ahead = EarlyStep(Launched(), plan.sequences, (8,))
         launches.append(loop.launch(plan).steady)
     discarded = range(10, 10 + BACK_OFF)
     assert launches == [position not in (0, *discarded) for position in range(30)]

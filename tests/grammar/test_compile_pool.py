@@ -22,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from eventually import HANG_SECONDS
+from eventually import HANG_SECONDS, eventually
 from verbatim import SamplingParams
 from verbatim.base.errors import OverloadedError, UnsupportedError
 from verbatim.engine import async_engine
@@ -465,12 +465,10 @@ def marked(mark: str) -> list[int]:
 
 
 def survivors(mark: str) -> list[int]:
-    """Poll until all processes with the mark have ended; returns those left after a long time."""
-    for _ in range(1200):
-        if not (found := marked(mark)):
-            return []
-        time.sleep(0.1)
-    return found
+    """Poll until all processes with the mark have ended; returns those left after a hang."""
+    with suppress(AssertionError):
+        eventually(lambda: not marked(mark))
+    return marked(mark)
 
 
 def kill_at_random_moments(rng: random.Random, kills: int) -> int:
@@ -505,13 +503,9 @@ def test_a_worker_ends_though_another_process_holds_its_socket() -> None:
         assert victim.stdout.readline() == "started\n"
         before = marked(mark)
         victim.kill()
-        for _ in range(1200):
-            left = marked(mark)
-            if len(left) == 1:  # the fork, which waits for its standard input
-                break
-            time.sleep(0.1)
+        # the fork stays: it waits for its standard input
+        eventually(lambda: len(marked(mark)) == 1)
     assert len(before) >= 3
-    assert len(left) == 1
     assert survivors(mark) == []
 
 

@@ -102,7 +102,7 @@ class AsyncLoop(AsyncCalls):
 
     def _read_inbox(self) -> None:
         self._awake.clear()
-        # Before the inbox: the "add" message of a dropped stream is in the inbox by now.
+        # Read the dropped streams first: the "add" message of each is in the inbox by now.
         dropped = [self._dropped.popleft() for _ in range(len(self._dropped))]
         # One by one: when a message fails, _die() answers those that are left.
         for _ in range(len(self._inbox)):

@@ -28,12 +28,13 @@ TAIL = 16  # tokens that the quick test searches for; any loop repeats at least 
 # does not depend on step boundaries or drafts.
 INTERVAL = 16
 # The second case. Of 160 files of this repository (code, data, prose) none is a loop within 2,500
-# tokens. Of nine made-up tables two were, with STALE_DISTINCT = 64: records without an id, drawn
-# from 16 possible ones, after 576 tokens, and rows of a week's plan, drawn from 42, after 1,920.
+# tokens. Of nine random tables two are taken for a loop, with STALE_DISTINCT = 64: records without
+# an id, drawn from 16 possible ones, after 576 tokens; rows of a week's plan, drawn from 42, after
+# 1,920.
 STALE_NGRAM = 12  # tokens
 STALE_SHARE = 0.9  # of the 12-grams of the last STALE_LOOP tokens
 STALE_EARLIER = 2  # occurrences before
-STALE_DISTINCT = 96  # different tokens of such an end at most; 256 tokens of prose have more
+STALE_DISTINCT = 96  # at most so many different tokens; 256 tokens of prose have more
 STALE_HISTORY = 2048  # tokens in which occurrences are counted
 STALE_INTERVAL = 64  # tokens between checks
 

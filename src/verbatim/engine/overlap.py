@@ -23,7 +23,7 @@ BACK_OFF = 8  # steps without a launch ahead, after a launched step of which mos
 Tables = tuple[tuple[int, ...], ...]
 
 
-class Ahead(NamedTuple):
+class EarlyStep(NamedTuple):
     """Step N+1, launched before its plan."""
 
     launched: LaunchedStep
@@ -45,7 +45,7 @@ class Overlap:
     def __init__(self, backend: Backend, launcher: StepLauncher) -> None:
         self._backend = backend
         self._launcher = launcher
-        self._ahead: Ahead | None = None
+        self._ahead: EarlyStep | None = None
         self._previous = StepPlan(0, ())
         self._back_off = 0
 
@@ -62,7 +62,7 @@ class Overlap:
         rows = {step.seq_id: row for row, step in enumerate(plan.sequences)}
         return Current(self._launcher.launch(plan.sequences), rows, steady=True)
 
-    def launch_next(self, plan: StepPlan, current: Current) -> Ahead | None:
+    def launch_next(self, plan: StepPlan, current: Current) -> EarlyStep | None:
         """Step N+1 of the sequences that can continue. The host does not have their tokens yet."""
         if current.launched is None or not current.steady:
             return None
@@ -77,9 +77,9 @@ class Overlap:
         if not steps:
             return None
         rows = [current.rows[step.seq_id] for step in steps]
-        return Ahead(current.launched.launch_next(steps, rows), steps)
+        return EarlyStep(current.launched.launch_next(steps, rows), steps)
 
-    def collect(self, plan: StepPlan, current: Current, following: Ahead | None) -> StepResult:
+    def collect(self, plan: StepPlan, current: Current, following: EarlyStep | None) -> StepResult:
         """Wait for step N. The rows that were not launched or not decided are executed now."""
         if current.launched is None:
             return self._backend.execute(plan)
@@ -106,7 +106,7 @@ class Overlap:
         """Forget the step that was launched ahead. It may still run."""
         self._ahead = None
 
-    def _matching(self, ahead: Ahead, plan: StepPlan) -> dict[int, int]:
+    def _matching(self, ahead: EarlyStep, plan: StepPlan) -> dict[int, int]:
         """The row in the launched step of each sequence of the plan that matches it. None matches
         while the plan copies blocks: the copies come before the step."""
         if plan.copies:

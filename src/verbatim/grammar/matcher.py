@@ -271,7 +271,7 @@ class Matcher:
                 if draft_matcher.is_stopped()
                 else compute_mask(draft_matcher, self._draft_origin)
             )
-            if self._lost(draft_matcher):
+            if self._draft_failed(draft_matcher):
                 break
             if check is not None and mask is not None:
                 state = check.after(token, state)
@@ -291,7 +291,7 @@ class Matcher:
         if draft_matcher is None:
             return ()
         found = tuple(draft_matcher.compute_ff_tokens())
-        return () if self._lost(draft_matcher) else found
+        return () if self._draft_failed(draft_matcher) else found
 
     def _here(self) -> Any:
         """The draft matcher, advanced to the end of the output; None if there is none."""
@@ -305,11 +305,11 @@ class Matcher:
             self._draft_position = len(self._tokens)
         return (
             None
-            if self._draft_matcher is None or self._lost(self._draft_matcher)
+            if self._draft_matcher is None or self._draft_failed(self._draft_matcher)
             else self._draft_matcher
         )
 
-    def _lost(self, draft_matcher: Any) -> bool:
+    def _draft_failed(self, draft_matcher: Any) -> bool:
         """Whether the draft matcher failed. Ends drafting if its lexer is exhausted."""
         if not draft_matcher.is_error():
             return False

@@ -279,7 +279,7 @@ def byte_tokenizer() -> Any:
 
 @functools.lru_cache(256)
 def pattern_matcher(pattern: str) -> Any:
-    """A matcher of JSON strings that the pattern of a schema occurs in; copy it before use."""
+    """A matcher of JSON strings in which a schema's `pattern` is found; copy it before use."""
     from llguidance import LLMatcher
 
     schema = json.dumps({"type": "string", "pattern": pattern})

@@ -120,7 +120,7 @@ class Recorder:
         }
 
     def _inputs(self) -> dict[str, Any]:
-        """Inputs of a what-if besides the tokens: the raw row, the grammar mask, the withheld
+        """What a what-if needs besides the tokens: the raw logits, the grammar mask, the withheld
         ids."""
         state = self.state
         whole = (

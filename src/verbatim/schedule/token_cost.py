@@ -22,7 +22,7 @@ ATTENTION_WEIGHT = 3
 
 @dataclass(frozen=True, slots=True)
 class TokenCost:
-    """Operations of one token. Only their ratio matters; with position=0 depth costs nothing."""
+    """Operations of one token. Only their ratio matters; position=0 leaves attention out."""
 
     matrices: int = 1  # multiplications in the matrices of all layers
     position: int = 0  # multiplications in one layer's attention per visible position

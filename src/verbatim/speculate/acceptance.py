@@ -37,8 +37,8 @@ class AcceptanceRates:
         return [rate**j for j in range(1, min(len(draft.tokens), limit) + 1)]
 
     def learn(self, seq_id: int, draft: Draft, written: Sequence[int]) -> None:
-        """`written`: the tokens that the target drew where the draft stood, as many as it drew in
-        the step."""
+        """`written`: the tokens that the target model drew in this step, from the first draft
+        token's position on."""
         shared = self._shared.get(draft.source, 1.0 if draft.probs else PRIOR)
         own = self._own.get((seq_id, draft.source), shared)
         before = 1.0  # stated probs are cumulative

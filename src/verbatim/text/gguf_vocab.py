@@ -302,7 +302,7 @@ class _VocabReader:
         return tokens
 
     def _types(self, controls: frozenset[str]) -> list[int]:
-        """The type of each token. `controls`: tokens that are control tokens, by any type."""
+        """The type of each token. `controls`: control tokens, whatever type the file gives them."""
         types = self.array("token_type", int)
         if not types:
             types = [BYTE if _BYTE.fullmatch(t) else NORMAL for t in self.tokens]

@@ -1,6 +1,6 @@
 """Limits of the GPU for `verbatim plan --device this`: read bandwidth, half-precision peak, memory.
 
-In: nothing. Out: GpuLimits. The best of several passes counts, because interruptions are no limit.
+In: nothing. Out: GpuLimits. The best of several passes counts: other work can only slow a pass.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class DeviceStep:
     tokens: torch.Tensor  # [rows]
     positions: torch.Tensor  # [rows]
     slots: tuple[torch.Tensor, ...]  # per cache group [rows]: cache slot of the row's key and value
-    tiles: tuple[tuple[QueryTiles, ...], ...]  # per cache group, tiles of few and of many lines
+    tiles: tuple[tuple[QueryTiles, ...], ...]  # per cache group: tiles of few query lines, of many
     outputs: torch.Tensor | None  # rows whose final state is needed; None: all rows
     logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
     spans: int  # attention spans of the longest sequence
@@ -136,7 +136,8 @@ class CudaOps:
         layer, _, kind = norm.rpartition(".")
         mlp = ("mlp.gate+up", "mlp.up")
         attention = ("attn.q+k+v", "attn.gate", *(mlp if self.spec.shared_norm else ()))
-        attention += ("attn.q+k", "attn.q")  # values that are keys; keys of another layer
+        # layers whose values are their keys, and layers that use another layer's keys
+        attention += ("attn.q+k", "attn.q")
         attention += ("conv.in", "delta.qkv", "delta.z", "delta.b", "delta.a")
         consumers = {"attn_norm": attention, "mlp_norm": mlp}.get(kind, ())
         names = [f"{layer}.{consumer}" for consumer in consumers]

@@ -48,7 +48,7 @@ class RowPlan(NamedTuple):
     logprobs: int = -1  # alternatives to report; -1: no log-probability
 
 
-HOST = RowPlan(slack=np.inf)  # an infinite slack: no lead is large enough
+HOST = RowPlan(slack=np.inf)  # an infinite slack: the device never decides
 
 
 def row_plan(p: SamplingParams) -> RowPlan | None:

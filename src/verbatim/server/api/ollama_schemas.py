@@ -64,7 +64,7 @@ OLLAMA_MACHINE_OPTIONS = {
 }
 
 
-# Options that are refused with other values than those of _OllamaOptions -> why
+# Option -> why it is refused. A value that _OllamaOptions allows is accepted all the same.
 REFUSED_OPTIONS = {
     "mirostat": "this sampler does not exist here; min_p and typical_p do",
     "tfs_z": "this sampler does not exist here; min_p and typical_p do",
