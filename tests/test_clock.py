@@ -35,7 +35,6 @@ ALLOWED = {
     ("grammar/test_compile_pool.py", "time.clock_gettime"): "CPU time of a worker, to know that "
     "its compiles together exceeded the limit of one",
     ("grammar/test_compile_pool.py", "time.monotonic"): "a deadline that only a hang reaches",
-    ("grammar/test_compile_pool.py", "time.sleep"): "between two polls of the process list",
     ("speculate/test_head.py", "time.sleep"): "the draft is fetched at different moments; its "
     "value is the same at every moment",
     ("cli/test_cli_chat.py", "select.select"): "between two polls of the terminal",

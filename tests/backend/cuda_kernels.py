@@ -1044,9 +1044,9 @@ def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
     backend: Any = opened(small("llama"))
     kinds = [
         {"temperature": 0.0},
-        {"typical_p": 0.8},
+        {"xtc_probability": 0.5},
         {"temperature": 0.7},
-        {"top_n_sigma": 2.0},
+        {"no_repeat_ngram": 3},
         {"temperature": 2.0},
     ]
     specs = [DrawSpec(SamplingParams(**kind), 50 + i, 4) for i, kind in enumerate(kinds)]  # type: ignore[arg-type]

@@ -60,7 +60,7 @@ def test_parse_special_reads_the_chat_format_of_the_model(default_model: Path) -
     parsed = run("run", *asked, "--parse-special", turn)
     assert "Paris" in parsed.stdout
     assert "plain text" not in parsed.stderr
-    assert "parse_special: belongs to --raw" in run("run", "--parse-special", "hi").stderr
+    assert "--parse-special: belongs to --raw" in run("run", "--parse-special", "hi").stderr
     with LLM("smollm2", context=64) as llm:
         ids = llm.encode(turn, parse_special=True)
         assert (ids[0], len(ids)) == (1, 15)
