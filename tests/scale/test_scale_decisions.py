@@ -4,6 +4,7 @@ merged metrics, Parquet-free parts of a batch."""
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from verbatim.observe.merge_metrics import merge
 from verbatim.scale import ray_start
 from verbatim.scale.autoscale import wanted_replicas
 from verbatim.scale.ray_options import Replicas, parse_address, parse_replicas
-from verbatim.scale.ray_start import LOCAL_RAY, connect
+from verbatim.scale.ray_start import LOCAL_RAY, connect, local_environment
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
 from verbatim.scale.routing import ASSUME_SECONDS, MAX_HASHES, Candidate, Decider, PrefixMap, Route
 
@@ -65,8 +66,8 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay(0)
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setattr(ray_start, "require_ray", lambda: None)
-    for name, value in LOCAL_RAY.items():
-        monkeypatch.setenv(name, value)  # so that connect()'s own change is undone
+    # So that connect()'s own change is undone.
+    monkeypatch.setattr(ray_start.os, "environ", dict(os.environ))
     return fake
 
 
@@ -87,6 +88,28 @@ def test_a_ray_that_never_starts_is_an_error_with_a_remedy(fake_ray: FakeRay) ->
         connect("local")
     assert len(fake_ray.started) == ray_start.ATTEMPTS
     assert all(process.wait(HANG_SECONDS) for process in fake_ray.left)
+
+
+def test_a_local_ray_has_a_token_that_only_its_processes_know(fake_ray: FakeRay) -> None:
+    tokens = set()
+    for _ in range(2):
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            os.environ.pop(name, None)
+        connect("local")
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        tokens.add(os.environ["RAY_AUTH_TOKEN"])
+    assert [len(token) for token in tokens] == [64, 64]
+    own = local_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "mine"})
+    assert "RAY_AUTH_TOKEN" not in own
+    assert own.items() >= LOCAL_RAY.items()
+
+
+def test_a_local_ray_without_authentication_is_refused(fake_ray: FakeRay) -> None:
+    os.environ["RAY_AUTH_MODE"] = "Disabled"
+    with pytest.raises(ParameterError, match=r"RAY_AUTH_MODE is 'Disabled'.*unset"):
+        connect("local")
+    assert not fake_ray.started
+    assert not connect("10.0.0.1:6379")  # a cluster of the user's own: warned about, not refused
 
 
 # --------------------------------------------------------------------------------------- options

@@ -16,11 +16,12 @@ from dataclasses import replace
 from verbatim.scale.batch_actor import AnswerRequests
 from verbatim.scale.deploy import cluster_nodes, footprint_of
 from verbatim.scale.ray_options import RayOptions
-from verbatim.scale.ray_start import connect
+from verbatim.scale.ray_start import UNPROTECTED, connect, has_token_authentication
 from verbatim.scale.resources import state_needs
 from verbatim.server.batch_requests import Line
 from verbatim.server.settings import Settings
 
+log = logging.getLogger("verbatim.scale")
 BATCH_FACTOR = 2
 # Batches in an actor at once: while one drains to its last, longest answers, the next fills up.
 IN_FLIGHT = 2
@@ -34,6 +35,8 @@ def answer_on_ray(
     write: Callable[[Line], None],
 ) -> None:
     started = connect(options.address)
+    if not has_token_authentication():  # then the cluster has accepted a call without a token
+        log.warning(UNPROTECTED)
     import ray
     import ray.data
 

@@ -17,7 +17,7 @@ from verbatim.diagnose.footprint import Footprint, read_footprint
 from verbatim.scale.autoscale import policy
 from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.ray_options import RayOptions, require_ray
-from verbatim.scale.ray_start import connect
+from verbatim.scale.ray_start import UNPROTECTED, connect
 from verbatim.scale.resources import Node, ReplicaNeeds, state_needs
 from verbatim.scale.routing import REPORT_SECONDS, Route
 from verbatim.scale.snapshots import snapshot
@@ -191,6 +191,9 @@ class OwnService(HandleService):
             route_prefix=None,
             logging_config=quiet_serve(),
         )
+        # A replica's environment is that of its node; ours says only what this process sends.
+        if not self.handle.has_token_authentication.remote().result():
+            log.warning(UNPROTECTED)
         return open_hashes(self.settings, self._footprint)
 
     def progress(self) -> str:

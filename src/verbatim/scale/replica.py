@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from verbatim.scale.channel import Channel
+from verbatim.scale.ray_start import has_token_authentication
 from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, REPORT_SECONDS, Route
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process import wire
@@ -52,6 +53,9 @@ class Replica:
     async def facts(self) -> bytes:
         assert self._supervisor.facts is not None
         return encode(Ready(self._supervisor.facts))
+
+    async def has_token_authentication(self) -> bool:
+        return has_token_authentication()
 
     async def run(
         self, frame: bytes, gateway: str = "", route: Route | None = None
