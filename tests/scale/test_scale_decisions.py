@@ -139,6 +139,9 @@ def test_an_address_is_not_a_model() -> None:
         (("serve", "--replicas", "2"), "needs --ray"),
         (("serve", "--ray", "smollm2"), "put it before --ray"),
         (("serve", "--ray", "--replicas", "0"), "at least 1"),
+        (("serve", "--ray", "--model", "a=smollm2", "--model", "b=smollm2"), "replicas run one"),
+        (("serve", "--ray", "--model", "a=smollm2"), "replicas run one model"),
+        (("serve", "--ray", "--model", "a=smollm2", "--pin", "a"), "replicas run one model"),
         (("batch", __file__, "out.jsonl", "--replicas", "2"), "needs --ray"),
     ],
 )

@@ -13,6 +13,7 @@ import secrets
 from dataclasses import replace
 from typing import Any
 
+from verbatim.base.errors import ParameterError
 from verbatim.diagnose.footprint import Footprint, read_footprint
 from verbatim.scale.autoscale import policy
 from verbatim.scale.prompt_hashes import PromptHashes
@@ -229,6 +230,13 @@ def serve_on_ray(settings: Settings, options: RayOptions) -> int:
     from verbatim.scale.cluster import Cluster
     from verbatim.server.http_process import bind, check_certificate, run
 
+    if settings.models:
+        raise ParameterError(
+            "ray",
+            "replicas run one model: --model NAME=MODEL, --pin and --model-setting are for a "
+            "server without --ray; start one server with --ray per model, with "
+            "--served-model-name NAME",
+        )
     require_ray()
     set_up_logs(settings)
     check_certificate(settings)
