@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from subprocess import PIPE
@@ -109,7 +110,20 @@ def test_a_local_ray_without_authentication_is_refused(fake_ray: FakeRay) -> Non
     with pytest.raises(ParameterError, match=r"RAY_AUTH_MODE is 'Disabled'.*unset"):
         connect("local")
     assert not fake_ray.started
-    assert not connect("10.0.0.1:6379")  # a cluster of the user's own: warned about, not refused
+    assert not connect("auto")  # a cluster of the user's own: warned about, not refused
+
+
+def test_a_cluster_that_cannot_be_reached_is_an_error_before_ray_tries(fake_ray: FakeRay) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not connect(address)
+        assert not connect(f"ray://{address}")
+    started = [options["address"] for options in fake_ray.started]
+    assert started == [address, f"ray://{address}"]
+    for gone in (address, f"ray://{address}", "127.0.0.1:99999"):
+        with pytest.raises(BackendError, match=f"no Ray cluster at {gone}: .*check that Ray runs"):
+            connect(gone)
+    assert len(fake_ray.started) == 2
 
 
 # --------------------------------------------------------------------------------------- options

@@ -17,6 +17,7 @@ import logging
 import os
 import secrets
 import signal
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ HANG_SECONDS = 600  # no start of a process takes that long
 # For the raylet. Ray does not notice that it ended, and waits that long before a start has failed.
 RAYLET_SECONDS = 60
 ATTEMPTS = 4
+PROBE_SECONDS = 5.0  # for a connection to the address of a cluster
 QUIET: dict[str, Any] = {
     "namespace": "serve",
     "logging_level": logging.ERROR,
@@ -86,6 +88,8 @@ def connect(address: str) -> bool:
     if address == LOCAL:
         start_local()
         return True
+    if address != "auto":
+        probe(address)
     try:
         ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -94,6 +98,18 @@ def connect(address: str) -> bool:
             "authentication needs RAY_AUTH_MODE=token and its token in RAY_AUTH_TOKEN"
         ) from None
     return False
+
+
+def probe(address: str) -> None:
+    """Fail at once if nothing listens at HOST:PORT: Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise BackendError(
+            f"no Ray cluster at {address}: {_first_line(error)}; check that Ray runs there ('ray "
+            "status' on its head node; the default port is 6379) and that this machine reaches it"
+        ) from None
 
 
 def start_local(**more: Any) -> None:
