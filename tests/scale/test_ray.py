@@ -354,6 +354,26 @@ def test_the_hostile_requests_of_the_server_tests_end_as_without_ray(ray_address
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
 
 
+def test_a_failed_start_names_the_engines_own_error(ray_address: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    body = {"prompt": "x", "max_tokens": 1}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source.write_text(json.dumps(line) + "\n")
+    wrong = ["--test-engine", "pipeline,context=64", "--context", "128", "--ray", ray_address]
+    commands = (["serve", "--port", "0"], ["batch", str(source), str(tmp_path / "out.jsonl")])
+    for words in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "verbatim", *words, *wrong],
+            env=ray_env(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 3, done.stderr
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("verbatim: context: 128 is more than this model's 64 positions")
+
+
 def test_a_host_beyond_loopback_needs_a_key() -> None:
     words = [sys.executable, "-m", "verbatim", "serve", "--ray", "--host", "0.0.0.0", "--port", "0"]
     env = {k: v for k, v in os.environ.items() if k != "VERBATIM_API_KEY"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from replicas_without_ray import Gateway, LocalService, settings_of
 
-from eventually import eventually_async
+from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.cluster import Cluster, Listener
 from verbatim.scale.routing import HASH_BYTES
@@ -293,3 +294,17 @@ async def test_a_killed_replica_costs_only_its_requests_and_answers_stay_equal()
     await gateway.cluster.ready.wait()
     assert (await gateway.complete("x"))[0] == 200
     await gateway.close()
+
+
+async def test_a_gateway_closes_while_its_replicas_load() -> None:
+    """As after Ctrl-C: start() ends because stop() was called, and not the other way round."""
+    stopped = threading.Event()
+    service = LocalService(settings_of())
+    service.start = stopped.wait  # type: ignore[method-assign,assignment]
+    service.stop = stopped.set  # type: ignore[method-assign]
+    cluster = Cluster(settings_of(), service=service)
+    cluster.start()
+    await asyncio.sleep(0)
+    await asyncio.wait_for(cluster.close(), HANG_SECONDS)
+    assert stopped.is_set()
+    assert not cluster.fatal.done()
