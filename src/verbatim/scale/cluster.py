@@ -250,6 +250,14 @@ class Cluster(Supervisor):
         reports = self._service.reports()
         self._keep_listeners(reports)
         if reports != self._reports:
+            if reports.keys() != self._reports.keys():
+                log.info(
+                    "replicas: %d, before: %d; open requests: %d, of which the engines queue %d",
+                    len(reports),
+                    len(self._reports),
+                    self.open_requests,
+                    sum(report.get("waiting", 0) for report in reports.values()),
+                )
             self._reports = reports
             self.reports += 1
             texts = {name: report.get("metrics", "") for name, report in reports.items()}
