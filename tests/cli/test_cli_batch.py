@@ -90,6 +90,17 @@ async def test_a_request_that_always_fails_is_given_up_after_the_serial_retries(
     assert server.asked.count("bad") == concurrency.bit_length() - 1 + batch.SERIAL_RETRIES
 
 
+@pytest.mark.parametrize("name", ["prompt_tokens_details", "input_tokens_details"])
+def test_an_answer_has_no_count_that_depends_on_earlier_requests(name: str) -> None:
+    body = {"usage": {"total_tokens": 9, name: {"cached_tokens": 3, "audio_tokens": 0}}}
+    batch.drop_cached_tokens(body)
+    assert body == {"usage": {"total_tokens": 9, name: {"audio_tokens": 0}}}
+    for other in ({}, {"error": {"code": "x"}}, {"usage": None}, {"usage": {"total_tokens": 1}}):
+        before = dict(other)
+        batch.drop_cached_tokens(other)
+        assert other == before
+
+
 async def test_an_engine_that_does_not_restart_ends_the_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from ray_watch import processes, read_lines, stable_lines
+from ray_watch import descendants, open_ports, processes, read_lines, stable_lines
 
 from eventually import HANG_SECONDS, eventually, eventually_async
 from verbatim import LLM, SamplingParams
@@ -40,6 +40,8 @@ RUNNING = os.environ.get("VERBATIM_TEST_RAY")  # HOST:PORT of a Ray with 8 CPUs 
 # Ray's own authentication, between the head and its drivers.
 TOKEN = {} if RUNNING else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
+HEADS: list[int] = []  # the process that has started Ray
+
 
 @pytest.fixture(scope="session")
 def ray_address() -> Iterator[str]:
@@ -47,7 +49,6 @@ def ray_address() -> Iterator[str]:
     if RUNNING:
         yield RUNNING
         return
-    before = open_ports()
     head = subprocess.Popen(
         [sys.executable, str(HERE / "ray_head.py"), "8"],
         stdin=subprocess.PIPE,
@@ -59,21 +60,10 @@ def ray_address() -> Iterator[str]:
     assert head.stdout is not None
     address = head.stdout.readline().strip()
     assert address.startswith("127.0.0.1:"), "Ray did not start; the reason is in its stderr"
-    assert open_ports() <= before, "Ray listens beyond loopback"
+    HEADS.append(head.pid)
     yield address
     head.stdin.close()
     head.wait()
-
-
-def open_ports() -> set[tuple[str, str]]:
-    """Listening sockets that other machines reach, as the kernel writes them."""
-    rows = [
-        line.split()
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-    ]
-    found = {tuple(row[1].split(":")) for row in rows if row[3] == "0A"}
-    return {(a, p) for a, p in found if not a.endswith(("0100007F", "01000000"))}
 
 
 def ray_env() -> dict[str, str]:
@@ -131,6 +121,7 @@ def three_replicas(address: str) -> tuple[str, ...]:
 def test_a_replica_is_killed_and_every_request_ends_once(ray_address: str) -> None:
     server = RayServer(*three_replicas(ray_address))
     eventually(lambda: server.replicas_up() == 3, server.text)
+    check_ports(server)
     prompts = [f"a prefix of more than one block, then request {i % 25}" for i in range(REQUESTS)]
     prompts += ["one prompt, many copies"] * 40
     answers = asyncio.run(send_all(server, prompts))
@@ -156,6 +147,25 @@ def test_a_replica_is_killed_and_every_request_ends_once(ray_address: str) -> No
     assert server.stop() == 0, server.text()
     assert "replica" in server.text()
     eventually(lambda: not processes("ServeReplica:verbatim"), "a replica is left")
+
+
+def check_ports(server: RayServer) -> None:
+    """Beyond loopback only one port of each replica is open, and it refuses a call without a
+    token."""
+    if RUNNING:  # not ours
+        return
+    import grpc
+
+    roots = [server.process.pid, *HEADS]
+    ports = open_ports({*roots, *(pid for root in roots for pid in descendants(root))})
+    assert sorted(ports.values()) == processes("ServeReplica:verbatim"), ports
+    assert "no token authentication" not in server.text()
+    for port in ports:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=HANG_SECONDS)
+        assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
 async def send_all(server: RayServer, prompts: list[str]) -> list[tuple[str, str | None, str]]:
@@ -211,7 +221,8 @@ def test_a_batch_whose_actors_are_killed_equals_one_without_ray(
             "custom_id": f"row-{i}",
             "method": "POST",
             "url": "/v1/completions",
-            "body": {"prompt": f"request {i}", "max_tokens": 12, "seed": i},
+            # Many begin with the same blocks: an actor's prefix cache has them, or has not.
+            "body": {"prompt": f"{i % 5} {LONG_PROMPTS[0]}, {i}", "max_tokens": 12, "seed": i},
         }
         for i in range(ROWS)
     ]
@@ -341,6 +352,26 @@ def test_the_hostile_requests_of_the_server_tests_end_as_without_ray(ray_address
     env = {**ray_env(), "VERBATIM_TEST_SERVER_ON_RAY": ray_address}
     done = subprocess.run(words, env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+
+
+def test_a_failed_start_names_the_engines_own_error(ray_address: str, tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    body = {"prompt": "x", "max_tokens": 1}
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+    source.write_text(json.dumps(line) + "\n")
+    wrong = ["--test-engine", "pipeline,context=64", "--context", "128", "--ray", ray_address]
+    commands = (["serve", "--port", "0"], ["batch", str(source), str(tmp_path / "out.jsonl")])
+    for words in commands:
+        done = subprocess.run(
+            [sys.executable, "-m", "verbatim", *words, *wrong],
+            env=ray_env(),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 3, done.stderr
+        last = done.stderr.strip().splitlines()[-1]
+        assert last.startswith("verbatim: context: 128 is more than this model's 64 positions")
 
 
 def test_a_host_beyond_loopback_needs_a_key() -> None:

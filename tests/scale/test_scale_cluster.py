@@ -6,17 +6,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
 from replicas_without_ray import Gateway, LocalService, settings_of
 
-from eventually import eventually_async
+from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.cluster import Cluster, Listener
 from verbatim.scale.routing import HASH_BYTES
@@ -237,6 +239,45 @@ async def test_a_channel_that_breaks_ends_its_requests(tmp_path: Path) -> None:
         assert (await gateway.complete("x"))[0] == 200
 
 
+async def test_a_stream_that_loses_its_replica_before_the_first_token_has_an_error_event(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its 200 has left when the engine accepted it; an answer in one piece is a 503."""
+    caplog.set_level("INFO", "verbatim.scale")
+    async with gated_replica(tmp_path / "gate") as gateway:
+        statuses = []
+
+        async def watched(scope: Any, receive: Any, send: Any) -> None:
+            async def note(message: Any) -> None:
+                statuses.extend([message["status"]] if "status" in message else ())
+                await send(message)
+
+            await gateway.app(scope, receive, note)
+
+        transport = httpx.ASGITransport(app=watched)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as http:
+            body = {"model": "m", "prompt": "x", "max_tokens": 8}
+            sent = [
+                asyncio.create_task(http.post("/v1/completions", json={**body, "stream": stream}))
+                for stream in (True, False)
+            ]
+            running = gateway.cluster._running
+            await eventually_async(
+                is_true(lambda: len(running) == 2 and all(r.accepted for r in running.values()))
+            )
+            await eventually_async(is_true(lambda: statuses == [200]))
+            await gateway.service.kill("a")
+            streamed, whole = await asyncio.gather(*sent)
+        await eventually_async(is_true(lambda: not gateway.cluster.engines()))
+    assert streamed.status_code == 200
+    assert '"engine_died"' in streamed.text
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert (whole.status_code, whole.json()["error"]["code"]) == (503, "engine_died")
+    assert whole.headers["retry-after"] == "1"
+    assert "replicas: 1, before: 0; open requests: 0" in caplog.text
+    assert "replicas: 0, before: 1; open requests: " in caplog.text
+
+
 async def test_metrics_name_the_replica(gateway: Gateway) -> None:
     await gateway.complete("x")
     await gateway.service.report()
@@ -293,3 +334,17 @@ async def test_a_killed_replica_costs_only_its_requests_and_answers_stay_equal()
     await gateway.cluster.ready.wait()
     assert (await gateway.complete("x"))[0] == 200
     await gateway.close()
+
+
+async def test_a_gateway_closes_while_its_replicas_load() -> None:
+    """As after Ctrl-C: start() ends because stop() was called, and not the other way round."""
+    stopped = threading.Event()
+    service = LocalService(settings_of())
+    service.start = stopped.wait  # type: ignore[method-assign,assignment]
+    service.stop = stopped.set  # type: ignore[method-assign]
+    cluster = Cluster(settings_of(), service=service)
+    cluster.start()
+    await asyncio.sleep(0)
+    await asyncio.wait_for(cluster.close(), HANG_SECONDS)
+    assert stopped.is_set()
+    assert not cluster.fatal.done()

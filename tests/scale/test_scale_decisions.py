@@ -4,7 +4,9 @@ merged metrics, Parquet-free parts of a batch."""
 from __future__ import annotations
 
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
 from subprocess import PIPE
@@ -24,7 +26,7 @@ from verbatim.observe.merge_metrics import merge
 from verbatim.scale import ray_start
 from verbatim.scale.autoscale import wanted_replicas
 from verbatim.scale.ray_options import Replicas, parse_address, parse_replicas
-from verbatim.scale.ray_start import LOCAL_RAY, connect
+from verbatim.scale.ray_start import LOCAL_RAY, connect, local_environment
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
 from verbatim.scale.routing import ASSUME_SECONDS, MAX_HASHES, Candidate, Decider, PrefixMap, Route
 
@@ -65,8 +67,8 @@ def fake_ray(monkeypatch: pytest.MonkeyPatch) -> FakeRay:
     fake = FakeRay(0)
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.setattr(ray_start, "require_ray", lambda: None)
-    for name, value in LOCAL_RAY.items():
-        monkeypatch.setenv(name, value)  # so that connect()'s own change is undone
+    # So that connect()'s own change is undone.
+    monkeypatch.setattr(ray_start.os, "environ", dict(os.environ))
     return fake
 
 
@@ -87,6 +89,41 @@ def test_a_ray_that_never_starts_is_an_error_with_a_remedy(fake_ray: FakeRay) ->
         connect("local")
     assert len(fake_ray.started) == ray_start.ATTEMPTS
     assert all(process.wait(HANG_SECONDS) for process in fake_ray.left)
+
+
+def test_a_local_ray_has_a_token_that_only_its_processes_know(fake_ray: FakeRay) -> None:
+    tokens = set()
+    for _ in range(2):
+        for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+            os.environ.pop(name, None)
+        connect("local")
+        assert os.environ["RAY_AUTH_MODE"] == "token"
+        tokens.add(os.environ["RAY_AUTH_TOKEN"])
+    assert [len(token) for token in tokens] == [64, 64]
+    own = local_environment({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": "mine"})
+    assert "RAY_AUTH_TOKEN" not in own
+    assert own.items() >= LOCAL_RAY.items()
+
+
+def test_a_local_ray_without_authentication_is_refused(fake_ray: FakeRay) -> None:
+    os.environ["RAY_AUTH_MODE"] = "Disabled"
+    with pytest.raises(ParameterError, match=r"RAY_AUTH_MODE is 'Disabled'.*unset"):
+        connect("local")
+    assert not fake_ray.started
+    assert not connect("auto")  # a cluster of the user's own: warned about, not refused
+
+
+def test_a_cluster_that_cannot_be_reached_is_an_error_before_ray_tries(fake_ray: FakeRay) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert not connect(address)
+        assert not connect(f"ray://{address}")
+    started = [options["address"] for options in fake_ray.started]
+    assert started == [address, f"ray://{address}"]
+    for gone in (address, f"ray://{address}", "127.0.0.1:99999"):
+        with pytest.raises(BackendError, match=f"no Ray cluster at {gone}: .*check that Ray runs"):
+            connect(gone)
+    assert len(fake_ray.started) == 2
 
 
 # --------------------------------------------------------------------------------------- options
@@ -116,6 +153,9 @@ def test_an_address_is_not_a_model() -> None:
         (("serve", "--replicas", "2"), "needs --ray"),
         (("serve", "--ray", "smollm2"), "put it before --ray"),
         (("serve", "--ray", "--replicas", "0"), "at least 1"),
+        (("serve", "--ray", "--model", "a=smollm2", "--model", "b=smollm2"), "replicas run one"),
+        (("serve", "--ray", "--model", "a=smollm2"), "replicas run one model"),
+        (("serve", "--ray", "--model", "a=smollm2", "--pin", "a"), "replicas run one model"),
         (("batch", __file__, "out.jsonl", "--replicas", "2"), "needs --ray"),
     ],
 )

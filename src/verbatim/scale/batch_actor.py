@@ -14,7 +14,8 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ParameterError, VerbatimError
+from verbatim.scale.start_error import did_not_start
 from verbatim.server.batch_requests import BatchEngine, Line
 from verbatim.server.settings import Limits, Settings
 
@@ -157,7 +158,10 @@ class AnswerRequests:
     def __init__(self, settings: Settings, concurrency: int, on_gpu: bool) -> None:
         if not on_gpu:
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        self._actor = BatchActor(settings, concurrency)
+        try:
+            self._actor = BatchActor(settings, concurrency)
+        except VerbatimError as error:
+            raise did_not_start(str(error)) from None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         answers = self._actor.answer([json.loads(text) for text in batch["request"]])

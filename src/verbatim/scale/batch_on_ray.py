@@ -13,14 +13,17 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 
+from verbatim.base.errors import ModelError
 from verbatim.scale.batch_actor import AnswerRequests
-from verbatim.scale.deploy import cluster_nodes, footprint_of
+from verbatim.scale.deploy import check_files, cluster_nodes
 from verbatim.scale.ray_options import RayOptions
-from verbatim.scale.ray_start import connect
+from verbatim.scale.ray_start import UNPROTECTED, connect, has_token_authentication
 from verbatim.scale.resources import state_needs
+from verbatim.scale.start_error import reason_in
 from verbatim.server.batch_requests import Line
 from verbatim.server.settings import Settings
 
+log = logging.getLogger("verbatim.scale")
 BATCH_FACTOR = 2
 # Batches in an actor at once: while one drains to its last, longest answers, the next fills up.
 IN_FLIGHT = 2
@@ -33,14 +36,16 @@ def answer_on_ray(
     concurrency: int,
     write: Callable[[Line], None],
 ) -> None:
+    footprint = check_files(settings, options)
     started = connect(options.address)
+    if not has_token_authentication():  # then the cluster has accepted a call without a token
+        log.warning(UNPROTECTED)
     import ray
     import ray.data
+    import ray.exceptions
 
     try:
-        needs = state_needs(
-            footprint_of(settings), settings.engine, cluster_nodes(), options.replicas
-        )
+        needs = state_needs(footprint, settings.engine, cluster_nodes(), options.replicas)
         limits = replace(settings.limits, max_queue=IN_FLIGHT * concurrency)
         engine = {**settings.engine, **needs.settings}
         actor_settings = replace(settings, engine=engine, limits=limits)
@@ -74,6 +79,10 @@ def answer_on_ray(
         )
         for row in answers.iter_rows():
             write(json.loads(row["answer"]))
+    except ray.exceptions.RayError as error:
+        if reason := reason_in(str(error)):
+            raise ModelError(reason) from None
+        raise
     finally:
         if started:
             ray.shutdown()

@@ -70,7 +70,8 @@ class Service(Protocol):
     def routing(self) -> dict[str, int]:
         """Counts by the names of ROUTER_HELP."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> None:
+        """Delete the replicas; blocks. A start() that still runs in another thread ends soon."""
 
 
 @dataclass(slots=True)
@@ -95,6 +96,7 @@ class Cluster(Supervisor):
         self._listeners: dict[str, Listener] = {}  # by the name of its channel
         self._reports: dict[str, dict[str, Any]] = {}
         self._replicas_text = ""  # the replicas' metrics
+        self._starting: asyncio.Task[PromptHashes | None]
 
     # ------------------------------------------------------------------------------------ requests
 
@@ -198,7 +200,8 @@ class Cluster(Supervisor):
         log.info("starting the replicas on Ray")
         try:
             self._hashes = await self._start_replicas()
-            self._handle(decode_from_engine(await self._service.facts()))
+            if not self._closing.is_set():
+                self._handle(decode_from_engine(await self._service.facts()))
         except Exception as error:
             if not isinstance(error, VerbatimError):
                 log.debug("the replicas could not start", exc_info=error)
@@ -213,15 +216,23 @@ class Cluster(Supervisor):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._service.stop)
+        await asyncio.gather(self._starting, return_exceptions=True)
 
     async def _start_replicas(self) -> PromptHashes | None:
         """A model may take any time to download and load: wait without a deadline, and log how far
-        it is."""
+        it is. close() ends the wait."""
         starting = asyncio.create_task(asyncio.to_thread(self._service.start))
+        self._starting = starting
+        closing = asyncio.create_task(self._closing.wait())
         began = self._clock()
         while True:
-            done, _ = await asyncio.wait((starting,), timeout=PROGRESS_SECONDS)
-            if done:
+            await asyncio.wait(
+                (starting, closing), timeout=PROGRESS_SECONDS, return_when="FIRST_COMPLETED"
+            )
+            if closing.done():
+                return None
+            if starting.done():
+                closing.cancel()
                 return starting.result()
             with contextlib.suppress(Exception):  # Serve itself is being started
                 if progress := await asyncio.to_thread(self._service.progress):
@@ -239,6 +250,14 @@ class Cluster(Supervisor):
         reports = self._service.reports()
         self._keep_listeners(reports)
         if reports != self._reports:
+            if reports.keys() != self._reports.keys():
+                log.info(
+                    "replicas: %d, before: %d; open requests: %d, of which the engines queue %d",
+                    len(reports),
+                    len(self._reports),
+                    self.open_requests,
+                    sum(report.get("waiting", 0) for report in reports.values()),
+                )
             self._reports = reports
             self.reports += 1
             texts = {name: report.get("metrics", "") for name, report in reports.items()}

@@ -10,22 +10,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import threading
 from dataclasses import replace
 from typing import Any
 
+from verbatim.base.config import split_adapter
+from verbatim.base.errors import ModelError, ParameterError
 from verbatim.diagnose.footprint import Footprint, read_footprint
 from verbatim.scale.autoscale import policy
 from verbatim.scale.prompt_hashes import PromptHashes
-from verbatim.scale.ray_options import RayOptions, require_ray
-from verbatim.scale.ray_start import connect
+from verbatim.scale.ray_options import LOCAL, RayOptions, require_ray
+from verbatim.scale.ray_start import UNPROTECTED, connect
 from verbatim.scale.resources import Node, ReplicaNeeds, state_needs
 from verbatim.scale.routing import REPORT_SECONDS, Route
 from verbatim.scale.snapshots import snapshot
+from verbatim.scale.start_error import last_line, reason_in
 from verbatim.server.logs import set_up_logs
 from verbatim.server.process.engine_process import open_text
 from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.scale")
+STATUS_SECONDS = 0.2  # interval at which the state of a deployment is read
+DELETE_SECONDS = 5.0  # for the deletion of replicas that have not started yet
 ENGINES = "engine"  # name of the deployment of the replicas
 # Requests wait in the engines' fair queues, never in front of a replica: there a queue would be
 # first-in-first-out over all tenants.
@@ -59,6 +65,18 @@ def footprint_of(settings: Settings) -> Footprint | None:
         kv_type=engine.get("kv_type", "f16"),
         resolve=lambda name: resolve(name, revision=settings.revision, offline=settings.offline),
     )
+
+
+def check_files(settings: Settings, options: RayOptions) -> Footprint | None:
+    """Read the header of the model, and of the adapters if the replicas run on this machine: a
+    missing or broken file is an error before Ray starts."""
+    footprint = footprint_of(settings)
+    if footprint is not None and options.address == LOCAL:
+        from verbatim.weights.adapter_file import read_adapter
+
+        for entry in settings.engine.get("adapters", ()):
+            read_adapter(split_adapter(entry)[1])
+    return footprint
 
 
 def replica_settings(settings: Settings, needs: ReplicaNeeds) -> Settings:
@@ -173,31 +191,61 @@ class OwnService(HandleService):
     def __init__(self, settings: Settings, options: RayOptions) -> None:
         super().__init__(settings, f"verbatim-{settings.port or secrets.token_hex(4)}")
         self._options = options
+        self._footprint = check_files(settings, options)
         self._started_ray = connect(options.address)
-        self._footprint = footprint_of(settings)
         self._needs = state_needs(
             self._footprint, settings.engine, cluster_nodes(), options.replicas
         )
+        self._deploying = threading.Lock()  # held while start() runs
+        self._stopping = threading.Event()
+        self._running = False
         log.info("each of %s replicas asks Ray for %s", options.replicas, self._needs)
 
     def start(self) -> PromptHashes | None:
+        with self._deploying:
+            self._deploy()
+        return open_hashes(self.settings, self._footprint) if self._running else None
+
+    def _deploy(self) -> None:
+        """Returns when the replicas run, or after stop(). serve.run() would do neither: it does not
+        end before the model is loaded, and its error does not contain the engine's."""
         from ray import serve
 
         serve.start(proxy_location="Disabled", logging_config=quiet_serve())
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        self.handle = serve.run(
+        target = serve.RunTarget(
             replicas_application(self.settings, self._needs, self._options),
             name=self.application,
             route_prefix=None,
             logging_config=quiet_serve(),
         )
-        return open_hashes(self.settings, self._footprint)
+        [self.handle] = serve.run_many([target], wait_for_applications_running=False)
+        while not self._is_running():
+            if self._stopping.wait(STATUS_SECONDS):
+                return
+        self._running = True
+        # A replica's environment is that of its node; ours says only what this process sends.
+        if not self.handle.has_token_authentication.remote().result():
+            log.warning(UNPROTECTED)
+
+    def _is_running(self) -> bool:
+        """False: the replicas are still being started. Raises if one could not start."""
+        app = self._status()
+        report = "\n".join(d.message for d in app.deployments.values()) if app else ""
+        if reason := reason_in(report):
+            raise ModelError(reason)
+        if app and app.status == "DEPLOY_FAILED":
+            raise ModelError(f"the replicas did not start: {app.message} {last_line(report)}")
+        return bool(app) and app.status == "RUNNING"
+
+    def _status(self) -> Any:
+        from ray import serve
+
+        return serve.status().applications.get(self.application)
 
     def progress(self) -> str:
         """The states of the replicas, such as `1 running, 2 starting`."""
-        from ray import serve
-
-        app = serve.status().applications.get(self.application)
+        app = self._status()
         states = app.deployments[ENGINES].replica_states if app and app.deployments else {}
         return ", ".join(f"{count} {state.lower()}" for state, count in states.items() if count)
 
@@ -206,12 +254,24 @@ class OwnService(HandleService):
         from ray import serve
 
         log.info("deleting the replicas")
+        self._stopping.set()
+        with self._deploying:  # start() has left Ray
+            if self._running or not self._started_ray:
+                deleting = threading.Thread(target=self._delete, daemon=True)
+                deleting.start()
+                # Serve waits for a replica that loads its model; the cluster does that alone.
+                deleting.join(None if self._running else DELETE_SECONDS)
+        if self._started_ray:
+            if self._running:
+                with contextlib.suppress(Exception):
+                    serve.shutdown()
+            ray.shutdown()
+
+    def _delete(self) -> None:
+        from ray import serve
+
         with contextlib.suppress(Exception):  # a cluster that is gone has no replicas
             serve.delete(self.application)
-        if self._started_ray:
-            with contextlib.suppress(Exception):
-                serve.shutdown()
-            ray.shutdown()
 
 
 def quiet_serve() -> Any:
@@ -226,6 +286,13 @@ def serve_on_ray(settings: Settings, options: RayOptions) -> int:
     from verbatim.scale.cluster import Cluster
     from verbatim.server.http_process import bind, check_certificate, run
 
+    if settings.models:
+        raise ParameterError(
+            "ray",
+            "replicas run one model: --model NAME=MODEL, --pin and --model-setting are for a "
+            "server without --ray; start one server with --ray per model, with "
+            "--served-model-name NAME",
+        )
     require_ray()
     set_up_logs(settings)
     check_certificate(settings)

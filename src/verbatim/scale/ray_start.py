@@ -1,5 +1,9 @@
 """Connects to a Ray cluster, or starts a Ray of this machine's own on loopback.
 
+Ray Serve opens one gRPC port per replica on all network interfaces, unpickles what arrives there,
+and has no setting for it (2.60). A Ray that is started here therefore always runs with token
+authentication, and with a token that only its own processes know.
+
 Ray's processes are waited for by event; the limits below only catch a hang. One wait of Ray has a
 limit that no setting changes: its raylet ends when an agent needs more than 15 seconds to start,
 which happens on a busy machine. A start that failed is tried again: the files of the agents are in
@@ -11,11 +15,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import signal
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from verbatim.base.errors import BackendError
+from verbatim.base.errors import BackendError, ParameterError
 from verbatim.scale.ray_options import LOCAL, require_ray
 
 log = logging.getLogger("verbatim.scale")
@@ -23,6 +30,7 @@ HANG_SECONDS = 600  # no start of a process takes that long
 # For the raylet. Ray does not notice that it ended, and waits that long before a start has failed.
 RAYLET_SECONDS = 60
 ATTEMPTS = 4
+PROBE_SECONDS = 5.0  # for a connection to the address of a cluster
 QUIET: dict[str, Any] = {
     "namespace": "serve",
     "logging_level": logging.ERROR,
@@ -39,11 +47,40 @@ LOCAL_RAY = {
 }
 
 
+UNPROTECTED = (
+    "this Ray cluster has no token authentication: a machine that reaches the ports of its nodes, "
+    "one of each replica among them, can run code there; start it with RAY_AUTH_MODE=token, or "
+    "keep its network private"
+)
+
+
+def local_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables of a Ray that is started here, read when Ray is imported: those of LOCAL_RAY,
+    and token authentication with the user's token or a random one."""
+    mode = environ.get("RAY_AUTH_MODE", "token")
+    if mode.lower() != "token":
+        raise ParameterError(
+            "ray",
+            f"RAY_AUTH_MODE is {mode!r:.40} in the environment. Ray Serve opens a port on all "
+            "network interfaces for each replica, and without a token any machine that reaches it "
+            "can run code here: unset RAY_AUTH_MODE, or start Ray yourself and pass HOST:PORT",
+        )
+    own = {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & environ.keys()
+    # Not the token in ~/.ray/auth_token, which Ray writes readable for other users.
+    token = {} if own else {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    return {**LOCAL_RAY, "RAY_AUTH_MODE": "token", **token}
+
+
+def has_token_authentication() -> bool:
+    """Whether this process of a Ray cluster refuses calls without a token."""
+    return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
+
+
 def connect(address: str) -> bool:
     """Connect to a running cluster, or start one on loopback. True: it was started here."""
     require_ray()
     if address == LOCAL:
-        os.environ.update(LOCAL_RAY)  # read when Ray is imported
+        os.environ.update(local_environment(os.environ))
     import ray
 
     if ray.is_initialized():
@@ -51,6 +88,8 @@ def connect(address: str) -> bool:
     if address == LOCAL:
         start_local()
         return True
+    if address != "auto":
+        probe(address)
     try:
         ray.init(address=address, **QUIET)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -59,6 +98,18 @@ def connect(address: str) -> bool:
             "authentication needs RAY_AUTH_MODE=token and its token in RAY_AUTH_TOKEN"
         ) from None
     return False
+
+
+def probe(address: str) -> None:
+    """Fail at once if nothing listens at HOST:PORT: Ray itself tries for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), PROBE_SECONDS).close()
+    except (OSError, OverflowError) as error:
+        raise BackendError(
+            f"no Ray cluster at {address}: {_first_line(error)}; check that Ray runs there ('ray "
+            "status' on its head node; the default port is 6379) and that this machine reaches it"
+        ) from None
 
 
 def start_local(**more: Any) -> None:

@@ -16,7 +16,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from verbatim.scale.channel import Channel
+from verbatim.scale.ray_start import has_token_authentication
 from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, REPORT_SECONDS, Route
+from verbatim.scale.start_error import did_not_start
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_to_engine, encode
@@ -47,11 +49,14 @@ class Replica:
         await asyncio.wait((ready, self._supervisor.fatal), return_when=asyncio.FIRST_COMPLETED)
         if self._supervisor.fatal.done():
             ready.cancel()
-            raise RuntimeError(self._supervisor.fatal.result())
+            raise did_not_start(self._supervisor.fatal.result())
 
     async def facts(self) -> bytes:
         assert self._supervisor.facts is not None
         return encode(Ready(self._supervisor.facts))
+
+    async def has_token_authentication(self) -> bool:
+        return has_token_authentication()
 
     async def run(
         self, frame: bytes, gateway: str = "", route: Route | None = None

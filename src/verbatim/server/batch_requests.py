@@ -2,7 +2,8 @@
 socket.
 
 In: request lines of OpenAI's batch format, checked. Out: one answer line per request, as the
-server would send it. A 429 or 503 is retried at a lower concurrency.
+server would send it, without cached_tokens: their number depends on which requests ran before, and
+an answer depends on its request alone. A 429 or 503 is retried at a lower concurrency.
 """
 
 from __future__ import annotations
@@ -137,6 +138,7 @@ async def send_request(app: Any, model: str, line: Line) -> tuple[Line, float]:
     if request_body.get("model") is None:  # a batch has only one model
         request_body = {**request_body, "model": model}
     status, headers, body = await call(app, line["url"], request_body)
+    drop_cached_tokens(body)
     response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
     answer = {
         "id": "batch_req_" + secrets.token_hex(12),
@@ -145,6 +147,13 @@ async def send_request(app: Any, model: str, line: Line) -> tuple[Line, float]:
         "error": None,
     }
     return answer, float(headers.get("retry-after", 1))
+
+
+def drop_cached_tokens(body: Line) -> None:
+    """Remove the one count of `usage` that depends on the order of the requests."""
+    usage = body.get("usage") or {}
+    for name in ("prompt_tokens_details", "input_tokens_details"):  # of chat, of responses
+        usage.get(name, {}).pop("cached_tokens", None)
 
 
 async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any]:
