@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,10 @@ def arguments(description: str | None, words: list[str] | None = None) -> argpar
 
 def panels(count: int = 1, height: float = 2.8) -> tuple[Any, list[Any]]:
     """A figure and its axes. matplotlib is imported here: without --plot it is not needed."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("--plot needs matplotlib: pip install matplotlib, or run without --plot")
     matplotlib.use("Agg")
     matplotlib.rcParams.update({"svg.hashsalt": "verbatim", "svg.fonttype": "none", "font.size": 9})
     import matplotlib.pyplot as plt

@@ -6,6 +6,7 @@ import dataclasses
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
 from verbatim import LLM, SamplingParams
@@ -14,6 +15,7 @@ from verbatim.base.defaults import (
     NO_DEFAULTS,
     PROTOCOLS,
     catalog_defaults,
+    gguf_metadata,
     read_generation_config,
     read_gguf,
     report,
@@ -167,3 +169,14 @@ def test_every_protocol_default_is_a_valid_parameter() -> None:
     for values in PROTOCOLS.values():
         SamplingParams(**values)
         assert set(values) <= set(DEFAULTED)
+
+
+def test_gguf_keys_state_the_same_defaults_in_float32() -> None:
+    stated = catalog_defaults({"temperature": 0.2, "top_p": 0.9, "top_k": 12, "min_p": 0.015})
+    keys = gguf_metadata(stated)
+    assert keys["general.sampling.temp"] == 0.2
+    single = {k: float(np.float32(v)) if isinstance(v, float) else v for k, v in keys.items()}
+    assert single["general.sampling.temp"] != 0.2
+    assert dict(read_gguf(single).values) == dict(stated.values)
+    double = {"general.sampling.temp": 0.1234567890123}  # not a float32
+    assert dict(read_gguf(double).values) == {"temperature": 0.1234567890123}

@@ -314,9 +314,12 @@ def test_a_directory_becomes_a_quantised_file(
 ) -> None:
     model = tiny_model("llama", vocab_size=264, hidden_size=64, intermediate_size=256)
     save_directory(model, tmp_path / "dir")
+    (tmp_path / "dir" / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 12}')
     target = tmp_path / "out.gguf"
     assert call(str(tmp_path / "dir"), str(target), "--quant", "q4_0") == 0
     file = read_gguf(target)
+    assert file.metadata["general.sampling.temp"] == 0.5
+    assert file.metadata["general.sampling.top_k"] == 12
     types = {name: t.type for name, t in file.tensors.items()}
     assert types["token_embd.weight"] == types["output.weight"] == "q8_0"
     assert types["blk.0.attn_q.weight"] == types["blk.2.ffn_down.weight"] == "q4_0"

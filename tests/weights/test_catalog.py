@@ -998,6 +998,19 @@ def test_list_models_includes_the_hub_cache(store: Path, tmp_path: Path) -> None
     ]
 
 
+def test_a_copy_of_a_catalog_model_has_its_sampling_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, other = tmp_path / "my.gguf", tmp_path / "other.gguf"
+    copy.write_bytes(b"model")
+    other.write_bytes(b"madel")  # of the same size
+    digest = hashlib.sha256(b"model").hexdigest()
+    entry = replace(CATALOG["smollm2"], size=5, sha256=digest)
+    monkeypatch.setitem(CATALOG, "smollm2", entry)
+    assert catalog.sampling_defaults("my.gguf", copy) == dict(entry.sampling)
+    assert catalog.sampling_defaults("other.gguf", other) == {}
+
+
 # ---------------------------------------------------------------------------------- short names
 
 

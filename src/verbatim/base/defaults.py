@@ -13,6 +13,7 @@ Nothing is silent: Completion.params, receipts, --json and the server report val
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -97,11 +98,30 @@ def read_gguf(metadata: Mapping[str, Any]) -> ModelDefaults:
             continue
         name = key.removeprefix(GGUF_PREFIX)
         if name in GGUF:
-            stated[GGUF[name]] = value
+            stated[GGUF[name]] = _shortest(value)
         elif name not in GGUF_OF_MIROSTAT and value not in GGUF_WITHOUT_EFFECT.get(name, ()):
             ignored.append(f"{key}: the model suggests {value!r:.40}, which is not followed")
     found = _checked(stated, "GGUF metadata")
     return ModelDefaults(found.values, found.source, (*found.warnings, *ignored))
+
+
+def gguf_metadata(defaults: ModelDefaults) -> dict[str, Any]:
+    """The general.sampling.* keys that state these defaults."""
+    names = {param: key for key, param in GGUF.items()}
+    return {GGUF_PREFIX + names[name]: v for name, v in defaults.values if name in names}
+
+
+def _shortest(value: Any) -> Any:
+    """A float32 as the shortest decimal number that rounds to it: 0.2, not 0.20000000298."""
+    if not isinstance(value, float):
+        return value
+    single = struct.Struct("f")
+    try:
+        short = float(f"{value:.7g}")
+        same = single.unpack(single.pack(value))[0] == value
+        return short if same and single.pack(short) == single.pack(value) else value
+    except (OverflowError, ValueError):
+        return value
 
 
 def catalog_defaults(values: Mapping[str, Any]) -> ModelDefaults:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.base.defaults import catalog_defaults, gguf_metadata, read_generation_config
 from verbatim.base.errors import ParameterError
 from verbatim.cli.common_options import check_output, offline_option
 from verbatim.cli.options import Command, Option
@@ -202,10 +203,13 @@ def _read_model(
     """Metadata, the GGUF types of its values, and tensors by their GGUF names. `change` replaces
     the weights of a safetensors model."""
     if path.is_file():
+        from verbatim.weights.catalog import sampling_defaults
         from verbatim.weights.gguf import read_gguf
 
         file = read_gguf(path)
-        return dict(file.metadata), dict(file.types), dict(file.tensors)
+        stated = gguf_metadata(catalog_defaults(sampling_defaults("", path)))
+        # the file's own keys win
+        return {**stated, **file.metadata}, dict(file.types), dict(file.tensors)
     from verbatim.convert.export_model import (
         ARCHITECTURE,
         check_round_trip,
@@ -228,6 +232,7 @@ def _read_model(
     template = template_from_directory(path)
     if template is not None:
         metadata["tokenizer.chat_template"] = template.source
+    metadata |= gguf_metadata(read_generation_config(model.generation_config))
     tensors = {tensor.name: tensor for tensor in (*extra, *model_tensors(model))}
     check_round_trip(model, metadata, tensors)
     return metadata, {}, tensors

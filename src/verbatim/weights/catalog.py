@@ -175,10 +175,13 @@ def pull(model: str, *, revision: str | None = None, progress: Progress | None =
 
 
 def sampling_defaults(model: str, path: Path) -> dict[str, float]:
-    """The sampling parameters of a catalog model, by its name or by the path of its file."""
+    """The sampling parameters of a catalog model, by its name, by the path of its file, or by the
+    content of a file of the same size."""
     model = SYNONYMS.get(model, model)
     for entry in CATALOG.values():
         if model == entry.name or path.absolute() == catalog_path(entry):
+            return dict(entry.sampling)
+        if is_complete(path, entry) and _sha256(path) == entry.sha256:
             return dict(entry.sampling)
     for name, known in HUB_CATALOG.items():
         if model in (name, known.name):
