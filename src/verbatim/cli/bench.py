@@ -108,7 +108,8 @@ def command(
     speculate: str | None,
     **flags: Any,
 ) -> int:
-    """Measure throughput and compare it with the limits of this machine. The last line is JSON.
+    """Measure throughput and compare it with the limits of this machine. In a pipe or a file the
+    last line is JSON.
 
     Speculative decoding is off, and so is the prefix cache unless given: the numbers are those of
     plain decoding.
@@ -170,7 +171,7 @@ def command(
     cold = _cold_start(flags, rounds)
     if plot:
         plot_rows(plot, rows, card, limits, rival)
-    sys.stdout.write(json.dumps({**out, "first_token_s": ready, "cold_start_s": cold}) + "\n")
+    _write_result({**out, "first_token_s": ready, "cold_start_s": cold})
     return 0
 
 
@@ -295,7 +296,11 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
             ],
             plot,
         )
-    sys.stdout.write(
-        json.dumps({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found}) + "\n"
-    )
+    _write_result({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found})
     return 0
+
+
+def _write_result(result: dict[str, Any]) -> None:
+    """All figures as one line of JSON; not on a terminal, which has shown the table."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(json.dumps(result) + "\n")
