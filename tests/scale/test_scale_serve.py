@@ -129,3 +129,17 @@ def test_a_stop_while_the_replicas_load_does_not_wait_for_them(on_fake_serve: An
     starting.join(HANG_SECONDS)
     assert not starting.is_alive()
     assert serve.deleted == [service.application]
+
+
+def test_a_stop_does_not_wait_for_a_cluster_that_is_gone(
+    on_fake_serve: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serve, answered = FakeServe(), threading.Event()
+    service = on_fake_serve(serve)
+    service.start()
+    serve.delete = lambda name: answered.wait()  # type: ignore[method-assign,assignment,return-value]
+    monkeypatch.setattr(deploy, "DELETE_SECONDS", 0.01)
+    service.settings = replace(service.settings, drain_seconds=0.0)
+    service.stop()
+    assert not answered.is_set()
+    answered.set()

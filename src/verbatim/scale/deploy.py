@@ -31,7 +31,7 @@ from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.scale")
 STATUS_SECONDS = 0.2  # interval at which the state of a deployment is read
-DELETE_SECONDS = 5.0  # for the deletion of replicas that have not started yet
+DELETE_SECONDS = 10.0  # for the deletion of replicas, after their drain
 ENGINES = "engine"  # name of the deployment of the replicas
 # Requests wait in the engines' fair queues, never in front of a replica: there a queue would be
 # first-in-first-out over all tenants.
@@ -259,8 +259,10 @@ class OwnService(HandleService):
             if self._running or not self._started_ray:
                 deleting = threading.Thread(target=self._delete, daemon=True)
                 deleting.start()
-                # Serve waits for a replica that loads its model; the cluster does that alone.
-                deleting.join(None if self._running else DELETE_SECONDS)
+                # The cluster goes on alone if a replica loads its model until later. A cluster that
+                # is gone does not answer at all.
+                drain = self.settings.drain_seconds if self._running else 0.0
+                deleting.join(drain + DELETE_SECONDS)
         if self._started_ray:
             if self._running:
                 with contextlib.suppress(Exception):
