@@ -123,6 +123,11 @@ def test_score_reads_a_file_and_not_its_name(verbatim: Call, tmp_path: Path) -> 
     named = verbatim("score", str(file))
     assert named.out != text
     assert f"warning: the text is the name of a file; --file {file} reads the file" in named.err
+    receipt = tmp_path / "answer.json"
+    verbatim("run", *SHORT, "--save-receipt", str(receipt), "the cat")
+    said = verbatim("explain", *SHORT, str(receipt)).err
+    assert f"the name of a receipt; verbatim replay {receipt} repeats its answer" in said
+    assert "--file" not in said
     assert verbatim("run", *SHORT, "-f", str(file)).out == (
         verbatim("run", *SHORT, "the cat sat on the mat").out
     )
