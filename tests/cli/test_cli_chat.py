@@ -379,3 +379,10 @@ def test_a_full_context_says_what_to_do(verbatim: Call) -> None:
     assert "/drop forgets the oldest turn" in result.err
     assert "forgot the oldest 2 turns; 0 left" in result.err
     assert result.err.count("tokens per second") == 3, "two answers before, one after"
+
+
+def test_a_first_turn_that_fills_the_context_names_the_flag(verbatim: Call) -> None:
+    result = verbatim("chat", "--context", "40", "--on-loop", "report", stdin="the\n")
+    assert "where the context ends" in result.err
+    assert "a larger --context makes room" in result.err
+    assert "/drop" not in result.err

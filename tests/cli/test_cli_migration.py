@@ -12,6 +12,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS, FLAG_ALIASES, FLAG_ANSWERS
 from verbatim.cli.main import COMMANDS
+from verbatim.weights import hub
 
 SHORT = ["--raw", "--max-tokens", "4"]
 
@@ -48,7 +49,7 @@ def test_aliases_are_not_in_the_help_and_name_real_flags(verbatim: Call) -> None
         assert flag in text + others, flag
     wrong = verbatim("run", "--temp", "hot", "x")
     assert wrong.code == 2
-    assert "'--temperature'" in wrong.err
+    assert "'--temp': 'hot'" in wrong.err
 
 
 @pytest.mark.parametrize("flags", FLAG_ANSWERS, ids=" ".join)
@@ -56,8 +57,40 @@ def test_flags_without_a_counterpart_are_answered(verbatim: Call, flags: tuple[s
     for words in (["run", flags[0], "99", "hello"], ["serve", flags[-1], "99"]):
         result = verbatim(*words)
         assert result.code == 2
-        assert FLAG_ANSWERS[flags] in result.err
+        assert f"no such option: {words[1]}; {FLAG_ANSWERS[flags]}" in result.err
         assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("run --n-gpu-layers=99 x", "--n-gpu-layers; a model runs whole on one backend"),
+        ("run --top_k 5 x", "no such option '--top_k'; did you mean '--top-k'?"),
+        ("run --max_new_tokens=5 x", "did you mean '--max-tokens'?"),
+        ("bench -p 512 -n 128", "no such option: -p; --prefills N,N sets the prompt lengths"),
+        ("plan --gpu h100", "no such option: --gpu; write --device NAME"),
+        ("quantize in.gguf out.gguf Q8_0", "is not an argument; write --quant q8_0"),
+        ("convert IN OUT Q4_K_M", "is not an argument; write --quant q4_k_m"),
+        ("lst", "no command 'lst'; did you mean list?"),
+    ],
+)
+def test_a_habit_is_answered_with_what_to_type(verbatim: Call, words: str, said: str) -> None:
+    result = verbatim(*words.split())
+    assert result.code == 2
+    assert said in result.err
+    assert result.err.count("\n") == 1
+
+
+def test_plan_names_one_remedy_for_a_model_to_fetch(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_find_in_cache", lambda *_: (Path(), "it is not in the cache"))
+    result = verbatim("plan", "qwen3:8b")
+    assert (result.code, result.out) == (3, "")
+    assert result.err == (
+        "verbatim: qwen3:8b is not in the cache, and plan needs a config.json or a local file; "
+        "fetch it once with `verbatim pull qwen3:8b`\n"
+    )
 
 
 def test_commands_of_other_programs() -> None:
@@ -123,6 +156,11 @@ def test_score_reads_a_file_and_not_its_name(verbatim: Call, tmp_path: Path) -> 
     named = verbatim("score", str(file))
     assert named.out != text
     assert f"warning: the text is the name of a file; --file {file} reads the file" in named.err
+    receipt = tmp_path / "answer.json"
+    verbatim("run", *SHORT, "--save-receipt", str(receipt), "the cat")
+    said = verbatim("explain", *SHORT, str(receipt)).err
+    assert f"the name of a receipt; verbatim replay {receipt} repeats its answer" in said
+    assert "--file" not in said
     assert verbatim("run", *SHORT, "-f", str(file)).out == (
         verbatim("run", *SHORT, "the cat sat on the mat").out
     )

@@ -636,7 +636,7 @@ def test_hub_parts_come_from_the_cache_without_a_network(
 ) -> None:
     with pytest.raises(
         ModelError,
-        match=r"only the cache was searched\): it is not there; fetch it once with `verbatim pull",
+        match=r"\(offline\): it is not in the cache; fetch it once with `verbatim pull",
     ):
         resolve(name, offline=True)
     fetched = resolve(name)
@@ -652,14 +652,14 @@ def test_hub_parts_come_from_the_cache_without_a_network(
     (hub.folder("org/split-GGUF", None) / Q4[1]).unlink()
     with pytest.raises(ModelError, match=f"{Q4[1]} is missing; fetch it once"):
         resolve(name, offline=True)
-    with pytest.raises(ModelError, match=f"in the cache {Q4[1]} is missing; check the network"):
+    with pytest.raises(ModelError, match=f"incomplete: {Q4[1]} is missing; check the network"):
         resolve(name)
 
 
 def test_hub_offline_uses_the_cache_only(hub: FakeHub) -> None:
     with pytest.raises(
         ModelError,
-        match=r"offline: only the cache was searched\): it is not there; .*verbatim pull org/model",
+        match=r"\(offline\): it is not in the cache; .*verbatim pull org/model",
     ):
         resolve("org/model", offline=True)
     fetched = resolve("org/model")
@@ -736,7 +736,7 @@ def test_unreachable_hub_and_an_empty_cache_give_one_error_with_both_reasons(
     for name in ("org/model", "org/model@v2", "org/many-GGUF:m.Q8_0.gguf"):
         with pytest.raises(
             ModelError,
-            match=r"Connection refused; and in the cache it is not there; check the network",
+            match=r"Connection refused; it is not in the cache; check the network",
         ):
             resolve(name)
     assert not caplog.records
@@ -1057,7 +1057,7 @@ def test_a_quantisation_that_the_repository_lacks(hub: FakeHub) -> None:
     with pytest.raises(ModelError, match="holds no GGUF files"):
         resolve("org/model:Q6_K")
     resolve("org/many-GGUF:Q8_0")
-    with pytest.raises(ModelError, match="no file of the quantisation Q6_K is there"):
+    with pytest.raises(ModelError, match="no file of the quantisation Q6_K is in the cache"):
         resolve("org/many-GGUF:Q6_K", offline=True)
 
 

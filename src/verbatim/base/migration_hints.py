@@ -160,6 +160,10 @@ def argument(call: str, name: str, hint: str | None = None) -> TypeError:
             "use_tqdm": "write progress",
             "prompt": "write prompts, or give it as the first argument",
             "messages": "use chat(messages)",
+            "stream": "use chat_stream(messages, params)"
+            if call.startswith("chat")
+            else "use stream(prompt, params)",
+            "input_ids": "a list of token ids is a prompt: give it as the first argument",
             "prompt_token_ids": "a list of token ids is a prompt: give it as the first argument",
             "chat_template_kwargs": "write its entries as arguments: chat(messages, params,"
             " enable_thinking=False)",

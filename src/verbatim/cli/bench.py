@@ -20,6 +20,7 @@ from verbatim.cli.bench_report import (
     print_row,
     summary,
 )
+from verbatim.cli.command_class import AnsweredFlag
 from verbatim.cli.common_options import check_plot, plot_option
 from verbatim.cli.options import BASE_MODEL, Command, Option, engine_options_without, model_options
 
@@ -82,6 +83,13 @@ SECTION = "What to measure"
     metavar="N",
     help="rounds; the median is reported [5]",
 )
+@click.option(
+    *("-p", "--n-prompt", "-n", "--n-gen"),
+    cls=AnsweredFlag,
+    answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which decoding is"
+    " measured; how many tokens it decodes is fixed",
+)
+@click.option(*("-r", "--repetitions"), cls=AnsweredFlag, answer="rounds are --repeats N")
 @plot_option(section=SECTION)
 @click.option(
     "--speculate",

@@ -206,7 +206,8 @@ class ChatLoop:
 
         loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")
         full = length_line(completion) if completion.finish.detail == "context" else None
-        cut = broken_structure(completion) or loop or (f"{full}; /drop makes room" if full else "")
+        room = "/drop makes room" if len(self.talk.turns) > 2 else "a larger --context makes room"
+        cut = broken_structure(completion) or loop or (f"{full}; {room}" if full else "")
         for line in (*completion.warnings, *([cut] if cut else [])):
             warn(line)
         if code and self.quiet:

@@ -10,7 +10,7 @@ import click
 
 from verbatim.base.errors import RequestError
 from verbatim.cli.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
-from verbatim.cli.flag_errors import with_flags
+from verbatim.cli.flag_errors import flag_in, with_flags
 
 ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
 
@@ -32,6 +32,8 @@ class Option(click.Option):
             self.opts = every
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
+        if typed := flag_in(() if ctx is None else ctx.meta.get(ARGUMENTS, ()), self):
+            return f"'{typed}'"
         names = [name for name in self.opts if name not in self.aliases]
         return " / ".join(f"'{name}'" for name in names)
 
@@ -46,13 +48,14 @@ class AnsweredFlag(click.Option):
             is_eager=True,
             hidden=True,
             expose_value=False,
-            callback=self._refuse,
+            callback=self.refuse,
         )
         self.answer = answer
 
-    def _refuse(self, ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    def refuse(self, ctx: click.Context, param: click.Parameter, value: Any) -> None:
         if value:
-            raise click.UsageError(f"no such option: {self.opts[0]}; {self.answer}", ctx)
+            typed = flag_in(ctx.meta.get(ARGUMENTS, ()), self) or self.opts[0]
+            raise click.UsageError(f"no such option: {typed}; {self.answer}", ctx)
 
 
 class Command(click.Command):
@@ -81,16 +84,22 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:  # suggest flags of ours only
             ours = {
-                name
+                name: param.opts[0] if name in param.aliases else name
                 for param in self.params
                 if isinstance(param, Option)
                 for name in (*param.opts, *param.secondary_opts)
-                if name not in param.aliases
             }
-            near = [name for name in error.possibilities or () if name in ours]
+            near = [name for name in error.possibilities or () if ours.get(name) == name]
+            if (hyphened := error.option_name.replace("_", "-")) in ours:  # --top_k
+                near = [ours[hyphened]]
             raise click.NoSuchOption(
                 error.option_name, error.message, possibilities=near, ctx=error.ctx
             ) from None
+        except click.BadOptionUsage as error:  # --n-gpu-layers=99
+            for param in self.params:
+                if isinstance(param, AnsweredFlag) and error.option_name in param.opts:
+                    param.refuse(ctx, param, True)
+            raise
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}

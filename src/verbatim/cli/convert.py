@@ -53,7 +53,23 @@ UNQUANTISED = (
 WINDOW = 512  # tokens per perplexity window, as in llama.cpp
 
 
-@click.command(cls=Command)
+class ConvertCommand(Command):
+    """Names --quant for a type that is an argument, as in `llama-quantize IN OUT Q8_0`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.UsageError as error:
+            types = [word for word in given[2:] if word.lower() in (*TYPES, *MIXTURES)]
+            if not types or "extra argument" not in error.message:
+                raise
+            raise click.UsageError(
+                f"the type {types[0]!r} is not an argument; write --quant {types[0].lower()}", ctx
+            ) from None
+
+
+@click.command(cls=ConvertCommand)
 @click.argument("source")
 @click.argument("target", type=click.Path(dir_okay=False))
 @click.option(

@@ -36,7 +36,9 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
         "keys come from --api-key-file FILE or the variable VERBATIM_API_KEY, "
         "so that no list of processes shows them"
     ),
-    ("-tp", "--tensor-parallel-size"): "the model runs on one device; leave it out",
+    ("-tp", "--tensor-parallel-size", "--pipeline-parallel-size", "--tensor-split"): (
+        "a model runs on one GPU at most; leave it out"
+    ),
     ("--gpu-memory-utilization",): "--kv-memory SIZE sets the memory of the KV cache",
     ("-ctk", "--cache-type-k", "-ctv", "--cache-type-v"): (
         "keys and values have one type: --kv-type f16, q8 or fp8"
@@ -96,5 +98,8 @@ COMMAND_ANSWERS: dict[str, str] = {
     "create": "there are no Modelfiles; pass --system and the sampling flags to run or chat",
     "cp": "a model is a file; copy it, and give its path with -m",
     "push": "models are not uploaded; `verbatim convert` writes a file that you can share",
+    "info": "use `verbatim show MODEL` for a model, `verbatim doctor` for this machine",
+    "tokenize": "a server has POST /tokenize, and the library LLM(model).encode(text)",
+    "detokenize": "a server has POST /detokenize, and the library LLM(model).decode(ids)",
     "update": "use git pull in the checkout; make run then installs it",
 }

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_CHECKED = 20_000  # characters of a grammar; a larger one may take seconds to compile
+MAX_RECEIPT = 16_000_000  # bytes; a prompt of a million tokens fits
 
 
 def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
@@ -103,7 +104,7 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
                 param, f'is empty; type the {param} in quotes, or "-" to read stdin'
             )
         if names_file(args[0]):
-            warn(f"the {param} is the name of a file; --file {args[0]} reads the file")
+            warn(_file_hint(args[0], param))
         if stdin_has_text():
             warn(
                 f"the pipe into stdin is not read, because the {param} is an argument; to use"
@@ -147,6 +148,30 @@ def names_file(text: str) -> bool:
         return len(text) < 1000 and os.path.isfile(text)
     except ValueError:  # a null byte
         return False
+
+
+def _file_hint(file: str, param: str) -> str:
+    if _is_receipt(file):
+        return (
+            f"the {param} is the name of a receipt; verbatim replay {file} repeats its answer, and "
+            "verbatim explain with the same prompt, seed and flags explains it"
+        )
+    return f"the {param} is the name of a file; --file {file} reads the file"
+
+
+def _is_receipt(file: str) -> bool:
+    import json
+
+    from verbatim.observe.receipt import read_receipt
+
+    try:
+        if os.path.getsize(file) > MAX_RECEIPT:
+            return False
+        with open(file, encoding="utf-8") as handle:
+            read_receipt(json.load(handle))
+    except (OSError, ValueError, RecursionError, ParameterError):
+        return False
+    return True
 
 
 def read_text(file: str, param: str) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.cli.command_class import AnsweredFlag
 from verbatim.cli.common_options import json_option
 from verbatim.cli.options import DEFAULT_MODEL, Command, Option
 from verbatim.cli.terminal import note, write_json
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     help="h200, h100, a100, a10, l4, 4090, or GB/s,TFLOPS[,GB]; this: the GPU of this machine if"
     " the cuda backend can use it, else its CPU [this]",
 )
+@click.option("--gpu", cls=AnsweredFlag, answer="write --device NAME, such as --device h100")
 @click.option(
     "--context",
     cls=Option,
@@ -116,8 +118,11 @@ def _local(model: str) -> Path:
     try:
         return resolve(model, offline=True)
     except ModelError as error:
+        if "verbatim pull" not in error.message:
+            raise
         raise ModelError(
-            f"{error.message}; plan downloads no weights: give its config.json instead"
+            f"{model} is not in the cache, and plan needs a config.json or a local file; "
+            f"fetch it once with `verbatim pull {model}`"
         ) from None
 
 

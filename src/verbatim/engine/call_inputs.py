@@ -15,7 +15,7 @@ from verbatim.base.params import FIELDS, SamplingParams
 
 Prompt = str | Sequence[int]
 # Arguments of other libraries' chat() that would be taken for options of the chat template.
-FOREIGN = ("sampling_params", "use_tqdm", "chat_template_kwargs")
+FOREIGN = ("sampling_params", "use_tqdm", "chat_template_kwargs", "stream")
 
 
 class ProgressBar(Protocol):

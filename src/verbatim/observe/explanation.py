@@ -215,7 +215,8 @@ LEGEND = (
     "p: the model's own probability of the token; rank 1 is its best; entropy: how undecided it is",
     "stage: how many tokens each sampler stage removed and left; temperature only scales",
     "among the listed: removed tokens that the table below lists; final p: p after all stages",
-    "score: scaled logit plus noise of the seed; the largest wins; lead: its distance to the next",
+    "score: scaled logit relative to the best, plus the seed's noise; the largest is sampled",
+    "lead: the distance of its score to the next",
     "*: the sampled token; processed: the logit after bias and penalties",
 )
 

@@ -73,7 +73,7 @@ def hub_model(ref: HubRef, *, offline: bool = False, fetch: bool = False) -> tup
         path, missing = _find_in_cache(hub, ref)
         if missing:
             raise ModelError(
-                f"could not get {ref} from the hub (offline: only the cache was searched): "
+                f"could not get {ref} from the hub (offline): "
                 f"{missing}; fetch it once with `verbatim pull {ref}`"
             )
         return path, ""
@@ -185,7 +185,7 @@ def _fall_back_to_cache(hub: Any, ref: HubRef, error: Exception) -> tuple[Path, 
     """(path in the cache, notice), or an error with both reasons."""
     path, missing = _find_in_cache(hub, ref)
     if missing:
-        raise _hub_error(ref, error, f"and in the cache {missing}; check the network") from error
+        raise _hub_error(ref, error, f"{missing}; check the network") from error
     revision = (
         path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else "unknown"
     )
@@ -207,7 +207,7 @@ def _find_in_cache(hub: Any, ref: HubRef) -> tuple[Path, str]:
             ), ""
         path = _snapshot(hub, ref, local=True)
     except Exception:  # huggingface_hub has several error types for this
-        return Path(), "it is not there"
+        return Path(), "it is not in the cache"
     file = ref.file
     if file is None:
         files = [f.relative_to(path).as_posix() for f in path.rglob("*.gguf")]
@@ -215,12 +215,16 @@ def _find_in_cache(hub: Any, ref: HubRef) -> tuple[Path, str]:
             try:
                 file = _gguf_of(ref.repo, files, ref.quant)
             except ModelError:
-                return path, f"no file of the quantisation {ref.quant} is there"
+                return path, f"no file of the quantisation {ref.quant} is in the cache"
     if file is None:
         if any(path.glob("*.safetensors")) or not files:
-            return path, _missing_in_snapshot(path)
+            return path, _incomplete(_missing_in_snapshot(path))
         file = _only_gguf(ref.repo, files)
-    return path / file, _describe_missing(_absent(path, parts_of(file) or [file]))
+    return path / file, _incomplete(_describe_missing(_absent(path, parts_of(file) or [file])))
+
+
+def _incomplete(missing: str) -> str:
+    return missing and f"the copy in the cache is incomplete: {missing}"
 
 
 def _absent(folder: Path, files: list[str]) -> list[str]:
