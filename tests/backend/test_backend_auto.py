@@ -141,13 +141,14 @@ def too_large(fake_gpu: FakeGpu) -> None:
     fake_gpu.opens(refuses("the model needs 141.0 GB of GPU memory and 79.1 GB are free"))
 
 
+EXTRA = "install the extra 'cuda': pip install '.[cuda]' in the checkout"
 CASES = [
-    (without_torch, "PyTorch and Triton are not installed; install verbatim-llm[cuda]"),
-    (without_triton, "Triton is not installed; install verbatim-llm[cuda]"),
+    (without_torch, f"PyTorch and Triton are not installed; {EXTRA}"),
+    (without_triton, f"Triton is not installed; {EXTRA}"),
     (
         cpu_build,
         "the installed PyTorch is a build without CUDA; "
-        "install verbatim-llm[cuda] with a CUDA build of PyTorch",
+        f"install a CUDA build of PyTorch, then {EXTRA.removeprefix('install ')}",
     ),
     (
         broken_import,

@@ -55,13 +55,11 @@ def test_doctor_and_version_without_a_gpu(verbatim: Call, monkeypatch: pytest.Mo
 
 
 def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.MonkeyPatch) -> None:
-    card.setattr(gpu, "missing", lambda: "PyTorch is not installed; install verbatim-llm[cuda]")
+    card.setattr(gpu, "missing", lambda: f"PyTorch is not installed; {gpu.EXTRA}")
     code, line = cuda_line(verbatim)
     assert code == 0
     assert line.startswith("note")
-    assert (
-        "there is an NVIDIA GPU, but PyTorch is not installed; install verbatim-llm[cuda]" in line
-    )
+    assert f"there is an NVIDIA GPU, but PyTorch is not installed; {gpu.EXTRA}" in line
 
 
 @pytest.mark.parametrize(
@@ -85,7 +83,7 @@ def test_doctor_with_a_gpu_and_without_pytorch(verbatim: Call, card: pytest.Monk
         (
             OSError("libcudart.so.12"),
             "BAD",
-            "cannot be imported: libcudart.so.12; install verbatim-llm[cuda] again",
+            f"cannot be imported: libcudart.so.12; install the extra 'cuda' again: {gpu.PIP}",
         ),
     ],
 )

@@ -72,7 +72,14 @@ def test_machine_options_change_no_token_and_are_named_in_a_warning(fake: Live) 
     named = [warning.partition(":")[0] for warning in made["warnings"]]
     assert named == [f"options.{name}" for name in given if name != "numa"]
     assert "warnings" not in plain
-    assert "options.num_gpus" in generate(fake, options={"num_gpus": 1}).json()["error"]
+    for wrong, right in (
+        ("num_gpus", "num_gpu"),
+        ("tempreature", "temperature"),
+        ("max_tokens", "num_predict"),
+        ("repetition_penalty", "repeat_penalty"),
+    ):
+        said = generate(fake, options={wrong: 1}).json()["error"]
+        assert f"options.{wrong}: unknown field; did you mean {right}?" in said
 
 
 def test_repeat_last_n_is_the_window_of_the_penalties(fake: Live) -> None:

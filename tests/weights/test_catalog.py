@@ -26,7 +26,7 @@ from verbatim.base.errors import ModelError
 from verbatim.base.params import DEFAULTED
 from verbatim.model.gguf_keys import GGUF_KEYS as FAMILIES
 from verbatim.weights import catalog, wheel_model
-from verbatim.weights.catalog import CATALOG, cache_dir, pull, resolve
+from verbatim.weights.catalog import CATALOG, LOOKING, cache_dir, pull, resolve
 from verbatim.weights.hub_catalog import HUB_CATALOG, SYNONYMS
 from verbatim.weights.model_list import list_models, remove
 
@@ -731,8 +731,18 @@ def test_hub_that_denies_access_does_not_fall_back_to_the_cache(status: int, hub
 def test_unreachable_hub_and_an_empty_cache_give_one_error_with_both_reasons(
     hub: FakeHub, caplog: pytest.LogCaptureFixture
 ) -> None:
-    resolve("org/model@v1")
+    texts: list[str] = []
+
+    def progress(text: str, done: int, total: int) -> None:
+        texts.append(text)
+
+    resolve("org/model@v1", progress=progress)
+    # `verbatim serve` says that it listens after the second: the model exists.
+    assert texts == [f"{LOOKING} org/model@v1 on the hub", "getting org/model@v1 from the hub"]
     hub.down = refused()
+    with pytest.raises(ModelError):
+        resolve("org/model", progress=progress)
+    assert texts[2:] == [f"{LOOKING} org/model on the hub"]
     for name in ("org/model", "org/model@v2", "org/many-GGUF:m.Q8_0.gguf"):
         with pytest.raises(
             ModelError,

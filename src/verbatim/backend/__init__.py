@@ -72,7 +72,7 @@ def _cuda(model: Model, config: EngineConfig) -> Backend:
     except ModuleNotFoundError as error:
         raise BackendError(
             f"the cuda backend needs PyTorch and Triton, and {error.name} is not installed; "
-            "install verbatim-llm[cuda]"
+            + gpu.EXTRA
         ) from None
     return opened
 

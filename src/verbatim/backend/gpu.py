@@ -17,7 +17,8 @@ from verbatim.base.errors import BackendError
 DEVICES = Path("/dev")
 # the driver that Windows Subsystem for Linux mounts; there the GPU is the device file /dev/dxg
 WSL_DRIVER = Path("/usr/lib/wsl/lib/libcuda.so.1")
-EXTRA = "install verbatim-llm[cuda]"
+PIP = "pip install '.[cuda]' in the checkout"
+EXTRA = f"install the extra 'cuda': {PIP}"
 
 
 class WrongResult(BackendError):
@@ -45,7 +46,8 @@ def missing() -> str | None:
         return f"{' and '.join(absent)} {verb} not installed; {EXTRA}"
     if cpu_only():
         return (
-            f"the installed PyTorch is a build without CUDA; {EXTRA} with a CUDA build of PyTorch"
+            "the installed PyTorch is a build without CUDA; install a CUDA build of PyTorch, then"
+            f" the extra 'cuda': {PIP}"
         )
     return None
 

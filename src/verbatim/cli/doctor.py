@@ -119,7 +119,8 @@ def _cuda() -> tuple[str, str]:
     except Exception as error:  # a broken installation of PyTorch or Triton can raise any type
         return (
             "bad",
-            f"PyTorch or Triton cannot be imported: {error}; install verbatim-llm[cuda] again",
+            f"PyTorch or Triton cannot be imported: {error}; install the extra 'cuda' again: "
+            f"{gpu.PIP}",
         )
     return "good", f"{found}: a test kernel ran and its result is right; backend=auto uses this GPU"
 

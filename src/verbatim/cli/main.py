@@ -105,7 +105,8 @@ class LazyGroup(click.Group):
             import shlex
             from difflib import get_close_matches
 
-            matches = get_close_matches(args[0], [*COMMANDS, *COMMAND_ALIASES], 1)
+            matches = get_close_matches(args[0], COMMANDS, 1)
+            matches = matches or get_close_matches(args[0], COMMAND_ALIASES, 1)
             hint = (
                 f"did you mean {matches[0]}?" if matches else "verbatim --help lists the commands"
             )

@@ -47,6 +47,7 @@ CATALOG: dict[str, CatalogEntry] = {
     ),
 }
 
+LOOKING = "looking for"  # start of the progress text until the hub has listed the files
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}"
 _HUB = re.compile(
     rf"(?P<repo>{_PART}/{_PART})"
@@ -118,11 +119,17 @@ def resolve(
         raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
     if progress is not None and not offline:
         # huggingface_hub shows its own progress bars for the download.
-        progress(f"looking for {model} on the hub", 0, 0)
+        progress(f"{LOOKING} {model} on the hub", 0, 0)
+
+    def listed() -> None:
+        if progress is not None:
+            progress(f"getting {model} from the hub", 0, 0)
+
     path, notice = hub_model(
         HubRef(hub["repo"], revision or hub["revision"], hub["file"], hub["quant"]),
         offline=offline,
         fetch=fetch,
+        listed=listed,
     )
     if notice:
         getattr(progress, "clear", bool)()  # erase the progress line

@@ -16,6 +16,7 @@ from __future__ import annotations
 import glob
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,10 +65,17 @@ class HubRef:
         )
 
 
-def hub_model(ref: HubRef, *, offline: bool = False, fetch: bool = False) -> tuple[Path, str]:
+def hub_model(
+    ref: HubRef,
+    *,
+    offline: bool = False,
+    fetch: bool = False,
+    listed: Callable[[], None] = lambda: None,
+) -> tuple[Path, str]:
     """(path, a notice for the user or "").
 
-    `fetch`: fail if the hub cannot be reached, instead of using the cache."""
+    `fetch`: fail if the hub cannot be reached, instead of using the cache. `listed` is called when
+    the hub has listed the files, before the download."""
     hub = _library()
     if offline or hub.constants.HF_HUB_OFFLINE:
         path, missing = _find_in_cache(hub, ref)
@@ -85,6 +93,7 @@ def hub_model(ref: HubRef, *, offline: bool = False, fetch: bool = False) -> tup
         if fetch or not _unreachable(error):
             raise _hub_error(ref, error, "check the name and the network") from error
         return _fall_back_to_cache(hub, ref, error)
+    listed()
     try:
         return _download(hub, ref, [f.rfilename for f in files]), ""
     except ModelError:

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
-from verbatim.base.migration_hints import PARAMETERS
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_rules import Rule
-from verbatim.server.api.field_table import ANY_QUERY, OTHER_NAMES, PROTOCOLS, QUERIES
-from verbatim.server.api.validation_errors import problem_of
+from verbatim.server.api.field_table import ANY_QUERY, PROTOCOLS, QUERIES
+from verbatim.server.api.validation_errors import problem_of, suggestion
 from verbatim.server.json_io import has_big_integer
 
 # Fields whose members may be null, which means "not given" as at the top.
@@ -73,7 +72,7 @@ def check(route: str, data: Any) -> dict[str, Any]:
         if rule is None:
             raise Problem(
                 "unknown_parameter",
-                f"{name[:64]}: {route} has no such field{_suggestion(name, table)}",
+                f"{name[:64]}: {route} has no such field{suggestion(name, table)}",
                 param=name[:64],
             )
         if value is None:
@@ -89,7 +88,7 @@ def check(route: str, data: Any) -> dict[str, Any]:
     try:
         request_model(route).model_validate(given)
     except ValidationError as error:
-        raise problem_of(error, given) from None
+        raise problem_of(error, given, _options(table)) from None
     except RecursionError:
         raise Problem("json_too_deep", "the body is nested too deeply") from None
     for name, value in given.items():
@@ -134,17 +133,9 @@ def _has_no_effect(rule: Rule, value: Any) -> bool:
     return any(type(value) is type(harmless) and value == harmless for harmless in rule.only)
 
 
-def _suggestion(name: str, table: Mapping[str, Rule]) -> str:
-    from difflib import get_close_matches
-
-    near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
-    # The library's answer to the name, if this route has every field that the answer names
-    hint = PARAMETERS.get(name, "")
-    words = set(re.findall(r"\w+", hint.removeprefix("write "))) - {"or"}
-    if not near and hint.startswith("write ") and words <= table.keys():
-        return f"; {hint}"
-    near = near or get_close_matches(name[:64], table, 1, cutoff=0.7)
-    return f"; did you mean {near[0]}?" if near else ""
+def _options(table: Mapping[str, Rule]) -> Collection[str]:
+    """The names of Ollama's `options` on this route; empty without that field."""
+    return getattr(table["options"].type, "model_fields", ()) if "options" in table else ()
 
 
 def _without_nulls(value: Any, depth: int = 3) -> Any:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from verbatim.base.migration_hints import PARAMETERS
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.field_table import OTHER_NAMES
 from verbatim.server.api.json_body import format_path
 from verbatim.server.api.ollama_schemas import REFUSED_OPTIONS
 
@@ -42,8 +45,8 @@ MEDIA = (
 )
 
 
-def problem_of(error: ValidationError, data: Any) -> Problem:
-    """Choose the most useful of pydantic's errors.
+def problem_of(error: ValidationError, data: Any, options: Collection[str] = ()) -> Problem:
+    """Choose the most useful of pydantic's errors. `options`: the names of Ollama's options.
 
     The deepest path wins, because a union reports errors for every branch. At equal depth, an error
     that is not a mere type mismatch wins."""
@@ -85,7 +88,8 @@ def problem_of(error: ValidationError, data: Any) -> Problem:
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":
-        return Problem("unknown_parameter", f"{param}: unknown field", param=param)
+        near = suggestion(str(path[1]), options) if path[:-1] == ["options"] else ""
+        return Problem("unknown_parameter", f"{param}: unknown field{near}", param=param)
     accepted = ""
     # The branches of a union: all that would be accepted.
     kinds = dict.fromkeys(
@@ -94,6 +98,20 @@ def problem_of(error: ValidationError, data: Any) -> Problem:
     if chosen["type"] in TYPE_MISMATCHES and all(kind.startswith(SHOULD) for kind in kinds):
         accepted = SHOULD + " or ".join(kind.removeprefix(SHOULD) for kind in kinds)
     return Problem("invalid_parameter", f"{param}: {_message(chosen, accepted)}", param=param)
+
+
+def suggestion(name: str, table: Collection[str]) -> str:
+    """The field of `table` that an unknown name may have meant, as the end of a sentence."""
+    from difflib import get_close_matches
+
+    near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
+    # The library's answer to the name, if this route has every field that the answer names
+    hint = PARAMETERS.get(name, "")
+    words = set(re.findall(r"\w+", hint.removeprefix("write "))) - {"or"}
+    if not near and hint.startswith("write ") and words <= set(table):
+        return f"; {hint}"
+    near = near or get_close_matches(name[:64], table, 1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:

@@ -74,9 +74,10 @@ def open_text(
 
 def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
     """Load the model; blocks. Calls `found` when the name turns out to be a model's: its file
-    exists, or a download starts. `test_engine` is a hidden flag for tests: a fake engine of
+    exists, or the hub lists it. `test_engine` is a hidden flag for tests: a fake engine of
     verbatim.testing."""
     from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.weights.catalog import LOOKING
 
     # Modules stay: collections need not visit them, nor do those at the exit. The engine is not
     # frozen, because nanobind reports a native object that the exit does not collect as a leak.
@@ -94,7 +95,7 @@ def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
         start.model,
         revision=start.revision,
         offline=start.offline,
-        progress=lambda *_: found(),
+        progress=lambda text, *_: None if text.startswith(LOOKING) else found(),
         **start.engine,
     )
     info = engine.parts.backend.info
