@@ -63,10 +63,10 @@ def test_a_beam_can_be_stepped_and_branched(browser: Any, live: Live) -> None:
     expected = third + answers(live, known + third, num_beams=4, max_tokens=1)[0]
     assert page.tokens() == expected
     page.page.click("#tile-1")
+    page.page.wait_for_selector("#tile-1[aria-selected=true]")
     row = page.page.locator(".candidates tr:has(button)").first
-    candidate = int(str(row.get_attribute("data-id")))
-    with page.one_request():
-        row.locator("button").click()
+    with page.one_request():  # read and click in one go: the table may be drawn again
+        candidate = row.evaluate("r => { r.querySelector('button').click(); return +r.dataset.id }")
     assert page.tokens()[:2] == [expected[0], candidate]
     assert page.errors == []
     page.close()
