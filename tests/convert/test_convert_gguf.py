@@ -314,7 +314,9 @@ def test_a_directory_becomes_a_quantised_file(
 ) -> None:
     model = tiny_model("llama", vocab_size=264, hidden_size=64, intermediate_size=256)
     save_directory(model, tmp_path / "dir")
-    (tmp_path / "dir" / "generation_config.json").write_text('{"temperature": 0.5, "top_k": 12}')
+    (tmp_path / "dir" / "generation_config.json").write_text(
+        '{"temperature": 0.5, "top_k": 12, "typical_p": 0.9}'
+    )
     target = tmp_path / "out.gguf"
     assert call(str(tmp_path / "dir"), str(target), "--quant", "q4_0") == 0
     file = read_gguf(target)
@@ -335,6 +337,7 @@ def test_a_directory_becomes_a_quantised_file(
     result = capsys.readouterr()
     assert result.out == ""
     assert "q8_0" in result.err
+    assert "generation_config.json: typical_p has no key in GGUF" in result.err
 
     assert call(str(tmp_path / "dir"), str(target), "--quant", "q8_0") == 2  # exists
     assert call(str(target), str(target), "--force") == 2  # itself

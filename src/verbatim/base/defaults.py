@@ -111,6 +111,11 @@ def gguf_metadata(defaults: ModelDefaults) -> dict[str, Any]:
     return {GGUF_PREFIX + names[name]: v for name, v in defaults.values if name in names}
 
 
+def without_gguf_key(defaults: ModelDefaults) -> list[str]:
+    """The parameters that gguf_metadata() leaves out."""
+    return [name for name, _ in defaults.values if name not in GGUF.values()]
+
+
 def _shortest(value: Any) -> Any:
     """A float32 as the shortest decimal number that rounds to it: 0.2, not 0.20000000298."""
     if not isinstance(value, float):

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.defaults import catalog_defaults, gguf_metadata, read_generation_config
+from verbatim.base.defaults import (
+    catalog_defaults,
+    gguf_metadata,
+    read_generation_config,
+    without_gguf_key,
+)
 from verbatim.base.errors import ParameterError
 from verbatim.cli.common_options import check_output, offline_option
 from verbatim.cli.options import Command, Option
@@ -248,7 +253,10 @@ def _read_model(
     template = template_from_directory(path)
     if template is not None:
         metadata["tokenizer.chat_template"] = template.source
-    metadata |= gguf_metadata(read_generation_config(model.generation_config))
+    defaults = read_generation_config(model.generation_config)
+    metadata |= gguf_metadata(defaults)
+    for name in without_gguf_key(defaults):
+        warn(f"generation_config.json: {name} has no key in GGUF, so the file does not state it")
     tensors = {tensor.name: tensor for tensor in (*extra, *model_tensors(model))}
     check_round_trip(model, metadata, tensors)
     return metadata, {}, tensors
