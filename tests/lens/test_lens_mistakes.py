@@ -36,15 +36,24 @@ def test_errors_are_shown_kindly(browser: Any, live: Live, tmp_path: Path) -> No
 
 
 BREAK = """() => {
+  // Pass three events of an answer on, then break off. Events are counted, not the pieces in which
+  // the network brings them: on a busy machine one piece may hold the whole answer.
   const { fetch } = window;
   window.fetch = async (path, options) => {
     const answer = await fetch(path, options);
     if (path !== "/v1/completions") return answer;
-    const reader = answer.body.getReader(), { headers } = answer;
-    let events = 0;
+    const text = new TextDecoder(), bytes = new TextEncoder(), { headers } = answer;
+    const reader = answer.body.getReader();
+    let held = "", events = 0;
     return new Response(new ReadableStream({ async pull(to) {
-      const { value } = await reader.read();
-      if (events++ < 3) to.enqueue(value);
+      while (!held.includes("\\n\\n")) {
+        const { value, done } = await reader.read();
+        if (done) throw new Error("the answer has fewer than four events");
+        held += text.decode(value, { stream: true });
+      }
+      const end = held.indexOf("\\n\\n") + 2, event = held.slice(0, end);
+      held = held.slice(end);
+      if (events++ < 3) to.enqueue(bytes.encode(event));
       else to.error(new TypeError("network error"));
     } }), { headers });
   };
