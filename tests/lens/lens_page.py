@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,11 +52,11 @@ class LensPage:
             box.fill(str(value))
             box.dispatch_event("change")
 
-    def start(self, prompt: str = PROMPT, **params: Any) -> None:
+    def start(self, prompt: str = PROMPT, button: str = "#send", **params: Any) -> None:
         self.page.check("text=Raw text")
         self.set(**params)
         self.page.fill("#prompt", prompt)
-        self.page.click("#send")
+        self.page.click(button)
 
     @contextmanager
     def one_request(self) -> Iterator[None]:
@@ -97,8 +100,27 @@ class LensPage:
         assert not [e for e in self.errors if not any(part in e for part in expected)]
         self.errors.clear()
 
+    def save(self, path: Path) -> Path:
+        with self.page.expect_download() as download:
+            self.page.click("#save")
+        download.value.save_as(path)
+        return path
+
+    def prove(self) -> str:
+        """The verdict."""
+        self.page.click("#prove")
+        self.page.wait_for_selector("#proof.identical, #proof.different")
+        return str(self.page.text_content("#proof"))
+
     def close(self) -> None:
         self.context.close()
+
+
+def run_of(saved: Path) -> dict[str, Any]:
+    """The run in a saved file."""
+    found = re.search(r'id="run">(.*?)</script>', saved.read_text(), re.DOTALL)
+    assert found is not None
+    return dict(json.loads(found[1]))
 
 
 def api(live: Live, prompt: Any, **params: Any) -> dict[str, Any]:

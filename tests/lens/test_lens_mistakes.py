@@ -125,7 +125,12 @@ def test_a_refused_request_keeps_the_last_run(browser: Any, live: Live) -> None:
 def test_a_text_that_is_no_value_stops_generate(browser: Any, live: Live) -> None:
     """The old value stays in force, so a request would not be what the control shows."""
     page = LensPage(browser, live).open()
-    for name, text in (("temperature", "warm"), ("stop_token_ids", "5, x"), ("logit_bias", "{5")):
+    texts = [("temperature", "warm"), ("stop_token_ids", "5, x"), ("logit_bias", "{5")]
+    # `n`: the page would draw a branch for each
+    texts += [("n", "0"), ("n", "100000"), ("num_return_sequences", "0"), ("max_tokens", "1.5")]
+    # 2⁵³ and more: JavaScript would round it
+    texts += [("seed", "-3"), ("seed", "9007199254740992")]
+    for name, text in texts:
         page.set(**{name: text})
         wrong = page.page.locator(f"#p-{name}")
         page.page.wait_for_selector(f"[role=alert]:has-text('{name}: ')")
@@ -253,4 +258,44 @@ def test_right_to_left_text_keeps_its_direction(browser: Any, live: Live) -> Non
     )
     assert lefts == sorted(lefts)
     assert page.errors == []
+    page.close()
+
+
+def test_a_seed_that_is_none_leaves_the_draw_as_it_is(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    page.generate(max_tokens=2, seed=3)
+    page.select(1)
+    box = page.page.locator("[data-what=seed]")
+    for text in ("1e400", "-1", "9007199254740992", "x"):
+        box.fill(text)
+        box.dispatch_event("change")
+        assert "whole number" in box.evaluate("box => box.validationMessage")
+        assert page.page.locator("label.moved").count() == 0
+    assert page.slide(seed=4) >= 0
+    assert box.evaluate("box => box.validationMessage") == ""
+    assert page.page.locator("label.moved").count() == 1
+    assert page.errors == []
+    page.close()
+
+
+def test_many_answers_are_drawn_only_when_they_come(browser: Any, live: Live, gate: Any) -> None:
+    """A server that refuses n, or has not answered yet: one branch, and the last run stays."""
+    page = LensPage(browser, live).open()
+    before = page.generate(max_tokens=2, seed=3)
+    with page.one_request():
+        page.start(n=1024)
+    assert "n" in str(page.page.text_content("[role=alert]"))
+    page.page.wait_for_selector("#tile-1")
+    assert page.tokens() == before
+    gate.set(0)
+    with page.one_request():
+        page.start(n=3)
+        page.page.wait_for_selector(".facts:has-text('waiting')")
+        assert page.page.locator(".branch").count() == 1
+        gate.open()
+    answers = page.page.evaluate(
+        "async () => (await import('/lens/store.js')).state.branches.map((b) => b.label)"
+    )
+    assert answers == ["answer 1", "answer 2", "answer 3"]
+    page.expect_errors(400, "/v1/completions")
     page.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lens_page import LensPage, api, prompt_ids
+from lens_page import LensPage, api, prompt_ids, run_of
 from live_server import Live
 
 pytestmark = pytest.mark.server
@@ -186,6 +186,24 @@ def test_a_branch_with_other_settings_starts_with_the_redrawn_token(lens: LensPa
     lens.page.wait_for_selector(".branch >> nth=1", state="detached")
 
 
+def test_a_branch_at_a_single_step_is_a_whole_answer(browser: Any, live: Live) -> None:
+    """A request for one token drew the step; the branch has the length that the controls say."""
+    page = LensPage(browser, live).open()
+    with page.one_request():
+        page.start(button="#step", max_tokens=6, seed=8)
+    with page.one_request():
+        page.page.click("#step")
+    assert len(page.tokens()) == 2
+    page.select(0)
+    with page.one_request():
+        page.page.evaluate("() => document.querySelector('.candidates tr button').click()")
+    known = page.tokens()
+    direct = api(live, prompt_ids(live) + known[:1], seed=8, max_tokens=6, output_prefix=1)
+    assert known[1:] == direct["ids"]
+    assert page.errors == []
+    page.close()
+
+
 def test_the_keyboard_walks_over_the_tokens(lens: LensPage) -> None:
     lens.select(3)
     lens.page.focus("#tiles")
@@ -286,31 +304,13 @@ def test_the_engine_view_marks_evicted_blocks_and_preempted_requests(
     page.close()
 
 
-# --------------------------------------------------------------------- saved runs and the proof
+# ------------------------------------------------------------------------------------- saved runs
 
 
 @pytest.fixture(scope="module")
 def saved(lens: LensPage, tmp_path_factory: pytest.TempPathFactory) -> Path:
     lens.select(5)
-    with lens.page.expect_download() as download:
-        lens.page.click("#save")
-    path = tmp_path_factory.mktemp("saved") / "run.html"
-    download.value.save_as(path)
-    return path
-
-
-def data_of(path: Path) -> dict[str, Any]:
-    found = re.search(r'id="run">(.*?)</script>', path.read_text(), re.DOTALL)
-    assert found is not None
-    return dict(json.loads(found[1]))
-
-
-def prove(lens: LensPage, file: Path) -> str:
-    lens.page.set_input_files("#load", file)
-    lens.page.wait_for_selector("#tile-23")
-    lens.page.click("#prove")
-    lens.page.wait_for_selector("#proof.identical, #proof.different")
-    return str(lens.page.text_content("#proof"))
+    return lens.save(tmp_path_factory.mktemp("saved") / "run.html")
 
 
 def test_a_saved_run_opens_without_a_server(browser: Any, lens: LensPage, saved: Path) -> None:
@@ -320,45 +320,11 @@ def test_a_saved_run_opens_without_a_server(browser: Any, lens: LensPage, saved:
     assert page.tokens() == lens.tokens()
     page.select(9)
     assert page.page.locator("[data-stage=temperature]").count() == 1
-    row = next(data for key, data in data_of(saved)["rows"] if key.endswith(":0:9"))
+    row = next(data for key, data in run_of(saved)["rows"] if key.endswith(":0:9"))
     assert page.slide(temperature=0) == row["top"][0][0]
     assert page.errors == []
     assert [url for url in page.requests if url.startswith("http")] == []
     page.close()
-
-
-def test_a_loaded_receipt_replays_identical(lens: LensPage, saved: Path) -> None:
-    said = prove(lens, saved)
-    assert "Identical" in said
-    assert "24 tokens" in said
-
-
-@pytest.mark.parametrize("what", ["number", "candidate", "token", "receipt"])
-def test_a_planted_wrong_number_is_noticed(
-    lens: LensPage, saved: Path, tmp_path: Path, what: str
-) -> None:
-    from verbatim.observe.receipt import digest_of, read_receipt
-
-    data = data_of(saved)
-    # The page writes 1.0 as 1; the digest is one of the numbers as the server wrote them.
-    receipt = data["segments"][0]["receipt"] = read_receipt(data["segments"][0]["receipt"])
-    if what == "number":
-        data["tokens"][7]["record"]["logprob"] += 1e-9
-    elif what == "candidate":
-        data["tokens"][3]["record"]["top"][2]["logit"] += 1e-6
-    elif what == "token":
-        receipt["choices"][0]["token_ids"][5] ^= 1
-        receipt["sha256"] = digest_of(receipt)
-    else:
-        receipt["choices"][0]["token_ids"][5] ^= 1  # without a new digest
-    file = tmp_path / "planted.json"
-    file.write_text(json.dumps(data))
-    said = prove(lens, file)
-    place = {"number": "token 8", "candidate": "token 4", "token": "token 5", "receipt": "sha256"}
-    assert "Not identical" in said
-    assert place[what] in said
-    if what == "receipt":  # the server refuses a damaged receipt
-        lens.expect_errors(400, "/lens/api/replay")
 
 
 REDRAWS = """async () => {
@@ -394,7 +360,7 @@ def test_the_work_of_a_redraw_does_not_depend_on_the_length_of_the_text(
 ) -> None:
     """60 redraws beside 2,000 tokens touch what 60 redraws beside 24 tokens touch: the panels of
     the chosen step, and no tile. bench/lens_slider.py measures the time."""
-    data = data_of(saved)
+    data = run_of(saved)
     tokens = data["tokens"]
     work = []
     for length in (24, 2000):

@@ -281,12 +281,18 @@ def test_every_bar_of_every_stage_is_a_number_of_the_api(
 
     raw = [(c["id"], math.exp(c["logprob"]), c["removed_by"]) for c in last["top"]]
     check_bar(lens, "raw", [(i, share) for i, share, _ in raw], 1.0)
-    gone: set[str] = set()
+    # before the temperature: a request with the first stages only, at temperature 1, has the
+    # probabilities after them
+    before, mass = {i: share for i, share, _ in raw}, 1.0
+    plain: dict[str, Any] = {"seed": 21, "max_tokens": 1, "temperature": 1, "explain": 64}
     for name in [s["name"] for s in last["stages"] if s["name"] not in records]:
-        gone.add(name)
-        kept = [(i, share) for i, share, by in raw[:24] if by not in gone]
-        removed = sum(share for _, share, by in raw if by in gone)
-        check_bar(lens, name, kept, 1 - removed)
+        plain[name] = settings[name]
+        top = api(lens.live, known, **plain)["explain"][0]["top"]
+        after = {c["id"]: c["final_prob"] for c in top if c["final_prob"] is not None}
+        mass *= 1 - sum(share for i, share in before.items() if i not in after)
+        order = sorted(after, key=lambda i: (-after[i], i))
+        check_bar(lens, name, [(i, after[i] * mass) for i in order], mass)
+        before = after
 
     whole = {c["id"]: c["final_prob"] for c in records["temperature"]["top"]}
     order = sorted((i for i in whole if whole[i] is not None), key=lambda i: (-whole[i], i))
@@ -324,10 +330,12 @@ def test_the_skip_link_has_a_target_on_each_view(lens: LensPage) -> None:
 
 
 def test_the_running_loop_shows_each_step_of_the_api(lens: LensPage) -> None:
-    settings = {"max_tokens": 5, "seed": 4, "temperature": 0.9}
+    # top_k: the 64 candidates of the stream hold the largest scores, as those of the step do
+    settings = {"max_tokens": 5, "seed": 4, "temperature": 1.2, "top_k": 40}
     generate(lens, **settings)
     known = prompt_ids(lens.live)
-    direct = api(lens.live, known, **settings)
+    direct = api(lens.live, known, **{**settings, "explain": 64})
+    assert max(record["rank"] for record in direct["explain"]) > 5, "not among the most likely"
     lens.select(0)
     lens.page.evaluate("() => { window.setInterval = (tick) => { window.tick = tick; return 1; } }")
     lens.page.click("text=Play")
@@ -338,14 +346,19 @@ def test_the_running_loop_shows_each_step_of_the_api(lens: LensPage) -> None:
         context, logits, softmax, sample, append = lens.page.locator(".loop li").all()
         assert f"{len(known) + index} tokens" in str(context.text_content())
         top = record["top"][:5]
+        kept = [c for c in record["top"] if c["score"] is not None]
+        scores = sorted(kept, key=lambda c: (-c["score"], c["id"]))[:5]
         for part, expected in (
             (logits, [f"{c['logit']:.1f}" for c in top]),
             (softmax, [percent(math.exp(c["logprob"])) for c in top]),
-            (sample, [f"{c['noise']:+.1f}" for c in top]),
+            (sample, [f"{c['noise']:+.1f}" for c in scores]),
         ):
-            assert part.locator(".mini span").all_text_contents() == expected
+            shown = part.locator(".mini span").all_text_contents()
+            assert shown[:5] == expected
+            assert len(shown) == (6 if part != sample and record["rank"] > 5 else 5)
+            assert part.locator(".mini.drawn").count() == 1, "the drawn token is among them"
         widths = "all => all.map((bar) => parseFloat(bar.style.width))"
-        assert softmax.locator(".mini i").evaluate_all(widths) == pytest.approx(
+        assert softmax.locator(".mini i").evaluate_all(widths)[:5] == pytest.approx(
             [100 * math.exp(c["logprob"]) for c in top], abs=0.06
         )
         assert f"entropy {record['entropy']:.2f} nats" in str(softmax.text_content())
@@ -354,6 +367,26 @@ def test_the_running_loop_shows_each_step_of_the_api(lens: LensPage) -> None:
         lens.page.evaluate("() => window.tick()")
     lens.page.wait_for_selector(".steps button[aria-pressed=false]:has-text('Play')")
     lens.page.evaluate("() => { delete window.setInterval }")
+
+
+def test_an_unlikely_token_is_in_the_loop_before_its_step_is_there(lens: LensPage) -> None:
+    """As while the text grows: the stream brings 64 candidates, and the drawn token is none."""
+    known, settings = prompt_ids(lens.live), {"temperature": 30, "max_tokens": 1}
+    seeds = range(1, 100)
+    first = (api(lens.live, known, seed=seed, **settings)["explain"] for seed in seeds)
+    seed = next(s for s, records in zip(seeds, first, strict=False) if records[0]["rank"] > 64)
+    held: list[Any] = []
+    lens.page.route("**/lens/api/step", lambda route: held.append(route))
+    generate(lens, seed=seed, **settings)
+    lens.page.click("#tile-0")
+    for name, count in (("logits", 6), ("softmax", 6), ("sample", 5)):
+        part = lens.page.locator(f".loop li:has(h3:text-is('{name}'))")
+        part.locator(".mini.drawn").wait_for(state="attached")
+        assert part.locator(".mini").count() == count
+    (route,) = held
+    route.continue_()
+    lens.page.unroute("**/lens/api/step")
+    lens.page.wait_for_selector(".draw tr.winner")
 
 
 def test_ids_and_bytes_are_shown_on_demand(lens: LensPage) -> None:

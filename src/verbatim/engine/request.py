@@ -110,7 +110,7 @@ def make_request(
         id=request_id or f"req-{secrets.token_hex(8)}",
         prompt_ids=ids,
         params=params,
-        seed=secrets.randbits(32) if params.seed is None else params.seed,
+        seed=new_seed() if params.seed is None else params.seed,
         tenant=tenant,
         arrival=arrival,
         structure=structure,
@@ -122,6 +122,11 @@ def make_request(
         adapter=adapter,
         adapter_digest=parts.adapters[adapter].digest if adapter >= 0 else "",
     )
+
+
+def new_seed() -> int:
+    """The seed of a request that has none."""
+    return secrets.randbits(32)
 
 
 def _adapter(parts: LoadedModel, name: str) -> int:

@@ -67,7 +67,7 @@ function messages() {
         <button class="link" aria-label="dismiss" @click=${() => { state.trouble = null; changed(); }}>Dismiss</button></div>` : nothing}
     ${state.askKey ? html`<form class="alert" @submit=${useKey}>
         <label>API key <input name="key" type="password" autocomplete="off" required /></label><button>Use it</button></form>` : nothing}
-    ${proof ? html`<div class="proof ${proof.state}" id="proof" role="status">${proof.state === "running" ? "replaying the receipt …"
+    ${proof ? html`<div class="proof ${proof.state}" id="proof" role="status">${proof.state === "running" ? proof.message
         : proof.state === "identical" ? html`<b>Identical.</b> ${proof.message}` : html`<b>Not identical.</b> ${proof.message}`}
         ${proof.index !== null && proof.index !== undefined ? html`<button class="link" @click=${() => select(proof.index)}>Show the token</button>` : nothing}</div>` : nothing}`;
 }

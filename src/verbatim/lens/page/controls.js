@@ -47,6 +47,12 @@ function reset() {
   changed();
 }
 
+function checkInteger({ low, high }, value) {
+  const most = Math.min(high ?? Infinity, Number.MAX_SAFE_INTEGER);
+  if (Number.isInteger(value) && value >= (low ?? -Infinity) && value <= most) return;
+  throw new Error(most === Number.MAX_SAFE_INTEGER ? `a whole number from ${low} to 2⁵³ − 1` : `a whole number from ${low} to ${most}`);
+}
+
 // text of an input -> value; undefined: not set. Throws with a sentence for people.
 function parse(rule, text) {
   const trimmed = text.trim();
@@ -56,7 +62,7 @@ function parse(rule, text) {
     case "float": {
       const value = Number(trimmed);
       if (!Number.isFinite(value)) throw new Error("a number, please");
-      if (rule.kind === "int" && !Number.isSafeInteger(value)) throw new Error("a whole number below 2⁵³");
+      if (rule.kind === "int") checkInteger(rule, value);
       return value;
     }
     case "ids":

@@ -44,11 +44,11 @@ function stage(name, { left, removed, mass, exact = true, note = "" }, parts, dr
   </li>`;
 }
 
-// the most likely ids before any stage; `by`: the stage before the temperature that removes it
+// the most likely ids before any stage
 function mostLikely(row) {
   const { top, cut } = row.data;
-  const all = [...top.map(([id, raw]) => [id, raw]), ...cut].sort((a, b) => b[1] - a[1]).slice(0, SEGMENTS);
-  return all.map(([id, raw, by]) => ({ id, by, share: exp(Math.min(0, logprobOf(row, raw))) }));
+  const all = [...top, ...cut].sort((a, b) => b[1] - a[1]).slice(0, SEGMENTS);
+  return all.map(([id, raw]) => ({ id, share: exp(Math.min(0, logprobOf(row, raw))) }));
 }
 
 // all stages: those before the temperature as the server ran them, the others as drawn here
@@ -61,8 +61,8 @@ export function stages(row, result, settings, params) {
     const note = gone.length
       ? html`first: ${gone.map(([id]) => html`<q>${state.vocab.show(id)}</q> `)}`
       : s.changed ? html`changes ${count(s.changed)} ${s.changed === 1 ? "logit" : "logits"}` : "";
-    const live = all.filter((c) => !c.by || data.stages.findIndex((x) => x.name === c.by) > data.stages.indexOf(s));
-    out.push(stage(s.name, { ...s, note }, live, result.token, shown(params[s.name])));
+    const parts = s.top.map(([id, share]) => ({ id, share: share * s.mass }));
+    out.push(stage(s.name, { ...s, note }, parts, result.token, shown(params[s.name])));
   }
   if (result.greedy) {
     out.push(html`<li class="stage" data-stage="greedy"><div class="head"><b>temperature 0</b> <span class="setting">the most likely id</span>

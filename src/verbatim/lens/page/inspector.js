@@ -4,7 +4,7 @@ import { html, nothing } from "./vendor/lit-html.js";
 import { sliderRange } from "./controls.js";
 import { count, number, percent } from "./format.js";
 import { draw, logprobOf, settingsOf, sideBySide, stages, TITLES } from "./funnel.js";
-import { noiseKey } from "./noise.js";
+import { keyFromHex, noiseKey, noiseOf } from "./noise.js";
 import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
 import { sample } from "./sampler.js";
 import { changed, current, isRunning, select, state } from "./store.js";
@@ -24,6 +24,14 @@ function whatIf(name, value) {
   if (value === own || Number.isNaN(value)) delete state.whatIf[name];
   else state.whatIf[name] = value;
   changed("step");
+}
+
+// a text that is no seed leaves the seed as it is, and says what one is
+function whatIfSeed(box) {
+  const text = box.value.trim(), seed = Number(text), isSeed = /^\d+$/.test(text) && Number.isSafeInteger(seed);
+  box.setCustomValidity(text && !isSeed ? "a whole number from 0 to 2⁵³ − 1" : "");
+  box.reportValidity();
+  if (isSeed || !text) whatIf("seed", isSeed ? seed : NaN);
 }
 
 const isBeam = (token) => (token.segment.params.num_beams ?? 1) > 1;
@@ -66,20 +74,31 @@ function computeStep(branch, index) {
   return { row, settings, result, wantRest };
 }
 
+// the largest scores among the candidates that the stream brings
+function leadersOf({ id, record, forced }) {
+  if (typeof record?.score !== "number" || record.temperature === 0) return [];
+  const known = record.top.filter((c) => c.score !== null);
+  const missing = !forced && !known.some((c) => c.id === id);
+  if (missing) known.push({ id, score: record.score, noise: noiseOf(keyFromHex(record.key), record.position, id) });
+  return known.sort((a, b) => b.score - a.score || a.id - b.id);
+}
+
 function loop(branch, index, step) {
   const token = branch.tokens[index], { record } = token;
   const length = branch.promptIds.length + index;
   const tail = [...branch.promptIds.slice(-6), ...branch.tokens.slice(Math.max(0, index - 6), index).map((t) => t.id)].slice(-6);
   const row = step?.row, known = record?.top ?? row?.data.top.map(([id, logit]) => ({ id, logit, logprob: logprobOf(row, logit), noise: null }));
-  const top = known?.slice(0, 5) ?? [];
+  // the five most likely, and the drawn one where it is not among them
+  const five = known?.slice(0, 5) ?? [], own = known?.find((c) => c.id === token.id) ?? (record && { ...record, id: token.id });
+  const top = !own || five.some((c) => c.id === token.id) ? five : [...five, own];
   const low = Math.min(...top.map((c) => c.logit)) - 1, high = Math.max(...top.map((c) => c.logit));
-  const drawn = (step && !step.result.greedy ? step.result.kept : top).filter((c) => c.noise !== null).slice(0, 5);
+  const drawn = (step ? step.result.leaders ?? [] : leadersOf(token)).slice(0, 5), [least, most] = [Math.min, Math.max].map((of) => of(...drawn.map((c) => c.score)));
   const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`width:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
   return html`<ol class="loop" aria-label="the loop of this token">
     <li><h3>context</h3><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
     <li><h3>logits</h3>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
     <li><h3>softmax</h3>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
-    <li><h3>sample</h3>${drawn.map((c) => mini(Math.max(0, Math.min(1, 1 + c.score / 12)), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
+    <li><h3>sample</h3>${drawn.map((c) => mini(0.08 + (0.92 * (c.score - least)) / (most - least || 1), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
       <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
     <li class="append"><h3>append</h3><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
   </ol>`;
@@ -126,7 +145,7 @@ function sliders(branch, index, step) {
       })}
       <label class=${"seed" in state.whatIf ? "moved" : ""}><span>seed</span>
         <input data-what="seed" inputmode="numeric" .value=${String(state.whatIf.seed ?? token.segment.params.seed ?? "")}
-          @change=${(e) => whatIf("seed", Math.max(0, Math.floor(parseFloat(e.target.value))))} /></label>
+          @change=${(e) => whatIfSeed(e.target)} /></label>
     </div>
     <p class="row"><strong id="outcome" role="status" data-token=${result.undecided ? "" : result.token}>${outcome}</strong>
       ${changes && !state.offline ? html`<button @click=${fork}>Branch here with these settings</button>

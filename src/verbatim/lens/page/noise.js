@@ -51,6 +51,8 @@ function uniform(key, position, id, domain = TOKEN) {
 // the number that decides whether XTC acts at a position
 export const chance = (key, position) => uniform(key, position, 0, XTC);
 
+export const noiseOf = (key, position, id) => -log(-log(uniform(key, position, id)));
+
 // the noise of ids 0 .. count-1: one Philox call makes two of them
 export function allNoise(key, position, count) {
   const noise = new Float64Array(count);

@@ -1,60 +1,165 @@
-// The proof: replay the receipt of every request behind the current branch, now, and compare the
-// tokens and every number that the page shows.
+// The proof: everything that the page shows of the current branch against the receipts and a replay.
+//
+// 1. The page against the receipts: prompt, ids, parameters, ends, lengths. No request is needed.
+// 2. The receipts against the server: it checks their digests and runs them again now.
+// 3. The page against the replay: every number of every token, and every step that was opened.
+//
+// Times and cache hits are measurements of the first run. They are not replayed.
 
 import { post, Trouble } from "./api.js";
-import { announce, changed, current, fail, state } from "./store.js";
+import { drawOf, provenParams, recordOf, stepOf } from "./run.js";
+import { announce, branchOf, changed, current, fail, state } from "./store.js";
 
-// what is compared, number by number
-const NUMBERS = ["token", "logit", "logprob", "rank", "entropy", "margin", "score", "lead"];
+const MEASURED = ["row", "row_type", "cached_tokens", "seconds"]; // of a step; `row` is never saved
+
+class Different extends Error {
+  constructor(message, index = null) {
+    super(message);
+    this.index = index;
+  }
+}
+
+function check(holds, message, index = null) {
+  if (!holds) throw new Different(message, index);
+}
+
+// Compare two JSON values; returns how many numbers and texts are equal.
+function equal(shown, proven, name, index, by = "the replay") {
+  const plain = (value) => value === null || typeof value !== "object";
+  const a = shown ?? null, b = proven ?? null;
+  if (plain(a) || plain(b)) {
+    const said = (value) => (plain(value) ? JSON.stringify(value) : "something else");
+    const place = index === null ? "" : `token ${index + 1}: `;
+    check(a === b, `${place}the page shows ${name} ${said(a)}, ${by} has ${said(b)}`, index);
+    return 1;
+  }
+  const names = Array.isArray(b) ? [...Array(Math.max(a.length ?? 0, b.length)).keys()] : [...new Set([...Object.keys(a), ...Object.keys(b)])];
+  const inside = (key) => (Array.isArray(b) ? `${name}[${key}]` : name ? `${name}.${key}` : key);
+  return names.reduce((sum, key) => sum + equal(a[key], b[key], inside(key), index, by), 0);
+}
 
 export async function prove() {
   const branch = current();
-  const segments = [...new Set(branch.tokens.map((t) => t.segment))].filter((s) => s.receipt);
-  state.proof = { state: "running" };
-  changed();
+  report("running", "replaying the receipt …");
   try {
-    if (!segments.length) throw new Trouble("This run has no receipt: only one that has ended has one.");
-    let tokens = 0, numbers = 0;
-    for (const segment of segments) {
-      const answer = await post("/lens/api/replay", { receipt: segment.receipt, explain: state.info.max_logprobs });
-      if (!answer.identical) return verdict("different", `${answer.message}`, segment.from + answer.position);
-      const shown = branch.tokens
-        .map((token, index) => ({ token, index }))
-        .filter(({ token }) => token.segment === segment && token.record && !token.forced);
-      for (const { token, index } of shown) {
-        const fresh = answer.explain[token.choice ?? 0]?.[index - segment.from];
-        const wrong = fresh && difference(token.record, fresh);
-        if (wrong) return verdict("different", `token ${index + 1}: the page shows ${wrong.name} ${wrong.shown}, the replay has ${wrong.fresh}`, index);
-        numbers += NUMBERS.length + 4 * token.record.top.length;
-      }
-      tokens += answer.tokens;
-    }
-    const open = branch.tokens.filter((t) => !t.segment.receipt).length;
-    return verdict("identical", `${tokens} tokens and ${numbers.toLocaleString("en")} numbers, replayed now, are identical.${open ? ` ${open} tokens of this branch have no receipt.` : ""}`);
+    const { tokens, numbers, open } = await proveBranch(branch);
+    if (state.current !== branch.id) return undefined;
+    const rest = open ? ` ${open} tokens of this branch have no receipt.` : "";
+    return report("identical", `${tokens} tokens and ${numbers.toLocaleString("en")} numbers, replayed now, are identical.${rest}`);
   } catch (error) {
     state.proof = null;
-    if (error.param === "receipt" || error.code === "invalid_parameter")
-      return verdict("different", error.message, null);
+    if (error instanceof Different) return report("different", error.message, error.index);
+    if (error.param === "receipt" || error.code === "invalid_parameter") return report("different", error.message);
     return fail(error);
   }
 }
 
-function verdict(kind, message, index = null) {
+function report(kind, message, index = null) {
   state.proof = { state: kind, message, index };
-  announce(`${kind}: ${message}`);
+  if (kind !== "running") announce(`${kind}: ${message}`);
   changed();
 }
 
-// the first number that differs, or null
-function difference(shown, fresh) {
-  for (const name of NUMBERS)
-    if ((shown[name] ?? null) !== (fresh[name] ?? null))
-      return { name, shown: shown[name], fresh: fresh[name] };
-  for (const [i, candidate] of shown.top.entries()) {
-    const other = fresh.top[i];
-    for (const name of ["id", "logit", "logprob", "noise"])
-      if (candidate[name] !== other?.[name])
-        return { name: `${name} of candidate ${i + 1}`, shown: candidate[name], fresh: other?.[name] };
+async function proveBranch(branch) {
+  const { tokens } = branch, segments = [...new Set(tokens.map((t) => t.segment))];
+  const proven = segments.filter((segment) => segment.receipt);
+  if (!proven.length) throw new Trouble("This run has no receipt: only one that has ended has one.");
+  for (const segment of proven) checkReceipt(branch, segment);
+  checkEnd(branch);
+  checkParent(branch);
+  await checkConversation(branch);
+  let numbers = 0, drawn = 0;
+  for (const segment of proven) {
+    const answer = await post("/lens/api/replay", { receipt: segment.receipt, explain: state.info.max_logprobs });
+    numbers += compareReplay(branch, segment, answer);
+    drawn += answer.tokens;
   }
-  return null;
+  numbers += await compareSteps(branch, proven);
+  return { numbers, tokens: drawn, open: tokens.filter((t) => !t.segment.receipt).length };
+}
+
+// ----------------------------------------------------------------------- the page and its receipts
+
+const isIn = (segment) => (token) => token.segment === segment;
+const choiceOf = ({ receipt }, token) => receipt.choices?.find((choice) => choice.index === token.choice);
+
+function checkReceipt(branch, segment) {
+  const { tokens, promptIds } = branch, { from, receipt } = segment;
+  const first = tokens.findIndex(isIn(segment)), last = tokens.findLastIndex(isIn(segment));
+  check(first === from, `token ${first + 1}: the page shows it as the first of a request that began at token ${from + 1}`, first);
+  const before = [...promptIds, ...tokens.slice(0, first).map((token) => token.id)];
+  equal(before, receipt.prompt_ids, "prompt token", null, "the receipt");
+  equal(segment.promptIds, receipt.prompt_ids, "prompt token", null, "the receipt");
+  equal(segment.params, provenParams(segment), "", null, "the receipt");
+  for (let index = first; index <= last; index++) {
+    const token = tokens[index], id = choiceOf(segment, token)?.token_ids?.[index - from];
+    check(token.segment === segment && token.choice === tokens[first].choice, `token ${index + 1}: the page shows it as one of another answer`, index);
+    if (token.forced) {
+      check(id !== undefined && id !== token.id && index === last, `token ${index + 1}: the page says that you chose it, the receipt has it as drawn`, index);
+    } else equal(token.id, id, "id", index, "the receipt");
+  }
+}
+
+function checkEnd({ tokens, status, finish, usage }) {
+  const last = tokens.at(-1), { segment } = last;
+  if (!segment.receipt || last.forced || status !== "done") return;
+  const { token_ids, finish: ended } = choiceOf(segment, last);
+  const shown = tokens.length - segment.from, total = segment.receipt.choices.reduce((sum, c) => sum + c.token_ids.length, 0);
+  check(shown === token_ids.length, `the page shows ${shown} tokens of the last request, the receipt has ${token_ids.length}`, tokens.length - 1);
+  equal(finish, ended.join(": "), "finish", null, "the receipt");
+  equal(usage?.prompt_tokens, segment.receipt.prompt_ids.length, "prompt_tokens", null, "the receipt");
+  if (!(segment.params.best_of > 1 || segment.params.num_beams > 1)) // these count rejected answers too
+    equal(usage?.completion_tokens, total, "completion_tokens", null, "the receipt");
+}
+
+function checkParent({ parent, forkAt, tokens }) {
+  const other = branchOf(parent)?.tokens ?? [];
+  for (let index = 0; parent !== null && index < forkAt; index++)
+    equal(tokens[index]?.id, other[index]?.id, "id", index, "the branch before it");
+}
+
+// a chat: the messages above the tokens give the prompt
+async function checkConversation({ asked, promptIds }) {
+  if (!asked) return;
+  const { tokens } = await post("/tokenize", { messages: asked });
+  check(JSON.stringify(tokens) === JSON.stringify(promptIds),
+    "the messages that the page shows do not give the tokens of the prompt (a chat template that writes today's date gives others tomorrow)");
+}
+
+// ---------------------------------------------------------------------------- the page and a replay
+
+function compareReplay(branch, segment, answer) {
+  const { tokens } = branch, { from, receipt } = segment, first = tokens[from];
+  const place = answer.choice === first.choice ? from + answer.position : null;
+  check(answer.identical, answer.message, place);
+  equal(receipt.choices, answer.receipt.choices, "choices", null);
+  const at = receipt.choices.indexOf(choiceOf(segment, first)), records = answer.explain[at];
+  let numbers = 0;
+  for (let index = from; tokens[index]?.segment === segment; index++) {
+    const token = tokens[index], drawn = records[index - from] ?? null;
+    numbers += equal(token.record, token.forced ? recordOf(drawn, token.id) : drawn, "", index);
+    if (drawn) equal(token.draw, drawOf(drawn, segment.params, token.choice), "draw", index);
+  }
+  if (tokens.at(-1).segment === segment && branch.status === "done" && !tokens.at(-1).forced) {
+    equal(branch.loop || 0, answer.loops[at], "loop", null);
+    equal(branch.score || null, answer.scores[at] || null, "score", null);
+  }
+  return numbers;
+}
+
+// the steps whose funnels were opened, or saved
+async function compareSteps(branch, proven) {
+  const steps = [];
+  for (const [key, row] of state.rows) {
+    const [, id, choice, place, changes] = key.match(/^(\d+):(\d+):(\d+)(.*)$/s) ?? [], index = Number(place), token = branch.tokens[index];
+    if (token && token.segment.id === Number(id) && token.choice === Number(choice) && proven.includes(token.segment))
+      steps.push({ row, index, changes: changes ? JSON.parse(changes) : {} });
+  }
+  const plain = (data) => Object.fromEntries(Object.entries(data).filter(([name]) => !MEASURED.includes(name)));
+  let numbers = 0;
+  for (const [done, { row, index, changes }] of steps.entries()) {
+    report("running", `computing the opened steps again: ${done + 1} of ${steps.length} …`);
+    numbers += equal(plain(row.data), plain(await stepOf(branch, index, { changes })), "", index);
+  }
+  return numbers;
 }

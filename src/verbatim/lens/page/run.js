@@ -25,8 +25,8 @@ async function promptIds() {
   return tokens;
 }
 
-// Send what the composer holds, as a new run.
-export async function send(more = {}) {
+// Send what the composer holds, as a new run; `step`: the first token of one.
+export async function send(more = {}, step = false) {
   state.trouble = null;
   state.asking = true;
   changed();
@@ -34,23 +34,23 @@ export async function send(more = {}) {
     const answered = current();
     if (state.mode === "chat" && answered?.asked && answered.tokens.length) {
       const said = state.vocab.text(answered.tokens.map((token) => token.id));
-      state.turns = [...answered.asked, { role: "assistant", content: said }];
+      const before = answered.asked.filter((turn) => turn.role !== "system");
+      state.turns = [...before, { role: "assistant", content: said }];
     }
-    const asked = state.mode === "chat" ? [...state.turns, { role: "user", content: state.input }] : null;
+    const asked = state.mode === "chat" ? messages() : null;
     const ids = await promptIds();
     remember();
     stopAll();
     state.branches = [];
     state.rows.clear();
     const params = { ...state.params, ...more };
-    const count = params.num_return_sequences ?? params.n ?? 1;
-    const label = (i) => (count > 1 ? `answer ${i + 1}` : "run");
-    const made = Array.from({ length: count }, (_, i) => newBranch({ promptIds: ids, label: label(i) }));
-    for (const branch of made) branch.asked = asked;
-    show(made[0].id, -1);
+    const several = (params.num_return_sequences ?? params.n ?? 1) > 1;
+    const answer = (i) => newBranch({ promptIds: ids, asked, label: several ? `answer ${i + 1}` : "run" });
+    const first = answer(0);
+    show(first.id, -1);
     state.following = true;
-    await generate(made, params);
-    if (made[0].status === "error" && !made[0].tokens.length) undo(); // refused: the last run stays
+    await generate([first], params, { answer, step });
+    if (first.status === "error" && !first.tokens.length) undo(); // refused: the last run stays
   } catch (error) {
     fail(error);
   } finally {
@@ -67,19 +67,21 @@ function inForce(given) {
   return { ...Object.fromEntries(stated.map(([name, rule]) => [name, rule.default])), ...given };
 }
 
-// Continue `branches` (equal so far) with one request. The place of a branch is its choice; choices
-// without a branch are not shown.
-async function generate(places, params) {
-  const branches = places.filter(Boolean), [first] = branches;
+// Continue the branches in `places` (equal so far) with one request. The place of a branch is its
+// choice. A choice without a branch gets one from `answer`, or is not shown. `step`: the request is
+// one step of a longer answer.
+async function generate(places, params, { answer = null, step = false } = {}) {
+  const begun = places.filter(Boolean), [first] = begun;
   const written = (params.num_beams ?? 1) > 1 ? 0 : first.tokens.length;
   const given = { ...LENS, ...params, output_prefix: written || undefined };
   const ids = [...first.promptIds, ...first.tokens.map((token) => token.id)];
-  const segment = { id: newId(), promptIds: ids, params: inForce(given), from: first.tokens.length };
+  const segment = { id: newId(), promptIds: ids, params: inForce(given), from: first.tokens.length, step };
   const stop = new AbortController();
-  for (const branch of branches)
-    Object.assign(branch, {
-      stop, status: "waiting", error: null, started: performance.now(), finish: null,
-    });
+  const begin = (branch) => Object.assign(branch, {
+    stop, status: "waiting", error: null, started: performance.now(), finish: null,
+  });
+  begun.forEach(begin);
+  const place = (choice) => (places[choice] ??= answer && begin(answer(choice)));
   const streamed = (given.best_of ?? 1) <= (given.n ?? 1);
   const body = {
     model: state.info.model, prompt: ids, ...given, explain: state.info.max_logprobs,
@@ -88,16 +90,16 @@ async function generate(places, params) {
   try {
     if (streamed)
       for await (const event of stream("/v1/completions", body, stop.signal))
-        read(event, places, segment);
+        read(event, place, segment);
     else {
-      const answer = await post("/v1/completions", body, stop.signal);
-      read({ ...answer, usage: null, receipt: undefined }, places, segment);
-      read({ ...answer, choices: [] }, places, segment);
+      const whole = await post("/v1/completions", body, stop.signal);
+      read({ ...whole, usage: null, receipt: undefined }, place, segment);
+      read({ ...whole, choices: [] }, place, segment);
     }
-    for (const branch of branches) branch.status = "done";
+    for (const branch of places.filter(Boolean)) branch.status = "done";
     announce(`${first.tokens.length} tokens`);
   } catch (error) {
-    for (const branch of branches) branch.status = stop.signal.aborted ? "stopped" : "error";
+    for (const branch of places.filter(Boolean)) branch.status = stop.signal.aborted ? "stopped" : "error";
     first.error = error;
     fail(error);
   } finally {
@@ -106,10 +108,10 @@ async function generate(places, params) {
   }
 }
 
-function read(event, branches, segment) {
+function read(event, place, segment) {
   if (event.seed !== undefined && event.seed !== null) segment.params.seed ??= event.seed;
   for (const choice of event.choices) {
-    const branch = branches[choice.index];
+    const branch = place(choice.index);
     if (!branch) continue;
     branch.status = "running";
     for (const record of choice.explain ?? []) {
@@ -120,12 +122,12 @@ function read(event, branches, segment) {
     if (choice.loop) branch.loop = choice.loop;
     branch.score = choice.score;
   }
-  if (event.receipt) close(event, branches, segment);
+  if (event.receipt) close(event, place, segment);
   changed();
 }
 
 // Which draw of its request an answer is. best_of returns the best of its draws; the key tells.
-function drawOf({ key }, { seed, n = 1, best_of = n }, index) {
+export function drawOf({ key }, { seed, n = 1, best_of = n }, index) {
   if (best_of === n) return index;
   return Array.from({ length: best_of }, (_, draw) => noiseKey(BigInt(seed), draw)).indexOf(keyFromHex(key));
 }
@@ -135,11 +137,20 @@ function push(branch, token) {
   if (state.following && branch.id === state.current) state.selected = branch.tokens.length - 1;
 }
 
-function close(event, branches, segment) {
+// The parameters of a segment with a receipt: the receipt's, and those that change no token.
+const UNPROVEN = ["cache_salt", "priority", "speculate"];
+export function provenParams({ params, receipt }) {
+  const own = UNPROVEN.filter((name) => params[name] !== undefined).map((name) => [name, params[name]]);
+  const proven = Object.entries(receipt.params).filter(([, value]) => value !== null);
+  return { ...Object.fromEntries(proven), ...Object.fromEntries(own) };
+}
+
+function close(event, place, segment) {
   Object.assign(segment, { receipt: event.receipt, usage: event.usage });
+  segment.params = provenParams(segment);
   const loops = event.loops ?? [];
   for (const choice of event.receipt.choices) {
-    const branch = branches[choice.index];
+    const branch = place(choice.index);
     if (!branch) continue;
     const known = branch.tokens.length - segment.from;
     for (const id of choice.token_ids.slice(known))
@@ -160,8 +171,7 @@ export function stopAll() {
 function fork(parent, index, tokens, label) {
   remember();
   const { promptIds, asked } = parent;
-  const branch = newBranch({ parent: parent.id, forkAt: index, tokens, promptIds, label });
-  branch.asked = asked;
+  const branch = newBranch({ parent: parent.id, forkAt: index, tokens, promptIds, asked, label });
   state.other ??= parent.id;
   show(branch.id, index);
   state.other = parent.id;
@@ -171,10 +181,9 @@ function fork(parent, index, tokens, label) {
 // Take another candidate at `index` and continue from it.
 export async function branchFrom(parent, index, id) {
   const before = parent.tokens[index];
-  const { segment } = before;
   const forced = { ...before, id, record: recordOf(before.record, id), forced: true };
   const branch = fork(parent, index, [...parent.tokens.slice(0, index), forced], state.vocab.quoted(id));
-  await goOn(branch, before.draw, segment.params);
+  await goOn(branch, before.draw, whole(parent, before.segment));
   if (branch.error?.param === "output_prefix") outsideGrammar(branch);
 }
 
@@ -193,15 +202,22 @@ export async function branchWith(parent, index, changes) {
   const { draw, segment } = parent.tokens[index];
   const label = Object.entries(changes).map(([name, value]) => `${name} ${value}`).join(", ");
   const branch = fork(parent, index, parent.tokens.slice(0, index), label || "again");
-  await goOn(branch, draw, { ...segment.params, ...changes });
+  await goOn(branch, draw, { ...whole(parent, segment), ...changes });
+}
+
+// The parameters of a segment; those of a single step with the length of the answer it is part of.
+function whole({ tokens }, { params, step }) {
+  if (!step) return params;
+  const { max_tokens } = tokens.find((token) => !token.segment.step)?.segment.params ?? state.params;
+  return { ...params, max_tokens: max_tokens ?? LENS.max_tokens };
 }
 
 // Continue one branch. Each answer of a request has its own noise (`draw`): the third answer
 // continues as the third of a request for three. Beams have no noise.
-function goOn(branch, draw = 0, { best_of, num_return_sequences, ...params }) {
+function goOn(branch, draw = 0, { best_of, num_return_sequences, ...params }, step = false) {
   const places = [];
   places[params.num_beams > 1 ? 0 : draw] = branch;
-  return generate(places, { ...params, n: places.length > 1 ? places.length : undefined });
+  return generate(places, { ...params, n: places.length > 1 ? places.length : undefined }, { step });
 }
 
 // best_of sends its best answers only. The same seed draws all of them again, as n answers.
@@ -211,22 +227,22 @@ export async function drawRejected() {
   const shown = best.map((b) => b.tokens[0].draw), places = [];
   remember();
   for (let draw = 0; draw < best_of; draw++)
-    if (!shown.includes(draw)) places[draw] = Object.assign(newBranch({ promptIds, label: `rejected ${draw + 1}` }), { asked, rejected: true });
+    if (!shown.includes(draw)) places[draw] = Object.assign(newBranch({ promptIds, asked, label: `rejected ${draw + 1}` }), { rejected: true });
   await generate(places, { ...params, n: best_of });
 }
 
 // One more token at the end of the current branch.
 export async function extend(count = 1) {
   const branch = current();
-  if (!branch) return send({ max_tokens: count });
+  if (!branch) return send({ max_tokens: count }, true);
   if (isRunning(branch)) return undefined;
   const { draw, segment } = branch.tokens.at(-1) ?? {};
   state.trouble = null;
-  return goOn(branch, draw, { ...(segment?.params ?? state.params), max_tokens: count });
+  return goOn(branch, draw, { ...(segment?.params ?? state.params), max_tokens: count }, true);
 }
 
 // the record of the step, seen from another candidate
-function recordOf(record, id) {
+export function recordOf(record, id) {
   const rank = record?.top.findIndex((candidate) => candidate.id === id) ?? -1;
   if (rank < 0) return null;
   const { logit, logprob, final_prob } = record.top[rank];
@@ -246,14 +262,18 @@ export async function rowOf(branch, index, { rest = false, changes = {} } = {}) 
   const known = state.rows.get(key);
   if (known && (known.whole || !rest)) return known;
   if (state.offline) return known ?? null;
-  const { segment } = token;
-  const { explain, receipt, stream: _, ...params } = segment.params;
-  const data = await post("/lens/api/step", {
-    prompt: segment.promptIds, params: { ...params, ...changes }, choice: token.draw ?? 0, rest,
-    output: branch.tokens.slice(segment.from, index).map((t) => t.id),
-  });
+  const data = await stepOf(branch, index, { rest, changes });
   const row = new Row(data);
   if (known) known.fill(data.row, data.row_type);
   else state.rows.set(key, row);
   return known ?? row;
+}
+
+// The server's report of one step, computed now.
+export function stepOf({ tokens }, index, { rest = false, changes = {} } = {}) {
+  const { segment, draw } = tokens[index];
+  return post("/lens/api/step", {
+    prompt: segment.promptIds, params: { ...segment.params, ...changes }, choice: draw ?? 0, rest,
+    output: tokens.slice(segment.from, index).map((t) => t.id),
+  });
 }

@@ -1,8 +1,9 @@
 // The state of the page, and the only place that holds it. Views read it and call changed().
 //
 // A run is a tree of branches. A branch is a list of tokens; each token belongs to a segment, the
-// request that drew it:  {id, promptIds, params, from, receipt, usage}. Tokens that two branches
-// share are the same objects, so their numbers and rows are shared too.
+// request that drew it:  {id, promptIds, params, from, step, receipt, usage}. `from` is the index of
+// its first token. Tokens that two branches share are the same objects, so their numbers and rows
+// are shared too.
 
 // what the browser keeps under `name`, after writing `value` if there is one
 export function stored(kind, name, value) {
@@ -54,9 +55,9 @@ export const branchOf = (id) => state.branches.find((branch) => branch.id === id
 export const current = () => branchOf(state.current);
 export const isRunning = (branch) => branch?.status === "running" || branch?.status === "waiting";
 
-export function newBranch({ parent = null, forkAt = 0, tokens = [], promptIds, label = "" }) {
+export function newBranch({ parent = null, forkAt = 0, tokens = [], promptIds, asked = null, label = "" }) {
   const branch = {
-    id: newId(), parent, forkAt, tokens: [...tokens], promptIds, label,
+    id: newId(), parent, forkAt, tokens: [...tokens], promptIds, asked, label,
     status: "waiting", finish: null, usage: null, warnings: [], loop: 0,
     started: 0, firstToken: 0, error: null,
   };

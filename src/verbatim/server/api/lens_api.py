@@ -200,6 +200,9 @@ async def replay(call: RequestContext) -> Response:
             "reasons": list(verdict.reasons),
             "tokens": sum(len(choice.token_ids) for choice in done.choices),
             "explain": [list(choice.explain) for choice in done.choices],
+            "loops": [choice.loop for choice in done.choices],
+            "scores": [choice.score for choice in done.choices],
+            "receipt": done.receipt,
             "usage": usage_of(call.runs),
         }
     )

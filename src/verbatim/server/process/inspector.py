@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TOP = 256  # candidates sent with a step; the page requests the rest when a cut lies outside
 CUT = 64  # most likely ids that bias, masks or bans removed
+BARS = 24  # ids in the bar of a stage
 BIN = 0.25  # width of a bin of the tail's histogram, in logits
 MAX_STRIP = 4096  # blocks drawn one by one
 
@@ -130,7 +131,7 @@ class Inspector:
     ) -> tuple[Any, list[dict[str, Any]], list[list[Any]]]:
         """Run bias, masks and penalties: (state, stages, [id, raw logit, stage] of removed ids)."""
         from verbatim.sampling.draw import noise_key
-        from verbatim.sampling.numerics import best, masses
+        from verbatim.sampling.numerics import best
         from verbatim.sampling.pipeline import Row, state_of
         from verbatim.sampling.processors import BEFORE
         from verbatim.sampling.row_state import REMOVED
@@ -145,10 +146,8 @@ class Inspector:
         )
         known = (*prompt, *output)
         state = state_of(raw, Row(spec, len(known), known, mask_after(request, output)))
-        mass = masses(raw - raw.max())
-        total = float(int(mass.sum()))
         stages, cut = [], []
-        live = raw > REMOVED
+        live, mass_left = raw > REMOVED, 1.0
         likely = best(raw, min(4 * CUT, len(raw)))
         for stage in BEFORE:
             if not stage.active(state):
@@ -158,13 +157,15 @@ class Inspector:
             after = state.logits > REMOVED
             changed = np.count_nonzero((before != state.logits) & after)
             cut += [[int(i), float(raw[i]), stage.name] for i in likely if live[i] and not after[i]]
+            mass_left *= mass_share(before, after)
             stages.append(
                 {
                     "name": stage.name,
                     "removed": int(np.count_nonzero(live & ~after)),
                     "left": int(np.count_nonzero(after)),
                     "changed": int(changed),
-                    "mass": float(int(mass[after].sum())) / total,
+                    "mass": mass_left,
+                    "top": most_likely(state.logits),
                 }
             )
             live = after
@@ -177,6 +178,31 @@ class Inspector:
         if not params.ignore_eos:
             ends |= set(self._engine.parts.eos_ids)
         return tuple(sorted(ends))
+
+
+def mass_share(logits: Any, kept: Any) -> float:
+    """The probability of the ids that a stage keeps, in the distribution before the stage."""
+    from verbatim.sampling.numerics import masses
+    from verbatim.sampling.row_state import REMOVED
+
+    if not (logits > REMOVED).any():
+        return 0.0
+    mass = masses(logits - logits.max())
+    return float(int(mass[kept].sum())) / float(int(mass.sum()))
+
+
+def most_likely(logits: Any) -> list[list[Any]]:
+    """[id, probability] of the first ids after a stage."""
+    from verbatim.sampling.numerics import best, masses
+    from verbatim.sampling.row_state import REMOVED
+
+    if not (logits > REMOVED).any():
+        return []
+    mass = masses(logits - logits.max())
+    total = float(int(mass.sum()))
+    return [
+        [int(i), float(mass[i]) / total] for i in best(logits, min(BARS, len(logits))) if mass[i]
+    ]
 
 
 def mask_after(request: Request, output: list[int]) -> bytes | None:

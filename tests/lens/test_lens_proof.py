@@ -1,0 +1,227 @@
+"""The proof button: what the page shows against the receipt and a replay. A saved run is edited in
+one place and loaded again; the proof must name the place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lens_page import LensPage, run_of
+from live_server import Live
+
+from verbatim.observe.receipt import digest_of, read_receipt
+
+pytestmark = pytest.mark.server
+TOKENS = 12
+SETTINGS = {"max_tokens": TOKENS, "seed": 11, "temperature": 0.8, "presence_penalty": 0.5}
+Run = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def lens(browser: Any, live: Live) -> Iterator[LensPage]:
+    page = LensPage(browser, live).open()
+    page.page.locator("#p-ignore_eos").evaluate("box => { box.closest('details').open = true }")
+    page.page.check("#p-ignore_eos")
+    yield page
+    page.close()
+    assert page.errors == []
+
+
+@pytest.fixture(scope="module")
+def raw(lens: LensPage, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of raw text with every step saved."""
+    lens.generate(**SETTINGS)
+    return lens.save(tmp_path_factory.mktemp("saved") / "raw.html")
+
+
+@pytest.fixture(scope="module")
+def chat(lens: LensPage, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two turns of a chat, then a branch: its first token is chosen, the others are drawn."""
+    page = lens.page
+    page.check("text=Chat >> nth=0")
+    page.fill("[aria-label='system message']", "be kind")
+    for said in ("hello", "and now?"):
+        page.fill("#prompt", said)
+        with lens.one_request():
+            page.click("#send")
+    lens.select(3)
+    with lens.one_request():
+        page.evaluate("() => document.querySelector('.candidates tr button').click()")
+    page.fill("[aria-label='system message']", "")
+    return lens.save(tmp_path_factory.mktemp("saved") / "chat.html")
+
+
+KEEP_STATE = """async () => {
+  window.lens = (await import("/lens/store.js")).state;
+  window.before = window.lens.branches;
+}"""
+
+
+def load(lens: LensPage, data: Run, path: Path) -> None:
+    path.write_text(json.dumps(data))
+    lens.page.evaluate(KEEP_STATE)
+    lens.page.set_input_files("#load", path)
+    lens.page.wait_for_function("() => window.lens.branches !== window.before")
+
+
+def signed(data: Run, change: Callable[[Run], None], place: int = 0) -> None:
+    """Change a receipt and write its new digest: the page writes 1.0 as 1, the server does not."""
+    receipt = read_receipt(data["segments"][place]["receipt"])
+    change(receipt)
+    receipt["sha256"] = digest_of(receipt)
+    data["segments"][place]["receipt"] = receipt
+
+
+@pytest.mark.parametrize("kind", ["raw", "chat"])
+def test_a_loaded_run_is_identical(
+    request: pytest.FixtureRequest, lens: LensPage, tmp_path: Path, kind: str
+) -> None:
+    data = run_of(request.getfixturevalue(kind))
+    load(lens, data, tmp_path / "run.json")
+    said = lens.prove()
+    assert "Identical" in said
+    numbers = int(said.split(" numbers")[0].split(" ")[-1].replace(",", ""))
+    assert numbers > 1000 * TOKENS, "the steps of a saved run are compared too"
+
+
+def record(data: Run, token: int = 4) -> Run:
+    found: Run = data["tokens"][token]["record"]
+    return found
+
+
+def row(data: Run, token: int = 4) -> Run:
+    found: Run = next(r for key, r in data["rows"] if key.endswith(f":0:{token}"))
+    return found
+
+
+def other(data: Run, token: int = 4) -> int:
+    """An id that is not the one at `token`."""
+    return int(data["tokens"][token]["id"]) ^ 1
+
+
+def shorter(data: Run) -> None:
+    data["branches"][0]["tokens"].pop()
+
+
+def other_token(data: Run) -> None:
+    """On the tile and in the receipt, with a digest that fits: only the replay can tell."""
+    wrong = data["tokens"][4]["id"] = other(data)
+    signed(data, lambda receipt: receipt["choices"][0]["token_ids"].__setitem__(4, wrong))
+
+
+def other_token_without_digest(data: Run) -> None:
+    wrong = data["tokens"][4]["id"] = other(data)
+    data["segments"][0]["receipt"] = read_receipt(data["segments"][0]["receipt"])
+    data["segments"][0]["receipt"]["choices"][0]["token_ids"][4] = wrong
+
+
+def other_end(data: Run) -> None:
+    data["branches"][0]["finish"] = "stop: eos"
+    signed(data, lambda receipt: receipt["choices"][0].update(finish=["stop", "eos"]))
+
+
+# what is planted -> (edit, what the proof says)
+PLANTED: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "log-probability": (lambda d: record(d).update(logprob=record(d)["logprob"] + 1e-9), "token 5"),
+    "rank": (lambda d: record(d).update(rank=record(d)["rank"] + 1), "shows rank"),
+    "final probability": (lambda d: record(d).update(final_prob=0.5), "shows final_prob"),
+    "candidate": (lambda d: record(d)["top"][2].update(logit=1.5), "shows top[2].logit"),
+    "fewer candidates": (lambda d: record(d)["top"].pop(), "shows top[63]"),
+    "stage": (lambda d: record(d)["stages"][0].update(left=3), "shows stages[0].left"),
+    "no numbers": (lambda d: d["tokens"][4].update(record=None), "token 5"),
+    "draw": (lambda d: d["tokens"][4].update(draw=1), "shows draw 1"),
+    "tile": (lambda d: d["tokens"][4].update(id=other(d)), "token 5: the page shows id"),
+    "tile called chosen": (lambda d: d["tokens"][4].update(forced=True), "says that you chose it"),
+    "fewer tiles": (shorter, f"shows {TOKENS - 1} tokens"),
+    "candidate of a step": (lambda d: row(d)["top"][7].__setitem__(1, 0.25), "shows top[7][1]"),
+    "processed logit": (lambda d: row(d)["top"][0].__setitem__(2, 99), "shows top[0][2] 99"),
+    "entropy of a step": (lambda d: row(d).update(entropy=1.25), "shows entropy 1.25"),
+    "sum of a step": (lambda d: row(d).update(log_total=2.5), "shows log_total 2.5"),
+    "bar of a stage": (lambda d: row(d)["stages"][0]["top"][0].__setitem__(1, 0.5), "stages[0]."),
+    "noise key of a step": (lambda d: row(d).update(key="0" * 16), "shows key"),
+    "prompt": (lambda d: d["branches"][0]["promptIds"].__setitem__(0, 3), "prompt token[0] 3"),
+    "prompt of a request": (lambda d: d["segments"][0]["promptIds"].append(3), "prompt token["),
+    "place of a request": (lambda d: d["segments"][0].update({"from": 2}), "began at token 3"),
+    "seed": (lambda d: d["segments"][0]["params"].update(seed=12), "shows seed 12"),
+    "temperature": (lambda d: d["segments"][0]["params"].update(temperature=0.7), "shows temp"),
+    "a parameter more": (lambda d: d["segments"][0]["params"].update(top_k=3), "shows top_k 3"),
+    "end": (lambda d: d["branches"][0].update(finish="stop"), 'shows finish "stop"'),
+    "end in the receipt": (other_end, "finish"),
+    "prompt length": (lambda d: d["branches"][0]["usage"].update(prompt_tokens=7), "_tokens 7"),
+    "output length": (lambda d: d["branches"][0]["usage"].update(completion_tokens=7), "_tokens 7"),
+    "loop": (lambda d: d["branches"][0].update(loop=7), "shows loop 7"),
+    "score": (lambda d: d["branches"][0].update(score=7), "shows score 7"),
+    "token in the receipt": (other_token, "the receipt has token"),
+    "damaged receipt": (other_token_without_digest, "sha256"),
+}
+
+
+@pytest.mark.parametrize("place", PLANTED)
+def test_what_is_planted_is_noticed(lens: LensPage, raw: Path, tmp_path: Path, place: str) -> None:
+    plant, expected = PLANTED[place]
+    data = run_of(raw)
+    plant(data)
+    load(lens, data, tmp_path / "planted.json")
+    said = lens.prove()
+    assert "Not identical" in said
+    assert expected in said
+    if place == "damaged receipt":
+        lens.expect_errors(400, "/lens/api/replay")
+
+
+def chosen(data: Run) -> Run:
+    (token,) = (token for token in data["tokens"] if token.get("forced"))
+    found: Run = token
+    return found
+
+
+IN_A_CHAT: dict[str, tuple[Callable[[Run], Any], str]] = {
+    "message": (lambda d: d["branches"][1]["asked"][1].update(content="bye"), "messages"),
+    "system message": (lambda d: d["branches"][1]["asked"].pop(0), "messages"),
+    "chosen token": (lambda d: chosen(d).update(id=chosen(d)["id"] ^ 1), "prompt token["),
+    "numbers of a chosen token": (lambda d: chosen(d)["record"].update(logit=1), "shows logit 1"),
+    "place of the fork": (lambda d: d["branches"][1].update(forkAt=4), "the branch before it"),
+}
+
+
+@pytest.mark.parametrize("place", IN_A_CHAT)
+def test_what_is_planted_in_a_branch_of_a_chat_is_noticed(
+    lens: LensPage, chat: Path, tmp_path: Path, place: str
+) -> None:
+    plant, expected = IN_A_CHAT[place]
+    data = run_of(chat)
+    plant(data)
+    load(lens, data, tmp_path / "planted.json")
+    said = lens.prove()
+    assert "Not identical" in said
+    assert expected in said
+
+
+DAMAGED: dict[str, Callable[[Run], Any]] = {
+    "no tokens": lambda d: d.pop("tokens"),
+    "no requests": lambda d: d.update(segments=[]),
+    "a negative place": lambda d: d["segments"][0].update({"from": -1000}),
+    "no branch": lambda d: d.update(branches=[]),
+    "an unknown branch": lambda d: d.update(current=99),
+    "its own parent": lambda d: d["branches"][0].update(parent=d["branches"][0]["id"]),
+    "half a record": lambda d: record(d).pop("entropy"),
+    "half a step": lambda d: row(d).pop("tail"),
+    "no vocabulary": lambda d: d.pop("vocab"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
+def test_a_damaged_file_is_refused_in_words(
+    lens: LensPage, raw: Path, tmp_path: Path, damage: str
+) -> None:
+    data = run_of(raw)
+    load(lens, data, tmp_path / "sound.json")
+    DAMAGED[damage](data)
+    (tmp_path / "damaged.json").write_text(json.dumps(data))
+    lens.page.set_input_files("#load", tmp_path / "damaged.json")
+    lens.page.wait_for_selector("[role=alert]:has-text('This file holds a damaged run: ')")
+    lens.page.wait_for_selector(f"#tile-{TOKENS - 1}")  # the run before it stays
+    lens.page.click("[aria-label=dismiss]")
