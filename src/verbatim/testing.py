@@ -11,6 +11,7 @@ every read: each slot records its position and token.
 
 from __future__ import annotations
 
+import itertools
 import time
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -383,9 +384,12 @@ THINK_SOURCE = (
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
     then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), rank=yes (a
-    cross-encoder), adapters=A+B (LoRA adapters of these names)."""
+    cross-encoder), adapters=A+B (LoRA adapters of these names). Requests without a seed get 1, 2,
+    3 and so on, so that a test sees the same answers in every run."""
+    from verbatim.engine import request
     from verbatim.text.chat_template import ChatTemplate
 
+    request.new_seed = itertools.count(1).__next__
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
     thinks, ranks = "think" in values, "rank" in values
