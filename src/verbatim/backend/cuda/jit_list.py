@@ -91,7 +91,7 @@ def draw_from_list(
     not hold the best k ids.
 
     `row_params` is that of chunk_top2; its line 5 is the row's top_k. SIGMA: a row has top_n_sigma,
-    and `moments` are those of jit_cut.chunk_sums."""
+    and `moments` are those of jit_filters.chunk_sums."""
     row, ROWS = tl.program_id(0), tl.num_programs(0)
     if tl.load(list_k + row) > 0:
         i, c = tl.arange(0, LIST), tl.arange(0, BLOCK)

@@ -2,7 +2,7 @@
 
 In: rows of logits on the device and a FilterRows. Out: a copy in which the removed ids are -inf,
 and the rows' maxima, NaN for a row that the host must sample. The draw from all ids follows. The
-cost does not depend on how many ids a filter keeps; jit_cut.py explains how the cut is found.
+cost does not depend on how many ids a filter keeps; jit_filters.py explains how the cut is found.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from verbatim.backend.cuda import jit_cut
+from verbatim.backend.cuda import jit_filters
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.sampling_plan import FilterRows
 
@@ -38,7 +38,9 @@ def remove_filtered(
     rows, vocab = x.shape
     chunks = triton.cdiv(vocab, CHUNK)
     block = triton.next_power_of_2(chunks)
-    cuts = torch.full((rows, jit_cut.CUTS.value), torch.inf, dtype=torch.float64, device=x.device)
+    cuts = torch.full(
+        (rows, jit_filters.CUTS.value), torch.inf, dtype=torch.float64, device=x.device
+    )
     cuts[:, 4] = 0.0
     given = (x, row_max, shapes)
     first = later = _empty_sums(rows, chunks, x.device)
@@ -49,7 +51,7 @@ def remove_filtered(
     if which.typical:
         later = chunk_sums(*given, flags[3], cuts)
         launch(
-            jit_cut.typical_histogram,
+            jit_filters.typical_histogram,
             (rows, chunks, 1),
             (*given, flags[3], cuts, later.mass, later.spread, later.buckets, vocab, chunks),
             (CHUNK, block),
@@ -57,7 +59,7 @@ def remove_filtered(
         _find_cut(given, flags[3], cuts, later, typical=True)
     out, out_max = torch.empty_like(x), row_max.clone()
     launch(
-        jit_cut.remove_filtered,
+        jit_filters.remove_filtered,
         (rows, chunks, 1),
         (
             x, row_max, shapes, flags[0], cuts, later.mass, later.spread, first.moments,
@@ -83,7 +85,7 @@ def chunk_sums(
     chunks = triton.cdiv(vocab, CHUNK)
     sums = _empty_sums(rows, chunks, x.device)
     launch(
-        jit_cut.chunk_sums,
+        jit_filters.chunk_sums,
         (rows, chunks, 1),
         (x, row_max, shapes, wanted, shapes if cuts is None else cuts, *sums, vocab, chunks),
         (CHUNK, cuts is not None, top_p),
@@ -94,7 +96,7 @@ def chunk_sums(
 def _empty_sums(rows: int, chunks: int, device: torch.device) -> Sums:
     mass = torch.empty((rows, chunks), dtype=torch.int64, device=device)
     moments = torch.empty((3, rows, chunks), dtype=torch.float64, device=device)
-    buckets = torch.zeros((rows, jit_cut.BUCKETS.value), dtype=torch.int64, device=device)
+    buckets = torch.zeros((rows, jit_filters.BUCKETS.value), dtype=torch.int64, device=device)
     return Sums(mass, torch.empty_like(mass), moments, buckets)
 
 
@@ -116,13 +118,13 @@ def _find_cut(
     values = torch.empty((rows, LIST), dtype=torch.float64, device=x.device)
     mass, spread = sums.mass, sums.spread
     launch(
-        jit_cut.find_bucket,
+        jit_filters.find_bucket,
         (rows, 1, 1),
         (shapes, wanted, mass, sums.buckets, bucket, missing, chunks),
         (block, typical),
     )
     launch(
-        jit_cut.collect_bucket,
+        jit_filters.collect_bucket,
         (rows, chunks, 1),
         (
             x, row_max, shapes, wanted, cuts, mass, spread, bucket, used, ids, values,
@@ -131,7 +133,7 @@ def _find_cut(
         (CHUNK, block, LIST, typical),
     )  # fmt: skip
     launch(
-        jit_cut.find_cut,
+        jit_filters.find_cut,
         (rows, 1, 1),
         (wanted, mass, spread, bucket, missing, used, ids, values, cuts, chunks),
         (block, LIST, 16, typical),
