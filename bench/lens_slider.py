@@ -85,7 +85,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--redraws", type=int, default=300)
     given = parser.parse_args()
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    names = ("chromium", "google-chrome", "chromium-headless-shell")
+    chromium = next((found for name in names if (found := shutil.which(name))), None)
     server, url = start_server()
     try:
         with sync_playwright() as playwright:

@@ -99,7 +99,8 @@ def take(browser: Any, url: str, folder: Path) -> None:
 
 def main(folder: Path = FOLDER) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    names = ("chromium", "google-chrome", "chromium-headless-shell")
+    chromium = next((found for name in names if (found := shutil.which(name))), None)
     server, url = start_server()
     try:
         with sync_playwright() as playwright:

@@ -12,7 +12,7 @@ import pytest
 
 
 def chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome")
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
     return next((found for name in names if (found := shutil.which(name))), None)
 
 
@@ -21,7 +21,7 @@ def launched() -> Iterator[Any]:
     """A running browser; skips the test where there is none."""
     found = chromium()
     if found is None:
-        pytest.skip("no Chromium: `make test` installs Debian's chromium only as root")
+        pytest.skip("no Chromium: `make test` installs Debian's only as root")
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
