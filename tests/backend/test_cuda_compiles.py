@@ -33,7 +33,7 @@ def test_the_kernels_of_the_sampler_compile(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from verbatim.backend.cuda import filters, gpu_sampler, launch, token_counts
+    from verbatim.backend.cuda import device_filters, gpu_sampler, launch, token_counts
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")
@@ -63,7 +63,7 @@ def test_the_kernels_of_the_sampler_compile(
             assert "fma.rn.f64" not in code.asm["ptx"], kernel
             compiled.add(key)
 
-    for module in (filters, gpu_sampler, token_counts):
+    for module in (device_filters, gpu_sampler, token_counts):
         monkeypatch.setattr(module, "launch", compile_only)
     for options in OPTIONS:
         sampler = gpu_sampler.GpuSampler(VOCAB, torch.device("cpu"))

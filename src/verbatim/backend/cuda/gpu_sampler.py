@@ -10,7 +10,7 @@ jit_filters.py have these ways to get them:
   are computed again in float64. An argmax involves no arithmetic and is always proven.
 - A draw through top-k collects the best ids in a list and computes all filters, masses and noise of
   the list exactly, in float64. If the list does not hold the best k ids, the host samples.
-- Filters without top-k remove ids (filters.py), then the draw is one from all ids.
+- Filters without top-k remove ids (device_filters.py), then the draw is one from all ids.
 - Logit bias, grammar masks, bans and penalties are applied before, in float64, to a copy of the
   logits.
 
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import filters, jit_list, jit_sampling
+from verbatim.backend.cuda import device_filters, jit_list, jit_sampling
 from verbatim.backend.cuda.device import send
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.pending_tokens import PendingTokens
@@ -284,7 +284,7 @@ class GpuSampler:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._flags[0] is not which:
             self._flags = (which, send(which.flags, self.device))
-        return filters.remove_filtered(x, row_max, shapes, which, self._flags[1])
+        return device_filters.remove_filtered(x, row_max, shapes, which, self._flags[1])
 
     # ---- draws
 
@@ -337,7 +337,7 @@ class GpuSampler:
         chunks = triton.cdiv(self.vocab, CHUNK)
         moments = shapes  # an unused pointer without top_n_sigma
         if table.sigma:
-            moments = filters.chunk_sums(x, row_max, shapes, best.list_k).moments
+            moments = device_filters.chunk_sums(x, row_max, shapes, best.list_k).moments
         launch(
             jit_list.draw_from_list,
             (len(x), 1, 1),

@@ -1,4 +1,4 @@
-"""Device code of the filters without top-k, in Triton. filters.py launches it.
+"""Device code of the filters without top-k, in Triton. device_filters.py launches it.
 
 top-p and typical-p keep the shortest prefix of an order whose mass suffices. The order is that of a
 key, then of the id: -d for top-p, the distance from the entropy for typical-p. The kernels find the

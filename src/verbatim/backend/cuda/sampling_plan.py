@@ -35,7 +35,7 @@ class RowPlan(NamedTuple):
     scale: float = 0.0  # 1 / temperature, and the slack of a draw from all ids (-1: argmax)
     slack: float = -1.0
     list_k: int = 0  # ids to collect in a list; 0: draw from all ids
-    open: bool = False  # a filter without top-k: filters.py removes ids before a draw from all
+    open: bool = False  # a filter without top-k; device_filters.py removes ids first
     temperature: float = 1.0
     top_k: int = 0  # filters of a draw from the list
     top_p: float = 1.0
