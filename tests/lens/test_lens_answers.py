@@ -3,6 +3,7 @@ rejects can be drawn."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,5 +91,45 @@ def test_the_rejected_answers_of_best_of_are_drawn_dimmed(browser: Any, live: Li
     assert "dimmed; drawn again with the same seed" in str(hint.text_content())
     for label in labels:
         choose(page, label, every[int(label.split()[1]) - 1])
+    assert page.errors == []
+    page.close()
+
+
+def test_a_step_after_a_loop_reports_its_own_request(browser: Any, live: Live) -> None:
+    """What the page says about the end is what the last request said: the proof compares it. The
+    minimum length of the answer holds in its steps too."""
+    page = LensPage(browser, live).open()
+    settings: dict[str, Any] = {
+        "choice": '["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"]'
+    }
+    page.generate(max_tokens=40, min_tokens=30, seed=3, **settings)
+    assert page.page.locator(".warn").count() > 0
+    for count in (41, 42):
+        with page.one_request():
+            page.page.click("#step")
+        assert len(page.tokens()) == count
+        assert "Identical" in page.prove()
+    assert page.errors == []
+    page.close()
+
+
+def test_a_refused_step_leaves_the_branch_as_it_was(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    page.generate(choice='["ab"]')
+    said = page.page.text_content(".facts")
+    with page.one_request():
+        page.page.click("#step")
+    page.page.wait_for_selector("[role=alert]:has-text('is complete')")
+    assert page.page.text_content(".facts") == said
+    assert "Identical" in page.prove()
+    page.expect_errors(400, "/v1/completions")
+    page.close()
+
+
+def test_beams_are_saved_and_proved(browser: Any, live: Live, tmp_path: Path) -> None:
+    page = LensPage(browser, live).open()
+    page.generate(num_beams=3, num_return_sequences=2, max_tokens=4)
+    page.page.set_input_files("#load", page.save(tmp_path / "beams.html"))
+    assert "Identical" in page.prove()
     assert page.errors == []
     page.close()

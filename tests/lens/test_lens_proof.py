@@ -200,16 +200,44 @@ def test_what_is_planted_in_a_branch_of_a_chat_is_noticed(
     assert expected in said
 
 
+def segment(data: Run) -> Run:
+    found: Run = data["segments"][0]
+    return found
+
+
+def branch(data: Run) -> Run:
+    found: Run = data["branches"][0]
+    return found
+
+
+# what is damaged -> the edit; the page names the place by these words
 DAMAGED: dict[str, Callable[[Run], Any]] = {
-    "no tokens": lambda d: d.pop("tokens"),
-    "no requests": lambda d: d.update(segments=[]),
-    "a negative place": lambda d: d["segments"][0].update({"from": -1000}),
-    "no branch": lambda d: d.update(branches=[]),
-    "an unknown branch": lambda d: d.update(current=99),
-    "its own parent": lambda d: d["branches"][0].update(parent=d["branches"][0]["id"]),
-    "half a record": lambda d: record(d).pop("entropy"),
-    "half a step": lambda d: row(d).pop("tail"),
-    "no vocabulary": lambda d: d.pop("vocab"),
+    "tokens is not": lambda d: d.pop("tokens"),
+    "segments is not": lambda d: d.update(segments=[]),
+    "segments[0].from": lambda d: segment(d).update({"from": -1000}),
+    "segments[0].params.temperature": lambda d: segment(d)["params"].update(temperature="x"),
+    "segments[0].receipt.params": lambda d: segment(d)["receipt"].pop("params"),
+    "segments[0].receipt.choices[0] is": lambda d: segment(d)["receipt"].update(choices=[None]),
+    "choices[0].finish": lambda d: segment(d)["receipt"]["choices"][0].pop("finish"),
+    "branches is not": lambda d: d.update(branches=[]),
+    "branches[0].parent": lambda d: branch(d).update(parent=branch(d)["id"]),
+    "branches[0].tokens": lambda d: branch(d)["tokens"].append(99),
+    "branches[0].usage.": lambda d: branch(d).update(usage={}),
+    "branches[0].score": lambda d: branch(d).update(score="abc"),
+    "branches[0].loop": lambda d: branch(d).update(loop={}),
+    "branches[0].warnings[0]": lambda d: branch(d).update(warnings=[None]),
+    "branches[0].firstToken": lambda d: branch(d).update(firstToken="x"),
+    "current is not": lambda d: d.update(current=99),
+    "colour": lambda d: d.update(colour="nonsense"),
+    "tokens[3].segment": lambda d: d["tokens"][3].update(segment="length"),
+    "tokens[4].record.entropy": lambda d: record(d).pop("entropy"),
+    "tokens[4].record.top is": lambda d: record(d).update(top=[]),
+    "].tail is": lambda d: row(d).pop("tail"),
+    "].top[0][2]": lambda d: row(d)["top"][0].pop(),
+    "is not a step of this vocabulary": lambda d: row(d).update(vocab=2_000_000_000),
+    "rows[0][0]": lambda d: d["rows"][0].__setitem__(0, "2:0:3junk"),
+    "info.model": lambda d: d.update(info={}),
+    "vocab is not": lambda d: d.pop("vocab"),
 }
 
 
@@ -222,6 +250,8 @@ def test_a_damaged_file_is_refused_in_words(
     DAMAGED[damage](data)
     (tmp_path / "damaged.json").write_text(json.dumps(data))
     lens.page.set_input_files("#load", tmp_path / "damaged.json")
-    lens.page.wait_for_selector("[role=alert]:has-text('This file holds a damaged run: ')")
+    alert = lens.page.wait_for_selector("[role=alert]:has-text('This file holds a damaged run: ')")
+    assert alert is not None
+    assert damage in str(alert.text_content())
     lens.page.wait_for_selector(f"#tile-{TOKENS - 1}")  # the run before it stays
     lens.page.click("[aria-label=dismiss]")

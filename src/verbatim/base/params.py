@@ -281,7 +281,7 @@ class SamplingParams:
                 named[1],
                 f"cannot be combined with {named[0]}: an answer has one structure; leave one out",
             )
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens + self.output_prefix:
             raise ParameterError(
                 "min_tokens", f"{self.min_tokens} is more than max_tokens ({self.max_tokens})"
             )

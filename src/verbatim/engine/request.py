@@ -173,7 +173,10 @@ def _check_ids(params: SamplingParams, vocab: int) -> None:
 def _check_length(prompt: int, params: SamplingParams, context: int) -> None:
     if prompt == 0:
         raise ParameterError("prompt", "is empty; give at least one token")
-    needed = max(1 if params.max_tokens is None else params.max_tokens, params.min_tokens)
+    needed = max(
+        1 if params.max_tokens is None else params.max_tokens,
+        params.min_tokens - params.output_prefix,
+    )
     if prompt + needed <= context:
         return
     has = f"the prompt has {prompt} tokens"

@@ -77,8 +77,10 @@ async function generate(places, params, { answer = null, step = false } = {}) {
   const ids = [...first.promptIds, ...first.tokens.map((token) => token.id)];
   const segment = { id: newId(), promptIds: ids, params: inForce(given), from: first.tokens.length, step };
   const stop = new AbortController();
+  const before = begun.map((branch) => ({ ...branch }));
   const begin = (branch) => Object.assign(branch, {
-    stop, status: "waiting", error: null, started: performance.now(), finish: null,
+    stop, status: "waiting", error: null, started: performance.now(), firstToken: 0, finish: null, usage: null,
+    warnings: [], loop: 0, score: null,
   });
   begun.forEach(begin);
   const place = (choice) => (places[choice] ??= answer && begin(answer(choice)));
@@ -101,6 +103,9 @@ async function generate(places, params, { answer = null, step = false } = {}) {
   } catch (error) {
     for (const branch of places.filter(Boolean)) branch.status = stop.signal.aborted ? "stopped" : "error";
     first.error = error;
+    // refused: a branch that had ended stays as it was
+    if (error.status >= 400)
+      begun.forEach((branch, i) => before[i].status !== "waiting" && Object.assign(branch, before[i], { error }));
     fail(error);
   } finally {
     state.requests++;
@@ -120,7 +125,7 @@ function read(event, place, segment) {
     }
     if (choice.finish_reason) branch.finish = choice.finish_reason;
     if (choice.loop) branch.loop = choice.loop;
-    branch.score = choice.score;
+    branch.score = choice.score ?? branch.score;
   }
   if (event.receipt) close(event, place, segment);
   changed();
@@ -208,8 +213,8 @@ export async function branchWith(parent, index, changes) {
 // The parameters of a segment; those of a single step with the length of the answer it is part of.
 function whole({ tokens }, { params, step }) {
   if (!step) return params;
-  const { max_tokens } = tokens.find((token) => !token.segment.step)?.segment.params ?? state.params;
-  return { ...params, max_tokens: max_tokens ?? LENS.max_tokens };
+  const { max_tokens = LENS.max_tokens, min_tokens } = tokens.find((token) => !token.segment.step)?.segment.params ?? state.params;
+  return { ...params, max_tokens, min_tokens };
 }
 
 // Continue one branch. Each answer of a request has its own noise (`draw`): the third answer
@@ -231,14 +236,19 @@ export async function drawRejected() {
   await generate(places, { ...params, n: best_of });
 }
 
+// The lengths of a step: `min_tokens` must not exceed `max_tokens`, and forbids the end as before.
+const onlyTokens = ({ min_tokens }, count, written = 0) =>
+  ({ max_tokens: count, ...(min_tokens === undefined ? {} : { min_tokens: Math.min(min_tokens, written + count) }) });
+
 // One more token at the end of the current branch.
 export async function extend(count = 1) {
   const branch = current();
-  if (!branch) return send({ max_tokens: count }, true);
+  if (!branch) return send(onlyTokens(state.params, count), true);
   if (isRunning(branch)) return undefined;
   const { draw, segment } = branch.tokens.at(-1) ?? {};
   state.trouble = null;
-  return goOn(branch, draw, { ...(segment?.params ?? state.params), max_tokens: count }, true);
+  const params = segment ? whole(branch, segment) : state.params;
+  return goOn(branch, draw, { ...params, ...onlyTokens(params, count, branch.tokens.length) }, true);
 }
 
 // the record of the step, seen from another candidate

@@ -6,13 +6,14 @@
 import { call } from "./api.js";
 import { rowOf } from "./run.js";
 import { Row } from "./sampler.js";
+import { checkShape } from "./shape.js";
 import { changed, current, isRunning, keepIdsAbove, state } from "./store.js";
 import { Vocab } from "./vocab.js";
 
 const FORMAT = "verbatim-lens-2";
 const MODULES = [
   "vendor/lit-html.js", "format.js", "numerics.js", "noise.js", "sampler.js", "store.js", "vocab.js", "api.js",
-  "run.js", "tiles.js", "controls.js", "funnel.js", "inspector.js", "tree.js", "proof.js", "engine.js", "save.js", "app.js",
+  "run.js", "tiles.js", "shape.js", "controls.js", "funnel.js", "inspector.js", "tree.js", "proof.js", "engine.js", "save.js", "app.js",
 ];
 const STEPS = 64; // steps whose rows are fetched when a run is saved
 
@@ -20,7 +21,7 @@ async function runData() {
   const branch = current();
   if (!state.offline)
     for (let i = 0; i < Math.min(branch.tokens.length, STEPS); i++)
-      if (branch.tokens[i].record) await rowOf(branch, i).catch(() => null);
+      if (branch.tokens[i].record && !(branch.tokens[i].segment.params.num_beams > 1)) await rowOf(branch, i).catch(() => null);
   const segments = [], branches = [];
   const place = (segment) => {
     if (!segments.includes(segment)) segments.push(segment);
@@ -101,38 +102,11 @@ export function parseRun(text) {
   return data;
 }
 
-// What the views rely on. Whether the numbers are right is the proof's question.
-function checkShape({ info, vocab, branches, tokens, segments, rows, current: shown }) {
-  const need = (holds, what) => {
-    if (!holds) throw new Error(`This file holds a damaged run: ${what}.`);
-  };
-  const isId = (value) => Number.isSafeInteger(value) && value >= 0;
-  const isObject = (value) => value !== null && typeof value === "object";
-  const areNumbers = (object, names) => isObject(object) && names.every((name) => Number.isFinite(object[name]));
-  const areIds = (value) => Array.isArray(value) && value.every(isId);
-  const isList = (value, holds) => Array.isArray(value) && value.every(holds);
-  need(isObject(info) && isObject(vocab?.tokens) && Array.isArray(vocab.control), "it has no model or no vocabulary");
-  need(isList(segments, (s) => isId(s?.id) && isId(s.from) && isObject(s.params) && areIds(s.promptIds)), "a request has no prompt, parameters or place");
-  const isRecord = (r) => areNumbers(r, ["vocab", "entropy"]) && isList(r.top, (c) => isId(c?.id) && areNumbers(c, ["logit", "logprob"])) && r.top.length;
-  const isDrawn = (r) => isRecord(r) && areNumbers(r, ["logprob", "logit", "rank"]);
-  need(isList(tokens, (t) => isId(t?.id) && isId(t.choice) && segments[t.segment] && (t.record === null || isDrawn(t.record))), "a token has no id, no request or no numbers");
-  const isBranch = (b) => isId(b?.id) && areIds(b.promptIds) && isId(b.forkAt) && Array.isArray(b.warnings)
-    && (b.asked === null || isList(b.asked, isObject)) && areIds(b.tokens) && b.tokens.every((t) => tokens[t]);
-  need(isList(branches, isBranch) && branches.length, "a branch has no prompt or no tokens");
-  need(branches.every((b) => b.parent === null || branches.some((p) => p.id === b.parent && p.id < b.id)), "a branch has no parent");
-  need(branches.some((b) => b.id === shown), "it shows no branch");
-  const isPair = (pair) => isId(pair?.[0]) && Number.isFinite(pair[1]);
-  const isRow = (d) => areNumbers(d, ["position", "vocab", "peak", "log_total", "entropy", "sigma"]) && /^[0-9a-f]{16}$/.test(d.key)
-    && isList(d.top, isPair) && d.top.length && isList(d.cut, isPair) && isObject(d.tail)
-    && isList(d.stages, (s) => areNumbers(s, ["left", "removed", "mass"]) && isList(s.top, isPair));
-  need(isList(rows, (r) => typeof r?.[0] === "string" && isRow(r[1])), "a step is not complete");
-}
-
 export function restore(data, { offline }) {
   const { segments } = data;
   const tokens = data.tokens.map((token) => ({ ...token, segment: segments[token.segment] }));
   state.rows.clear();
-  for (const [key, row] of data.rows) state.rows.set(key, new Row(row));
+  for (const [key, row] of data.rows) state.rows.set(key, new Row({ ...row, row: undefined }));
   state.branches = data.branches.map((b) => ({ ...b, status: isRunning(b) ? "stopped" : b.status, tokens: b.tokens.map((i) => tokens[i]) }));
   keepIdsAbove([...segments, ...state.branches].reduce((most, { id }) => Math.max(most, id), 0));
   Object.assign(state, {
