@@ -4,6 +4,7 @@ default model, and calls the sound ones sound."""
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,20 @@ def test_live_checks_judge_the_model_without_its_recommended_settings(
 
 
 # --------------------------------------------------------------------------------- GGUF, details
+
+
+def test_added_tokens_outside_the_vocabulary_are_found(sound: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        path = tmp_path / name
+        shutil.copytree(sound, path)
+        data = json.loads((path / name).read_text())
+        if name == "tokenizer.json":
+            data["added_tokens"].append({**data["added_tokens"][0], "id": 99999, "content": "<x>"})
+        else:
+            data["added_tokens_decoder"] = {"99999": {"content": "<x>"}}
+        (path / name).write_text(json.dumps(data))
+        finding = complaints(check_all(path))["special tokens"]
+        assert f"'<x>' of {name} is 99999" in finding.text
 
 
 def test_faults_of_a_gguf_header(tiny: Path, tmp_path: Path) -> None:

@@ -133,3 +133,21 @@ def test_beams_are_saved_and_proved(browser: Any, live: Live, tmp_path: Path) ->
     assert "Identical" in page.prove()
     assert page.errors == []
     page.close()
+
+
+def test_undo_takes_one_step_back(browser: Any, live: Live) -> None:
+    page = LensPage(browser, live).open()
+    known = page.generate(max_tokens=3, seed=4)
+    for count in (4, 5):
+        with page.one_request():
+            page.page.click("#step")
+        assert len(page.tokens()) == count
+    assert "first after -" not in str(page.page.text_content(".facts"))
+    for count in (4, 3):
+        page.page.click("text=Undo")
+        page.page.wait_for_selector(f"#tile-{count}", state="detached")
+        assert len(page.tokens()) == count
+        assert "Identical" in page.prove()
+    assert page.tokens() == known
+    assert page.errors == []
+    page.close()

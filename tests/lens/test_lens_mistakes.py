@@ -179,7 +179,7 @@ def test_a_run_of_another_model_is_shown_without_this_server(
     data = json.loads(found[1])
     data["info"] |= {"model": "another", "digest": "0"}
     data["rows"] = []
-    data["branches"][0]["status"] = "running"  # saved while it ran
+    data["branches"][0]["status"] = "stopped"
     file = tmp_path / "another.json"
     file.write_text(json.dumps(data))
     asked = len([url for url in page.requests if "/lens/api/step" in url])

@@ -97,6 +97,16 @@ def row(data: Run, token: int = 4) -> Run:
     return found
 
 
+def segment(data: Run) -> Run:
+    found: Run = data["segments"][0]
+    return found
+
+
+def branch(data: Run) -> Run:
+    found: Run = data["branches"][0]
+    return found
+
+
 def other(data: Run, token: int = 4) -> int:
     """An id that is not the one at `token`."""
     return int(data["tokens"][token]["id"]) ^ 1
@@ -116,6 +126,12 @@ def other_token_without_digest(data: Run) -> None:
     wrong = data["tokens"][4]["id"] = other(data)
     data["segments"][0]["receipt"] = read_receipt(data["segments"][0]["receipt"])
     data["segments"][0]["receipt"]["choices"][0]["token_ids"][4] = wrong
+
+
+def last_chosen(data: Run) -> None:
+    token = data["tokens"][TOKENS - 1]
+    drawn = {"id": token["id"], "record": token["record"]}
+    token.update(forced=True, id=token["id"] ^ 1, drawn=drawn)
 
 
 def other_end(data: Run) -> None:
@@ -154,6 +170,12 @@ PLANTED: dict[str, tuple[Callable[[Run], Any], str]] = {
     "output length": (lambda d: d["branches"][0]["usage"].update(completion_tokens=7), "_tokens 7"),
     "loop": (lambda d: d["branches"][0].update(loop=7), "shows loop 7"),
     "score": (lambda d: d["branches"][0].update(score=7), "shows score 7"),
+    "end of a stopped run": (lambda d: branch(d).update(status="stopped"), "without an answer"),
+    "fewer tiles of a stopped run": (
+        lambda d: (shorter(d), branch(d).update(status="stopped", finish=None, usage=None)),
+        f"shows {TOKENS - 1} tokens",
+    ),
+    "last tile called chosen": (last_chosen, f"shows {TOKENS} tokens"),
     "token in the receipt": (other_token, "the receipt has token"),
     "damaged receipt": (other_token_without_digest, "sha256"),
 }
@@ -183,7 +205,10 @@ IN_A_CHAT: dict[str, tuple[Callable[[Run], Any], str]] = {
     "system message": (lambda d: d["branches"][1]["asked"].pop(0), "messages"),
     "chosen token": (lambda d: chosen(d).update(id=chosen(d)["id"] ^ 1), "prompt token["),
     "numbers of a chosen token": (lambda d: chosen(d)["record"].update(logit=1), "shows logit 1"),
-    "place of the fork": (lambda d: d["branches"][1].update(forkAt=4), "the branch before it"),
+    "later fork": (lambda d: d["branches"][1].update(forkAt=4), "it differs from the one before"),
+    "earlier fork": (lambda d: d["branches"][1].update(forkAt=1), "it differs from the one before"),
+    "no parent": (lambda d: d["branches"][1].update(parent=None, forkAt=0), "without the one that"),
+    "drawn token": (lambda d: chosen(d)["drawn"]["record"].update(logit=1), "shows logit 1"),
 }
 
 
@@ -200,16 +225,6 @@ def test_what_is_planted_in_a_branch_of_a_chat_is_noticed(
     assert expected in said
 
 
-def segment(data: Run) -> Run:
-    found: Run = data["segments"][0]
-    return found
-
-
-def branch(data: Run) -> Run:
-    found: Run = data["branches"][0]
-    return found
-
-
 # what is damaged -> the edit; the page names the place by these words
 DAMAGED: dict[str, Callable[[Run], Any]] = {
     "tokens is not": lambda d: d.pop("tokens"),
@@ -223,6 +238,8 @@ DAMAGED: dict[str, Callable[[Run], Any]] = {
     "branches[0].parent": lambda d: branch(d).update(parent=branch(d)["id"]),
     "branches[0].tokens": lambda d: branch(d)["tokens"].append(99),
     "branches[0].usage.": lambda d: branch(d).update(usage={}),
+    "branches[0].status": lambda d: branch(d).update(status="running"),
+    "branches[0].label": lambda d: branch(d).update(label={}),
     "branches[0].score": lambda d: branch(d).update(score="abc"),
     "branches[0].loop": lambda d: branch(d).update(loop={}),
     "branches[0].warnings[0]": lambda d: branch(d).update(warnings=[None]),
@@ -232,6 +249,7 @@ DAMAGED: dict[str, Callable[[Run], Any]] = {
     "tokens[3].segment": lambda d: d["tokens"][3].update(segment="length"),
     "tokens[4].record.entropy": lambda d: record(d).pop("entropy"),
     "tokens[4].record.top is": lambda d: record(d).update(top=[]),
+    "].row is not part of": lambda d: row(d).update(row="AAAA", row_type="f4"),
     "].tail is": lambda d: row(d).pop("tail"),
     "].top[0][2]": lambda d: row(d)["top"][0].pop(),
     "is not a step of this vocabulary": lambda d: row(d).update(vocab=2_000_000_000),
@@ -255,3 +273,49 @@ def test_a_damaged_file_is_refused_in_words(
     assert damage in str(alert.text_content())
     lens.page.wait_for_selector(f"#tile-{TOKENS - 1}")  # the run before it stays
     lens.page.click("[aria-label=dismiss]")
+
+
+def branch_from(lens: LensPage, rank: int) -> int:
+    """Click the button of a candidate; returns its id."""
+    row = lens.page.locator(f".candidates tr:nth-child({rank})")
+    with lens.one_request():
+        found = row.evaluate("r => { r.querySelector('button').click(); return +r.dataset.id }")
+    return int(found)
+
+
+def test_a_branch_back_to_the_drawn_token_is_identical(lens: LensPage) -> None:
+    """Also by way of a candidate that the stream did not bring, whose numbers are not known."""
+    drawn = lens.generate(**SETTINGS)
+    for rank in (2, 100):
+        lens.select(3)
+        for shown in (64, 116):
+            lens.page.click("text=Show more of")
+            lens.page.wait_for_selector(f".candidates tr:nth-child({shown})")
+        there = branch_from(lens, rank + (first_ids(lens)[rank - 1] == drawn[3]))
+        assert lens.tokens()[:4] == [*drawn[:3], there]
+        assert "Identical" in lens.prove()
+        lens.select(3)
+        back = first_ids(lens).index(drawn[3]) + 1
+        assert branch_from(lens, back) == drawn[3]
+        assert lens.tokens()[:4] == drawn[:4]
+        assert "drawn" in str(lens.page.text_content(".candidates tr.drawn"))
+        assert "Identical" in lens.prove()
+        lens.page.click("text=Show fewer")
+
+
+def first_ids(lens: LensPage) -> list[int]:
+    rows = lens.page.locator(".candidates tr")
+    return [int(i) for i in rows.evaluate_all("all => all.map((r) => r.dataset.id)")]
+
+
+def test_a_server_that_explains_fewer_candidates_compares_those(
+    lens: LensPage, raw: Path, tmp_path: Path
+) -> None:
+    data = run_of(raw)
+    load(lens, data, tmp_path / "run.json")
+    lens.page.evaluate("() => { window.lens.info.max_logprobs = 5 }")
+    assert "Identical" in lens.prove()
+    record(data)["top"][4]["logit"] += 1
+    load(lens, data, tmp_path / "planted.json")
+    assert "shows top[4].logit" in lens.prove()
+    lens.page.evaluate("() => { window.lens.info.max_logprobs = 64 }")

@@ -10,6 +10,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
+from verbatim.weights.catalog import sampling_defaults
 
 # generation_config.json name -> our parameter
 _SETTINGS = {
@@ -190,7 +191,8 @@ def _specials(files: ModelFiles) -> Iterator[Finding]:
     rows = files.model.spec.vocab if files.model is not None else None
     if rows is None and files.tokenizer is not None:
         rows = files.tokenizer.vocab_size
-    outside = {where: i for where, i in files.specials.items() if rows and not 0 <= i < rows}
+    stated = {**files.specials, **files.added}
+    outside = {where: i for where, i in stated.items() if rows and not 0 <= i < rows}
     for where, token in outside.items():
         yield bad(
             "special tokens",
@@ -238,8 +240,13 @@ def _generation(files: ModelFiles) -> Iterator[Finding]:
         )
         return
     stated = ", ".join(f"{name} {value:g}" for name, value in suggested.items())
-    text = f"stated by the model: {stated}" if stated else "the model states no sampling settings"
-    yield good("generation", text)
+    if stated:
+        yield good("generation", f"stated by the model: {stated}")
+    elif catalog := sampling_defaults("", files.path):
+        listed = ", ".join(f"{name} {value:g}" for name, value in catalog.items())
+        yield good("generation", f"the file states no sampling settings; our catalog: {listed}")
+    else:
+        yield good("generation", "the model states no sampling settings")
 
 
 def _in_range(name: str, value: float) -> bool:

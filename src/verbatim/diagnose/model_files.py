@@ -14,6 +14,7 @@ from typing import Any
 
 from verbatim.base.errors import VerbatimError
 from verbatim.model.load import Model, load_model
+from verbatim.text import hf_vocab
 from verbatim.text.chat_template import ChatTemplate
 from verbatim.text.hf_vocab import NAMED, special_texts
 from verbatim.text.template_files import template_from_directory, template_from_gguf
@@ -35,6 +36,7 @@ class ModelFiles:
     generation: Mapping[str, Any]  # generation_config.json, or general.sampling.* of a GGUF file
     eos: dict[str, tuple[int, ...]]  # where -> the end-of-sequence ids stated there
     specials: dict[str, int]  # where -> a special token id stated there
+    added: dict[str, int]  # where -> the id of a token that a tokenizer file adds
     unknown_texts: dict[str, str]  # name -> special token text that no token has
     pad: int | None
     max_length: int | None  # model_max_length of tokenizer_config.json
@@ -71,6 +73,8 @@ def _directory(path: Path) -> ModelFiles:
     template = _try(errors, "chat template", lambda: template_from_directory(path))
     model = _try(errors, "weights", lambda: load_model(path))
     texts = _try(errors, "tokenizer_config.json", lambda: special_texts(path, words)) or {}
+    # an unreadable tokenizer.json is already among the errors
+    vocabulary = _try({}, "tokenizer", lambda: hf_vocab.read_json(path / "tokenizer.json", {}))
     specials = _ids_of("config.json", config, NAMED)
     specials |= _ids_of("generation_config.json", generation, NAMED)
     unknown: dict[str, str] = {}
@@ -94,6 +98,7 @@ def _directory(path: Path) -> ModelFiles:
         generation=generation,
         eos=eos,
         specials=specials,
+        added=_added_tokens(vocabulary or {}, words),
         unknown_texts=unknown,
         pad=next((i for w, i in specials.items() if w.startswith("pad_token")), None),
         max_length=int(length) if isinstance(length, (int, float)) and length < 1e9 else None,
@@ -117,6 +122,22 @@ def _ids_of(file: str, values: Mapping[str, Any], names: tuple[str, ...]) -> dic
         for at, i in enumerate(value if isinstance(value, list) else [value]):
             if isinstance(i, int) and not isinstance(i, bool):
                 found[f"{name}_id{f'[{at}]' if isinstance(value, list) else ''} of {file}"] = i
+    return found
+
+
+def _added_tokens(tokenizer: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, int]:
+    """The added tokens of tokenizer.json and of tokenizer_config.json, which a reader resolves by
+    their ids."""
+    found: dict[str, int] = {}
+    entries = tokenizer.get("added_tokens")
+    for entry in entries if isinstance(entries, list) else ():
+        if isinstance(entry, Mapping) and isinstance(entry.get("id"), int):
+            found[f"the added token {entry.get('content')!r} of tokenizer.json"] = entry["id"]
+    decoder = words.get("added_tokens_decoder")
+    for token, entry in decoder.items() if isinstance(decoder, Mapping) else ():
+        if token.isdecimal() and isinstance(entry, Mapping):
+            text = entry.get("content")
+            found[f"the added token {text!r} of tokenizer_config.json"] = int(token)
     return found
 
 
@@ -163,6 +184,7 @@ def _gguf(path: Path) -> ModelFiles:
         },
         eos={"the GGUF header": ends} if ends else {},
         specials=specials,
+        added={},
         unknown_texts={},
         pad=specials.get(f"{K}padding_token_id"),
         max_length=None,

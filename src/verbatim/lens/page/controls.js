@@ -61,8 +61,8 @@ function parse(rule, text) {
     case "int":
     case "float": {
       const value = Number(trimmed);
-      if (!Number.isFinite(value)) throw new Error("a number, please");
       if (rule.kind === "int") checkInteger(rule, value);
+      if (!Number.isFinite(value)) throw new Error("a number, please");
       return value;
     }
     case "ids":

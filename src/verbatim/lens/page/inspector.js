@@ -92,7 +92,7 @@ function loop(branch, index, step) {
   const five = known?.slice(0, 5) ?? [], own = known?.find((c) => c.id === token.id) ?? (record && { ...record, id: token.id });
   const top = !own || five.some((c) => c.id === token.id) ? five : [...five, own];
   const low = Math.min(...top.map((c) => c.logit)) - 1, high = Math.max(...top.map((c) => c.logit));
-  const drawn = (step ? step.result.leaders ?? [] : leadersOf(token)).slice(0, 5), [least, most] = [Math.min, Math.max].map((of) => of(...drawn.map((c) => c.score)));
+  const drawn = (step && !step.result.undecided ? step.result.leaders ?? [] : leadersOf(token)).slice(0, 5), [least, most] = [Math.min, Math.max].map((of) => of(...drawn.map((c) => c.score)));
   const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`width:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
   return html`<ol class="loop" aria-label="the loop of this token">
     <li><h3>context</h3><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
@@ -104,6 +104,12 @@ function loop(branch, index, step) {
   </ol>`;
 }
 
+// the most likely candidates; under a grammar that cuts all of them also the first it allows
+function listedOf(known) {
+  const ranked = known.map((c, rank) => [c, rank]), first = ranked.slice(0, listed), isOpen = ([c]) => !c.by;
+  return first.some(isOpen) ? first : [...first, ...ranked.slice(listed).filter(isOpen).slice(0, 5)];
+}
+
 function candidates(branch, index, step) {
   const token = branch.tokens[index];
   const known = step
@@ -111,7 +117,7 @@ function candidates(branch, index, step) {
        ...step.row.data.cut.map(([id, raw, by]) => ({ id, by, logprob: logprobOf(step.row, raw) }))].sort((a, b) => b.logprob - a.logprob)
     : (token.record?.top ?? []);
   return html`<table class="candidates"><caption class="quiet">The most likely tokens; a button continues from one of them</caption>
-    <tbody>${known.slice(0, listed).map((c, rank) => {
+    <tbody>${listedOf(known).map(([c, rank]) => {
       const p = Math.exp(c.logprob), taken = c.id === token.id, by = c.by ?? (c.processed === null ? "cut" : "");
       return html`<tr class=${taken ? "drawn" : ""} data-id=${c.id}>
         <td class="rank">${rank + 1}</td>

@@ -4,7 +4,7 @@
 // 2. The receipts against the server: it checks their digests and runs them again now.
 // 3. The page against the replay: every number of every token, and every step that was opened.
 //
-// Times and cache hits are measurements of the first run. They are not replayed.
+// Times, cache hits and accepted drafts are measurements of the first run. They are not replayed.
 
 import { post, Trouble } from "./api.js";
 import { drawOf, provenParams, recordOf, stepOf } from "./run.js";
@@ -70,7 +70,9 @@ async function proveBranch(branch) {
   await checkConversation(branch);
   let numbers = 0, drawn = 0;
   for (const segment of proven) {
-    const answer = await post("/lens/api/replay", { receipt: segment.receipt, explain: state.info.max_logprobs });
+    const answer = await post("/lens/api/replay", {
+      receipt: segment.receipt, explain: Math.min(explained(branch, segment), state.info.max_logprobs),
+    });
     numbers += compareReplay(branch, segment, answer);
     drawn += answer.tokens;
   }
@@ -94,28 +96,44 @@ function checkReceipt(branch, segment) {
   for (let index = first; index <= last; index++) {
     const token = tokens[index], id = choiceOf(segment, token)?.token_ids?.[index - from];
     check(token.segment === segment && token.choice === tokens[first].choice, `token ${index + 1}: the page shows it as one of another answer`, index);
-    if (token.forced) {
-      check(id !== undefined && id !== token.id && index === last, `token ${index + 1}: the page says that you chose it, the receipt has it as drawn`, index);
-    } else equal(token.id, id, "id", index, "the receipt");
+    if (token.forced) check(id !== undefined && id !== token.id && index === last, `token ${index + 1}: the page says that you chose it, the receipt has it as drawn`, index);
+    equal(token.forced ? token.drawn?.id : token.id, id, "id", index, "the receipt");
   }
 }
 
-function checkEnd({ tokens, status, finish, usage }) {
-  const last = tokens.at(-1), { segment } = last;
-  if (!segment.receipt || last.forced || status !== "done") return;
-  const { token_ids, finish: ended } = choiceOf(segment, last);
-  const shown = tokens.length - segment.from, total = segment.receipt.choices.reduce((sum, c) => sum + c.token_ids.length, 0);
-  check(shown === token_ids.length, `the page shows ${shown} tokens of the last request, the receipt has ${token_ids.length}`, tokens.length - 1);
-  equal(finish, ended.join(": "), "finish", null, "the receipt");
-  equal(usage?.prompt_tokens, segment.receipt.prompt_ids.length, "prompt_tokens", null, "the receipt");
-  if (!(segment.params.best_of > 1 || segment.params.num_beams > 1)) // these count rejected answers too
-    equal(usage?.completion_tokens, total, "completion_tokens", null, "the receipt");
+function checkEnd(branch) {
+  const { tokens, parent, forkAt, status, finish, usage, loop, score } = branch, last = tokens.at(-1), { segment } = last;
+  if (!segment.receipt) return;
+  const { token_ids, finish: ended } = choiceOf(segment, last), shown = tokens.length - segment.from;
+  const whole = !last.forced && shown === token_ids.length;
+  // a branch whose request brought no token ends where it was made
+  const empty = parent !== null && tokens.length === forkAt + (last.forced ? 1 : 0);
+  check(whole || empty, `the page shows ${shown} tokens of the last request, the receipt has ${token_ids.length}`, tokens.length - 1);
+  if (whole && status === "done") {
+    const total = segment.receipt.choices.reduce((sum, c) => sum + c.token_ids.length, 0);
+    equal(finish, ended.join(": "), "finish", null, "the receipt");
+    equal(usage?.prompt_tokens, segment.receipt.prompt_ids.length, "prompt_tokens", null, "the receipt");
+    if (!(segment.params.best_of > 1 || segment.params.num_beams > 1)) // these count rejected answers too
+      equal(usage?.completion_tokens, total, "completion_tokens", null, "the receipt");
+  } else {
+    const shownEnd = { finish, usage, loop, score }, noEnd = { finish: status === "done" ? "stop" : null, usage: null, loop: 0, score: null };
+    equal(shownEnd, noEnd, "", null, "a request without an answer");
+  }
 }
 
+// a branch differs from its parent at the place of the fork, and not before it; a branch without a
+// parent is one answer and its steps
 function checkParent({ parent, forkAt, tokens }) {
+  const segments = [...new Set(tokens.map((token) => token.segment))];
+  if (parent === null) {
+    check(forkAt === 0 && segments.slice(1).every((segment) => segment.step) && !tokens.some((token) => token.forced), "the page shows a branch without the one that it comes from");
+    return;
+  }
   const other = branchOf(parent)?.tokens ?? [];
-  for (let index = 0; parent !== null && index < forkAt; index++)
-    equal(tokens[index]?.id, other[index]?.id, "id", index, "the branch before it");
+  const isSame = (index) => tokens[index]?.id === other[index]?.id && tokens[index]?.segment === other[index]?.segment;
+  let same = 0;
+  while (same < tokens.length && isSame(same)) same++;
+  check(same === Math.min(forkAt, tokens.length), `the page shows a branch at token ${forkAt + 1}; it differs from the one before it at token ${same + 1}`, Math.min(same, tokens.length - 1));
 }
 
 // a chat: the messages above the tokens give the prompt
@@ -134,17 +152,32 @@ function compareReplay(branch, segment, answer) {
   check(answer.identical, answer.message, place);
   equal(receipt.choices, answer.receipt.choices, "choices", null);
   const at = receipt.choices.indexOf(choiceOf(segment, first)), records = answer.explain[at];
+  const limit = explained(branch, segment), limited = limit > state.info.max_logprobs;
   let numbers = 0;
   for (let index = from; tokens[index]?.segment === segment; index++) {
     const token = tokens[index], drawn = records[index - from] ?? null;
-    numbers += equal(token.record, token.forced ? recordOf(drawn, token.id) : drawn, "", index);
+    numbers += compareRecord(token.forced ? token.drawn.record : token.record, drawn, index, limited);
+    if (token.forced && !limited) equal(token.record, recordOf(drawn, token.id), "", index);
     if (drawn) equal(token.draw, drawOf(drawn, segment.params, token.choice), "draw", index);
   }
-  if (tokens.at(-1).segment === segment && branch.status === "done" && !tokens.at(-1).forced) {
+  if (tokens.at(-1).segment === segment && branch.status === "done" && !tokens.at(-1).forced && tokens.length - from === records.length) {
     equal(branch.loop || 0, answer.loops[at], "loop", null);
     equal(branch.score || null, answer.scores[at] || null, "score", null);
   }
   return numbers;
+}
+
+// candidates per token that the page has of a segment
+const explained = ({ tokens }, segment) =>
+  tokens.filter(isIn(segment)).reduce((most, { record }) => Math.max(most, record?.top.length ?? 0), 0);
+
+// `limited`: the server of this replay explains fewer candidates than that of the run
+function compareRecord(shown, fresh, index, limited) {
+  if (!limited || !shown || !fresh) return equal(shown, fresh, "", index);
+  const common = (record) => ({
+    ...record, top: record.top.slice(0, state.info.max_logprobs), stages: record.stages.map(({ removed_top, ...stage }) => stage),
+  });
+  return equal(common(shown), common(fresh), "", index);
 }
 
 // the steps whose funnels were opened, or saved

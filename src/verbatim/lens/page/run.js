@@ -9,7 +9,7 @@ import { post, stream } from "./api.js";
 import { keyFromHex, noiseKey } from "./noise.js";
 import { Row } from "./sampler.js";
 import {
-  announce, changed, current, fail, isRunning, newBranch, newId, remember, show, state, undo,
+  announce, changed, current, fail, forget, isRunning, newBranch, newId, remember, show, state, undo,
 } from "./store.js";
 
 export const LENS = { max_tokens: 200 }; // chosen by the page where the server's default is 16
@@ -186,8 +186,10 @@ function fork(parent, index, tokens, label) {
 // Take another candidate at `index` and continue from it.
 export async function branchFrom(parent, index, id) {
   const before = parent.tokens[index];
-  const forced = { ...before, id, record: recordOf(before.record, id), forced: true };
-  const branch = fork(parent, index, [...parent.tokens.slice(0, index), forced], state.vocab.quoted(id));
+  const drawn = before.drawn ?? { id: before.id, record: before.record }; // what the sampler drew here
+  const forced = { ...before, id, record: recordOf(drawn.record, id), forced: true, drawn };
+  const chosen = id === drawn.id ? { ...before, ...drawn, forced: undefined, drawn: undefined } : forced;
+  const branch = fork(parent, index, [...parent.tokens.slice(0, index), chosen], state.vocab.quoted(id));
   await goOn(branch, before.draw, whole(parent, before.segment));
   if (branch.error?.param === "output_prefix") outsideGrammar(branch);
 }
@@ -248,7 +250,10 @@ export async function extend(count = 1) {
   const { draw, segment } = branch.tokens.at(-1) ?? {};
   state.trouble = null;
   const params = segment ? whole(branch, segment) : state.params;
-  return goOn(branch, draw, { ...params, ...onlyTokens(params, count, branch.tokens.length) }, true);
+  remember();
+  await goOn(branch, draw, { ...params, ...onlyTokens(params, count, branch.tokens.length) }, true);
+  if (branch.error?.status >= 400) forget(); // refused: there is nothing to undo
+  return undefined;
 }
 
 // the record of the step, seen from another candidate

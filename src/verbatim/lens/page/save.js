@@ -29,7 +29,7 @@ async function runData() {
   };
   const tokens = [], places = new Map();
   for (const b of state.branches) {
-    const { stop, tokens: own, ...plain } = b;
+    const { stop, error, tokens: own, ...plain } = b;
     const list = own.map((token) => {
       if (!places.has(token)) {
         places.set(token, tokens.length);
@@ -37,7 +37,7 @@ async function runData() {
       }
       return places.get(token);
     });
-    branches.push({ ...plain, tokens: list });
+    branches.push({ ...plain, status: isRunning(b) ? "stopped" : b.status, tokens: list });
   }
   const rows = [...state.rows].map(([key, row]) => [key, { ...row.data, row: undefined }]);
   const ids = new Set();
@@ -106,8 +106,8 @@ export function restore(data, { offline }) {
   const { segments } = data;
   const tokens = data.tokens.map((token) => ({ ...token, segment: segments[token.segment] }));
   state.rows.clear();
-  for (const [key, row] of data.rows) state.rows.set(key, new Row({ ...row, row: undefined }));
-  state.branches = data.branches.map((b) => ({ ...b, status: isRunning(b) ? "stopped" : b.status, tokens: b.tokens.map((i) => tokens[i]) }));
+  for (const [key, row] of data.rows) state.rows.set(key, new Row(row));
+  state.branches = data.branches.map((b) => ({ ...b, tokens: b.tokens.map((i) => tokens[i]) }));
   keepIdsAbove([...segments, ...state.branches].reduce((most, { id }) => Math.max(most, id), 0));
   Object.assign(state, {
     current: data.current, selected: data.selected, colour: data.colour, other: null, proof: null, trouble: null,

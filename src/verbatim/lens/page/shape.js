@@ -49,13 +49,15 @@ const record = object({
   position: id, vocab: id, key, top: list(candidate, 1), ...all(["temperature", "entropy", "logit", "logprob", "rank"], number),
   ...all(["margin", "final_prob", "score", "lead"], maybe(number)),
 });
-const token = object({ id, choice: id, segment: id, draw: maybe(number), record: maybe(record) });
+const drawn = object({ id, record: maybe(record) });
+const token = object({ id, choice: id, segment: id, draw: maybe(number), record: maybe(record), drawn: maybe(drawn) });
 
 const usage = object({
   ...all(["prompt_tokens", "completion_tokens"], id), prompt_tokens_details: object({ cached_tokens: id }),
 });
+const status = (value, path) => need(["done", "stopped", "error"].includes(value), path, "the state of a run that has ended");
 const branch = object({
-  id, parent: maybe(id), forkAt: id, tokens: list(id), promptIds: list(id), label: text, status: text, finish: maybe(text),
+  id, parent: maybe(id), forkAt: id, tokens: list(id), promptIds: list(id), label: text, status, finish: maybe(text),
   usage: maybe(usage), warnings: list(text), loop: id, score: maybe(number), started: number, firstToken: number,
   asked: maybe(list(object({ role: text, content: text }))),
 });
@@ -64,6 +66,7 @@ const stage = object({ name: text, ...all(["left", "removed", "changed", "mass"]
 const step = object({
   position: id, vocab: id, key, ...all(["peak", "log_total", "entropy", "sigma"], number), stages: list(stage),
   cut: list(tuple(id, number, text)), top: list(tuple(id, number, number), 1),
+  row: (value, path) => need(value === undefined, path, "part of a saved run"),
   tail: object({ ...all(["count", "start", "width"], number), best: maybe(number), counts: list(number) }),
 });
 

@@ -89,19 +89,24 @@ export function show(id, index = null) {
 const past = [];
 
 export function remember() {
-  const { branches, current, other, selected, turns } = state;
-  past.push({ branches: [...branches], current, other, selected, turns: [...turns] });
+  const { current, other, selected, turns } = state;
+  const branches = state.branches.map((branch) => ({ ...branch, tokens: [...branch.tokens] }));
+  past.push({ branches, current, other, selected, turns: [...turns] });
   if (past.length > 50) past.shift();
 }
+
+export const forget = () => past.pop();
 
 export const canUndo = () => past.length > 0;
 
 export function undo() {
   const before = past.pop();
   if (!before) return;
-  for (const branch of state.branches)
-    if (!before.branches.includes(branch)) branch.stop?.abort();
-  Object.assign(state, before, { proof: null, whatIf: {} });
+  const running = new Map(state.branches.filter(isRunning).map((branch) => [branch.id, branch]));
+  const branches = before.branches.map((branch) => running.get(branch.id) ?? branch); // these go on
+  for (const branch of running.values()) if (!branches.includes(branch)) branch.stop?.abort();
+  for (const branch of branches) if (isRunning(branch) && !running.has(branch.id)) branch.status = "stopped";
+  Object.assign(state, before, { branches, proof: null, whatIf: {} });
   changed();
 }
 
