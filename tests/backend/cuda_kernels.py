@@ -30,7 +30,7 @@ from parity_types import INTERPRETED, interpreted_type
 from verbatim.backend import gpu, gpu_layout, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
-    cut,
+    device_filters,
     gpu_sampler,
     jit_numerics,
     jit_sampling,
@@ -612,7 +612,7 @@ def test_overlapped_decoding_does_not_change_the_tokens(
         # fewer programs for the interpreter; compiled, 16 rows would not fit into registers
         monkeypatch.setattr(gpu_sampler, "ROWS", 16)
         monkeypatch.setattr(gpu_sampler, "CHUNK", 512)
-        monkeypatch.setattr(cut, "CHUNK", 512)
+        monkeypatch.setattr(device_filters, "CHUNK", 512)
     monkeypatch.setattr(sampling_plan, "SLACK", 0.3)  # many rows are undecided and computed again
     without_resolving_ties(monkeypatch)
     plain, ahead = open_fake_model(windows, monkeypatch), open_fake_model(windows, monkeypatch)
@@ -683,7 +683,7 @@ def sampler(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> GpuSampler
         monkeypatch.setattr(gpu_sampler, "ROWS", 1024)
         monkeypatch.setattr(gpu_sampler, "CHUNK", 256)
         monkeypatch.setattr(gpu_sampler, "GROUP", 4)
-        monkeypatch.setattr(cut, "CHUNK", 256)
+        monkeypatch.setattr(device_filters, "CHUNK", 256)
     return GpuSampler(VOCAB, device)
 
 
