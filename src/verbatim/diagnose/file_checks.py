@@ -244,7 +244,7 @@ def _generation(files: ModelFiles) -> Iterator[Finding]:
         yield good("generation", f"stated by the model: {stated}")
     elif catalog := sampling_defaults("", files.path):
         listed = ", ".join(f"{name} {value:g}" for name, value in catalog.items())
-        yield good("generation", f"the file states no sampling settings; our catalog: {listed}")
+        yield good("generation", f"the file states no sampling settings; the catalog has {listed}")
     else:
         yield good("generation", "the model states no sampling settings")
 
