@@ -108,7 +108,16 @@ class LensPage:
 
     def prove(self) -> str:
         """The verdict."""
+        self.page.evaluate(
+            "async () => { window.lens = (await import('/lens/store.js')).state;"
+            " window.lastProof = window.lens.proof; }"
+        )
         self.page.click("#prove")
+        self.page.wait_for_function(
+            "() => window.lens.proof && window.lens.proof !== window.lastProof"
+            " && window.lens.proof.state !== 'running'"
+        )
+        self.page.evaluate("() => new Promise((r) => requestAnimationFrame(() => r()))")
         self.page.wait_for_selector("#proof.identical, #proof.different")
         return str(self.page.text_content("#proof"))
 

@@ -200,6 +200,17 @@ def chosen(data: Run) -> Run:
     return found
 
 
+def pad(explained: Run) -> bool:
+    """One candidate more than the server explains."""
+    explained["top"].append({**explained["top"][-1], "id": 7})
+    return True
+
+
+def ended_at_the_fork(data: Run) -> None:
+    del data["branches"][1]["tokens"][4:]
+    data["branches"][1].update(status="done", finish="stop", usage=None)
+
+
 IN_A_CHAT: dict[str, tuple[Callable[[Run], Any], str]] = {
     "message": (lambda d: d["branches"][1]["asked"][1].update(content="bye"), "messages"),
     "system message": (lambda d: d["branches"][1]["asked"].pop(0), "messages"),
@@ -208,6 +219,14 @@ IN_A_CHAT: dict[str, tuple[Callable[[Run], Any], str]] = {
     "later fork": (lambda d: d["branches"][1].update(forkAt=4), "it differs from the one before"),
     "earlier fork": (lambda d: d["branches"][1].update(forkAt=1), "it differs from the one before"),
     "no parent": (lambda d: d["branches"][1].update(parent=None, forkAt=0), "without the one that"),
+    "chosen token beside a list that is too long": (
+        lambda d: (
+            (pad(chosen(d)["drawn"]["record"]), pad(d["tokens"][0]["record"]))
+            and chosen(d)["record"].update(logit=1)
+        ),
+        "shows logit 1",
+    ),
+    "end at a chosen token": (ended_at_the_fork, "an end that no receipt has"),
     "drawn token": (lambda d: chosen(d)["drawn"]["record"].update(logit=1), "shows logit 1"),
 }
 
@@ -239,6 +258,8 @@ DAMAGED: dict[str, Callable[[Run], Any]] = {
     "branches[0].tokens": lambda d: branch(d)["tokens"].append(99),
     "branches[0].usage.": lambda d: branch(d).update(usage={}),
     "branches[0].status": lambda d: branch(d).update(status="running"),
+    "branches[1].id": lambda d: d["branches"].append(dict(branch(d))),
+    "time after its start": lambda d: branch(d).update(started=1e15),
     "branches[0].label": lambda d: branch(d).update(label={}),
     "branches[0].score": lambda d: branch(d).update(score="abc"),
     "branches[0].loop": lambda d: branch(d).update(loop={}),
@@ -314,8 +335,23 @@ def test_a_server_that_explains_fewer_candidates_compares_those(
     data = run_of(raw)
     load(lens, data, tmp_path / "run.json")
     lens.page.evaluate("() => { window.lens.info.max_logprobs = 5 }")
+    said = lens.prove()
+    assert "Identical" in said
+    assert "Only the first 5 candidates" in said
+    lens.page.evaluate("() => { window.lens.info.max_logprobs = 0 }")
     assert "Identical" in lens.prove()
+    lens.page.evaluate("() => { window.lens.info.max_logprobs = 5 }")
     record(data)["top"][4]["logit"] += 1
     load(lens, data, tmp_path / "planted.json")
     assert "shows top[4].logit" in lens.prove()
     lens.page.evaluate("() => { window.lens.info.max_logprobs = 64 }")
+
+
+def test_a_damaged_file_opened_by_itself_says_so(browser: Any, live: Live, raw: Path) -> None:
+    page = LensPage(browser, live, offline=True)
+    damaged = raw.with_name("damaged.html")
+    damaged.write_text(raw.read_text().replace('"colour":"probability"', '"colour":"nonsense"'))
+    page.page.goto(damaged.as_uri())
+    page.page.wait_for_selector("text=This file holds a damaged run: colour is not one of")
+    assert page.errors == []
+    page.close()

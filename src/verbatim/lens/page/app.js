@@ -214,6 +214,15 @@ async function open() {
   changed();
 }
 
+function openSaved(text) {
+  try {
+    restore(parseRun(text), { offline: true });
+  } catch (error) {
+    Object.assign(state, { loading: error.message, offline: true });
+    changed();
+  }
+}
+
 document.addEventListener("keydown", (event) => {
   if (event.target.closest("input, textarea, select, [role=listbox]")) return;
   if (event.key === "ArrowRight") select(state.selected + 1);
@@ -224,5 +233,5 @@ document.addEventListener("keydown", (event) => {
 onChange(draw);
 setTheme(state.theme);
 const saved = document.getElementById("run");
-if (saved) restore(parseRun(saved.textContent), { offline: true });
+if (saved) openSaved(saved.textContent);
 else open();

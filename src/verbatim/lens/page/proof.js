@@ -1,8 +1,8 @@
 // The proof: everything that the page shows of the current branch against the receipts and a replay.
 //
-// 1. The page against the receipts: prompt, ids, parameters, ends, lengths. No request is needed.
-// 2. The receipts against the server: it checks their digests and runs them again now.
-// 3. The page against the replay: every number of every token, and every step that was opened.
+// 1. The page against the receipts: prompt, ids, parameters, ends, lengths.
+// 2. The receipts against the server, which runs them again now.
+// 3. The page against the replay: every number of every token and of every opened step.
 //
 // Times, cache hits and accepted drafts are measurements of the first run. They are not replayed.
 
@@ -10,6 +10,7 @@ import { post, Trouble } from "./api.js";
 import { drawOf, provenParams, recordOf, stepOf } from "./run.js";
 import { announce, branchOf, changed, current, fail, state } from "./store.js";
 
+const STRUCTURES = ["json_schema", "regex", "grammar", "choice"];
 const MEASURED = ["row", "row_type", "cached_tokens", "seconds"]; // of a step; `row` is never saved
 
 class Different extends Error {
@@ -42,9 +43,10 @@ export async function prove() {
   const branch = current();
   report("running", "replaying the receipt …");
   try {
-    const { tokens, numbers, open } = await proveBranch(branch);
+    const { tokens, numbers, open, limited } = await proveBranch(branch);
     if (state.current !== branch.id) return undefined;
-    const rest = open ? ` ${open} tokens of this branch have no receipt.` : "";
+    const few = limited ? ` Only the first ${state.info.max_logprobs} candidates of each token were compared: this server explains no more.` : "";
+    const rest = few + (open ? ` ${open} tokens of this branch have no receipt.` : "");
     return report("identical", `${tokens} tokens and ${numbers.toLocaleString("en")} numbers, replayed now, are identical.${rest}`);
   } catch (error) {
     state.proof = null;
@@ -77,7 +79,8 @@ async function proveBranch(branch) {
     drawn += answer.tokens;
   }
   numbers += await compareSteps(branch, proven);
-  return { numbers, tokens: drawn, open: tokens.filter((t) => !t.segment.receipt).length };
+  const limited = proven.some((segment) => isLimited(branch, segment));
+  return { numbers, tokens: drawn, limited, open: tokens.filter((t) => !t.segment.receipt).length };
 }
 
 // ----------------------------------------------------------------------- the page and its receipts
@@ -113,16 +116,17 @@ function checkEnd(branch) {
     const total = segment.receipt.choices.reduce((sum, c) => sum + c.token_ids.length, 0);
     equal(finish, ended.join(": "), "finish", null, "the receipt");
     equal(usage?.prompt_tokens, segment.receipt.prompt_ids.length, "prompt_tokens", null, "the receipt");
-    if (!(segment.params.best_of > 1 || segment.params.num_beams > 1)) // these count rejected answers too
+    if (!(segment.params.best_of > 1 || segment.params.num_beams > 1)) // they count rejected ones
       equal(usage?.completion_tokens, total, "completion_tokens", null, "the receipt");
   } else {
-    const shownEnd = { finish, usage, loop, score }, noEnd = { finish: status === "done" ? "stop" : null, usage: null, loop: 0, score: null };
+    const complete = status === "done" && last.forced && STRUCTURES.some((name) => segment.params[name] !== undefined);
+    const shownEnd = { finish, usage, loop, score }, noEnd = { finish: complete ? "stop" : null, usage: null, loop: 0, score: null };
+    check(complete || status !== "done", "the page shows an end that no receipt has", tokens.length - 1);
     equal(shownEnd, noEnd, "", null, "a request without an answer");
   }
 }
 
-// a branch differs from its parent at the place of the fork, and not before it; a branch without a
-// parent is one answer and its steps
+// a branch differs from its parent at the fork; without a parent it is one answer and its steps
 function checkParent({ parent, forkAt, tokens }) {
   const segments = [...new Set(tokens.map((token) => token.segment))];
   if (parent === null) {
@@ -130,9 +134,8 @@ function checkParent({ parent, forkAt, tokens }) {
     return;
   }
   const other = branchOf(parent)?.tokens ?? [];
-  const isSame = (index) => tokens[index]?.id === other[index]?.id && tokens[index]?.segment === other[index]?.segment;
-  let same = 0;
-  while (same < tokens.length && isSame(same)) same++;
+  const at = tokens.findIndex(({ id, segment }, i) => id !== other[i]?.id || segment !== other[i].segment);
+  const same = at < 0 ? tokens.length : at;
   check(same === Math.min(forkAt, tokens.length), `the page shows a branch at token ${forkAt + 1}; it differs from the one before it at token ${same + 1}`, Math.min(same, tokens.length - 1));
 }
 
@@ -141,7 +144,7 @@ async function checkConversation({ asked, promptIds }) {
   if (!asked) return;
   const { tokens } = await post("/tokenize", { messages: asked });
   check(JSON.stringify(tokens) === JSON.stringify(promptIds),
-    "the messages that the page shows do not give the tokens of the prompt (a chat template that writes today's date gives others tomorrow)");
+    "the messages that the page shows do not give the tokens of the prompt (a template may write the date)");
 }
 
 // ---------------------------------------------------------------------------- the page and a replay
@@ -152,12 +155,15 @@ function compareReplay(branch, segment, answer) {
   check(answer.identical, answer.message, place);
   equal(receipt.choices, answer.receipt.choices, "choices", null);
   const at = receipt.choices.indexOf(choiceOf(segment, first)), records = answer.explain[at];
-  const limit = explained(branch, segment), limited = limit > state.info.max_logprobs;
+  const limited = isLimited(branch, segment);
   let numbers = 0;
   for (let index = from; tokens[index]?.segment === segment; index++) {
     const token = tokens[index], drawn = records[index - from] ?? null;
     numbers += compareRecord(token.forced ? token.drawn.record : token.record, drawn, index, limited);
-    if (token.forced && !limited) equal(token.record, recordOf(drawn, token.id), "", index);
+    if (token.forced) {
+      const fresh = drawn && recordOf(drawn, token.id);
+      if (fresh || !limited) compareRecord(token.record, fresh, index, limited);
+    }
     if (drawn) equal(token.draw, drawOf(drawn, segment.params, token.choice), "draw", index);
   }
   if (tokens.at(-1).segment === segment && branch.status === "done" && !tokens.at(-1).forced && tokens.length - from === records.length) {
@@ -171,8 +177,11 @@ function compareReplay(branch, segment, answer) {
 const explained = ({ tokens }, segment) =>
   tokens.filter(isIn(segment)).reduce((most, { record }) => Math.max(most, record?.top.length ?? 0), 0);
 
+const isLimited = (branch, segment) => explained(branch, segment) > state.info.max_logprobs;
+
 // `limited`: the server of this replay explains fewer candidates than that of the run
 function compareRecord(shown, fresh, index, limited) {
+  if (limited && state.info.max_logprobs === 0) return 0;
   if (!limited || !shown || !fresh) return equal(shown, fresh, "", index);
   const common = (record) => ({
     ...record, top: record.top.slice(0, state.info.max_logprobs), stages: record.stages.map(({ removed_top, ...stage }) => stage),

@@ -83,6 +83,7 @@ async function generate(places, params, { answer = null, step = false } = {}) {
     warnings: [], loop: 0, score: null,
   });
   begun.forEach(begin);
+  state.proof = null; // of what the branch was
   const place = (choice) => (places[choice] ??= answer && begin(answer(choice)));
   const streamed = (given.best_of ?? 1) <= (given.n ?? 1);
   const body = {
@@ -142,7 +143,7 @@ function push(branch, token) {
   if (state.following && branch.id === state.current) state.selected = branch.tokens.length - 1;
 }
 
-// The parameters of a segment with a receipt: the receipt's, and those that change no token.
+// of a segment with a receipt: the receipt's, and those that change no token
 const UNPROVEN = ["cache_salt", "priority", "speculate"];
 export function provenParams({ params, receipt }) {
   const own = UNPROVEN.filter((name) => params[name] !== undefined).map((name) => [name, params[name]]);
@@ -212,7 +213,7 @@ export async function branchWith(parent, index, changes) {
   await goOn(branch, draw, { ...whole(parent, segment), ...changes });
 }
 
-// The parameters of a segment; those of a single step with the length of the answer it is part of.
+// The parameters of a segment; of a step with the lengths of the whole answer.
 function whole({ tokens }, { params, step }) {
   if (!step) return params;
   const { max_tokens = LENS.max_tokens, min_tokens } = tokens.find((token) => !token.segment.step)?.segment.params ?? state.params;
@@ -238,7 +239,7 @@ export async function drawRejected() {
   await generate(places, { ...params, n: best_of });
 }
 
-// The lengths of a step: `min_tokens` must not exceed `max_tokens`, and forbids the end as before.
+// the lengths of a step: `min_tokens` forbids the end as before
 const onlyTokens = ({ min_tokens }, count, written = 0) =>
   ({ max_tokens: count, ...(min_tokens === undefined ? {} : { min_tokens: Math.min(min_tokens, written + count) }) });
 

@@ -1,5 +1,4 @@
-// The shape of a saved run: what the views and the proof rely on. In: parsed JSON. Out: nothing, or an
-// error that names the place. Whether the numbers are right is the proof's question.
+// The shape of a saved run, on which the views and the proof rely. An error names the place.
 
 import { DEFAULTS } from "./sampler.js";
 import { COLOURS } from "./tiles.js";
@@ -31,8 +30,7 @@ const object = (fields) => (value, path) => {
 const all = (names, of) => Object.fromEntries(names.map((name) => [name, of]));
 
 const NUMBERS = [
-  ...Object.keys(DEFAULTS), "repetition_penalty", "frequency_penalty", "presence_penalty", "n", "best_of", "num_beams",
-  "num_return_sequences", "seed", "max_tokens", "min_tokens", "output_prefix",
+  ...Object.keys(DEFAULTS), "repetition_penalty", "frequency_penalty", "presence_penalty", "n", "best_of", "num_beams", "seed",
 ];
 const params = object(all(NUMBERS, maybe(number)));
 
@@ -54,8 +52,9 @@ const token = object({ id, choice: id, segment: id, draw: maybe(number), record:
 
 const usage = object({
   ...all(["prompt_tokens", "completion_tokens"], id), prompt_tokens_details: object({ cached_tokens: id }),
+  completion_tokens_details: maybe(object(all(["accepted_prediction_tokens", "rejected_prediction_tokens"], maybe(id)))),
 });
-const status = (value, path) => need(["done", "stopped", "error"].includes(value), path, "the state of a run that has ended");
+const status = (value, path) => need(["done", "stopped", "error"].includes(value), path, "an end");
 const branch = object({
   id, parent: maybe(id), forkAt: id, tokens: list(id), promptIds: list(id), label: text, status, finish: maybe(text),
   usage: maybe(usage), warnings: list(text), loop: id, score: maybe(number), started: number, firstToken: number,
@@ -80,14 +79,16 @@ const run = object({
 export function checkShape(data) {
   run(data, "");
   const { info, vocab, segments, tokens, branches, rows } = data;
-  need(info.vocab <= MOST_IDS, "info.vocab", "the size of a vocabulary");
+  need(info.vocab <= MOST_IDS, "info.vocab", "a vocabulary");
   need(Object.hasOwn(COLOURS, data.colour), "colour", "one of the colours");
   for (const [name, bytes] of Object.entries(vocab.tokens)) list(id)(bytes, `vocab.tokens.${name}`);
   tokens.forEach((t, i) => need(t.segment < segments.length, `tokens[${i}].segment`, "a request of this run"));
   branches.forEach((b, i) => {
-    need(b.tokens.every((place) => place < tokens.length), `branches[${i}].tokens`, "a list of tokens of this run");
+    need(b.tokens.every((place) => place < tokens.length), `branches[${i}].tokens`, "tokens of this run");
     const before = branches.some((other) => other.id === b.parent && other.id < b.id);
     need(b.parent === null || before, `branches[${i}].parent`, "a branch before it");
+    need(branches.findIndex((other) => other.id === b.id) === i, `branches[${i}].id`, "an id of its own");
+    need(!b.firstToken || b.firstToken >= b.started, `branches[${i}].firstToken`, "a time after its start");
   });
   need(branches.some((b) => b.id === data.current), "current", "a branch of this run");
   rows.forEach(([name, row], i) => {
