@@ -355,3 +355,23 @@ def test_a_damaged_file_opened_by_itself_says_so(browser: Any, live: Live, raw: 
     page.page.wait_for_selector("text=This file holds a damaged run: colour is not one of")
     assert page.errors == []
     page.close()
+
+
+def test_a_proof_of_a_branch_that_is_left_is_dropped(lens: LensPage, chat: Path) -> None:
+    """Its steps were still being computed: the page does not stay at "computing"."""
+    load(lens, run_of(chat), chat.with_name("left.json"))
+    held: list[Any] = []
+
+    def hold(route: Any) -> None:
+        if held:
+            route.continue_()
+        held.append(route)
+
+    lens.page.route("**/lens/api/step", hold)
+    lens.page.click("#prove")
+    lens.page.wait_for_selector("#proof:has-text('computing the opened steps again: 1 of')")
+    lens.page.click(".branch:not(.on) button.name")
+    lens.page.wait_for_selector("#proof", state="detached")
+    held[0].continue_()
+    assert "Identical" in lens.prove()
+    lens.page.unroute("**/lens/api/step")

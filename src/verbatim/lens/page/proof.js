@@ -11,7 +11,7 @@ import { drawOf, provenParams, recordOf, stepOf } from "./run.js";
 import { announce, branchOf, changed, current, fail, state } from "./store.js";
 
 const STRUCTURES = ["json_schema", "regex", "grammar", "choice"];
-const MEASURED = ["row", "row_type", "cached_tokens", "seconds"]; // of a step; `row` is never saved
+const MEASURED = ["row", "row_type", "cached_tokens", "seconds"]; // of a step
 
 class Different extends Error {
   constructor(message, index = null) {
@@ -40,29 +40,29 @@ function equal(shown, proven, name, index, by = "the replay") {
 }
 
 export async function prove() {
-  const branch = current();
+  const branch = current(), proof = { index: null };
+  const report = (kind, message, index = null) => {
+    if (state.proof !== proof) return; // another is shown
+    Object.assign(proof, { state: kind, message, index });
+    if (kind !== "running") announce(`${kind}: ${message}`);
+    changed();
+  };
+  state.proof = proof;
   report("running", "replaying the receipt …");
   try {
-    const { tokens, numbers, open, limited } = await proveBranch(branch);
-    if (state.current !== branch.id) return undefined;
-    const few = limited ? ` Only the first ${state.info.max_logprobs} candidates of each token were compared: this server explains no more.` : "";
+    const { tokens, numbers, open, limited } = await proveBranch(branch, report);
+    const few = limited ? ` Only the first ${state.info.max_logprobs} candidates of each token were compared, the limit of this server.` : "";
     const rest = few + (open ? ` ${open} tokens of this branch have no receipt.` : "");
     return report("identical", `${tokens} tokens and ${numbers.toLocaleString("en")} numbers, replayed now, are identical.${rest}`);
   } catch (error) {
-    state.proof = null;
     if (error instanceof Different) return report("different", error.message, error.index);
     if (error.param === "receipt" || error.code === "invalid_parameter") return report("different", error.message);
+    if (state.proof === proof) state.proof = null;
     return fail(error);
   }
 }
 
-function report(kind, message, index = null) {
-  state.proof = { state: kind, message, index };
-  if (kind !== "running") announce(`${kind}: ${message}`);
-  changed();
-}
-
-async function proveBranch(branch) {
+async function proveBranch(branch, report) {
   const { tokens } = branch, segments = [...new Set(tokens.map((t) => t.segment))];
   const proven = segments.filter((segment) => segment.receipt);
   if (!proven.length) throw new Trouble("This run has no receipt: only one that has ended has one.");
@@ -78,7 +78,7 @@ async function proveBranch(branch) {
     numbers += compareReplay(branch, segment, answer);
     drawn += answer.tokens;
   }
-  numbers += await compareSteps(branch, proven);
+  numbers += await compareSteps(branch, proven, report);
   const limited = proven.some((segment) => isLimited(branch, segment));
   return { numbers, tokens: drawn, limited, open: tokens.filter((t) => !t.segment.receipt).length };
 }
@@ -86,7 +86,7 @@ async function proveBranch(branch) {
 // ----------------------------------------------------------------------- the page and its receipts
 
 const isIn = (segment) => (token) => token.segment === segment;
-const choiceOf = ({ receipt }, token) => receipt.choices?.find((choice) => choice.index === token.choice);
+const choiceOf = ({ receipt }, token) => receipt.choices.find((choice) => choice.index === token.choice);
 
 function checkReceipt(branch, segment) {
   const { tokens, promptIds } = branch, { from, receipt } = segment;
@@ -97,7 +97,7 @@ function checkReceipt(branch, segment) {
   equal(segment.promptIds, receipt.prompt_ids, "prompt token", null, "the receipt");
   equal(segment.params, provenParams(segment), "", null, "the receipt");
   for (let index = first; index <= last; index++) {
-    const token = tokens[index], id = choiceOf(segment, token)?.token_ids?.[index - from];
+    const token = tokens[index], id = choiceOf(segment, token)?.token_ids[index - from];
     check(token.segment === segment && token.choice === tokens[first].choice, `token ${index + 1}: the page shows it as one of another answer`, index);
     if (token.forced) check(id !== undefined && id !== token.id && index === last, `token ${index + 1}: the page says that you chose it, the receipt has it as drawn`, index);
     equal(token.forced ? token.drawn?.id : token.id, id, "id", index, "the receipt");
@@ -173,13 +173,13 @@ function compareReplay(branch, segment, answer) {
   return numbers;
 }
 
-// candidates per token that the page has of a segment
+// candidates per token of a segment
 const explained = ({ tokens }, segment) =>
   tokens.filter(isIn(segment)).reduce((most, { record }) => Math.max(most, record?.top.length ?? 0), 0);
 
 const isLimited = (branch, segment) => explained(branch, segment) > state.info.max_logprobs;
 
-// `limited`: the server of this replay explains fewer candidates than that of the run
+// `limited`: this server explains fewer candidates than that of the run
 function compareRecord(shown, fresh, index, limited) {
   if (limited && state.info.max_logprobs === 0) return 0;
   if (!limited || !shown || !fresh) return equal(shown, fresh, "", index);
@@ -189,8 +189,8 @@ function compareRecord(shown, fresh, index, limited) {
   return equal(common(shown), common(fresh), "", index);
 }
 
-// the steps whose funnels were opened, or saved
-async function compareSteps(branch, proven) {
+// the opened and saved steps
+async function compareSteps(branch, proven, report) {
   const steps = [];
   for (const [key, row] of state.rows) {
     const [, id, choice, place, changes] = key.match(/^(\d+):(\d+):(\d+)(.*)$/s) ?? [], index = Number(place), token = branch.tokens[index];

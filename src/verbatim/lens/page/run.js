@@ -83,7 +83,7 @@ async function generate(places, params, { answer = null, step = false } = {}) {
     warnings: [], loop: 0, score: null,
   });
   begun.forEach(begin);
-  state.proof = null; // of what the branch was
+  state.proof = null;
   const place = (choice) => (places[choice] ??= answer && begin(answer(choice)));
   const streamed = (given.best_of ?? 1) <= (given.n ?? 1);
   const body = {

@@ -3,7 +3,7 @@
 import { DEFAULTS } from "./sampler.js";
 import { COLOURS } from "./tiles.js";
 
-const MOST_IDS = 2 ** 24; // a vocabulary; the noise of each id takes eight bytes
+const MOST_IDS = 2 ** 24; // eight bytes of noise each
 
 function need(holds, path, what) {
   if (!holds) throw new Error(`This file holds a damaged run: ${path} is not ${what}.`);
