@@ -60,7 +60,7 @@ test-ray: $(VENV)/.ray
 # Triton, pytest and the build tools (scikit-build-core, nanobind, CMake), and neither a network nor
 # the other test tools. The package is built into build/gpu.
 GPU_TESTS = tests/backend tests/parity/test_score.py tests/cli/test_cli_gpu.py \
-            tests/backend/cpu/test_native_sampler.py
+            tests/parity/test_families.py::test_the_cuda_backend_gives_the_logprobs_of_transformers
 test-gpu:
 	@PYTHONPATH=src:$$PYTHONPATH $(PYTHON) tests/gpu_check.py
 	@echo "building verbatim into build/gpu"

@@ -6,7 +6,6 @@ the parity table that says "passes" is a test.
 
 from __future__ import annotations
 
-from verbatim.testing_models import FAMILIES, FIRST_FAMILIES
 from verbatim.weights.codebook_formats import SCALED
 
 FLOATS = ("f32", "f16", "bf16")
@@ -14,10 +13,7 @@ FLOATS = ("f32", "f16", "bf16")
 PLAIN = (*FLOATS, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
 # Types with blocks of 256 weights, a table or a codebook: random blocks in a wide llama. The matrix
 # products are the same for every family.
-WIDE = {
-    "cpu": ("q2_k", "q3_k", "q5_k", "q8_k", *SCALED),
-    "cuda": tuple(SCALED),
-}
+WIDE = ("q2_k", "q3_k", "q5_k", "q8_k", *SCALED)
 # Types with blocks of 256 weights that `quantise` writes: a dense model and a mixture.
 WIDE_QUANTISED = {"q4_k": ("llama", "qwen3moe"), "q6_k": ("llama", "qwen3moe")}
 # Families that together launch every kernel of the cuda backend, for Triton's interpreter.
@@ -26,13 +22,6 @@ INTERPRETED = (
     *("ministral3", "cohere2", "arcee", "glm4_moe", "gpt_oss", "lfm2", "qwen35", "gemma4"),
     "gemma4moe",
 )
-
-
-def types_of(family: str, backend: str) -> tuple[str, ...]:
-    """The weight types of a family that are compared with the reference on a backend. On cuda the
-    newer families share the matrix products of the first, so two types are enough."""
-    assert family in FAMILIES
-    return PLAIN if backend == "cpu" or family in FIRST_FAMILIES else ("f32", "q8_0")
 
 
 def interpreted_type(family: str) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 from gemma4_convert import GEMMA4_NAMES, gemma4_metadata
 from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
-from safetensors.numpy import load_file
 
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.quantise import quantise
@@ -168,6 +167,8 @@ def to_gguf(
     extra: dict[str, Any] | None = None,
 ) -> None:
     """Convert the checkpoint in `directory`. `type`: of matrices with rows of a multiple of 32."""
+    from safetensors.numpy import load_file
+
     config = json.loads((directory / "config.json").read_text())
     arrays = _arrays(load_file(directory / "model.safetensors"), config, architecture)
     metadata, tables = _metadata(config, architecture)

@@ -1,5 +1,5 @@
 """Compute without an engine, with scattered block tables: logits on the reference backend, scores
-and greedy tokens on the cpu backend. `exported` writes a model as `convert` does."""
+and greedy tokens on another. `exported` writes a model as `convert` does."""
 
 from __future__ import annotations
 
@@ -51,10 +51,12 @@ class Driver:
         return logits
 
 
-def score_and_draw(model: Model, tokens: list[int], draws: int) -> tuple[np.ndarray, list[int]]:
-    """On the cpu backend, in one step: the log-probability of every token but the first, and the
+def score_and_draw(
+    model: Model, tokens: list[int], draws: int, backend_name: str = "cpu"
+) -> tuple[np.ndarray, list[int]]:
+    """In one step: the log-probability of every token but the first, and the
     greedy tokens at the last `draws` positions before the last token."""
-    backend = open_backend(model, EngineConfig(backend="cpu"))
+    backend = open_backend(model, EngineConfig(backend=backend_name))
     blocks = -(-len(tokens) // backend.block_size)
     groups = len(model.spec.groups)
     backend.allocate((blocks,) * groups)

@@ -1,5 +1,4 @@
-"""The cells of the parity table: what the tests compare, what is refused by name, what is not
-tested.
+"""The cells of the parity table: what the tests compare, and what is refused by name.
 
 A cell of the first table is (model_type, file kind, backend, weight type), of the second
 (checkpoint, file kind, backend), of the third (weight type, backend). Each that passes or is
@@ -24,14 +23,13 @@ from parity_types import (
     WIDE,
     WIDE_QUANTISED,
     interpreted_type,
-    types_of,
 )
 from verbatim.testing_models import TINY_CONFIGS
 from verbatim.weights.gguf_types import OTHER_TYPES, TYPES
 
 BACKENDS = ("reference", "cpu", "cuda")
 KINDS = ("safetensors", "GGUF")
-STATES = ("passes", "refused by name", "not tested")
+STATES = ("passes", "refused by name")
 _FAMILIES = "tests/parity/test_families.py::"
 _AGREES = "tests/backend/test_backend_agrees.py::"
 _PACKED = "tests/weights/test_packed_checkpoint.py::"
@@ -40,6 +38,7 @@ _REFERENCE = {
     "GGUF": _FAMILIES + "test_logits_of_gguf_equal_those_of_transformers",
 }
 _CPU = _FAMILIES + "test_the_cpu_backend_gives_the_logprobs_of_transformers"
+_CUDA = _FAMILIES + "test_the_cuda_backend_gives_the_logprobs_of_transformers"
 _REFUSED = _FAMILIES + "test_convert_refuses_by_name_what_gguf_cannot_express"
 _TYPES = _AGREES + "test_every_family_and_weight_type_agrees_with_the_reference"
 _VALUES = _AGREES + "test_the_reference_computes_with_the_values_of_every_weight_type"
@@ -57,9 +56,6 @@ class Cell:
     test: str = ""
     key: str = ""  # what the error names
     interpreted: bool = False  # on cuda: `make test` runs it under Triton's interpreter, too
-
-
-NOT_TESTED = Cell(STATES[2])
 
 
 def passes(test: str, *, interpreted: bool = False) -> Cell:
@@ -83,8 +79,6 @@ def family_cell(model_type: str, kind: str, backend: str, type: str) -> Cell:
     if backend == "cpu" and type == "f32":
         return passes(_CPU)
     tiny = [name for name, config in TINY_CONFIGS.items() if config["model_type"] == model_type]
-    if not all(type in types_of(name, backend) for name in tiny):
-        return NOT_TESTED
     interpreted = backend == "cuda" and any(
         name in INTERPRETED and type == interpreted_type(name) for name in tiny
     )
@@ -94,7 +88,7 @@ def family_cell(model_type: str, kind: str, backend: str, type: str) -> Cell:
 def checkpoint_cell(case: Case, kind: str, backend: str) -> Cell:
     if kind == "GGUF" and case.refused:
         return refused(_REFUSED, case.refused)
-    return {"reference": passes(_REFERENCE[kind]), "cpu": passes(_CPU)}.get(backend, NOT_TESTED)
+    return passes({"reference": _REFERENCE[kind], "cpu": _CPU, "cuda": _CUDA}[backend])
 
 
 def weight_type_cell(type: str, backend: str) -> Cell:
@@ -107,7 +101,8 @@ def weight_type_cell(type: str, backend: str) -> Cell:
         return passes(_TYPES)
     if type in WIDE_QUANTISED:
         return passes(_WIDE_QUANTISED)
-    return passes(_WIDE) if type in WIDE[backend] else NOT_TESTED
+    assert type in WIDE
+    return passes(_WIDE)
 
 
 def format_cells() -> dict[str, Cell]:

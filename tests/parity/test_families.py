@@ -14,9 +14,9 @@ import pytest
 from checkpoints import CASES, FIRST_CASES, build, class_of, config_of
 from drive import Driver, exported, score_and_draw
 from parity_case import VOCAB, Case
-from safetensors.numpy import load_file, save_file
 
 from convert import to_gguf
+from verbatim.backend import gpu
 from verbatim.base.errors import ModelError
 from verbatim.model.load import load_model
 
@@ -52,6 +52,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made: dict[str, tuple[Path, list[int], np.ndarray]] = {}
 
     def get(case: Case) -> tuple[Path, list[int], np.ndarray]:
+        pytest.importorskip("transformers")  # `make test-gpu` runs without it
         if case.name not in made:
             directory = tmp_path_factory.mktemp(case.name)
             made[case.name] = (directory, *expected(build(case, directory), case, directory))
@@ -104,28 +105,55 @@ def test_logits_of_gguf_equal_those_of_transformers(case: Case, built: Any, tmp_
     compare(driver, case, tokens, logits, at_once=8)
 
 
-@pytest.mark.native
-@pytest.mark.parametrize(
+FILES = pytest.mark.parametrize(
     ("case", "kind"),
     [(case, "safetensors") for case in CASES] + [(case, "GGUF") for case in GGUF_CASES],
     ids=lambda x: x if isinstance(x, str) else x.name,
 )
+
+
+def differences(
+    backend: str, case: Case, kind: str, built: Any, tmp_path: Path
+) -> tuple[float, float]:
+    """From transformers: the mean of log-probabilities, and how far the logit of a greedy token is
+    below the largest, at most."""
+    directory, tokens, logits = built(case)
+    path = directory
+    if kind == "GGUF":
+        path = gguf_file(case, directory, tmp_path / "model.gguf")
+    model = load_model(path, context=case.context)
+    scored, drawn = score_and_draw(model, tokens, case.steps, backend)
+    rows = np.arange(len(tokens) - 1)
+    shifted = logits - logits.max(-1, keepdims=True)
+    exact = (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))[rows, tokens[1:]]
+    greedy = logits[case.prompt - 1 : -1]
+    below = greedy.max(-1) - greedy[np.arange(case.steps), drawn]
+    return float(np.abs(scored - exact).mean()), float(below.max())
+
+
+@pytest.mark.native
+@FILES
 def test_the_cpu_backend_gives_the_logprobs_of_transformers(
     case: Case, kind: str, built: Any, tmp_path: Path
 ) -> None:
     """Keys and values are rounded to float16 there, so a greedy token may be another one only
     where transformers has a logit within 0.01 of the largest."""
-    directory, tokens, logits = built(case)
-    path = directory
-    if kind == "GGUF":
-        path = gguf_file(case, directory, tmp_path / "model.gguf")
-    scored, drawn = score_and_draw(load_model(path, context=case.context), tokens, case.steps)
-    rows = np.arange(len(tokens) - 1)
-    shifted = logits - logits.max(-1, keepdims=True)
-    exact = (shifted - np.log(np.exp(shifted).sum(-1, keepdims=True)))[rows, tokens[1:]]
-    assert np.abs(scored - exact).mean() < 0.003
-    greedy = logits[case.prompt - 1 : -1]
-    assert (greedy.max(-1) - greedy[np.arange(case.steps), drawn] < 0.01).all()
+    mean, below = differences("cpu", case, kind, built, tmp_path)
+    assert mean < 0.003
+    assert below < 0.01
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not gpu.present(), reason="needs an NVIDIA GPU: `make test-gpu`")
+@FILES
+def test_the_cuda_backend_gives_the_logprobs_of_transformers(
+    case: Case, kind: str, built: Any, tmp_path: Path
+) -> None:
+    """Weights and activations are rounded to float16, too. On an H200 the largest mean was 0.008,
+    and 149 of 155 files gave the 32 greedy tokens of transformers."""
+    mean, below = differences("cuda", case, kind, built, tmp_path)
+    assert mean < 0.02
+    assert below < 0.02
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.refused], ids=lambda c: c.name)
@@ -205,6 +233,8 @@ def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
     """A text_config, a prefix before all names, and a vision tower, which is ignored. The tensors
     of qwen3_5 that draft tokens are ignored with a warning. The experts of qwen3_5_moe are fused
     stacks, as in published files; transformers saves a text model's experts one by one."""
+    from safetensors.numpy import load_file, save_file
+
     name = "ministral3" if wrapper == "mistral3" else wrapper
     case = next(c for c in CASES if c.name == name)
     directory, tokens, logits = built(case)

@@ -360,7 +360,9 @@ class GpuSampler:
         count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
         size = list_size(max(list_k))
         wanted = send(np.array(list_k, np.int32), self.device)
-        groups = chunks * (CHUNK // GROUP)
+        # fewer ids per group where a small vocabulary would have too few groups for the threshold
+        group = min(GROUP, 1 << max(0, (self.vocab // (4 * max(list_k))).bit_length() - 1))
+        groups = chunks * (CHUNK // group)
         maxima = torch.empty((count, groups), dtype=torch.float32, device=self.device)
         masses = torch.empty((count, chunks), dtype=torch.int64, device=self.device)
         tau = torch.empty(count, dtype=torch.float32, device=self.device)
@@ -371,7 +373,7 @@ class GpuSampler:
             jit_sampling.group_maxima,
             (count, chunks, 1),
             (x, row_max, shapes, wanted, maxima, masses, self.vocab, chunks),
-            (GROUP, CHUNK, mass),
+            (group, CHUNK, mass),
         )
         launch(
             jit_sampling.list_threshold,
