@@ -72,8 +72,15 @@ def together(llm: LLM, **more: Any) -> dict[str, list[Any]]:
     return found
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("kind", ["q8_0", "bf16"])
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("q8_0", "reference"),
+        ("q8_0", "cpu"),
+        pytest.param("bf16", "reference", marks=pytest.mark.soak),
+        ("bf16", "cpu"),
+    ],
+)
 def test_eight_adapters_and_none_in_one_batch(
     adapters: dict[str, Path], backend: str, kind: str
 ) -> None:

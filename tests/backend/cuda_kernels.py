@@ -956,7 +956,7 @@ def test_gpu_sampler_equals_the_host_sampler_for_all_parameters(
     """Random combinations of filters, penalties, bans, masks and log-probabilities: equal tokens
     and log-probabilities to the last bit, and few rows left to the host."""
     r, numbers = random.Random(5), np.random.default_rng(5)
-    count = 48 if device.type == "cpu" else 4096
+    count = 32 if device.type == "cpu" else 4096
     logits = numbers.standard_normal((count, VOCAB)) * numbers.choice([1.0, 3.0, 10.0], (count, 1))
     logits[::4] = np.rint(logits[::4])  # ties
     logits = logits.astype(np.float32)
@@ -996,7 +996,7 @@ def test_gpu_sampler_applies_each_filter(
 ) -> None:
     """At temperature 2 most draws change without the filter, so a filter that is ignored, or keeps
     an id more or less, gives another token. No row is left to the host."""
-    count = 16 if device.type == "cpu" else 512
+    count = 12 if device.type == "cpu" else 512
     logits = np.random.default_rng(8).standard_normal((count, VOCAB)).astype(np.float32) * 2
     plain = SamplingParams(temperature=2.0)
     rows = [Row(DrawSpec(plain.with_(**option), i, 1), i) for i in range(count)]

@@ -137,6 +137,7 @@ def test_each_fault_of_the_default_model_is_found(
     assert check in complaints(check_weights(files) if check in WEIGHTS else check_files(files))
 
 
+@pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.slow
 def test_the_default_model_ends_its_turns_and_does_not_loop(default_model: Path) -> None:

@@ -106,8 +106,14 @@ def answer(choice: Choice) -> tuple[Any, ...]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("backend", RUNS)
+@pytest.mark.parametrize(
+    ("backend", "temperature"),
+    [
+        pytest.param(b, t, marks=[pytest.mark.soak] if (b, t) == ("reference", 0.0) else [])
+        for b in RUNS
+        for t in (0.0, 1.0)
+    ],
+)
 def test_one_output_in_any_batch(backend: str, temperature: float) -> None:
     haystack(backend, temperature, "llama", RUNS[backend])
 

@@ -53,6 +53,7 @@ def test_every_answer_continues_with_its_own_noise(browser: Any, live: Live) -> 
     page.close()
 
 
+@pytest.mark.soak
 def test_a_beam_can_be_stepped_and_branched(browser: Any, live: Live) -> None:
     page, known = LensPage(browser, live).open(), prompt_ids(live)
     settings: dict[str, Any] = {"num_beams": 4, "max_tokens": 4}
@@ -73,6 +74,7 @@ def test_a_beam_can_be_stepped_and_branched(browser: Any, live: Live) -> None:
     page.close()
 
 
+@pytest.mark.soak
 def test_the_rejected_answers_of_best_of_are_drawn_dimmed(browser: Any, live: Live) -> None:
     page, known = LensPage(browser, live).open(), prompt_ids(live)
     settings: dict[str, Any] = {"seed": 3, "max_tokens": 5, "temperature": 1.5}
@@ -95,6 +97,7 @@ def test_the_rejected_answers_of_best_of_are_drawn_dimmed(browser: Any, live: Li
     page.close()
 
 
+@pytest.mark.soak
 def test_a_step_after_a_loop_reports_its_own_request(browser: Any, live: Live) -> None:
     """What the page says about the end is what the last request said: the proof compares it. The
     minimum length of the answer holds in its steps too."""

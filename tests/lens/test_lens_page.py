@@ -239,6 +239,7 @@ def test_the_cards_of_a_column_are_equally_wide(lens: LensPage) -> None:
         assert len(set(widths)) == 1, (column, widths)
 
 
+@pytest.mark.soak
 def test_colours_follow_the_choice(lens: LensPage) -> None:
     heat = "tile => tile.style.getPropertyValue('--heat')"
     seen = set()
@@ -358,12 +359,12 @@ REDRAWS = """async () => {
 def test_the_work_of_a_redraw_does_not_depend_on_the_length_of_the_text(
     lens: LensPage, saved: Path, tmp_path: Path
 ) -> None:
-    """60 redraws beside 2,000 tokens touch what 60 redraws beside 24 tokens touch: the panels of
+    """60 redraws beside 600 tokens touch what 60 redraws beside 24 tokens touch: the panels of
     the chosen step, and no tile. bench/lens_slider.py measures the time."""
     data = run_of(saved)
     tokens = data["tokens"]
     work = []
-    for length in (24, 2000):
+    for length in (24, 600):
         data["tokens"] = [dict(tokens[i % len(tokens)]) for i in range(length)]
         data["branches"][0]["tokens"] = list(range(length))
         file = tmp_path / f"{length}.json"

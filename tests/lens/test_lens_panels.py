@@ -77,6 +77,7 @@ def five(lens: LensPage) -> dict[str, tuple[int, str]]:
     return {name: (int(token), text.split(" ")[0]) for name, token, text in shown.json_value()}
 
 
+@pytest.mark.soak
 def test_side_by_side_is_what_five_requests_draw(lens: LensPage) -> None:
     ids = generate(lens, max_tokens=4, seed=9, temperature=0.9)
     lens.select(3)

@@ -4,7 +4,7 @@ one place and loaded again; the proof must name the place."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ pytestmark = pytest.mark.server
 TOKENS = 12
 SETTINGS = {"max_tokens": TOKENS, "seed": 11, "temperature": 0.8, "presence_penalty": 0.5}
 Run = dict[str, Any]
+
+
+def a_third(names: Iterable[str]) -> list[Any]:
+    """Every third name for `make test`, the others for `make soak`."""
+    return [
+        pytest.param(name, marks=[pytest.mark.soak] if i % 3 else [])
+        for i, name in enumerate(names)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +189,7 @@ PLANTED: dict[str, tuple[Callable[[Run], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLANTED)
+@pytest.mark.parametrize("place", a_third(PLANTED))
 def test_what_is_planted_is_noticed(lens: LensPage, raw: Path, tmp_path: Path, place: str) -> None:
     plant, expected = PLANTED[place]
     data = run_of(raw)
@@ -231,7 +239,7 @@ IN_A_CHAT: dict[str, tuple[Callable[[Run], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", IN_A_CHAT)
+@pytest.mark.parametrize("place", a_third(IN_A_CHAT))
 def test_what_is_planted_in_a_branch_of_a_chat_is_noticed(
     lens: LensPage, chat: Path, tmp_path: Path, place: str
 ) -> None:
@@ -280,7 +288,7 @@ DAMAGED: dict[str, Callable[[Run], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
+@pytest.mark.parametrize("damage", a_third(DAMAGED))
 def test_a_damaged_file_is_refused_in_words(
     lens: LensPage, raw: Path, tmp_path: Path, damage: str
 ) -> None:

@@ -55,8 +55,15 @@ def test_generating_and_scoring_give_equal_logprobs(family: str, backend: str) -
             assert np.std(scored) > 0.3, "flat logits would hide errors"
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", FIRST_FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        # the reference takes ten times as long
+        pytest.param(family, b, marks=[pytest.mark.soak] if b == "reference" and i % 3 else [])
+        for i, family in enumerate(FIRST_FAMILIES)
+        for b in BACKENDS
+    ],
+)
 def test_the_output_is_the_same_without_a_kv_cache(family: str, backend: str) -> None:
     outputs = []
     for use_cache in (True, False):

@@ -105,7 +105,11 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize(
+    "setting",
+    [*SETTINGS[:3], *[pytest.param(s, marks=pytest.mark.soak) for s in SETTINGS[3:]]],
+    ids=str,
+)
 def test_beams_equal_transformers_on_thirty_prompts(tiny: Any, setting: dict[str, Any]) -> None:
     import torch
 

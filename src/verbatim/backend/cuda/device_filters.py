@@ -1,8 +1,9 @@
-"""Remove the ids that filters without top-k do not keep: top-p, min-p, typical-p, top-n-sigma.
+"""Filters without top-k on the device: top-p, min-p, typical-p, top-n-sigma.
 
-In: rows of logits on the device and a FilterRows. Out: a copy in which the removed ids are -inf,
-and the rows' maxima, NaN for a row that the host must sample. The draw from all ids follows. The
-cost does not depend on how many ids a filter keeps; jit_filters.py explains how the cut is found.
+`rows_to_filter`: the rows whose filters remove the token that was drawn from all ids, or may remove
+it. `remove_filtered`: a copy of the logits of these rows in which the removed ids are -inf, and the
+rows' maxima, NaN for a row that the host must sample. The draw from all ids follows. The cost does
+not depend on how many ids a filter keeps; jit_filters.py explains how they are found.
 """
 
 from __future__ import annotations
@@ -27,6 +28,41 @@ class Sums(NamedTuple):
     buckets: torch.Tensor  # [rows, BUCKETS] int64, the masses by key
 
 
+def rows_to_filter(
+    x: torch.Tensor,
+    row_max: torch.Tensor,
+    shapes: torch.Tensor,
+    which: FilterRows,
+    flags: torch.Tensor,
+    tokens: torch.Tensor,
+) -> torch.Tensor:
+    """`flags` without those of rows whose token the filters keep. `tokens`: drawn from all ids."""
+    rows, vocab = x.shape
+    chunks = triton.cdiv(vocab, CHUNK)
+    block = triton.next_power_of_2(chunks)
+    given = (x, row_max, shapes)
+    sums = which.top_p or which.typical
+    mass = before = tokens  # unused pointers without sums
+    if sums:
+        found = chunk_sums(*given, flags[1], spread=which.typical)
+        mass, before = found.mass, torch.empty_like(found.mass)
+        launch(
+            jit_filters.mass_before,
+            (rows, chunks, 1),
+            (*given, flags[1], tokens, mass, found.spread, before, vocab, chunks),
+            (CHUNK, block, which.typical),
+        )
+    out = torch.empty_like(flags)
+    launch(
+        jit_filters.drop_kept,
+        (rows, 1, 1),
+        (*given, flags, tokens, mass, before, out, vocab, chunks, flags.shape[1]),
+        (block, sums),
+        warps=1,
+    )
+    return out
+
+
 def remove_filtered(
     x: torch.Tensor,
     row_max: torch.Tensor,
@@ -34,7 +70,7 @@ def remove_filtered(
     which: FilterRows,
     flags: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logits, maxima). `flags` are those of `which`, on the device."""
+    """(logits, maxima) of the rows with a flag. `flags` are those of `which`, on the device."""
     rows, vocab = x.shape
     chunks = triton.cdiv(vocab, CHUNK)
     block = triton.next_power_of_2(chunks)
@@ -45,11 +81,11 @@ def remove_filtered(
     given = (x, row_max, shapes)
     first = later = _empty_sums(rows, chunks, x.device)
     if which.top_p or which.sigma:
-        first = chunk_sums(*given, flags[1], top_p=which.top_p)
+        first = chunk_sums(*given, flags[1], moments=which.sigma, buckets=which.top_p)
     if which.top_p:
         _find_cut(given, flags[2], cuts, first, typical=False)
     if which.typical:
-        later = chunk_sums(*given, flags[3], cuts)
+        later = chunk_sums(*given, flags[3], cuts, spread=True)
         launch(
             jit_filters.typical_histogram,
             (rows, chunks, 1),
@@ -77,10 +113,12 @@ def chunk_sums(
     wanted: torch.Tensor,
     cuts: torch.Tensor | None = None,
     *,
-    top_p: bool = False,
+    spread: bool = False,
+    moments: bool = False,
+    buckets: bool = False,
 ) -> Sums:
-    """Sums over the live ids of the wanted rows; with `cuts` over the ids after top-p and min-p.
-    `top_p`: also the buckets of -d."""
+    """Masses, and what else is wanted, over the live ids of the wanted rows; with `cuts` over the
+    ids after top-p and min-p. `buckets`: of -d."""
     rows, vocab = x.shape
     chunks = triton.cdiv(vocab, CHUNK)
     sums = _empty_sums(rows, chunks, x.device)
@@ -88,7 +126,7 @@ def chunk_sums(
         jit_filters.chunk_sums,
         (rows, chunks, 1),
         (x, row_max, shapes, wanted, shapes if cuts is None else cuts, *sums, vocab, chunks),
-        (CHUNK, cuts is not None, top_p),
+        (CHUNK, cuts is not None, spread, moments, buckets),
     )
     return sums
 
@@ -136,6 +174,5 @@ def _find_cut(
         jit_filters.find_cut,
         (rows, 1, 1),
         (wanted, mass, spread, bucket, missing, used, ids, values, cuts, chunks),
-        (block, LIST, 16, typical),
-        warps=8,
+        (block, LIST, typical),
     )

@@ -10,7 +10,8 @@ jit_filters.py have these ways to get them:
   are computed again in float64. An argmax involves no arithmetic and is always proven.
 - A draw through top-k collects the best ids in a list and computes all filters, masses and noise of
   the list exactly, in float64. If the list does not hold the best k ids, the host samples.
-- Filters without top-k remove ids (device_filters.py), then the draw is one from all ids.
+- With filters but without top-k, the token drawn from all ids counts if the filters keep it;
+  otherwise they remove ids (device_filters.py), and a second draw follows.
 - Logit bias, grammar masks, bans and penalties are applied before, in float64, to a copy of the
   logits.
 
@@ -162,10 +163,9 @@ class GpuSampler:
         if x is not logits:  # a logit that is not finite is an error, even if a mask removes it
             row_max = torch.where(logits.amax(1).isfinite(), row_max, torch.nan)
         if table.from_all:
-            kept, kept_max = x, row_max
+            out = self._draw_from_all(x, row_max, row_params, shapes, table.noise)
             if table.filtered is not None:
-                kept, kept_max = self._remove_filtered(x, row_max, shapes, table.filtered)
-            out = self._draw_from_all(kept, kept_max, row_params, shapes, table.noise)
+                out = self._draw_filtered(x, row_max, row_params, shapes, table.filtered, out)
         else:
             out = torch.full((len(positions),), -1, dtype=torch.int32, device=self.device)
         if any(table.list_k):
@@ -279,13 +279,6 @@ class GpuSampler:
             mask = words if mask is None else words & mask
         return mask
 
-    def _remove_filtered(
-        self, x: torch.Tensor, row_max: torch.Tensor, shapes: torch.Tensor, which: FilterRows
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._flags[0] is not which:
-            self._flags = (which, send(which.flags, self.device))
-        return device_filters.remove_filtered(x, row_max, shapes, which, self._flags[1])
-
     # ---- draws
 
     def _draw_from_all(
@@ -324,6 +317,24 @@ class GpuSampler:
             )
         return out
 
+    def _draw_filtered(
+        self,
+        x: torch.Tensor,
+        row_max: torch.Tensor,
+        row_params: torch.Tensor,
+        shapes: torch.Tensor,
+        which: FilterRows,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """`tokens`, drawn from all ids, with another draw for the rows whose filters remove it."""
+        if self._flags[0] is not which:
+            self._flags = (which, send(which.flags, self.device))
+        given = (x, row_max, shapes, which)
+        flags = device_filters.rows_to_filter(*given, self._flags[1], tokens)
+        kept, kept_max = device_filters.remove_filtered(*given, flags)
+        again = self._draw_from_all(kept, kept_max, row_params, shapes, True)
+        return torch.where(flags[0, : len(tokens)] > 0, again, tokens)
+
     def _draw_from_list(
         self,
         x: torch.Tensor,
@@ -337,7 +348,9 @@ class GpuSampler:
         chunks = triton.cdiv(self.vocab, CHUNK)
         moments = shapes  # an unused pointer without top_n_sigma
         if table.sigma:
-            moments = device_filters.chunk_sums(x, row_max, shapes, best.list_k).moments
+            moments = device_filters.chunk_sums(
+                x, row_max, shapes, best.list_k, moments=True
+            ).moments
         launch(
             jit_list.draw_from_list,
             (len(x), 1, 1),

@@ -42,30 +42,36 @@ def mass_needed(share, total):
 
 
 @triton.jit
-def keep_typical(kept, id, d, share):
-    """The ids of `kept` that typical_p keeps.
+def end_of_prefix(key, id, mass, need):
+    """The last (key, id) of the shortest prefix with a mass of at least `need`, by key, then id.
+    All keys are >= 0.
 
-    The last id of the prefix by (distance from the entropy, id) is found by bisection, first of the
-    distance's bits, then of the ids with that distance."""
-    mass = tl.where(kept, mass_of(d), 0)
-    total, spread = tl.sum(mass, 0), tl.sum(tl.where(kept, spread_of(d), 0), 0)
-    need = mass_needed(share, total)
-    distance = tl.abs(-d - spread.to(tl.float64) / total.to(tl.float64))
-    bits = distance.to(tl.int64, bitcast=True)  # ordered like the distances, which are >= 0
-    low = tl.full((), -1, tl.int64)
-    high = tl.full((), 0x7FF0000000000000, tl.int64)  # inf
-    for _ in range(63):  # the ids up to `high` have the mass, those up to `low` do not
+    Found by bisection, first of the key's bits, then of the ids with that key."""
+    bits = tl.abs(key).to(tl.int64, bitcast=True)  # ordered like the keys; -0.0 becomes 0.0
+    low = tl.min(tl.where(mass > 0, bits, 0x7FF0000000000000), 0) - 1
+    high = tl.max(tl.where(mass > 0, bits, -1), 0)
+    while high - low > 1:  # the ids up to `high` have the mass, those up to `low` do not
         middle = low + ((high - low) >> 1)
         enough = tl.sum(tl.where(bits <= middle, mass, 0), 0) >= need
         low, high = tl.where(enough, low, middle), tl.where(enough, middle, high)
     need -= tl.sum(tl.where(bits < high, mass, 0), 0)
     first = tl.full((), -1, tl.int32)
-    last = tl.full((), 0x1FFFFF, tl.int32)  # above every id
-    for _ in range(22):
+    last = tl.max(tl.where((bits == high) & (mass > 0), id, -1), 0)
+    while last - first > 1:
         middle = first + ((last - first) >> 1)
         enough = tl.sum(tl.where((bits == high) & (id <= middle), mass, 0), 0) >= need
         first, last = tl.where(enough, first, middle), tl.where(enough, middle, last)
-    return kept & ((bits < high) | ((bits == high) & (id <= last)))
+    return high.to(tl.float64, bitcast=True), last
+
+
+@triton.jit
+def keep_typical(kept, id, d, share):
+    """The ids of `kept` that typical_p keeps."""
+    mass = tl.where(kept, mass_of(d), 0)
+    total, spread = tl.sum(mass, 0), tl.sum(tl.where(kept, spread_of(d), 0), 0)
+    distance = tl.abs(-d - spread.to(tl.float64) / total.to(tl.float64))
+    last, last_id = end_of_prefix(distance, id, mass, mass_needed(share, total))
+    return kept & ((distance < last) | ((distance == last) & (id <= last_id)))
 
 
 @triton.jit

@@ -27,46 +27,49 @@ def chunk_top2(
     NOISE: tl.constexpr, BR: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One chunk of BV ids of BR rows: the best key, the lowest id with that key, and the best key
-    of all other ids.
+    of all other ids. A row whose maximum is NaN is not drawn.
 
     A key is the logit, or (logit - row_max) * scale + noise if the row has a temperature.
     `row_params` is [5, rows] int32: the two halves of the noise key, the position, scale and slack
     (float32 bits; a slack below 0 means argmax). Triton's launcher owns the name `params`."""
     row, chunk = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
     used = row < ROWS
-    id = (chunk * BV + tl.arange(0, BV))[None, :]
-    key = tl.load(
-        logits + row.to(tl.int64)[:, None] * VOCAB + id,
-        mask=used[:, None] & (id < VOCAB),
-        other=float("-inf"),
-    )
-    raw = key.to(tl.float32)
-    if NOISE:
-        k0 = tl.load(row_params + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
-        k1 = tl.load(row_params + ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[
-            :, None
-        ]
-        position = tl.load(row_params + 2 * ROWS + row, mask=used, other=0).to(
-            tl.uint32, bitcast=True
-        )[:, None]
-        scale = tl.load(row_params + 3 * ROWS + row, mask=used, other=0).to(
-            tl.float32, bitcast=True
-        )[:, None]
-        slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(
-            tl.float32, bitcast=True
-        )[:, None]
-        top = tl.load(row_max + row, mask=used, other=0.0)[:, None]
-        noise = gumbel_noise(chunk * (BV // 2), position, k0, k1, BV)
-        # float64 logits are subtracted before they are rounded
-        key = tl.where(slack < 0.0, raw, (key - top).to(tl.float32) * scale + noise)
-    else:
-        key = raw
-    best = tl.max(key, 1)
-    first = tl.min(tl.where(key == best[:, None], id, VOCAB), 1)
-    at = row * CHUNKS + chunk
-    tl.store(bests + at, best, mask=used)
-    tl.store(ids + at, first, mask=used)
-    tl.store(seconds + at, tl.max(tl.where(id == first[:, None], float("-inf"), key), 1), mask=used)
+    top = tl.load(row_max + row, mask=used, other=float("nan"))
+    if tl.max((top == top).to(tl.int32), 0) == 1:
+        id = (chunk * BV + tl.arange(0, BV))[None, :]
+        key = tl.load(
+            logits + row.to(tl.int64)[:, None] * VOCAB + id,
+            mask=used[:, None] & (id < VOCAB),
+            other=float("-inf"),
+        )
+        raw = key.to(tl.float32)
+        if NOISE:
+            k0 = tl.load(row_params + row, mask=used, other=0).to(tl.uint32, bitcast=True)[:, None]
+            k1 = tl.load(row_params + ROWS + row, mask=used, other=0).to(tl.uint32, bitcast=True)[
+                :, None
+            ]
+            position = tl.load(row_params + 2 * ROWS + row, mask=used, other=0).to(
+                tl.uint32, bitcast=True
+            )[:, None]
+            scale = tl.load(row_params + 3 * ROWS + row, mask=used, other=0).to(
+                tl.float32, bitcast=True
+            )[:, None]
+            slack = tl.load(row_params + 4 * ROWS + row, mask=used, other=0).to(
+                tl.float32, bitcast=True
+            )[:, None]
+            noise = gumbel_noise(chunk * (BV // 2), position, k0, k1, BV)
+            # float64 logits are subtracted before they are rounded
+            key = tl.where(slack < 0.0, raw, (key - top[:, None]).to(tl.float32) * scale + noise)
+        else:
+            key = raw
+        best = tl.max(key, 1)
+        first = tl.min(tl.where(key == best[:, None], id, VOCAB), 1)
+        at = row * CHUNKS + chunk
+        tl.store(bests + at, best, mask=used)
+        tl.store(ids + at, first, mask=used)
+        tl.store(
+            seconds + at, tl.max(tl.where(id == first[:, None], float("-inf"), key), 1), mask=used
+        )
 
 
 @triton.jit(do_not_specialize=["ROWS"])

@@ -165,7 +165,8 @@ def filter_rows(plans: Sequence[RowPlan]) -> FilterRows | None:
     for row, plan in enumerate(plans):
         if plan.open:
             top_p, typical = plan.top_p < 1.0, plan.typical_p < 1.0
-            flags[:, row] = 1, top_p or plan.top_n_sigma > 0.0, top_p, typical
+            sums = top_p or typical or plan.top_n_sigma > 0.0
+            flags[:, row] = 1, sums, top_p, typical
             sigma = sigma or plan.top_n_sigma > 0.0
     if not flags[0].any():
         return None
