@@ -67,7 +67,7 @@ test-gpu:
 	@$(PYTHON) -m pip install -qq --disable-pip-version-check --no-index --no-deps \
 		--no-build-isolation --upgrade --target build/gpu -C build-dir=build/gpu-cmake .
 	PYTHONPATH=$(CURDIR)/build/gpu:$$PYTHONPATH VERBATIM_TEST_GPU=1 \
-		$(PYTHON) -m pytest -c tests/gpu.ini --rootdir . -m "not soak" $(GPU_TESTS)
+		$(PYTHON) tests/gpu_run.py -c tests/gpu.ini --rootdir . -m "not soak" $(GPU_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check $(CHECKED)

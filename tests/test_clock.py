@@ -48,6 +48,7 @@ ALLOWED = {
     "longer on every machine",
     ("grammar/test_compile_pool.py", "victim.wait"): "a kill at a random moment; the assertions "
     "hold for every moment",
+    ("gpu_run.py", "time.monotonic"): "not a test: `make test-gpu` prints its duration",
     ("mutants.py", "subprocess.run"): "not a test: `make mutants` counts a hang as found",
     ("server/test_server_robust.py", "self._over.wait"): "between two polls of the server",
     ("server/test_server_schema.py", "subprocess.run"): "the callers pass 600 s",
