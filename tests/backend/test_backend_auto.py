@@ -177,7 +177,6 @@ def test_the_note_gives_the_reason_why_a_gpu_is_not_used(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_type": "q8"}, "it does not support kv_type 'q8'"),
         ({"speculate": "head"}, "it runs no draft heads, and speculate is 'head'"),
         ({"speculate": "head:x"}, "it runs no draft heads, and speculate is 'head:x'"),
     ],
