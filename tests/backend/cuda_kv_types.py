@@ -1,8 +1,8 @@
 """Tests of the KV cache types of the cuda backend, on a GPU or under Triton's interpreter, as those
 of cuda_kernels.py.
 
-The oracle of attention over 8 bits is attention over a float16 cache that holds the same numbers:
-equal to the bit, in every tile. It shows that a product adds in the same order whatever the type.
+The oracle of attention over 8 bits is attention over a float16 cache that holds the values of the
+codes: equal to the bit, in every tile. So a product adds in the same order whatever the type.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_every_code_is_widened_exactly(device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     out = torch.zeros(256, dtype=torch.float16, device=device)
     widen_codes[(1,)](codes.view(torch.int8), out, "q8")
-    assert (out.cpu() == codes.view(torch.int8).cpu().half()).all()
+    assert (out.cpu() == codes.view(torch.int8).cpu().half() / 128).all()
     finite = ~np.isnan(E4M3_VALUES)
     for kind in ("fp8_bits", "fp8") if has_e4m3(device) else ("fp8_bits",):
         widen_codes[(1,)](codes, out.zero_(), kind)
@@ -85,25 +85,21 @@ def test_every_code_is_widened_exactly(device: torch.device) -> None:
 def random_cache(
     kv_type: str, shape: tuple[int, int, int, int], device: torch.device
 ) -> tuple[KvLayer, KvLayer]:
-    """A cache of 8 bits and the float16 cache with the same numbers. The scales of q8 are powers of
-    two, with which its scaled scores and weights are exact: 2^-7 for values, whose weights then
-    have factor 1."""
+    """A cache of 8 bits, and the float16 cache with the values of its codes."""
     r = np.random.default_rng(3)
+    exact = [r.normal(size=shape).astype(np.float32) for _ in range(2)]
     if kv_type == "fp8":
-        exact = [r.normal(size=shape).astype(np.float32) for _ in range(2)]
-        codes = [e4m3_codes(x) for x in exact]
-        small = [torch.tensor(c, device=device) for c in codes]
-        wide = [torch.tensor(E4M3_VALUES[c], device=device).half() for c in codes]
-        return KvLayer(*small), KvLayer(*wide)
-    codes = [r.integers(-127, 128, shape).astype(np.int8) for _ in range(2)]
-    powers = [r.integers(-8, -4, shape[:3]), np.full(shape[:3], -7)]
-    scales = [(2.0**p).astype(np.float32) for p in powers]
-    wide = [
-        torch.tensor(c * s[..., None], device=device).half()
-        for c, s in zip(codes, scales, strict=True)
-    ]
-    small = [torch.tensor(x, device=device) for x in (*codes, *scales)]
-    return KvLayer(*small), KvLayer(*wide)
+        parts = [e4m3_codes(x) for x in exact]
+        wide = [E4M3_VALUES[codes].astype(np.float16) for codes in parts]
+    else:
+        codes, scales = zip(*(q8_codes(x) for x in exact), strict=True)
+        parts = [*codes, *scales]
+        wide = [
+            (c / np.float16(128)).astype(np.float16) * (s * 128).astype(np.float16)[..., None]
+            for c, s in zip(codes, scales, strict=True)
+        ]
+    eight, sixteen = ([torch.tensor(x, device=device) for x in xs] for xs in (parts, wide))
+    return KvLayer(*eight), KvLayer(*sixteen)
 
 
 def attend(

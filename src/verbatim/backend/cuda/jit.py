@@ -14,7 +14,7 @@ launched without fused multiply-add, because the compiler decides where to fuse.
 import triton
 import triton.language as tl
 
-from verbatim.backend.cuda.jit_kv import load_scales, store_heads, widen
+from verbatim.backend.cuda.jit_kv import dequantise, store_heads
 from verbatim.backend.cuda.jit_matmul import activate, wait_for_inputs
 
 
@@ -201,9 +201,8 @@ def attend_span(
         held = held & (block >= 0)[:, None]
     k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0)
     v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0)
-    score = tl.dot(query, tl.trans(widen(k, KV)))
-    if KV == "q8":
-        score = score * load_scales(key_scales, vector, block, MASK)[None, :]
+    # converted right before use: keys and values then share one buffer in shared memory
+    score = tl.dot(query, tl.trans(dequantise(k, key_scales, vector, block, KV, MASK)))
     if CAP:
         score = cap - 2.0 * cap / (tl.exp(2.0 * (score * scale) / cap) + 1.0)
     if MASK:
@@ -213,20 +212,12 @@ def attend_span(
         score = tl.where(seen, score, float("-inf"))
     peak = tl.max(score, 1)
     base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf: the line sees no position
-    exact = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None]))
-    weight = exact.to(tl.float16)
+    weight = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None])).to(tl.float16)
     # The mass is a product with ones: unlike tl.sum, a tensor core adds in an order that does not
     # depend on the number of lines. All columns are equal.
     ones = tl.full((SPAN, 16), 1.0, tl.float16)
     mass = tl.max(tl.dot(weight, ones), 1)
-    if KV == "q8":
-        # 128 times the scale is about the largest value; the scale alone is 1/127 of it, which has
-        # fewer bits in float16 when the values are small
-        scales = load_scales(value_scales, vector, block, MASK) * 128.0
-        weight = (exact * scales[None, :]).to(tl.float16)
-        total = tl.dot(weight, widen(v, KV)) * 0.0078125
-    else:
-        total = tl.dot(weight, widen(v, KV))
+    total = tl.dot(weight, dequantise(v, value_scales, vector, block, KV, MASK))
     return peak, mass, total
 
 

@@ -17,15 +17,15 @@ import triton.language as tl
 from verbatim.backend.cuda.launch import INTERPRETED
 
 ASM: tl.constexpr = tl.constexpr(not INTERPRETED)  # the interpreter has no inline assembly
-# Four signed bytes -> four float16 values. 0x6400 is 1024 in float16, whose last bits count in
-# ones; 0x6480 is 1152.
+# Four signed bytes -> four float16 values, the bytes / 128. 0x4800 is 8 in float16, whose last bits
+# count in 128ths; 0x4880 is 9.
 Q8_ASM: tl.constexpr = tl.constexpr("""
 {
 .reg .b32 t, h;
 xor.b32 t, $2, 0x80808080;
-prmt.b32 $0, t, 0x64646464, 0x4140;
-prmt.b32 $1, t, 0x64646464, 0x4342;
-mov.b32 h, 0x64806480;
+prmt.b32 $0, t, 0x48484848, 0x4140;
+prmt.b32 $1, t, 0x48484848, 0x4342;
+mov.b32 h, 0x48804880;
 sub.f16x2 $0, $0, h;
 sub.f16x2 $1, $1, h;
 }
@@ -99,18 +99,8 @@ def store_heads(x, to, scales, at, d, DIM, inside, used, KV: tl.constexpr):
 
 
 @triton.jit
-def load_scales(scales, vector, block, MASK: tl.constexpr):
-    """The scales of some vectors of the cache; with MASK 0 where the block is released (-1)."""
-    if MASK:
-        found = tl.load(scales + vector, mask=block >= 0, other=0.0)
-    else:
-        found = tl.load(scales + vector)
-    return found
-
-
-@triton.jit
 def widen(codes, KV: tl.constexpr):
-    """Codes as float16, which holds each of them exactly. The caller applies the scales of q8."""
+    """Codes as float16, exactly; those of q8 divided by 128."""
     if KV == "f16":
         halves = codes
     elif ASM:
@@ -120,9 +110,26 @@ def widen(codes, KV: tl.constexpr):
             code, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4
         )
     elif KV == "q8":
-        halves = codes.to(tl.float16)
+        halves = codes.to(tl.float16) * 0.0078125
     else:
         wide = codes.to(tl.int16)
         bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         halves = bits.to(tl.float16, bitcast=True) * 256.0
     return halves.to(tl.float16)
+
+
+@triton.jit
+def dequantise(codes, scales, vector, block, KV: tl.constexpr, MASK: tl.constexpr):
+    """The codes [positions, BLOCK] of some vectors of the cache as float16 values. MASK: a vector
+    whose block is released (-1) has no scale; its codes are 0.
+
+    q8: (code / 128) * (scale * 128), both float16: a scale is 1/127 of the largest value, and 128
+    times it keeps all bits where the value does."""
+    values = widen(codes, KV)
+    if KV == "q8":
+        if MASK:
+            scale = tl.load(scales + vector, mask=block >= 0, other=0.0)
+        else:
+            scale = tl.load(scales + vector)
+        values = values * (scale * 128.0).to(tl.float16)[:, None]
+    return values
