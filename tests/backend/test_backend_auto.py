@@ -76,6 +76,7 @@ def refuses(reason: str) -> Any:
 def test_auto_opens_cuda_if_the_gpu_works(fake_gpu: FakeGpu) -> None:
     assert opened().info.name == "cuda"
     assert opened(backend="auto").info.name == "cuda"
+    assert opened(kv_type="q8").info.name == "cuda"
     assert opened(backend="reference").info.name == "reference"
 
 
