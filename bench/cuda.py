@@ -1,6 +1,6 @@
 """CUDA backend on shapes of real models with random weights: batch invariance and throughput.
 
-    python bench/cuda.py [--shape qwen3-0.6b] [--skip-crowd] [--samplers]
+    python bench/cuda.py [--shape qwen3-0.6b] [--kv-type fp8] [--skip-crowd] [--samplers]
 
 Needs a GPU, PyTorch and Triton; no model file. The crowd is nano-vllm's benchmark: 256 concurrent
 requests, prompts and outputs of 100 to 1,024 random tokens, temperature 0.6. The last line is JSON.
@@ -24,7 +24,7 @@ from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.device_weights import unpack_blocks
 from verbatim.backend.cuda.warm_up import compile_kernels
 from verbatim.backend.gpu_layout import BLOCK_FORMATS, BlockMode, packing
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.families import spec_from_config
 from verbatim.model.layout import layout
@@ -253,6 +253,34 @@ def prefill_rate(llm: LLM, vocab: int) -> float:
     return 2000 / statistics.median(times[2:])
 
 
+def crowd_rate(llm: LLM, vocab: int, temperature: float = 0.6) -> dict[str, float]:
+    """Seconds and tokens per second of the crowd."""
+    prompts, lengths = crowd(vocab)
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=i, max_tokens=n, ignore_eos=True, speculate="off"
+        )
+        for i, n in enumerate(lengths)
+    ]
+    # Warm-up: compile the kernels and capture the graphs of all sizes that occur while the crowd
+    # shrinks. Other prompts, to avoid prefix hits.
+    others, _ = crowd(vocab, seed=1)
+    llm.generate(others, params)
+    sampler = llm.core.backend.gpu_sampler
+    sampler.rows = sampler.undecided = 0
+    began = time.perf_counter()
+    answers = llm.generate(prompts, params)
+    took = time.perf_counter() - began
+    return {
+        "crowd_s": took,
+        # must be 0: a prefix hit would make the run faster than nano-vllm's benchmark
+        "crowd_cached": sum(answer.usage.cached_tokens for answer in answers),
+        "crowd_tokens_s": sum(lengths) / took,
+        # share of the device's draws that the host had to repeat
+        "crowd_unsure": sampler.undecided / sampler.rows,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -260,16 +288,19 @@ def main() -> None:
     parser.add_argument("--samplers", action="store_true", help="the crowd with each sampler")
     parser.add_argument("--type", choices=("q4_0", "q8_0"), help="random weights of this type")
     parser.add_argument("--blocks", choices=("both", "only"), default="both")
+    parser.add_argument("--kv-type", choices=CHOICES["kv_type"], default="f16")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
     parser.add_argument("--step-tokens", type=int, default=4096)
     args = parser.parse_args()
     began = time.perf_counter()
-    sizes = {"max_running": 256, "step_tokens": args.step_tokens}
-    llm = open_shape(args.shape, args.type, args.blocks, **sizes)
+    options = {"max_running": 256, "step_tokens": args.step_tokens, "kv_type": args.kv_type}
+    llm = open_shape(args.shape, args.type, args.blocks, **options)
     out: dict[str, Any] = {
         "shape": args.shape,
         "info": llm.core.backend.info.detail,
         "type": args.type or "bf16",
+        "kv_type": args.kv_type,
+        "kv_token_bytes": llm.core.backend.info.kv_token_bytes,
         "opened_s": time.perf_counter() - began,
     }
     vocab = llm.core.backend.spec.vocab
@@ -282,31 +313,7 @@ def main() -> None:
     if args.samplers:
         out["samplers"] = sampler_rates(llm, vocab)
     if not args.skip_crowd:
-        prompts, lengths = crowd(vocab)
-        params = [
-            SamplingParams(
-                temperature=args.temperature,
-                seed=i,
-                max_tokens=n,
-                ignore_eos=True,
-                speculate="off",
-            )
-            for i, n in enumerate(lengths)
-        ]
-        # Warm-up: compile the kernels and capture the graphs of all sizes that occur while the
-        # crowd shrinks. Other prompts, to avoid prefix hits.
-        others, _ = crowd(vocab, seed=1)
-        llm.generate(others, params)
-        sampler = llm.core.backend.gpu_sampler
-        sampler.rows = sampler.undecided = 0
-        began = time.perf_counter()
-        answers = llm.generate(prompts, params)
-        out["crowd_s"] = time.perf_counter() - began
-        # Must be 0: a prefix hit would make the run faster than nano-vllm's benchmark.
-        out["crowd_cached"] = sum(answer.usage.cached_tokens for answer in answers)
-        out["crowd_tokens_s"] = sum(lengths) / out["crowd_s"]
-        # Share of the device's draws that the host had to repeat.
-        out["crowd_unsure"] = sampler.undecided / sampler.rows
+        out |= crowd_rate(llm, vocab, args.temperature)
     print(json.dumps(out))
 
 

@@ -27,6 +27,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.backend.cuda.pending_tokens import PendingTokens
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
 from verbatim.backend.cuda.step_inputs import PaddedInputs
+from verbatim.base.config import CHOICES
 
 KERNELS = {  # a part of a kernel's name -> its row in the table
     "matmul": "products",
@@ -186,9 +187,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--kv-type", choices=CHOICES["kv_type"], default="f16")
     parser.add_argument("--cprofile", action="store_true", help="and a fourth run under cProfile")
     args = parser.parse_args()
-    llm = open_shape(args.shape, max_running=256, step_tokens=4096)
+    llm = open_shape(args.shape, max_running=256, step_tokens=4096, kv_type=args.kv_type)
     vocab = llm.core.backend.spec.vocab
 
     def run(seed: int) -> None:

@@ -76,6 +76,7 @@ def refuses(reason: str) -> Any:
 def test_auto_opens_cuda_if_the_gpu_works(fake_gpu: FakeGpu) -> None:
     assert opened().info.name == "cuda"
     assert opened(backend="auto").info.name == "cuda"
+    assert opened(kv_type="q8").info.name == "cuda"
     assert opened(backend="reference").info.name == "reference"
 
 
@@ -177,7 +178,6 @@ def test_the_note_gives_the_reason_why_a_gpu_is_not_used(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"kv_type": "q8"}, "it does not support kv_type 'q8'"),
         ({"speculate": "head"}, "it runs no draft heads, and speculate is 'head'"),
         ({"speculate": "head:x"}, "it runs no draft heads, and speculate is 'head:x'"),
     ],

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from plans import MARKS, NAMES, Blocks, Open, ScoredSeq, run, run_alone, same_bits
 
+from verbatim.base.config import CHOICES
 from verbatim.base.errors import BackendError, ModelError
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.testing_models import (
@@ -71,6 +72,27 @@ def test_a_sequence_has_the_same_bits_alone_in_chunks_and_in_a_batch(
         if subject.finished:
             break
     assert same_bits(expected, subject)
+
+
+@pytest.mark.parametrize("kv_type", CHOICES["kv_type"])
+def test_heads_of_128_have_the_same_bits_as_prompt_and_in_single_steps(
+    kv_type: str, open_tiny: Open
+) -> None:
+    """300 positions are three spans of attention. On a GPU the rows of a prompt are in large tiles
+    and those of single steps in small ones, which multiply by other instructions."""
+    backend = open_tiny(tiny_model("qwen3", head_dim=128), kv_type=kv_type)
+    tokens = tokens_of(7, 300)
+    expected = run_alone(backend, tokens)
+    blocks = Blocks(backend.spec, backend.block_size, 4)
+    seq, other = blocks.allocate(0, tokens), blocks.allocate(1, tokens[::-1])
+    run(backend, [other, seq], [90, 7])
+    for _ in range(12):
+        run(backend, [seq, other], [1, 1])
+    for count in (2, 101, 1, 40, 3, 99):
+        run(backend, [other, seq], [1, count])
+    while not seq.finished:
+        run(backend, [seq], [5])
+    assert same_bits(expected, seq)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

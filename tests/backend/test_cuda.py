@@ -1,4 +1,5 @@
-"""Run cuda_kernels.py in a process in which Triton interprets its kernels, on any machine."""
+"""Run cuda_kernels.py and cuda_kv_types.py in a process in which Triton interprets their kernels,
+on any machine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def test_the_kernels_pass_their_tests_under_the_interpreter(
 ) -> None:
     pytest.importorskip("triton")
     ini = ["-c", str(request.config.inipath), "--rootdir", str(request.config.rootpath)]
-    command = [sys.executable, "-m", "pytest", *ini, "-x", "-rs", str(HERE / "cuda_kernels.py")]
+    files = [str(HERE / name) for name in ("cuda_kernels.py", "cuda_kv_types.py")]
+    command = [sys.executable, "-m", "pytest", *ini, "-x", "-rs", *files]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True)
     if done.returncode == 5 and "the interpreter of Triton" in done.stdout:

@@ -1,10 +1,12 @@
-"""The kernels of the GPU sampler compile for a GPU that is not there.
+"""Kernels of the cuda backend compile for a GPU that is not there.
 
-Triton's interpreter shows what a kernel computes, but not that the compiler accepts it.
+Triton's interpreter shows what a kernel computes, but not that the compiler accepts it, nor in
+which order tensor cores add.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -81,3 +83,107 @@ def test_the_kernels_of_the_sampler_compile(
     specs = [DrawSpec(params, i, 1, (1, 2, 3)) for i in range(2)]
     sampler.launch(torch.zeros((2, VOCAB)), specs, [5, 5], [0, 1])
     assert len({key[0] for key in compiled}) >= 5
+
+
+# head sizes and lines of attention's query tiles, GPU architecture; the quick ones take 3 s each
+SIZES = ((64, 16), (64, 64), (64, 128), (128, 16), (128, 64), (128, 128), (256, 16), (256, 128))
+TILES = [(*size, gpu) for size in (*SIZES, (512, 16), (512, 32)) for gpu in (90, 80)]
+QUICK_TILES = ((128, 16, 90), (128, 128, 90))
+
+
+class Lowered(Exception):
+    """Ends a compilation; its argument is Triton's GPU dialect (TTGIR) of the kernel."""
+
+
+def dots(ttgir: str) -> list[str]:
+    """The products of a kernel: types and layouts of operands and result."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
+    # a buffer that is filled ahead is mutable; the order of its values is the same
+    found = re.findall(r"(?:tt\.dot|ttng\.warp_group_dot) .* : (.*?)(?: loc\(.*)?$", ttgir, re.M)
+    plain = [re.sub(r", mutable(, [0-9x]+)?", "", types) for types in found]
+    return [
+        re.sub(r"#\w+(?![\w.])", lambda name: layouts.get(name[0], name[0]), types)
+        for types in plain
+    ]
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(
+    ("dim", "lines", "capability"),
+    [pytest.param(*tile, marks=() if tile in QUICK_TILES else pytest.mark.soak) for tile in TILES],
+)
+def test_attention_over_8_bits_has_the_products_of_float16(
+    dim: int, lines: int, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which a tensor core adds follows from the layouts of its operands. For operands
+    that are converted from 8 bits, Triton permutes them in small tiles (kWidth 4) and not in large
+    ones (jit_kv.py): then a text depends on the batch. Compiles down to the layouts only."""
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler import ASTSource
+
+    from verbatim.backend.cuda import kernels, kv_cache, launch
+
+    if launch.INTERPRETED:
+        pytest.skip("the kernels of this process are interpreted")
+    types = {
+        torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
+        torch.int32: "*i32",
+    }  # fmt: skip
+    lowered: list[str] = []
+
+    def stop(backend: Any, module: Any, *_: Any) -> None:
+        raise Lowered(str(module))
+
+    def compile_only(kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
+        constants = (*constants, False)
+        names, given = kernel.arg_names, len(args)
+        given_args = list(zip(names[:given], args, strict=True))
+        signature = {
+            name: types[arg.dtype] if isinstance(arg, torch.Tensor)
+            else "i32" if isinstance(arg, int) else "fp32"
+            for name, arg in given_args
+        }  # fmt: skip
+        signature |= dict.fromkeys(names[given:], "constexpr")
+        aligned = [isinstance(a, torch.Tensor) or name == "DIM" for name, a in given_args]
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(given + i,): value for i, value in enumerate(constants)},
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(given) if aligned[i]},
+        )
+        chosen = {"num_warps": options["warps"], "num_stages": options["stages"]}
+        chosen |= {"enable_fp_fusion": False}
+        try:
+            code = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
+            lowered.append(code.asm["ttgir"])  # from Triton's cache
+        except Lowered as found:
+            lowered.append(found.args[0])
+
+    monkeypatch.setattr(CUDABackend, "make_llir", stop)
+    monkeypatch.setattr(kernels, "launch", compile_only)
+    monkeypatch.setattr(kv_cache, "has_e4m3", lambda _: capability >= 89)
+    monkeypatch.setattr(kernels, "is_large", lambda _: capability >= 90)
+    number = torch.zeros(1, dtype=torch.int32)
+    tiles = kernels.QueryTiles(number[None], number, number, number, lines, lines // 2)
+    q = torch.zeros((1, 4 * dim), dtype=torch.float16)
+    found = {}
+    for kv_type, dtype in kv_cache.DTYPES.items():
+        codes = torch.zeros((1, 2, 16, dim), dtype=dtype)
+        scales = [torch.zeros((1, 2, 16))] * (2 if kv_type == "q8" else 0)
+        kv = kv_cache.KvLayer(codes, codes, *scales)
+        for buffer in (1, 1 << 30):  # one program merges the spans, or the last of several
+            monkeypatch.setattr(kernels, "ATTENTION_BUFFER", buffer)
+            kernels.attend(q, kv, [tiles], 4, 0.1, 0.0, None, torch.float16)
+        found[kv_type] = [dots(ir) for ir in lowered]
+        lowered.clear()
+    assert [len(products) for products in found["f16"]] == [6, 3]
+    large = capability >= 90 and lines >= 64
+    assert all(("versionMajor = 3" in one) == large for one in found["f16"][0])
+    assert all("kWidth = 2" in one or large for one in found["f16"][0])
+    assert found["q8"] == found["f16"]
+    assert found["fp8"] == found["f16"]

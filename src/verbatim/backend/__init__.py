@@ -51,8 +51,6 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
 
 def _auto_cuda(model: Model, config: EngineConfig) -> Backend:
     """Open the cuda backend, or raise a BackendError with the reason why auto cannot use it."""
-    if config.kv_type != "f16":
-        raise BackendError(f"it does not support kv_type {config.kv_type!r}")
     if config.speculate.partition(":")[0] == "head":
         raise BackendError(f"it runs no draft heads, and speculate is {config.speculate!r}")
     reason = gpu.missing()

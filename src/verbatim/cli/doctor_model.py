@@ -69,8 +69,7 @@ def _short_context(flags: dict[str, Any], files: ModelFiles, tokens: int) -> dic
 
 
 def _kv_types(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[Finding]:
-    """The cost of each 8-bit KV cache against f16. The model is opened once per type. None on
-    cuda, which has f16 only."""
+    """The cost of each 8-bit KV cache against f16. The model is opened once per type."""
     from verbatim.base.config import CHOICES
     from verbatim.cli.open_model import open_llm
     from verbatim.diagnose.kv_cost import TEXT_TOKENS, cost_findings, kv_cost, score_text
@@ -84,13 +83,9 @@ def _kv_types(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[F
         progress(f"KV cache in {kv_type}")
         # quiet: the live checks have shown the warnings of loading
         with open_llm({**flags, "e_kv_type": kv_type}, quiet=True) as llm:
-            if llm.parts.backend.info.name == "cuda":
-                break
             scores[kv_type] = score_text(llm)
     progress.clear()
-    f16 = scores.pop("f16", None)
-    if f16 is None:
-        return []
+    f16 = scores.pop("f16")
     return cost_findings([kv_cost(f16, other) for other in scores.values()])
 
 

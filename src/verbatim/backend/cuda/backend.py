@@ -25,6 +25,7 @@ from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.device_weights import Weight, load
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
+from verbatim.backend.cuda.kv_cache import empty_kv, layer_bytes
 from verbatim.backend.cuda.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, rope_tables
 from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
@@ -39,7 +40,7 @@ from verbatim.backend.cuda.step_inputs import (
 )
 from verbatim.backend.cuda.step_launcher import CudaLauncher
 from verbatim.backend.gpu_layout import block_mode, is_matrix, weight_bytes
-from verbatim.backend.protocol import BackendInfo
+from verbatim.backend.protocol import BackendInfo, kv_numerics
 from verbatim.backend.step_rows import (
     Batch,
     HostRows,
@@ -49,7 +50,7 @@ from verbatim.backend.step_rows import (
     split_draws,
 )
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
-from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.errors import BackendError
 from verbatim.base.records import CacheGroup, Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.layout import is_expert, is_read_by_row
@@ -76,12 +77,6 @@ class CudaBackend:
         weights: dict[str, Weight] | None = None,
     ) -> None:
         config = config or EngineConfig(backend="cuda")
-        if config.kv_type != "f16":
-            raise ParameterError(
-                "kv_type",
-                f"the cuda backend has no KV cache of type {config.kv_type!r}; use f16, or"
-                " backend='cpu'",
-            )
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
         if weights is None:
@@ -114,14 +109,19 @@ class CudaBackend:
             for name, w in self._weights.items()
             if not is_read_by_row(name, tied=self.spec.tied)
         )
-        kv = self.spec.kv_token_values * 2
+        kv = sum(
+            len(g.layers) * layer_bytes(self.spec, g.layers[0], self.config.kv_type, 1)
+            for g in self.spec.groups
+            if g.kind == "attention"
+        )
         if self.device.type == "cuda":
             name = torch.cuda.get_device_name(self.device)
             major, minor = torch.cuda.get_device_capability(self.device)
             arch = f"sm{major}{minor}"
         else:
             name, arch = "Triton's interpreter", "interpreted"
-        numerics = f"{NUMERICS_VERSION}, {arch}, triton {triton.__version__}"
+        version = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
+        numerics = f"{version}, {arch}, triton {triton.__version__}"
         experts = sum(w.nbytes for key, w in self._weights.items() if is_expert(key))
         return BackendInfo("cuda", name, 1, numerics, read, kv, expert_bytes=experts)
 
@@ -136,7 +136,7 @@ class CudaBackend:
     def _layer_bytes(self, group: CacheGroup) -> int:
         """Bytes of one layer in a block of the group."""
         if group.kind == "attention":
-            return self.block_size * self.spec.kv_values(group.layers[0]) * 2
+            return layer_bytes(self.spec, group.layers[0], self.config.kv_type, self.block_size)
         return 4 * recurrent.block_floats(self.spec, group, self.block_size)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
@@ -154,13 +154,9 @@ class CudaBackend:
 
     def _group_cache(self, group: CacheGroup, blocks: int) -> tuple[torch.Tensor, ...]:
         if group.kind == "attention":
-            return self._cache(group, blocks), self._cache(group, blocks)
+            kv_type, size = self.config.kv_type, self.block_size
+            return empty_kv(self.spec, group, kv_type, blocks, size, self.device)
         return recurrent.empty_caches(self.spec, group, blocks, self.block_size, self.device)
-
-    def _cache(self, group: CacheGroup, blocks: int) -> torch.Tensor:
-        kv_heads, head_dim = self.spec.kv_shape(group.layers[0])
-        shape = (len(group.layers), blocks, kv_heads, self.block_size, head_dim)
-        return torch.zeros(shape, dtype=torch.float16, device=self.device)
 
     def read_block(self, group: int, block: int) -> bytes:
         parts = [cache[:, block] for cache in self._caches[group]]

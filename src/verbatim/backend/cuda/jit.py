@@ -14,6 +14,7 @@ launched without fused multiply-add, because the compiler decides where to fuse.
 import triton
 import triton.language as tl
 
+from verbatim.backend.cuda.jit_kv import dequantise, store_heads
 from verbatim.backend.cuda.jit_matmul import activate, wait_for_inputs
 
 
@@ -70,17 +71,19 @@ def head_scales(q_norm, k_norm, d, inside, is_query, offset):
 
 @triton.jit(do_not_specialize=["SIZE"])
 def qkv_rope_cache(
-    splits, bias, q_norm, k_norm, positions, cos, sin, slots, q, keys, values,
-    SIZE, HEADS, SHARED, DIM, HALF, eps, offset,
+    splits, bias, q_norm, k_norm, positions, cos, sin, slots, q,
+    keys, values, key_scales, value_scales, SIZE, HEADS, SHARED, DIM, HALF, eps, offset,
     SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
-    SLOTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    SLOTS: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, KV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """GROUP query, key or value heads of one row: reduce the splits, norm, rotate (RoPE); then
     write queries to q, keys and values to the KV cache. NORM is none, first or last (after the
     rotation). One warp reduces a head, so GROUP does not affect the bits.
 
     HEADS is the number of KV heads; SHARED query heads share each of them. The cache is
-    [blocks, HEADS, SLOTS, DIM]; a slot number is block * SLOTS + place in the block."""
+    [blocks, HEADS, SLOTS, DIM]; a slot number is block * SLOTS + place in the block. KV is its
+    type (jit_kv.py)."""
     wait_for_inputs(DEPENDENT)
     row, head = tl.program_id(0), tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     queries = HEADS * SHARED
@@ -119,13 +122,10 @@ def qkv_rope_cache(
     )
     slot = tl.load(slots + row).to(tl.int64)
     key = head - queries
-    place = ((slot // SLOTS * HEADS + key) * SLOTS + slot % SLOTS) * DIM + d
-    tl.store(keys + place, x.to(keys.dtype.element_ty), mask=inside & (head >= queries) & is_qk)
-    tl.store(
-        values + place - HEADS * SLOTS * DIM,
-        x.to(values.dtype.element_ty),
-        mask=inside & (head >= queries + HEADS),
-    )
+    at = (slot // SLOTS * HEADS + key) * SLOTS + slot % SLOTS
+    is_key, is_value = (head >= queries) & is_qk, real & (head >= queries + HEADS)
+    store_heads(x, keys, key_scales, at, d, DIM, inside, is_key, KV)
+    store_heads(x, values, value_scales, at - HEADS * SLOTS, d, DIM, inside, is_value, KV)
 
 
 @triton.jit(do_not_specialize=["SIZE"])
@@ -186,21 +186,23 @@ def load_blocks(table, start, last, SIZE: tl.constexpr, SPAN: tl.constexpr, WIDE
 
 @triton.jit
 def attend_span(
-    query, keys, values, block, start, head, position, HEADS, DIM, scale, cap, factor, window,
-    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, CAP: tl.constexpr,
-    WINDOW: tl.constexpr, MASK: tl.constexpr,
+    query, keys, values, key_scales, value_scales, block, start, head, position, HEADS, DIM,
+    scale, cap, factor, window, SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
     """The largest score (peak), the sum of weights (mass) and the weighted sum of values of each
     line over one span. A weight is 2^((score - peak) * factor)."""
     p, d = start + tl.arange(0, SPAN), tl.arange(0, BLOCK)
-    place = ((block * HEADS + head) * SIZE + p % SIZE) * DIM
+    vector = (block * HEADS + head) * SIZE + p % SIZE
+    place = vector * DIM
     held = (d < DIM)[None, :]
     if MASK:
         # a block that left the window is released (-1); its slot may hold another sequence's values
         held = held & (block >= 0)[:, None]
-    k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0.0)
-    v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0.0)
-    score = tl.dot(query, tl.trans(k))
+    k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0)
+    v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0)
+    # converted right before use: keys and values then share one buffer in shared memory
+    score = tl.dot(query, tl.trans(dequantise(k, key_scales, vector, block, KV, MASK)))
     if CAP:
         score = cap - 2.0 * cap / (tl.exp(2.0 * (score * scale) / cap) + 1.0)
     if MASK:
@@ -210,20 +212,22 @@ def attend_span(
         score = tl.where(seen, score, float("-inf"))
     peak = tl.max(score, 1)
     base = tl.where(peak == float("-inf"), 0.0, peak)  # -inf: the line sees no position
-    weight = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None])).to(values.dtype.element_ty)
+    weight = tl.exp2(tl.fma(score, factor, -(base * factor)[:, None])).to(tl.float16)
     # The mass is a product with ones: unlike tl.sum, a tensor core adds in an order that does not
     # depend on the number of lines. All columns are equal.
-    ones = tl.full((SPAN, 16), 1.0, values.dtype.element_ty)
-    return peak, tl.max(tl.dot(weight, ones), 1), tl.dot(weight, v)
+    ones = tl.full((SPAN, 16), 1.0, tl.float16)
+    mass = tl.max(tl.dot(weight, ones), 1)
+    total = tl.dot(weight, dequantise(v, value_scales, vector, block, KV, MASK))
+    return peak, mass, total
 
 
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
 def attend(
-    q, keys, values, table, WIDTH, first_row, count, first_position, sums, peaks, masses, done,
-    sinks, out, ROWS, HEADS, DIM, scale, cap, factor, window,
+    q, keys, values, key_scales, value_scales, table, WIDTH, first_row, count, first_position,
+    sums, peaks, masses, done, sinks, out, ROWS, HEADS, DIM, scale, cap, factor, window,
     SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
-    BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, MERGE: tl.constexpr,
-    SINKS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr,
+    MERGE: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Flash attention of one query tile (rows of one sequence) and one KV head.
 
@@ -248,7 +252,7 @@ def attend(
     stored = used[:, None] & (d < DIM)[None, :]
     query = tl.load(
         q + (row * heads + query_head)[:, None] * DIM + d[None, :], mask=stored, other=0.0
-    ).to(keys.dtype.element_ty)
+    ).to(tl.float16)
     table += tile.to(tl.int64) * WIDTH
     if MERGE:
         peak = tl.full((LINES,), float("-inf"), tl.float32)
@@ -262,16 +266,16 @@ def attend(
         for start in range(begin, whole, SPAN):
             following = load_blocks(table, start + SPAN, last, SIZE, SPAN, WIDE)
             span_peak, span_mass, span_total = attend_span(
-                query, keys, values, block, start, head, position, HEADS, DIM,
-                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, False,
+                query, keys, values, key_scales, value_scales, block, start, head, position, HEADS,
+                DIM, scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, KV, False,
             )  # fmt: skip
             peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
             block = following
         for start in range(whole, last + 1, SPAN):
             following = load_blocks(table, start + SPAN, last, SIZE, SPAN, WIDE)
             span_peak, span_mass, span_total = attend_span(
-                query, keys, values, block, start, head, position, HEADS, DIM,
-                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
+                query, keys, values, key_scales, value_scales, block, start, head, position, HEADS,
+                DIM, scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, KV, True,
             )  # fmt: skip
             peak, mass, total = merge(peak, mass, total, span_peak, span_mass, span_total, factor)
             block = following
@@ -288,8 +292,8 @@ def attend(
         if (start <= last) & (span >= begin):
             block = load_blocks(table, start, last, SIZE, SPAN, WIDE)
             peak, mass, total = attend_span(
-                query, keys, values, block, start, head, position, HEADS, DIM,
-                scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, True,
+                query, keys, values, key_scales, value_scales, block, start, head, position, HEADS,
+                DIM, scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, KV, True,
             )  # fmt: skip
             at = (span.to(tl.int64) * ROWS + row) * heads + query_head
             tl.store(peaks + at, peak, mask=used)

@@ -19,6 +19,7 @@ import torch
 import triton
 
 from verbatim.backend.cuda import jit, jit_matmul
+from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.matmul_tile import BN, MatmulTile, choose_tile
 from verbatim.backend.gpu_layout import BK, split_k
@@ -37,6 +38,10 @@ PREFILL_LINES = 128  # lines of a query tile of a prompt
 WIDE_HEAD = 256
 WIDE_SPAN = 32  # positions per span of such heads; another number changes their bits
 WIDE_LINES = 32
+# Tiles of few lines over an 8-bit cache with heads of up to 128: stages of the loop over spans, and
+# registers per thread. With 168 three programs of four warps fit on an SM, as with float16. Without
+# a limit the compiler uses about 200, and two fit. Neither number changes a bit.
+EIGHT_BIT_STAGES, EIGHT_BIT_REGISTERS = 2, 168
 LOG2E = 1.4426950408889634
 ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention's spans
 FEW_ROWS = 16  # of a step that does not use programmatic dependent launch, which slows it down
@@ -243,15 +248,14 @@ def qkv_rope_cache(
     offset: float,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
     positions: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: KvLayer,
     slots: torch.Tensor,
     norm_last: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Norm and rotate queries and keys (`norm_last`: in the other order). Returns queries in
     `dtype`; writes keys and values to the cache."""
-    _, heads, size, dim = keys.shape
+    _, heads, size, dim = kv.keys.shape
     queries, rows = qkv.width // dim - 2 * heads, qkv.rows
     q = torch.empty((rows, queries * dim), dtype=dtype, device=qkv.splits.device)
     block = triton.next_power_of_2(dim)
@@ -264,13 +268,13 @@ def qkv_rope_cache(
         (rows, triton.cdiv(queries + 2 * heads, group), 1),
         (
             qkv.splits, q if bias is None else bias, q_norm, k_norm, positions, cos, sin, slots,
-            q, keys, values, rows * qkv.width, heads,
-            queries // heads, dim, cos.shape[1] if angles else 0, eps, offset,
+            q, kv.keys, kv.values, *kv.scales(q), rows * qkv.width, heads, queries // heads,
+            dim, cos.shape[1] if angles else 0, eps, offset,
         ),
         (
             len(qkv.splits), bias is not None,
             "none" if norms is None else "last" if norm_last else "first", angles is not None,
-            size, group, block,
+            size, group, block, kv.kind,
         ),
         warps=group,
         dependent=rows > FEW_ROWS,
@@ -310,8 +314,7 @@ class QueryTiles:
 
 def attend(
     q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
+    kv: KvLayer,
     tilings: Sequence[QueryTiles],
     spans: int,
     scale: float,
@@ -324,7 +327,7 @@ def attend(
 
     Each row is in one tile of one of the tilings. `sinks` [heads]: one more score per head,
     without a value."""
-    _, kv_heads, size, dim = keys.shape
+    _, kv_heads, size, dim = kv.keys.shape
     rows, heads = len(q), q.shape[1] // dim
     shared, span = heads // kv_heads, span_size(dim)
     spans *= SPAN // span
@@ -343,23 +346,28 @@ def attend(
             .view(-1)
             .split([spans * rows * heads * dim, spans * rows * heads, spans * rows * heads])
         )
+        stages, registers = 2 if is_large(q.device) else 1, None
+        if kv.kind != "f16" and tiles.lines == DECODE_LINES and dim <= 128:
+            stages, registers = min(stages, EIGHT_BIT_STAGES), EIGHT_BIT_REGISTERS
         launch(
             jit.attend,
             (kv_heads, len(tiles.count), 1 if merged else spans),
             (
-                q, keys, values, tiles.table, tiles.table.shape[1], tiles.first_row, tiles.count,
-                tiles.first_position, sums, peaks, masses,
+                q, kv.keys, kv.values, *kv.scales(q), tiles.table, tiles.table.shape[1],
+                tiles.first_row, tiles.count, tiles.first_position, sums, peaks, masses,
                 q if merged else span_counters(q.device),
                 q if sinks is None else sinks, out, rows, kv_heads, dim, scale, cap, factor,
                 window or 0,
             ),
             (
                 shared, size, tiles.lines, span, max(16, triton.next_power_of_2(dim)),
-                cap > 0, window is not None, merged, sinks is not None, keys.numel() >= 1 << 31,
+                cap > 0, window is not None, kv.kind, merged, sinks is not None,
+                kv.keys.numel() >= 1 << 31,
             ),
             warps=8 if tiles.lines > 64 or (dim > WIDE_HEAD and tiles.lines > 16) else 4,
-            stages=2 if is_large(q.device) else 1,
+            stages=stages,
             dependent=rows > FEW_ROWS,
+            registers=registers,
         )  # fmt: skip
     return out
 

@@ -17,6 +17,7 @@ import torch
 from verbatim.backend.cuda import kernels, quant, recurrent
 from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
+from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.lora import DeviceAdapter, add_low_rank
 from verbatim.backend.cuda.recurrent import RecurrentStep
 from verbatim.model.rope import tables
@@ -210,15 +211,15 @@ class CudaOps:
         spec, step = self.spec, self.step
         source = spec.layers[layer].kv_layer
         group, index = self._cache_of["attention", layer if source is None else source]
-        keys, values = (cache[index] for cache in self.caches[group])
+        kv = KvLayer(*(cache[index] for cache in self.caches[group]))
         rope, window = spec.layers[layer].rope, spec.layers[layer].window
-        qkv, slots, stored = q.qkv, step.slots[group], (keys, values)
+        qkv, slots, stored = q.qkv, step.slots[group], kv
         norms = None
         if q.norm:
             norms = self.weights[q.norm], self.weights[q.norm if k is None else k.norm]
         if k is None or v is None:
-            qkv, slots = self._only_queries(q.qkv, keys), torch.zeros_like(slots)
-            stored = (torch.empty_like(keys[:1]), torch.empty_like(values[:1]))
+            qkv, slots = self._only_queries(q.qkv, kv.keys), torch.zeros_like(slots)
+            stored = kv.one_block()
         elif spec.qk_norm == "width":
             qkv, norms = self._norm_width(q, k), None
         elif v.normed_values:
@@ -231,10 +232,10 @@ class CudaOps:
             spec.norm_offset,
             angles,
             step.positions,
-            *stored,
+            stored,
             slots,
             spec.qk_norm == "rotated_head",
-            torch.float32 if spec.query_scale_beta else keys.dtype,
+            torch.float32 if spec.query_scale_beta else torch.float16,
         )
         if spec.query_scale_beta:
             queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
@@ -244,7 +245,7 @@ class CudaOps:
             dtype = torch.float32  # `gated` reads it
         scale, cap = spec.scale, spec.attention_softcap
         return kernels.attend(
-            queries, keys, values, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
+            queries, kv, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
         )
 
     def _only_queries(self, qkv: SplitSums, keys: torch.Tensor) -> SplitSums:
