@@ -34,11 +34,9 @@ def launch(
     stages: int = 3,
     fuse: bool = False,
     dependent: bool | None = None,
-    registers: int | None = None,
 ) -> None:
     """`fuse`: whether the compiler may fuse a multiplication and an addition. `dependent`: whether
-    the kernel starts early (jit_matmul.wait_for_inputs); None: it has no constant DEPENDENT.
-    `registers`: the most that a thread may have."""
+    the kernel starts early (jit_matmul.wait_for_inputs); None: it has no constant DEPENDENT."""
     early = bool(dependent) and has_dependent_launch()
     if dependent is not None:
         constants = (*constants, early)
@@ -52,7 +50,6 @@ def launch(
         warps,
         stages,
         fuse,
-        registers,
         *[
             (arg.dtype, arg.data_ptr() % 16 == 0)
             if isinstance(arg, torch.Tensor)
@@ -69,7 +66,6 @@ def launch(
         _compiled[key] = kernel[grid](
             *args, *constants, num_warps=warps, num_stages=stages, enable_fp_fusion=fuse,
             **({"launch_pdl": True} if early else {}),
-            **({"maxnreg": registers} if registers else {}),
         )  # fmt: skip
     else:
         compiled[grid](*args, *constants)
