@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from cuda_kernels import FEW_HEADS, TOKENS, small
-from plans import BLOCKS, Blocks, run, run_alone, same_bits
+from plans import BLOCKS, MARKS, Blocks, run, run_alone, same_bits
 
 from verbatim.backend import open_backend
 from verbatim.backend.cuda import kernels
@@ -162,7 +162,7 @@ def test_attention_equals_that_over_float16_in_every_tile(
 
 
 @pytest.mark.parametrize("kv_type", EIGHT_BITS)
-@pytest.mark.parametrize("family", ["gemma2", "gemma4"])
+@pytest.mark.parametrize("family", ["gemma2", pytest.param("gemma4", marks=MARKS["cuda"])])
 def test_a_model_agrees_with_the_reference_of_the_same_type(family: str, kv_type: str) -> None:
     """gemma4: heads per layer, and layers that read the keys and values of others."""
     model, tokens = small(family), TOKENS[:7]
@@ -174,7 +174,7 @@ def test_a_model_agrees_with_the_reference_of_the_same_type(family: str, kv_type
     assert not same_bits(theirs, plain)
 
 
-@pytest.mark.parametrize("kv_type", EIGHT_BITS)
+@pytest.mark.parametrize("kv_type", ["q8", pytest.param("fp8", marks=MARKS["cuda"])])
 def test_chunks_batches_and_restored_blocks_keep_the_bits(
     kv_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
