@@ -131,10 +131,9 @@ def test_rotary_angles_equal_those_of_the_reference() -> None:
         assert np.float32(s).tobytes() == sines[i].astype(np.float32).tobytes()
 
 
-LENGTH = 200  # tokens of a completion
 
 
-def complete(model: Model, count: int) -> list[tuple[int, ...]]:
+def complete(model: Model, count: int, length: int) -> list[tuple[int, ...]]:
     """Completions of the model at temperature 1: the same tokens in every run, as the bits are."""
     backend = cpu.CpuBackend(model)
     backend.allocate((count * 16,))
@@ -142,7 +141,7 @@ def complete(model: Model, count: int) -> list[tuple[int, ...]]:
     params = SamplingParams(temperature=1.0, seed=1)
     found: list[list[int]] = [[1, 2683, 198] for _ in range(count)]
     done = [0] * count
-    for i in range(LENGTH):
+    for i in range(length):
         steps = tuple(
             SeqStep(
                 s,
@@ -174,9 +173,11 @@ def losses(model: Model, completions: list[tuple[int, ...]], **options: str) -> 
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("sequences", [1, pytest.param(4, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    ("sequences", "length"), [(1, 100), pytest.param(4, 200, marks=pytest.mark.soak)]
+)
 def test_the_rounding_error_of_the_default_model_is_within_its_bounds(
-    default_model: Path, sequences: int
+    default_model: Path, sequences: int, length: int
 ) -> None:
     """Bound the error of 8-bit activations, and of the 8-bit KV cache, against float32.
 
@@ -185,7 +186,7 @@ def test_the_rounding_error_of_the_default_model_is_within_its_bounds(
     standard errors, that is 4 * bound / sqrt(tokens). All figures are deterministic.
     """
     model = load_model(default_model)
-    completions = complete(model, sequences)
+    completions = complete(model, sequences, length)
     floats = {
         name: Tensor(
             name, "f32", t.shape, np.ascontiguousarray(t.to_f32()).reshape(-1).view(np.uint8)
