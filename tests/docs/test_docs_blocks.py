@@ -17,7 +17,17 @@ RUN = [page for page in PAGES if any(b.runs for b in doc_blocks.blocks(page.read
 
 @pytest.mark.model
 @pytest.mark.native
-@pytest.mark.parametrize("page", RUN, ids=doc_blocks.name)
+@pytest.mark.parametrize(
+    "page",
+    # the pages of the course take a quarter of the time; one of them stands for all
+    [
+        pytest.param(
+            page, marks=[pytest.mark.soak] if "course" in page.parts and page.stem != "loop" else []
+        )
+        for page in RUN
+    ],
+    ids=doc_blocks.name,
+)
 def test_the_blocks_of_a_page_run(
     page: Path, tmp_path: Path, default_model: Path, doc_server: Callable[[], int]
 ) -> None:

@@ -186,7 +186,13 @@ def browser() -> Iterator[Any]:
         yield running
 
 
-@pytest.mark.parametrize("size", WIDTHS.values(), ids=WIDTHS)
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(size, id=name, marks=[pytest.mark.soak] if name == "phone" else [])
+        for name, size in WIDTHS.items()
+    ],
+)
 def test_a_reader_searches_and_follows_a_result(
     site: Path, browser: Any, size: tuple[int, int]
 ) -> None:

@@ -869,8 +869,17 @@ def test_every_mode_gives_the_same_outputs() -> None:
             assert llm.stats()["preemptions_total"] > 0
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral", "gpt2", "mixtral"])
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+OTHERS = ("mistral", "gpt2", "mixtral")
+
+
+@pytest.mark.parametrize(
+    ("backend", "family"),
+    [
+        ("reference", "gemma3"),
+        *[pytest.param("reference", f, marks=pytest.mark.soak) for f in OTHERS],
+        *[("cpu", f) for f in ("gemma3", *OTHERS)],
+    ],
+)
 def test_sliding_windows_and_other_families_with_few_blocks(backend: str, family: str) -> None:
     """Sliding windows of 12 with blocks of 16, alternating with full layers."""
     if backend == "cpu" and not cpu_available(family):

@@ -22,7 +22,7 @@ from verbatim.engine.core import EngineCore
 from verbatim.testing_models import FAMILIES
 
 # For each of the two temperatures. The runs 0, 50 and 100 preempt the needle often.
-RUNS = {"fake": 150, "overlapped": 100, "reference": 15, "cpu": 150}
+RUNS = {"fake": 80, "overlapped": 60, "reference": 10, "cpu": 80}
 PROMPT = [
     256,
     *b"Once upon a time there was a scheduler that never",

@@ -149,6 +149,11 @@ def check_many(serve: Any, count: int) -> None:
     assert live.stop() == 0
 
 
+def test_three_hundred_streams_at_once_lose_nothing(serve: Any) -> None:
+    check_many(serve, 300)
+
+
+@pytest.mark.soak
 def test_a_thousand_streams_at_once_lose_nothing(serve: Any) -> None:
     check_many(serve, 1000)
 

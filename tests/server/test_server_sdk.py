@@ -94,7 +94,8 @@ def run_tests(url: str, report: Path, **env: str) -> tuple[str, dict[str, list[s
     return done.stdout + done.stderr, json.loads(report.read_text())
 
 
-@pytest.mark.parametrize("clients", ["", pytest.param("1", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("clients", ["", "1"])
 def test_every_sdk_test_passes_or_is_excluded_with_its_reason(
     clients: str, fake: Any, tmp_path: Path
 ) -> None:

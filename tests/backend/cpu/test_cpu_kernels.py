@@ -131,8 +131,6 @@ def test_rotary_angles_equal_those_of_the_reference() -> None:
         assert np.float32(s).tobytes() == sines[i].astype(np.float32).tobytes()
 
 
-
-
 def complete(model: Model, count: int, length: int) -> list[tuple[int, ...]]:
     """Completions of the model at temperature 1: the same tokens in every run, as the bits are."""
     backend = cpu.CpuBackend(model)
