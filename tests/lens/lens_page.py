@@ -106,6 +106,15 @@ class LensPage:
         download.value.save_as(path)
         return path
 
+    def load(self, file: Path) -> None:
+        """Open a saved run, and wait until the page shows it."""
+        self.page.evaluate(
+            "async () => { window.lens = (await import('/lens/store.js')).state;"
+            " window.before = window.lens.branches; }"
+        )
+        self.page.set_input_files("#load", file)
+        self.page.wait_for_function("() => window.lens.branches !== window.before")
+
     def prove(self) -> str:
         """The verdict."""
         self.page.evaluate(

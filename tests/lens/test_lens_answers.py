@@ -132,7 +132,7 @@ def test_a_refused_step_leaves_the_branch_as_it_was(browser: Any, live: Live) ->
 def test_beams_are_saved_and_proved(browser: Any, live: Live, tmp_path: Path) -> None:
     page = LensPage(browser, live).open()
     page.generate(num_beams=3, num_return_sequences=2, max_tokens=4)
-    page.page.set_input_files("#load", page.save(tmp_path / "beams.html"))
+    page.load(page.save(tmp_path / "beams.html"))
     assert "Identical" in page.prove()
     assert page.errors == []
     page.close()

@@ -62,17 +62,9 @@ def chat(lens: LensPage, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return lens.save(tmp_path_factory.mktemp("saved") / "chat.html")
 
 
-KEEP_STATE = """async () => {
-  window.lens = (await import("/lens/store.js")).state;
-  window.before = window.lens.branches;
-}"""
-
-
 def load(lens: LensPage, data: Run, path: Path) -> None:
     path.write_text(json.dumps(data))
-    lens.page.evaluate(KEEP_STATE)
-    lens.page.set_input_files("#load", path)
-    lens.page.wait_for_function("() => window.lens.branches !== window.before")
+    lens.load(path)
 
 
 def signed(data: Run, change: Callable[[Run], None], place: int = 0) -> None:
