@@ -37,6 +37,7 @@ PACKED_FORMATS = {
     "block FP8": "test_block_fp8_equals_transformers",
     "MXFP4": "test_mxfp4_equals_transformers",
     "compressed-tensors (float, int, packed)": "test_compressed_tensors_equal_their_library",
+    "compressed-tensors, block FP8": "test_block_fp8_of_compressed_tensors_equals_its_library",
 }
 # `quantization_config` of safetensors that are refused -> what the error names.
 REFUSED_FORMATS: tuple[tuple[dict[str, object], str], ...] = (
@@ -46,4 +47,8 @@ REFUSED_FORMATS: tuple[tuple[dict[str, object], str], ...] = (
     ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
     ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache"),
+    ({"quant_method": "compressed-tensors", "transform_config": {"R1": {}}}, "transform_config"),
+    ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:lm_head": {}}}, "dynamic"),
+    ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format"),
+    ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt"),
 )

@@ -175,6 +175,91 @@ def test_compressed_tensors_equal_their_library(form: str, weights: dict[str, An
     np.testing.assert_array_equal(got, want.float().numpy())
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("shape", [(576, 256), (192, 576), (300, 64), (128, 128)])
+def test_block_fp8_of_compressed_tensors_equals_its_library(shape: tuple[int, int]) -> None:
+    """Also where the last block of a row or column is smaller."""
+    import torch
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    torch.manual_seed(2)
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    scheme = QuantizationScheme(targets=["Linear"], weights=QuantizationArgs(**weights))
+    counts = [-(-n // 128) for n in shape]
+    state = {
+        "weight": torch.randn(shape, dtype=torch.bfloat16),
+        "weight_scale": (torch.rand(counts) * 0.1 + 0.01).to(torch.bfloat16),
+    }
+    compressor = BaseCompressor.get_value_from_registry("float-quantized")
+    packed = compressor.compress(dict(state), scheme)
+    want = compressor.decompress(dict(packed), scheme)["weight"]
+    config = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
+    }
+    made = unpack(config, from_torch({f"m.{name}": tensor for name, tensor in packed.items()}))
+    np.testing.assert_array_equal(made["m.weight"].to_f32(), want.float().numpy())
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("scales", ["[rows]", "[rows, 1]", "[1]", "blocks"])
+def test_fp8_scales_per_row_tensor_and_partial_block(scales: str) -> None:
+    import torch
+
+    torch.manual_seed(3)
+    weight = torch.randn(200, 130).to(torch.float8_e4m3fn)
+    shape = {"[rows]": (200,), "[rows, 1]": (200, 1), "[1]": (1,), "blocks": (2, 2)}[scales]
+    scale = torch.rand(shape)
+    config: dict[str, Any] = {"quant_method": "fp8"}
+    spread = scale.reshape(-1, 1)
+    if scales == "blocks":
+        config["weight_block_size"] = [128, 128]
+        spread = scale[torch.arange(200) // 128][:, torch.arange(130) // 128]
+    want = (weight.float() * spread).to(torch.bfloat16)
+    made = unpack(config, from_torch({"m.weight": weight, "m.weight_scale": scale}))
+    np.testing.assert_array_equal(made["m.weight"].to_f32(), want.float().numpy())
+
+
+def partial_gptq() -> dict[str, np.ndarray]:
+    """144 inputs in groups of 64: the last has 16."""
+    random = np.random.default_rng(4)
+    return {
+        "m.qweight": random.integers(-(2**31), 2**31, (18, 16), dtype=np.int64).astype(np.int32),
+        "m.qzeros": random.integers(-(2**31), 2**31, (3, 2), dtype=np.int64).astype(np.int32),
+        "m.scales": (random.random((3, 16)) * 0.02).astype(np.float16),
+    }
+
+
+def test_gptq_without_g_idx_follows_group_size() -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    index = {"m.g_idx": np.arange(144, dtype=np.int32) // 64}
+    made = unpack(config, split(partial_gptq()))["m.weight"]
+    stated = unpack(config, split({**partial_gptq(), **index}))["m.weight"]
+    assert made.data.tobytes() == stated.data.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"desc_act": True}, "m.g_idx is missing"),
+        ({"group_size": 32}, "144 inputs in groups of 32 cannot have 3 scales"),
+    ],
+)
+def test_groups_that_the_config_does_not_explain_are_refused(
+    changes: dict[str, Any], why: str
+) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 64, **changes}
+    with pytest.raises(ModelError, match=why):
+        unpack(config, split(partial_gptq()))
+
+
+def test_an_unknown_key_of_the_quantization_config_is_named() -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "novelty": 3}
+    _, _, warnings = unpack_checkpoint(config, *split(partial_gptq()), "config.json")
+    assert warnings == ("quantization_config has keys that are ignored: novelty",)
+
+
 # ------------------------------------------------------------------------- blocks (quant packed)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import dequantise
 from verbatim.weights.packed_blocks import to_blocks
+from verbatim.weights.packed_config import block_scale, check_keys, group_index, weight_args
 from verbatim.weights.tensor import Tensor
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -60,6 +61,7 @@ def unpack_checkpoint(
         )
     checkpoint = _Checkpoint(dict(tensors), dict(raw), config, blocks)
     try:
+        checkpoint.warnings += check_keys(str(method), config)
         reader(checkpoint)
     except (ModelError, ValueError, IndexError) as error:
         where = f", {checkpoint.current}" if checkpoint.current else ""
@@ -107,6 +109,13 @@ class _Checkpoint:
             raise ModelError(f"{name} is missing")
         tensor = self.floats.pop(name)
         return dequantise(tensor.type, tensor.data, tensor.shape), tensor.type
+
+    def take_groups(self, name: str, count: int) -> np.ndarray:
+        """The group of each input, of `count` groups."""
+        groups = self.take(name)
+        if groups.size and not 0 <= groups.min() <= groups.max() < count:
+            raise ModelError(f"{name} has a group that is none of the {count} with a scale")
+        return groups
 
     def put(self, name: str, values: np.ndarray, scale: np.ndarray, type: str) -> None:
         """The weight values × scale. `values` are whole numbers, except those of FP8."""
@@ -164,7 +173,8 @@ def _nibbles(packed: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _fp8(checkpoint: _Checkpoint) -> None:
-    """`weight` (E4M3) and `weight_scale_inv`, one scale per block of 128 × 128."""
+    """`weight` (E4M3) and `weight_scale_inv`, one scale per block of 128 × 128, or per row or
+    tensor."""
     for module in checkpoint.modules("weight"):
         if checkpoint.raw[f"{module}.weight"].dtype != "F8_E4M3":
             continue
@@ -177,23 +187,13 @@ def _fp8(checkpoint: _Checkpoint) -> None:
         )
         scale, type = checkpoint.take_scale(name)
         type = "bf16" if type == "f32" else type
-        block = checkpoint.config.get("weight_block_size") or [values.shape[0], values.shape[1]]
-        checkpoint.put(f"{module}.weight", values, _spread(scale, values.shape, block), type)
+        block = checkpoint.config.get("weight_block_size")
+        checkpoint.put(f"{module}.weight", values, block_scale(scale, values.shape, block), type)
     checkpoint.drop("input_scale", "activation_scale")
-
-
-def _spread(scale: np.ndarray, shape: tuple[int, ...], block: list[int]) -> np.ndarray:
-    """Repeat a scale per block to the shape of the weight."""
-    if scale.ndim != 2:
-        return scale.reshape(-1, 1) if scale.size in (1, shape[0]) else scale
-    rows = np.repeat(scale, block[0], axis=0)[: shape[0]]
-    return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
 
 
 def _compressed(checkpoint: _Checkpoint) -> None:
     config = checkpoint.config
-    if config.get("kv_cache_scheme"):
-        raise ModelError("kv_cache_scheme is not supported: the KV cache is not quantised")
     if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise ModelError("sparsity_config is not supported")
     for module in checkpoint.modules("weight_packed"):
@@ -242,29 +242,30 @@ def _compressed_scaled(
     scale, type = checkpoint.take_scale(f"{module}.weight_scale")
     if zero is None and f"{module}.weight_zero_point" in checkpoint.raw:
         zero = checkpoint.take(f"{module}.weight_zero_point").astype(np.float32)
-    rows, columns = values.shape
-    if scale.ndim == 2 and scale.shape[1] > 1:
+    args = weight_args(checkpoint.config, module)
+    if args.get("strategy") == "block" or args.get("block_structure"):
+        block = args.get("block_structure")
+        if not isinstance(block, list) or len(block) != 2:
+            raise ModelError(f"block_structure is {block!r:.60}, not two sizes")
+        scale = block_scale(scale, values.shape, block)
+        zero = None if zero is None else block_scale(zero, values.shape, block)
+    elif scale.ndim == 2 and scale.shape[1] > 1:
+        groups = group_index(values.shape[1], scale.shape[1], args.get("group_size"))
         if f"{module}.weight_g_idx" in checkpoint.raw:
-            groups = checkpoint.take(f"{module}.weight_g_idx")
-        else:
-            groups = np.arange(columns) // -(-columns // scale.shape[1])
-        high = -(-rows // scale.shape[0])
-        lines = np.arange(rows) // high
-        scale = scale[lines][:, groups]
-        zero = None if zero is None else zero[lines][:, groups]
+            groups = checkpoint.take_groups(f"{module}.weight_g_idx", scale.shape[1])
+        if len(scale) not in (1, len(values)):
+            raise ModelError(f"scales {scale.shape} do not fit a weight {values.shape}")
+        scale = scale[:, groups]
+        zero = None if zero is None else zero[:, groups]
     else:
-        scale = scale.reshape(-1, 1)
-        zero = None if zero is None else zero.reshape(-1, 1)
+        scale = block_scale(scale, values.shape, None)
+        zero = None if zero is None else block_scale(zero, values.shape, None)
     checkpoint.put(f"{module}.weight", values if zero is None else values - zero, scale, type)
 
 
 def _awq(checkpoint: _Checkpoint) -> None:
     """`qweight` int32 [k, n / 8], `qzeros`, `scales` [k / group, n]; the weight is transposed."""
     _check_bits(checkpoint, (4,))
-    if checkpoint.config.get("version", "gemm") != "gemm":
-        raise ModelError(
-            f"version {checkpoint.config['version']!r:.40} is not supported, only gemm"
-        )
 
     def columns(words: np.ndarray) -> np.ndarray:
         return _nibbles(words, 4)[..., _AWQ_ORDER].reshape(len(words), -1).astype(np.float32)
@@ -273,7 +274,8 @@ def _awq(checkpoint: _Checkpoint) -> None:
         values = columns(checkpoint.take(f"{module}.qweight"))
         zero = columns(checkpoint.take(f"{module}.qzeros"))
         scale, type = checkpoint.take_scale(f"{module}.scales")
-        group = np.arange(len(values)) // -(-len(values) // len(scale))
+        size = checkpoint.config.get("group_size", checkpoint.config.get("q_group_size"))
+        group = group_index(len(values), len(scale), size)
         checkpoint.put(f"{module}.weight", (values - zero[group]).T, scale[group].T, type)
 
 
@@ -289,9 +291,11 @@ def _gptq(checkpoint: _Checkpoint) -> None:
         zero = (_nibbles(zeros, bits).reshape(len(zeros), -1) + add) & ((1 << bits) - 1)
         scale, type = checkpoint.take_scale(f"{module}.scales")
         if f"{module}.g_idx" in checkpoint.raw:
-            group = checkpoint.take(f"{module}.g_idx")
+            group = checkpoint.take_groups(f"{module}.g_idx", len(scale))
+        elif checkpoint.config.get("desc_act"):
+            raise ModelError(f"desc_act is true, and {module}.g_idx is missing")
         else:
-            group = np.arange(len(values)) // -(-len(values) // len(scale))
+            group = group_index(len(values), len(scale), checkpoint.config.get("group_size"))
         difference = values.astype(np.float32) - zero.astype(np.float32)[group]
         checkpoint.put(f"{module}.weight", difference.T, scale[group].T, type)
 

@@ -1,0 +1,103 @@
+"""What a `quantization_config` says: which keys are read, and which scale belongs to which weight.
+
+Every key is read, has no effect on the weights, or is refused; a warning names an unknown one. The
+place of a scale follows from the sizes that the config states, and not from a division of the
+weight's size by the number of scales: 576 columns in groups of 128 have five scales, and the last
+group has 64 columns.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from verbatim.base.errors import ModelError
+
+# quant_method -> keys that packed_checkpoint.py reads, or that do not concern the stored weights
+# (how they were made, which modules have none, how another program computes with them)
+_COMMON = "quant_method modules_to_not_convert dequantize"
+_KEYS = {
+    "fp8": "weight_block_size activation_scheme fmt scale_fmt ignored_layers",
+    "compressed-tensors": "config_groups format ignore kv_cache_scheme quantization_status version "
+    "sparsity_config transform_config global_compression_ratio run_compressed",
+    "awq": "bits w_bit group_size q_group_size zero_point version backend do_fuse modules_to_fuse "
+    "fuse_max_seq_len exllama_config",
+    "gptq": "bits group_size desc_act sym checkpoint_format dynamic lm_head damp_percent "
+    "damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name "
+    "model_seqlen meta pack_dtype dataset tokenizer block_name_to_quantize batch_size backend "
+    "module_name_preceding_first_block pad_token_id use_exllama max_input_length exllama_config "
+    "cache_block_outputs modules_in_block_to_quantize use_cuda_fp16 quantizer is_marlin_format "
+    "act_group_aware",
+    "mxfp4": "",
+}
+# key -> the values that have no effect; another one would change the weights, and is refused
+_REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp8": {"fmt": ("e4m3", "float8_e4m3fn")},
+    "compressed-tensors": {"transform_config": (), "kv_cache_scheme": ()},
+    "gptq": {
+        "dynamic": (),
+        "checkpoint_format": ("gptq", "gptq_v2"),
+        "pack_dtype": ("int32",),
+        "is_marlin_format": (),
+    },
+    "awq": {"version": ("gemm",)},
+}
+
+
+def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
+    """Warnings; a ModelError for a key whose value is not supported."""
+    for key, fine in _REFUSED.get(method, {}).items():
+        value = config.get(key)
+        if value and value not in fine:
+            only = f"; supported: {', '.join(map(str, fine))}" if fine else ""
+            raise ModelError(f"{key} is {value!r:.60}, which is not supported{only}")
+    known = {*_COMMON.split(), *_KEYS[method].split()}
+    if unknown := [key for key in config if key not in known]:
+        return [f"quantization_config has keys that are ignored: {', '.join(unknown)}"]
+    return []
+
+
+def weight_args(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
+    """The `weights` of the config group of compressed-tensors that names the module, or else of the
+    one for its class."""
+    groups = [group for group in (config.get("config_groups") or {}).values() if group]
+
+    def names(target: str) -> bool:
+        if target.startswith("re:"):
+            return re.match(target[3:], module) is not None
+        return module == target or module.endswith(f".{target}")
+
+    for group in groups:
+        if any(names(target) for target in group.get("targets") or ()):
+            return group.get("weights") or {}
+    of_class = [group for group in groups if "Linear" in (group.get("targets") or ())]
+    return (of_class or groups or [{}])[0].get("weights") or {}
+
+
+def group_index(size: int, groups: int, group_size: int | None) -> np.ndarray:
+    """The group of each of `size` inputs (or rows)."""
+    if not group_size or group_size < 0:  # not stated: all groups have the same size
+        if size % groups:
+            raise ModelError(f"{size} inputs have {groups} scales, and no group_size is stated")
+        group_size = size // groups
+    if -(-size // group_size) != groups:
+        raise ModelError(f"{size} inputs in groups of {group_size} cannot have {groups} scales")
+    return np.arange(size) // group_size
+
+
+def block_scale(scale: np.ndarray, shape: tuple[int, ...], block: list[int] | None) -> np.ndarray:
+    """A scale per tensor, per row or per block, in a form that multiplies the weight."""
+    if scale.size == 1:
+        return scale.reshape(1, 1)
+    if block is not None and scale.ndim == 2:
+        counts = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
+        if scale.shape == counts:
+            rows = np.repeat(scale, block[0], axis=0)[: shape[0]]
+            return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
+    if scale.shape in ((shape[0],), (shape[0], 1)):
+        return scale.reshape(-1, 1)
+    blocks = f" in blocks of {block[0]} × {block[1]}" if block is not None else ""
+    raise ModelError(f"scales {scale.shape} do not fit a weight {shape}{blocks}")
