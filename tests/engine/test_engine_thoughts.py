@@ -142,9 +142,15 @@ def test_a_budget_without_thoughts_is_refused_by_name() -> None:
 
 
 def test_a_grammar_is_refused_where_the_end_of_a_thought_is_not_a_token() -> None:
+    """Inside a thought. Where the prompt does not mention it, the structure is the whole output."""
     source = TEMPLATE.replace("<think></think>", "<thought></thought>")
-    with open_llm(source) as llm, pytest.raises(UnsupportedError, match="json_schema"):
-        llm.chat([{"role": "user", "content": "hi"}], SamplingParams(json_schema=SCHEMA))
+    asked = [{"role": "user", "content": "hi"}], SamplingParams(json_schema=SCHEMA, max_tokens=60)
+    with open_llm(source + "<thought>") as llm, pytest.raises(UnsupportedError, match="json_sch"):
+        llm.chat(*asked)
+    with open_llm(source) as llm:
+        done = llm.chat(*asked)
+        assert done.reasoning == ""
+        assert isinstance(json.loads(done.text)["n"], int)
 
 
 def test_a_budget_is_refused_where_the_start_of_a_thought_is_not_a_token() -> None:
@@ -295,3 +301,23 @@ def test_vllm_53469_a_free_thought_then_the_document_in_one_stream(seed: int) ->
     for delta in deltas:
         assert "think>" not in delta.text + delta.reasoning
         assert not (delta.reasoning and delta.text) or delta.text.startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "field", "refused"),
+    [
+        ("user: hi", "json_schema", False),  # thinking is off: the template names no tag
+        ("user: hi", "thinking_budget", True),
+        ("Write your thoughts after 'Here is my thought process:'. user: hi", "json_schema", True),
+    ],
+)
+def test_a_structure_needs_a_marker_token_only_while_the_model_thinks(
+    prompt: str, field: str, refused: bool
+) -> None:
+    """Granite 3.2 thinks if its prompt explains how, and marks it by ordinary text."""
+    granite = ThoughtFormat("Here is my thought process:", "Here is my response:").after(prompt)
+    if refused:
+        with pytest.raises(UnsupportedError, match="is not one token"):
+            check_supported(granite, field)
+    else:
+        check_supported(granite, field)

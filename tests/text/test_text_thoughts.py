@@ -82,6 +82,31 @@ def test_any_text_gives_the_same_result_in_any_pieces(open_tag: str, close: str)
         assert split(TagSplitter(open_tag, close, start), list(text)) == whole
 
 
+WRAPPER = ("<response>", "</response>")
+
+
+def test_the_tags_around_an_answer_are_no_part_of_it() -> None:
+    """Granite 3.3: <think>…</think> <response>…</response>, in any pieces."""
+    rng = random.Random(9)
+    parts = (*WORDS, *WRAPPER, "</resp", "<think>", "</think>")
+    for _ in range(5_000):
+        text = "".join(rng.choice(parts) for _ in range(rng.randrange(10)))
+        text = rng.choice(["", "<think>a</think>", "<think>a</think> <response>"]) + text
+        text += rng.choice(["", "</response>", " </response>\n"])
+        start = rng.choice(["", "open", "closed"])
+        whole = split(TagSplitter("<think>", "</think>", start, WRAPPER), [text])
+        assert split(TagSplitter("<think>", "</think>", start, WRAPPER), cut(text, rng)) == whole
+    for text, answer in (
+        ("<think>a</think> <response>Four</response>", "Four"),
+        ("<think>a</think>\n<response>\nFour\n</response>\n", "Four"),
+        ("<think>a</think>Four </response>", "Four </response>"),
+        ("<think>a</think><response>b</response> c", "b</response> c"),
+        ("<think>a</think><response>Four", "Four"),
+        ("<think>a</think><respond>", "<respond>"),
+    ):
+        assert split(TagSplitter("<think>", "</think>", "", WRAPPER), list(text)) == ("a", answer)
+
+
 def test_an_output_without_tags_is_the_answer() -> None:
     for text in ("Paris.", " <b>", "", "  ", "</think> stays text", "<thin"):
         assert split(TagSplitter("<think>", "</think>"), list(text)) == ("", text)

@@ -248,7 +248,9 @@ class EngineBase(metaclass=AnsweringType):
         ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
         ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
         if self.thoughts is not None:
-            ids.thoughts = self.thoughts.after(tokenizer.decode(ids[-TAIL:], skip_special=False))
+            # a tag that is no token may be anywhere in the prompt, which explains it then
+            shown = ids if self.thoughts.open_id is None else ids[-TAIL:]
+            ids.thoughts = self.thoughts.after(tokenizer.decode(shown, skip_special=False))
         return ids
 
     def stats(self) -> dict[str, Any]:

@@ -19,8 +19,12 @@ State = Literal["start", "thought", "answer"]
 
 
 def check_supported(thoughts: ThoughtFormat, field: str) -> None:
-    """A grammar or a budget needs a thought that starts and ends at a token."""
-    if thoughts.start == "closed":
+    """A grammar or a budget needs a thought that starts and ends at a token.
+
+    Where the opening tag is text and the prompt does not mention it, the model was not told to
+    think: a grammar applies from the first token."""
+    told = thoughts.start == "open" or thoughts.named or thoughts.open_id is not None
+    if thoughts.start == "closed" or not (told or field == "thinking_budget"):
         return
     tag = None if thoughts.answer_ids else thoughts.close
     if thoughts.start != "open" and thoughts.open_id is None:

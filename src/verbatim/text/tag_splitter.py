@@ -22,11 +22,16 @@ class TagSplitter:
     """A thought between two tags at the start of the output.
 
     Whitespace around the tags belongs to the format and is dropped. A tag later in the output is
-    text. An output that ends inside the thought has no answer."""
+    text. An output that ends inside the thought has no answer. `wrapper`: tags around the answer
+    behind a thought; the closing one is dropped at the end of the output only."""
 
-    def __init__(self, open_tag: str, close: str, start: str = "") -> None:
-        self._open, self._close = open_tag, close
+    def __init__(
+        self, open_tag: str, close: str, start: str = "", wrapper: tuple[str, str] | None = None
+    ) -> None:
+        self._open, self._close, self._wrapper = open_tag, close, wrapper
         self._state = {"": "start", "open": "thought", "closed": "answer"}[start]
+        if start == "closed" and wrapper:
+            self._state = "behind"
         self._held = ""
         self._trim = start == "open"  # drop whitespace before the next text
 
@@ -41,6 +46,10 @@ class TagSplitter:
             self._begin()
         if self._state == "thought":
             self._think(out)
+        if self._state == "behind":
+            self._unwrap()
+        if self._state == "wrapped":
+            self._emit_wrapped(out)
         if self._state == "answer":
             self._emit("answer", self._held, out)
             self._held = ""
@@ -49,6 +58,8 @@ class TagSplitter:
     def finish(self) -> list[Piece]:
         out: list[Piece] = []
         rest, self._held = self._held, ""
+        if self._state == "wrapped" and self._wrapper and rest.rstrip().endswith(self._wrapper[1]):
+            rest = rest.rstrip().removesuffix(self._wrapper[1]).rstrip()
         self._emit("thought" if self._state == "thought" else "answer", rest, out)
         return out
 
@@ -66,11 +77,32 @@ class TagSplitter:
         if at >= 0:
             self._emit("thought", self._held[:at].rstrip(), out)
             self._held = self._held[at + len(self._close) :]
-            self._state, self._trim = "answer", True
+            self._state, self._trim = "behind" if self._wrapper else "answer", True
             return
         safe = len(self._held) - partial_tag_length(self._held, self._close)
         safe = len(self._held[:safe].rstrip())  # whitespace before the closing tag is dropped
         self._emit("thought", self._held[:safe], out)
+        self._held = self._held[safe:]
+
+    def _unwrap(self) -> None:
+        """Drop the tag that opens the answer, if there is one."""
+        assert self._wrapper is not None
+        start, tag = self._held.lstrip(), self._wrapper[0]
+        if start.startswith(tag):
+            self._state, self._trim, self._held = "wrapped", True, start[len(tag) :]
+        elif not tag.startswith(start):
+            self._state = "answer"
+
+    def _emit_wrapped(self, out: list[Piece]) -> None:
+        """All but what may be the end of the answer: its closing tag, and white space around it."""
+        assert self._wrapper is not None
+        tag, body = self._wrapper[1], self._held.rstrip()
+        if body.endswith(tag):
+            body = body.removesuffix(tag)
+        else:
+            body = body[: len(body) - partial_tag_length(body, tag)]
+        safe = len(body.rstrip())
+        self._emit("answer", self._held[:safe], out)
         self._held = self._held[safe:]
 
     def _emit(self, kind: Kind, text: str, out: list[Piece]) -> None:

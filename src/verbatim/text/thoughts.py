@@ -26,6 +26,8 @@ TAGS = (
     ("<thought>", "</thought>"),  # EXAONE Deep
     ("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
+# Tags around the answer behind a thought, where the chat template mentions them.
+WRAPPERS = (("<response>", "</response>"), ("<answer>", "</answer>"))  # Granite 3.3; Hunyuan
 HARMONY = "<|channel|>"  # the token that begins a channel's name
 HARMONY_TOKENS = ("<|start|>", HARMONY, "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
 
@@ -54,7 +56,9 @@ class ThoughtFormat:
     close_ids: the tokens that end a thought and begin the answer
     marker_ids: control tokens that the splitter needs to see as text
     start: "open" when the prompt ends inside a thought, "closed" when it ends behind one, ""
-    when the model decides"""
+    when the model decides
+    named: the prompt contains the opening tag, as one that explains how to think does
+    wrapper: tags around the answer, which are no part of it"""
 
     open: str
     close: str
@@ -63,6 +67,8 @@ class ThoughtFormat:
     close_ids: tuple[int, ...] = ()
     marker_ids: frozenset[int] = frozenset()
     start: Literal["", "open", "closed"] = ""
+    named: bool = False
+    wrapper: tuple[str, str] | None = None
 
     @property
     def harmony(self) -> bool:
@@ -75,12 +81,14 @@ class ThoughtFormat:
             return self
         if tail.endswith(self.open.rstrip()):
             return replace(self, start="open")
-        return replace(self, start="closed") if tail.endswith(self.close) else self
+        if tail.endswith(self.close):
+            return replace(self, start="closed")
+        return replace(self, named=self.open.strip() in prompt)
 
     def splitter(self) -> Splitter:
         if self.harmony:
             return HarmonySplitter()
-        return TagSplitter(self.open, self.close, self.start)
+        return TagSplitter(self.open, self.close, self.start, self.wrapper)
 
 
 def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
@@ -95,7 +103,9 @@ def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
             single = len(opening) == 1 or tokenizer.is_control(opening[0])
             ids = tuple(closing) if len(closing) == 1 else ()
             markers = _control([*opening, *closing], tokenizer)
-            return ThoughtFormat(open_tag, close, opening[0] if single else None, ids, ids, markers)
+            first = opening[0] if single else None
+            wrapper = next((pair for pair in WRAPPERS if pair[0] in text), None)
+            return ThoughtFormat(open_tag, close, first, ids, ids, markers, wrapper=wrapper)
     return None
 
 
