@@ -288,3 +288,13 @@ def test_metrics_of_engines_are_merged() -> None:
         '# HELP x h\n# TYPE x counter\nx{model="a",k="1"} 2\nx{model="b",k="1"} 2\n'
         '# HELP y h\n# TYPE y gauge\ny{model="a"} 3\ny{model="b"} 3\n'
     )
+
+
+def test_a_setting_for_all_models_skips_an_encoder_on_which_it_has_no_effect(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    engine = {"kv_memory": 64, "threads": 1}
+    encoder, chat = NamedModel("encoder", str(tmp_path)), NamedModel("chat", "none.gguf")
+    assert model_pool.shared_settings(encoder, engine) == {"threads": 1}
+    assert model_pool.shared_settings(chat, engine) == engine

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.units import size_text
 from verbatim.schedule.sizing import available_memory
 from verbatim.server.api.api_errors import Problem
@@ -67,7 +68,7 @@ class ModelPool:
                 settings,
                 model=named.model,
                 served_names=(named.name,),
-                engine={**settings.engine, **named.engine},
+                engine={**shared_settings(named, settings.engine), **named.engine},
                 models=(),
             )
             self.models[named.name] = ServedModel(named, own, partial(self._supervisor, own))
@@ -205,6 +206,24 @@ class ModelPool:
                         if not model.users:
                             log.info("unloading the idle model %r", model.name)
                             await model.stop()
+
+
+def shared_settings(named: NamedModel, engine: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings for all models, without those that have no effect on this one, an encoder."""
+    path = Path(named.model).expanduser()
+    if not (engine and path.exists()):
+        return dict(engine)
+    from verbatim.backend.encoder import NO_EFFECT
+    from verbatim.model.encoder_load import encoder_type
+
+    try:
+        kind = encoder_type(path)
+    except ModelError:  # loading it says why
+        kind = None
+    unused = [name for name in engine if name in NO_EFFECT] if kind is not None else []
+    if unused:
+        log.info("no effect on the encoder %r: %s", named.name, ", ".join(unused))
+    return {name: value for name, value in engine.items() if name not in unused}
 
 
 def file_bytes(model: ServedModel) -> int:
