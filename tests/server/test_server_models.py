@@ -231,6 +231,21 @@ async def test_a_model_that_fails_to_load_is_tried_again(monkeypatch: pytest.Mon
     assert pool.models["broken"].users == 0
 
 
+async def test_a_pinned_model_that_fails_to_load_is_not_shown_as_loaded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool(monkeypatch, [10_000])
+    pool.models["broken"].pinned = True
+    pool.start()
+
+    async def dropped() -> bool:
+        return [model.name for model in pool.loaded] == ["a"]
+
+    await eventually_async(dropped)
+    assert "the model 'broken' was not loaded" in caplog.text
+    await pool.close()
+
+
 async def test_an_engine_that_does_not_come_up_is_a_timeout(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

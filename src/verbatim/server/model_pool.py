@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from asyncio import Future
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -84,6 +85,7 @@ class ModelPool:
                 self.adapters[adapter] = name
         self.first = next(iter(self.models.values()))
         self._changing = asyncio.Lock()  # one model starts or stops at a time
+        self._dropping: set[Future[None]] = set()
 
     def _supervisor(self, settings: Settings) -> Supervisor:
         return Supervisor(settings, self._clock, self.ledger)
@@ -101,6 +103,21 @@ class ModelPool:
     def _start(self, model: ServedModel) -> None:
         model.last_used = self._clock()
         model.start()
+        if model is not self.first:  # the server ends if that one cannot be loaded
+            model.supervisor.fatal.add_done_callback(partial(self._failed, model, model.supervisor))
+
+    def _failed(self, model: ServedModel, supervisor: Supervisor, why: Future[str]) -> None:
+        """A model that no request waits for, such as a pinned one, is not shown as loaded."""
+        if not why.cancelled():
+            task = asyncio.ensure_future(self._drop(model, supervisor))
+            self._dropping.add(task)
+            task.add_done_callback(self._dropping.discard)
+
+    async def _drop(self, model: ServedModel, supervisor: Supervisor) -> None:
+        async with self._changing:
+            if model.loaded and model.supervisor is supervisor:
+                log.error("the model %r was not loaded: %s", model.name, supervisor.fatal.result())
+                await model.stop()
 
     async def close(self) -> None:
         for model in self.loaded:
@@ -146,10 +163,7 @@ class ModelPool:
         if not supervisor.fatal.done():
             model.facts = supervisor.facts
             return
-        async with self._changing:
-            if model.loaded and model.supervisor is supervisor:
-                log.error("the model %r was not loaded: %s", model.name, supervisor.fatal.result())
-                await model.stop()
+        await self._drop(model, supervisor)
         raise Problem(
             "unavailable",
             f"the model {model.name!r} could not be loaded; the server's log says why",
