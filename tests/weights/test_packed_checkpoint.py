@@ -254,6 +254,42 @@ def test_groups_that_the_config_does_not_explain_are_refused(
         unpack(config, split(partial_gptq()))
 
 
+FP8: dict[str, Any] = {"quant_method": "fp8"}
+COMPRESSED_CONFIG: dict[str, Any] = {"quant_method": "compressed-tensors"}
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        *[
+            ({**FP8, "weight_block_size": value}, "weight_block_size")
+            for value in ([0, 128], "x", [128], 5, [128.0, 128], [None, 1], {"a": 1}, [-1, 2])
+        ],
+        *[
+            ({**COMPRESSED_CONFIG, "config_groups": value}, key)
+            for value, key in (
+                ("x", "config_groups"),
+                ({"a": "x"}, "a is 'x'"),
+                ({"a": {"weights": "x"}}, "weights"),
+                ({"a": {"weights": {"block_structure": [0, 0]}}}, "block_structure"),
+                ({"a": {"weights": {"strategy": "block"}}}, "block_structure"),
+                ({"a": {"weights": {"group_size": "x"}}}, "group_size"),
+                ({"a": {"targets": ["re:("]}, "b": {"targets": ["Linear"]}}, "targets"),
+                ({"a": {"targets": 5}, "b": {"targets": ["Linear"]}}, "targets"),
+            )
+        ],
+        ({**COMPRESSED_CONFIG, "sparsity_config": "x"}, "sparsity_config"),
+    ],
+)
+def test_a_wrong_value_in_the_quantization_config_is_named(
+    config: dict[str, Any], key: str
+) -> None:
+    floats, _ = split({"m.weight_scale": np.ones((256, 2), np.float32)})
+    raw = {"m.weight": RawTensor("F8_E4M3", (256, 256), np.zeros(65536, np.uint8))}
+    with pytest.raises(ModelError, match=key):
+        unpack_checkpoint(config, floats, raw, "config.json")
+
+
 def test_an_unknown_key_of_the_quantization_config_is_named() -> None:
     config = {"quant_method": "gptq", "bits": 4, "group_size": 64, "novelty": 3}
     _, _, warnings = unpack_checkpoint(config, *split(partial_gptq()), "config.json")

@@ -20,7 +20,14 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import dequantise
 from verbatim.weights.packed_blocks import to_blocks
-from verbatim.weights.packed_config import block_scale, check_keys, group_index, weight_args
+from verbatim.weights.packed_config import (
+    block_scale,
+    block_sizes,
+    check_keys,
+    group_index,
+    mapping,
+    weight_args,
+)
 from verbatim.weights.tensor import Tensor
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -187,14 +194,14 @@ def _fp8(checkpoint: _Checkpoint) -> None:
         )
         scale, type = checkpoint.take_scale(name)
         type = "bf16" if type == "f32" else type
-        block = checkpoint.config.get("weight_block_size")
+        block = block_sizes(checkpoint.config, "weight_block_size")
         checkpoint.put(f"{module}.weight", values, block_scale(scale, values.shape, block), type)
     checkpoint.drop("input_scale", "activation_scale")
 
 
 def _compressed(checkpoint: _Checkpoint) -> None:
     config = checkpoint.config
-    if (config.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    if mapping(config, "sparsity_config").get("format", "dense") != "dense":
         raise ModelError("sparsity_config is not supported")
     for module in checkpoint.modules("weight_packed"):
         if f"{module}.weight_shape" not in checkpoint.raw:
@@ -205,10 +212,8 @@ def _compressed(checkpoint: _Checkpoint) -> None:
         values = checkpoint.take(f"{module}.weight")
         floats = E4M3[values] if tensor.dtype == "F8_E4M3" else values.astype(np.float32)
         _compressed_scaled(checkpoint, module, floats, None)
-    if any(
-        (group or {}).get("input_activations")
-        for group in (config.get("config_groups") or {}).values()
-    ):
+    groups = mapping(config, "config_groups")
+    if any(mapping(groups, name).get("input_activations") for name in groups):
         checkpoint.warnings.append(
             "quantization_config asks for quantised activations; they are not quantised here, so "
             "the logits are closer to the float model's"
@@ -243,10 +248,10 @@ def _compressed_scaled(
     if zero is None and f"{module}.weight_zero_point" in checkpoint.raw:
         zero = checkpoint.take(f"{module}.weight_zero_point").astype(np.float32)
     args = weight_args(checkpoint.config, module)
-    if args.get("strategy") == "block" or args.get("block_structure"):
-        block = args.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2:
-            raise ModelError(f"block_structure is {block!r:.60}, not two sizes")
+    block = block_sizes(args, "block_structure")
+    if args.get("strategy") == "block" and block is None:
+        raise ModelError("strategy is 'block', and block_structure is missing")
+    if block is not None:
         scale = block_scale(scale, values.shape, block)
         zero = None if zero is None else block_scale(zero, values.shape, block)
     elif scale.ndim == 2 and scale.shape[1] > 1:

@@ -63,24 +63,56 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
 def weight_args(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
     """The `weights` of the config group of compressed-tensors that names the module, or else of the
     one for its class."""
-    groups = [group for group in (config.get("config_groups") or {}).values() if group]
+    found = mapping(config, "config_groups")
+    groups = [mapping(found, name) for name in found if found[name]]
+    if len(groups) < 2:
+        return mapping(groups[0], "weights") if groups else {}
 
     def names(target: str) -> bool:
         if target.startswith("re:"):
             return re.match(target[3:], module) is not None
         return module == target or module.endswith(f".{target}")
 
+    by_class = groups[0]
     for group in groups:
-        if any(names(target) for target in group.get("targets") or ()):
-            return group.get("weights") or {}
-    of_class = [group for group in groups if "Linear" in (group.get("targets") or ())]
-    return (of_class or groups or [{}])[0].get("weights") or {}
+        targets = group.get("targets") or []
+        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+            raise ModelError(f"targets is {targets!r:.60}, not a list of names")
+        try:
+            if any(names(target) for target in targets):
+                return mapping(group, "weights")
+        except re.error as error:
+            raise ModelError(f"targets has a pattern that is not one: {error}") from None
+        by_class = group if "Linear" in targets else by_class
+    return mapping(by_class, "weights")
 
 
-def group_index(size: int, groups: int, group_size: int | None) -> np.ndarray:
-    """The group of each of `size` inputs (or rows)."""
-    if not group_size or group_size < 0:  # not stated: all groups have the same size
-        if size % groups:
+def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """The object under a key; empty if there is none."""
+    value = config.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ModelError(f"{key} is {value!r:.60}, not an object")
+    return value
+
+
+def block_sizes(config: Mapping[str, Any], key: str) -> list[int] | None:
+    """Rows and columns of a block; None if the key is missing."""
+    value = config.get(key)
+    if value is None:
+        return None
+    whole = isinstance(value, list) and all(type(n) is int and n > 0 for n in value)
+    if not whole or len(value) != 2:
+        raise ModelError(f"{key} is {value!r:.60}, not two sizes")
+    return list(value)
+
+
+def group_index(size: int, groups: int, stated: object) -> np.ndarray:
+    """The group of each of `size` inputs. `stated`: the config's group_size."""
+    if not isinstance(stated, int | None) or isinstance(stated, bool):
+        raise ModelError(f"group_size is {stated!r:.60}, not a whole number")
+    group_size = stated or 0
+    if group_size <= 0:  # all groups have the same size
+        if not groups or size % groups:
             raise ModelError(f"{size} inputs have {groups} scales, and no group_size is stated")
         group_size = size // groups
     if -(-size // group_size) != groups:

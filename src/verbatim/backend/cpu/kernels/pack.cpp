@@ -279,7 +279,8 @@ uint8_t unpack_quant(Kind kind, const uint8_t* q, int lane, int i) {
     }
 }
 
-VB_INLINE void pack_scales(Kind kind, const UnpackedBlock& o, int b, int lane, uint8_t* sp, uint8_t* up) {
+VB_INLINE void pack_scales(Kind kind, const UnpackedBlock& o, int b, int lane, uint8_t* sp,
+                           uint8_t* up) {
     uint16_t* h = (uint16_t*)sp;
     uint16_t* u = (uint16_t*)up;
     switch (kind) {
@@ -415,7 +416,7 @@ void pack_rows(const SourceType& type, const uint8_t* src, size_t row_bytes, int
         for (int b = 0; b < nb; b++) {
             uint8_t* q = dst + (size_t)b * info.qb;
             if constexpr (kind == K_4 || kind == K_4M) {
-                // The file has inputs 0..15 in the low nibbles of 16 bytes, 16..31 in the high ones.
+                // The file has inputs 0..15 in low nibbles, 16..31 in high ones, of 16 bytes.
                 const uint8_t* p = src + r * row_bytes + (size_t)b * type.bytes;
                 o.d = u16(p);
                 if constexpr (kind == K_4M) o.m = u16(p + 2);
