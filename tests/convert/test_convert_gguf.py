@@ -19,7 +19,7 @@ from verbatim.convert.export_model import check_round_trip, model_metadata, mode
 from verbatim.convert.export_tokenizer import tokenizer_metadata
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import FAMILIES, tiny_model
-from verbatim.text.gguf_vocab import USER_DEFINED
+from verbatim.text.gguf_vocab import UNUSED, USER_DEFINED
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
@@ -144,6 +144,38 @@ def test_a_byte_level_tokenizer_gets_its_pre_tokenizer_name(tmp_path: Path) -> N
         assert again.encode(text, special=True) == original.encode(text, special=True)
     for i in range(original.vocab_size):
         assert again.token_bytes(i) == original.token_bytes(i)
+
+
+@pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma4"])
+def test_ids_behind_the_vocabulary_have_no_text(tmp_path: Path, kind: str) -> None:
+    """As in transformers, where the id is no token, and in llama.cpp, which prints no UNUSED
+    token. The name is that of llama.cpp's converter, and typed it is text."""
+    if kind == "byte_level":
+        byte_level(tmp_path, vocab=290)
+    else:
+        sentencepiece(tmp_path, gemma=kind == "gemma4")
+    original = from_directory(tmp_path)
+    size = original.vocab_size
+    meta = tokenizer_metadata(
+        tmp_path, original, size + 3, "gemma4" if kind == "gemma4" else "llama"
+    )
+    assert meta["tokenizer.ggml.tokens"][size:] == [f"[PAD{size + i}]" for i in range(3)]
+    assert meta["tokenizer.ggml.token_type"][size:] == [UNUSED] * 3
+    again = from_gguf(meta)
+    assert again.vocab_size == size + 3
+    for i in range(size, size + 3):
+        assert again.token_bytes(i) == b""
+        assert again.decode([i], skip_special=False) == ""
+        assert again.find(f"[PAD{i}]") is None
+        typed = f"a [PAD{i}] b"
+        for special in (False, True):
+            ids = again.encode(typed, special=special)
+            assert ids == original.encode(typed, special=special)
+            assert not set(ids) & set(range(size, size + 3))
+            assert again.decode(ids) == original.decode(ids)
+        assert again.decode([*again.encode("the"), i, *again.encode("the")]) == again.decode(
+            [*again.encode("the"), *again.encode("the")]
+        )
 
 
 def sentencepiece(directory: Path, *, gemma: bool = False) -> None:

@@ -132,6 +132,26 @@ def test_a_control_token_that_is_an_ordinary_word_is_not_typed(merges: list[str]
     assert pad in tokenizer.encode("PAD", special=True)
 
 
+@pytest.mark.parametrize("make", [byte_level, pieces])
+def test_padding_tokens_of_other_converters_have_no_text(make: Any) -> None:
+    """SentencePiece files number them from 1 and may repeat a name; files of early 2024 mark them
+    as user-defined, under the number of the id."""
+    meta = make()
+    size = len(meta[G + "tokens"])
+    padding = ["[PAD1]", "[PAD2]", "[PAD2]", f"[PAD{size + 3}]"]
+    meta[G + "tokens"] += [*padding, "[PAD7]", "[PAD8]", "<unused9>"]
+    meta[G + "token_type"] += [5, 5, 5, 4, 4, 1, 5]
+    if G + "scores" in meta:
+        meta[G + "scores"] += [-1000.0] * 7
+    tokenizer = from_gguf(meta)
+    texts = [tokenizer.decode([i]) for i in range(size, size + 7)]
+    assert texts == ["", "", "", "", "[PAD7]", "[PAD8]", "<unused9>"]
+    for text in padding:
+        assert max(tokenizer.encode(text, special=True)) < size
+    assert tokenizer.encode("[PAD7]")[-1] == size + 4
+    use(tokenizer)
+
+
 def test_merges_missing_from_a_real_vocabulary() -> None:
     meta = byte_level()
     meta[G + "tokens"] = meta[G + "tokens"] + [f"word{i}" for i in range(600)]

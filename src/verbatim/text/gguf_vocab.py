@@ -18,6 +18,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
+from verbatim.text.gguf_tokenizer_keys import K, TokenizerKeys
 from verbatim.text.pretokenize import normalizer_of, pre_tokenizer_of, split_rules_of
 from verbatim.text.spm import piece_bytes
 from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_bytes, end_of_turn
@@ -25,8 +26,8 @@ from verbatim.text.vocabulary import END_OF_TURN, SPACE, Vocabulary, byte_level_
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 MAX_TOKENS = 4_000_000  # the largest vocabularies in use have some 260,000
 MAX_TOKEN_LENGTH = 4096  # characters
-K = "tokenizer.ggml."
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
+_PADDING = re.compile(r"\u2581?\[PAD([0-9]+)\]")  # an id that the embedding has and no token
 # Gemma 4's control tokens that llama.cpp's converter marks as user-defined, to see them as text.
 GEMMA4_MARKERS = frozenset(
     (
@@ -48,14 +49,11 @@ def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> 
         raise reader.wrong(f"the tokenizer cannot be built: {str(error)[:200]}") from error
 
 
-class _VocabReader:
+class _VocabReader(TokenizerKeys):
     def __init__(self, metadata: Mapping[str, Any], file: str | None) -> None:
-        self.meta = metadata
-        self.file = file
+        super().__init__(metadata, file)
         self.merged: frozenset[str] = frozenset()
-
-    def wrong(self, message: str) -> ModelError:
-        return ModelError(message, file=self.file)
+        self.padding: frozenset[int] = frozenset()  # ids without a token
 
     def read(self) -> Vocabulary:
         model = self.value("model", str)
@@ -69,9 +67,14 @@ class _VocabReader:
             and K + "merges" in self.meta
         )
         self.types = self._types(GEMMA4_MARKERS if gemma4 else frozenset())
-        self.ids = {text: i for i, text in enumerate(self.tokens)}
-        if len(self.ids) != len(self.tokens):
-            again = next(i for i, text in enumerate(self.tokens) if self.ids[text] != i)
+        self._drop_padding()
+        self.ids = {text: i for i, text in enumerate(self.tokens) if i not in self.padding}
+        if len(self.ids) + len(self.padding) != len(self.tokens):
+            again = next(
+                i
+                for i, text in enumerate(self.tokens)
+                if i not in self.padding and self.ids[text] != i
+            )
             raise self.wrong(
                 f"token {self.tokens[again]!r} is in the vocabulary twice "
                 f"(ids {again} and {self.ids[self.tokens[again]]})"
@@ -154,7 +157,7 @@ class _VocabReader:
             merges=merges,
             byte_fallback=fallback,
             fuse_unk=True,
-            unk_token=None if unknown is None else self.tokens[unknown],
+            unk_token=None if unknown is None else self.tokens[unknown] or None,
         )
         steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
         steps.append(normalizers.Replace(" ", SPACE))
@@ -195,12 +198,13 @@ class _VocabReader:
             if text.startswith(SPACE)
             else f"##{text}": i
             for i, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if i not in self.padding
         }
         unknown = self.token_id("unknown")
         first = self.token_id("bos")
         last = self.token_id("seperator")  # the key is spelled so
         last = self.token_id("eos") if last is None else last
-        if len(vocab) != len(self.tokens) or None in (unknown, first, last):
+        if len(vocab) != len(self.ids) or None in (unknown, first, last) or unknown in self.padding:
             raise self.wrong(
                 "a bert tokenizer needs distinct tokens, and bos_token_id, seperator_token_id and "
                 "unknown_token_id"
@@ -319,6 +323,19 @@ class _VocabReader:
             for t, kind in zip(self.tokens, types, strict=True)
         ]
 
+    def _drop_padding(self) -> None:
+        """Converters name the ids behind the vocabulary [PADn], type UNUSED (those of early 2024
+        USER_DEFINED, with n the id). They are no tokens: they have no text and match none."""
+        self.padding = frozenset(
+            i
+            for i, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in (UNUSED, USER_DEFINED)
+            and (found := _PADDING.fullmatch(text))
+            and (kind == UNUSED or found[1] == str(i))
+        )
+        for i in self.padding:
+            self.tokens[i], self.types[i] = "", UNUSED
+
     def _merge(self, merge: str) -> tuple[str, str]:
         left, space, right = merge.partition(" ")
         if not space or not left or not right or " " in right:
@@ -327,48 +344,6 @@ class _VocabReader:
                 "which is not two tokens with one space between"
             )
         return left, right
-
-    def token_id(self, name: str) -> int | None:
-        value = self.value(f"{name}_token_id", int)
-        if value is None:
-            return None
-        if value == 0xFFFFFFFF or value == -1:
-            return None  # some writers encode "none" this way
-        if not 0 <= value < len(self.tokens):
-            raise self.wrong(
-                f"tokenizer.ggml.{name}_token_id is {value}, "
-                f"outside the vocabulary of {len(self.tokens)}"
-            )
-        return int(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        value = self.value(name, bool)
-        return default if value is None else bool(value)
-
-    def value(self, name: str, kind: type) -> Any:
-        value = self.meta.get(K + name)
-        if value is not None and (
-            not isinstance(value, kind) or (kind is int and isinstance(value, bool))
-        ):
-            raise self.wrong(f"{K}{name} is {type(value).__name__}, not {kind.__name__}")
-        return value
-
-    def array(self, name: str, kind: type) -> list[Any]:
-        """An array of one type, as a list. Number arrays may be NumPy arrays."""
-        value = self.meta.get(K + name)
-        if value is None:
-            return []
-        if hasattr(value, "tolist"):
-            value = value.tolist()
-        if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
-            raise self.wrong(f"{K}{name} is {type(value).__name__}, not an array")
-        allowed: set[type] = {float, int} if kind is float else {kind}
-        other = set(map(type, value)) - allowed
-        if other:
-            raise self.wrong(
-                f"{K}{name} holds {min(t.__name__ for t in other)}, not {kind.__name__}"
-            )
-        return list(value)
 
 
 def _encoder(
