@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,12 @@ from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import dequantise
 from verbatim.weights.packed_blocks import to_blocks
 from verbatim.weights.packed_config import (
+    ConfigGroups,
     block_scale,
     block_sizes,
     check_keys,
     group_index,
     mapping,
-    weight_args,
 )
 from verbatim.weights.tensor import Tensor
 
@@ -94,6 +95,10 @@ class _Checkpoint:
         self.unpacked: list[str] = []  # weights that `blocks` could not keep
         self.warnings: list[str] = []
         self.current = ""  # the weight in work, for error texts
+
+    @cached_property
+    def groups(self) -> ConfigGroups:
+        return ConfigGroups(self.config)
 
     def modules(self, suffix: str) -> list[str]:
         """Names of the modules that have a raw tensor with this suffix."""
@@ -247,7 +252,7 @@ def _compressed_scaled(
     scale, type = checkpoint.take_scale(f"{module}.weight_scale")
     if zero is None and f"{module}.weight_zero_point" in checkpoint.raw:
         zero = checkpoint.take(f"{module}.weight_zero_point").astype(np.float32)
-    args = weight_args(checkpoint.config, module)
+    args = checkpoint.groups.weights(module)
     block = block_sizes(args, "block_structure")
     if args.get("strategy") == "block" and block is None:
         raise ModelError("strategy is 'block', and block_structure is missing")

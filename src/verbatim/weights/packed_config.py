@@ -8,13 +8,13 @@ group has 64 columns.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.weights.name_patterns import NamePatterns
 
 # quant_method -> keys that packed_checkpoint.py reads, or that do not concern the stored weights
 # (how they were made, which modules have none, how another program computes with them)
@@ -60,31 +60,44 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def weight_args(config: Mapping[str, Any], module: str) -> Mapping[str, Any]:
-    """The `weights` of the config group of compressed-tensors that names the module, or else of the
-    one for its class."""
-    found = mapping(config, "config_groups")
-    groups = [mapping(found, name) for name in found if found[name]]
-    if len(groups) < 2:
-        return mapping(groups[0], "weights") if groups else {}
+class ConfigGroups:
+    """The config groups of compressed-tensors: which weights belong to which module."""
 
-    def names(target: str) -> bool:
-        if target.startswith("re:"):
-            return re.match(target[3:], module) is not None
-        return module == target or module.endswith(f".{target}")
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        found = mapping(config, "config_groups")
+        self._groups = [mapping(found, name) for name in found if found[name]]
+        self._patterns = NamePatterns()
+        self._by_target: dict[str, Mapping[str, Any]] = {}  # a later group replaces an earlier one
+        for group in self._groups:
+            targets = group.get("targets") or []
+            if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
+                raise ModelError(f"targets is {targets!r:.60}, not a list of names")
+            self._by_target |= dict.fromkeys(targets, group)
+        # The library's order: names, then patterns, each in the order of their text.
+        self._targets = sorted(self._by_target, key=lambda target: ("re:" in target, target))
 
-    by_class = groups[0]
-    for group in groups:
-        targets = group.get("targets") or []
-        if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
-            raise ModelError(f"targets is {targets!r:.60}, not a list of names")
+    def weights(self, module: str) -> Mapping[str, Any]:
+        """The `weights` of the group for the module: the one that names it, or else its class. A
+        name of another prefix (language_model.) counts where the library finds no group."""
+        if len(self._groups) < 2:
+            return mapping(self._groups[0], "weights") if self._groups else {}
+        for target in self._targets:
+            if self._names(target, module):
+                return mapping(self._by_target[target], "weights")
+        kind = "Embedding" if module.endswith("embed_tokens") else "Linear"
+        ends = (target for target in self._targets if module.endswith(f".{target}"))
+        for target in (kind, "Module", *ends):
+            if target in self._by_target:
+                return mapping(self._by_target[target], "weights")
+        return mapping(self._groups[0], "weights")
+
+    def _names(self, target: str, module: str) -> bool:
+        if not target.startswith("re:"):
+            return module == target
         try:
-            if any(names(target) for target in targets):
-                return mapping(group, "weights")
-        except re.error as error:
-            raise ModelError(f"targets has a pattern that is not one: {error}") from None
-        by_class = group if "Linear" in targets else by_class
-    return mapping(by_class, "weights")
+            return self._patterns.match(target[3:], module)
+        except ModelError as error:
+            raise ModelError(f"targets: {error}") from None
 
 
 def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
