@@ -14,6 +14,7 @@ from verbatim.base.errors import UnsupportedError
 from verbatim.base.records import Drawn, Finish
 from verbatim.engine.stream import ChoiceStream
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
+from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
 from verbatim.testing import ByteTokenizer, FakeBackend, ThinkByteTokenizer, fake_parts, fake_spec
 from verbatim.text.chat_template import ChatTemplate
@@ -36,6 +37,11 @@ def think_format() -> ThoughtFormat:
     found = find_format([TEMPLATE], ThinkByteTokenizer())
     assert found is not None
     return found
+
+
+def make_matcher(inner: Any, thoughts: ThoughtFormat, budget: int | None = None) -> ThoughtMatcher:
+    tracker, ends = make_tracker(thoughts, ThinkByteTokenizer()), (ByteTokenizer.EOS,)
+    return ThoughtMatcher(inner, tracker, VOCAB, ends, budget, thoughts.close_ids)
 
 
 def open_llm(source: str = TEMPLATE, **options: Any) -> LLM:
@@ -88,9 +94,7 @@ def test_a_grammar_binds_the_answer_and_not_the_thought() -> None:
                 {"open": "<think>", "closed": "</think>"}.get(start, "")
             )
             budget = rng.choice([None, 1, 7])
-            matcher = ThoughtMatcher(
-                structure.start(), thoughts, VOCAB, (ByteTokenizer.EOS,), budget
-            )
+            matcher = make_matcher(structure.start(), thoughts, budget)
             tokens: list[int] = []
             while not matcher.finished:
                 mask = matcher.mask()
@@ -141,35 +145,28 @@ def test_a_budget_without_thoughts_is_refused_by_name() -> None:
                 ask("hi", params)  # type: ignore[operator]
 
 
-def test_a_grammar_is_refused_where_the_end_of_a_thought_is_not_a_token() -> None:
-    """Inside a thought. Where the prompt does not mention it, the structure is the whole output."""
+def test_a_grammar_is_the_whole_output_where_the_prompt_mentions_no_thought() -> None:
+    """An opening tag of ordinary text; with the tag in the prompt, see test_engine_text_tags.py."""
     source = TEMPLATE.replace("<think></think>", "<thought></thought>")
-    asked = [{"role": "user", "content": "hi"}], SamplingParams(json_schema=SCHEMA, max_tokens=60)
-    with open_llm(source + "<thought>") as llm, pytest.raises(UnsupportedError, match="json_sch"):
-        llm.chat(*asked)
     with open_llm(source) as llm:
-        done = llm.chat(*asked)
+        params = SamplingParams(json_schema=SCHEMA, max_tokens=60)
+        done = llm.chat([{"role": "user", "content": "hi"}], params)
         assert done.reasoning == ""
         assert isinstance(json.loads(done.text)["n"], int)
 
 
-def test_a_budget_is_refused_where_the_start_of_a_thought_is_not_a_token() -> None:
-    """The engine could not count the tokens of a thought whose start it does not see."""
-    unseen = replace(think_format(), open_id=None)
-    with pytest.raises(UnsupportedError, match=r"thinking_budget.*<think>"):
-        check_supported(unseen, "thinking_budget")
-    for start in ("open", "closed"):  # the prompt decides, so the opening tag is not needed
-        check_supported(replace(unseen, start=start), "thinking_budget")
-
-
-def is_space(token: int) -> bool:
-    return token < 256 and bytes([token]).isspace()
+def test_a_budget_is_refused_where_no_tokens_spell_the_end_of_a_thought() -> None:
+    unwritable = replace(think_format(), close_ids=())
+    with pytest.raises(UnsupportedError, match=r"thinking_budget.*</think>"):
+        check_supported(unwritable, "thinking_budget")
+    check_supported(unwritable, "json_schema")
+    check_supported(replace(unwritable, start="closed"), "thinking_budget")
 
 
 def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> None:
     """The splitter drops white space before the opening tag, so the matcher must not take it for
     the start of the answer."""
-    only_budget = ThoughtMatcher(None, think_format(), VOCAB, (ByteTokenizer.EOS,), 2, is_space)
+    only_budget = make_matcher(None, think_format(), 2)
     for token in (*b"\n ", OPEN, *b"a"):
         only_budget.advance(token)
     mask = only_budget.mask()
@@ -177,9 +174,7 @@ def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> No
 
     structure = compile_structure(SamplingParams(regex=r"\n?(yes|no)"), ThinkByteTokenizer())
     assert structure is not None
-    matcher = ThoughtMatcher(
-        structure.start(), think_format(), VOCAB, (ByteTokenizer.EOS,), None, is_space
-    )
+    matcher = make_matcher(structure.start(), think_format())
     matcher.advance(ord("\n"))
     assert allowed(matcher.mask(), OPEN), "white space switched the thought off"
     for each in (matcher, matcher.copy()):
@@ -191,7 +186,7 @@ def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> No
             each.advance(token)
         assert each.finished
     for start in ("\n", "\n\n  "):  # an answer behind white space, without a thought
-        loose = ThoughtMatcher(None, think_format(), VOCAB, (ByteTokenizer.EOS,), 2, is_space)
+        loose = make_matcher(None, think_format(), 2)
         for token in (*start.encode(), *b"abc", OPEN):
             loose.advance(token)
         assert loose.mask() is None
@@ -200,9 +195,7 @@ def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> No
 def test_a_grammar_of_white_space_alone_ends_behind_it() -> None:
     structure = compile_structure(SamplingParams(regex=r"\n"), ThinkByteTokenizer())
     assert structure is not None
-    matcher = ThoughtMatcher(
-        structure.start(), think_format(), VOCAB, (ByteTokenizer.EOS,), None, is_space
-    )
+    matcher = make_matcher(structure.start(), think_format())
     matcher.advance(ord("\n"))
     assert matcher.finished
 
@@ -301,23 +294,3 @@ def test_vllm_53469_a_free_thought_then_the_document_in_one_stream(seed: int) ->
     for delta in deltas:
         assert "think>" not in delta.text + delta.reasoning
         assert not (delta.reasoning and delta.text) or delta.text.startswith("{")
-
-
-@pytest.mark.parametrize(
-    ("prompt", "field", "refused"),
-    [
-        ("user: hi", "json_schema", False),  # thinking is off: the template names no tag
-        ("user: hi", "thinking_budget", True),
-        ("Write your thoughts after 'Here is my thought process:'. user: hi", "json_schema", True),
-    ],
-)
-def test_a_structure_needs_a_marker_token_only_while_the_model_thinks(
-    prompt: str, field: str, refused: bool
-) -> None:
-    """Granite 3.2 thinks if its prompt explains how, and marks it by ordinary text."""
-    granite = ThoughtFormat("Here is my thought process:", "Here is my response:").after(prompt)
-    if refused:
-        with pytest.raises(UnsupportedError, match="is not one token"):
-            check_supported(granite, field)
-    else:
-        check_supported(granite, field)

@@ -202,21 +202,28 @@ class OneToken:
     def is_control(self, token: int) -> bool:
         return token in self._control.values()
 
+    def token_bytes(self, token: int) -> bytes:
+        names = {number: name for name, number in self._control.items()}
+        return names.get(token, chr(token)).encode()
+
 
 def test_the_format_comes_from_the_chat_template() -> None:
     plain = OneToken({})
     assert find_format(["{{ messages }}"], plain) is None
     found = find_format(["{% if x %}<think></think>{% endif %}"], plain)
-    assert (found and found.open, found and found.answer_ids) == ("<think>", ())
+    assert found is not None
+    assert (found.open, found.open_id) == ("<think>", None)
+    assert found.close_ids == tuple(b"</think>"), "a budget writes the tag in ordinary tokens"
     control = OneToken({"<think>": 1000, "</think>": 1001})
     found = find_format(["<think></think>"], control)
     assert found is not None
-    assert (found.open_id, found.answer_ids, found.marker_ids) == (1000, (1001,), {1000, 1001})
+    assert (found.open_id, found.close_ids, found.marker_ids) == (1000, (1001,), {1000, 1001})
     gemma = find_format(["<channel|>"], OneToken({"<|channel>": 1000, "<channel|>": 1001}))
     assert gemma is not None
-    assert (gemma.open_id, gemma.answer_ids) == (1000, (1001,))
+    assert (gemma.open_id, gemma.close_ids) == (1000, (1001,))
     tokens = {"<|start|>": 1, "<|channel|>": 2, "<|message|>": 3, "<|end|>": 4, "<|call|>": 5}
     harmony = find_format(["<|channel|>analysis<|message|>"], OneToken(tokens))
     assert harmony is not None
-    assert harmony.answer_ids == (2, *map(ord, "final"), 3)
-    assert harmony.close_ids == (4, 1, *map(ord, "assistant"), *harmony.answer_ids)
+    assert harmony.close_ids == (4, 1, *map(ord, "assistant"), 2, *map(ord, "final"), 3)
+    assert harmony.special == tokens.keys(), "the others are found in the text"
+    assert harmony.marker_ids == set(tokens.values())

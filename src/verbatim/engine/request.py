@@ -20,6 +20,7 @@ from verbatim.engine.embed_input import EmbedInput, check_task
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.read_prompt import read_embed_input, read_prompt
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
+from verbatim.engine.thought_tracker import make_tracker
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.thoughts import ThoughtFormat
 
@@ -59,12 +60,9 @@ class Request:
         budget = self.params.thinking_budget
         if self.thoughts is None or (inner is None and budget is None):
             return inner
-        vocab = tokenizer.vocab_size
-
-        def is_space(token: int) -> bool:
-            return tokenizer.token_bytes(token).decode("utf-8", "replace").isspace()
-
-        return ThoughtMatcher(inner, self.thoughts, vocab, tuple(ends), budget, is_space)
+        tracker = make_tracker(self.thoughts, tokenizer, self.params.skip_special)
+        close = self.thoughts.close_ids
+        return ThoughtMatcher(inner, tracker, tokenizer.vocab_size, tuple(ends), budget, close)
 
 
 def make_request(
@@ -102,7 +100,7 @@ def make_request(
         )
     adapter = _adapter(parts, params.adapter)
     thoughts = getattr(prompt, "thoughts", None)
-    _check_thoughts(params, thoughts)
+    _check_thoughts(params, thoughts, parts.tokenizer)
     _check_output_prefix(params, ids, thoughts)
     structure = _structure(params, parts.tokenizer, deadline)
     return Request(
@@ -140,7 +138,9 @@ def _adapter(parts: LoadedModel, name: str) -> int:
     return names.index(name)
 
 
-def _check_thoughts(params: SamplingParams, thoughts: ThoughtFormat | None) -> None:
+def _check_thoughts(
+    params: SamplingParams, thoughts: ThoughtFormat | None, tokenizer: EngineTokenizer
+) -> None:
     if params.thinking_budget is not None and thoughts is None:
         raise UnsupportedError(
             "thinking_budget",
@@ -151,6 +151,8 @@ def _check_thoughts(params: SamplingParams, thoughts: ThoughtFormat | None) -> N
     for field_name in ("thinking_budget", *STRUCTURE):
         if getattr(params, field_name) is not None:
             check_supported(thoughts, field_name)
+            # Finds the tokens of the markers now, so that no engine step waits for it.
+            make_tracker(thoughts, tokenizer, params.skip_special)
 
 
 def _check_ids(params: SamplingParams, vocab: int) -> None:

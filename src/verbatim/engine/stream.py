@@ -34,6 +34,7 @@ class ChoiceStream:
         "_decoder",
         "_finish_sent",
         "_loop",
+        "_markers",
         "_params",
         "_reasoning",
         "_reasoning_sent",
@@ -65,9 +66,9 @@ class ChoiceStream:
         self.request_id = request_id
         self.index = index
         self._params = params
-        visible = frozenset() if thoughts is None else thoughts.marker_ids
+        self._markers = frozenset() if thoughts is None else thoughts.marker_ids
         self._tokenizer = tokenizer
-        self._decoder = TextDecoder(tokenizer, params.skip_special, visible=visible)
+        self._decoder = TextDecoder(tokenizer, params.skip_special, visible=self._markers)
         self._splitter = None if thoughts is None else thoughts.splitter()
         self._reasoning: list[str] = []
         self._reasoning_sent = 0  # pieces already in a Delta
@@ -99,7 +100,7 @@ class ChoiceStream:
         hidden = finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
         if not hidden or self._params.include_stop:
             text = self._decoder.push(drawn.token)
-            stop = self._write(text) if self._splitter is None else self._split(text)
+            stop = self._write(text) if self._splitter is None else self._split(drawn.token, text)
             if stop is not None:
                 finish = Finish("stop", stop)
         if (
@@ -122,11 +123,15 @@ class ChoiceStream:
                 self._sort(self._splitter.finish())
             self._text.append(self._stops.flush())
 
-    def _split(self, text: str) -> str | None:
+    def _split(self, token: int, text: str) -> str | None:
         """Separate the thought from the answer. Returns the stop string that ends the choice."""
         assert self._splitter is not None
         thinking = self._splitter.thinking
-        pieces = self._splitter.push(text)
+        if token in self._markers:  # behind U+FFFD, where a character was incomplete
+            marker = self._tokenizer.token_bytes(token).decode()
+            pieces = self._splitter.push(text.removesuffix(marker)) + self._splitter.mark(marker)
+        else:
+            pieces = self._splitter.push(text)
         self.reasoning_tokens += thinking or self._splitter.thinking
         return self._sort(pieces)
 

@@ -1,39 +1,38 @@
 """A matcher for reasoning models: the grammar applies to the answer, not to the thought.
 
-In: the matcher of the request's grammar, or None, and the model's thought format. Out: the masks
-of a Matcher. While the model thinks, every token is allowed except an end of sequence (with a
-grammar), and only the closing tag once the thought has used its token budget. White space before
-the opening tag belongs to the format (text/tag_splitter.py), so a thought may start behind it.
+In: the matcher of the request's grammar, or None, and a tracker of the thought
+(thought_tracker.py). Out: the masks of a Matcher. While the model thinks, every token is allowed
+except an end of sequence and a token that holds both the end of the thought and the start of the
+answer (with a grammar), and only the closing tag once the thought has used its token budget.
+
+Before a thought, the output may become a thought or an answer: the masks allow what the grammar
+allows and what continues the opening tag. White space before the tag belongs to the format.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any
 
 from verbatim.base.errors import UnsupportedError
+from verbatim.engine.thought_tracker import ThoughtTracker
+from verbatim.text.harmony import CHANNEL, MESSAGE
 from verbatim.text.thoughts import ThoughtFormat
-
-State = Literal["start", "thought", "answer"]
 
 
 def check_supported(thoughts: ThoughtFormat, field: str) -> None:
-    """A grammar or a budget needs a thought that starts and ends at a token.
-
-    Where the opening tag is text and the prompt does not mention it, the model was not told to
-    think: a grammar applies from the first token."""
-    told = thoughts.start == "open" or thoughts.named or thoughts.open_id is not None
-    if thoughts.start == "closed" or not (told or field == "thinking_budget"):
+    """A budget needs tokens that close the thought, and harmony its markers as tokens."""
+    if thoughts.start == "closed":
         return
-    tag = None if thoughts.answer_ids else thoughts.close
-    if thoughts.start != "open" and thoughts.open_id is None:
-        tag = thoughts.open
-    if tag is not None:
+    missing = [m for m in (CHANNEL, MESSAGE) if thoughts.harmony and m not in thoughts.special]
+    if field == "thinking_budget" and not thoughts.close_ids:
+        missing.append(thoughts.close)
+    if missing:
         raise UnsupportedError(
             field,
-            f"is not supported while this model thinks: its marker {tag!r} is not one token; "
-            "switch thinking off in the chat template",
+            f"is not supported while this model thinks: the tokenizer cannot write its marker "
+            f"{missing[0]!r}; switch thinking off in the chat template",
         )
 
 
@@ -43,31 +42,29 @@ class ThoughtMatcher:
     def __init__(
         self,
         inner: Any,
-        thoughts: ThoughtFormat,
+        tracker: ThoughtTracker,
         vocab: int,
         end_ids: Sequence[int],
         budget: int | None = None,
-        is_space: Callable[[int], bool] = lambda token: False,
+        close_ids: Sequence[int] = (),
     ) -> None:
-        self._inner, self._thoughts = inner, thoughts
-        self._fresh: Any = None  # the grammar before white space that may precede a thought
-        self._is_space = is_space
-        self._vocab, self._ends, self._budget = vocab, frozenset(end_ids), budget
-        self._state: State = "start"
-        if thoughts.start:
-            self._state = "thought" if thoughts.start == "open" else "answer"
-        self._tokens: list[int] = []  # of the thought so far
-        self._thinking = None if inner is None else self._all_but_ends()
+        self._inner, self._tracker = inner, tracker
+        self._fresh: Any = None  # the grammar before text that may belong to a thought
+        self._live = True  # the grammar allows the text so far: the output may be an answer
+        self._size = (vocab + 7) // 8  # bytes of a mask
+        self._ends, self._budget, self._close = frozenset(end_ids), budget, tuple(close_ids)
+        self._used = 0  # tokens of the thought so far
+        self._thinking = _changed(b"\xff" * self._size, without=self._ends)
 
     # --------------------------------------------------------------- the interface of a Matcher
 
     @property
     def finished(self) -> bool:
-        return bool(self._state == "answer" and self._inner is not None and self._inner.finished)
+        return bool(self._answering and self._inner is not None and self._inner.finished)
 
     @property
     def accepting(self) -> bool:
-        return self._state == "answer" and (self._inner is None or self._inner.accepting)
+        return self._answering and (self._inner is None or self._inner.accepting)
 
     @property
     def rebuilding(self) -> Future[Any] | None:
@@ -75,102 +72,115 @@ class ThoughtMatcher:
         return found
 
     def poll_mask(self) -> bool:
-        return self._state == "thought" or self._inner is None or bool(self._inner.poll_mask())
+        if self._tracker.state == "thought" or self._inner is None or not self._live:
+            return True
+        return bool(self._inner.poll_mask())
 
     def mask(self) -> bytes | None:
-        if self._state == "thought":
-            return self._thought_mask(len(self._tokens))
+        if self._tracker.state == "thought":
+            return self._thought_mask(self._used, self._tracker)
         if self._inner is None:
             return None
-        mask: bytes = self._inner.mask()
-        if self._state == "answer" or self._thoughts.open_id is None:
+        mask: bytes = self._inner.mask() if self._live else b""
+        if self._answering:
             return mask
-        return _with(mask.ljust(self._size, b"\0"), self._thoughts.open_id)
+        allowed, forbidden = self._tracker.opening()
+        return _changed(mask.ljust(self._size, b"\0"), allowed, forbidden)
 
     def masks_along(self, drafts: Sequence[int]) -> tuple[bytes | None, ...]:
-        if self._state == "answer" and self._inner is not None:
+        if self._answering and self._inner is not None:
             masks: tuple[bytes | None, ...] = self._inner.masks_along(drafts)
             return masks
-        if self._state == "thought":
-            used = len(self._tokens)
-            return tuple(self._thought_mask(used + i) for i in range(1 + len(drafts)))
-        assert not (drafts and self._state == "start"), "nothing is drafted before the thought"
+        if self._tracker.state == "thought":
+            tracker, found = self._tracker.copy(), [self.mask()]
+            for used, token in enumerate(drafts, self._used + 1):
+                tracker.push(token)
+                found.append(self._thought_mask(used, tracker))
+            return tuple(found)
+        assert not (drafts and self._tracker.state == "start"), "no drafts before the thought"
         return (self.mask(), *(None for _ in drafts))
 
     def allowed_drafts(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Drafts end before the tokens that close the thought, and before its budget is used."""
-        if self._state == "answer":
-            found = drafts if self._inner is None else self._inner.allowed_drafts(drafts)
-            return tuple(found)
-        if self._state == "start":
+        """Drafts end before the token that closes the thought, and before its budget is used."""
+        if self._answering:
+            return tuple(drafts if self._inner is None else self._inner.allowed_drafts(drafts))
+        if self._tracker.state == "start":
             return ()
-        used = len(self._tokens)
-        room = len(drafts) if self._budget is None else max(self._budget - used, 0)
-        stops = {self._thoughts.answer_ids[-1], *(self._ends if self._inner is not None else ())}
-        end = next((i for i, token in enumerate(drafts[:room]) if token in stops), room)
-        return tuple(drafts[:end])
+        room = len(drafts) if self._budget is None else max(self._budget - self._used, 0)
+        tracker, stops = self._tracker.copy(), self._ends if self._inner is not None else ()
+        for count, token in enumerate(drafts[:room]):
+            tracker.push(token)
+            if token in stops or tracker.state == "answer":
+                return tuple(drafts[:count])
+        return tuple(drafts[:room])
 
     def forced(self) -> tuple[int, ...]:
-        if self._state != "answer" or self._inner is None:
+        if not self._answering or self._inner is None:
             return ()
         found: tuple[int, ...] = self._inner.forced()
         return found
 
     def advance(self, token: int) -> None:
-        if self._state == "thought":
-            self._tokens.append(token)
-            answer = self._thoughts.answer_ids
-            if tuple(self._tokens[-len(answer) :]) == answer:
-                self._state = "answer"
-        elif self._state == "start" and token == self._thoughts.open_id:
-            self._state = "thought"
-            self._tokens.append(token)
-            self._inner, self._fresh = self._fresh or self._inner, None
-        else:
-            self._advance_answer(token)
+        before = self._tracker.state
+        self._tracker.push(token)
+        if before == "start" and self._tracker.opened:
+            self._inner, self._fresh, self._live = self._fresh or self._inner, None, True
+            self._used = 1
+        elif before == "thought":
+            self._used += 1
+        elif self._inner is not None:
+            self._advance_grammar(token)
 
-    def _advance_answer(self, token: int) -> None:
-        space = self._state == "start" and self._is_space(token)
-        if self._inner is not None:
-            if space and self._fresh is None:
-                self._fresh = self._inner.copy()
+    def _advance_grammar(self, token: int) -> None:
+        """Consume a token of the answer, or of text that may still become a thought."""
+        undecided = self._tracker.state == "start"
+        if undecided and self._fresh is None:
+            self._fresh = self._inner.copy()
+        if undecided and self._live:
+            self._live = _allows(self._inner.mask(), token)
+        assert self._live or undecided, "the masks allow the grammar or the opening tag"
+        if self._live:
             self._inner.advance(token)
-        if not space or (self._inner is not None and self._inner.finished):
-            self._state, self._fresh = "answer", None
+        if undecided and self._live and self._inner.finished:
+            self._tracker.state = "answer"
+        if self._answering:
+            self._fresh = None
 
     def copy(self) -> ThoughtMatcher:
         inner = None if self._inner is None else self._inner.copy()
-        twin = ThoughtMatcher(
-            inner, self._thoughts, self._vocab, tuple(self._ends), self._budget, self._is_space
-        )
-        twin._state, twin._tokens = self._state, list(self._tokens)
+        twin = ThoughtMatcher(inner, self._tracker.copy(), 0, (), self._budget, self._close)
+        twin._size, twin._ends, twin._thinking = self._size, self._ends, self._thinking
+        twin._live, twin._used = self._live, self._used
         twin._fresh = None if self._fresh is None else self._fresh.copy()
         return twin
 
     # ------------------------------------------------------------------------------------ masks
 
     @property
-    def _size(self) -> int:
-        return (self._vocab + 7) // 8
+    def _answering(self) -> bool:
+        return self._tracker.state == "answer"
 
-    def _thought_mask(self, used: int) -> bytes | None:
+    def _thought_mask(self, used: int, tracker: ThoughtTracker) -> bytes | None:
         """The mask after `used` tokens of thought: from the budget on, the closing tokens one by
         one."""
         if self._budget is not None and used >= self._budget:
-            close = self._thoughts.close_ids
-            return _with(bytes(self._size), close[min(used - self._budget, len(close) - 1)])
-        return self._thinking
-
-    def _all_but_ends(self) -> bytes:
-        """Every id of the vocabulary except the ends of a sequence."""
-        bits = bytearray(b"\xff" * self._size)
-        for token in self._ends:
-            bits[token // 8] &= ~(1 << token % 8) & 0xFF
-        return bytes(bits)
+            at = min(used - self._budget, len(self._close) - 1)
+            return _changed(bytes(self._size), (self._close[at],))
+        if self._inner is None:
+            return None
+        crossing = tracker.crossing()
+        return _changed(self._thinking, without=crossing) if crossing else self._thinking
 
 
-def _with(mask: bytes, token: int) -> bytes:
-    """The mask with one more id allowed."""
+def _changed(mask: bytes, allow: Iterable[int] = (), without: Iterable[int] = ()) -> bytes:
+    """The mask with some ids allowed, and others not."""
     bits = bytearray(mask)
-    bits[token // 8] |= 1 << token % 8
+    for token in allow:
+        bits[token // 8] |= 1 << token % 8
+    for token in without:
+        bits[token // 8] &= ~(1 << token % 8) & 0xFF
     return bytes(bits)
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)

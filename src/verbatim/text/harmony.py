@@ -3,91 +3,112 @@
     <|channel|>analysis<|message|>The user greets.<|end|><|start|>assistant<|channel|>final
     <|message|>Hello!
 
-In: the output text with its control tokens. Out: pieces of the thought (channel analysis) and of
-the answer (channel final, and commentary to the user). A message to a tool (`to=functions.NAME`)
+In: the output text, and its markers. Out: pieces of the thought (channel analysis) and of the
+answer (channel final, and commentary to the user). A message to a tool (`to=functions.NAME`)
 becomes `<tool_call>{"name": ..., "arguments": ...}</tool_call>` in the answer, the form that the
 tool-call parser reads.
+
+Invariant: a marker that is a token of the vocabulary is recognised by its id (`mark`). The same
+letters in ordinary tokens, as in an answer that explains the format, are text.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 
 from verbatim.text.tag_splitter import Piece, partial_tag_length
 
-CHANNEL, MESSAGE = "<|channel|>", "<|message|>"
-# Control tokens that end the text of a message.
-DROPPED = (MESSAGE, "<|constrain|>")  # belong into a header; inside a text, a fault of the model
-ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL, *DROPPED)
-_MARKER = re.compile(r"<\|[a-z]+\|>")
+CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
+# Markers that end the text of a message. MESSAGE and CONSTRAIN belong into a header; inside a text
+# they are a fault of the model and are dropped.
+ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL)
+MARKERS = (*ENDS, MESSAGE, CONSTRAIN)
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
 class HarmonySplitter:
-    def __init__(self) -> None:
-        self._held = ""
+    """`special`: markers that are tokens, which come by mark(); the others are found in the
+    text."""
+
+    def __init__(self, special: Collection[str] = ()) -> None:
+        self._written = tuple(marker for marker in MARKERS if marker not in special)
+        self._held = ""  # text that may become a marker
+        self._header = ""
         self._body = False  # inside the text of a message, not in its header
         self._channel = ""
         self._tool: str | None = None
-        self._seen = False  # a message has begun
+        self._seen = False  # a marker was there
         self._call = ""  # the arguments of a tool call so far
 
     @property
     def thinking(self) -> bool:
         return not self._body or self._channel == "analysis"
 
+    @property
+    def answering(self) -> bool:
+        """Whether text that follows is a message to the user."""
+        return self._body and self._tool is None and self._channel != "analysis"
+
     def push(self, text: str) -> list[Piece]:
         self._held += text
         out: list[Piece] = []
-        while self._take_body(out) if self._body else self._take_header():
-            pass
+        while found := [(at, m) for m in self._written if (at := self._held.find(m)) >= 0]:
+            at, marker = min(found)
+            self._text(self._held[:at], out)
+            self._marker(marker, out)
+            self._held = self._held[at + len(marker) :]
+        keep = max((partial_tag_length(self._held, m) for m in self._written), default=0)
+        self._release(keep, out)
+        return out
+
+    def mark(self, marker: str) -> list[Piece]:
+        """The output continues with a token that is this marker."""
+        out: list[Piece] = []
+        self._release(0, out)
+        self._marker(marker, out)
         return out
 
     def finish(self) -> list[Piece]:
         out: list[Piece] = []
-        rest, self._held = self._held, ""
+        self._release(0, out)
         if self._body:
-            self._emit(rest, out)
             self._end_message(out)
-        elif not (self._seen or _MARKER.search(rest)) and rest.strip():
-            out.append(("answer", rest))  # the model did not use the format
+        elif not self._seen and self._header.strip():
+            out.append(("answer", self._header))  # the model did not use the format
         return out
 
-    def _take_header(self) -> bool:
-        """Read up to the start of a message's text. False: more text is needed."""
-        at = self._held.find(MESSAGE)
-        if at < 0:
-            return False
-        header = self._held[:at]  # the recipient stands before or after the channel
-        self._held = self._held[at + len(MESSAGE) :]
-        name = re.match(r"\w*", header.rpartition(CHANNEL)[2])
-        self._channel = name.group() if name else ""
-        found = _RECIPIENT.search(header)
-        self._tool = found.group(1) if found else None
-        self._body, self._seen, self._call = True, True, ""
-        return True
+    def _release(self, keep: int, out: list[Piece]) -> None:
+        """Process the held text up to its last `keep` characters."""
+        safe = len(self._held) - keep
+        self._text(self._held[:safe], out)
+        self._held = self._held[safe:]
 
-    def _take_body(self, out: list[Piece]) -> bool:
-        ends = [(at, end) for end in ENDS if (at := self._held.find(end)) >= 0]
-        if not ends:
-            keep = max(partial_tag_length(self._held, end) for end in ENDS)
-            safe = len(self._held) - keep
-            self._emit(self._held[:safe], out)
-            self._held = self._held[safe:]
-            return False
-        at, end = min(ends)
-        self._emit(self._held[:at], out)
-        self._held = self._held[at + len(end) :]
-        if end not in DROPPED:
-            self._end_message(out)
-        return True
-
-    def _emit(self, text: str, out: list[Piece]) -> None:
-        if self._tool is not None:
+    def _text(self, text: str, out: list[Piece]) -> None:
+        if not self._body:
+            self._header += text
+        elif self._tool is not None:
             self._call += text
         elif text:
             out.append(("thought" if self._channel == "analysis" else "answer", text))
+
+    def _marker(self, marker: str, out: list[Piece]) -> None:
+        self._seen = True
+        if not self._body and marker == MESSAGE:
+            name = re.match(r"\w*", self._header)
+            self._channel = name.group() if name else ""
+            self._tool = self._tool or _recipient(self._header)  # before or after the channel
+            self._body, self._call = True, ""
+        elif not self._body and marker == CHANNEL:
+            self._tool = self._tool or _recipient(self._header)
+            self._header = ""
+        elif not self._body and marker == CONSTRAIN:
+            self._header += marker
+        elif not self._body:  # a header that no message follows
+            self._header, self._tool = "", None
+        elif marker in ENDS:
+            self._end_message(out)
 
     def _end_message(self, out: list[Piece]) -> None:
         if self._tool is not None:
@@ -96,4 +117,10 @@ class HarmonySplitter:
             out.append(
                 ("answer", f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
             )
-        self._body, self._tool = False, None
+        self._body, self._tool, self._header = False, None, ""
+
+
+def _recipient(header: str) -> str | None:
+    """The tool that a message is for."""
+    found = _RECIPIENT.search(header)
+    return found.group(1) if found else None

@@ -55,6 +55,11 @@ class TagSplitter:
             self._held = ""
         return out
 
+    def mark(self, marker: str) -> list[Piece]:
+        """The output continues with a token that is part of a tag: as text, so that a tag in
+        ordinary tokens counts too."""
+        return self.push(marker)
+
     def finish(self) -> list[Piece]:
         out: list[Piece] = []
         rest, self._held = self._held, ""

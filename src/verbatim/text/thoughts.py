@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from verbatim.text.harmony import HarmonySplitter
+from verbatim.text.harmony import CHANNEL, MARKERS, MESSAGE, HarmonySplitter
 from verbatim.text.tag_splitter import Piece, TagSplitter
 
 # Opening and closing tag of each format. A model has the format whose closing tag its chat
@@ -28,8 +28,6 @@ TAGS = (
 )
 # Tags around the answer behind a thought, where the chat template mentions them.
 WRAPPERS = (("<response>", "</response>"), ("<answer>", "</answer>"))  # Granite 3.3; Hunyuan
-HARMONY = "<|channel|>"  # the token that begins a channel's name
-HARMONY_TOKENS = ("<|start|>", HARMONY, "<|message|>", "<|end|>", "<|constrain|>", "<|call|>")
 
 
 class Splitter(Protocol):
@@ -42,6 +40,10 @@ class Splitter(Protocol):
 
     def push(self, text: str) -> list[Piece]: ...
 
+    def mark(self, marker: str) -> list[Piece]:
+        """The output continues with a token of `marker_ids`, whose text this is."""
+        ...
+
     def finish(self) -> list[Piece]:
         """End of the output: what was held back."""
         ...
@@ -52,9 +54,9 @@ class ThoughtFormat:
     """How a model marks its thoughts, and where the output of one prompt starts.
 
     open_id: token that begins the opening tag; None where it is ordinary text
-    answer_ids: the tokens that the answer follows; empty where a tag is ordinary text
-    close_ids: the tokens that end a thought and begin the answer
-    marker_ids: control tokens that the splitter needs to see as text
+    close_ids: the tokens that end a thought and begin the answer; empty where no tokens spell it
+    marker_ids: tokens that are markers, which the splitter needs to see
+    special: markers of the harmony format that are tokens, and are recognised by their id
     start: "open" when the prompt ends inside a thought, "closed" when it ends behind one, ""
     when the model decides
     named: the prompt contains the opening tag, as one that explains how to think does
@@ -63,16 +65,22 @@ class ThoughtFormat:
     open: str
     close: str
     open_id: int | None = None
-    answer_ids: tuple[int, ...] = ()
     close_ids: tuple[int, ...] = ()
     marker_ids: frozenset[int] = frozenset()
+    special: frozenset[str] = frozenset()
     start: Literal["", "open", "closed"] = ""
     named: bool = False
     wrapper: tuple[str, str] | None = None
 
     @property
     def harmony(self) -> bool:
-        return self.open == HARMONY
+        return self.open == CHANNEL
+
+    @property
+    def told(self) -> bool:
+        """Whether the model may think: an opening tag of ordinary text is one where the prompt
+        mentions it."""
+        return self.start == "open" or self.named or self.open_id is not None
 
     def after(self, prompt: str) -> ThoughtFormat:
         """The format for an output that follows this prompt text."""
@@ -87,25 +95,26 @@ class ThoughtFormat:
 
     def splitter(self) -> Splitter:
         if self.harmony:
-            return HarmonySplitter()
+            return HarmonySplitter(self.special)
         return TagSplitter(self.open, self.close, self.start, self.wrapper)
 
 
 def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
     """The thought format of a model, from its chat templates; None if it has none."""
     text = "\n".join(source for source in sources if isinstance(source, str))
-    if HARMONY in text and "analysis" in text:
+    if CHANNEL in text and "analysis" in text:
         return _harmony(tokenizer)
     for open_tag, close in TAGS:
         if close in text:
             opening = tokenizer.encode(open_tag, special=True)
             closing = tokenizer.encode(close, special=True)
             single = len(opening) == 1 or tokenizer.is_control(opening[0])
-            ids = tuple(closing) if len(closing) == 1 else ()
-            markers = _control([*opening, *closing], tokenizer)
+            markers = frozenset(i for i in (*opening, *closing) if tokenizer.is_control(i))
             first = opening[0] if single else None
             wrapper = next((pair for pair in WRAPPERS if pair[0] in text), None)
-            return ThoughtFormat(open_tag, close, first, ids, ids, markers, wrapper=wrapper)
+            spelled = b"".join(map(tokenizer.token_bytes, closing)).endswith(close.encode())
+            ids = tuple(closing) if spelled else ()
+            return ThoughtFormat(open_tag, close, first, ids, markers, wrapper=wrapper)
     return None
 
 
@@ -113,17 +122,17 @@ def _harmony(tokenizer: Any) -> ThoughtFormat:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, special=True))
 
-    final = f"{HARMONY}final<|message|>"
-    markers = _control(encode("".join(HARMONY_TOKENS)), tokenizer)
+    found = {marker: encode(marker) for marker in MARKERS}
+    special = {
+        marker: ids[0]
+        for marker, ids in found.items()
+        if len(ids) == 1 and tokenizer.token_bytes(ids[0]) == marker.encode()
+    }
     return ThoughtFormat(
-        HARMONY,
-        "<|message|>",
-        encode(HARMONY)[0],
-        encode(final),
-        encode(f"<|end|><|start|>assistant{final}"),
-        markers,
+        CHANNEL,
+        MESSAGE,
+        special.get(CHANNEL),
+        encode(f"<|end|><|start|>assistant{CHANNEL}final{MESSAGE}"),
+        frozenset(special.values()),
+        frozenset(special),
     )
-
-
-def _control(ids: Iterable[int], tokenizer: Any) -> frozenset[int]:
-    return frozenset(i for i in ids if tokenizer.is_control(i))

@@ -1,0 +1,226 @@
+"""Where the thought of an output starts and ends, followed token by token.
+
+In: the drawn tokens of one sequence. Out: whether the sequence is before the thought, inside it or
+in the answer, and which tokens a grammar must forbid there. A grammar starts with the first token
+of the answer, so no token may hold the end of a thought and the start of an answer: such tokens
+are forbidden, except where only white space follows the marker, which the splitter drops.
+
+Invariant: a tracker changes to the answer at the token at which the splitter (text/tag_splitter.py,
+text/harmony.py) does, wherever the borders of the tokens are.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Collection
+from copy import copy
+from typing import Any, Literal, Protocol
+from weakref import WeakKeyDictionary
+
+from verbatim.engine.loaded_model import EngineTokenizer
+from verbatim.text.harmony import HarmonySplitter
+from verbatim.text.thoughts import ThoughtFormat
+
+State = Literal["start", "thought", "answer"]
+Ids = Collection[int]
+_UTF8 = codecs.getincrementaldecoder("utf-8")
+
+
+class ThoughtTracker(Protocol):
+    """The state of one sequence. `opened`: a thought has begun."""
+
+    state: State
+    opened: bool
+
+    def push(self, token: int) -> None: ...
+
+    def copy(self) -> ThoughtTracker: ...
+
+    def opening(self) -> tuple[Ids, Ids]:
+        """Before a thought: the tokens that continue its opening marker, and the tokens that hold a
+        whole thought and the start of the answer."""
+        ...
+
+    def crossing(self) -> Ids:
+        """Inside a thought: the tokens that hold its end and the start of the answer."""
+        ...
+
+
+class TagMarkers:
+    """The tags of a format in the bytes of a vocabulary, shared by the sequences of a model.
+
+    `crossing`: the tokens that cross the end of the closing tag, by the number of its bytes that
+    precede the token."""
+
+    def __init__(
+        self, thoughts: ThoughtFormat, tokenizer: EngineTokenizer, skip_special: bool = True
+    ) -> None:
+        self.open, self.close = thoughts.open.encode(), thoughts.close.encode()
+        self._open_id = thoughts.open_id
+        self._tokenizer, self._skip, self._visible = tokenizer, skip_special, thoughts.marker_ids
+        suffixes = tuple(self.open[i:] for i in range(len(self.open)))
+        openers, closers = [], []
+        for token in range(tokenizer.vocab_size):
+            data = self.shown(token)
+            part = _without_space(data)
+            if self._overlaps(data, suffixes) or (part != data and self._overlaps(part, suffixes)):
+                openers.append((token, data, part))
+            if self.close[-1] in data[:-1]:
+                closers.append((token, data))
+        self._openers = openers
+        self._opening: dict[bytes, tuple[Ids, Ids]] = {}
+        self.crossing = tuple(
+            frozenset(token for token, data in closers if self._crosses(at, data))
+            for at in range(len(self.close))
+        )
+
+    def _overlaps(self, data: bytes, suffixes: tuple[bytes, ...]) -> bool:
+        """Whether the bytes are a part of the opening tag, or start with one of its suffixes."""
+        return data[:1] in self.open and bool(
+            data and (data in self.open or data.startswith(suffixes))
+        )
+
+    def shown(self, token: int) -> bytes:
+        """The bytes of a token in the text of the output, as TextDecoder shows it."""
+        if self._skip and self._tokenizer.is_control(token) and token not in self._visible:
+            return b""
+        return self._tokenizer.token_bytes(token)
+
+    def scan(self, at: int, data: bytes) -> tuple[bool, int]:
+        """Follow the closing tag, of which `at` bytes precede `data`: (it is complete, bytes of it
+        at the end of the text)."""
+        text = self.close[:at] + data
+        if self.close in text:
+            return True, 0
+        sizes = range(min(len(text), len(self.close) - 1), 0, -1)
+        return False, next((n for n in sizes if self.close.startswith(text[-n:])), 0)
+
+    def _crosses(self, at: int, data: bytes) -> bool:
+        _, found, rest = (self.close[:at] + data).partition(self.close)
+        return bool(found and _without_space(rest))
+
+    def opening(self, head: bytes) -> tuple[Ids, Ids]:
+        """ThoughtTracker.opening() behind `head`, the output without its leading white space."""
+        if head not in self._opening:
+            self._opening[head] = self._compute_opening(head)
+        return self._opening[head]
+
+    def _compute_opening(self, head: bytes) -> tuple[Ids, Ids]:
+        allowed: list[int] = []
+        forbidden: list[int] = []
+        for token, data, part in self._openers:
+            text = head + (data if head else part)
+            if text.startswith(self.open):
+                crosses = self._crosses(0, text[len(self.open) :])
+                (forbidden if crosses else allowed).append(token)
+            elif self.open.startswith(text) and text != head:
+                allowed.append(token)
+        if not head and self._open_id is not None:  # a model writes its tag as that token
+            allowed = [token for token in allowed if token == self._open_id]
+        return tuple(allowed), tuple(forbidden)
+
+
+class TagTracker:
+    """Follows a thought between two tags. `told`: the prompt says that the model may think, so a
+    grammar allows the opening tag."""
+
+    def __init__(self, markers: TagMarkers, start: str, told: bool) -> None:
+        self._markers, self._told = markers, told
+        self.state: State = "start"
+        if start:
+            self.state = "thought" if start == "open" else "answer"
+        self.opened = start == "open"
+        self._head = b""  # the output before a thought, without its leading white space
+        self._at = 0  # bytes of the closing tag at the end of the thought so far
+
+    def push(self, token: int) -> None:
+        data = self._markers.shown(token)
+        if self.state == "start":
+            self._open(self._head + data)
+        elif self.state == "thought":
+            self._close(data)
+
+    def _open(self, output: bytes) -> None:
+        decoder = _UTF8("replace")
+        text = decoder.decode(output).lstrip().encode()
+        pending = decoder.getstate()[0]  # of an incomplete character
+        tag = self._markers.open
+        self._head = text + pending
+        if text.startswith(tag):
+            self.state, self.opened = "thought", True
+            self._close(self._head[len(tag) :])
+        elif not tag.startswith(text):
+            self.state = "answer"
+
+    def _close(self, data: bytes) -> None:
+        closed, self._at = self._markers.scan(self._at, data)
+        if closed:
+            self.state = "answer"
+
+    def opening(self) -> tuple[Ids, Ids]:
+        allowed, forbidden = self._markers.opening(self._head)
+        return allowed if self._told else (), forbidden
+
+    def crossing(self) -> Ids:
+        return self._markers.crossing[self._at]
+
+    def copy(self) -> TagTracker:
+        return copy(self)
+
+
+class HarmonyTracker:
+    """Follows the channels of the harmony format, whose markers are tokens: everything is thought
+    up to the first message to the user, whose channel is not analysis."""
+
+    def __init__(self, thoughts: ThoughtFormat, tokenizer: EngineTokenizer) -> None:
+        self._thoughts, self._tokenizer = thoughts, tokenizer
+        self.state: State = "start"
+        self.opened = False
+        self._splitter = HarmonySplitter(thoughts.special)
+
+    def push(self, token: int) -> None:
+        text = self._tokenizer.token_bytes(token).decode("utf-8", "replace")
+        marker = token in self._thoughts.marker_ids
+        if self.state == "start" and (marker or not text.isspace()):
+            self.opened = token == self._thoughts.open_id
+            self.state = "thought" if self.opened else "answer"
+        if self.state == "thought":
+            self._splitter.mark(text) if marker else self._splitter.push(text)
+            if self._splitter.answering:
+                self.state = "answer"
+
+    def opening(self) -> tuple[Ids, Ids]:
+        assert self._thoughts.open_id is not None
+        return (self._thoughts.open_id,), ()
+
+    def crossing(self) -> Ids:
+        return ()
+
+    def copy(self) -> HarmonyTracker:
+        twin = copy(self)
+        twin._splitter = copy(self._splitter)
+        return twin
+
+
+def make_tracker(
+    thoughts: ThoughtFormat, tokenizer: EngineTokenizer, skip_special: bool = True
+) -> ThoughtTracker:
+    """A tracker at the first token to draw. The first one of a model walks the vocabulary, so
+    Request validation makes one before the engine does."""
+    if thoughts.harmony:
+        return HarmonyTracker(thoughts, tokenizer)
+    kept = _MARKERS.setdefault(tokenizer, {})
+    key = thoughts.open, thoughts.close, thoughts.open_id, skip_special
+    if key not in kept:
+        kept[key] = TagMarkers(thoughts, tokenizer, skip_special)
+    return TagTracker(kept[key], thoughts.start, thoughts.told)
+
+
+_MARKERS: WeakKeyDictionary[EngineTokenizer, dict[Any, TagMarkers]] = WeakKeyDictionary()
+
+
+def _without_space(data: bytes) -> bytes:
+    """The bytes without leading white space. Part of a character is no white space."""
+    if b" " < data[:1] < b"\x7f":
+        return data
+    return data.decode("utf-8", "surrogateescape").lstrip().encode("utf-8", "surrogateescape")

@@ -1,0 +1,173 @@
+"""The harmony format (gpt-oss) in the engine: markers are recognised by their token ids, so the
+same letters in ordinary tokens are text."""
+
+from __future__ import annotations
+
+import json
+import random
+from functools import cache
+
+import pytest
+
+from verbatim import SamplingParams
+from verbatim.base.errors import UnsupportedError
+from verbatim.base.records import Drawn, Finish
+from verbatim.engine.stream import ChoiceStream
+from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
+from verbatim.engine.thought_tracker import make_tracker
+from verbatim.grammar.compiler import compile_structure
+from verbatim.testing import ByteTokenizer, ChatByteTokenizer
+from verbatim.text.harmony import MARKERS
+from verbatim.text.thoughts import ThoughtFormat, find_format
+
+TEMPLATE = "<|channel|>analysis<|message|>"
+
+
+class HarmonyByteTokenizer(ChatByteTokenizer):
+    """Bytes, and the markers of the harmony format as control tokens."""
+
+    NAMES = (*ByteTokenizer.NAMES, *MARKERS)
+    vocab_size = 256 + len(NAMES)
+
+
+VOCAB = HarmonyByteTokenizer.vocab_size
+
+
+@cache
+def tokenizer() -> HarmonyByteTokenizer:
+    return HarmonyByteTokenizer()
+
+
+def harmony() -> ThoughtFormat:
+    found = find_format([TEMPLATE], tokenizer())
+    assert found is not None
+    return found
+
+
+def ids(text: str) -> list[int]:
+    """With control tokens. `text` in braces, {<|end|>}, is ordinary tokens."""
+    parts = text.replace("}", "{").split("{")
+    return [t for i, p in enumerate(parts) for t in tokenizer().encode(p, special=i % 2 == 0)]
+
+
+def split(tokens: list[int], rng: random.Random | None = None) -> tuple[str, str]:
+    """(thought, answer) of a choice, whose deltas, cut at random, concatenate to it."""
+    rng = rng or random.Random(0)
+    stream = ChoiceStream("r", 0, SamplingParams(), tokenizer(), harmony())
+    deltas = []
+    for token in tokens:
+        stream.push(Drawn(token, 0.0), None)
+        if rng.random() < 0.3:
+            deltas.append(stream.take())
+    stream.end(Finish("stop", "eos"))
+    deltas.append(stream.take())
+    choice = stream.choice(0)
+    assert "".join(d.reasoning for d in deltas if d) == choice.reasoning
+    assert "".join(d.text for d in deltas if d) == choice.text
+    return choice.reasoning, choice.text
+
+
+THOUGHT = "<|channel|>analysis<|message|>Greet.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("marker", MARKERS)
+def test_a_marker_in_ordinary_tokens_is_text(marker: str) -> None:
+    tokens = ids(f"{THOUGHT}<|channel|>final<|message|>Write {{{marker}}} there.<|end|>")
+    assert split(tokens) == ("Greet.", f"Write {marker} there.")
+    inside = ids(f"<|channel|>analysis<|message|>A {{{marker}}} ends.<|end|><|start|>assistant")
+    answer = ids("<|channel|>final<|message|>Hi")
+    assert split(inside + answer) == (f"A {marker} ends.", "Hi")
+    assert split(tokenizer().encode(f"Plain {marker} text")) == ("", f"Plain {marker} text")
+
+
+def test_random_outputs_with_both_kinds_of_markers() -> None:
+    """Streamed and whole are equal for any cut, tokens split, and letters stay."""
+    rng = random.Random(7)
+    for _ in range(2_000):
+        want: dict[str, str] = {"analysis": "", "final": ""}
+        tokens: list[int] = []
+        for _ in range(rng.randrange(1, 5)):
+            channel = rng.choice(["analysis", "final"])
+            words = [rng.choice([*MARKERS, "a", " é", "<|", "|>", "🙂"]) for _ in range(6)]
+            text = "".join(words)
+            tokens += tokenizer().encode(f"<|channel|>{channel}<|message|>", special=True)
+            tokens += tokenizer().encode(text)
+            tokens += tokenizer().encode(
+                rng.choice(["<|end|><|start|>assistant", "<|start|>assistant"]), special=True
+            )
+            want[channel] += text
+        assert split(tokens, rng) == (want["analysis"], want["final"])
+
+
+def test_a_marker_behind_an_incomplete_character() -> None:
+    tokens = [*ids("<|channel|>analysis<|message|>a"), 0xE2, 0x82, *ids("<|end|><|start|>")]
+    assert split([*tokens, *ids("assistant<|channel|>final<|message|>b")]) == ("a\ufffd", "b")
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2, 3]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+HEADERS = (
+    "<|channel|>final<|message|>",
+    "<|channel|>final <|constrain|>json<|message|>",
+    "<|channel|>commentary<|message|>",
+)
+
+
+def matcher(budget: int | None = None) -> ThoughtMatcher:
+    structure = compile_structure(SamplingParams(json_schema=SCHEMA), tokenizer())
+    assert structure is not None
+    tracker = make_tracker(harmony(), tokenizer())
+    ends, close = (ByteTokenizer.EOS,), harmony().close_ids
+    return ThoughtMatcher(structure.start(), tracker, VOCAB, ends, budget, close)
+
+
+def allowed(mask: bytes | None) -> list[int]:
+    assert mask is not None
+    return [t for t in range(VOCAB) if mask[t // 8] >> t % 8 & 1]
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_a_grammar_starts_with_the_first_message_to_the_user(header: str) -> None:
+    """Also where ordinary tokens in the thought spell such a message."""
+    one = matcher()
+    written = tokenizer().encode("<|end|><|start|>assistant<|channel|>final<|message|>{}")
+    head = ids("<|channel|>analysis<|message|>")
+    for token in [*head, *written, *ids(f"<|end|><|start|>assistant{header}")]:
+        assert token in allowed(one.mask())
+        one.advance(token)
+    assert ord("{") in allowed(one.mask())
+    assert ord("a") not in allowed(one.mask())
+
+
+def test_the_answer_is_valid_in_random_streams() -> None:
+    rng = random.Random(8)
+    starts = [ids(f"<|end|><|start|>assistant{header}") for header in HEADERS]
+    for _ in range(100):
+        one, tokens = matcher(rng.choice([None, 9, 30])), ids("<|channel|>analysis<|message|>")
+        for token in tokens:
+            one.advance(token)
+        while not one.finished:
+            choices = allowed(one.mask())
+            plan = rng.choice(starts) if rng.random() < 0.1 else [rng.choice(choices)]
+            for token in plan:
+                if token not in allowed(one.mask()):
+                    break
+                tokens.append(token)
+                one.advance(token)
+                if one.finished:
+                    break
+        try:
+            assert json.loads(split(tokens)[1])["n"] in (1, 2, 3)
+        except ValueError:  # a message to a tool is a call, which no schema of the answer binds
+            assert "to=functions." in tokenizer().decode(tokens)
+
+
+def test_a_grammar_is_refused_where_the_markers_are_no_tokens() -> None:
+    found = find_format([TEMPLATE], ByteTokenizer())
+    assert found is not None
+    with pytest.raises(UnsupportedError, match=r"json_schema.*<\|channel\|>"):
+        check_supported(found, "json_schema")
