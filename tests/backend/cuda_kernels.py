@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 from cpu_blocks import random_blocks
-from plans import BLOCKS, MARKS, Blocks, ScoredSeq, run, run_alone, same_bits
+from plans import BLOCKS, MARKS, Blocks, ScoredSeq, run, run_alone, run_prompts, same_bits
 
 from overlap_crowd import count_rows, generate_all
 from parity_types import INTERPRETED, interpreted_type
@@ -219,6 +219,7 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family
         run(backend, left, [5] * len(left))
     for one, other in zip(alone, together, strict=True):
         assert same_bits(one, other)
+    assert run_prompts(backend, tokens, (-1, 0, 1), 0) == [seq.drawn for seq in alone]
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen35", SAME_KERNELS])
@@ -402,7 +403,7 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     batch, cuts = steps([12, 9, 1])
     shape = step_inputs.padded_shape(batch, cuts, spec)
     assert shape is not None
-    assert shape.rows == 32 > batch.rows
+    assert shape.rows == step_inputs.MIN_ROWS > batch.rows
     given = torch.full((shape.outputs, spec.vocab), torch.nan, device=device)
     inputs = step_inputs.PaddedInputs(shape, backend.padding_blocks, spec, device, given)
     inputs.fill(batch, cuts)
@@ -415,7 +416,25 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     assert padded.data_ptr() == given.data_ptr()
 
 
-@pytest.mark.parametrize(("rows", "tma"), [(3, False), (70, True)])
+def test_every_tile_of_a_matmul_has_the_same_sums(device: torch.device) -> None:
+    """Exact sums: the interpreter adds in any order. The last row tile is not full; in a tile of
+    two parts the first or the second part is not full. The interpreter runs these tiles alone."""
+    random, others = np.random.default_rng(5), device.type == "cuda"
+    for n, k in ((40, gpu_layout.BK // 2), (16, 4 * gpu_layout.BK)):  # one split, two
+        weight, *inputs = (
+            torch.from_numpy(random.integers(-2, 3, shape).astype(np.float16)).to(device)
+            for shape in ((n, k), (150, k), (230, k))
+        )
+        splits = gpu_layout.split_k(n, k)[0]
+        for x in inputs:
+            expected = (x.float() @ weight.float().T).cpu()
+            for tile in matmul_tile.all_tiles(splits, True):
+                if tile.rows == 192 or (others and len(x) < 192):
+                    sums = kernels.reduce_splits(kernels.matmul(x, weight, tile=tile))
+                    assert torch.equal(sums.cpu(), expected), tile
+
+
+@pytest.mark.parametrize(("rows", "tma"), [(3, False), (70, True), (150, True)])
 def test_a_fused_activation_has_the_bits_of_its_own_kernel(
     rows: int, tma: bool, device: torch.device
 ) -> None:
@@ -431,7 +450,8 @@ def test_a_fused_activation_has_the_bits_of_its_own_kernel(
     expected = kernels.mlp_activation(kernels.matmul(x, w), "silu", True, torch.float16)
     tile = matmul_tile.choose_tile(rows, 48, 40, 1, tma)
     assert tile.tma == tma
-    assert torch.equal(kernels.gated_matmul(x, w, "silu", torch.float16, tile), expected)
+    for one in (tile, tile._replace(rows=192)) if rows > 128 else (tile,):
+        assert torch.equal(kernels.gated_matmul(x, w, "silu", torch.float16, one), expected)
 
 
 def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:

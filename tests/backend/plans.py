@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -122,6 +122,24 @@ def run_alone(
     seq.adapter = adapter
     run(backend, [seq], [len(tokens)])
     return seq
+
+
+def run_prompts(
+    backend: Backend, tokens: list[int], adapters: Sequence[int] = (-1,), number: int = 0
+) -> list[list[tuple[int, float]]]:
+    """Compute the sequence once per adapter, as prompts in two chunks, of which only the last row
+    needs logits. Returns what run_alone(number=number), number + 1, … draw."""
+    blocks = Blocks(backend.spec, backend.block_size, 3)
+    first, rest, end = [], [], len(tokens) - 1
+    for i, adapter in enumerate(adapters):
+        seq = blocks.allocate(number + i, tokens)
+        tables = tuple(tuple(t) for t in seq.tables)
+        first.append(SeqStep(seq.id, tuple(tokens[:2]), 0, tables, adapter=adapter))
+        last = SeqStep(seq.id, tuple(tokens[2:end]), 2, tables, 1, params(seq), adapter=adapter)
+        rest.append(last)
+    backend.execute(StepPlan(0, tuple(first)))
+    done = backend.execute(StepPlan(1, tuple(rest))).sequences
+    return [[(one.token, one.logprob) for one in result.drawn] for result in done]
 
 
 def same_bits(a: ScoredSeq, b: ScoredSeq) -> bool:

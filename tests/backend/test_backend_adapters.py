@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plans import Blocks, Open, run, run_alone, same_bits
+from plans import Blocks, Open, run, run_alone, run_prompts, same_bits
 
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.testing_models import tiny_adapter, tiny_model
@@ -47,3 +47,4 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits(
         run(backend, left, [5] * len(left))
     for one_seq, other_seq in zip(alone, together, strict=True):
         assert same_bits(one_seq, other_seq)
+    assert run_prompts(backend, TOKENS, (-1, 0, 1), 0) == [seq.drawn for seq in alone]

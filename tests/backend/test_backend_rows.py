@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from plans import MARKS, NAMES, Blocks, Open, ScoredSeq, run, run_alone, same_bits
+from plans import MARKS, NAMES, Blocks, Open, ScoredSeq, run, run_alone, run_prompts, same_bits
 
 from verbatim.base.config import CHOICES
 from verbatim.base.errors import BackendError, ModelError
@@ -45,12 +45,13 @@ def tokens_of(seed: int, count: int = LENGTH) -> list[int]:
 def test_a_sequence_has_the_same_bits_alone_in_chunks_and_in_a_batch(
     family: str, type: str, open_tiny: Open
 ) -> None:
-    """Alone in one step; alone in random chunks; in a batch with up to six others that arrive and
-    finish, with blocks released once they leave a window."""
+    """Alone in one step; as a prompt of which one row is needed; alone in random chunks; in a batch
+    with up to six others that arrive and finish, with blocks released once they leave a window."""
     backend = open_tiny(tiny_model(family, type=type))
     tokens = tokens_of(1)
     expected = run_alone(backend, tokens)
     assert len(set(expected.logprobs)) > 40
+    assert run_prompts(backend, tokens) == [expected.drawn]
     random = np.random.default_rng(5)
     alone = Blocks(backend.spec, backend.block_size, 9).allocate(0, tokens)
     while not alone.finished:

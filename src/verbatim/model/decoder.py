@@ -112,7 +112,8 @@ class Ops(Protocol[Rows]):
 
     def take(self, x: Rows, which: Literal["outputs", "logits"]) -> Rows:
         """Select rows. "outputs": rows whose final hidden state is needed; "logits": those outputs
-        whose logits are needed."""
+        whose logits are needed. A backend that selects the outputs in `norm` with the name
+        final_norm may return x here."""
 
     def head(self, h: Rows) -> Rows:
         """[outputs, V]: h · headᵀ (embedᵀ if spec.tied), times spec.logit_scale, then softcap if
@@ -128,18 +129,25 @@ def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
     for i in range(len(spec.layers)):
         x = _parallel(spec, ops, x, i) if spec.parallel else _sequential(spec, ops, x, i)
         if inputs is not None:
-            y = ops.layer_input(x, inputs, i)
+            y = ops.layer_input(x, _needed(spec, ops, inputs, i), i)
             x = ops.add(x, ops.norm(y, f"layers.{i}.input_norm"))
         if spec.layer_scale:
             x = ops.scale(x, f"layers.{i}.scale")
-    h = ops.norm(ops.take(x, "outputs"), "final_norm")
+    h = ops.norm(x, "final_norm")
     return h, ops.head(ops.take(h, "logits"))
+
+
+def _needed(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
+    """After the mixer of the last layer, the output rows alone: of the others, later steps read
+    only what the mixer has written to the cache."""
+    return ops.take(x, "outputs") if i == len(spec.layers) - 1 else x
 
 
 def _sequential(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
     layer = f"layers.{i}"
     h = ops.norm(x, f"{layer}.attn_norm") if spec.pre_norms else x
     a = _mixer(spec, ops, h, i)
+    x = _needed(spec, ops, x, i)
     x = ops.add(x, ops.norm(a, f"{layer}.attn_post_norm") if spec.post_norms else a)
     h = ops.norm(x, f"{layer}.mlp_norm") if spec.pre_norms else x
     if not spec.layers[i].experts:
@@ -168,6 +176,7 @@ def _parallel(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
     layer = f"layers.{i}"
     h = ops.norm(x, f"{layer}.attn_norm")
     a = _attention(spec, ops, h, i)
+    h, x = _needed(spec, ops, h, i), _needed(spec, ops, x, i)
     y = ops.mlp(h if spec.shared_norm else ops.norm(x, f"{layer}.mlp_norm"), f"{layer}.mlp")
     return ops.add(ops.add(x, a), y)
 
@@ -177,11 +186,12 @@ def _mixer(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
     layer, mixer = f"layers.{i}", spec.layers[i].mixer
     if mixer == "conv":
         x = ops.short_conv(ops.linear(h, f"{layer}.conv.in", spec.conv_bias), i)
-        return ops.linear(x, f"{layer}.conv.out", spec.conv_bias)
+        return ops.linear(_needed(spec, ops, x, i), f"{layer}.conv.out", spec.conv_bias)
     if mixer == "delta":
         parts = ("qkv", "z", "b", "a")
         qkv, z, b, a = (ops.linear(h, f"{layer}.delta.{part}", False) for part in parts)
-        return ops.linear(ops.delta_net(qkv, z, b, a, i), f"{layer}.delta.out", False)
+        x = _needed(spec, ops, ops.delta_net(qkv, z, b, a, i), i)
+        return ops.linear(x, f"{layer}.delta.out", False)
     return _attention(spec, ops, h, i)
 
 
@@ -198,8 +208,9 @@ def _attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
         q, k = ops.rope(q, i), ops.rope(k, i)
     if spec.qk_norm == "rotated_head":
         q, k = _qk_norm(ops, q, k, layer)
-    a = ops.attend(q, k, v, i)
+    a = _needed(spec, ops, ops.attend(q, k, v, i), i)
     if spec.attention_gate:
+        h = _needed(spec, ops, h, i)
         a = ops.gated(a, ops.linear(h, f"{layer}.attn.gate", spec.qkv_bias))
     return ops.linear(a, f"{layer}.attn.o", spec.out_bias)
 
@@ -210,7 +221,8 @@ def _shared_attention(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
     q = ops.head_norm(ops.queries(h, i), f"layers.{i}.attn.q_norm")
     if spec.layers[i].rope is not None:
         q = ops.rope(q, i)
-    return ops.linear(ops.attend(q, None, None, i), f"layers.{i}.attn.o", spec.out_bias)
+    a = _needed(spec, ops, ops.attend(q, None, None, i), i)
+    return ops.linear(a, f"layers.{i}.attn.o", spec.out_bias)
 
 
 def _qk_norm(ops: Ops[Rows], q: Rows, k: Rows, layer: str) -> tuple[Rows, Rows]:

@@ -38,7 +38,6 @@ class Handle:
     norm: str = ""  # weight of the norm that the consumer applies first
     pending: tuple[str, dict[str, Any]] | None = None
     qkv: dict[str, Any] = field(default_factory=dict)  # fields of the pending qkv operation
-    outputs: bool = False  # only the rows in Batch.outputs
 
 
 class ProgramRecorder(WeightPacker):
@@ -140,7 +139,7 @@ class ProgramRecorder(WeightPacker):
             self._emit(x, self._y, add=False)
             self.engine.op("norm", dst=self._beside, **self._normed(Handle(self._y, norm=name)))
             return Handle(self._beside)
-        if x.outputs:
+        if name == "final_norm":  # of the rows in Batch.outputs
             self.engine.op(
                 "norm", dst=self._h, outputs=True, **self._normed(Handle(x.buffer, norm=name))
             )
@@ -335,7 +334,7 @@ class ProgramRecorder(WeightPacker):
         return x
 
     def take(self, x: Handle, which: Literal["outputs", "logits"]) -> Handle:
-        return replace(x, outputs=True) if which == "outputs" else x
+        return x  # the final norm selects the outputs, and the head the logits
 
     def head(self, h: Handle) -> Handle:
         mat = self._matrix("embed" if self.spec.tied else "head")

@@ -335,8 +335,9 @@ class CudaBackend:
 
 
 def graph_rows(rows: int) -> int:
-    """Rows of the graph for a decode step: a power of two, or a multiple of 32 above 64."""
-    return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 32) * 32
+    """Rows of the graph for a decode step: a power of two, or a multiple of 64, which is how many
+    the smallest tile of a large matmul has."""
+    return 1 << (rows - 1).bit_length() if rows <= 64 else -(-rows // 64) * 64
 
 
 def open_checked(model: Model, config: EngineConfig) -> CudaBackend:

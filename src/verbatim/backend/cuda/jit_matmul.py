@@ -44,6 +44,19 @@ def activate(x, KIND: tl.constexpr):
     return y
 
 
+@triton.jit
+def activate_joined(x, KIND: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """activation(gate) * up of [rows, gate columns and up columns]."""
+    gate, up = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, COLUMNS)), (0, 2, 1)))
+    return activate(gate, KIND) * up
+
+
+@triton.jit
+def store_tile(out, x, m, n, M, N):
+    place = m[:, None].to(tl.int64) * N + n[None, :]
+    tl.store(out + place, x.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
 @triton.jit(do_not_specialize=["M", "BLOCKS"])
 def matmul(
     x, w, out, rows, experts, M, N, K, BLOCKS,
@@ -100,10 +113,43 @@ def matmul(
                 )
                 up = tl.dot(a, c, up)
         total += sum_
+    if JOINED:
+        total = activate_joined(total, GATE, BM, BN)
+    elif GATE != "none":
+        total = activate(total, GATE) * up
+    store_tile(out + (first * M).to(tl.int64) * N, total, m, n, M, N)
+
+
+@triton.jit(do_not_specialize=["M", "BLOCKS"])
+def matmul_parts(
+    x, tail, w, out, M, N, K, BLOCKS,
+    BM: tl.constexpr, TAIL: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    GATE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """matmul with TMA, one split per program, and a tile of BM + TAIL rows: sizes of operands are
+    powers of two, and a tile of 192 rows reads the weights once where two of 128 would do it twice.
+    `x` and `tail` are descriptors of the same rows."""
+    ROWS: tl.constexpr = BM + TAIL
+    row_tile, column_tile = tile_position(
+        tl.program_id(0), tl.cdiv(M, ROWS), tl.cdiv(N, BN), ROW_GROUP
+    )
+    split, row = tl.program_id(1), row_tile * ROWS
+    wait_for_inputs(DEPENDENT)
+    COLUMNS: tl.constexpr = BN if GATE == "none" else 2 * BN
+    first = tl.zeros((BM, COLUMNS), tl.float32)
+    second = tl.zeros((TAIL, COLUMNS), tl.float32)
+    for block in range(BLOCKS):
+        start = (split * BLOCKS + block) * BK
+        if GATE == "none":
+            b = w.load([column_tile * BN, start]).T
+        else:
+            b = w.load([0, column_tile * BN, start]).reshape(COLUMNS, BK).T
+        first = tl.dot(x.load([row, start]), b, first)
+        second = tl.dot(tail.load([row + BM, start]), b, second)
     if GATE != "none":
-        gate = total
-        if JOINED:
-            gate, up = tl.split(tl.permute(tl.reshape(total, (BM, 2, BN)), (0, 2, 1)))
-        total = activate(gate, GATE) * up
-    place = (first * M + m[:, None]).to(tl.int64) * N + n[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+        first = activate_joined(first, GATE, BM, BN)
+        second = activate_joined(second, GATE, TAIL, BN)
+    n = column_tile * BN + tl.arange(0, BN)
+    out += (split * M).to(tl.int64) * N
+    store_tile(out, first, row + tl.arange(0, BM), n, M, N)
+    store_tile(out, second, row + BM + tl.arange(0, TAIL), n, M, N)

@@ -130,18 +130,29 @@ def _launch_matmul(
 ) -> None:
     m, k = x.shape
     grid = (triton.cdiv(n, columns) * triton.cdiv(m, tile.rows), tile.parallel, 1)
-    a, b = x, weight
+    a, b, blocks = x, weight, blocks * (BK // tile.inputs)
+    rows, tail = tile.parts
     if tile.tma:
-        a = TensorDescriptor.from_tensor(x.to(weight.dtype), [tile.rows, tile.inputs])
+        x = x.to(weight.dtype)
+        a = TensorDescriptor.from_tensor(x, [rows, tile.inputs])
         if gate == "none":
             b = TensorDescriptor.from_tensor(weight, [columns, tile.inputs])
         else:
             b = TensorDescriptor.from_tensor(weight.view(2, n, k), [2, columns, tile.inputs])
+    kernel: Any = jit_matmul.matmul
+    args: tuple[Any, ...] = (a, b, out, out, out, m, n, k, blocks)
+    constants: tuple[Any, ...] = (
+        splits // tile.parallel, rows, columns, tile.inputs, False, tile.tma, gate,
+    )  # fmt: skip
+    if tail:
+        kernel = jit_matmul.matmul_parts
+        args = (a, TensorDescriptor.from_tensor(x, [tail, tile.inputs]), b, out, m, n, k, blocks)
+        constants = (rows, tail, columns, tile.inputs, gate)
     launch(
-        jit_matmul.matmul,
+        kernel,
         grid,
-        (a, b, out, out, out, m, n, k, blocks * (BK // tile.inputs)),
-        (splits // tile.parallel, tile.rows, columns, tile.inputs, False, tile.tma, gate),
+        args,
+        constants,
         warps=tile.warps,
         stages=tile.stages,
         fuse=True,  # for the tensor cores; nothing else multiplies

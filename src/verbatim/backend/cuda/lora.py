@@ -32,6 +32,8 @@ class LowRankPart(NamedTuple):
 
 # name of a product (its weights joined: attn.q+k+v) -> parts
 DeviceAdapter: TypeAlias = dict[str, list[LowRankPart]]
+# (number of an adapter, int64 rows that use it)
+AdapterRows: TypeAlias = tuple[tuple[int, torch.Tensor], ...]
 
 
 def load_adapter(adapter: Adapter, spec: ModelSpec, device: torch.device) -> DeviceAdapter:
@@ -54,10 +56,8 @@ def _joined(spec: ModelSpec) -> tuple[tuple[str, ...], ...]:
     return (("q", "k", "v"), ("gate", "up")) if spec.gated else (("q", "k", "v"),)
 
 
-def adapter_rows(
-    adapters: np.ndarray, device: torch.device
-) -> tuple[tuple[int, torch.Tensor], ...]:
-    """The rows of each adapter of a step; `adapters` is Batch.adapters."""
+def adapter_rows(adapters: np.ndarray, device: torch.device) -> AdapterRows:
+    """The rows of each adapter of a step; `adapters` [rows]: their numbers, -1: none."""
     return tuple(
         (int(number), torch.from_numpy(np.flatnonzero(adapters == number)).to(device))
         for number in np.unique(adapters[adapters >= 0])

@@ -23,6 +23,11 @@ class MatmulTile(NamedTuple):
     parallel: int  # programs that share the splits of a tile: 1, or one per split
     tma: bool  # loads by tensor descriptors; the GPU is Hopper or newer
 
+    @property
+    def parts(self) -> tuple[int, int]:
+        """Rows of the two operands of a tile with 192 rows; otherwise all rows, and none."""
+        return (128, 64) if self.rows == 192 else (self.rows, 0)
+
 
 class TileRate(NamedTuple):
     """TFLOP/s that a tile reaches on all SMs of an H200 (docs/gpu-performance.md): with one program
@@ -35,6 +40,8 @@ class TileRate(NamedTuple):
 # tiles of the tensor-core kernel: rows, columns, inputs, warps, stages
 TILES = {
     (128, 256, 64, 8, 4): TileRate(740.0),
+    (192, 256, 64, 8, 3): TileRate(700.0),
+    (192, 128, 64, 4, 4): TileRate(640.0),
     (128, 128, 64, 4, 4): TileRate(640.0),
     (128, 128, 64, 4, 3): TileRate(470.0, 690.0),
     (64, 256, 64, 4, 4): TileRate(640.0),
@@ -44,6 +51,8 @@ TILES = {
 SMS = 132
 SUM_BANDWIDTH = 4.5e6  # bytes per µs at which partial sums are written and read
 START_TIME = 1.0  # µs until the first blocks of a program are loaded, if it is alone on its SM
+# share of the time that rows beyond the last one cost on top: their loads are slower than others
+PADDING_COST = 0.5
 SPLIT_TIME = 1.0  # µs to drain and refill the prefetched blocks at the end of a split, likewise
 
 
@@ -70,18 +79,22 @@ def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
         time = single * (flops / rate.alone + exposed)
         if pairs:
             time += 2 * pairs * flops / rate.paired
+        rows = triton.cdiv(m, tile.rows) * tile.rows
+        time *= 1.0 + PADDING_COST * (rows - m) / rows
         return float(time + sums / SUM_BANDWIDTH)
 
     return min(tma_tiles(splits), key=microseconds)
 
 
 def tma_tiles(splits: int) -> list[MatmulTile]:
-    """Tiles of which two share an SM were not faster with parallel splits."""
-    return [
+    """Tiles of which two share an SM were not faster with parallel splits. Tiles of two parts have
+    no registers for the sums of several splits."""
+    tiles = [
         MatmulTile(*tile, parallel, True)
         for tile, rate in TILES.items()
         for parallel in ({1} if rate.paired else {1, splits})
     ]
+    return [tile for tile in tiles if tile.parallel == splits or not tile.parts[1]]
 
 
 def all_tiles(splits: int, tma: bool) -> list[MatmulTile]:

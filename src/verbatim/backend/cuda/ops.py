@@ -18,7 +18,7 @@ from verbatim.backend.cuda import kernels, quant, recurrent
 from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
 from verbatim.backend.cuda.kv_cache import KvLayer
-from verbatim.backend.cuda.lora import DeviceAdapter, add_low_rank
+from verbatim.backend.cuda.lora import AdapterRows, DeviceAdapter, add_low_rank
 from verbatim.backend.cuda.recurrent import RecurrentStep
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
@@ -38,8 +38,8 @@ class DeviceStep:
     logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
     spans: int  # attention spans of the longest sequence
     logits_out: torch.Tensor | None = None  # [logits, vocabulary]: where to write the logits
-    # rows of each LoRA adapter in this step: (number of the adapter, int64 rows)
-    adapters: tuple[tuple[int, torch.Tensor], ...] = ()
+    adapters: AdapterRows = ()  # rows of each LoRA adapter in this step
+    output_adapters: AdapterRows = ()  # the same for the output rows
     recurrent: RecurrentStep | None = None  # of a model with recurrent layers
 
 
@@ -150,7 +150,10 @@ class CudaOps:
             x = self._flush(x)
         bias_row = self.weights[f"{name}.bias"] if bias else None
         sums = quant.matmul(x, self.weights[name], bias_row)
-        for adapter, rows in self.step.adapters:
+        # after `take`, in the last layer, the rows are the outputs
+        step = self.step
+        adapters = step.adapters if len(x) == len(step.tokens) else step.output_adapters
+        for adapter, rows in adapters:
             add_low_rank(sums, x, rows, self.adapters[adapter].get(name, ()))
         return sums
 

@@ -25,7 +25,7 @@ from verbatim.model.spec import ModelSpec
 MAX_OUTPUTS = 256  # rows of logits of a step that replays a graph
 OUTPUTS = (16, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
 MORE_TILES = 32  # tiles beyond those of full ones: sequences whose last tile is not full
-MIN_ROWS = 32
+MIN_ROWS = 64  # the smallest tile of a large matmul
 MAX_ROWS = 8192  # of a step that replays a graph: more take longer than the host's launches
 
 
@@ -127,6 +127,7 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
         None if all_logits else logits,
         kernels.span_count(int(batch.positions.max()) + 1),
         adapters=adapter_rows(batch.adapters, device),
+        output_adapters=adapter_rows(batch.adapters[batch.outputs], device),
         recurrent=recurrent.RecurrentStep(*rest) if own else None,
     )
 

@@ -77,8 +77,6 @@ class ReferenceOps:
     ) -> None:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
         self._adapters, self._kv_type = adapters, kv_type
-        # adapter -> its rows of this step
-        self._adapted = {a: np.flatnonzero(batch.adapters == a) for a in {*batch.adapters} - {-1}}
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
         self._cache_of = {
             (group.kind, layer): (g, i)
@@ -144,9 +142,13 @@ class ReferenceOps:
 
     def linear(self, x: Array, name: str, bias: bool) -> Array:
         y = rows_times(x, self.weights[name])
-        for adapter, rows in self._adapted.items():
+        number = self.batch.adapters  # per row
+        if self._adapters and len(x) < len(number):  # the output rows in the last layer
+            number = number[self.batch.outputs]
+        for adapter in {*number} - {-1}:
             part = self._adapters[adapter].get(name)
             if part is not None:
+                rows = np.flatnonzero(number == adapter)
                 y[rows] += low_rank(x[rows], *part)
         return y + self.weights[f"{name}.bias"] if bias else y
 
