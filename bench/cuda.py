@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--blocks", choices=("both", "only"), default="both")
     parser.add_argument("--kv-type", choices=CHOICES["kv_type"], default="f16")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
-    parser.add_argument("--step-tokens", type=int, default=4096)
+    parser.add_argument("--step-tokens", type=int, default=16384, help="vLLM's default")
     args = parser.parse_args()
     began = time.perf_counter()
     options = {"max_running": 256, "step_tokens": args.step_tokens, "kv_type": args.kv_type}

@@ -22,6 +22,8 @@ CHOICES: dict[str, tuple[str, ...]] = {
 SIZES = ("kv_memory", "cache_dir_size")  # settings in bytes, also given as text: 512M
 CACHE_DIR_SIZE = 8 << 30  # bytes
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
+STEP_TOKENS = 512  # default of step_tokens on a CPU: a step takes a fraction of a second
+GPU_STEP_TOKENS = 8192  # on a GPU, where larger steps leave it idle less often
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
 
@@ -54,7 +56,8 @@ class EngineConfig:
     backend: str = "auto"  # auto: cpu where its kernels are built, else reference
     threads: int | None = None  # None: the physical cores this process may use
     context: int | None = None  # None: the model's limit
-    step_tokens: int = 512  # maximum tokens per step, the prefill chunk
+    # maximum tokens per step, the prefill chunk; None: STEP_TOKENS, or GPU_STEP_TOKENS
+    step_tokens: int | None = None
     max_running: int = 256  # maximum sequences per step
     max_waiting: int = 4096  # maximum requests in the queue; further ones are refused
     # bytes of KV cache, a draft model's included; None: the rule in schedule/sizing.py
@@ -88,10 +91,10 @@ class EngineConfig:
             object.__setattr__(self, "cache_dir", os.fspath(folder))
         for field in fields(self):
             _check_type(field.name, str(field.type), getattr(self, field.name))
-        for name in ("step_tokens", "max_running", "max_waiting", "cache_dir_size"):
+        for name in ("max_running", "max_waiting", "cache_dir_size"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"{getattr(self, name)} is below 1")
-        for name in ("threads", "context", "kv_memory", "kv_blocks"):
+        for name in ("threads", "context", "step_tokens", "kv_memory", "kv_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(name, f"{value} is below 1")

@@ -87,7 +87,7 @@ def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -
     ids = [i for i in range(llm.tokenizer.vocab_size) if not llm.tokenizer.is_control(i)]
     tokens = tuple(ids[(7919 * i) % len(ids)] for i in range(context + max(lengths) + 1))
     draw = DrawSpec(GREEDY, 0, context)
-    step = llm.config.step_tokens
+    step = llm.core.scheduler.step_tokens
     for start in range(0, context, step):
         piece = tokens[start : min(start + step, context)]
         backend.execute(StepPlan(0, (SeqStep(0, piece, start, blocks),)))

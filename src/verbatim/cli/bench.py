@@ -195,7 +195,10 @@ def _measure(
     rows = []
     warm_ups = GPU_WARM_UPS if llm.parts.backend.info.name == "cuda" else 1
     for job in jobs(
-        **sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context
+        **sizes,
+        steps=16 if quick else 32,
+        step_tokens=llm.core.scheduler.step_tokens,
+        limit=llm.context,
     ):
         rows.append(measure(job, runners, rounds, warm_ups))
         print_row(rows[-1], card, limits, rival)

@@ -29,6 +29,7 @@ from verbatim.engine.engine_setup import (
     make_scheduler,
     open_disk_cache,
     size_cache,
+    with_step_tokens,
 )
 from verbatim.engine.grammar_steps import GrammarSteps
 from verbatim.engine.loaded_model import LoadedModel
@@ -45,7 +46,7 @@ from verbatim.schedule.invariants import check_scheduler
 class EngineCore:
     def __init__(self, parts: LoadedModel, config: EngineConfig) -> None:
         self.parts = parts
-        self.config = config
+        self.config = config = with_step_tokens(parts, config)
         self.backend = parts.backend
         self.cache_plan = size_cache(parts, config)
         self.context = self.cache_plan.context

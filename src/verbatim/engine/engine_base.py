@@ -47,7 +47,7 @@ class EngineBase(metaclass=AnsweringType):
         backend: str = "auto",
         threads: int | None = None,
         context: int | None = None,
-        step_tokens: int = 512,
+        step_tokens: int | None = None,
         max_running: int = 256,
         max_waiting: int = 4096,
         kv_memory: int | str | None = None,
@@ -76,7 +76,7 @@ class EngineBase(metaclass=AnsweringType):
         backend: auto, cpu, cuda or reference
         threads: CPU threads; None: the physical cores that this process may use
         context: the longest prompt plus answer, in tokens; None: the model's limit
-        step_tokens: the most tokens per step, the prefill chunk
+        step_tokens: the most tokens per step, the prefill chunk; None: 512, on a GPU 8,192
         max_running: the most sequences per step
         max_waiting: the most requests in the queue; further ones are refused
         kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits
@@ -135,8 +135,8 @@ class EngineBase(metaclass=AnsweringType):
         """Subclasses extend this with their own state: locks, streams, a thread."""
         parts, config = prepare(parts, config)
         self.parts = parts
-        self.config = config
         self.core = EngineCore(parts, config)
+        self.config = self.core.config
 
     def __repr__(self) -> str:
         info = self.parts.backend.info

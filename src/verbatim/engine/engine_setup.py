@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.units import size_text
 from verbatim.engine.disk_cache import DiskCache
@@ -32,6 +32,14 @@ class PreemptOnError:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is not None:
             self._scheduler.preempt_all()
+
+
+def with_step_tokens(parts: LoadedModel, config: EngineConfig) -> EngineConfig:
+    """The config with the backend's default of step_tokens, if it has none."""
+    if config.step_tokens is not None:
+        return config
+    on_gpu = parts.backend.info.name == "cuda"
+    return replace(config, step_tokens=GPU_STEP_TOKENS if on_gpu else STEP_TOKENS)
 
 
 def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
@@ -76,7 +84,7 @@ def make_scheduler(
         backend.spec.groups,
         cache_plan.blocks,
         block_size=backend.block_size,
-        step_tokens=config.step_tokens,
+        step_tokens=config.step_tokens or STEP_TOKENS,
         max_running=config.max_running,
         prefix_cache=config.prefix_cache,
         use_cache=config.use_cache,

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import STEP_TOKENS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.records import CacheGroup
 from verbatim.base.units import size_text
@@ -64,10 +64,9 @@ def plan_cache(
     """Divide the memory by the rule above. `fixed`: the user set the context, so it is not reduced.
     `share`: fraction of the memory for this cache; a draft model's cache gets the rest."""
     full = -(-context // block_size)
+    step_tokens = config.step_tokens or STEP_TOKENS
     windows = [
-        full
-        if g.window is None
-        else min(full, -(-(g.window + config.step_tokens) // block_size) + 1)
+        full if g.window is None else min(full, -(-(g.window + step_tokens) // block_size) + 1)
         for g in groups
     ]
     one = sum(n * b for n, b in zip(windows, block_bytes, strict=True))
