@@ -10,9 +10,9 @@ traceback in JSON.
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
-import subprocess
 import sys
 import traceback
 from typing import Any
@@ -275,25 +275,20 @@ def pydantic_ai(url: str, model: str) -> None:
 def llm_command(url: str, model: str) -> None:
     import tempfile
 
+    from click.testing import CliRunner
+    from llm.cli import cli
+
     with tempfile.TemporaryDirectory() as home:
         with open(os.path.join(home, "extra-openai-models.yaml"), "w") as file:
             file.write(f"- model_id: ours\n  model_name: {model}\n  api_base: {url}/v1\n")
-        env = {**os.environ, "LLM_USER_PATH": home, "OPENAI_API_KEY": "unused"}
-        base = [sys.executable, "-m", "llm", "-m", "ours", "--no-log"]
-        for words in (["-o", "max_tokens", "8"],):
-            done = subprocess.run(
-                [*base, *words, "Say hello."], env=env, capture_output=True, text=True, timeout=280
-            )
-            assert done.returncode == 0, done.stderr
-            assert done.stdout.strip()
-        wrong = subprocess.run(
-            [*base, "-o", "temperature", "2", "-o", "max_tokens", "999999999", "x"],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
-        assert wrong.returncode != 0
+        shell = CliRunner(env={"LLM_USER_PATH": home, "OPENAI_API_KEY": "unused"})
+        base = ["-m", "ours", "--no-log"]
+        done = shell.invoke(cli, [*base, "-o", "max_tokens", "8", "Say hello."])
+        assert done.exit_code == 0, done.output
+        assert done.stdout.strip()
+        more = ["-o", "temperature", "2", "-o", "max_tokens", "999999999", "x"]
+        wrong = shell.invoke(cli, [*base, *more])
+        assert wrong.exit_code != 0
         assert "max_tokens" in wrong.stderr
 
 
@@ -377,6 +372,7 @@ def ollama(url: str, model: str) -> None:
 
 if __name__ == "__main__":
     # One process for all: most of a client's time is the import of libraries that others share.
+    gc.disable()  # it would visit the imported modules again and again
     for name in sys.argv[3:]:
         try:
             globals()[name](sys.argv[1], sys.argv[2])
