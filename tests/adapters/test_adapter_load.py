@@ -18,7 +18,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.model.adapter import is_adapted
-from verbatim.model.adapter_load import load_adapter, refused_modules
+from verbatim.model.adapter_load import load_adapter, refused_modules, with_adapters
 from verbatim.model.layout import layout
 from verbatim.model.load import load_model
 from verbatim.testing_models import FAMILIES, tiny_model
@@ -68,6 +68,15 @@ REFUSED: list[tuple[str, Any]] = [
     ("target_modules", r".*q_proj"),
     ("exclude_modules", ["down_proj"]),
     ("layers_to_transform", [0, 1]),
+    ("layers_to_transform", "012"),
+    ("layers_to_transform", True),
+    ("layers_to_transform", [0, 1.5]),
+    ("layers_pattern", "layers"),  # PEFT refuses it without layers_to_transform
+    ("layers_pattern", {"x": 1}),
+    ("lora_alpha", 10**400),
+    ("lora_alpha", True),
+    ("target_modules", "(a+)+$"),
+    ("rank_pattern", {"(.*.*.*.*.*.*.*.*.*.*.*.*)+x": 4, "q_proj": 3}),
     ("rank_pattern", {"q_proj": 3}),
     ("rank_pattern", {"q_proj": "3"}),
     ("rank_pattern", {"(": 3}),
@@ -132,6 +141,8 @@ STEM = "base_model.model.model.layers.0.self_attn.q_proj"
             lambda t: t.update({f"{STEM}.lora_B.weight": np.full((32, 4), np.nan, "f")}),
             "not a finite",
         ),
+        (lambda t: t.update({f"{STEM}.lora_A.default.weight": t[STEM_A]}), "the same matrix"),
+        (lambda t: t.update({STEM_A[17:]: t[STEM_A]}), "the same matrix"),
         (lambda t: t.update({f"{STEM}.lora_magnitude_vector": np.zeros(4, "f")}), "DoRA"),
         (lambda t: t.update({f"{STEM}.lora_A.weight": np.zeros((4, 32), "i4")}), "type I32"),
         (lambda t: t.update({"base_model.model.lm_head.weight": np.zeros((4, 4), "f")}), "lm_head"),
@@ -152,6 +163,73 @@ def test_a_wrong_tensor_is_refused_by_name(
 
 
 STEM_A = f"{STEM}.lora_A.weight"
+
+
+LOST = "model.layers.1.mlp.down_proj"
+
+
+def lose(tensors: dict[str, np.ndarray]) -> None:
+    for side in "AB":
+        del tensors[f"base_model.model.{LOST}.lora_{side}.weight"]
+
+
+@pytest.mark.parametrize(
+    "targets", [SMALL, r".*\.(q|down)_proj", "all-linear"], ids=["list", "pattern", "all"]
+)
+def test_a_target_without_matrices_in_one_layer_is_an_error(
+    targets: list[str] | str, tmp_path: Path
+) -> None:
+    """PEFT warns of missing keys and leaves the module as initialised, where B is zero."""
+    whole = tiny_model("llama").spec
+    folder = write_peft(tmp_path / "a", whole, targets=None if targets == "all-linear" else SMALL)
+    edit(folder, lose)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))
+    with pytest.raises(ModelError, match=f"layer 1 has no matrices of {LOST}"):
+        load_adapter("a", str(folder), SPEC)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"exclude_modules": ["layers.1.mlp.down_proj"]},
+        {"exclude_modules": r".*layers\.1\.mlp.*"},
+        {"target_modules": ["q_proj", "layers.0.mlp.down_proj", "layers.2.mlp.down_proj"]},
+        {"target_modules": r".*\.q_proj|.*\.[02]\.mlp\.down_proj"},
+        {
+            "target_modules": [*SMALL, "model.layers.1.self_attn.q_proj"],
+            "layers_to_transform": [0, 2],
+        },
+        {
+            "target_modules": [*SMALL, "model.layers.1.self_attn.q_proj"],
+            "layers_to_transform": [0, 2],
+            "layers_pattern": "layers",
+        },
+    ],
+    ids=str,
+)
+def test_a_target_that_the_config_leaves_out_may_have_no_matrices(
+    keys: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each config names exactly the modules that PEFT itself would adapt."""
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    folder = write_peft(tmp_path / "a", SPEC, targets=SMALL)
+    edit(folder, lose)
+    config = json.loads((folder / "adapter_config.json").read_text()) | keys
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    oracle = (
+        LoraConfig(**keys) if "target_modules" in keys else LoraConfig(target_modules=SMALL, **keys)
+    )
+    adapter = load_adapter("a", str(folder), SPEC)
+    wanted = [
+        m
+        for m in modules(SPEC)
+        if check_target_module_exists(oracle, m) is True
+        or (isinstance(check_target_module_exists(oracle, m), re.Match))
+    ]
+    assert len(wanted) == len(adapter.parts) == 5
 
 
 def test_targets_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
@@ -276,6 +354,20 @@ def test_gguf_and_peft_files_give_the_same_adapter(tmp_path: Path) -> None:
         "a", str(write_gguf_adapter(folder, file, **{"adapter.lora.alpha": 0.0})), SPEC
     )
     assert {part.scale for part in scale.parts.values()} == {1.0}
+
+
+def test_a_gguf_file_that_lacks_matrices_in_one_layer_is_a_warning(tmp_path: Path) -> None:
+    """It has no list of targets, so it may have been made so."""
+    folder = write_peft(tmp_path / "a", SPEC, targets=SMALL)
+    whole = adapter_warnings(write_gguf_adapter(folder, tmp_path / "a.gguf"))
+    assert whole == ()
+    edit(folder, lose)
+    (line,) = adapter_warnings(write_gguf_adapter(folder, tmp_path / "b.gguf"))
+    assert line.startswith("adapter x: no matrices of layers.1.mlp.down, which other layers have")
+
+
+def adapter_warnings(path: Path) -> tuple[str, ...]:
+    return with_adapters(tiny_model("llama"), [f"x={path}"]).warnings
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def command(
     path = resolve(model, offline=offline, progress=Progress())
     loaded = load_model(path)
     found = load_adapter("adapter", adapter, loaded.spec, to_merge=True)
+    for line in found.warnings:
+        note(f"warning: {line}")
     if target.suffix == ".gguf":
         from verbatim.cli.convert import write_merged
         from verbatim.convert.merge_adapter import merged_model

@@ -34,6 +34,7 @@ class Adapter:
     digest: str  # of every matrix and scale
     parts: Mapping[str, LowRank]  # internal weight name -> matrices
     path: str = ""
+    warnings: tuple[str, ...] = ()  # shown at load
 
     @property
     def rank(self) -> int:

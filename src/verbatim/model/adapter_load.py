@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -35,9 +35,9 @@ _ARCHITECTURES = {"mixtral": "llama", "granitehybrid": "granite"}
 def with_adapters(model: Model, given: Iterable[str]) -> Model:
     """The model with the adapters of these NAME=PATH entries."""
     entries = [split_adapter(entry) for entry in given]
-    return replace(
-        model, adapters=tuple(load_adapter(name, path, model.spec) for name, path in entries)
-    )
+    adapters = tuple(load_adapter(name, path, model.spec) for name, path in entries)
+    warnings = (f"adapter {a.name}: {line}" for a in adapters for line in a.warnings)
+    return replace(model, adapters=adapters, warnings=(*model.warnings, *warnings))
 
 
 def load_adapter(name: str, path: str, spec: ModelSpec, *, to_merge: bool = False) -> Adapter:
@@ -68,7 +68,52 @@ def load_adapter(name: str, path: str, spec: ModelSpec, *, to_merge: bool = Fals
                 f"{used} of them",
                 file=file,
             )
-    return Adapter(name, _digest(parts), parts, file)
+    _check_complete(source, places, file)
+    warnings = _uneven_layers(parts, shapes) if source.targets is None else ()
+    return Adapter(name, _digest(parts), parts, file, warnings)
+
+
+def _check_complete(
+    source: AdapterFile, places: Mapping[str, list[tuple[str, Source]]], file: str
+) -> None:
+    """Every module of the model that the config targets has matrices. PEFT warns and leaves such a
+    module as it was initialised, without effect. A GGUF file has no list of targets."""
+    if source.targets is None:
+        return
+    for module, targets in places.items():
+        weight = targets[0][0]
+        if weight != "head" and module not in source.pairs and source.targets(module):
+            raise ModelError(
+                f"layer {weight.split('.')[1]} has no matrices of {module}, which target_modules "
+                "names; name the layers that the adapter changes in layers_to_transform, or what "
+                "it leaves out in exclude_modules",
+                file=file,
+            )
+
+
+def _uneven_layers(parts: Iterable[str], weights: Iterable[str]) -> tuple[str, ...]:
+    """A warning if a layer lacks matrices that other layers of the adapter have. A GGUF file does
+    not say whether it was made so or lost them."""
+    found: dict[str, set[str]] = {}  # layer -> kinds of weights with matrices
+    for weight in parts:
+        if weight != "head":
+            _, layer, kind = weight.split(".", 2)
+            found.setdefault(layer, set()).add(kind)
+    kinds = set().union(*found.values())
+    known = set(weights)
+    missing = [
+        f"layers.{layer}.{kind}"
+        for layer, own in found.items()
+        for kind in sorted(kinds - own)
+        if f"layers.{layer}.{kind}" in known
+    ]
+    if not missing:
+        return ()
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return (
+        f"no matrices of {', '.join(missing[:3])}{more}, which other layers have: check that the "
+        "file is whole",
+    )
 
 
 def refused_modules(spec: ModelSpec) -> dict[str, str]:

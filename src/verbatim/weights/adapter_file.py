@@ -19,11 +19,11 @@ from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.gguf import read_gguf
+from verbatim.weights.peft_targets import PeftTargets, is_number
 from verbatim.weights.safetensors import read_json, read_safetensors
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-MAX_PATTERN = 500  # characters of a regular expression in a config
 
 # Keys that change nothing once the matrices are trained and stored.
 _NO_EFFECT = {
@@ -85,6 +85,7 @@ class AdapterFile:
     pairs: dict[str, LowRank]
     architecture: str = ""  # GGUF: general.architecture
     fan_in_fan_out: bool = False  # PEFT: the base layer stores [in, out], as gpt2's do
+    targets: Callable[[str], bool] | None = None  # PEFT: whether the config targets a module
 
 
 def read_adapter(path: str | Path) -> AdapterFile:
@@ -129,11 +130,11 @@ def _read_peft(path: Path) -> AdapterFile:
             f"tensor {name} has the unsupported type {tensor.dtype}", file=str(path / WEIGHTS)
         )
     sides = _sides(tensors, _TENSOR.fullmatch, str(path / WEIGHTS))
-    _check_targets(config, sides, file)
+    targets = PeftTargets(config, file)
+    targets.check_file(sides, WEIGHTS)
     pairs: dict[str, LowRank] = {}
     for module, (a, b) in sides.items():
-        rank = int(_pattern_value(config, "rank_pattern", module, config["r"], file))
-        alpha = float(_pattern_value(config, "alpha_pattern", module, config["lora_alpha"], file))
+        rank, alpha = targets.rank(module), targets.alpha(module)
         stored = _rank(module, a, b, str(path / WEIGHTS))
         if stored != rank:
             raise ModelError(
@@ -141,7 +142,8 @@ def _read_peft(path: Path) -> AdapterFile:
             )
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         pairs[module] = LowRank(a, b, scale)
-    return AdapterFile(path, "peft", pairs, fan_in_fan_out=bool(config.get("fan_in_fan_out")))
+    fan_in_fan_out = bool(config.get("fan_in_fan_out"))
+    return AdapterFile(path, "peft", pairs, fan_in_fan_out=fan_in_fan_out, targets=targets.has)
 
 
 def _check_config(config: dict[str, Any], file: str) -> None:
@@ -166,80 +168,11 @@ def _check_config(config: dict[str, Any], file: str) -> None:
         refuse("init_lora_weights", "it changes the base weights; convert it to plain LoRA (PEFT)")
     for key, lowest in (("r", 1), ("lora_alpha", None)):
         value = config.get(key)
-        if not _is_number(value) or (lowest and (type(value) is not int or value < lowest)):
+        if not is_number(value) or (lowest and (type(value) is not int or value < lowest)):
             raise ModelError(f"{key} is {value!r:.40}, not a number of at least 1", file=file)
     for key in ("use_rslora", "fan_in_fan_out"):
         if not isinstance(config.get(key, False), (bool, type(None))):
             refuse(key, "true or false is needed")
-
-
-def _is_number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(float(value))  # type: ignore[arg-type]
-
-
-def _check_targets(config: Mapping[str, Any], modules: Mapping[str, Any], file: str) -> None:
-    """Every module of the file is one that the config targets, and every target has a module."""
-    targets = config.get("target_modules")
-    matches = _target_test("target_modules", targets, file)
-    excluded = _target_test("exclude_modules", config.get("exclude_modules") or [], file)
-    only = config.get("layers_to_transform")
-    layers = {only} if isinstance(only, int) else set(only) if only else None
-    for module in modules:
-        if not matches(module):
-            raise ModelError(f"{module} has weights, but is not in target_modules", file=file)
-        if excluded(module):
-            raise ModelError(f"{module} has weights, but is in exclude_modules", file=file)
-        number = re.search(r"\.(\d+)\.", module)
-        if layers is not None and (number is None or int(number[1]) not in layers):
-            raise ModelError(f"{module} has weights, but is not in layers_to_transform", file=file)
-    if isinstance(targets, list):
-        for target in targets:
-            if not any(module == target or module.endswith(f".{target}") for module in modules):
-                raise ModelError(
-                    f"target_modules names {target!r:.60}, and {WEIGHTS} has no weights for it",
-                    file=file,
-                )
-
-
-def _target_test(key: str, targets: object, file: str) -> Callable[[str], bool]:
-    """PEFT's rule: a list names the ends of module names; a string is a regular expression."""
-    if targets == "all-linear":
-        return lambda module: True
-    if isinstance(targets, str):
-        pattern = _compiled(key, targets, file)
-        return lambda module: pattern.fullmatch(module) is not None
-    if isinstance(targets, list) and all(isinstance(target, str) for target in targets):
-        names = tuple(targets)
-        return lambda module: any(module == n or module.endswith(f".{n}") for n in names)
-    raise ModelError(f"{key} is {targets!r:.60}, not a list of names or a pattern", file=file)
-
-
-def _pattern_value(
-    config: Mapping[str, Any], key: str, module: str, default: float, file: str
-) -> float:
-    """PEFT's rule of rank_pattern and alpha_pattern: the first key that matches the end."""
-    patterns = config.get(key) or {}
-    if not isinstance(patterns, dict):
-        raise ModelError(f"{key} is {patterns!r:.60}, not an object", file=file)
-    for pattern, value in patterns.items():
-        if not _is_number(value) or (
-            key == "rank_pattern" and (type(value) is not int or value < 1)
-        ):
-            raise ModelError(f"{key}[{pattern!r:.60}] is {value!r:.40}, not a number", file=file)
-        if _compiled(key, rf"(.*\.)?({pattern})", file).fullmatch(module):
-            return float(value) if key == "alpha_pattern" else int(value)
-    return default
-
-
-def _compiled(key: str, pattern: str, file: str) -> re.Pattern[str]:
-    if len(pattern) > MAX_PATTERN:
-        raise ModelError(f"{key}: a pattern has more than {MAX_PATTERN} characters", file=file)
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ModelError(
-            f"{key}: {pattern!r:.60} is not a regular expression: {error}", file=file
-        ) from None
 
 
 # -------------------------------------------------------------------------------------------- GGUF
@@ -261,7 +194,7 @@ def _read_gguf(path: Path) -> AdapterFile:
         if not key.startswith("general.") and key not in _GGUF_KEYS and value:
             raise ModelError(f"the key {key} is not supported in an adapter", file=file)
     alpha = meta.get("adapter.lora.alpha", 0.0)
-    if not _is_number(alpha):
+    if not is_number(alpha):
         raise ModelError(f"adapter.lora.alpha is {alpha!r:.40}, not a number", file=file)
     pairs: dict[str, LowRank] = {}
     for name, (a, b) in _sides(source.tensors, _GGUF_TENSOR.fullmatch, file).items():
@@ -290,7 +223,10 @@ def _sides(
             )
         if tensor.type not in BLOCKS:
             raise ModelError(f"tensor {name} has the unsupported type {tensor.type}", file=file)
-        found.setdefault(match[1], {})[match[2].lower()] = tensor
+        pair, side = found.setdefault(match[1], {}), match[2].lower()
+        if side in pair:
+            raise ModelError(f"{pair[side].name} and {name} are the same matrix", file=file)
+        pair[side] = tensor
     if not found:
         raise ModelError("holds no LoRA matrices", file=file)
     for module, pair in found.items():
