@@ -25,6 +25,25 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
+@pytest.fixture(scope="module")
+def read_once(default_model: Path) -> Iterator[None]:
+    """Every block that loads the default model gets one reading of its header and its tokenizer,
+    which take three quarters of a load. Weights are packed and engines are started by each."""
+    from verbatim.engine import loaded_model
+    from verbatim.model import load
+
+    read_gguf, read_text = load.read_gguf, loaded_model._read_text
+    source, text = read_gguf(default_model), read_text(read_gguf(default_model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            load, "read_gguf", lambda path: source if path == source.path else read_gguf(path)
+        )
+        patch.setattr(
+            loaded_model, "_read_text", lambda file: text if file is source else read_text(file)
+        )
+        yield
+
+
 @pytest.fixture(scope="session")
 def doc_server(default_model: Path) -> Iterator[Callable[[], int]]:
     """The port of a server with the default model, which starts on the first call."""

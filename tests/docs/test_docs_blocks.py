@@ -17,6 +17,7 @@ RUN = [page for page in PAGES if any(b.runs for b in doc_blocks.blocks(page.read
 
 @pytest.mark.model
 @pytest.mark.native
+@pytest.mark.usefixtures("read_once")
 @pytest.mark.parametrize(
     "page",
     # the pages of the course take a quarter of the time; one of them stands for all
