@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,12 +16,16 @@ from live_server import Live
 from eventually import eventually_async
 from verbatim.base.errors import ParameterError
 from verbatim.cli.serve import read_models
+from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.observe.merge_metrics import merge
 from verbatim.server import model_pool
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.model_pool import ModelPool
 from verbatim.server.server_state import State
 from verbatim.server.settings import NamedModel, Settings
+from verbatim.testing_models import tiny_model
+from verbatim.text.vocabulary import BYTE_ALPHABET
+from verbatim.weights.gguf_write import write_gguf
 
 MODELS = ("--model", "a=first", "--model", "b=second", "--model", "c=third")
 SETTINGS = ("--model-setting", "b.context=512", "--model-setting", "c.context=256")
@@ -200,6 +204,7 @@ def make_pool(monkeypatch: pytest.MonkeyPatch, memory: list[int], **settings: An
     """A pool of models whose files have 100 bytes; `memory` is what is available with none."""
     monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
     monkeypatch.setattr(model_pool, "file_bytes", lambda model: 100)
+    monkeypatch.setattr(model_pool, "check_load", lambda *args, **options: None)
     models = tuple(NamedModel(name, name) for name in ("a", "b", "c", "broken"))
     pool = ModelPool(Settings(models=models, **settings), lambda: float(next(ticks)))
     ticks = count()
@@ -229,6 +234,91 @@ async def test_a_model_that_fails_to_load_is_tried_again(monkeypatch: pytest.Mon
             await pool.hold("broken", 60)
         assert not pool.loaded
     assert pool.models["broken"].users == 0
+
+
+async def hold_third(third: NamedModel) -> tuple[list[str], str]:
+    """The models that are loaded after a request for the third, of which two may be; and the error,
+    if it was not loaded. Its files are checked as in a server."""
+    models = (NamedModel("a", "a"), NamedModel("b", "b"), third)
+    pool = ModelPool(Settings(models=models, max_loaded_models=2), lambda: 0.0)
+    pool.start()
+    await pool.hold("b", 60)
+    pool.release("b")
+    error = ""
+    try:
+        await pool.hold(third.name, 60)
+    except Problem as problem:
+        error = str(problem)
+    found = [model.name for model in pool.loaded]
+    await pool.close()
+    return found, error
+
+
+def tiny_file(path: Path) -> bytes:
+    """A GGUF file of a tiny model with a tokenizer of bytes."""
+    model = tiny_model("llama", vocab_size=256)
+    metadata, extra = model_metadata(model, "tiny")
+    metadata |= {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": [*BYTE_ALPHABET],
+        "tokenizer.ggml.token_type": [1] * 256,
+    }
+    write_gguf(path, metadata, [*extra, *model_tensors(model)])
+    return path.read_bytes()
+
+
+LIMIT = "the limit of memory is 1000 bytes"
+DOOMED: dict[str, tuple[Callable[[bytes], bytes] | None, dict[str, Any], str]] = {
+    "missing": (None, {}, "no file, directory or model"),
+    "no GGUF file": (lambda whole: b"PK" * 1000, {}, "GGUF"),
+    "cut": (lambda whole: whole[:-4000], {}, "tensor"),
+    "unknown family": (lambda whole: whole.replace(b"llama", b"marsi"), {}, "marsi"),
+    "unknown tokenizer": (lambda whole: whole.replace(b"gpt2", b"gpt9"), {}, "gpt9"),
+    "no adapter": (bytes, {"adapters": ("x=/no/such/adapter",)}, "no such adapter"),
+    "no draft": (bytes, {"speculate": "draft:/no/such.gguf"}, "no file, directory or model"),
+    LIMIT: (bytes, {}, "its file has"),
+}
+
+
+@pytest.mark.parametrize("kind", DOOMED)
+async def test_a_load_that_cannot_succeed_unloads_no_model(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, engine, why = DOOMED[kind]
+    monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+    if kind == LIMIT:
+        monkeypatch.setattr(model_pool, "memory_limit", lambda: 1000)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    file = tmp_path / "c.gguf"
+    whole = tiny_file(tmp_path / "whole.gguf")
+    if change is not None:
+        file.write_bytes(change(whole))
+    found, error = await hold_third(NamedModel("c", str(file), engine))
+    assert found == ["a", "b"]
+    assert "the server's log says why" in error
+    assert why in caplog.text
+
+
+async def test_a_missing_file_with_the_form_of_a_hub_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    assert (await hold_third(NamedModel("c", "models/c.gguf")))[0] == ["a", "b"]
+    assert (await hold_third(NamedModel("c", "models")))[0] == ["a", "b"]  # no config.json
+    assert await hold_third(NamedModel("c", "org/name")) == (["b", "c"], "")  # the hub can tell
+
+
+@pytest.mark.parametrize("engine", [{}, {"quant": "q8_0"}], ids=str)
+async def test_a_load_that_can_succeed_unloads_one_model(
+    engine: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+    if engine:  # quantised, a model needs less than its file
+        monkeypatch.setattr(model_pool, "memory_limit", lambda: 1000)
+    tiny_file(file := tmp_path / "c.gguf")
+    assert await hold_third(NamedModel("c", str(file), engine)) == (["b", "c"], "")
 
 
 async def test_a_pinned_model_that_fails_to_load_is_not_shown_as_loaded(

@@ -15,6 +15,7 @@ what fits, unless the user set the context: then single requests are refused.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -161,6 +162,16 @@ def available_memory() -> int:
         if max_bytes is not None:
             free = min(free, max(max_bytes - (_number(used) or 0), 0))
     return free
+
+
+def memory_limit() -> int:
+    """Bytes that all processes together may allocate: the machine's memory, or the limit of the
+    cgroup if that is less. A very large number where neither is known."""
+    names = ("memory.max", "memory/memory.limit_in_bytes")  # cgroup v2 and v1
+    limits = [_number(f"/sys/fs/cgroup/{name}") for name in names]
+    with contextlib.suppress(ValueError, OSError):
+        limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    return min((limit for limit in limits if limit is not None), default=1 << 62)
 
 
 def _meminfo() -> int:

@@ -19,7 +19,8 @@ from typing import Any
 
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.units import size_text
-from verbatim.schedule.sizing import available_memory
+from verbatim.engine.load_check import can_use_gpu, check_load
+from verbatim.schedule.sizing import available_memory, memory_limit
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.messages import ModelFacts
@@ -164,15 +165,12 @@ class ModelPool:
             model.facts = supervisor.facts
             return
         await self._drop(model, supervisor)
-        raise Problem(
-            "unavailable",
-            f"the model {model.name!r} could not be loaded; the server's log says why",
-            retry_after=30,
-        )
+        raise not_loaded(model)
 
     async def _make_room(self, model: ServedModel) -> None:
-        """Unload the least recently used models until this one may be loaded."""
-        need = int(file_bytes(model) * ROOM)
+        """Unload the least recently used models until this one may be loaded. None is unloaded for
+        a model that cannot be loaded."""
+        need, checked = int(file_bytes(model) * ROOM), False
         while self._too_many() or need > available_memory():
             idle = [m for m in self.loaded if not m.users and not m.pinned]
             if not idle and self._too_many():
@@ -190,9 +188,22 @@ class ModelPool:
                     size_text(available_memory()),
                 )
                 return
+            if not checked:
+                checked = True
+                await self._check(model)
+                continue  # models may have been released meanwhile
             victim = min(idle, key=lambda m: m.last_used)
             log.info("unloading the model %r to make room for %r", victim.name, model.name)
             await victim.stop()
+
+    async def _check(self, model: ServedModel) -> None:
+        """Raise a Problem if the load must fail, whatever is unloaded: a missing or broken file,
+        or one that is larger than the memory."""
+        try:
+            await asyncio.to_thread(check_served, model)
+        except (ModelError, ParameterError, OSError) as error:
+            log.error("the model %r was not loaded: %s", model.name, error)
+            raise not_loaded(model) from None
 
     async def unload(self, name: str) -> bool:
         """Unload the model unless other requests than the caller's hold it, or it is pinned."""
@@ -220,6 +231,25 @@ class ModelPool:
                         if not model.users:
                             log.info("unloading the idle model %r", model.name)
                             await model.stop()
+
+
+def not_loaded(model: ServedModel) -> Problem:
+    why = f"the model {model.name!r} could not be loaded; the server's log says why"
+    return Problem("unavailable", why, retry_after=30)
+
+
+def check_served(model: ServedModel) -> None:
+    """Raise the error that the model's load must end with, if that can be told beforehand."""
+    settings = model.settings
+    if settings.test_engine:
+        return
+    check_load(
+        settings.model, settings.engine, revision=settings.revision, offline=settings.offline
+    )
+    size, limit = file_bytes(model), memory_limit()
+    quantised = settings.engine.get("quant")  # then it needs less memory than its file
+    if size > limit and not quantised and not can_use_gpu(settings.engine):
+        raise ModelError(f"its file has {size_text(size)}, and the memory {size_text(limit)}")
 
 
 def shared_settings(named: NamedModel, engine: Mapping[str, Any]) -> dict[str, Any]:
