@@ -208,3 +208,24 @@ def test_earlier_thoughts_are_passed_to_the_template(thinker: Live) -> None:
     assert made.status_code == 200, made.text
     more = {"input": "on", "previous_response_id": made.json()["id"], "max_output_tokens": 4}
     assert thinker.post("/v1/responses", more).status_code == 200
+
+
+@pytest.mark.parametrize("level", ["low", "high"])
+def test_a_verbosity_is_refused_with_what_to_do(fake: Live, level: str) -> None:
+    body = {"input": "hi", "text": {"verbosity": level}, "max_output_tokens": 2}
+    answer = fake.post("/v1/responses", body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["code"], error["param"]) == ("unsupported_parameter", "text.verbosity")
+    assert error["message"] == (
+        f"text.verbosity: '{level}' is not supported; only 'medium' is accepted, because no model "
+        "here has such a setting; leave it out, and ask for a short or a long answer in "
+        "instructions or input"
+    )
+    wrong = fake.post("/v1/responses", {"input": "hi", "text": {"verbosity": 3}}).json()["error"]
+    assert "text.verbosity: 3 is not supported" in wrong["message"]
+    accepted = {**body, "text": {"verbosity": "medium"}}
+    assert fake.post("/v1/responses", accepted).status_code == 200
+    chat_body = {"messages": ASK, "verbosity": level}
+    message = fake.post("/v1/chat/completions", chat_body).json()["error"]["message"]
+    assert message.startswith("verbosity: not supported; leave it out, and ask for a short")

@@ -137,7 +137,12 @@ CHAT: dict[str, Rule] = {
     ),
     "parse_special": NO_PARSE,
     "user": USER,
-    "verbosity": Rule("refused", "ask for it in the prompt", schemas.Text, only=("medium",)),
+    "verbosity": Rule(
+        "refused",
+        "leave it out, and ask for a short or a long answer in a message",
+        schemas.Text,
+        only=("medium",),
+    ),
     "web_search_options": Rule("refused", "the server fetches nothing for a request"),
     **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
 }
@@ -193,7 +198,8 @@ RESPONSES: dict[str, Rule] = {
     ),
     "text": Rule(
         "honoured",
-        "format: text, json_object, json_schema (enforced while sampling)",
+        "format: text, json_object, json_schema (enforced while sampling); verbosity other than "
+        "medium is refused: ask for a short or a long answer in the prompt",
         responses_schemas.ResponseText,
     ),
     "tool_choice": Rule(
