@@ -10,6 +10,8 @@ import pytest
 
 from cli_result import Call
 from verbatim import LLM
+from verbatim.cli.command_class import with_values
+from verbatim.cli.run import command as run
 from verbatim.testing import (
     THINK_SOURCE,
     FakeBackend,
@@ -91,3 +93,167 @@ def test_a_thought_that_the_limit_cut_is_named(thinking: Call) -> None:
     cut = thinking("run", "--temperature", "1", "--max-tokens", "3", "--ignore-eos", "hi")
     assert cut.out == "\n"
     assert "the thought was cut after 3 tokens, so there is no answer" in cut.err
+
+
+# ---------------------------------------------------------------------------------- the switches
+
+ANSWER = ("--temperature", "1", "--max-tokens", "8", "--ignore-eos")  # no budget: thinking is off
+
+
+def template_llm(source: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """A fake model with this chat template. Returns the template variables of each prompt."""
+    seen: list[dict[str, Any]] = []
+    backend = FakeBackend(fake_spec(vocab=ThinkByteTokenizer.vocab_size), pipeline=True)
+    template = ChatTemplate(source, "<s>", "</s>")
+
+    class Recorded(LLM):
+        def encode_chat(self, messages: Any, /, **variables: Any) -> list[int]:
+            seen.append(variables)
+            return super().encode_chat(messages, **variables)
+
+    def open_llm(flags: Any, *, quiet: bool = False) -> LLM:
+        parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
+        return Recorded.from_parts(parts)
+
+    monkeypatch.setattr("verbatim.cli.open_model.open_llm", open_llm)
+    return seen
+
+
+PLAIN = "{{ messages[0].content }}<|assistant|>"
+LEVELLED = PLAIN + "{{ reasoning_effort }}<think></think><think>"
+ALWAYS = PLAIN + "<think></think><think>"
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "variables"),
+    [
+        ((), THINK_SOURCE, {}),
+        (("--think",), THINK_SOURCE, {"enable_thinking": True}),
+        (("--think=true",), THINK_SOURCE, {"enable_thinking": True}),
+        (("--no-think",), THINK_SOURCE, {"enable_thinking": False}),
+        (("--think=false",), THINK_SOURCE, {"enable_thinking": False}),
+        (("--think", "false"), THINK_SOURCE, {"enable_thinking": False}),
+        (("--think", "low"), THINK_SOURCE, {"enable_thinking": True}),
+        (("--reasoning-effort", "none"), THINK_SOURCE, {"enable_thinking": False}),
+        (("--think", "low"), LEVELLED, {"reasoning_effort": "low"}),
+        (("--think=high",), LEVELLED, {"reasoning_effort": "high"}),
+        (("--reasoning-effort", "medium"), LEVELLED, {"reasoning_effort": "medium"}),
+        (("--think", "--reasoning-effort=high"), LEVELLED, {"reasoning_effort": "high"}),
+        (("--think",), LEVELLED, {}),
+        (("--think",), ALWAYS, {}),
+        (("--no-think",), PLAIN, {}),
+    ],
+)
+def test_the_switch_reaches_the_chat_template(
+    verbatim: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    source: str,
+    variables: dict[str, Any],
+) -> None:
+    """In `run`, where the prompt may follow the flag, in `explain` and in `chat`."""
+    seen = template_llm(source, monkeypatch)
+    verbatim("run", *ANSWER, *words, "hi there")
+    verbatim("explain", "--brief", *ANSWER, *words, "hi there")
+    verbatim("chat", *ANSWER, *words, stdin="hi\n")
+    assert seen == [variables] * 3
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "error"),
+    [
+        (("--no-think",), ALWAYS, "--no-think: this model always thinks"),
+        (("--think=false",), LEVELLED, "--think: this model always thinks"),
+        (("--think",), PLAIN, "--think: this model's chat template has no thoughts"),
+        (("--reasoning-effort", "high"), PLAIN, "--reasoning-effort: this model's chat template"),
+        (
+            ("--think", "--no-think"),
+            THINK_SOURCE,
+            "--no-think: contradicts --think=true; leave one out",
+        ),
+        (
+            ("--no-think", "--reasoning-effort", "low"),
+            THINK_SOURCE,
+            "contradicts --no-think; leave",
+        ),
+        (("--think", "--reasoning-effort", "none"), THINK_SOURCE, "contradicts --think=true"),
+        (("--think=maybe",), THINK_SOURCE, "'--think': 'maybe' is not one of 'true', 'false'"),
+    ],
+)
+def test_a_switch_that_the_template_does_not_have_is_refused(
+    verbatim: Call,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    source: str,
+    error: str,
+) -> None:
+    seen = template_llm(source, monkeypatch)
+    for command, stdin in (("run", None), ("chat", "hi\n")):
+        arguments = [*ANSWER, *words, *(["hi"] if stdin is None else [])]
+        found = verbatim(command, *arguments, stdin=stdin)
+        assert found.code == 2
+        assert error in found.err
+    assert seen == []
+
+
+def test_a_raw_continuation_has_no_thoughts(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template_llm(THINK_SOURCE, monkeypatch)
+    found = verbatim("run", "--raw", "--no-think", "hi")
+    assert found.code == 2
+    assert "--no-think: only a chat turn" in found.err
+
+
+@pytest.mark.parametrize(
+    ("typed", "read"),
+    [
+        (["--think", "hi"], ["--think=true", "hi"]),
+        (["--think", "low", "hi"], ["--think=low", "hi"]),
+        (["--think=low", "false"], ["--think=low", "false"]),
+        (["hi", "--think"], ["hi", "--think=true"]),
+        (["--json", "--think"], ["--json", "--think=true"]),
+        (["--system", "--think", "hi"], ["--system", "--think", "hi"]),
+        (["--", "--think"], ["--", "--think"]),
+    ],
+)
+def test_the_value_of_another_flag_is_not_a_switch(typed: list[str], read: list[str]) -> None:
+    assert with_values(typed, run.params) == read
+
+
+def test_a_chat_switches_the_thought_between_turns(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """/think and /nothink, and Ollama's /set think and /set nothink."""
+    seen = template_llm(THINK_SOURCE, monkeypatch)
+    lines = ["a", "/nothink", "b", "/set think", "c", "/set nothink", "d", "/think low", "e"]
+    lines += ["/think off", "f", "/think maybe", "/explain", "/think", "/explain"]
+    found = verbatim("chat", *ANSWER, "--think", stdin="\n".join(lines) + "\n")
+    on, off = {"enable_thinking": True}, {"enable_thinking": False}
+    # /explain repeats the last turn with the switch of that turn
+    assert seen == [on, off, on, off, on, off, off, off]
+    assert "think=low" in found.err
+    assert "'maybe' is not one of true, false" in found.err
+
+
+def test_a_chat_refuses_a_switch_and_goes_on(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = template_llm(PLAIN, monkeypatch)
+    found = verbatim("chat", *ANSWER, stdin="/think\na\n")
+    assert "think: this model's chat template has no thoughts" in found.err
+    assert seen == [{}]
+
+
+def test_another_model_without_the_switch_resets_it(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = template_llm(THINK_SOURCE, monkeypatch)
+
+    def reads(self: ChatTemplate, variable: str) -> bool:
+        return not seen and variable in self.source
+
+    monkeypatch.setattr(ChatTemplate, "reads", reads)
+    found = verbatim("chat", *ANSWER, "--no-think", stdin="a\n/model other\nb\n")
+    assert "this model always thinks" in found.err
+    assert seen == [{"enable_thinking": False}, {}]

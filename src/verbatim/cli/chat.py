@@ -29,6 +29,7 @@ from verbatim.cli.options import (
 )
 from verbatim.cli.sampling_options import sampling_of, sampling_options
 from verbatim.cli.terminal import BOLD, RED, Thoughts, note, paint, use_colour, warn, write
+from verbatim.cli.think_options import think_options, thinking_of
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -44,6 +45,7 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 @click.option(
     "--plain", cls=Option, is_flag=True, help="answers as they are, without rendered Markdown"
 )
+@think_options
 @model_options
 @engine_options_without(unused=ONE_ANSWER)
 @sampling_options
@@ -54,10 +56,12 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
     conversation gives the same answers. With a pipe, each line of stdin is one turn. Typed lines
     are kept for the next chat (VERBATIM_HISTORY names the file; off: none). A reasoning model's
     thought is shown dimmed on a terminal, never in a pipe, and is not part of the conversation.
+    --no-think switches it off, /think and /nothink during the chat.
     """
     from verbatim.cli.open_model import check_structure, decode_argument
 
     positional_model(flags, name)
+    thinking = thinking_of(flags)
     params = sampling_of(flags)
     check_supported(params)
     check_structure(params)
@@ -69,6 +73,7 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
         plain=plain,
     )
     try:
+        chat.talk.set_thinking(thinking)
         return chat.run()
     finally:
         chat.talk.llm.close()

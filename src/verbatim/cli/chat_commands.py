@@ -8,10 +8,11 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Protocol
 
-from verbatim.base.errors import VerbatimError
+from verbatim.base.errors import UnsupportedError, VerbatimError
 from verbatim.cli.chat_session import check_supported
 from verbatim.cli.sampling_options import parse_parameter
 from verbatim.cli.terminal import DIM, GREEN, RED, columns, note, use_colour, write
+from verbatim.cli.think_options import LEVELS, Thinking
 
 if TYPE_CHECKING:
     from verbatim.base.params import SamplingParams
@@ -37,6 +38,8 @@ def run_command(chat: Chat, line: str) -> bool:
     """Run a /command. Returns True to leave the chat."""
     name, _, rest = line[1:].strip().partition(" ")
     name = SYNONYMS.get(name, name)
+    if name == "params" and rest.split()[:1] in (["think"], ["nothink"]):  # Ollama's /set think
+        name, _, rest = rest.strip().partition(" ")
     if name == "quit":
         return True
     if name in COMMANDS:
@@ -98,6 +101,19 @@ def _params(chat: Chat, rest: str) -> None:
     chat.talk.params = changed
     shown = changed.to_mapping() or {"temperature": changed.temperature}
     note(" ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else DIM)
+
+
+def _think(chat: Chat, rest: str) -> None:
+    level = {"on": "true", "off": "false"}.get(rest, rest) or "true"
+    if level not in LEVELS:
+        _refuse(f"{rest!r} is not one of {', '.join(LEVELS)}")
+        return
+    chat.talk.set_thinking(Thinking(level))
+    note(f"think={level}", GREEN)
+
+
+def _nothink(chat: Chat, rest: str) -> None:
+    _think(chat, "false")
 
 
 def _retry(chat: Chat, rest: str) -> None:
@@ -178,11 +194,21 @@ def _model(chat: Chat, rest: str) -> None:
         try:
             talk.llm = chat.reopen(rest)
             talk.last = None
+            _keep_thinking(talk)
         except VerbatimError as error:
             _refuse(error.message)
             talk.llm = chat.reopen(before)
     stays = "; the conversation stays" if rest and talk.turns else ""
     note(f"{talk.llm.parts.name}, context {talk.llm.context} tokens{stays}")
+
+
+def _keep_thinking(talk: Conversation) -> None:
+    """Apply /think to another model, or say that it has no such switch."""
+    try:
+        talk.set_thinking(talk.thinking)
+    except UnsupportedError as error:
+        talk.set_thinking(None)
+        note(f"{error.message}; thoughts are as the model's default again")
 
 
 def _save(chat: Chat, rest: str) -> None:
@@ -211,6 +237,8 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "clear": (_clear, "", "forget the conversation (the system message stays)"),
     "system": (_system, "[TEXT]", "set the system message and clear the chat; alone: show it"),
     "params": (_params, "[NAME=VALUE]", "change a parameter; without one show those that are set"),
+    "think": (_think, "[LEVEL]", "let the model think; LEVEL: true, false, low, medium, high …"),
+    "nothink": (_nothink, "", "answer without a thought"),
     "retry": (_retry, "", "answer the last message again, with the next seed"),
     "undo": (_undo, "", "forget the last message and its answer"),
     "drop": (_drop, "[N]", "forget the N oldest messages and their answers [1]"),

@@ -14,6 +14,7 @@ from verbatim.base.records import Completion
 
 if TYPE_CHECKING:
     from verbatim.cli.terminal import Thoughts
+    from verbatim.cli.think_options import Thinking
     from verbatim.engine.llm import LLM
 
 Message = dict[str, str]
@@ -47,11 +48,19 @@ def check_supported(params: SamplingParams) -> None:
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self.llm = llm
+        self.thinking: Thinking | None = None
+        self.template: dict[str, Any] = {}  # variables of the chat template
         self.params = params
         self.system = system
         self.turns: list[Message] = []  # user and assistant alternate
-        # Messages, parameters and completion of the last turn.
+        # Messages, parameters and completion of the last turn, and its template variables.
+        self.last_template: dict[str, Any] = {}
         self.last: tuple[list[Message], SamplingParams, Completion] | None = None
+
+    def set_thinking(self, thinking: Thinking | None) -> None:
+        """Switch thoughts for the next turns; raises where the chat template has no such switch."""
+        self.template = {} if thinking is None else thinking.variables(self.llm)
+        self.thinking = thinking
 
     @property
     def head(self) -> list[Message]:
@@ -75,10 +84,10 @@ class Conversation:
         params = params or self.params
         messages = [*self.messages, {"role": "user", "content": text}]
         code, completion = collect(
-            self.llm.chat_stream(messages, params), show=show, thoughts=thoughts
+            self.llm.chat_stream(messages, params, **self.template), show=show, thoughts=thoughts
         )
         self.turns += [messages[-1], {"role": "assistant", "content": completion.text}]
-        self.last = messages, params, completion
+        self.last, self.last_template = (messages, params, completion), self.template
         return code, completion
 
     def undo(self) -> str | None:
@@ -100,7 +109,8 @@ class Conversation:
         room = min(self.params.max_tokens or ROOM, self.llm.context // 4)
         message = {"role": "user", "content": text}
         for dropped in range(len(self.turns) // 2 + 1):
-            size = len(self.llm.encode_chat([*self.head, *self.turns[2 * dropped :], message]))
+            rest = [*self.head, *self.turns[2 * dropped :], message]
+            size = len(self.llm.encode_chat(rest, **self.template))
             if size + room <= self.llm.context:
                 del self.turns[: 2 * dropped]
                 return dropped
@@ -120,7 +130,8 @@ class Conversation:
         again = params.with_(explain=top, seed=None if params.num_beams > 1 else before.seed)
         if before.finish_reason == "cancel" and before.token_ids:
             again = again.with_(max_tokens=len(before.token_ids))  # the tokens before Ctrl-C
-        code, completion = collect(self.llm.chat_stream(messages, again), show=None)
+        stream = self.llm.chat_stream(messages, again, **self.last_template)
+        code, completion = collect(stream, show=None)
         assert code or completion.token_ids == before.token_ids, (
             "the same request gave other tokens"
         )

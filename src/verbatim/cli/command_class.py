@@ -38,6 +38,33 @@ class Option(click.Option):
         return " / ".join(f"'{name}'" for name in names)
 
 
+class OptionalValue(Option):
+    """A flag whose value may be missing: `--think` is `--think=true`. The next argument is its
+    value only if it is one of `words`, so that a prompt may follow the flag, as in Ollama."""
+
+    def __init__(
+        self, decls: Sequence[str], *, words: Sequence[str], bare: str, **kwargs: Any
+    ) -> None:
+        super().__init__(decls, **kwargs)
+        self.words, self.bare = words, bare
+
+
+def with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
+    """The arguments with a value behind each OptionalValue: `--think` becomes `--think=true`."""
+    options = [param for param in params if isinstance(param, click.Option)]
+    flags = {n: o for o in options if isinstance(o, OptionalValue) for n in o.opts}
+    valued = {n for o in options if not o.is_flag for n in o.opts} - flags.keys()
+    out: list[str] = []
+    rest = list(args)
+    while rest and rest[0] != "--":
+        arg = rest.pop(0)
+        if arg in flags and not (out and out[-1] in valued):
+            flag = flags[arg]
+            arg += "=" + (rest.pop(0) if rest and rest[0] in flag.words else flag.bare)
+        out.append(arg)
+    return out + rest
+
+
 class AnsweredFlag(click.Option):
     """A flag of another program without a counterpart: an error that names what to type."""
 
@@ -81,7 +108,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = tuple(args)  # with_flags() reads which names the user typed
         try:
-            return super().parse_args(ctx, args)
+            return super().parse_args(ctx, with_values(args, self.params))
         except click.NoSuchOption as error:  # suggest flags of ours only
             ours = {
                 name: param.opts[0] if name in param.aliases else name

@@ -18,6 +18,7 @@ from verbatim.cli.common_options import check_output, json_option
 from verbatim.cli.options import ONE_ANSWER, Command, Option, engine_options_without, model_options
 from verbatim.cli.sampling_options import PARSE_HELP, parse_parameter, sampling_of, sampling_options
 from verbatim.cli.terminal import BOLD, columns, note, paint, use_colour, warn, write, write_json
+from verbatim.cli.think_options import think_options, thinking_of
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -62,6 +63,7 @@ DEFAULT_TOKENS = 16
 )
 @click.option("--html", "page", cls=Option, metavar="FILE", help="write one page for a browser")
 @json_option()
+@think_options
 @model_options
 @engine_options_without(unused=ONE_ANSWER)
 @sampling_options
@@ -89,6 +91,7 @@ def command(
     from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.run import check_shown, collect, start
 
+    thinking = thinking_of(flags)
     params = sampling_of(
         flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=bool(what_ifs)
     )
@@ -108,7 +111,15 @@ def command(
     with open_llm(flags, quiet=as_json) as llm:
 
         def run(request: SamplingParams) -> tuple[int, Completion]:
-            stream = start(llm, text, request, raw=raw, system=system, parse_special=parse_special)
+            stream = start(
+                llm,
+                text,
+                request,
+                raw=raw,
+                system=system,
+                parse_special=parse_special,
+                thinking=thinking,
+            )
             return collect(stream, show=None)
 
         code, completion = run(params)

@@ -72,9 +72,9 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ("--do-sample",): (
         "--temperature above 0 samples; --temperature 0, or --defaults greedy, does not"
     ),
-    ("--think", "--hidethinking"): (
-        "--thinking-budget N limits the thought; --quiet and pipes do not show it"
-    ),
+    ("--hidethinking",): "--quiet and pipes do not show the thought; --no-think switches it off",
+    ("-rea", "--reasoning"): "--think switches the thought on, --no-think off",
+    ("--reasoning-budget",): ("--thinking-budget N limits the thought; --no-think switches it off"),
 }
 
 # commands of other programs -> ours

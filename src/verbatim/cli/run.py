@@ -19,6 +19,7 @@ from verbatim.cli.main import FAILED, OK, OS_REMEDIES, print_error
 from verbatim.cli.options import ONE_ANSWER, Command, Option, engine_options_without, model_options
 from verbatim.cli.sampling_options import PARSE_HELP, sampling_of, sampling_options
 from verbatim.cli.terminal import Thoughts, note, warn, write, write_json
+from verbatim.cli.think_options import Thinking, think_options, thinking_of
 
 if TYPE_CHECKING:
     from verbatim.engine.blocking_engine import Stream
@@ -57,6 +58,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
 @click.option(
     "--save-receipt", cls=Option, metavar="FILE", help="write a receipt for `verbatim replay`"
 )
+@think_options
 @model_options
 @engine_options_without(unused=ONE_ANSWER)
 @sampling_options
@@ -80,6 +82,7 @@ def command(
     same answer every time. --seed N gives others; --verbose lists the values in force. An answer
     that ends in a repeating loop is stopped; --on-loop report lets it continue. A reasoning model's
     thought is shown dimmed on a terminal, never in a pipe; --json has it as `reasoning`.
+    --no-think switches it off.
     """
     if quiet and verbose:
         raise ParameterError(
@@ -88,6 +91,7 @@ def command(
     from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.report import broken_structure
 
+    thinking = thinking_of(flags)
     params = sampling_of(flags, receipt=save_receipt is not None)
     if save_receipt is not None and not params.receipt:
         raise ParameterError("receipt", "--save-receipt needs one; leave out --no-receipt")
@@ -104,7 +108,15 @@ def command(
     with open_llm(flags, quiet=quiet or as_json) as llm:
         if not (raw or llm.has_template or quiet or as_json):
             note(NO_TEMPLATE)
-        stream = start(llm, text, params, raw=raw, system=system, parse_special=parse_special)
+        stream = start(
+            llm,
+            text,
+            params,
+            raw=raw,
+            system=system,
+            parse_special=parse_special,
+            thinking=thinking,
+        )
         # In a pipe, structured output is printed whole: valid, or not at all.
         shown = _streams(params) and not as_json and not _held_back(params)
         thoughts = Thoughts(quiet=quiet or as_json or not _streams(params))
@@ -148,6 +160,7 @@ def start(
     raw: bool,
     system: str | None,
     parse_special: bool = False,
+    thinking: Thinking | None = None,
 ) -> Stream:
     """Start a chat turn if the model has a chat template, a continuation otherwise. A flag that
     does not fit the chosen kind raises."""
@@ -157,6 +170,11 @@ def start(
                 "system",
                 "this model has no chat template, so it takes no system message; leave out"
                 " --system, or write its text into the prompt",
+            )
+        if thinking is not None:
+            raise ParameterError(
+                thinking.field,
+                "only a chat turn with a chat template has thoughts; leave it out",
             )
         return llm.stream(llm.encode(text, parse_special=parse_special), params)
     if parse_special:
@@ -169,7 +187,8 @@ def start(
     messages = [{"role": "user", "content": text}]
     if system is not None:
         messages.insert(0, {"role": "system", "content": decode_argument(system, "system")})
-    return llm.chat_stream(messages, params)
+    variables = {} if thinking is None else thinking.variables(llm)
+    return llm.chat_stream(messages, params, **variables)
 
 
 def collect(

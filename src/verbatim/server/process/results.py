@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, TokenLogprob
 from verbatim.observe.receipt import digest_of
-from verbatim.server.api.thinking import SWITCHES
 from verbatim.server.api.tool_format import detect_format
 from verbatim.server.process.messages import (
     Generated,
@@ -22,6 +21,7 @@ from verbatim.server.process.messages import (
     WireFinish,
     WireLogprob,
 )
+from verbatim.text.thinking_switches import switches_of
 
 if TYPE_CHECKING:
     from verbatim.engine.async_engine import AsyncEngine
@@ -84,7 +84,7 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         longest_token=_longest_token(engine),
         task=engine.parts.task,
         thinks=engine.thoughts is not None,
-        thinking_switches=_switches(template),
+        thinking_switches=switches_of(template),
         slots=engine.config.max_running,
         device=engine.parts.backend.info.name,
         family=spec.family,
@@ -112,10 +112,6 @@ def _longest_token(engine: AsyncEngine) -> int:
         return NO_BOUND
     tokenizer = engine.tokenizer
     return max((len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)), default=1) or 1
-
-
-def _switches(template: Any) -> list[str]:
-    return [] if template is None else [name for name in SWITCHES if template.reads(name)]
 
 
 class ResultEncoder:
