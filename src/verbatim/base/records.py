@@ -11,9 +11,9 @@ every step are named tuples, which cost a third of a frozen dataclass to constru
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from verbatim.base.migration_hints import COMPLETION, attribute
 from verbatim.base.notebook import box, token_span
@@ -57,6 +57,49 @@ class CacheGroup:
     kind: Literal["attention", "conv", "state"] = "attention"
 
 
+class TokenPrefix(Sequence[int]):
+    """The tokens that a list has now, without a copy. The list may only grow.
+
+    >>> tokens = [5, 6]
+    >>> prefix = TokenPrefix(tokens)
+    >>> tokens.append(7)
+    >>> len(prefix), prefix[-1], tuple(prefix)
+    (2, 6, (5, 6))
+    """
+
+    __slots__ = ("_count", "_tokens")
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens, self._count = tokens, len(tokens)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, index: int | slice) -> int | tuple[int, ...]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        place = index + self._count if index < 0 else index
+        if not 0 <= place < self._count:
+            raise IndexError(index)
+        return self._tokens[place]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._tokens[: self._count])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class DrawSpec:
     """All that the sampler knows about one sequence. It is a function of the request and its own
@@ -66,7 +109,7 @@ class DrawSpec:
     key: int  # 64-bit noise key, made from (seed, choice index) by sampling.draw.noise_key
     prompt_len: int  # output starts here: the length of the prompt less its output_prefix
     # all known tokens except drafts; empty unless params.needs_history
-    history: tuple[int, ...] = ()
+    history: Sequence[int] = ()
     # ids excluded from the draw before min_tokens (end of sequence, stop ids)
     withheld: tuple[int, ...] = ()
     # grammar: per draw, a bitmask over ids (bit i of byte i//8, lowest first)

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec, SeqStep
+from verbatim.base.records import DrawSpec, SeqStep, TokenPrefix
 
 WAITING, RUNNING, ENDED = 0, 1, 2
 
@@ -155,7 +155,7 @@ class Sequence:
             spec.params,
             spec.key,
             spec.prompt_len,
-            tuple(self.tokens),
+            TokenPrefix(self.tokens),
             spec.withheld,
             beam=spec.beam,
             breakers=spec.breakers,

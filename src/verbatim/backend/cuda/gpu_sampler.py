@@ -31,7 +31,7 @@ import triton
 from verbatim.backend.cuda import device_filters, jit_list, jit_sampling
 from verbatim.backend.cuda.device import send
 from verbatim.backend.cuda.launch import launch
-from verbatim.backend.cuda.pending_tokens import PendingTokens
+from verbatim.backend.cuda.pending_tokens import PendingTokens, Report
 from verbatim.backend.cuda.sampling_plan import (
     COLUMNS,
     POSITIONS,
@@ -73,6 +73,9 @@ class GpuSampler:
         self._strengths = (self._last.strengths, torch.zeros((0, 3), dtype=torch.float64))
         self._bias: tuple[Bias | None, list[torch.Tensor]] = (None, [])
         self._flags: tuple[FilterRows | None, torch.Tensor] = (None, torch.zeros(0))
+        # of the last reported rows: RowTable.logprobs, ids to list per row, shapes without effect
+        self._listed: tuple[Sequence[int], list[int], torch.Tensor] = ((), [], torch.zeros(0))
+        self._wanted: tuple[Sequence[int], torch.Tensor] = ((), torch.zeros(0))  # on the device
 
     def __call__(
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
@@ -170,17 +173,17 @@ class GpuSampler:
             out = torch.full((len(positions),), -1, dtype=torch.int32, device=self.device)
         if any(table.list_k):
             self._draw_from_list(x, row_max, row_params, shapes, table, out)
-        reported, size, tops = None, 0, table.logprobs
+        report, tops = None, table.logprobs
         if max(tops) >= 0:
-            reported, size = self._report(logits, tops, out)
+            report = self._report(logits, row_max if x is logits else logits.amax(1), tops, out)
         if self.device.type != "cuda":
-            return PendingTokens(out, out, None, reported, tops, size)
+            return PendingTokens(out, out, None, report, tops)
         on_host = to_pinned(out)
-        if reported is not None:
-            reported = tuple(to_pinned(tensor) for tensor in reported)
+        if report is not None:
+            report = report._replace(buffer=to_pinned(report.buffer))
         arrived = torch.cuda.Event()
         arrived.record()
-        return PendingTokens(out, on_host, arrived, reported, tops, size)
+        return PendingTokens(out, on_host, arrived, report, tops)
 
     def _send(self, table: RowTable, positions: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """The `row_params` table [COLUMNS, rows] int32 and the `shapes` [rows, SHAPES] float64 of
@@ -372,7 +375,9 @@ class GpuSampler:
     ) -> BestIds:
         count, chunks = len(x), triton.cdiv(self.vocab, CHUNK)
         size = list_size(max(list_k))
-        wanted = send(np.array(list_k, np.int32), self.device)
+        if self._wanted[0] is not list_k:
+            self._wanted = (list_k, send(np.array(list_k, np.int32), self.device))
+        wanted = self._wanted[1]
         # fewer ids per group where a small vocabulary would have too few groups for the threshold
         group = min(GROUP, 1 << max(0, (self.vocab // (4 * max(list_k))).bit_length() - 1))
         groups = chunks * (CHUNK // group)
@@ -403,29 +408,32 @@ class GpuSampler:
         return BestIds(ids, values, used, tau, wanted, masses, size)
 
     def _report(
-        self, logits: torch.Tensor, tops: Sequence[int], tokens: torch.Tensor
-    ) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], int]:
+        self,
+        logits: torch.Tensor,
+        row_max: torch.Tensor,
+        tops: Sequence[int],
+        tokens: torch.Tensor,
+    ) -> Report:
         """Best ids, their logits and scores of the model's own distribution, see report_list."""
         count, chunks = len(tops), triton.cdiv(self.vocab, CHUNK)
-        row_max = logits.amax(1)
-        shapes = torch.ones(SHAPES * count, dtype=torch.float64, device=self.device)
-        list_k = [max(1, top) if top >= 0 else 0 for top in tops]
+        if self._listed[0] is not tops:
+            list_k = [max(1, top) if top >= 0 else 0 for top in tops]
+            ones = torch.ones(SHAPES * count, dtype=torch.float64, device=self.device)
+            self._listed = (tops, list_k, ones)
+        _, list_k, shapes = self._listed
         best = self._best_ids(logits, row_max, shapes, list_k, True)
-        top = max(list_k)
-        top_ids = torch.zeros((count, top), dtype=torch.int32, device=self.device)
-        top_values = torch.zeros((count, top), dtype=torch.float32, device=self.device)
-        scores = torch.zeros((count, 4), dtype=torch.int64, device=self.device)
+        report = Report.empty(count, max(list_k), best.size, self.device)
         launch(
             jit_list.report_list,
             (count, 1, 1),
             (
                 best.ids, best.values, best.used, logits, row_max, tokens, best.list_k, best.mass,
-                top_ids, top_values, scores, self.vocab, chunks, top,
+                *report.parts(count), self.vocab, chunks, report.top,
             ),
             (best.size, min(64, best.size), triton.next_power_of_2(chunks)),
             warps=8 if best.size > 64 else 4,
         )  # fmt: skip
-        return (top_ids, top_values, scores), best.size
+        return report
 
 
 class BestIds(NamedTuple):

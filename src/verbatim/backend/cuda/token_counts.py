@@ -93,7 +93,7 @@ class TokenCounts:
             self._slots[seq_id] = Slot(free.pop())
 
     def _fill(self, index: int, history: Sequence[int], prompt_len: int) -> None:
-        ids, place = np.unique(np.asarray(history, np.int64), return_inverse=True)
+        ids, place = np.unique(np.array(tuple(history), np.int64), return_inverse=True)
         values = 2 * np.bincount(place[prompt_len:], minlength=len(ids))
         values[np.unique(place[:prompt_len])] += 1
         row = self.table[index].zero_()
