@@ -17,6 +17,7 @@ import pytest
 from parity_types import REFUSED_FORMATS
 from verbatim.base.errors import ModelError
 from verbatim.weights.packed_checkpoint import E4M3, RawTensor, to_type, unpack_checkpoint
+from verbatim.weights.packed_config import check_keys
 from verbatim.weights.safetensors import read_directory
 from verbatim.weights.tensor import Tensor
 
@@ -252,6 +253,69 @@ def test_groups_that_the_config_does_not_explain_are_refused(
     config = {"quant_method": "gptq", "bits": 4, "group_size": 64, **changes}
     with pytest.raises(ModelError, match=why):
         unpack(config, split(partial_gptq()))
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"m.g_idx": np.zeros(1, np.int32)}, "g_idx is .1,., and the weight has 144 inputs"),
+        ({"m.weight": np.zeros((16, 144), np.float16)}, "m.weight is in the files twice"),
+        ({"m.qweight": np.zeros((18, 16), np.int64)}, "type int64, not int32"),
+        ({"m.qzeros": np.zeros((4, 2), np.int32)}, "zero points .4, 16. do not fit scales .3, 16."),
+    ],
+)
+def test_tensors_that_contradict_each_other_are_refused(
+    changes: dict[str, np.ndarray], why: str
+) -> None:
+    config = {"quant_method": "gptq", "bits": 4, "group_size": 64}
+    with pytest.raises(ModelError, match=why):
+        unpack(config, split(partial_gptq() | changes))
+
+
+def packed_arrays() -> dict[str, np.ndarray]:
+    """16 × 64 values of 4 bits in groups of 32, each word with the values 0 to 7."""
+    return {
+        "m.weight_packed": np.full((16, 8), 0x76543210, np.int32),
+        "m.weight_scale": np.arange(1, 33, dtype=np.float32).reshape(16, 2),
+        "m.weight_shape": np.array([16, 64], np.int64),
+    }
+
+
+def compressed_config(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32, **weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("weights", "arrays", "why"),
+    [
+        ({"symmetric": False}, {}, "m.weight_zero_point is missing"),
+        ({"actorder": "group"}, {}, "m.weight_g_idx is missing"),
+        ({"num_bits": 3}, {}, "num_bits is 3"),
+        ({"num_bits": 8}, {}, "do not hold 16 × 64 values of 8 bits"),
+        ({}, {"m.weight_zero_point": np.zeros((2, 3), np.int32)}, "zero points .16, 3. do not fit"),
+        ({}, {"m.weight_g_idx": np.zeros(1, np.int32)}, "the weight has 64 inputs"),
+    ],
+)
+def test_a_compressed_weight_without_what_its_config_needs_is_refused(
+    weights: dict[str, Any], arrays: dict[str, np.ndarray], why: str
+) -> None:
+    with pytest.raises(ModelError, match=why):
+        unpack(compressed_config(**weights), split(packed_arrays() | arrays))
+
+
+def test_a_g_idx_of_minus_one_leaves_the_columns_in_order() -> None:
+    """The value with which compressed-tensors fills it before it knows an order."""
+    plain = unpack(compressed_config(), split(packed_arrays()))["m.weight"]
+    none = {"m.weight_g_idx": np.full(64, -1, np.int32)}
+    made = unpack(compressed_config(actorder="group"), split(packed_arrays() | none))["m.weight"]
+    assert made.data.tobytes() == plain.data.tobytes()
+
+
+def test_the_version_of_awq_may_be_in_capitals() -> None:
+    assert check_keys("awq", {"version": "GEMM"}) == []
+    with pytest.raises(ModelError, match="version is 'GEMV'"):
+        check_keys("awq", {"version": "GEMV"})
 
 
 FP8: dict[str, Any] = {"quant_method": "fp8"}

@@ -122,15 +122,19 @@ class _Checkpoint:
         tensor = self.floats.pop(name)
         return dequantise(tensor.type, tensor.data, tensor.shape), tensor.type
 
-    def take_groups(self, name: str, count: int) -> np.ndarray:
+    def take_groups(self, name: str, inputs: int, count: int) -> np.ndarray:
         """The group of each input, of `count` groups."""
         groups = self.take(name)
+        if groups.shape != (inputs,):
+            raise ModelError(f"{name} is {groups.shape}, and the weight has {inputs} inputs")
         if groups.size and not 0 <= groups.min() <= groups.max() < count:
             raise ModelError(f"{name} has a group that is none of the {count} with a scale")
         return groups
 
     def put(self, name: str, values: np.ndarray, scale: np.ndarray, type: str) -> None:
         """The weight values × scale. `values` are whole numbers, except those of FP8."""
+        if name in self.floats:
+            raise ModelError(f"{name} is in the files twice, quantised and not")
         if self.blocks:
             whole = bool((values == np.rint(values)).all())
             if whole and (packed := to_blocks(name, values, scale)) is not None:
@@ -177,6 +181,8 @@ E4M3 = _e4m3_table()
 
 def _nibbles(packed: np.ndarray, bits: int) -> np.ndarray:
     """int32 [..., n] -> the values of `bits` bits in it [..., n, 32 / bits], lowest first."""
+    if packed.dtype != np.int32:
+        raise ModelError(f"packed values are words of the type {packed.dtype}, not int32")
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     return (packed.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
 
@@ -229,10 +235,15 @@ def _compressed(checkpoint: _Checkpoint) -> None:
 def _compressed_packed(checkpoint: _Checkpoint, module: str) -> None:
     rows, columns = (int(n) for n in checkpoint.take(f"{module}.weight_shape").reshape(-1))
     packed = checkpoint.take(f"{module}.weight_packed")
-    bits = next((b for b in (4, 8) if -(-columns // (32 // b)) == packed.shape[-1]), None)
+    stated = checkpoint.groups.weights(module).get("num_bits")
+    if stated not in (None, 4, 8):
+        raise ModelError(f"num_bits is {stated!r:.20}; supported: 4, 8")
+    known = (4, 8) if stated is None else (int(stated),)
+    bits = next((b for b in known if -(-columns // (32 // b)) == packed.shape[-1]), None)
     if bits is None or packed.shape[0] != rows:
         raise ModelError(
-            f"{packed.shape} words do not hold {rows} × {columns} values of 4 or 8 bits"
+            f"{packed.shape} words do not hold {rows} × {columns} values of "
+            f"{' or '.join(map(str, known))} bits"
         )
     offset = 1 << (bits - 1)
     values = _nibbles(packed, bits).reshape(rows, -1)[:, :columns].astype(np.float32) - offset
@@ -253,6 +264,13 @@ def _compressed_scaled(
     if zero is None and f"{module}.weight_zero_point" in checkpoint.raw:
         zero = checkpoint.take(f"{module}.weight_zero_point").astype(np.float32)
     args = checkpoint.groups.weights(module)
+    if zero is None and args.get("symmetric") is False:
+        raise ModelError(f"symmetric is false, and {module}.weight_zero_point is missing")
+    if zero is not None and zero.size != scale.size:
+        raise ModelError(f"zero points {zero.shape} do not fit scales {scale.shape}")
+    order = args.get("actorder")
+    if order in ("group", "dynamic", True) and f"{module}.weight_g_idx" not in checkpoint.raw:
+        raise ModelError(f"actorder is {order!r}, and {module}.weight_g_idx is missing")
     block = block_sizes(args, "block_structure")
     if args.get("strategy") == "block" and block is None:
         raise ModelError("strategy is 'block', and block_structure is missing")
@@ -262,7 +280,11 @@ def _compressed_scaled(
     elif scale.ndim == 2 and scale.shape[1] > 1:
         groups = group_index(values.shape[1], scale.shape[1], args.get("group_size"))
         if f"{module}.weight_g_idx" in checkpoint.raw:
-            groups = checkpoint.take_groups(f"{module}.weight_g_idx", scale.shape[1])
+            name, inputs = f"{module}.weight_g_idx", values.shape[1]
+            if (checkpoint.raw[name].array() == -1).any():  # the library: columns in their order
+                checkpoint.take(name)
+            else:
+                groups = checkpoint.take_groups(name, inputs, scale.shape[1])
         if len(scale) not in (1, len(values)):
             raise ModelError(f"scales {scale.shape} do not fit a weight {values.shape}")
         scale = scale[:, groups]
@@ -286,6 +308,7 @@ def _awq(checkpoint: _Checkpoint) -> None:
         scale, type = checkpoint.take_scale(f"{module}.scales")
         size = checkpoint.config.get("group_size", checkpoint.config.get("q_group_size"))
         group = group_index(len(values), len(scale), size)
+        _check_zeros(zero, scale)
         checkpoint.put(f"{module}.weight", (values - zero[group]).T, scale[group].T, type)
 
 
@@ -301,13 +324,19 @@ def _gptq(checkpoint: _Checkpoint) -> None:
         zero = (_nibbles(zeros, bits).reshape(len(zeros), -1) + add) & ((1 << bits) - 1)
         scale, type = checkpoint.take_scale(f"{module}.scales")
         if f"{module}.g_idx" in checkpoint.raw:
-            group = checkpoint.take_groups(f"{module}.g_idx", len(scale))
+            group = checkpoint.take_groups(f"{module}.g_idx", len(values), len(scale))
         elif checkpoint.config.get("desc_act"):
             raise ModelError(f"desc_act is true, and {module}.g_idx is missing")
         else:
             group = group_index(len(values), len(scale), checkpoint.config.get("group_size"))
+        _check_zeros(zero, scale)
         difference = values.astype(np.float32) - zero.astype(np.float32)[group]
         checkpoint.put(f"{module}.weight", difference.T, scale[group].T, type)
+
+
+def _check_zeros(zero: np.ndarray, scale: np.ndarray) -> None:
+    if zero.shape != scale.shape:
+        raise ModelError(f"zero points {zero.shape} do not fit scales {scale.shape}")
 
 
 def _check_bits(checkpoint: _Checkpoint, known: tuple[int, ...]) -> int:

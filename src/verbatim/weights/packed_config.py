@@ -51,7 +51,7 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
     """Warnings; a ModelError for a key whose value is not supported."""
     for key, fine in _REFUSED.get(method, {}).items():
         value = config.get(key)
-        if value and value not in fine:
+        if value and value not in fine and str(value).lower() not in fine:
             only = f"; supported: {', '.join(map(str, fine))}" if fine else ""
             raise ModelError(f"{key} is {value!r:.60}, which is not supported{only}")
     known = {*_COMMON.split(), *_KEYS[method].split()}
