@@ -8,6 +8,7 @@ tokens so far, a canary in every cache slot).
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,7 @@ class Engines:
         self.drafting = engine(speculate="ngram")
         self.preemptions = 0
         self._single: dict[str, Any] = {}
+        self._batches: dict[LLM, dict[str, Any]] = {}  # by engine and repr() of the parameters
 
     def single(self, p: SamplingParams) -> Any:
         """The answer alone; computed once per value of the parameters."""
@@ -175,18 +177,23 @@ class Engines:
             self._single[repr(p)] = seen(self.plain.generate(PROMPT, p))
         return self._single[repr(p)]
 
-    def batch(self, p: SamplingParams, llm: LLM | None = None, around: int = 3) -> Any:
-        """`around`: neighbours before and after the request. On the tight engine they are longer,
-        so that it preempts."""
-        longest = {"max_tokens": 4 if llm is None else 10}
-        neighbours = [params_of({**longest, **values}) for values in NEIGHBOURS]
-        before = [f"neighbour {i}, not of interest here" for i in range(around)]
-        after = ["x", "yy", "zzz"][:around]
-        done = (llm or self.plain).generate(
-            [*before, PROMPT, *after], [*neighbours[:around], p, *neighbours[3 : 3 + around]]
+    def batch(self, p: SamplingParams, llm: LLM | None = None) -> Any:
+        """The answer that together() found."""
+        return self._batches[llm or self.plain][repr(p)]
+
+    def together(self, llm: LLM, params: list[SamplingParams]) -> None:
+        """Compute the answers of `params` in one batch, between requests with other prompts. All of
+        the table are neighbours of each other; the tight engine preempts some of them."""
+        neighbours = [params_of({"max_tokens": 10, **values}) for values in NEIGHBOURS]
+        around = [f"neighbour {i}, not of interest here" for i in range(3)]
+        done = llm.generate(
+            [*around, *[PROMPT] * len(params), "x", "yy", "zzz"],
+            [*neighbours[:3], *params, *neighbours[3:]],
         )
         self.preemptions += sum(d.timings.preemptions for d in done)
-        return seen(done[around])
+        answers = [seen(one) for one in done[3:-3]]
+        found = self._batches.setdefault(llm, {})
+        found.update({repr(p): one for p, one in zip(params, answers, strict=True)})
 
     def streamed(self, p: SamplingParams) -> Any:
         stream = self.plain.stream(PROMPT, p)
@@ -214,7 +221,21 @@ class Engines:
         return {"single": self.single, "batch": self.batch, "streamed": self.streamed}[mode](p)
 
 
+COMBINED: dict[str, dict[str, Any]] = {
+    "n>1": {"n": 3},
+    "beam": {"num_beams": 3},
+    "grammar": {"regex": "[a-z ]{6,60}"},
+}
 SAME = ("batch", "streamed", "chunked", "preempted", "speculation")
+
+
+def combined(extra: dict[str, Any]) -> list[SamplingParams]:
+    """Every value of the table with `extra`, except those that are refused (see cell())."""
+    found = []
+    for values in VALUES.values():
+        with contextlib.suppress(RequestError):
+            found.append(params_of({**extra, **values}))
+    return found
 
 
 def cell(engines: Engines, name: str, mode: str, alone: Any) -> str:
@@ -224,7 +245,7 @@ def cell(engines: Engines, name: str, mode: str, alone: Any) -> str:
     if mode in SAME:
         outcome = "at the end" if (name, mode) == ("best_of", "streamed") else "same"
         return outcome if engines.run(mode, params_of(values)) == alone else "WRONG: differs"
-    extra = {"n>1": {"n": 3}, "beam": {"num_beams": 3}, "grammar": {"regex": "[a-z ]{6,60}"}}[mode]
+    extra = COMBINED[mode]
     if name in extra:
         return "is it"
     try:
@@ -233,7 +254,7 @@ def cell(engines: Engines, name: str, mode: str, alone: Any) -> str:
         named = error.param in (*values, *extra, *STRUCTURE)
         return "refused" if named else f"WRONG: refused for {error.param}"
     together = engines.single(with_it)
-    if engines.batch(with_it, around=1) != together:
+    if engines.batch(with_it) != together:
         return "WRONG: differs in a batch"
     if mode == "n>1" and name != "best_of" and together[0][0] != alone[0][0]:
         return "WRONG: the first of n choices differs from the single choice"
@@ -265,6 +286,10 @@ SUBTLE = FINE | {
 @pytest.fixture(scope="module")
 def table() -> list[list[str]]:
     engines = Engines()
+    engines.together(engines.plain, [params_of(values) for values in VALUES.values()])
+    engines.together(engines.tight, [params_of(values) for values in VALUES.values()])
+    for extra in COMBINED.values():
+        engines.together(engines.plain, combined(extra))
     modes = (
         "single",
         "batch",

@@ -307,15 +307,14 @@ def test_a_draft_does_not_depend_on_the_batch(native: tuple[Any, list[int]]) -> 
 
 @pytest.mark.model
 @pytest.mark.native
-def test_an_overlapped_draft_equals_a_direct_one(
-    native: tuple[Any, list[int]],
-) -> None:
+@pytest.mark.parametrize("turns", [12, pytest.param(24, marks=pytest.mark.soak)])
+def test_an_overlapped_draft_equals_a_direct_one(native: tuple[Any, list[int]], turns: int) -> None:
     """Used at once or late, for other queries, started twice, discarded by a step: the result is
     always that of the queries."""
     backend, tokens = native
     asks = [(row, tokens[row + 1], 3, 0.5 * (row % 3)) for row in range(12)]
     apart = [backend.draft([ask], 0.0)[0] for ask in asks]
-    for turn in range(24):
+    for turn in range(turns):
         some = slice(turn % 7, turn % 7 + 1 + turn % 5)
         backend.start_draft([(*ask[:2], 1, ask[3]) for ask in asks[some]])
         if turn % 3 == 0:
@@ -721,12 +720,12 @@ def in_crowds(
 
 @pytest.mark.model
 @pytest.mark.native
-@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_draft_head_never_changes_an_answer(default_model: Path, count: int) -> None:
     """Drafts submitted in full, and only as they pay: the same bits as without drafts."""
     answers: dict[str, list[Any]] = {}
     with LLM(str(default_model), backend="cpu", context=256, check=True) as llm:
-        prompts, params = requests(llm, random.Random(11), count)
+        prompts, params = requests(llm, random.Random(13), count)
         for mode, adaptive in (("off", True), ("head", False), ("head", True), ("auto", False)):
             llm.core.drafting.adaptive = adaptive
             llm.core.drafting._speculators.clear()
