@@ -99,6 +99,13 @@ BROKEN: dict[str, tuple[Any, dict[str, Any], str]] = {
     "eos of the wrong type": (byte_level, {G + "eos_token_id": "1"}, "is str, not int"),
     "eos a flag": (byte_level, {G + "eos_token_id": True}, "is bool, not int"),
     "flag a number": (byte_level, {G + "add_bos_token": 1}, "is int, not bool"),
+    "add bos, no id": (byte_level, {G + "bos_token_id": None}, "add_bos_token is true"),
+    "add bos, id -1": (byte_level, {G + "bos_token_id": -1}, "add_bos_token is true"),
+    "add eos, no id": (
+        byte_level,
+        {G + "eos_token_id": None, G + "add_eos_token": True},
+        "add_eos_token is true",
+    ),
     "scores missing": (pieces, {G + "scores": None}, "0 entries"),
     "scores of text": (pieces, {G + "scores": ["a"] * 276}, "holds str"),
 }
@@ -150,6 +157,20 @@ def test_padding_tokens_of_other_converters_have_no_text(make: Any) -> None:
         assert max(tokenizer.encode(text, special=True)) < size
     assert tokenizer.encode("[PAD7]")[-1] == size + 4
     use(tokenizer)
+
+
+def test_sentencepiece_without_ids_has_those_of_llama_cpp() -> None:
+    """bos 1 and eos 2, if they are control tokens: such a file ran without both."""
+    without = {
+        k: v for k, v in pieces().items() if not k.endswith(("bos_token_id", "eos_token_id"))
+    }
+    tokenizer = from_gguf(without)
+    assert tokenizer.encode_prompt("hello") == from_gguf(pieces()).encode_prompt("hello")
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (1, (2,))
+    without[G + "token_type"][1:3] = [1, 1]
+    assert from_gguf(without).bos_id is from_gguf(without).eos_id is None
+    none = from_gguf(pieces() | {G + "bos_token_id": -1, G + "add_bos_token": False})
+    assert none.bos_id is None
 
 
 def test_merges_missing_from_a_real_vocabulary() -> None:

@@ -243,7 +243,7 @@ class _VocabReader(TokenizerKeys):
             for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True))
             if kind == USER_DEFINED and t
         }
-        bos, eos = self.token_id("bos"), self.token_id("eos")
+        bos, eos = self._edge_id("bos", 1), self._edge_id("eos", 2)
         return Vocabulary(
             tokens=self.tokens,
             plain=_encoder(model, normalizer, pre_tokenizer, list(defined.values()), []),
@@ -263,6 +263,21 @@ class _VocabReader(TokenizerKeys):
             byte_level=to_bytes is None,
             space_prefix=space_prefix,
         )
+
+    def _edge_id(self, name: str, default: int) -> int | None:
+        """The bos or eos id. A SentencePiece file without the key has llama.cpp's default, where
+        that is a control token."""
+        found = self.token_id(name)
+        missing = found is None and K + f"{name}_token_id" not in self.meta
+        model = self.meta.get(K + "model")
+        if missing and model == "llama" and default < len(self.types):
+            found = default if self.types[default] == CONTROL else None
+        # bert adds its separator at the end, whatever the keys say
+        if found is None and model != "bert" and self.meta.get(K + f"add_{name}_token") is True:
+            raise self.wrong(
+                f"tokenizer.ggml.add_{name}_token is true, and {name}_token_id names no token"
+            )
+        return found
 
     def _rule(self, text: str, *, special: bool) -> AddedToken:
         # Phi-3's turn markers consume the white space after them. GGUF has no key for that;
