@@ -125,8 +125,25 @@ def test_the_default_model_is_called_sound(default_model: Path, sound_default: P
     assert set(complaints(published)) == {"pad"}
 
 
+# One fault of each file; the tiny model has all of them in `make test`.
+BY_FILE = (
+    "eos is not the end of turn",
+    "template differs",
+    "special token outside the vocabulary",
+    "tied with its own head",
+    "nan weights",
+)
+
+
 @pytest.mark.model
-@pytest.mark.parametrize("fault", [name for name in FAULTS if name not in LIVE])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        pytest.param(name, marks=[] if name in BY_FILE else [pytest.mark.soak])
+        for name in FAULTS
+        if name not in LIVE
+    ],
+)
 def test_each_fault_of_the_default_model_is_found(
     sound_default: Path, tmp_path: Path, fault: str
 ) -> None:
@@ -172,14 +189,17 @@ def test_a_default_model_whose_end_was_never_trained(
 
 @pytest.mark.model
 @pytest.mark.slow
-def test_a_default_model_without_attention_loops(default_model: Path, tmp_path: Path) -> None:
+def test_a_default_model_without_attention_loops(
+    default_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live_checks, "LOOP_TOKENS", 80)  # it repeats from the start
     norms = {
         name: np.zeros_like(tensor.data)
         for name, tensor in read_gguf(default_model).tensors.items()
         if name.endswith("attn_norm.weight")
     }
     with LLM(changed(default_model, tmp_path / "x.gguf", norms), context=512) as llm:
-        assert [f.state for f in check_loops(llm, prompts=OPEN[:2])] == ["bad"]
+        assert [f.state for f in check_loops(llm, prompts=OPEN[:1])] == ["bad"]
 
 
 def test_live_checks_judge_the_model_without_its_recommended_settings(
