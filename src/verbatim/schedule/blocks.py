@@ -13,6 +13,7 @@ The pool holds block ids only; the backend owns the memory. `check` verifies the
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from itertools import compress
 
 RECENT = 64  # evictions whose block ids are kept, for the Lens
 
@@ -95,11 +96,13 @@ class BlockPool:
 
     def check(self, counts: dict[int, int]) -> None:
         """Verify the accounting. `counts`: references per block, found by walking all tables."""
-        free, cached = set(self.free), set(self.cached)
-        used = {b for b in range(self.total) if self.refs[b] > 0}
+        # Only calls that run in C visit all blocks: tests check after every step, and a pool has
+        # thousands of them.
+        blocks = range(self.total)
+        free, cached, used = set(self.free), set(self.cached), set(compress(blocks, self.refs))
         ensure(len(free) == len(self.free), "a block is twice in the free list")
         ensure(
-            not free & cached and not free & used and not cached & used,
+            free.isdisjoint(cached) and free.isdisjoint(used) and cached.isdisjoint(used),
             "a block is in two states at once",
         )
         ensure(
@@ -108,14 +111,15 @@ class BlockPool:
         )
         wrong = {
             b: (self.refs[b], counts.get(b, 0))
-            for b in range(self.total)
+            for b in used | set(counts)
             if self.refs[b] != counts.get(b, 0)
         }
         ensure(not wrong, f"wrong reference counts (block: counted, in tables): {wrong}")
-        ensure(all(self.hashes[b] is None for b in free), "a free block has a hash")
-        ensure(all(self.hashes[b] is not None for b in cached), "a cached block has no hash")
-        hashed = {b: h for b, h in enumerate(self.hashes) if h is not None}
-        ensure({h: b for b, h in hashed.items()} == self.by_hash, "hashes and blocks do not match")
+        hashed = set(compress(blocks, self.hashes))
+        ensure(free.isdisjoint(hashed), "a free block has a hash")
+        ensure(cached <= hashed, "a cached block has no hash")
+        by_hash = {self.hashes[b]: b for b in hashed}
+        ensure(by_hash == self.by_hash, "hashes and blocks do not match")
 
 
 def ensure(condition: bool, message: str) -> None:
