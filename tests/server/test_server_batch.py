@@ -21,20 +21,24 @@ pytestmark = pytest.mark.server
 MODEL = "any"
 
 
+def words(source: Path, target: Path) -> list[str]:
+    files = [str(source), str(target)]
+    return ["batch", *files, "--test-engine", "pipeline", "--served-model-name", MODEL]
+
+
 def batch(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    words = [
-        sys.executable,
-        "-m",
-        "verbatim",
-        "batch",
-        str(source),
-        str(target),
-        "--test-engine",
-        "pipeline",
-        "--served-model-name",
-        MODEL,
-    ]
-    return subprocess.run(words, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", "verbatim", *words(source, target)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=280)
+
+
+def rejected(source: Path, target: Path) -> int:
+    """The exit code of a command that fails before it starts an engine: in this process."""
+    from verbatim.cli.main import main
+
+    with pytest.raises(SystemExit) as ended:
+        main(words(source, target))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
 
 
 def line(name: str, **body: Any) -> str:
@@ -109,12 +113,13 @@ def test_a_batch_answers_every_line_as_the_server_would_and_resumes(
         "[" * 100_000,
     ],
 )
-def test_a_wrong_batch_file_fails_before_any_request(tmp_path: Path, text: str) -> None:
+def test_a_wrong_batch_file_fails_before_any_request(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(text + "\n")
-    done = batch(source, target)
-    assert done.returncode == 2
-    assert "line" in done.stderr
+    assert rejected(source, target) == 2
+    assert "line" in capsys.readouterr().err
     assert not target.exists()
 
 
@@ -148,7 +153,9 @@ def test_equal_lines_of_a_batch_without_a_seed_get_different_seeds(tmp_path: Pat
     assert len({a["choices"][0]["text"] for a in answers}) == len({a["seed"] for a in answers}) == 3
 
 
-def test_a_batch_rejects_its_input_file_as_output(tmp_path: Path) -> None:
+def test_a_batch_rejects_its_input_file_as_output(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
     source.write_text(
         line("a", prompt="x") + "\n" + line("b", prompt="y")
@@ -156,10 +163,10 @@ def test_a_batch_rejects_its_input_file_as_output(tmp_path: Path) -> None:
     before = source.read_bytes()
     link.symlink_to(source)
     for target in (source, link):
-        done = batch(source, target)
-        assert done.returncode == 2
-        assert "OUT: " in done.stderr
-        assert "choose another file" in done.stderr
+        assert rejected(source, target) == 2
+        said = capsys.readouterr().err
+        assert "OUT: " in said
+        assert "choose another file" in said
         assert source.read_bytes() == before
 
 
