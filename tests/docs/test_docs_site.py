@@ -1,5 +1,6 @@
 """The documentation site builds without a warning, is complete, asks nothing outside for a file,
-and works in a browser. One file, because its tests share the built site, which takes 13 s."""
+and works in a browser. One file, because its tests share the built site, which takes 13 s.
+test_docs_tables.py checks the links of the sources in `make test`."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from verbatim.cli import main as cli_main
 from verbatim.server.api.field_table import PROTOCOLS
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.soak
 
 
 def page(site: Path, name: str) -> str:
@@ -161,13 +163,6 @@ def test_no_link_is_broken(parsed: dict[Path, Links]) -> None:
     assert not broken
 
 
-def test_the_readme_is_short() -> None:
-    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
-    assert len(lines) <= 150
-    for number, line in enumerate(lines, 1):
-        assert len(line) <= 100 or line.startswith("|"), f"README.md:{number}"
-
-
 def test_the_list_of_decisions_is_complete(site: Path) -> None:
     for folder in ("adr", "log"):
         index = page(site, f"{folder}/index.html")
@@ -188,10 +183,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     "size",
-    [
-        pytest.param(size, id=name, marks=[pytest.mark.soak] if name == "phone" else [])
-        for name, size in WIDTHS.items()
-    ],
+    [pytest.param(size, id=name) for name, size in WIDTHS.items()],
 )
 def test_a_reader_searches_and_follows_a_result(
     site: Path, browser: Any, size: tuple[int, int]

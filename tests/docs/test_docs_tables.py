@@ -131,3 +131,39 @@ def test_prose_has_at_most_100_columns() -> None:
         lines = [line for line in text.splitlines() if not re.match(r"\||!?\[|- \[", line)]
         wide += [f"{page.name}: {line}" for line in lines if len(line) > 100]
     assert wide == []
+
+
+def test_the_readme_is_short() -> None:
+    lines = (ROOT / "README.md").read_text("utf-8").splitlines()
+    assert len(lines) <= 150
+    for number, line in enumerate(lines, 1):
+        assert len(line) <= 100 or line.startswith("|"), f"README.md:{number}"
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as MkDocs makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+    found: list[str] = re.findall(r'<a (?:id|name)="([^"]+)"', text)
+    for title in re.findall(r"^#+ (.*)$", text, re.M):
+        title = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title)
+        words = re.sub(r"[^\w\s-]", "", title).strip().lower()
+        found.append(re.sub(r"[-\s]+", "-", words))
+    return set(found)
+
+
+def test_every_link_leads_to_a_file_and_a_heading() -> None:
+    """In the sources, which are also read as they are; test_docs_site.py checks the built site."""
+    pages = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
+    pages += sorted((ROOT / "docs").rglob("*.md"))
+    broken, known = [], {page.resolve(): anchors(page) for page in pages}
+    for page in pages:
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+        for address in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text)):
+            if re.match(r"[a-z]+:", address):
+                continue
+            file, _, anchor = address.partition("#")
+            target = (page.parent / file).resolve() if file else page.resolve()
+            if not target.exists() or (anchor and anchor not in known.get(target, {anchor})):
+                broken.append(f"{page.relative_to(ROOT)}: {address}")
+    assert len(known) > 30
+    assert not broken
