@@ -19,6 +19,7 @@ from verbatim import (
     SamplingParams,
     UnknownParameterError,
 )
+from verbatim.base.config import STEP_TOKENS
 from verbatim.engine import engine_base
 from verbatim.testing import server_parts
 
@@ -52,7 +53,8 @@ def test_the_options_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     with LLM(model="any", kv_memory="1M", max_running=3, prefix_cache=False) as llm:
         assert given == ["any"]
-        assert llm.config == EngineConfig(kv_memory=1 << 20, max_running=3, prefix_cache=False)
+        given_options = {"kv_memory": 1 << 20, "max_running": 3, "prefix_cache": False}
+        assert llm.config == EngineConfig(**given_options, step_tokens=STEP_TOKENS)
 
 
 @pytest.mark.parametrize(

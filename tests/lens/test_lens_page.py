@@ -356,6 +356,7 @@ REDRAWS = """async () => {
 }"""
 
 
+@pytest.mark.soak
 def test_the_work_of_a_redraw_does_not_depend_on_the_length_of_the_text(
     lens: LensPage, saved: Path, tmp_path: Path
 ) -> None:

@@ -245,8 +245,8 @@ LIKELY = [203, 62, 238]  # of the first step after lens_page.PROMPT
     "settings",
     [
         {"temperature": 0.7, "top_k": 30, "top_p": 0.8, "min_p": 0.1},
-        {"temperature": 1.3, "min_p": 0.2},
-        {"temperature": 0.4, "top_p": 0.6},
+        pytest.param({"temperature": 1.3, "min_p": 0.2}, marks=pytest.mark.soak),
+        pytest.param({"temperature": 0.4, "top_p": 0.6}, marks=pytest.mark.soak),
         {"temperature": 0.9, "typical_p": 0.5, "top_n_sigma": 1.5},
         {"xtc_probability": 1, "xtc_threshold": 0.02, "top_k": 50},
         {"temperature": 0.8, "top_k": 9, "banned_token_ids": LIKELY, "logit_bias": {"100": 6.0}},

@@ -168,7 +168,7 @@ def compare(backend: str, count: int, seed: int) -> None:
             assert speculative == plain, f"{mode}, request {i}: {params[i]}"
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.soak), "cpu"])
 def test_speculation_never_changes_an_answer(backend: str) -> None:
     # Of the few requests of seed 2041 one runs out of tokens and two have a structure.
     count, seed = (14, 2041) if backend == "reference" else (40, 1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.base.config import STEP_TOKENS
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.bench_report import (
     WHY_ABOVE,
@@ -197,7 +198,7 @@ def _measure(
     for job in jobs(
         **sizes,
         steps=16 if quick else 32,
-        step_tokens=llm.core.scheduler.step_tokens,
+        step_tokens=llm.config.step_tokens or STEP_TOKENS,
         limit=llm.context,
     ):
         rows.append(measure(job, runners, rounds, warm_ups))
