@@ -23,7 +23,8 @@ RUN = [page for page in PAGES if any(b.runs for b in doc_blocks.blocks(page.read
     # the pages of the course take a quarter of the time; one of them stands for all
     [
         pytest.param(
-            page, marks=[pytest.mark.soak] if "course" in page.parts and page.stem != "sampling" else []
+            page,
+            marks=[pytest.mark.soak] if "course" in page.parts and page.stem != "sampling" else [],
         )
         for page in RUN
     ],
