@@ -20,6 +20,7 @@ def plan(
     *,
     free: int,
     fixed: bool = False,
+    on_gpu: bool = False,
     **config: int,
 ) -> CachePlan:
     return plan_cache(
@@ -30,6 +31,7 @@ def plan(
         fixed=fixed,
         config=EngineConfig(**config),
         available=free,
+        on_gpu=on_gpu,
     )  # one context is 100 blocks
 
 
@@ -50,6 +52,12 @@ def test_free_memory_and_max_running_decide_the_number_of_blocks(
     assert made.rule == rule
     assert made.bytes == blocks * KIB
     assert rule in str(made)
+
+
+def test_the_cache_of_a_gpu_takes_half_of_its_free_memory() -> None:
+    made = plan(free=4000 * KIB, on_gpu=True)
+    assert (made.blocks, made.rule) == ((2000,), "half of available memory")
+    assert plan(free=4000 * KIB, max_running=4, on_gpu=True).blocks == (400,)
 
 
 def test_the_context_shrinks_to_the_cache_unless_the_user_set_it() -> None:

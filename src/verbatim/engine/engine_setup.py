@@ -54,6 +54,7 @@ def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
         config=config,
         available=backend.available_memory(),
         share=cache_share(parts),
+        on_gpu=backend.info.name == "cuda",
     )
 
 

@@ -6,7 +6,8 @@ The rule, unless kv_memory (bytes) or kv_blocks (blocks per group) is set:
     memory = min(max_running * one, max(one, available / 4), available / 2)
 
 That is a quarter of the free memory, at least one full context, at most half of the free memory,
-and at most what max_running sequences can use. Memory is touched when a block is first written.
+and at most what max_running sequences can use. On a GPU it is half of the free memory, which other
+programs rarely need. Memory is touched when a block is first written.
 Groups with a sliding window get as many blocks as the others, up to max_running windows; fewer
 where full attention would get less than one context. A draft model's cache holds as many tokens and
 takes its share of the memory first. If not even one context fits, the engine's context shrinks to
@@ -61,9 +62,11 @@ def plan_cache(
     config: EngineConfig,
     available: int | None = None,
     share: float = 1.0,
+    on_gpu: bool = False,
 ) -> CachePlan:
     """Divide the memory by the rule above. `fixed`: the user set the context, so it is not reduced.
-    `share`: fraction of the memory for this cache; a draft model's cache gets the rest."""
+    `share`: fraction of the memory for this cache; a draft model's cache gets the rest. `on_gpu`:
+    the memory is that of a GPU."""
     full = -(-context // block_size)
     step_tokens = config.step_tokens or STEP_TOKENS
     windows = [
@@ -79,7 +82,9 @@ def plan_cache(
             memory = int(share * config.kv_memory)
             rule = f"kv_memory {size_text(config.kv_memory)}"
         else:
-            memory = min(config.max_running * one, max(one, free // 4), free // 2)
+            memory = min(
+                config.max_running * one, max(one, free // (2 if on_gpu else 4)), free // 2
+            )
             rule = _reason(memory, config.max_running * one, one, free)
         rule += f", {1 - share:.0%} for the draft model" if share < 1 else ""
         blocks = _split(
