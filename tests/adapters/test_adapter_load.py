@@ -74,6 +74,8 @@ REFUSED: list[tuple[str, Any]] = [
     ("layers_pattern", "layers"),  # PEFT refuses it without layers_to_transform
     ("layers_pattern", {"x": 1}),
     ("lora_alpha", 10**400),
+    ("lora_alpha", 1e300),
+    ("lora_alpha", -1e8),
     ("lora_alpha", True),
     ("target_modules", "(a+)+$"),
     ("rank_pattern", {"(.*.*.*.*.*.*.*.*.*.*.*.*)+x": 4, "q_proj": 3}),

@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tiny_tokenizer import train_tokenizer
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.convert.export_model import model_metadata, model_tensors
+from verbatim.engine.load_check import check_load
 from verbatim.model.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.load import load_model
@@ -207,6 +209,31 @@ def llama_gguf(
         tensors.append(Tensor(name, "f32", values.shape, quantise("f32", values)))
     write_gguf(path, metadata, tensors)
     return path
+
+
+@pytest.mark.parametrize("value", ["2", 2.0, True, [2, "x"], {"a": 2}, [None]], ids=repr)
+def test_a_stop_token_that_is_no_id_is_an_error_that_names_its_file(
+    value: Any, tmp_path: Path
+) -> None:
+    made = llama_directory(tmp_path / "m", put(eos_token_id=value))
+    with pytest.raises(ModelError, match="eos_token_id is "):
+        load_model(made)
+    llama_directory(made, put(eos_token_id=[2, -1]))
+    assert load_model(made).eos_ids == (2,)
+    (made / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is "):
+        load_model(made)
+
+
+def test_a_quantised_directory_passes_the_check_before_its_load(tmp_path: Path) -> None:
+    quantised = put(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    made = llama_directory(tmp_path / "m", quantised)
+    train_tokenizer(made)
+    load_model(made)
+    check_load(made, {})
+    llama_directory(made, put(hidden_act="none of these"))
+    with pytest.raises(ModelError, match="hidden_act"):
+        check_load(made, {})
 
 
 def test_a_gguf_file_loads_with_its_stop_tokens_and_context(tmp_path: Path) -> None:

@@ -182,6 +182,15 @@ def test_off_is_accepted_where_there_is_nothing_to_switch_off(fake: Live) -> Non
     assert fake.post("/api/chat", {"messages": ASK, "think": False}).status_code == 200
 
 
+def test_a_switch_that_nothing_reads_is_refused(thinker: Live) -> None:
+    raw = thinker.post("/api/generate", {"prompt": "hi", "raw": True, "think": True})
+    off = {"type": "disabled", "budget_tokens": 1024}
+    budget = thinker.post("/v1/messages", {"messages": ASK, "max_tokens": 2, "thinking": off})
+    for answer, field in ((raw, "think: only without raw"), (budget, "thinking.budget_tokens: ")):
+        assert answer.status_code == 400
+        assert field in answer.text
+
+
 def test_a_contradiction_with_the_template_variable_is_refused(thinker: Live) -> None:
     body = {"messages": ASK, "reasoning_effort": "none"}
     answer = thinker.post(

@@ -344,3 +344,33 @@ def test_a_model_with_more_or_fewer_ids_than_the_tokenizer(
         tokenizer.encode("Hello")  # id 19556
     with pytest.raises(RequestError, match="has only 19000"):
         tokenizer.encode_parts([("Hello", None)])
+
+
+@pytest.mark.parametrize("gap", [False, True])
+def test_added_tokens_keep_their_ids_where_control_tokens_are_left_out(
+    gap: bool, tmp_path: Path
+) -> None:
+    """As in Qwen3: control tokens first, then tokens that text may contain. `gap`: some of both are
+    in the model's own vocabulary."""
+    from tokenizers import AddedToken, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as Theirs
+
+    inside = ["<|end|>", "<think>"] if gap else []
+    vocab = {piece: i for i, piece in enumerate([*BYTE_ALPHABET, *inside])}
+    theirs = Theirs(models.BPE(vocab=vocab, merges=[]))
+    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    theirs.decoder = decoders.ByteLevel()
+    control = ["<|end|>", "<|im_start|>", "<|im_end|>"]
+    plain = ["<tool_call>", "</tool_call>", "<think>", "</think>"]
+    theirs.add_special_tokens([AddedToken(text, normalized=False) for text in control])
+    theirs.add_tokens([AddedToken(text, normalized=False) for text in plain])
+    theirs.add_special_tokens([AddedToken("<|last|>", normalized=False)])
+    theirs.add_tokens([AddedToken("<file>", normalized=False)])
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
+    ours = from_directory(tmp_path)
+    for text in (*plain, "<file>", "what is <think>?", "<tool_call>a</tool_call><file>"):
+        assert ours.encode(text) == theirs.encode(text).ids == ours.encode(text, special=True)
+    ids = ours.encode("a <|im_start|> <think>")
+    assert theirs.token_to_id("<|im_start|>") not in ids
+    assert ids[-1] == theirs.token_to_id("<think>")

@@ -33,6 +33,14 @@ def test_the_operations_of_all_patterns_of_a_file_are_limited() -> None:
         all(patterns.match("(a|b)*", f"{'ab' * 20}{i}") for i in range(1000))
 
 
+def test_looking_ahead_counts_for_every_position() -> None:
+    assert NamePatterns().match("(?:(?=)(?=).)*", "a" * 100)
+    with pytest.raises(ModelError, match="takes too long"):
+        NamePatterns(operations=300).match("(?:(?=)(?=).)*$", "a" * 100 + "!")
+    with pytest.raises(ModelError, match="takes too long"):
+        NamePatterns(operations=500).match(".*(?=)(?=)(?=)(?=)(?=)(?=)", "a" * 100)
+
+
 @pytest.mark.parametrize(
     ("pattern", "why"),
     [

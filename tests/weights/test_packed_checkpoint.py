@@ -381,6 +381,25 @@ def random_gptq(bits: int, group: int, *, symmetric: bool, order: bool = False) 
     }
 
 
+def test_a_format_in_capitals_is_the_same_format() -> None:
+    arrays = random_gptq(4, 32, symmetric=False)
+    made = [
+        unpack({"quant_method": "gptq", "bits": 4, "checkpoint_format": name}, split(arrays))
+        for name in ("gptq_v2", "GPTQ_V2", "gptq")
+    ]
+    small, capital, other = (one["m.weight"].to_f32() for one in made)
+    assert (small == capital).all()
+    assert (small != other).any()
+
+
+@pytest.mark.parametrize("name", ["m.qzeros", "m.scales"])
+def test_a_tensor_without_dimensions_is_an_error_that_names_the_weight(name: str) -> None:
+    arrays = random_gptq(4, 32, symmetric=False)
+    arrays[name] = arrays[name].reshape(-1)[0].reshape(())
+    with pytest.raises(ModelError, match="gptq, m"):
+        unpack({"quant_method": "gptq", "bits": 4}, split(arrays))
+
+
 @pytest.mark.parametrize("group", [32, 128])
 @pytest.mark.parametrize(
     ("bits", "symmetric", "type"),

@@ -98,4 +98,5 @@ def _read_directory(path: Path, settings: Mapping[str, Any]) -> ModelSpec | None
     if encoder_type(path) is not None:
         return None
     file = str(path / "config.json")
+    config = {key: value for key, value in config.items() if key != "quantization_config"}
     return read_config(config, context=settings.get("context"), file=file)[0]

@@ -203,14 +203,21 @@ def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
 # ---------------------------------------------------------------------------------- stop tokens
 
 
-def _ids(value: Any) -> list[int]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, int) and not isinstance(v, bool) and v >= 0]
+def _ids(key: str, value: Any) -> list[int]:
+    """The token ids of a key that has one, a list or none. -1: none, as some files say it."""
+    if value is None:
+        return []
+    values = list(value) if isinstance(value, (list, tuple, np.ndarray)) else [value]
+    for one in values:
+        if isinstance(one, bool) or not isinstance(one, (int, np.integer)):
+            raise ModelError(f"{key} is {value!r:.60}: token ids are whole numbers")
+    return [int(one) for one in values if one >= 0]
 
 
 def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
     keys = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
-    found = [i for key in keys for i in _ids(metadata.get(f"tokenizer.ggml.{key}"))]
+    names = [f"tokenizer.ggml.{key}" for key in keys]
+    found = [i for name in names for i in _ids(name, metadata.get(name))]
     return tuple(dict.fromkeys(found))
 
 
@@ -220,7 +227,9 @@ def _config_eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
     Chat models often list their end-of-turn token in the second file only."""
     text = config.get("text_config")
     nested = text.get("eos_token_id") if isinstance(text, Mapping) else None
-    found = _ids(config.get("eos_token_id")) + _ids(nested) + _ids(generation.get("eos_token_id"))
+    found = _ids("eos_token_id", config.get("eos_token_id"))
+    found += _ids("text_config.eos_token_id", nested)
+    found += _ids("generation_config.json: eos_token_id", generation.get("eos_token_id"))
     return tuple(dict.fromkeys(found))
 
 

@@ -163,7 +163,7 @@ def _vocabulary(
     control = {t.content: i for i, t in added.items() if t.special and t.content}
     texts = special_texts(folder, config)
     ids = {name: special.token_to_id(text) for name, text in texts.items()}
-    plain = _without_control(special, [t for t in added.values() if not t.special])
+    plain = _without_control(special, added)
     byte_level = "ByteLevel" in _types(spec.get("decoder")) or "ByteLevel" in _types(
         spec.get("pre_tokenizer")
     )
@@ -209,16 +209,39 @@ def _tokens(encoder: Any) -> list[str]:
     return [by_id.get(i, "") for i in range(max(by_id) + 1)]
 
 
-def _without_control(special: Any, defined: list[AddedToken], pre_tokenizer: Any = None) -> Any:
-    """An encoder over the same model (shared, not copied) without the control tokens."""
+def _without_control(
+    special: Any, added: Mapping[int, AddedToken], pre_tokenizer: Any = None
+) -> Any:
+    """An encoder over the same model (shared, not copied) without the control tokens.
+
+    The library numbers added tokens that are not in the model in order, so that each id which none
+    of the others has gets a token that no text contains."""
     plain = Encoder(special.model)
     if special.normalizer is not None:
         plain.normalizer = special.normalizer
     if pre_tokenizer is not None or special.pre_tokenizer is not None:
         plain.pre_tokenizer = pre_tokenizer or special.pre_tokenizer
-    if defined:
-        plain.add_tokens(defined)
+    tokens, following = [], special.get_vocab_size(with_added_tokens=False)
+    for id in sorted(added):
+        token = added[id]
+        in_model = special.model.token_to_id(token.content) == id
+        if not in_model:
+            tokens += [_no_text(missing) for missing in range(following, id)]
+            following = max(following, id + 1)
+        if not token.special:
+            tokens.append(token)
+        elif not in_model:
+            tokens.append(_no_text(id))
+    plain.add_tokens(tokens)
+    for id, token in added.items():
+        if not token.special and plain.token_to_id(token.content) != id:
+            raise ModelError(f"the added token {token.content!r:.40} cannot have the id {id}")
     return plain
+
+
+def _no_text(id: int) -> AddedToken:
+    """A token of two characters that Unicode never assigns, around a number."""
+    return AddedToken(f"\U0010ffff{id}\U0010ffff", normalized=False)
 
 
 def _continuation_encoder(plain: Any, spec: Mapping[str, Any]) -> Any:
@@ -238,7 +261,7 @@ def _continuation_encoder(plain: Any, spec: Mapping[str, Any]) -> Any:
         prepend_scheme="never",
         split=pre_tokenizer.get("split", True),
     )
-    return _without_control(plain, list(plain.get_added_tokens_decoder().values()), never)
+    return _without_control(plain, plain.get_added_tokens_decoder(), never)
 
 
 def _prefix_and_suffix(

@@ -59,6 +59,7 @@ _TASKS = (None, "CAUSAL_LM")
 
 _TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
 _GGUF_TENSOR = re.compile(r"(.+)\.lora_([ab])")
+MAX_SCALE = 1e6  # of a low-rank product; those in use are below 100
 _GGUF_KEYS = ("adapter.type", "adapter.lora.alpha")
 
 
@@ -141,7 +142,7 @@ def _read_peft(path: Path) -> AdapterFile:
                 f"{module} has rank {stored} in {WEIGHTS}; r and rank_pattern say {rank}", file=file
             )
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-        pairs[module] = LowRank(a, b, scale)
+        pairs[module] = LowRank(a, b, _checked_scale(scale, "lora_alpha", module, file))
     fan_in_fan_out = bool(config.get("fan_in_fan_out"))
     return AdapterFile(path, "peft", pairs, fan_in_fan_out=fan_in_fan_out, targets=targets.has)
 
@@ -200,12 +201,23 @@ def _read_gguf(path: Path) -> AdapterFile:
     for name, (a, b) in _sides(source.tensors, _GGUF_TENSOR.fullmatch, file).items():
         rank = _rank(name, a, b, file)
         # llama.cpp: an alpha of 0 means a scale of 1
-        pairs[name] = LowRank(a, b, float(alpha) / rank if alpha else 1.0)
+        scale = float(alpha) / rank if alpha else 1.0
+        pairs[name] = LowRank(a, b, _checked_scale(scale, "adapter.lora.alpha", name, file))
     architecture = str(meta.get("general.architecture", ""))
     return AdapterFile(path, "gguf", pairs, architecture)
 
 
 # ------------------------------------------------------------------------------------------ both
+
+
+def _checked_scale(scale: float, key: str, module: str, file: str) -> float:
+    """A larger scale makes logits infinite, which is an error of the engine, not of a request."""
+    if abs(scale) > MAX_SCALE:
+        raise ModelError(
+            f"{key} scales {module} by {scale:g}; more than {MAX_SCALE:g} is no trained adapter",
+            file=file,
+        )
+    return scale
 
 
 def _sides(

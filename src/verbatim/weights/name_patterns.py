@@ -84,9 +84,7 @@ class NamePatterns:
         for node in nodes:
             if not at:
                 break
-            self._left -= 1
-            if self._left < 0:
-                raise _TooLongError
+            self._spend()
             match node:
                 case _Class():
                     at = (at & self._mask(node)) << 1
@@ -103,6 +101,11 @@ class NamePatterns:
                     found = self._look(node, at)
                     at &= ~found if node.negated else found
         return at
+
+    def _spend(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooLongError
 
     def _repeat(self, node: _Repeat, at: int) -> int:
         low, high, nodes = node
@@ -127,6 +130,7 @@ class NamePatterns:
         found, width = 0, node.width
         for position in range(width, len(self._name) + 1):
             if at >> position & 1:
+                self._spend()
                 ends = self._sequence(node.nodes, 1 << (position - width))
                 found |= bool(ends >> position & 1 if node.behind else ends) << position
         return found

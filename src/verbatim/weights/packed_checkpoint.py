@@ -71,7 +71,8 @@ def unpack_checkpoint(
     try:
         checkpoint.warnings += check_keys(str(method), config)
         reader(checkpoint)
-    except (ModelError, ValueError, IndexError) as error:
+    # ValueError, IndexError, TypeError: NumPy's, for tensors of a wrong shape or type
+    except (ModelError, ValueError, IndexError, TypeError) as error:
         where = f", {checkpoint.current}" if checkpoint.current else ""
         raise ModelError(f"quantization_config: {method}{where}: {error}", file=file) from None
     if floats := checkpoint.unpacked:
@@ -316,7 +317,7 @@ def _gptq(checkpoint: _Checkpoint) -> None:
     """`qweight` int32 [k / 8, n], `qzeros` [k / group, n / 8], `scales`, `g_idx` [k]. The format
     `gptq` stores the zeros minus one, `gptq_v2` as they are."""
     bits = _check_bits(checkpoint, (2, 4, 8))
-    add = 0 if checkpoint.config.get("checkpoint_format") == "gptq_v2" else 1
+    add = 0 if str(checkpoint.config.get("checkpoint_format")).lower() == "gptq_v2" else 1
     for module in checkpoint.modules("qweight"):
         words = checkpoint.take(f"{module}.qweight")
         values = _nibbles(np.ascontiguousarray(words.T), bits).reshape(words.shape[1], -1).T

@@ -178,6 +178,12 @@ def as_chat(body: dict[str, Any]) -> dict[str, Any]:
         chat["parallel_tool_calls"] = False
     if thinking := body.get("thinking"):
         chat["think"] = thinking["type"] != "disabled"
+        if thinking["type"] == "disabled" and thinking.get("budget_tokens") is not None:
+            raise Problem(
+                "invalid_parameter",
+                "thinking.budget_tokens: thinking is disabled; leave one of them out",
+                "thinking.budget_tokens",
+            )
         if "budget_tokens" in thinking:
             chat["thinking_budget"] = thinking["budget_tokens"]
     form = (body.get("output_config") or {}).get("format")

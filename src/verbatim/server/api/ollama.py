@@ -308,6 +308,12 @@ async def _raw(
             "system: only without raw; a raw prompt has no system message",
             "system",
         )
+    if body.get("think") is not None:
+        raise Problem(
+            "invalid_parameter",
+            "think: only without raw; a raw prompt has no chat template to switch it",
+            "think",
+        )
     form = structure(body).get("response_format")
     if form:
         values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
