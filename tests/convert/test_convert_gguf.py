@@ -283,6 +283,24 @@ def test_an_unknown_pre_tokenizer_is_rejected(tmp_path: Path) -> None:
         tokenizer_metadata(tmp_path, from_directory(tmp_path), 300, "llama")
 
 
+@pytest.mark.parametrize("rule", ["", "lstrip", "rstrip", "single_word"])
+def test_added_tokens_with_a_rule_for_their_surroundings_are_rejected(
+    rule: str, tmp_path: Path
+) -> None:
+    byte_level(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    data = json.loads(path.read_text())
+    flags = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized", "special"), False)
+    added = {"id": 300, "content": "<|u|>", **flags}
+    data["added_tokens"].append({**added, **({rule: True} if rule else {})})
+    path.write_text(json.dumps(data))
+    if not rule:
+        assert tokenizer_metadata(tmp_path, from_directory(tmp_path), 301, "llama")
+        return
+    with pytest.raises(ModelError, match="GGUF cannot express its tokenizer"):
+        tokenizer_metadata(tmp_path, from_directory(tmp_path), 301, "llama")
+
+
 def test_prompts_that_end_with_two_tokens_are_rejected_by_name(tmp_path: Path) -> None:
     """As those of Command R+."""
     byte_level(tmp_path)

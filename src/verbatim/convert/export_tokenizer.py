@@ -105,7 +105,7 @@ def tokenizer_metadata(
     for name in names.values():
         candidate = {**meta, f"{K}pre": name}
         if _difference(from_gguf(candidate), original) is None:
-            return candidate
+            return _checked(candidate, original, path)
     raise ModelError(
         "GGUF has no name for its pre-tokenizer; keep the safetensors directory",
         file=str(path),
