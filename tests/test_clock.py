@@ -19,9 +19,11 @@ HANG = 240.0  # seconds: no wait of a working program on a loaded machine takes 
 # Calls whose last positional argument is a time limit, if it is a number.
 WAITS = {"wait", "join", "acquire", "result", "settimeout", "drain", "fail_after", "move_on_after"}
 WAITS |= {"asyncio.wait_for", "asyncio.timeout", "select.select", "communicate"}
+WAITS |= {"set_default_timeout", "pytest.mark.timeout"}
 HTTPX = {"get", "post", "put", "patch", "delete", "head", "request", "stream"}
 HTTPX = {f"httpx.{name}" for name in (*HTTPX, "Client", "AsyncClient")}
-INTERESTING = {*CLOCKS, "sleep", "now", "utcnow", "wait_for_timeout"}
+INTERESTING = {*CLOCKS, "sleep", "now", "utcnow", "today", "times", "timeit", "wait_for_timeout"}
+MODULES = {"time", "timeit", "asyncio", "anyio", "trio"}  # their clocks are called by these names
 LAST_NAMES = {name.rsplit(".", 1)[-1] for name in (*WAITS, *HTTPX)}
 
 # (file, call): why. None of them decides whether a working program passes.
@@ -61,8 +63,14 @@ ALLOWED = {
 def clock_calls(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
     """(call, line) of every call that reads a clock or sleeps. sleep(0) only yields."""
     for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.module == "time":
-            yield f"from time import {', '.join(alias.name for alias in node.names)}", node.lineno
+        if isinstance(node, ast.ImportFrom) and node.module in MODULES:
+            names = [alias.name for alias in node.names if alias.name in INTERESTING]
+            if names:
+                yield f"from {node.module} import {', '.join(names)}", node.lineno
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name in MODULES and alias.asname:
+                    yield f"import {alias.name} as {alias.asname}", node.lineno
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
             continue
         name = node.func.attr
@@ -70,11 +78,13 @@ def clock_calls(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
             continue
         module = ast.unparse(node.func.value)
         zero = [ast.unparse(argument) for argument in node.args] == ["0"]
-        sleeps = name == "sleep" and module in ("time", "asyncio") and not zero
+        sleeps = name == "sleep" and not zero
         if (
             sleeps
             or (module == "time" and name in CLOCKS)
-            or (module.endswith("datetime") and name in ("now", "utcnow"))
+            or ("loop" in module and name == "time")
+            or (module, name) in (("os", "times"), ("timeit", "timeit"))
+            or (module.endswith(("datetime", "date")) and name in ("now", "utcnow", "today"))
             or name == "wait_for_timeout"
         ):
             yield f"{module}.{name}", node.lineno
@@ -96,6 +106,8 @@ def short_waits(nodes: list[ast.AST]) -> Iterator[tuple[str, int]]:
             limits += [a for a in node.args[-1:] if is_number(a)]
         keywords = {k.arg for k in node.keywords}
         default = call in HTTPX and keywords.isdisjoint(("timeout", "transport", None))
+        if call == "pytest.mark.timeout":  # 0: none
+            limits = [limit for limit in limits if ast.unparse(limit) != "0"]
         if default or not all(is_generous(limit) for limit in limits):
             yield call, node.lineno
 
@@ -115,7 +127,7 @@ def is_number(node: ast.expr) -> bool:
 def is_generous(limit: ast.expr) -> bool:
     if isinstance(limit, ast.Constant):
         return limit.value is None or float(limit.value) >= HANG
-    return ast.unparse(limit) == "HANG_SECONDS"
+    return ast.unparse(limit) in ("HANG_SECONDS", "1000 * HANG_SECONDS")  # of a browser: ms
 
 
 def test_no_test_depends_on_the_clock() -> None:
@@ -141,8 +153,10 @@ def test_clock_calls_are_found() -> None:
         "time.sleep(0)\ntime.sleep(0.1)\nawait asyncio.sleep(x)\nassert time.perf_counter() < 1\n"
     )
     source += "from time import monotonic\ndatetime.datetime.now()\npage.wait_for_timeout(5)\n"
+    source += "import time as t\nfrom asyncio import sleep\nanyio.sleep(1)\nloop.time()\n"
+    source += "os.times()\ntimeit.timeit(f)\ndatetime.date.today()\n"
     assert [line for _, line in sorted(clock_calls(parse(source)), key=lambda call: call[1])] == [
-        *range(2, 8)
+        *range(2, 15)
     ]
 
 
@@ -150,7 +164,9 @@ def test_short_waits_are_found() -> None:
     wrong = ["e.wait(60)", "t.join(0.5)", "httpx.get(url)", "httpx.Client()", "p.run(timeout=60)"]
     wrong += ["select.select([a], [], [], 0.05)", "asyncio.wait_for(task, 5)", "v.wait(r() * 0.5)"]
     wrong += ["s.settimeout(5.0)", "eventually(done, seconds=5)", "e.wait(timeout)"]
+    wrong += ["pytest.mark.timeout(5)", "p.set_default_timeout(200)"]
     fine = ["e.wait()", "e.wait(HANG_SECONDS)", "', '.join(names)", "httpx.get(url, timeout=300)"]
+    fine += ["pytest.mark.timeout(0)", "p.set_default_timeout(1000 * HANG_SECONDS)"]
     fine += ["httpx.AsyncClient(transport=app)", "run(timeout=None)", "os.path.join(a, 'b')"]
     assert [line for _, line in short_waits(parse("\n".join([*wrong, *fine])))] == [
         *range(1, len(wrong) + 1)

@@ -9,18 +9,23 @@ import os
 import sys
 import threading
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from eventually import HANG_SECONDS, eventually_async
-from verbatim import LLM, AsyncEngine, SamplingParams
+from verbatim import LLM, AsyncEngine, EngineConfig, SamplingParams
+from verbatim.backend import open_backend
 from verbatim.base.errors import BackendError, VerbatimError
 from verbatim.base.records import Completion, Delta
 from verbatim.engine.async_stream import OutputSink
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.testing import FakeBackend, fake_parts
+from verbatim.testing_models import tiny_model
+
+CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 
 PARAMS = SamplingParams(max_tokens=12, seed=3, ignore_eos=True)
 
@@ -158,6 +163,29 @@ def test_each_step_thread_is_pinned_to_a_core_of_its_own(real: Any) -> None:
         assert pinned == cores
     else:  # a thread that started meanwhile made the count differ: none is pinned, never a part
         assert pinned in ([], cores)
+
+
+@pytest.mark.native
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no affinity to look at")
+@pytest.mark.skipif(CORES < 2, reason="one core: no thread has another one to go to")
+def test_as_many_threads_as_cores_are_pinned_one_to_each() -> None:
+    async def main() -> list[set[int]] | None:
+        before = native_threads()
+        model = tiny_model("llama", type="q8_0")
+        backend = open_backend(model, EngineConfig(backend="cpu", threads=CORES))
+        parts = replace(fake_parts(), backend=backend)
+        async with AsyncEngine.from_parts(parts, kv_blocks=64) as engine:
+            if not pin_threads(engine, before):
+                return None
+            assert engine.step_thread is not None
+            threads = [engine.step_thread, *(native_threads() - before)]
+            return [os.sched_getaffinity(thread) for thread in threads]
+
+    found = None
+    for _ in range(3):  # a library may start threads of its own, once; then none is pinned
+        found = found or asyncio.run(main())
+    assert found is not None
+    assert sorted(found, key=min) == [{core} for core in sorted(os.sched_getaffinity(0))]
 
 
 def test_threads_are_not_pinned_if_a_core_is_free() -> None:
