@@ -104,6 +104,16 @@ def test_windowed_groups_get_at_most_max_running_windows() -> None:
     assert made.context == 1600
 
 
+def test_a_large_chunk_counts_once_and_not_for_every_sequence() -> None:
+    """512 tokens after a window of 64 touch at most 37 blocks, 8,192 all 100 of a context; the
+    tokens of a step are shared."""
+    counts = [
+        plan(MIXED, (KIB, 3 * KIB), free=10**9, max_running=4, step_tokens=chunk).blocks[1]
+        for chunk in (512, 8192)
+    ]
+    assert counts == [4 * 37, 3 * 37 + 100]
+
+
 def test_windows_shrink_before_a_full_context_does() -> None:
     made = plan(MIXED, (KIB, 3 * KIB), free=0, kv_memory=130 * KIB, step_tokens=16)
     assert made.blocks[0] >= 100

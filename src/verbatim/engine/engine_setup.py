@@ -80,12 +80,13 @@ def make_scheduler(
     parts: LoadedModel, config: EngineConfig, cache_plan: CachePlan, store: DiskCache | None
 ) -> Scheduler:
     backend = parts.backend
+    assert config.step_tokens is not None, "EngineCore has set it"
     card = cost_card(backend.spec, backend.info)
     return Scheduler(
         backend.spec.groups,
         cache_plan.blocks,
         block_size=backend.block_size,
-        step_tokens=config.step_tokens or STEP_TOKENS,
+        step_tokens=config.step_tokens,
         max_running=config.max_running,
         prefix_cache=config.prefix_cache,
         use_cache=config.use_cache,

@@ -7,11 +7,11 @@ The rule, unless kv_memory (bytes) or kv_blocks (blocks per group) is set:
 
 That is a quarter of the free memory, at least one full context, at most half of the free memory,
 and at most what max_running sequences can use. On a GPU it is half of the free memory, which other
-programs rarely need. Memory is touched when a block is first written.
-Groups with a sliding window get as many blocks as the others, up to max_running windows; fewer
-where full attention would get less than one context. A draft model's cache holds as many tokens and
-takes its share of the memory first. If not even one context fits, the engine's context shrinks to
-what fits, unless the user set the context: then single requests are refused.
+programs rarely need. Memory is touched when a block is first written. Groups with a sliding window
+get as many blocks as the others, up to max_running windows; fewer where full attention would get
+less than one context. A draft model's cache holds as many tokens and takes its share of the memory
+first. If not even one context fits, the engine's context shrinks to what fits, unless the user set
+the context: then single requests are refused.
 """
 
 from __future__ import annotations
@@ -69,10 +69,11 @@ def plan_cache(
     the memory is that of a GPU."""
     full = -(-context // block_size)
     step_tokens = config.step_tokens or STEP_TOKENS
-    windows = [
-        full if g.window is None else min(full, -(-(g.window + step_tokens) // block_size) + 1)
-        for g in groups
-    ]
+
+    def needed(window: int | None, chunk: int) -> int:
+        return full if window is None else min(full, -(-(window + chunk) // block_size) + 1)
+
+    windows = [needed(g.window, step_tokens) for g in groups]
     one = sum(n * b for n, b in zip(windows, block_bytes, strict=True))
     if config.kv_blocks is not None:
         blocks, rule = tuple(config.kv_blocks for _ in groups), f"kv_blocks {config.kv_blocks}"
@@ -87,9 +88,13 @@ def plan_cache(
             )
             rule = _reason(memory, config.max_running * one, one, free)
         rule += f", {1 - share:.0%} for the draft model" if share < 1 else ""
-        blocks = _split(
-            memory, windows, block_bytes, [g.window for g in groups], full, config.max_running
-        )
+        # Sequences share the tokens of a step, so a large chunk counts once.
+        usual = [needed(g.window, min(step_tokens, STEP_TOKENS)) for g in groups]
+        most = [
+            None if g.window is None else config.max_running * small + need - small
+            for g, small, need in zip(groups, usual, windows, strict=True)
+        ]
+        blocks = _split(memory, windows, block_bytes, most, full)
     if min(blocks) < 1:
         raise ParameterError(
             "kv_memory",
@@ -124,32 +129,29 @@ def _split(
     memory: int,
     windows: Sequence[int],
     block_bytes: Sequence[int],
-    limits: Sequence[int | None],
+    most: Sequence[int | None],
     full: int,
-    running: int,
 ) -> tuple[int, ...]:
-    """The largest equal block count per group within `memory`. Windowed groups shrink first where
-    one full context would not fit."""
+    """The largest equal block count per group within `memory`. Windowed groups get at most `most`
+    blocks, and shrink first where one full context would not fit."""
     for shrink in (1, 2, 4, 8, 16, 32, 64):
         low, high = 0, memory // max(min(block_bytes), 1) + 1
         while low < high:  # bisect for the largest n that fits
             n = (low + high + 1) // 2
-            counts = _counts(n, shrink, windows, limits, running)
+            counts = _counts(n, shrink, windows, most)
             if sum(c * b for c, b in zip(counts, block_bytes, strict=True)) <= memory:
                 low = n
             else:
                 high = n - 1
-        if low >= full or None not in limits or all(w is None for w in limits):
+        if low >= full or None not in most or all(limit is None for limit in most):
             break
-    return tuple(_counts(low, shrink, windows, limits, running))
+    return tuple(_counts(low, shrink, windows, most))
 
 
-def _counts(
-    n: int, shrink: int, windows: Sequence[int], limits: Sequence[int | None], running: int
-) -> list[int]:
+def _counts(n: int, shrink: int, windows: Sequence[int], most: Sequence[int | None]) -> list[int]:
     return [
-        n if limit is None else min(max(n // shrink, min(need, n)), need * running)
-        for need, limit in zip(windows, limits, strict=True)
+        n if limit is None else min(max(n // shrink, min(need, n)), limit)
+        for need, limit in zip(windows, most, strict=True)
     ]
 
 
