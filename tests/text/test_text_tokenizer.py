@@ -371,6 +371,6 @@ def test_added_tokens_keep_their_ids_where_control_tokens_are_left_out(
     ours = from_directory(tmp_path)
     for text in (*plain, "<file>", "what is <think>?", "<tool_call>a</tool_call><file>"):
         assert ours.encode(text) == theirs.encode(text).ids == ours.encode(text, special=True)
-    ids = ours.encode("a <|im_start|> <think>")
+    ids = ours.encode("a <|im_start|> <think>")  # the control token as text
     assert theirs.token_to_id("<|im_start|>") not in ids
     assert ids[-1] == theirs.token_to_id("<think>")

@@ -4,6 +4,7 @@ special_tokens_map.json. Out: a Vocabulary. The files are untrusted."""
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ MAX_STEPS = 64  # of normalizer and pre-tokenizer together
 MAX_GROWTH = 64  # factor by which those steps may lengthen a text
 MAX_ADDED_TOKENS = 16  # tokens that the post-processor may add to a prompt
 _REQUIRED: Any = object()
+_SECRET = secrets.token_hex(16)  # in the names of tokens that no text contains
 
 
 def read_json(path: Path, missing: Any = _REQUIRED) -> dict[str, Any]:
@@ -163,12 +165,12 @@ def _vocabulary(
     control = {t.content: i for i, t in added.items() if t.special and t.content}
     texts = special_texts(folder, config)
     ids = {name: special.token_to_id(text) for name, text in texts.items()}
+    tokens = _tokens(special)  # also bounds the ids
     plain = _without_control(special, added)
     byte_level = "ByteLevel" in _types(spec.get("decoder")) or "ByteLevel" in _types(
         spec.get("pre_tokenizer")
     )
     prefix, suffix = _prefix_and_suffix(special, spec, config, ids)
-    tokens = _tokens(special)
     continued_by = _wordpiece_prefix(spec)
     outside = [i for i in (*prefix, *suffix) if i >= len(tokens)]
     if outside:
@@ -214,8 +216,8 @@ def _without_control(
 ) -> Any:
     """An encoder over the same model (shared, not copied) without the control tokens.
 
-    The library numbers added tokens that are not in the model in order, so that each id which none
-    of the others has gets a token that no text contains."""
+    The library gives added tokens that the model does not have the ids behind it, in order. So the
+    id of each control token, and each id that no token has, gets a token that no text contains."""
     plain = Encoder(special.model)
     if special.normalizer is not None:
         plain.normalizer = special.normalizer
@@ -240,8 +242,8 @@ def _without_control(
 
 
 def _no_text(id: int) -> AddedToken:
-    """A token of two characters that Unicode never assigns, around a number."""
-    return AddedToken(f"\U0010ffff{id}\U0010ffff", normalized=False)
+    """A token that no text contains, because its name is random."""
+    return AddedToken(f"{_SECRET}{id}", normalized=False)
 
 
 def _continuation_encoder(plain: Any, spec: Mapping[str, Any]) -> Any:
