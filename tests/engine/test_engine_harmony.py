@@ -80,6 +80,35 @@ def test_a_marker_in_ordinary_tokens_is_text(marker: str) -> None:
     assert split(tokenizer().encode(f"Plain {marker} text")) == ("", f"Plain {marker} text")
 
 
+@pytest.mark.parametrize(
+    "text", ["Plain text.", "final answers", " to be", "assistants", "to", " ", "analysis to him"]
+)
+def test_an_output_that_does_not_use_the_format_is_an_answer(text: str) -> None:
+    assert split(ids(text)) == ("", text.strip() and text)
+    later = ids(f"{text}, and then<|channel|>final<|message|> more")
+    assert split(later) == ("", f"{text}, and then more")
+
+
+def test_an_output_without_markers_is_streamed_and_stopped_as_it_comes() -> None:
+    stream = ChoiceStream("r", 0, SamplingParams(stop=("STOP",)), tokenizer(), harmony())
+    shown = []
+    for token in ids("Finally: one two STOP"):
+        finish = stream.push(Drawn(token, 0.0), None)
+        delta = stream.take()
+        shown.append(delta.text if delta else "")
+    assert "".join(shown[:8]) == "Finally:"
+    assert finish is not None
+    assert finish.reason == "stop"
+    assert "".join(shown) == "Finally: one two "
+    assert stream.reasoning_tokens == 0
+
+
+@pytest.mark.parametrize("start", ["<|channel|>analysis", "analysis", " to=functions.f"])
+def test_a_header_without_its_first_marker_is_no_text(start: str) -> None:
+    thought, answer = split(ids(f"{start}<|message|>{{}}<|end|><|start|>assistant"))
+    assert start.strip() not in thought + answer
+
+
 def test_random_outputs_with_both_kinds_of_markers() -> None:
     """Streamed and whole are equal for any cut, tokens split, and letters stay."""
     rng = random.Random(7)

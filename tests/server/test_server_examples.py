@@ -401,6 +401,14 @@ def test_ollamas_examples_make_sense_on_the_default_model(model: Live) -> None:
     assert alike > unlike
 
 
+def test_a_request_without_a_seed_gets_a_random_one(model: Live) -> None:
+    """A fake engine counts its seeds, so this needs a model."""
+    seeds = {model.complete("x", max_tokens=1, seed=None)["seed"] for _ in range(4)}
+    assert len(seeds) == 4
+    assert all(0 <= seed < 2**53 for seed in seeds)
+    assert max(seeds) > 2**40
+
+
 def test_openais_quick_start(quick: Live) -> None:
     """The SDK as the quick start calls it, then curl."""
     from openai import OpenAI

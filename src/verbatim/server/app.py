@@ -137,6 +137,10 @@ QUEUED_ROUTES = {
 
 
 def make_app(state: State) -> Middleware:
+    if state.settings.test_engine:
+        from verbatim.testing import count_seeds
+
+        count_seeds()
     routes = [
         Route(path, _endpoint(state, path, methods), methods=list(methods))
         for path, methods in ROUTES.items()

@@ -6,7 +6,7 @@
 In: the output text, and its markers. Out: pieces of the thought (channel analysis) and of the
 answer (channel final, and commentary to the user). A message to a tool (`to=functions.NAME`)
 becomes `<tool_call>{"name": ..., "arguments": ...}</tool_call>` in the answer, the form that the
-tool-call parser reads.
+tool-call parser reads. An output that does not start as a message does is an answer.
 
 Invariant: a marker that is a token of the vocabulary is recognised by its id (`mark`). The same
 letters in ordinary tokens, as in an answer that explains the format, are text.
@@ -25,6 +25,8 @@ CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 # they are a fault of the model and are dropped.
 ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL)
 MARKERS = (*ENDS, MESSAGE, CONSTRAIN)
+# What a header is made of, beside markers and the recipient `to=functions.NAME`.
+HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "json", "to=")
 _RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
 
 
@@ -44,7 +46,8 @@ class HarmonySplitter:
 
     @property
     def thinking(self) -> bool:
-        return not self._body or self._channel == "analysis"
+        """Headers count as thought, as the markers do."""
+        return self._channel == "analysis" if self._body else self._seen
 
     @property
     def answering(self) -> bool:
@@ -88,7 +91,10 @@ class HarmonySplitter:
     def _text(self, text: str, out: list[Piece]) -> None:
         if not self._body:
             self._header += text
-        elif self._tool is not None:
+            if self._seen or _may_be_header(self._header):
+                return
+            text, self._header, self._body = self._header, "", True  # no message, so an answer
+        if self._tool is not None:
             self._call += text
         elif text:
             out.append(("thought" if self._channel == "analysis" else "answer", text))
@@ -118,6 +124,19 @@ class HarmonySplitter:
                 ("answer", f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
             )
         self._body, self._tool, self._header = False, None, ""
+
+
+def _may_be_header(text: str) -> bool:
+    """Whether a header can start with this text.
+
+    >>> [_may_be_header(text) for text in (" to=functions.f", "fin", "final ", "fine", "final on")]
+    [True, True, True, False, False]
+    """
+    words = text.split()
+    last = words.pop() if words and not text[-1].isspace() else ""
+    return all(word.startswith("to=") or word in HEADER_WORDS for word in words) and (
+        last.startswith("to=") or any(word.startswith(last) for word in HEADER_WORDS)
+    )
 
 
 def _recipient(header: str) -> str | None:
