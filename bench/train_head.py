@@ -393,7 +393,7 @@ def main() -> None:
     }
     out = args.out or Path(f"{model.source.digest[:16]}.gguf")
     write_head(out, arrays, **{"draft.model": args.model, "draft.inner": args.inner})
-    read_head(out, model)
+    read_head(out, model.spec)
     result = {
         "given": hits(trained, task, kept, words, False),
         "self_fed": hits(trained, task, kept, words, True),

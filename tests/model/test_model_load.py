@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +19,7 @@ from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.engine.load_check import check_load
 from verbatim.model.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout
-from verbatim.model.load import load_model
+from verbatim.model.load import check_model, load_model
 from verbatim.testing_models import FAMILIES, TINY_CONFIGS, tiny_model
 from verbatim.weights.gguf_write import write_gguf
 from verbatim.weights.names import gguf_source, hf_source
@@ -122,6 +123,9 @@ def test_a_faulty_directory_raises_an_error_that_names_the_fault(
     with pytest.raises(ModelError, match=message) as error:
         load_model(directory)
     assert str(directory) in str(error.value)
+    if not re.search("shape|awq", message):  # these need the tensors
+        with pytest.raises(ModelError, match=message):
+            check_model(directory)
 
 
 def test_buffers_and_a_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
@@ -133,6 +137,7 @@ def test_buffers_and_a_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
     model = load_model(llama_directory(tmp_path / "m", change))
     assert model.spec.tied
     assert "head" not in model.weights
+    assert check_model(tmp_path / "m") == model.spec
     assert model.warnings == ()
 
 

@@ -14,7 +14,7 @@ import pytest
 from live_server import Live
 
 from eventually import eventually_async
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ModelError, ParameterError
 from verbatim.cli.serve import read_models
 from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.observe.merge_metrics import merge
@@ -25,7 +25,9 @@ from verbatim.server.server_state import State
 from verbatim.server.settings import NamedModel, Settings
 from verbatim.testing_models import tiny_model
 from verbatim.text.vocabulary import BYTE_ALPHABET
+from verbatim.weights import catalog
 from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.hub import HubRef
 
 MODELS = ("--model", "a=first", "--model", "b=second", "--model", "c=third")
 SETTINGS = ("--model-setting", "b.context=512", "--model-setting", "c.context=256")
@@ -276,6 +278,13 @@ DOOMED: dict[str, tuple[Callable[[bytes], bytes] | None, dict[str, Any], str]] =
     "unknown tokenizer": (lambda whole: whole.replace(b"gpt2", b"gpt9"), {}, "gpt9"),
     "no adapter": (bytes, {"adapters": ("x=/no/such/adapter",)}, "no such adapter"),
     "no draft": (bytes, {"speculate": "draft:/no/such.gguf"}, "no file, directory or model"),
+    "no head": (bytes, {"speculate": "head:/no/such.gguf"}, "/no/such.gguf"),
+    "no tensor": (
+        lambda whole: whole.replace(b"blk.0.attn_q.", b"blk.0.attn_z."),
+        {},
+        "tensor blk.0.attn_q.weight is missing",
+    ),
+    "packed": (bytes, {"quant": "packed"}, "'packed' is for quantised safetensors"),
     LIMIT: (bytes, {}, "its file has"),
 }
 
@@ -307,7 +316,23 @@ async def test_a_missing_file_with_the_form_of_a_hub_name(
     (tmp_path / "models").mkdir()
     assert (await hold_third(NamedModel("c", "models/c.gguf")))[0] == ["a", "b"]
     assert (await hold_third(NamedModel("c", "models")))[0] == ["a", "b"]  # no config.json
-    assert await hold_third(NamedModel("c", "org/name")) == (["b", "c"], "")  # the hub can tell
+
+
+async def test_a_hub_model_leaves_the_others_unless_the_hub_lists_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+    asked = []
+
+    def hub(ref: HubRef) -> None:
+        asked.append(str(ref))
+        if ref.repo == "org/none":
+            raise ModelError("no such repository")
+
+    monkeypatch.setattr(catalog, "check_on_hub", hub)
+    assert await hold_third(NamedModel("c", "org/name:Q4_K_M")) == (["b", "c"], "")
+    assert (await hold_third(NamedModel("c", "org/none")))[0] == ["a", "b"]
+    assert asked == ["org/name:Q4_K_M", "org/none"]
 
 
 @pytest.mark.parametrize("engine", [{}, {"quant": "q8_0"}], ids=str)

@@ -73,7 +73,7 @@ def trained(hidden: int = HIDDEN, inner: int = INNER) -> dict[str, np.ndarray]:
 def test_a_head_file_round_trips(tmp_path: Path, tiny: Model) -> None:
     arrays, file = trained(), tmp_path / "head.gguf"
     write_head(file, arrays, **{"draft.model": "tiny"})
-    head = read_head(file, tiny)
+    head = read_head(file, tiny.spec)
     for name in SCALES:
         assert getattr(head, name).tobytes() == arrays[name].tobytes(), name
     assert head.words.tolist() == arrays["words"].tolist()
@@ -86,7 +86,7 @@ def test_a_head_file_round_trips(tmp_path: Path, tiny: Model) -> None:
         )  # a sixteenth of the widest block, and rounding
     assert head.file == str(file)
     write_head(file, arrays, "q8_0")
-    assert read_head(file, tiny).up.type == "q8_0"
+    assert read_head(file, tiny.spec).up.type == "q8_0"
 
 
 def without(name: str) -> Callable[[Path], None]:
@@ -177,7 +177,7 @@ def test_a_damaged_head_file_is_rejected_by_name(what: str, tmp_path: Path, tiny
     spoil, says = SPOILT[what]
     spoil(tmp_path / "head.gguf")
     with pytest.raises(ModelError, match=says) as caught:
-        read_head(tmp_path / "head.gguf", tiny)
+        read_head(tmp_path / "head.gguf", tiny.spec)
     assert "head.gguf" in str(caught.value)
 
 

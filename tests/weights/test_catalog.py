@@ -26,7 +26,7 @@ from verbatim.base.errors import ModelError
 from verbatim.base.params import DEFAULTED
 from verbatim.model.gguf_keys import GGUF_KEYS as FAMILIES
 from verbatim.weights import catalog, wheel_model
-from verbatim.weights.catalog import CATALOG, LOOKING, cache_dir, pull, resolve
+from verbatim.weights.catalog import CATALOG, LOOKING, cache_dir, check_listed, pull, resolve
 from verbatim.weights.hub_catalog import HUB_CATALOG, SYNONYMS
 from verbatim.weights.model_list import list_models, remove
 
@@ -564,6 +564,24 @@ def test_hub_gguf_files_are_chosen_by_name_unless_there_is_only_one(hub: FakeHub
         ModelError, match=r"choose one: org/many-GGUF:m\.Q4_K_M\.gguf, org/many-GGUF:m\.Q8_0\.gguf"
     ):
         resolve("org/many-GGUF")
+
+
+def test_a_check_asks_the_hub_for_its_list_and_downloads_nothing(hub: FakeHub) -> None:
+    for name in ("org/model", "org/one-GGUF", "org/many-GGUF:Q8_0", "org/split-GGUF", "smollm2"):
+        check_listed(name)
+    faults = {
+        "org/none": "404",
+        "org/many-GGUF": "choose one",
+        "org/many-GGUF:Q2_K": "Q2_K",
+        "org/pickle": "neither safetensors nor GGUF",
+    }
+    for name, why in faults.items():
+        with pytest.raises(ModelError, match=why):
+            check_listed(name)
+    hub.down = ConnectionError("no route")
+    with pytest.raises(ModelError, match="no route; check the name and the network"):
+        check_listed("org/model")
+    assert {kind for kind, _ in hub.calls} == {"list"}
 
 
 def test_hub_pickle_weights_are_rejected_before_a_download(hub: FakeHub) -> None:

@@ -305,7 +305,7 @@ def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
             "speculate",
             "'head:' needs a file: head:FILE, or head alone for the one that comes with the model",
         )
-    return read_head(file, model) if mode == "head" and file else find_head(model)
+    return read_head(file, model.spec) if mode == "head" and file else find_head(model)
 
 
 def _load_draft(

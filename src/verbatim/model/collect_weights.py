@@ -50,14 +50,15 @@ class WeightCollector:
     def collect(
         self, find: Callable[[str], Source], is_ignorable: Callable[[str], bool]
     ) -> dict[str, Tensor]:
+        sources = self.check_names(find, is_ignorable)
         shapes = layout(self.spec)
-        sources = {name: find(name) for name in shapes}
-        self._check_names(sources, is_ignorable)
         return {name: self._weight(name, sources[name], shape) for name, shape in shapes.items()}
 
-    def _check_names(
-        self, sources: Mapping[str, Source], is_ignorable: Callable[[str], bool]
-    ) -> None:
+    def check_names(
+        self, find: Callable[[str], Source], is_ignorable: Callable[[str], bool]
+    ) -> dict[str, Source]:
+        """The source of every weight. A missing or extra tensor is an error."""
+        sources = {name: find(name) for name in layout(self.spec)}
         wanted = {file_name for source in sources.values() for file_name in source.names}
         if wrong := sorted(n for n in self.others if n in wanted or not is_ignorable(n)):
             raise ModelError(
@@ -84,6 +85,7 @@ class WeightCollector:
                 f"the family and {keys} decide which tensors are expected",
                 file=self.file,
             )
+        return sources
 
     def _weight(self, name: str, source: Source, shape: tuple[int, ...]) -> Tensor:
         parts = [self._part(file_name, source) for file_name in source.names]

@@ -26,6 +26,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.model.load import Model
+from verbatim.model.spec import ModelSpec
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.requantise import broken_block
 from verbatim.weights.tensor import Tensor
@@ -57,10 +58,10 @@ class DraftHead:
 def find_head(model: Model) -> DraftHead | None:
     """The bundled draft head of exactly this model file, if there is one."""
     path = BUNDLED_HEADS / f"{model.source.digest[:16]}.gguf"
-    return read_head(path, model) if path.exists() else None
+    return read_head(path, model.spec) if path.exists() else None
 
 
-def read_head(path: str | Path, model: Model) -> DraftHead:
+def read_head(path: str | Path, spec: ModelSpec) -> DraftHead:
     """Read a draft head and check every shape, scale and token id against the model."""
     source = read_gguf(path)
     file = str(path)
@@ -72,7 +73,7 @@ def read_head(path: str | Path, model: Model) -> DraftHead:
         raise ModelError(
             f"the draft head is without {', '.join(missing) or 'draft.words'}", file=file
         )
-    hidden, vocab = model.spec.hidden, model.spec.vocab
+    hidden, vocab = spec.hidden, spec.vocab
     up, down = source.tensors["up"], source.tensors["down"]
     inner = down.shape[-1]
     if (

@@ -10,10 +10,10 @@ a few MiB (plus one stack for stacked experts).
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from verbatim.model.adapter import Adapter
 from verbatim.model.collect_weights import PACKED, WeightCollector
 from verbatim.model.embedding import EmbeddingSpec, read_embedding
 from verbatim.model.families import WRAPPERS, read_config
-from verbatim.model.gguf_families import read_header
+from verbatim.model.gguf_families import Header, read_header
 from verbatim.model.layout import (
     GGUF_KEY_NAMES,
     GPT2_KEY_NAMES,
@@ -40,7 +40,12 @@ from verbatim.weights.names import (
     ignorable,
 )
 from verbatim.weights.packed_checkpoint import RawTensor
-from verbatim.weights.safetensors import SafetensorsDir, read_directory
+from verbatim.weights.safetensors import (
+    SafetensorsDir,
+    read_directory,
+    read_json,
+    read_safetensors,
+)
 from verbatim.weights.tensor import Tensor, Weights
 
 QUANTS = ("q8_0", "q4_0", PACKED)
@@ -70,11 +75,40 @@ def load_model(path: str | Path, *, context: int | None = None, quant: str | Non
 
     `context`: positions that the engine serves (None: the model's own). `quant`: q8_0 or q4_0
     quantises float weights; packed keeps the integers of quantised safetensors in blocks."""
-    if quant is not None and quant not in QUANTS:
-        raise ParameterError("quant", f"{quant!r} is not one of {', '.join(QUANTS)}")
     path = Path(path)
+    _check_arguments(path, quant)
     if path.is_dir():
         return _from_directory(path, context, quant)
+    return _from_gguf(path, context, quant)
+
+
+def check_model(
+    path: str | Path, *, context: int | None = None, quant: str | None = None
+) -> ModelSpec:
+    """The spec of the model at `path`. Raises what load_model() raises, as far as it can be told
+    from config and tensor names; of a quantised directory only the config is checked."""
+    path = Path(path)
+    _check_arguments(path, quant)
+    if not path.is_dir():
+        header, names = _gguf_names(read_gguf(path), context, quant)
+        names.check()
+        return header.spec
+    config = read_json(path / "config.json") if (path / "config.json").exists() else {}
+    if config.pop("quantization_config", None):  # read_directory would unpack the weights
+        for shard in sorted(path.glob("*.safetensors")):
+            read_safetensors(shard)
+        return read_config(config, context=context, file=str(path / "config.json"))[0]
+    source = read_directory(path, blocks=quant == PACKED)
+    spec, _ = read_config(source.config, context=context, file=str(path / "config.json"))
+    _directory_names(source, spec, quant).check()
+    return spec
+
+
+def _check_arguments(path: Path, quant: str | None) -> None:
+    if quant is not None and quant not in QUANTS:
+        raise ParameterError("quant", f"{quant!r} is not one of {', '.join(QUANTS)}")
+    if path.is_dir():
+        return
     if not path.exists():
         raise ModelError("no such file or directory", file=str(path))
     if path.suffix == ".safetensors":
@@ -85,19 +119,31 @@ def load_model(path: str | Path, *, context: int | None = None, quant: str | Non
         raise ParameterError(
             "quant", "'packed' is for quantised safetensors; a GGUF file keeps its blocks anyway"
         )
-    return _from_gguf(path, context, quant)
 
 
-def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
-    source = read_gguf(path)
+class _Names(NamedTuple):
+    """Where a file holds each weight of the spec."""
+
+    collector: WeightCollector
+    find: Callable[[str], Source]
+    is_ignorable: Callable[[str], bool]
+
+    def check(self) -> None:
+        self.collector.check_names(self.find, self.is_ignorable)
+
+    def collect(self) -> dict[str, Tensor]:
+        return self.collector.collect(self.find, self.is_ignorable)
+
+
+def _gguf_names(source: GGUFFile, context: int | None, quant: str | None) -> tuple[Header, _Names]:
     file = str(source.path)  # the first part of a split model
     header = read_header(source.metadata, source.tensors, context=context, file=file)
     spec = header.spec
     architecture = source.metadata["general.architecture"]
-    collector = WeightCollector(spec, source.tensors, file, quant, GGUF_KEY_NAMES)
     two_norms = spec.parallel and not spec.shared_norm
     fused = any(f".{FUSED_EXPERTS_GGUF}." in name for name in source.tensors)
-    weights = collector.collect(
+    return header, _Names(
+        WeightCollector(spec, source.tensors, file, quant, GGUF_KEY_NAMES),
         lambda name: gguf_source(architecture, name, two_norms=two_norms, fused_experts=fused),
         ignorable(
             "gguf",
@@ -107,17 +153,20 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
             shared_kv=_shared_kv(spec),
         ),
     )
-    digest = _digest(source.digest, spec, quant)
+
+
+def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
+    source = read_gguf(path)
+    header, names = _gguf_names(source, context, quant)
+    spec = header.spec
+    weights = Weights(names.collect(), names.collector.file, _digest(source.digest, spec, quant))
     eos = _gguf_eos(source.metadata)
     embedding = EmbeddingSpec(header.pooling)
-    return Model(spec, Weights(weights, file, digest), source, eos, {}, header.warnings, embedding)
+    return Model(spec, weights, source, eos, {}, header.warnings, embedding)
 
 
-def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
-    source = read_directory(path, blocks=quant == PACKED)
-    file = str(path)
-    spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
-    warnings = (*warnings, *source.warnings, *_draft_warnings(source.tensors, spec))
+def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None) -> _Names:
+    file = str(source.path)
     prefix = find_prefix(source.tensors, spec.family)
     if prefix is None:
         raise ModelError("no embedding weight was found under any known name", file=file)
@@ -130,29 +179,36 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
             spec.family, prefix, name, experts, two_norms=two_norms, fused_experts=fused
         )
 
-    if spec.tied and has_own_head(source.tensors, find("embed").names[0], find("head").names[0]):
-        spec = replace(spec, tied=False)
-        warnings = (
-            *warnings,
-            f"tie_word_embeddings is true, but the file has {find('head').names[0]} with "
-            "other values than the embedding; the file's head is used, as in transformers",
-        )
     key_names = GPT2_KEY_NAMES if spec.family == "gpt2" else HF_KEY_NAMES
-    collector = WeightCollector(spec, source.tensors, file, quant, key_names, _types(source.others))
-    nested = source.config.get("model_type") in WRAPPERS
     is_ignorable = ignorable(
         "hf",
         tied=spec.tied,
-        nested=nested,
+        nested=source.config.get("model_type") in WRAPPERS,
         draft_layers_from=_draft_layers(spec),
         shared_kv=_shared_kv(spec),
     )
-    weights = collector.collect(find, is_ignorable)
+    collector = WeightCollector(spec, source.tensors, file, quant, key_names, _types(source.others))
+    return _Names(collector, find, is_ignorable)
+
+
+def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
+    source = read_directory(path, blocks=quant == PACKED)
+    spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
+    warnings = (*warnings, *source.warnings, *_draft_warnings(source.tensors, spec))
+    names = _directory_names(source, spec, quant)
+    embed, head = (names.find(name).names[0] for name in ("embed", "head"))
+    if spec.tied and has_own_head(source.tensors, embed, head):
+        spec = replace(spec, tied=False)
+        names = _directory_names(source, spec, quant)
+        warnings = (
+            *warnings,
+            f"tie_word_embeddings is true, but the file has {head} with "
+            "other values than the embedding; the file's head is used, as in transformers",
+        )
+    weights = Weights(names.collect(), str(path), _digest(source.digest, spec, quant))
     generation = dict(source.generation_config or {})
-    digest = _digest(source.digest, spec, quant)
     eos = _config_eos(source.config, generation)
-    embedding = read_embedding(path)
-    return Model(spec, Weights(weights, file, digest), source, eos, generation, warnings, embedding)
+    return Model(spec, weights, source, eos, generation, warnings, read_embedding(path))
 
 
 def _types(others: Mapping[str, RawTensor]) -> dict[str, str]:

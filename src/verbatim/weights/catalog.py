@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.hub import HubRef, hub_model
+from verbatim.weights.hub import HubRef, check_on_hub, hub_model
 from verbatim.weights.hub_catalog import HUB_CATALOG, SYNONYMS, suggestion
 from verbatim.weights.wheel_model import CatalogEntry, Progress, fetch_entry
 
@@ -112,11 +112,7 @@ def resolve(
     path = Path(model).expanduser()
     if path.exists():
         return path
-    hub = _HUB.fullmatch(hub_name(model))
-    if hub is None or ".." in model:
-        raise ModelError(_unknown(model))
-    if revision and hub["revision"] and revision != hub["revision"]:
-        raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
+    ref = _hub_ref(model, revision)
     if progress is not None and not offline:
         # huggingface_hub shows its own progress bars for the download.
         progress(f"{LOOKING} {model} on the hub", 0, 0)
@@ -125,16 +121,28 @@ def resolve(
         if progress is not None:
             progress(f"getting {model} from the hub", 0, 0)
 
-    path, notice = hub_model(
-        HubRef(hub["repo"], revision or hub["revision"], hub["file"], hub["quant"]),
-        offline=offline,
-        fetch=fetch,
-        listed=listed,
-    )
+    path, notice = hub_model(ref, offline=offline, fetch=fetch, listed=listed)
     if notice:
         getattr(progress, "clear", bool)()  # erase the progress line
         log.warning(notice)  # to stderr, unless the application configures logging
     return path
+
+
+def check_listed(model: str, *, revision: str | None = None) -> None:
+    """Raise a ModelError if the hub does not list a model that is not in the cache. Catalog models
+    are not on the hub. The files themselves are not fetched."""
+    model = SYNONYMS.get(model, model)
+    if model not in CATALOG:
+        check_on_hub(_hub_ref(model, revision))
+
+
+def _hub_ref(model: str, revision: str | None) -> HubRef:
+    hub = _HUB.fullmatch(hub_name(model))
+    if hub is None or ".." in model:
+        raise ModelError(_unknown(model))
+    if revision and hub["revision"] and revision != hub["revision"]:
+        raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
+    return HubRef(hub["repo"], revision or hub["revision"], hub["file"], hub["quant"])
 
 
 def hub_name(model: str) -> str:

@@ -25,6 +25,7 @@ from verbatim.base.errors import ModelError
 from verbatim.weights.split import group_parts, parts_of
 
 LIST_TIMEOUT = 10.0  # seconds to wait for the list of files before the cache is used
+CHECK_NAME = "check the name and the network"
 
 # Files of a repository that are downloaded: weights in formats that run no code, configs and
 # tokenizers.
@@ -86,22 +87,36 @@ def hub_model(
             )
         return path, ""
     try:
-        files = (
-            hub.HfApi().model_info(ref.repo, revision=ref.revision, timeout=LIST_TIMEOUT).siblings
-        )
+        names = _list(hub, ref)
     except Exception as error:  # from huggingface_hub, its HTTP client or the operating system
         if fetch or not _unreachable(error):
-            raise _hub_error(ref, error, "check the name and the network") from error
+            raise _hub_error(ref, error, CHECK_NAME) from error
         return _fall_back_to_cache(hub, ref, error)
     listed()
     try:
-        return _download(hub, ref, [f.rfilename for f in files]), ""
+        return _download(hub, ref, names), ""
     except ModelError:
         raise
     except Exception as error:
         raise _hub_error(
             ref, error, "check the network and retry; finished downloads are kept"
         ) from error
+
+
+def check_on_hub(ref: HubRef) -> None:
+    """Raise a ModelError if the hub does not list the model, or cannot be reached."""
+    hub = _library()
+    try:
+        names = _list(hub, ref)
+    except Exception as error:  # as in hub_model
+        raise _hub_error(ref, error, CHECK_NAME) from error
+    _file_of(ref, names)
+
+
+def _list(hub: Any, ref: HubRef) -> list[str]:
+    """The names of the files in the repository."""
+    info = hub.HfApi().model_info(ref.repo, revision=ref.revision, timeout=LIST_TIMEOUT)
+    return [file.rfilename for file in info.siblings]
 
 
 def _library() -> Any:
@@ -116,14 +131,16 @@ def _library() -> Any:
     return huggingface_hub
 
 
-def _download(hub: Any, ref: HubRef, names: list[str]) -> Path:
-    file = ref.file
+def _file_of(ref: HubRef, names: list[str]) -> str | None:
+    """The GGUF file that `ref` means; None for safetensors."""
     if ref.quant is not None:
-        file = _gguf_of(ref.repo, names, ref.quant)
-    elif file is None and not any(
-        name.endswith(".safetensors") and "/" not in name for name in names
-    ):
-        file = _only_gguf(ref.repo, names)
+        return _gguf_of(ref.repo, names, ref.quant)
+    plain = any(name.endswith(".safetensors") and "/" not in name for name in names)
+    return ref.file if ref.file or plain else _only_gguf(ref.repo, names)
+
+
+def _download(hub: Any, ref: HubRef, names: list[str]) -> Path:
+    file = _file_of(ref, names)
     if file is None:
         return _snapshot(hub, ref, local=False)
     parts = parts_of(file)
