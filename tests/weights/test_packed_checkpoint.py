@@ -145,6 +145,12 @@ COMPRESSED: list[tuple[str, dict[str, Any]]] = [
         "pack-quantized",
         {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
     ),
+    (
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False},
+    ),
+    ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "tensor", "symmetric": False}),
+    ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False}),
 ]
 
 
@@ -245,6 +251,9 @@ def test_gptq_without_g_idx_follows_group_size() -> None:
     [
         ({"desc_act": True}, "m.g_idx is missing"),
         ({"group_size": 32}, "144 inputs in groups of 32 cannot have 3 scales"),
+        ({"group_size": "x"}, "group_size is 'x'"),
+        ({"desc_act": "x"}, "desc_act is 'x'"),
+        ({"sym": 1}, "sym is 1; supported: true, false"),
     ],
 )
 def test_groups_that_the_config_does_not_explain_are_refused(
@@ -253,6 +262,10 @@ def test_groups_that_the_config_does_not_explain_are_refused(
     config = {"quant_method": "gptq", "bits": 4, "group_size": 64, **changes}
     with pytest.raises(ModelError, match=why):
         unpack(config, split(partial_gptq()))
+    index = {"m.g_idx": np.arange(144, dtype=np.int32) // 64}
+    if changes != {"desc_act": True}:
+        with pytest.raises(ModelError, match=why):
+            unpack(config, split({**partial_gptq(), **index}))
 
 
 @pytest.mark.parametrize(
@@ -316,6 +329,8 @@ def test_the_version_of_awq_may_be_in_capitals() -> None:
     assert check_keys("awq", {"version": "GEMM"}) == []
     with pytest.raises(ModelError, match="version is 'GEMV'"):
         check_keys("awq", {"version": "GEMV"})
+    with pytest.raises(ModelError, match="zero_point is 'x'"):
+        check_keys("awq", {"zero_point": "x"})
 
 
 FP8: dict[str, Any] = {"quant_method": "fp8"}
@@ -343,6 +358,20 @@ COMPRESSED_CONFIG: dict[str, Any] = {"quant_method": "compressed-tensors"}
             )
         ],
         ({**COMPRESSED_CONFIG, "sparsity_config": "x"}, "sparsity_config"),
+        ({**COMPRESSED_CONFIG, "format": "x"}, "format is 'x'; supported: dense"),
+        ({**COMPRESSED_CONFIG, "config_groups": {"a": {"format": "x"}}}, "format is 'x'"),
+        *[
+            ({**COMPRESSED_CONFIG, "config_groups": {"a": {"weights": {key: value}}}}, key)
+            for key, value in (
+                ("type", "x"),
+                ("type", "int"),
+                ("strategy", "x"),
+                ("symmetric", "x"),
+                ("symmetric", 1),
+                ("actorder", "x"),
+            )
+        ],
+        ({**FP8, "activation_scheme": "x"}, "activation_scheme"),
     ],
 )
 def test_a_wrong_value_in_the_quantization_config_is_named(

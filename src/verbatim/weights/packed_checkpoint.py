@@ -222,7 +222,9 @@ def _compressed(checkpoint: _Checkpoint) -> None:
     for module in checkpoint.modules("weight"):
         tensor = checkpoint.raw[f"{module}.weight"]
         values = checkpoint.take(f"{module}.weight")
-        floats = E4M3[values] if tensor.dtype == "F8_E4M3" else values.astype(np.float32)
+        is_float = tensor.dtype == "F8_E4M3"
+        _check_type(checkpoint, module, "float" if is_float else "int")
+        floats = E4M3[values] if is_float else values.astype(np.float32)
         _compressed_scaled(checkpoint, module, floats, None)
     groups = mapping(config, "config_groups")
     if any(mapping(groups, name).get("input_activations") for name in groups):
@@ -233,7 +235,14 @@ def _compressed(checkpoint: _Checkpoint) -> None:
     checkpoint.drop("input_scale", "input_zero_point", "output_scale")
 
 
+def _check_type(checkpoint: _Checkpoint, module: str, type: str) -> None:
+    stated = checkpoint.groups.weights(module).get("type")
+    if stated not in (None, type):
+        raise ModelError(f"type is {stated!r}, and the values of {module} are of the type {type}")
+
+
 def _compressed_packed(checkpoint: _Checkpoint, module: str) -> None:
+    _check_type(checkpoint, module, "int")
     rows, columns = (int(n) for n in checkpoint.take(f"{module}.weight_shape").reshape(-1))
     packed = checkpoint.take(f"{module}.weight_packed")
     stated = checkpoint.groups.weights(module).get("num_bits")
@@ -249,8 +258,9 @@ def _compressed_packed(checkpoint: _Checkpoint, module: str) -> None:
     offset = 1 << (bits - 1)
     values = _nibbles(packed, bits).reshape(rows, -1)[:, :columns].astype(np.float32) - offset
     zero = None
-    if f"{module}.weight_zero_point" in checkpoint.raw:
-        words = checkpoint.take(f"{module}.weight_zero_point")  # packed along the rows
+    name = f"{module}.weight_zero_point"
+    if name in checkpoint.raw and checkpoint.raw[name].dtype != "I8":  # per row or group
+        words = checkpoint.take(name)  # packed along the rows
         zero = _nibbles(np.ascontiguousarray(words.T), bits).reshape(words.shape[1], -1).T
         zero = zero[:rows].astype(np.float32) - offset
     _compressed_scaled(checkpoint, module, values, zero)
@@ -324,12 +334,11 @@ def _gptq(checkpoint: _Checkpoint) -> None:
         zeros = checkpoint.take(f"{module}.qzeros")
         zero = (_nibbles(zeros, bits).reshape(len(zeros), -1) + add) & ((1 << bits) - 1)
         scale, type = checkpoint.take_scale(f"{module}.scales")
+        group = group_index(len(values), len(scale), checkpoint.config.get("group_size"))
         if f"{module}.g_idx" in checkpoint.raw:
             group = checkpoint.take_groups(f"{module}.g_idx", len(values), len(scale))
         elif checkpoint.config.get("desc_act"):
             raise ModelError(f"desc_act is true, and {module}.g_idx is missing")
-        else:
-            group = group_index(len(values), len(scale), checkpoint.config.get("group_size"))
         _check_zeros(zero, scale)
         difference = values.astype(np.float32) - zero.astype(np.float32)[group]
         checkpoint.put(f"{module}.weight", difference.T, scale[group].T, type)

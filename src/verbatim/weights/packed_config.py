@@ -45,6 +45,29 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     },
     "awq": {"version": ("gemm",)},
 }
+_FLAG = (True, False)
+_FORMATS = (
+    "dense",
+    "naive-quantized",
+    "float-quantized",
+    "int-quantized",
+    "pack-quantized",
+    "mixed-precision",
+)
+# key -> its values; other ones are faults, also where the tensors alone decide
+_VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
+    "fp8": {"activation_scheme": ("dynamic", "static")},
+    "compressed-tensors": {"format": _FORMATS},
+    "gptq": {"desc_act": _FLAG, "sym": _FLAG},
+    "awq": {"zero_point": _FLAG},
+}
+_GROUP_VALUES = {"format": _FORMATS}
+_WEIGHT_VALUES = {
+    "type": ("int", "float"),
+    "strategy": ("tensor", "channel", "group", "block"),
+    "symmetric": _FLAG,
+    "actorder": ("weight", "static", "group", "dynamic", True, False),
+}
 
 
 def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
@@ -54,10 +77,21 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
         if value and value not in fine and str(value).lower() not in fine:
             only = f"; supported: {', '.join(map(str, fine))}" if fine else ""
             raise ModelError(f"{key} is {value!r:.60}, which is not supported{only}")
+    check_values(config, _VALUES.get(method, {}))
     known = {*_COMMON.split(), *_KEYS[method].split()}
     if unknown := [key for key in config if key not in known]:
         return [f"quantization_config has keys that are ignored: {', '.join(unknown)}"]
     return []
+
+
+def check_values(config: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise a ModelError for a key with none of its values. A missing one and null are fine."""
+    for key, known in values.items():
+        value = config.get(key)
+        if value is None or any(value == one and type(value) is type(one) for one in known):
+            continue
+        names = ", ".join(str(one).lower() if type(one) is bool else str(one) for one in known)
+        raise ModelError(f"{key} is {value!r:.60}; supported: {names}")
 
 
 class ConfigGroups:
@@ -69,6 +103,8 @@ class ConfigGroups:
         self._patterns = NamePatterns()
         self._by_target: dict[str, Mapping[str, Any]] = {}  # a later group replaces an earlier one
         for group in self._groups:
+            check_values(group, _GROUP_VALUES)
+            check_values(mapping(group, "weights"), _WEIGHT_VALUES)
             targets = group.get("targets") or []
             if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
                 raise ModelError(f"targets is {targets!r:.60}, not a list of names")
