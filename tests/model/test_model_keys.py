@@ -198,6 +198,22 @@ def test_an_unsupported_value_raises_an_error_that_names_the_key(
         read(family, **changes)
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("gemma4", "num_experts", "many"),
+        ("qwen3moe", "sliding_window", "3"),
+        ("qwen3moe", "max_window_layers", {"a": 1}),
+        ("qwen2", "use_sliding_window", "no"),
+    ],
+)
+def test_a_key_that_is_not_read_still_needs_a_value_of_its_type(
+    family: str, key: str, value: Any
+) -> None:
+    with pytest.raises(ModelError, match=f"{key} is .*is needed"):
+        read_config({**TINY_CONFIGS[family], key: value}, file="config.json")
+
+
 def test_a_key_that_must_be_true_rejects_1() -> None:
     with pytest.raises(ModelError, match="is_causal"):
         read("llama", is_causal=1)

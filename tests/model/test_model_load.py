@@ -225,6 +225,10 @@ def test_a_stop_token_that_is_no_id_is_an_error_that_names_its_file(
         load_model(made)
     llama_directory(made, put(eos_token_id=[2, -1]))
     assert load_model(made).eos_ids == (2,)
+    assert not load_model(made).warnings
+    llama_directory(made, put(eos_token_id=[2, 260]))
+    (warning,) = load_model(made).warnings
+    assert "the stop token 260 is outside the vocabulary of 260 tokens" in warning
     (made / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
     with pytest.raises(ModelError, match=r"generation_config\.json: eos_token_id is "):
         load_model(made)

@@ -19,6 +19,7 @@ an error, unless the key has no default or its row says that null has a meaning 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -27,6 +28,7 @@ from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
 
 Treatment = Literal["followed", "must equal", "no effect"]
+_NUMBER = re.compile(r"^num_|_(size|heads|layers|experts|window)$")  # keys that have a number
 _MAX_LISTED = 8  # unknown keys listed in one error text
 
 
@@ -106,6 +108,8 @@ def check_keys(
         ):
             allowed = " or ".join(short(v) for v in key.values) or "null"
             raise reader.fail(name, f"only {allowed} is supported for {what} ({key.note})")
+        elif value is not None and (rule := _wrong_kind(name, key, value)):
+            raise reader.fail(name, rule)
         elif key.alias and value is not None:
             _resolve_alias(full, prefix + key.alias, value, checked.values, file)
     if unknown:
@@ -120,6 +124,21 @@ def check_keys(
         if key.default is not None and prefix + name not in values:
             checked.values.setdefault(prefix + name, key.default)
     return checked
+
+
+def _wrong_kind(name: str, key: Key, value: Any) -> str:
+    """The rule that a value of a followed key breaks by its type, or "". It is checked for all of
+    them, because some are read only if another key says so."""
+    if key.treatment != "followed":
+        return ""
+    number = not isinstance(key.default, bool | str | None) or (
+        key.default is None and _NUMBER.search(name)
+    )
+    if number and isinstance(value, bool | str | Mapping):
+        return "a number is needed"
+    if isinstance(key.default, bool) and isinstance(value, str | Mapping | list):
+        return "true or false is needed"
+    return ""
 
 
 def _unknown(name: str, value: Any, what: str, unknown: list[str], warnings: list[str]) -> None:

@@ -161,8 +161,9 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     spec = header.spec
     weights = Weights(names.collect(), names.collector.file, _digest(source.digest, spec, quant))
     eos = _gguf_eos(source.metadata)
+    warnings = (*header.warnings, *_eos_warnings(eos, spec))
     embedding = EmbeddingSpec(header.pooling)
-    return Model(spec, weights, source, eos, {}, header.warnings, embedding)
+    return Model(spec, weights, source, eos, {}, warnings, embedding)
 
 
 def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None) -> _Names:
@@ -208,6 +209,7 @@ def _from_directory(path: Path, context: int | None, quant: str | None) -> Model
     weights = Weights(names.collect(), str(path), _digest(source.digest, spec, quant))
     generation = dict(source.generation_config or {})
     eos = _config_eos(source.config, generation)
+    warnings = (*warnings, *_eos_warnings(eos, spec))
     return Model(spec, weights, source, eos, generation, warnings, read_embedding(path))
 
 
@@ -257,6 +259,14 @@ def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:
 
 
 # ---------------------------------------------------------------------------------- stop tokens
+
+
+def _eos_warnings(eos: tuple[int, ...], spec: ModelSpec) -> tuple[str, ...]:
+    return tuple(
+        f"the stop token {one} is outside the vocabulary of {spec.vocab} tokens; it ends no output"
+        for one in eos
+        if one >= spec.vocab
+    )
 
 
 def _ids(key: str, value: Any) -> list[int]:
