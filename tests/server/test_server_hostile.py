@@ -521,6 +521,27 @@ LARGE: list[tuple[str, str, Any, str]] = [
         ],
         "messages[1].reasoning_content",
     ),
+    (
+        "/v1/messages",
+        "messages",
+        [
+            {"role": "user", "content": "x"},
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "z"}]},
+            {"role": "user", "content": "y"},
+        ],
+        "messages[1].content",
+    ),
+    (
+        "/v1/responses",
+        "input",
+        [
+            {"role": "user", "content": "x"},
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "z"}]},
+            {"role": "assistant", "content": "y"},
+            {"role": "user", "content": "y"},
+        ],
+        "input[1]",
+    ),
     ("/v1/chat/completions", "max_completion_tokens", 1, "max_tokens"),
     ("/v1/chat/completions", "top_logprobs", 2, "top_logprobs"),
     ("/v1/chat/completions", "stream_options", {"include_usage": True}, "stream_options"),

@@ -199,10 +199,8 @@ def test_no_part_of_a_message_is_dropped() -> None:
     assert rendered(content="I must say ", refusal="no") == "I must say no"
     for failed, text in ((True, "Error: boom"), (False, "boom"), (None, "boom")):
         result = {"type": "tool_result", "tool_use_id": "t", "content": "boom", "is_error": failed}
-        assert (
-            chat_messages({"messages": [{"role": "user", "content": [result]}]})[0]["content"]
-            == text
-        )
+        made, places = chat_messages({"messages": [{"role": "user", "content": [result]}]})
+        assert (made[0]["content"], places) == (text, ["messages[0].content"])
     call, text = (
         {"type": "tool_use", "id": "t", "name": "f", "input": {}},
         {"type": "text", "text": "x"},
@@ -213,7 +211,8 @@ def test_no_part_of_a_message_is_dropped() -> None:
         ([text, call, text, call], [("x", 1), ("x", 1)]),
         ([], [("", 0)]),
     ):
-        turns = chat_messages({"messages": [{"role": "assistant", "content": blocks}]})
+        turns, places = chat_messages({"messages": [{"role": "assistant", "content": blocks}]})
+        assert places == ["messages[0].content"] * len(turns)
         assert [
             (turn["content"], len(turn.get("tool_calls", ()))) for turn in turns
         ] == wanted  # in their order

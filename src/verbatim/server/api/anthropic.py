@@ -66,10 +66,13 @@ def error_event(problem: Problem) -> bytes:
     return sse(error_body(problem), "error")
 
 
-def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
+def chat_messages(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of the chat template, and for each the field that it comes from."""
     out: list[dict[str, Any]] = []
+    places: list[str] = []
     if "system" in body:
         out.append({"role": "system", "content": plain_text(body["system"])})
+        places.append("system")
     for index, message in enumerate(body["messages"]):
         content = message["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -83,7 +86,8 @@ def chat_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
             message["role"], [b for b in blocks if b["type"] != "tool_result"]
         )
         out += split if split or results else [{"role": message["role"], "content": ""}]
-    return out
+        places += [f"messages[{index}].content"] * (len(out) - len(places))
+    return out, places
 
 
 def _template_messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -145,13 +149,13 @@ def _result(block: dict[str, Any]) -> str:
     return f"{FAILED}{text}" if block.get("is_error") else text
 
 
-def as_chat(body: dict[str, Any]) -> dict[str, Any]:
+def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
     chat: dict[str, Any] = {
         name: body[name]
         for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")
         if name in body
     }
-    chat["messages"] = chat_messages(body)
+    chat["messages"], call.places = chat_messages(body)
     if body["messages"][-1]["role"] == "assistant":
         _check_prefill(chat["messages"][-1])
         chat["continue_final"] = True
@@ -395,7 +399,7 @@ async def create(call: RequestContext) -> Response:
     model = call.state.check_model(body["model"])
     form = "output_format" if "output_format" in body else "output_config"
     ask = ChatRequest(
-        call, as_chat(body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form}
+        call, as_chat(call, body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form}
     )
     answer = MessagesReply(ask, model)
     stream = bool(body.get("stream"))
@@ -409,4 +413,4 @@ async def create(call: RequestContext) -> Response:
 async def count(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body["model"])
-    return Json({"input_tokens": await count_tokens(call, as_chat(body), NAMES)})
+    return Json({"input_tokens": await count_tokens(call, as_chat(call, body), NAMES)})

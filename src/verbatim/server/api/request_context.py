@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -70,6 +70,8 @@ class RequestContext:
         # engine parameter name -> client field name, for errors that the engine reports
         self.names: Mapping[str, str] = {}
         self.shift = 0  # number of messages that the server put before the client's messages
+        # the client's field behind each message, where it sends no messages in OpenAI's form
+        self.places: Sequence[str] = ()
         self.given: Mapping[str, Any] = {}  # the validated body
         self.load_seconds = 0.0  # this request waited so long for its model to be loaded
         self.signal = Signal()
@@ -183,7 +185,7 @@ class RequestContext:
         return facts.adapters.get(self.adapter, facts.fingerprint)
 
     def _with_client_names(self, problem: Problem) -> Problem:
-        return with_client_names(problem, self.names, self.shift)
+        return with_client_names(problem, self.names, self.shift, self.places)
 
     def _expire(self) -> None:
         for running in self.runs:

@@ -19,15 +19,19 @@ NAMES = {
 }
 
 
-def chat_messages(items: Any) -> list[dict[str, Any]]:
-    """Input items as chat messages. Consecutive calls belong to one assistant message."""
+def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Input items as chat messages, and for each the item that it starts with. Consecutive calls
+    belong to one assistant message."""
     if isinstance(items, str):
-        return [{"role": "user", "content": items}]
+        return [{"role": "user", "content": items}], ["input"]
     out: list[dict[str, Any]] = []
+    places: list[str] = []
     thought: dict[str, Any] = {}  # of the assistant message that follows
-    for item in items:
+    thought_place = ""
+    for index, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
+            thought_place = f"input[{index}]"
             text = "".join(part["text"] for part in item.get("content") or [])
             thought = {"reasoning_content": text} if text else {}
         elif kind == "message":
@@ -55,7 +59,9 @@ def chat_messages(items: Any) -> list[dict[str, Any]]:
                     "tool_call_id": item["call_id"],
                 }
             )
-    return out
+        if len(places) < len(out):
+            places.append(thought_place if "reasoning_content" in out[-1] else f"input[{index}]")
+    return out, places
 
 
 def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
@@ -69,11 +75,17 @@ def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
 def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
     """The request in chat fields: instructions, earlier messages, then the new input."""
     items = body.get("input", "")
-    messages = chat_messages(items) or [{"role": "user", "content": ""}]
+    messages, places = chat_messages(items)
+    if not messages:
+        messages, places = [{"role": "user", "content": ""}], ["input"]
     if "previous_response_id" in body:
-        messages = [*earlier_messages(call, body["previous_response_id"]), *messages]
+        earlier = earlier_messages(call, body["previous_response_id"])
+        messages = [*earlier, *messages]
+        places = ["previous_response_id"] * len(earlier) + places
     if "instructions" in body:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
+        places.insert(0, "instructions")
+    call.places = places
     chat: dict[str, Any] = {
         name: body[name]
         for name in body

@@ -156,7 +156,7 @@ class ResponsesReply:
             messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
             item = {
                 "object": made,
-                "messages": [*messages, *chat_messages(self.output)],
+                "messages": [*messages, *chat_messages(self.output)[0]],
                 "input": input_rows(self.body),
             }
             self.call.state.store.put(self.call.tenant, "response", self.id, item)

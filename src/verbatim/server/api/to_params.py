@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import RequestError
@@ -92,14 +92,20 @@ def finish_params(
         raise with_client_names(problem_of(error), names or {}) from None
 
 
-def with_client_names(problem: Problem, names: Mapping[str, str], shift: int = 0) -> Problem:
+def with_client_names(
+    problem: Problem, names: Mapping[str, str], shift: int = 0, places: Sequence[str] = ()
+) -> Problem:
     """The error under the client's field name: max_completion_tokens for max_tokens, for example.
 
-    `shift` is the number of messages that the server put before the client's."""
+    `shift` is the number of messages that the server put before the client's; `places` are the
+    client's fields behind its messages, where these are not messages[0], messages[1] and so on."""
     field_name = problem.param and names.get(problem.param)
     if problem.param and (place := MESSAGE_KEY(problem.param)):
+        index = int(place[1]) - shift
         field_name = (
-            f"messages[{int(place[1]) - shift}].{names.get(f'messages.{place[2]}', place[2])}"
+            places[index]
+            if index < len(places)
+            else f"messages[{index}].{names.get(f'messages.{place[2]}', place[2])}"
         )
     if not field_name or field_name == problem.param:
         return problem
