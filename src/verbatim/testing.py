@@ -381,14 +381,6 @@ THINK_SOURCE = (
 )
 
 
-def count_seeds() -> None:
-    """Requests without a seed get 1, 2, 3 and so on from the server, so that a test sees the same
-    answers in every run. With random seeds some of them end at their first token."""
-    from verbatim.server.api import to_params
-
-    to_params.fresh_seed = itertools.count(1).__next__
-
-
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
     then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), rank=yes (a
@@ -396,7 +388,7 @@ def server_parts(options: str) -> LoadedModel:
     from verbatim.engine import request
     from verbatim.text.chat_template import ChatTemplate
 
-    request.new_seed = itertools.count(1).__next__  # as count_seeds()
+    request.new_seed = itertools.count(1).__next__  # as to_params.count_seeds()
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
     thinks, ranks = "think" in values, "rank" in values

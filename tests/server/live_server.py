@@ -31,7 +31,8 @@ LISTENING = re.compile(r"listening on (https?)://[^ ]*?:(\d+) ")
 
 class Live:
     """One `verbatim serve` process. Its log goes to a file, which is shown if it fails to start.
-    With clock=True the clock of its HTTP process moves only by advance() (clocked_server.py)."""
+    With clock=True the clock of its HTTP process moves only by advance() (clocked_server.py).
+    Requests without a seed get 1, 2, 3 and so on, unless random_seeds."""
 
     def __init__(
         self,
@@ -39,15 +40,15 @@ class Live:
         engine: str | None = "pipeline",
         env: dict[str, str] | None = None,
         clock: bool = False,
+        random_seeds: bool = False,
         names: tuple[str, ...] = NAMES,
     ) -> None:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
         self.clocked = clock
-        words = (
-            [sys.executable, str(Path(__file__).with_name("clocked_server.py"))]
-            if clock
-            else [sys.executable, "-m", "verbatim"]
-        )
+        script = "clocked_server.py" if clock else "counted_server.py"
+        words = [sys.executable, str(Path(__file__).with_name(script))]
+        if random_seeds:
+            words = [sys.executable, "-m", "verbatim"]
         words += ["serve", "--port", "0", *(w for n in names for w in ("--served-model-name", n))]
         # A loaded machine can keep an engine silent for a minute.
         if "--engine-silence-seconds" not in flags:

@@ -19,9 +19,9 @@ QUIET = {
     "LANGSMITH_TRACING": "false",
     "DO_NOT_TRACK": "1",
 }  # clients may contact loopback only
-PYTHON = ("openai_sync", "openai_async", "anthropic", "ollama", "llm_command", "langchain")
+PYTHON = ("openai_sync", "openai_async", "anthropic", "ollama", "llm_command")
 # they send their requests through the openai package, and take long to import
-WRAPPERS = ("instructor", "pydantic_ai", "litellm")
+WRAPPERS = ("langchain", "instructor", "pydantic_ai", "litellm")
 
 
 def run(*words: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

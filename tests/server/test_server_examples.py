@@ -322,8 +322,9 @@ REFUSED = {
 }
 
 
-def served(*flags: str, engine: str | None) -> Iterator[Live]:
-    live = Live(*FLAGS, "--max-output-tokens", "100", *flags, engine=engine).wait_ready()
+def served(*flags: str, engine: str | None, random_seeds: bool = False) -> Iterator[Live]:
+    flags = (*FLAGS, "--max-output-tokens", "100", *flags)
+    live = Live(*flags, engine=engine, random_seeds=random_seeds).wait_ready()
     yield live
     check_ledger(live.wait_at_rest())
     assert live.stop() == 0, live.log_text()
@@ -338,7 +339,7 @@ def quick() -> Iterator[Live]:
 def model(default_model: Path) -> Iterator[Live]:
     """Greedy defaults: the examples give no seed, and are sent as they are."""
     flags = ("--model", str(default_model), "--pooling", "mean", "--defaults", "greedy")
-    yield from served(*flags, engine=None)
+    yield from served(*flags, engine=None, random_seeds=True)
 
 
 def send(live: Live, name: str) -> list[dict[str, Any]]:
@@ -402,7 +403,7 @@ def test_ollamas_examples_make_sense_on_the_default_model(model: Live) -> None:
 
 
 def test_a_request_without_a_seed_gets_a_random_one(model: Live) -> None:
-    """A fake engine counts its seeds, so this needs a model."""
+    """A server with a fake engine counts its seeds."""
     seeds = {model.complete("x", max_tokens=1, seed=None)["seed"] for _ in range(4)}
     assert len(seeds) == 4
     assert all(0 <= seed < 2**53 for seed in seeds)

@@ -361,9 +361,9 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("gguf", 4_000),
+        ("gguf", 2_500),
         ("split", 1_000),
-        ("safetensors", 1_500),
+        ("safetensors", 1_000),
         ("directory", 1_200),
         ("whole", 400),
     ],

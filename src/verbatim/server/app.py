@@ -50,6 +50,7 @@ from verbatim.server.api.request_context import (
     new_id,
     to_problem,
 )
+from verbatim.server.api.to_params import count_seeds
 from verbatim.server.api.validate import check_query
 from verbatim.server.json_io import dumps
 from verbatim.server.server_state import State
@@ -138,8 +139,6 @@ QUEUED_ROUTES = {
 
 def make_app(state: State) -> Middleware:
     if state.settings.test_engine:
-        from verbatim.testing import count_seeds
-
         count_seeds()
     routes = [
         Route(path, _endpoint(state, path, methods), methods=list(methods))

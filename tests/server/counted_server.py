@@ -1,0 +1,11 @@
+"""`verbatim` whose server gives 1, 2, 3 and so on to requests without a seed, as it does with a
+fake engine (to_params.count_seeds): a model's answers are then the same in every run."""
+
+from __future__ import annotations
+
+from verbatim.cli.main import main
+from verbatim.server.api.to_params import count_seeds
+
+if __name__ == "__main__":
+    count_seeds()
+    main()
