@@ -21,7 +21,7 @@ class Rig:
     def __init__(
         self,
         *,
-        blocks: int = 64,
+        blocks: int | tuple[int, ...] = 64,
         block_size: int = 4,
         windows: Seq[int | None] = (None,),
         step_tokens: int = 32,
@@ -33,7 +33,7 @@ class Rig:
         overlap: bool = False,
     ) -> None:
         spec = fake_spec(vocab, windows=windows)
-        counts = (blocks,) * len(spec.groups)
+        counts = blocks if isinstance(blocks, tuple) else (blocks,) * len(spec.groups)
         self.scheduler = Scheduler(
             spec.groups,
             counts,

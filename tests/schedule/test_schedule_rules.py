@@ -375,6 +375,43 @@ def test_a_sliding_window_lets_a_long_sequence_fit_a_small_cache() -> None:
         Rig(windows=(9,), blocks=2).add([1] * 50, 60)
 
 
+@pytest.mark.parametrize("logprobs", [None, 0])
+@pytest.mark.parametrize("window_blocks", [60, 24, 12])
+def test_a_long_prompt_is_not_preempted_for_tokens_of_decoding_sequences(
+    window_blocks: int, logprobs: int | None
+) -> None:
+    """A chunk that takes every block of a windowed group would be preempted in the next step, by
+    the first decoding sequence that needs one; with prompt_logprobs it starts again at 0."""
+    rig = Rig(windows=(None, 9), blocks=(400, window_blocks), step_tokens=256)
+    decodes = 6 if window_blocks > 12 else 1
+    for i in range(decodes):
+        rig.add([i] * 4, 200, min_tokens=200)
+    for _ in range(3):
+        rig.step()
+    more = {} if logprobs is None else {"prompt_logprobs": logprobs}
+    (late,) = rig.add(list(range(30)) * 20, 4, min_tokens=4, **more)
+    steps = 0
+    while late.id not in rig.ended:
+        rig.step()
+        steps += 1
+        assert steps < 150
+    assert rig.scheduler.preemptions == 0
+
+
+def test_a_preempted_prompt_is_admitted_with_the_window_that_it_hits() -> None:
+    """The window that a prefix hit holds counts as a part of the window that admission needs."""
+    rig = Rig(windows=(None, 41), blocks=(400, 24), step_tokens=64)
+    rig.add([1] * 50, 300, min_tokens=300)
+    prompt = [i % 30 for i in range(400)]
+    (first,) = rig.add(prompt, 1)
+    while first.id not in rig.ended:
+        rig.step()
+    (late,) = rig.add([*prompt, 3, 4, 5], 4, min_tokens=4)
+    for _ in range(20):
+        rig.step()
+    assert late.id in rig.ended
+
+
 def test_more_choices_than_max_running_all_finish() -> None:
     rig = Rig(max_running=3, blocks=30)
     family = rig.add([1] * 10, 6, n=12)

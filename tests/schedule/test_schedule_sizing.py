@@ -114,6 +114,16 @@ def test_a_large_chunk_counts_once_and_not_for_every_sequence() -> None:
     assert counts == [4 * 37, 3 * 37 + 100]
 
 
+def test_a_large_step_does_not_take_the_context_of_full_attention() -> None:
+    """Where memory is short, a windowed group has blocks for a chunk of the usual size."""
+    few, many = (
+        plan(MIXED, (KIB, 3 * KIB), free=440 * KIB, on_gpu=True, step_tokens=chunk)
+        for chunk in (512, 8192)
+    )
+    assert few.context == many.context == 1600
+    assert few.blocks == many.blocks
+
+
 def test_windows_shrink_before_a_full_context_does() -> None:
     made = plan(MIXED, (KIB, 3 * KIB), free=0, kv_memory=130 * KIB, step_tokens=16)
     assert made.blocks[0] >= 100

@@ -7,6 +7,7 @@ nothing changes. The scheduler decides which sequence is served first.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 from verbatim.base.records import CacheGroup
 from verbatim.schedule.block_store import BlockStore
@@ -33,7 +34,7 @@ class PagedCache:
         self.prefix = prefix
         self.store = store  # blocks outside the pools: the disk cache
         self.windows = [g.window for g in groups]
-        self._windowed = any(w is not None for w in self.windows)
+        self.windowed = any(w is not None for w in self.windows)
 
     def set_prefix_key(self, key: bytes) -> None:
         """Hash blocks with this key instead of a random one: engines with one key agree on the
@@ -64,7 +65,7 @@ class PagedCache:
         allocated. Copies of shared blocks are appended to `copies`."""
         size = self.block_size
         first, need = seq.computed // size, (seq.computed + n - 1) // size + 1
-        if self._windowed:
+        if self.windowed:
             self._release_outside_window(seq)
         grow = False
         for pool, table in zip(self.pools, seq.blocks, strict=True):
@@ -91,25 +92,39 @@ class PagedCache:
             while len(table) < need:
                 table.append(pool.allocate())
 
-    def max_positions(self, seq: Sequence) -> int:
-        """Positions that the sequence could compute with its own and all available blocks."""
+    def max_positions(self, seq: Sequence, others: Iterable[Sequence] = ()) -> int:
+        """Positions that the sequence could compute with its own and all available blocks. In
+        groups with a window, a block stays free for each of `others` that may need one."""
+        self._release_outside_window(seq)
         first, size = seq.computed // self.block_size, self.block_size
         limits = []
-        for pool, table in zip(self.pools, seq.blocks, strict=True):
+        for g, (pool, table) in enumerate(zip(self.pools, seq.blocks, strict=True)):
             shared = first < len(table) and pool.refs[table[first]] > 1
-            limits.append((len(table) + pool.available - shared) * size - seq.computed)
+            spare = 0 if self.windows[g] is None else self._growing(g, others)
+            free = max(pool.available - shared - spare, 0)
+            limits.append((len(table) + free) * size - seq.computed)
         return min(limits)
 
-    def can_admit(self, seq: Sequence, running: int) -> bool:
-        """All known tokens of a waiting sequence fit, with one block per running sequence left."""
+    def can_admit(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+        """All known tokens of a waiting sequence fit, with one block left per running sequence that
+        may need one."""
         need = self.blocks_for(len(seq.tokens))
-        for group, pool, table in zip(self.groups, self.pools, seq.blocks, strict=True):
-            more = need - len(table)
-            if group.window is not None:
-                more = min(more, self._window_blocks(group.window))
-            if more + running > pool.available:
+        for g, (pool, table) in enumerate(zip(self.pools, seq.blocks, strict=True)):
+            more, window = need - len(table), self.windows[g]
+            if window is not None:  # a prefix hit holds a part of the window
+                more = min(more, self._window_blocks(window) - _held(seq, g))
+            if more + self._growing(g, running) > pool.available:
                 return False
         return True
+
+    def _growing(self, group: int, sequences: Iterable[Sequence]) -> int:
+        """How many of these sequences may need one more block than they hold: all of them, or those
+        without a whole window."""
+        window = self.windows[group]
+        if window is None:
+            return sum(1 for _ in sequences)
+        whole = self._window_blocks(window)
+        return sum(_held(seq, group) < whole for seq in sequences)
 
     def blocks_needed(self, group: CacheGroup, positions: int) -> int:
         """Blocks that a sequence of this many computed positions holds in one group."""
@@ -273,3 +288,8 @@ class PagedCache:
             while len(table) > keep:
                 pool.release(table.pop())
                 seq.frozen_blocks = None
+
+
+def _held(seq: Sequence, group: int) -> int:
+    """Blocks of the sequence in one group."""
+    return len(seq.blocks[group]) - seq.released[group]

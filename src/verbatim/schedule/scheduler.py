@@ -101,11 +101,13 @@ class Scheduler(SequenceQueues):
         behind = len(self.running)
         steps: list[SeqStep] = []
         copies: Copies = []
-        for seq in self.running[:]:
+        for before, seq in enumerate(self.running[:]):
             behind -= 1
             if seq.held or seq.state != RUNNING:  # preempted for a sequence before it
                 continue
-            step = self._plan_decode(seq) or self._plan_running(seq, budget - behind, copies)
+            step = self._plan_decode(seq) or self._plan_running(
+                seq, budget - behind, before, copies
+            )
             if step is not None:
                 steps.append(step)
                 one = len(step.tokens) == 1  # the common case spares a call per sequence
@@ -140,10 +142,16 @@ class Scheduler(SequenceQueues):
         token = (seq.tokens[-1],)
         return SeqStep(seq.id, token, start, blocks, 1, seq.draw_spec(), adapter=seq.adapter)
 
-    def _plan_running(self, seq: Sequence, budget: int, copies: Copies) -> SeqStep | None:
-        """The next chunk of a running sequence. None: the sequence itself was preempted."""
+    def _plan_running(
+        self, seq: Sequence, budget: int, before: int, copies: Copies
+    ) -> SeqStep | None:
+        """The next chunk of a running sequence. None: the sequence itself was preempted. In groups
+        with a window a chunk leaves blocks for the `before` sequences ahead of it in rank: for their
+        next tokens they would preempt it, though it is about to release blocks."""
         want = len(seq.tokens) - seq.computed
         n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
+        if n > 1 and self.cache.windowed:
+            n = max(1, min(n, self.cache.max_positions(seq, self.running[:before])))
         while not self.cache.allocate(seq, n, copies):
             if n > 1:  # shorten the chunk before preempting another sequence
                 n = max(1, min(n - 1, self.cache.max_positions(seq)))
@@ -159,17 +167,18 @@ class Scheduler(SequenceQueues):
             return None
         self.cache.reuse_prefix(seq)
         running = self.running
-        while len(running) >= self.max_running or not self.cache.can_admit(seq, len(running)):
+        while len(running) >= self.max_running or not self.cache.can_admit(seq, running):
             # If every running sequence is a held beam that waits for this one, preempt the beams.
             if not (alone and self._preempt_held()):
                 ensure(bool(running), f"sequence {seq.id} does not fit an empty cache")
                 self.cache.release_all(seq)
                 self._refused = self._admission_state(seq)
                 return None
+        others = running[:]
         self._start(seq)
         want = len(seq.tokens) - seq.computed
         n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
-        n = min(n, self.cache.max_positions(seq))
+        n = min(n, self.cache.max_positions(seq, others))
         ensure(self.cache.allocate(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
         return seq.make_step(want, n)
 

@@ -73,7 +73,9 @@ def plan_cache(
     def needed(window: int | None, chunk: int) -> int:
         return full if window is None else min(full, -(-(window + chunk) // block_size) + 1)
 
-    windows = [needed(g.window, step_tokens) for g in groups]
+    # Of a large step's chunk only the usual size is needed: the scheduler makes chunks smaller
+    # where blocks are scarce.
+    windows = [needed(g.window, min(step_tokens, STEP_TOKENS)) for g in groups]
     one = sum(n * b for n, b in zip(windows, block_bytes, strict=True))
     if config.kv_blocks is not None:
         blocks, rule = tuple(config.kv_blocks for _ in groups), f"kv_blocks {config.kv_blocks}"
@@ -89,10 +91,11 @@ def plan_cache(
             rule = _reason(memory, config.max_running * one, one, free)
         rule += f", {1 - share:.0%} for the draft model" if share < 1 else ""
         # Sequences share the tokens of a step, so a large chunk counts once.
-        usual = [needed(g.window, min(step_tokens, STEP_TOKENS)) for g in groups]
         most = [
-            None if g.window is None else config.max_running * small + need - small
-            for g, small, need in zip(groups, usual, windows, strict=True)
+            None
+            if g.window is None
+            else (config.max_running - 1) * usual + needed(g.window, step_tokens)
+            for g, usual in zip(groups, windows, strict=True)
         ]
         blocks = _split(memory, windows, block_bytes, most, full)
     if min(blocks) < 1:
