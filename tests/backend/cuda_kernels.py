@@ -46,6 +46,7 @@ from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
+from verbatim.backend.cuda.lora import LowRankPart, add_low_rank
 from verbatim.backend.cuda.step_graph import GraphInputs
 from verbatim.backend.cuda.token_counts import TokenCounts
 from verbatim.backend.protocol import Backend
@@ -220,6 +221,26 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family
     for one, other in zip(alone, together, strict=True):
         assert same_bits(one, other)
     assert run_prompts(backend, tokens, (-1, 0, 1), 0) == [seq.drawn for seq in alone]
+
+
+def test_low_rank_sums_are_added_behind_the_splits_of_any_tile(device: torch.device) -> None:
+    """The number of splits in parallel depends on the number of rows."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(8, 512, device=device), torch.randn(48, 512, device=device)
+    bias = torch.randn(48, device=device)
+    low = LowRankPart(
+        0, torch.randn(4, 512, device=device), torch.randn(48, 4, device=device), 0.1
+    )
+    splits, _ = gpu_layout.split_k(48, 512)
+    assert splits > 1
+    found = []
+    for count, parallel in ((8, 1), (3, splits)):
+        tile = matmul_tile.choose_tile(16, 48, 512, splits, False)._replace(parallel=parallel)
+        sums = kernels.matmul(x[:count], weight.half(), bias, tile)
+        assert len(sums.splits) == parallel
+        rows = torch.tensor([0, 2], device=device)
+        found.append(kernels.reduce_splits(add_low_rank(sums, x[:count], rows, [low]))[:3])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen35", SAME_KERNELS])
@@ -448,10 +469,12 @@ def test_a_fused_activation_has_the_bits_of_its_own_kernel(
     assert not kernels.can_fuse(w, "gelu")
     assert not kernels.can_fuse(w.new_zeros(100, 512), "silu"), "its splits are not added up"
     expected = kernels.mlp_activation(kernels.matmul(x, w), "silu", True, torch.float16)
-    tile = matmul_tile.choose_tile(rows, 48, 40, 1, tma)
-    assert tile.tma == tma
-    for one in (tile, tile._replace(rows=192)) if rows > 128 else (tile,):
-        assert torch.equal(kernels.gated_matmul(x, w, "silu", torch.float16, one), expected)
+    tiles = [matmul_tile.choose_tile(rows, 48, 40, 1, tma)]
+    assert tiles[0].tma == tma
+    if rows > 128:
+        tiles += [tile for tile in matmul_tile.tma_tiles(1) if tile.rows == 192]
+    for tile in tiles:
+        assert torch.equal(kernels.gated_matmul(x, w, "silu", torch.float16, tile), expected)
 
 
 def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,11 +66,15 @@ def adapter_rows(adapters: np.ndarray, device: torch.device) -> AdapterRows:
 
 def add_low_rank(
     sums: SplitSums, x: torch.Tensor, rows: torch.Tensor, parts: Iterable[LowRankPart]
-) -> None:
-    """Add the low-rank sums to these rows of the product's first partial sum."""
+) -> SplitSums:
+    """The product with the low-rank sums of these rows. Its splits are summed first: their number
+    depends on the number of rows, and so would the order of the additions."""
     for part in parts:
+        if len(sums.splits) > 1:
+            sums = SplitSums(kernels.reduce_splits(SplitSums(sums.splits))[None], sums.bias)
         inputs = x.index_select(0, rows)
         low = kernels.reduce_splits(kernels.matmul(inputs, part.a)) * part.scale
         delta = kernels.reduce_splits(kernels.matmul(low, part.b))
         target = sums.splits[0, :, part.first : part.first + len(part.b)]
         target[rows] = target[rows] + delta
+    return sums

@@ -154,7 +154,7 @@ class CudaOps:
         step = self.step
         adapters = step.adapters if len(x) == len(step.tokens) else step.output_adapters
         for adapter, rows in adapters:
-            add_low_rank(sums, x, rows, self.adapters[adapter].get(name, ()))
+            sums = add_low_rank(sums, x, rows, self.adapters[adapter].get(name, ()))
         return sums
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
