@@ -228,9 +228,7 @@ def test_low_rank_sums_are_added_behind_the_splits_of_any_tile(device: torch.dev
     torch.manual_seed(2)
     x, weight = torch.randn(8, 512, device=device), torch.randn(48, 512, device=device)
     bias = torch.randn(48, device=device)
-    low = LowRankPart(
-        0, torch.randn(4, 512, device=device), torch.randn(48, 4, device=device), 0.1
-    )
+    low = LowRankPart(0, torch.randn(4, 512, device=device), torch.randn(48, 4, device=device), 0.1)
     splits, _ = gpu_layout.split_k(48, 512)
     assert splits > 1
     found = []

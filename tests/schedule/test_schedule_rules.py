@@ -8,6 +8,7 @@ from schedule_rig import EOS, VOCAB, Rig
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.params import SamplingParams
+from verbatim.schedule import scheduler
 from verbatim.schedule.prefix import PrefixChain, prefix_salt
 from verbatim.schedule.sequence import Sequence
 from verbatim.schedule.token_cost import ATTENTION_WEIGHT, TokenCost
@@ -410,6 +411,21 @@ def test_a_preempted_prompt_is_admitted_with_the_window_that_it_hits() -> None:
     for _ in range(20):
         rig.step()
     assert late.id in rig.ended
+
+
+def test_a_step_scores_few_positions_however_large_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of logits for each of 8,192 positions would not fit beside the cache of a GPU."""
+    monkeypatch.setattr(scheduler, "MAX_SCORES", 10)
+    rig = Rig(step_tokens=200, blocks=200)
+    scored = [rig.add([i] * 25, 4, min_tokens=4, prompt_logprobs=0)[0] for i in range(3)]
+    (plain,) = rig.add([9] * 100, 4, min_tokens=4)
+    most = 0
+    while rig.step() is not None:
+        assert rig.plan is not None
+        most = max(most, sum(len(step.targets) for step in rig.plan.sequences))
+    assert most == 10
+    assert {seq.id for seq in (*scored, plain)} <= rig.ended.keys()
+    assert all(seq.scored == 24 for seq in scored)
 
 
 def test_more_choices_than_max_running_all_finish() -> None:

@@ -720,7 +720,7 @@ def in_crowds(
 
 @pytest.mark.model
 @pytest.mark.native
-@pytest.mark.parametrize("count", [4, pytest.param(100, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [6, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_draft_head_never_changes_an_answer(default_model: Path, count: int) -> None:
     """Drafts submitted in full, and only as they pay: the same bits as without drafts."""
     answers: dict[str, list[Any]] = {}

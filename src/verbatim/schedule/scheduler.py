@@ -57,6 +57,9 @@ from verbatim.schedule.sequence import RUNNING, Sequence
 from verbatim.schedule.token_cost import TokenCost
 
 NOTHING_LEFT = "no token is left to draw: bans, grammar and min_tokens together exclude every id"
+# Positions with log-probabilities of the prompt in one step: each needs a row of logits, of 128,000
+# tokens half a megabyte, on the GPU and on the host, which scores them.
+MAX_SCORES = 512
 EventSink = Callable[[TokenEvent], bool]  # True: the sequence ends with this event
 
 
@@ -91,13 +94,14 @@ class Scheduler(SequenceQueues):
         self.overlap = overlap and use_cache  # the backend launches the next step early
         self._full_attention_only = len(groups) == 1 and groups[0].window is None
         self._step = 0
+        self._scores_left = MAX_SCORES
         self._refused: tuple[int, int, int] | None = None  # _admission_state() of the last refusal
 
     # ----------------------------------------------------------------------------------- plan
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when no sequence can advance."""
-        budget = self.step_tokens
+        budget, self._scores_left = self.step_tokens, MAX_SCORES
         behind = len(self.running)
         steps: list[SeqStep] = []
         copies: Copies = []
@@ -145,11 +149,16 @@ class Scheduler(SequenceQueues):
     def _plan_running(
         self, seq: Sequence, budget: int, before: int, copies: Copies
     ) -> SeqStep | None:
-        """The next chunk of a running sequence. None: the sequence itself was preempted. In groups
-        with a window a chunk leaves blocks for the `before` sequences ahead of it in rank: for their
-        next tokens they would preempt it, though it is about to release blocks."""
+        """The next chunk of a running sequence. None: the sequence itself was preempted, or the
+        step has enough positions with log-probabilities of the prompt. In groups with a window a
+        chunk leaves blocks for the `before` sequences ahead of it in rank: for their next tokens
+        they would preempt it, though it is about to release blocks."""
         want = len(seq.tokens) - seq.computed
         n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
+        if seq.unscored:
+            if not self._scores_left:
+                return None
+            n = min(n, self._scores_left)
         if n > 1 and self.cache.windowed:
             n = max(1, min(n, self.cache.max_positions(seq, self.running[:before])))
         while not self.cache.allocate(seq, n, copies):
@@ -157,13 +166,20 @@ class Scheduler(SequenceQueues):
                 n = max(1, min(n - 1, self.cache.max_positions(seq)))
             elif not self._preempt_for(seq):
                 return None
-        return seq.make_step(want, n)
+        return self._make_step(seq, want, n)
+
+    def _make_step(self, seq: Sequence, want: int, n: int) -> SeqStep:
+        step = seq.make_step(want, n)
+        self._scores_left -= len(step.targets)
+        return step
 
     def _admit(self, budget: int, *, alone: bool) -> SeqStep | None:
         """Start the first waiting sequence if its known tokens fit beside the running ones.
         `alone`: no other sequence advances in this step."""
         seq = next((s for s in self.waiting if not s.held), None)
         if seq is None or (not alone and self._refused == self._admission_state(seq)):
+            return None
+        if seq.unscored and not self._scores_left:
             return None
         self.cache.reuse_prefix(seq)
         running = self.running
@@ -179,8 +195,10 @@ class Scheduler(SequenceQueues):
         want = len(seq.tokens) - seq.computed
         n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
         n = min(n, self.cache.max_positions(seq, others))
+        if seq.unscored:
+            n = min(n, self._scores_left)
         ensure(self.cache.allocate(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
-        return seq.make_step(want, n)
+        return self._make_step(seq, want, n)
 
     def _admission_state(self, seq: Sequence) -> tuple[int, int, int]:
         """While this does not change, a refused sequence still does not fit: no retry per step."""
