@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,8 +27,10 @@ from verbatim.base.errors import (
     VerbatimError,
 )
 from verbatim.base.records import Completion
+from verbatim.engine.engine_setup import with_step_tokens
 from verbatim.engine.stream import ChoiceStream
 from verbatim.model.embedding import EmbeddingSpec
+from verbatim.model.spec import LayerSpec, ModelSpec
 from verbatim.sampling.draw import noise_key
 from verbatim.testing import (
     ByteTokenizer,
@@ -1186,3 +1189,26 @@ def test_an_invalid_message_is_named_before_the_template_runs(messages: Any, wan
         assert caught.value.param == "messages[1].tool_calls"
         with pytest.raises(ParameterError, match="'tokenizer' is set by the engine"):
             llm.encode_chat([{"role": "user", "content": "x"}], tokenizer=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "free", "tokens"),
+    [
+        ("cuda", 80e9, 8192),
+        ("cuda", 8.7e9, 8192),
+        ("cuda", 5e9, 4096),
+        ("cuda", 0, 512),
+        ("cpu", 80e9, 512),
+    ],
+)
+def test_a_step_on_a_gpu_has_as_many_tokens_as_its_memory_allows(
+    name: str, free: float, tokens: int
+) -> None:
+    """The sizes of Llama 3.1 8B: 0.23 MB of activations per token."""
+    spec = ModelSpec("llama", 128256, 4096, 32, 8, 128, 14336, 8192, (LayerSpec(),) * 32)
+    backend = SimpleNamespace(
+        info=SimpleNamespace(name=name), spec=spec, available_memory=lambda: int(free)
+    )
+    parts: Any = SimpleNamespace(backend=backend)
+    assert with_step_tokens(parts, EngineConfig()).step_tokens == tokens
+    assert with_step_tokens(parts, EngineConfig(step_tokens=9)).step_tokens == 9

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from math import prod
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from verbatim.model.spec import ModelSpec
 
 BlockMode: TypeAlias = Literal["unpacked", "both", "only"]
 # weights that are stored in half precision
@@ -117,6 +120,21 @@ def device_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode) -> dict
     are float32."""
     kept = _stay_in_blocks(weights) if blocks != "unpacked" else ()
     return {name: _bytes_of(name, w, blocks, name in kept) for name, w in weights.items()}
+
+
+def activation_bytes(spec: ModelSpec) -> int:
+    """An upper estimate of the bytes of a step per token, beside weights and KV cache: residual,
+    norm and product outputs of a layer in float32, and the inner rows of its MLP, also in half
+    precision. Each expert that a token uses has inner rows."""
+    shapes = [spec.kv_shape(i) for i in range(len(spec.layers))]
+    qkv = max((spec.heads + 2 * heads) * size for heads, size in shapes)
+    if spec.delta is not None:
+        qkv = max(qkv, spec.delta.qkv + 2 * spec.delta.values)
+    inner = max(
+        spec.mlp_width(i) * max(spec.experts_used if layer.experts else 0, 1)
+        for i, layer in enumerate(spec.layers)
+    )
+    return 4 * (4 * spec.hidden + qkv) + 10 * (inner + spec.shared_mlp)
 
 
 def buffer_bytes(weights: Mapping[str, StoredWeight], kept: Collection[str]) -> int:

@@ -23,7 +23,8 @@ SIZES = ("kv_memory", "cache_dir_size")  # settings in bytes, also given as text
 CACHE_DIR_SIZE = 8 << 30  # bytes
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 STEP_TOKENS = 512  # default of step_tokens on a CPU: a step takes a fraction of a second
-GPU_STEP_TOKENS = 8192  # on a GPU, where larger steps leave it idle less often
+# on a GPU with memory for their activations; larger steps leave it idle less often
+GPU_STEP_TOKENS = 8192
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
 
 

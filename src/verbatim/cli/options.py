@@ -29,7 +29,7 @@ ENGINE_HELP = {
     "backend": "auto, cpu, cuda or reference; auto: cuda where a GPU can run the model, else cpu",
     "threads": "threads of the CPU backend; default: the physical cores",
     "context": "maximum tokens of prompt and output; default: the model's own limit",
-    "step_tokens": "maximum tokens computed in one step; default: 512, on a GPU 8,192",
+    "step_tokens": "maximum tokens computed in one step; default: 512, on a GPU up to 8,192",
     "max_running": "maximum sequences in one step",
     "max_waiting": "maximum requests in the queue",
     "kv_memory": "memory for the KV cache, such as 512M or 2G",

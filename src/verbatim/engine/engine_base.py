@@ -76,7 +76,7 @@ class EngineBase(metaclass=AnsweringType):
         backend: auto, cpu, cuda or reference
         threads: CPU threads; None: the physical cores that this process may use
         context: the longest prompt plus answer, in tokens; None: the model's limit
-        step_tokens: the most tokens per step, the prefill chunk; None: 512, on a GPU 8,192
+        step_tokens: the most tokens per step, the prefill chunk; None: 512, on a GPU up to 8,192
         max_running: the most sequences per step
         max_waiting: the most requests in the queue; further ones are refused
         kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits

@@ -35,11 +35,18 @@ class PreemptOnError:
 
 
 def with_step_tokens(parts: LoadedModel, config: EngineConfig) -> EngineConfig:
-    """The config with the backend's default of step_tokens, if it has none."""
+    """The config with the backend's default of step_tokens, if it has none. On a GPU a step's
+    activations take at most a quarter of the memory that the weights leave."""
     if config.step_tokens is not None:
         return config
-    on_gpu = parts.backend.info.name == "cuda"
-    return replace(config, step_tokens=GPU_STEP_TOKENS if on_gpu else STEP_TOKENS)
+    backend, step_tokens = parts.backend, STEP_TOKENS
+    if backend.info.name == "cuda":
+        from verbatim.backend.gpu_layout import activation_bytes
+
+        free, step_tokens = backend.available_memory() or 0, GPU_STEP_TOKENS
+        while step_tokens > STEP_TOKENS and step_tokens * activation_bytes(backend.spec) > free / 4:
+            step_tokens //= 2
+    return replace(config, step_tokens=step_tokens)
 
 
 def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
