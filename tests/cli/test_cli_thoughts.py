@@ -259,3 +259,21 @@ def test_another_model_without_the_switch_resets_it(
     found = verbatim("chat", *ANSWER, "--no-think", stdin="a\n/model other\nb\n")
     assert "this model always thinks" in found.err
     assert seen == [{"enable_thinking": False}, {}]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--thinking-budget", "6"),
+        ("--thinking-budget", "6", "--json-schema", '{"enum": ["x", "y"]}'),
+        ("--thinking-budget", "30", "--stop", "e", "--ignore-eos"),
+    ],
+)
+def test_a_receipt_replays_with_the_thought_before_structure_and_stop_strings(
+    flags: tuple[str, ...], thinking: Call, tmp_path: Any
+) -> None:
+    file = str(tmp_path / "receipt.json")
+    asked = ("--temperature", "1", "--max-tokens", "60", *flags, "--save-receipt", file)
+    assert thinking("run", "--json", *asked, "hi").json["reasoning"]
+    assert json.loads((tmp_path / "receipt.json").read_text())["thinks"] is True
+    assert thinking("replay", file).out == "identical\n"

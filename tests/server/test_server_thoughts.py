@@ -238,3 +238,21 @@ def test_a_verbosity_is_refused_with_what_to_do(fake: Live, level: str) -> None:
     chat_body = {"messages": ASK, "verbosity": level}
     message = fake.post("/v1/chat/completions", chat_body).json()["error"]["message"]
     assert message.startswith("verbosity: not supported; leave it out, and ask for a short")
+
+
+def test_a_receipt_of_a_thought_replays_in_the_lens(thinker: Live) -> None:
+    body = {
+        "messages": ASK,
+        "thinking_budget": 6,
+        "max_tokens": 60,
+        "seed": 3,
+        "receipt": True,
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": {"enum": ["x", "y"]}},
+        },
+    }
+    receipt = thinker.post("/v1/chat/completions", body).json()["receipt"]
+    assert receipt["thinks"] is True
+    found = thinker.client.post("/lens/api/replay", json={"receipt": receipt}).json()
+    assert found["identical"], found

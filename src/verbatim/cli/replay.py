@@ -40,6 +40,7 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     """
     from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
     from verbatim.cli.open_model import open_llm
+    from verbatim.engine.read_prompt import conversation
     from verbatim.observe.receipt import compare, read_receipt
 
     receipt = read_receipt(_read(file))
@@ -56,7 +57,10 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
         params = params.with_(explain=CANDIDATES)  # how close the first difference was
     with open_llm(flags, quiet=as_json) as llm:
         info = llm.parts.backend.info
-        done = llm.generate(list(receipt["prompt_ids"]), params)
+        prompt = list(receipt["prompt_ids"])
+        if receipt.get("thinks"):
+            prompt = conversation(prompt, llm.thoughts, llm.tokenizer)
+        done = llm.generate(prompt, params)
         environment = {
             "digest": llm.parts.digest,
             "backend": info.name,

@@ -16,14 +16,13 @@ from verbatim.base.migration_hints import METHODS, OPTIONS, AnsweringType, attri
 from verbatim.engine.core import EngineCore
 from verbatim.engine.engine_setup import prepare
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
-from verbatim.engine.read_prompt import EncodedText, encoded, lost_in
+from verbatim.engine.read_prompt import EncodedText, encoded, lost_in, thoughts_after
 from verbatim.text.thoughts import ThoughtFormat
 
 log = logging.getLogger("verbatim.engine")
 _OPTIONS = tuple(field.name for field in fields(EngineConfig))
 Message = Mapping[str, Any]
 RESERVED_OPTIONS = {"tokenizer", "template", "messages"}  # not allowed as template options
-TAIL = 64  # last tokens of a prompt that show whether it ends inside a thought
 # A message with one of these needs no content.
 CONTENT_SUBSTITUTES = (
     "tool_calls",
@@ -247,10 +246,7 @@ class EngineBase(metaclass=AnsweringType):
         tokenizer: Any = self.parts.tokenizer
         ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
         ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
-        if self.thoughts is not None:
-            # a tag that is no token may be anywhere in the prompt, which explains it then
-            shown = ids if self.thoughts.open_id is None else ids[-TAIL:]
-            ids.thoughts = self.thoughts.after(tokenizer.decode(shown, skip_special=False))
+        ids.thoughts = thoughts_after(ids, self.thoughts, tokenizer)
         return ids
 
     def stats(self) -> dict[str, Any]:

@@ -9,6 +9,8 @@ from verbatim.engine.embed_input import EmbedInput, cut_text, encode_pair
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.text.thoughts import ThoughtFormat
 
+TAIL = 64  # last tokens of a prompt that show whether it ends inside a thought
+
 
 class EncodedText(list[int]):
     """Token ids of a text that was encoded before its Request is made.
@@ -20,6 +22,26 @@ class EncodedText(list[int]):
     lost: str = ""
     plain: str = ""
     thoughts: ThoughtFormat | None = None
+
+
+def thoughts_after(
+    ids: Sequence[int], thoughts: ThoughtFormat | None, tokenizer: EngineTokenizer
+) -> ThoughtFormat | None:
+    """The format of thoughts for an output that follows these ids, a rendered conversation."""
+    if thoughts is None:
+        return None
+    # a tag that is no token may be anywhere in the prompt, which explains it then
+    shown = ids if thoughts.open_id is None else ids[-TAIL:]
+    return thoughts.after(tokenizer.decode(shown, skip_special=False))
+
+
+def conversation(
+    ids: Sequence[int], thoughts: ThoughtFormat | None, tokenizer: EngineTokenizer
+) -> EncodedText:
+    """The ids of a rendered conversation, as encode_chat() returned them for a receipt."""
+    made = EncodedText(ids)
+    made.thoughts = thoughts_after(ids, thoughts, tokenizer)
+    return made
 
 
 def read_prompt(

@@ -27,4 +27,5 @@ def receipt_of(
         params=request.params,
         seed=request.seed,
         choices=completion.choices,
+        thinks=request.thoughts is not None,
     )

@@ -37,8 +37,11 @@ def make_receipt(
     seed: int,
     choices: Sequence[Choice],
     adapter: str = "",
+    thinks: bool = False,
 ) -> dict[str, Any]:
-    """The receipt of a finished request. `adapter`: digest of the LoRA adapter params.adapter."""
+    """The receipt of a finished request. `adapter`: digest of the LoRA adapter params.adapter.
+    `thinks`: a conversation with a reasoning model, so that structure and stop strings apply behind
+    its thought."""
     asked = {
         k: v
         for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items()
@@ -54,6 +57,7 @@ def make_receipt(
         "fingerprint": fingerprint,
         "context": context,
         **({"adapter": adapter} if adapter else {}),
+        **({"thinks": True} if thinks else {}),
         "prompt_ids": list(prompt_ids),
         "params": _json_ready(asked),
         "origins": dict(params.origins),
@@ -95,6 +99,8 @@ def read_receipt(data: Any) -> dict[str, Any]:
     for name, shape in shapes.items():
         if not isinstance(data.get(name), shape):
             raise ParameterError("receipt", f"has no usable {name!r}")
+    if not isinstance(data.get("thinks", False), bool):
+        raise ParameterError("receipt", "has no usable 'thinks'")
     if not _ids(data["prompt_ids"]) or not all(
         isinstance(c, dict) and _ids(c.get("token_ids")) for c in data["choices"]
     ):

@@ -181,7 +181,8 @@ async def replay(call: RequestContext) -> Response:
     to_params.check_vocabulary("receipt", prompt, call.state.facts)
     values = {**receipt["params"], "receipt": True, "explain": body.get("explain", 0)}
     params = to_params.finish_params(values, limits=call.state.limits, facts=call.state.facts)
-    call.submit(Generate(call.next_id(), call.tenant, params, False, prompt))
+    thinks = receipt.get("thinks", False)
+    call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, thinks=thinks))
     (done,) = await call.results(Generated)
     observe_latency(call)
     assert done.receipt is not None

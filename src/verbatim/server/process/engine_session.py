@@ -26,7 +26,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, Timings, Usage
 from verbatim.engine.async_stream import OutputSink
 from verbatim.engine.embed_input import EmbedInput
-from verbatim.engine.read_prompt import encoded, typed_control
+from verbatim.engine.read_prompt import conversation, encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 from verbatim.server.api.api_errors import Problem, problem_of
 from verbatim.server.process import wire
@@ -261,6 +261,8 @@ class EngineSession:
         prompt, num_ctx = message.prompt, message.num_ctx
         if message.embedding and prompt is not None:
             return EmbedInput(prompt, message.document, message.prompt_name, message.truncate)
+        if isinstance(prompt, list) and message.thinks:
+            return conversation(prompt, self._engine.thoughts, self._engine.tokenizer)
         if isinstance(prompt, list) or not (message.parse_special or num_ctx):
             return prompt
         ids = await asyncio.to_thread(self._encode_prompt, message)

@@ -49,6 +49,7 @@ class Generate:
     prompt: str | list[int] | None = None  # None: `messages` holds the conversation
     messages: Conversation | None = None
     template: dict[str, Any] | None = None  # options of the chat template (tools, ...)
+    thinks: bool = False  # `prompt` is a rendered conversation with a reasoning model
     parse_special: bool = False  # the text of a control token in the prompt becomes that token
     echo: bool = False  # Accepted carries the prompt's text
     num_ctx: int | None = None  # Ollama: maximum tokens of prompt and output together
