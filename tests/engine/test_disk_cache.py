@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,22 @@ def test_another_model_backend_or_tenant_finds_nothing(tmp_path: Path) -> None:
             done += [out for out in llm.core.step() if isinstance(out, Completion)]
         assert done[0].usage.cached_tokens == 0
         assert llm.generate(PROMPT, PARAMS).usage.cached_tokens == 96
+
+
+def test_weights_that_differ_between_the_samples_of_the_digest_find_nothing(
+    tmp_path: Path,
+) -> None:
+    """The fingerprint covers samples of the weights, the directory their whole files."""
+    found = []
+    for change in (b"", b"x"):
+        (file := tmp_path / "weights").write_bytes(b"the same" + change)
+        parts = tiny_parts("reference", EngineConfig(), "llama")
+        parts = replace(parts, file=replace(parts.file, weights=(file,)))
+        with LLM.from_parts(parts, cache_dir=str(tmp_path / "cache"), **SMALL) as llm:
+            found.append((llm.fingerprint, llm.generate(PROMPT, PARAMS).usage.cached_tokens))
+    (first, hits), (second, others) = found
+    assert first == second
+    assert (hits, others) == (0, 0)
 
 
 def _truncate(path: Path, rng: random.Random) -> None:

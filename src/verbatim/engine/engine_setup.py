@@ -16,6 +16,7 @@ from verbatim.observe.roofline import cost_card
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
 from verbatim.schedule.token_cost import TokenCost
+from verbatim.weights.mapped_file import content_digest
 
 
 class PreemptOnError:
@@ -79,7 +80,8 @@ def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | Non
         )
     # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
     layout = (backend.info.detail, backend.block_size, backend.block_bytes())
-    identity = f"{fingerprint_of(parts)} {layout}"
+    # A fingerprint covers samples of the weights, and stored blocks are used by later engines.
+    identity = f"{fingerprint_of(parts)} {layout} {content_digest(parts.file.weights)}"
     return DiskCache(config.cache_dir, identity, backend, config.cache_dir_size)
 
 

@@ -71,6 +71,7 @@ class ModelFile:
     parameters: int = 0
     quantisation: str = ""  # Q4_0, BF16: the type of most weights as they are loaded
     license: str = ""  # as the file states it
+    weights: tuple[Path, ...] = ()  # the files that hold them
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +225,7 @@ def load_text(
 
 def _file_of(model: Model) -> ModelFile:
     path = model.path
-    paths = list(path.glob("*.safetensors")) if path.is_dir() else [path]
+    paths = _weight_files(path)
     stats = [p.stat() for p in paths]
     counts: Counter[str] = Counter()
     for tensor in model.weights.values():
@@ -237,7 +238,16 @@ def _file_of(model: Model) -> ModelFile:
         parameters=sum(counts.values()),
         quantisation=counts.most_common(1)[0][0].upper() if counts else "",
         license=stated if isinstance(stated, str) else "",
+        weights=paths,
     )
+
+
+def _weight_files(path: Path) -> tuple[Path, ...]:
+    from verbatim.weights.split import parts_of
+
+    if path.is_dir():
+        return tuple(sorted(path.glob("*.safetensors")))
+    return tuple(path.with_name(name) for name in parts_of(path.name) or [path.name])
 
 
 def _sampling_defaults(name: str, path: Path, model: Model) -> ModelDefaults:

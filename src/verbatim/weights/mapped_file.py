@@ -6,9 +6,11 @@ at most, so that the digest of a model does not read the whole file.
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import stat
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +46,28 @@ def _open_nonblocking(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
+def content_digest(files: Sequence[Path]) -> str:
+    """SHA-256 of whole files, which takes about a second per gigabyte."""
+    digest = hashlib.sha256()
+    for file in files:
+        with open(file, "rb") as handle:
+            digest.update(hashlib.file_digest(handle, "sha256").digest())
+    return digest.hexdigest()
+
+
 def samples_per_tensor(tensors: int) -> int:
     """Number of hashed samples per tensor: 16, or fewer for files with thousands of tensors."""
     return max(2, min(16, (1 << 16) // max(tensors, 1)))
 
 
 def hash_samples(digest: Any, tensor: Tensor, count: int) -> None:
-    """Hash `count` evenly spaced samples of 256 bytes, or the whole tensor if it is smaller."""
-    data = tensor.data
+    """Hash a tensor's name, type and shape, and samples of its data."""
     digest.update(f"{tensor.name}\0{tensor.type}\0{tensor.shape}\0".encode(errors="surrogatepass"))
+    hash_data(digest, tensor.data, count)
+
+
+def hash_data(digest: Any, data: np.ndarray, count: int) -> None:
+    """Hash `count` evenly spaced samples of 256 bytes, or all bytes if they are fewer."""
     if data.size <= count * _SAMPLE_BYTES:
         digest.update(np.ascontiguousarray(data))
         return

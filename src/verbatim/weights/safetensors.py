@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,12 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.mapped_file import hash_samples, map_file, samples_per_tensor
+from verbatim.weights.mapped_file import (
+    hash_data,
+    hash_samples,
+    map_file,
+    samples_per_tensor,
+)
 from verbatim.weights.packed_checkpoint import RawTensor, unpack_checkpoint
 from verbatim.weights.split import group_parts
 from verbatim.weights.tensor import BLOCKS, Tensor
@@ -115,10 +121,7 @@ def read_directory(path: str | os.PathLike[str], *, blocks: bool = False) -> Saf
     warnings: tuple[str, ...] = ()
     packing = config.pop("quantization_config", None)
     if isinstance(packing, dict):
-        for name, tensor in sorted(others.items()):
-            digest = hashlib.sha256(
-                f"{digest}{name}{tensor.shape}".encode() + _sample(tensor)
-            ).hexdigest()
+        digest = _packed_digest(digest, others)
         file = str(directory / "config.json")
         tensors, others, warnings = unpack_checkpoint(packing, tensors, others, file, blocks=blocks)
     elif blocks:
@@ -132,9 +135,13 @@ def read_directory(path: str | os.PathLike[str], *, blocks: bool = False) -> Saf
     return SafetensorsDir(directory, config, generation_config, tensors, digest, others, warnings)
 
 
-def _sample(tensor: RawTensor) -> bytes:
-    """The first 4 KiB of a tensor, for the digest."""
-    return bytes(tensor.data[:4096])
+def _packed_digest(digest: str, packed: Mapping[str, RawTensor]) -> str:
+    """The digest of the float tensors, and of samples of the others."""
+    made, count = hashlib.sha256(digest.encode()), samples_per_tensor(len(packed))
+    for name, tensor in sorted(packed.items()):
+        made.update(f"{name}\0{tensor.dtype}\0{tensor.shape}\0".encode(errors="surrogatepass"))
+        hash_data(made, tensor.data, count)
+    return made.hexdigest()
 
 
 def _no_model(directory: Path) -> str:
