@@ -189,10 +189,40 @@ def test_the_answer_is_valid_in_random_streams() -> None:
                 one.advance(token)
                 if one.finished:
                     break
-        try:
-            assert json.loads(split(tokens)[1])["n"] in (1, 2, 3)
-        except ValueError:  # a message to a tool is a call, which no schema of the answer binds
-            assert "to=functions." in tokenizer().decode(tokens)
+        assert json.loads(split(tokens)[1])["n"] in (1, 2, 3)
+
+
+CALL = "<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>"
+
+
+def test_a_grammar_allows_no_call_that_it_does_not_bind() -> None:
+    one = matcher()
+    for token in ids("<|channel|>analysis<|message|>a = b<|end|><|start|>assistant"):
+        assert token in allowed(one.mask())
+        one.advance(token)
+    for token in ids("<|channel|>commentary to"):
+        assert token in allowed(one.mask())
+        one.advance(token)
+    assert ord("=") not in allowed(one.mask())
+
+
+def test_the_budget_of_a_thought_does_not_cut_a_call() -> None:
+    start = [*ids("<|channel|>analysis<|message|>Call."), *ids(CALL)]
+    call = tokenizer().encode('{"city": "Rome"}')
+    budget = len(start) + 3  # a count of all tokens would reach it inside the arguments
+    tracker, ends = make_tracker(harmony(), tokenizer()), (ByteTokenizer.EOS,)
+    one = ThoughtMatcher(None, tracker, VOCAB, ends, budget, harmony().close_ids)
+    for token in [*start, *call]:
+        mask = one.mask()
+        assert mask is None or token in allowed(mask)
+        one.advance(token)
+    answer = '<tool_call>{"name": "f", "arguments": {"city": "Rome"}}</tool_call>'
+    assert split([*start, *call, *ids("<|call|>")]) == ("Call.", answer)
+
+
+def test_a_call_that_is_cut_off_is_no_call() -> None:
+    cut = [*ids("<|channel|>analysis<|message|>Call."), *ids(CALL), *tokenizer().encode('{"c')]
+    assert split(cut) == ("Call.", '{"c')
 
 
 def test_a_grammar_is_refused_where_the_markers_are_no_tokens() -> None:

@@ -92,9 +92,10 @@ class ThoughtMatcher:
             masks: tuple[bytes | None, ...] = self._inner.masks_along(drafts)
             return masks
         if self._tracker.state == "thought":
-            tracker, found = self._tracker.copy(), [self.mask()]
-            for used, token in enumerate(drafts, self._used + 1):
+            tracker, used, found = self._tracker.copy(), self._used, [self.mask()]
+            for token in drafts:
                 tracker.push(token)
+                used += not tracker.calling
                 found.append(self._thought_mask(used, tracker))
             return tuple(found)
         assert not (drafts and self._tracker.state == "start"), "no drafts before the thought"
@@ -127,7 +128,7 @@ class ThoughtMatcher:
             self._inner, self._fresh, self._live = self._fresh or self._inner, None, True
             self._used = 1
         elif before == "thought":
-            self._used += 1
+            self._used += not self._tracker.calling
         elif self._inner is not None:
             self._advance_grammar(token)
 

@@ -27,10 +27,14 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ThoughtTracker(Protocol):
-    """The state of one sequence. `opened`: a thought has begun."""
+    """The state of one sequence. `opened`: a thought has begun. `calling`: a call of a tool is
+    being written, which is no thought, and which no budget ends."""
 
     state: State
     opened: bool
+
+    @property
+    def calling(self) -> bool: ...
 
     def push(self, token: int) -> None: ...
 
@@ -42,7 +46,8 @@ class ThoughtTracker(Protocol):
         ...
 
     def crossing(self) -> Ids:
-        """Inside a thought: the tokens that hold its end and the start of the answer."""
+        """Inside a thought: the tokens that a grammar forbids, because they hold the end of the
+        thought and the start of the answer, or because they start an answer without a grammar."""
         ...
 
 
@@ -124,6 +129,8 @@ class TagTracker:
     """Follows a thought between two tags. `told`: the prompt says that the model may think, so a
     grammar allows the opening tag."""
 
+    calling = False
+
     def __init__(self, markers: TagMarkers, start: str, told: bool) -> None:
         self._markers, self._told = markers, told
         self.state: State = "start"
@@ -170,10 +177,15 @@ class TagTracker:
 
 class HarmonyTracker:
     """Follows the channels of the harmony format, whose markers are tokens: everything is thought
-    up to the first message to the user, whose channel is not analysis."""
+    up to the first message to the user, whose channel is not analysis. A grammar binds that message
+    and no call of a tool (`to=functions.NAME`), so beside a grammar no header has a `=`.
 
-    def __init__(self, thoughts: ThoughtFormat, tokenizer: EngineTokenizer) -> None:
-        self._thoughts, self._tokenizer = thoughts, tokenizer
+    `equals`: the tokens with that character."""
+
+    def __init__(
+        self, thoughts: ThoughtFormat, tokenizer: EngineTokenizer, equals: frozenset[int]
+    ) -> None:
+        self._thoughts, self._tokenizer, self._equals = thoughts, tokenizer, equals
         self.state: State = "start"
         self.opened = False
         self._splitter = HarmonySplitter(thoughts.special)
@@ -193,8 +205,12 @@ class HarmonyTracker:
         assert self._thoughts.open_id is not None
         return (self._thoughts.open_id,), ()
 
+    @property
+    def calling(self) -> bool:
+        return self._splitter.calling
+
     def crossing(self) -> Ids:
-        return ()
+        return self._equals if self._splitter.in_header else ()
 
     def copy(self) -> HarmonyTracker:
         twin = copy(self)
@@ -208,7 +224,12 @@ def make_tracker(
     """A tracker at the first token to draw. The first one of a model walks the vocabulary, so
     Request validation makes one before the engine does."""
     if thoughts.harmony:
-        return HarmonyTracker(thoughts, tokenizer)
+        equals = _EQUALS.get(tokenizer)
+        if equals is None:
+            ids = range(tokenizer.vocab_size)
+            equals = frozenset(token for token in ids if b"=" in tokenizer.token_bytes(token))
+            _EQUALS[tokenizer] = equals
+        return HarmonyTracker(thoughts, tokenizer, equals)
     kept = _MARKERS.setdefault(tokenizer, {})
     key = thoughts.open, thoughts.close, thoughts.open_id, skip_special
     if key not in kept:
@@ -217,6 +238,7 @@ def make_tracker(
 
 
 _MARKERS: WeakKeyDictionary[EngineTokenizer, dict[Any, TagMarkers]] = WeakKeyDictionary()
+_EQUALS: WeakKeyDictionary[EngineTokenizer, frozenset[int]] = WeakKeyDictionary()
 
 
 def _without_space(data: bytes) -> bytes:

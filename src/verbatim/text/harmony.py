@@ -54,6 +54,16 @@ class HarmonySplitter:
         """Whether text that follows is a message to the user."""
         return self._body and self._tool is None and self._channel != "analysis"
 
+    @property
+    def in_header(self) -> bool:
+        """Whether text that follows belongs to the header of a message."""
+        return self._seen and not self._body
+
+    @property
+    def calling(self) -> bool:
+        """Whether the message is one to a tool."""
+        return self._tool is not None or (self.in_header and _recipient(self._header) is not None)
+
     def push(self, text: str) -> list[Piece]:
         self._held += text
         out: list[Piece] = []
@@ -76,7 +86,9 @@ class HarmonySplitter:
     def finish(self) -> list[Piece]:
         out: list[Piece] = []
         self._release(0, out)
-        if self._body:
+        if self._body and self._tool is not None and not _is_json(self._call):
+            out.append(("answer", self._call))  # cut off, so no call
+        elif self._body:
             self._end_message(out)
         elif not self._seen and self._header.strip():
             out.append(("answer", self._header))  # the model did not use the format
@@ -124,6 +136,14 @@ class HarmonySplitter:
                 ("answer", f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
             )
         self._body, self._tool, self._header = False, None, ""
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _may_be_header(text: str) -> bool:
