@@ -81,7 +81,7 @@ FROM_ENGINE: list[FromEngine] = [
     Accepted("r", "prompt"),
     Deltas(
         [
-            WireDelta("r", 0, "a", [8], None, [], [], "so"),
+            WireDelta("r", 0, "a", [8], None, [], [], "so", 1),
             WireDelta("s", 1, "", [], FINISH, LOGPROBS, EXPLAIN, ""),
         ]
     ),
@@ -150,12 +150,12 @@ def test_a_wrong_type_or_number_of_fields_is_rejected(message: Any) -> None:
 
 
 WRONG: list[tuple[list[Any], str]] = [
-    (["Deltas", [["r", 0, "a", ["8"], None, [], [], ""]]], "a list of .*int.* holds a str"),
-    (["Deltas", [["r", 0, "a", [8], None, [3], [], ""]]], "holds a int"),
-    (["Deltas", [["r", "0", "a", [8], None, [], [], ""]]], "WireDelta.choice cannot be a str"),
-    (["Deltas", [["r", 0, "a", [8], [], [], [], ""]]], "WireFinish has 4 fields; received 0"),
+    (["Deltas", [["r", 0, "a", ["8"], None, [], [], "", 0]]], "a list of .*int.* holds a str"),
+    (["Deltas", [["r", 0, "a", [8], None, [3], [], "", 0]]], "holds a int"),
+    (["Deltas", [["r", "0", "a", [8], None, [], [], "", 0]]], "WireDelta.choice cannot be a str"),
+    (["Deltas", [["r", 0, "a", [8], [], [], [], "", 0]]], "WireFinish has 4 fields; received 0"),
     (
-        ["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], [], ""]]],
+        ["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], [], "", 0]]],
         "TopLogprob has 3 fields",
     ),
     (["Deltas", [{}]], "holds a dict"),

@@ -256,3 +256,26 @@ def test_a_receipt_of_a_thought_replays_in_the_lens(thinker: Live) -> None:
     assert receipt["thinks"] is True
     found = thinker.client.post("/lens/api/replay", json={"receipt": receipt}).json()
     assert found["identical"], found
+
+
+def test_log_probabilities_of_a_response_are_those_of_its_answer(thinker: Live) -> None:
+    body = {
+        "input": "hi",
+        "thinking_budget": 6,
+        "max_output_tokens": 40,
+        "seed": 3,
+        "include": ["message.output_text.logprobs"],
+    }
+    whole = thinker.post("/v1/responses", body).json()
+    events = [e for e in thinker.events("/v1/responses", body) if e != "[DONE]"]
+    streamed = events[-1]["response"]
+    found, same = (
+        next(item for item in answer["output"] if item["type"] == "message")["content"][0]
+        for answer in (whole, streamed)
+    )
+    assert found["text"]
+    assert found == same
+    tokens = whole["usage"]
+    thought = tokens["output_tokens_details"]["reasoning_tokens"]
+    assert thought > 0
+    assert len(found["logprobs"]) == tokens["output_tokens"] - thought

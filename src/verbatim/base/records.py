@@ -242,6 +242,7 @@ class Delta:
     explain: tuple[dict[str, Any], ...] = ()
     finish: Finish | None = None
     reasoning: str = ""  # a piece of the thought of a reasoning model; `text` is the answer
+    reasoning_tokens: int = 0  # of token_ids, those of the thought
 
 
 @dataclass(frozen=True, slots=True)

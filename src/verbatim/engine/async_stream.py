@@ -199,4 +199,6 @@ def join(first: Delta, second: Delta) -> Delta:
         first.logprobs + second.logprobs,
         first.explain + second.explain,
         second.finish,
+        first.reasoning + second.reasoning,
+        first.reasoning_tokens + second.reasoning_tokens,
     )

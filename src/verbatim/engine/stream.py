@@ -38,6 +38,7 @@ class ChoiceStream:
         "_params",
         "_reasoning",
         "_reasoning_sent",
+        "_reasoning_tokens_sent",
         "_sent",
         "_splitter",
         "_stops",
@@ -72,6 +73,7 @@ class ChoiceStream:
         self._splitter = None if thoughts is None else thoughts.splitter()
         self._reasoning: list[str] = []
         self._reasoning_sent = 0  # pieces already in a Delta
+        self._reasoning_tokens_sent = 0
         self.reasoning_tokens = 0
         self._stops = StopMatcher(params.stop, params.include_stop)
         self._loop = LoopDetector()
@@ -165,9 +167,11 @@ class ChoiceStream:
         logprobs = tuple(self.logprobs[sent:]) if self.logprobs else ()
         explain = tuple(self.explain[sent:]) if self.explain else ()
         self._sent, self._text_sent = len(self.token_ids), len(self._text)
+        thought = self.reasoning_tokens - self._reasoning_tokens_sent
+        self._reasoning_tokens_sent = self.reasoning_tokens
         finish = self.finish
         return Delta(
-            self.request_id, self.index, text, tokens, logprobs, explain, finish, reasoning
+            self.request_id, self.index, text, tokens, logprobs, explain, finish, reasoning, thought
         )
 
     def choice(self, index: int) -> Choice:

@@ -40,6 +40,7 @@ class ChoiceDelta:
     finish: WireFinish | None = None
     tokens: int = 0
     reasoning: str = ""
+    reasoning_tokens: int = 0  # of `tokens`
 
 
 async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | None]:
@@ -77,13 +78,16 @@ async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | Non
 
 def _merged(run: int, deltas: Sequence[WireDelta]) -> list[ChoiceDelta]:
     if len(deltas) == 1:  # the common case: the client keeps up
-        _, index, text, ids, finish, logprobs, explain, reasoning = deltas[0]
-        return [ChoiceDelta(run, index, text, logprobs, explain, finish, len(ids), reasoning)]
+        _, index, text, ids, finish, logprobs, explain, reasoning, thought = deltas[0]
+        return [
+            ChoiceDelta(run, index, text, logprobs, explain, finish, len(ids), reasoning, thought)
+        ]
     out: dict[int, ChoiceDelta] = {}
     for delta in deltas:
         piece = out.setdefault(delta.choice, ChoiceDelta(run, delta.choice))
         piece.text += delta.text
         piece.reasoning += delta.reasoning
+        piece.reasoning_tokens += delta.reasoning_tokens
         piece.logprobs = [*piece.logprobs, *delta.logprobs]
         piece.explain = [*piece.explain, *delta.explain]
         piece.finish = delta.finish or piece.finish

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
@@ -166,7 +167,8 @@ class ResponsesReply:
     async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
-        text, calls, logprobs = self._read(choice)
+        thought = done.usage.reasoning_tokens  # their log-probabilities belong to no message
+        text, calls, logprobs = self._read(replace(choice, logprobs=choice.logprobs[thought:]))
         status = "incomplete" if choice.finish.reason == "length" else "completed"
         if choice.reasoning:
             self.output.append(reasoning_item(choice.reasoning, "completed" if text else status))

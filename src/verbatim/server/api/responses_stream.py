@@ -76,8 +76,10 @@ class ResponseEvents:
 
     def _delta_events(self, piece: ChoiceDelta) -> list[bytes]:
         out = self._reasoning(piece.reasoning)
-        if self.thought is not None and not piece.text:
-            return out  # log-probabilities of a thought belong to no message
+        # log-probabilities of a thought belong to no message
+        piece.logprobs = piece.logprobs[piece.reasoning_tokens :]
+        if self.thought is not None and not (piece.text or piece.logprobs):
+            return out
         out += self._close_thought("completed")
         return out + self._answer_events(piece)
 

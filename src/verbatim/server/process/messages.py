@@ -234,6 +234,7 @@ class WireDelta(NamedTuple):
     logprobs: Sequence[WireLogprob]
     explain: Sequence[dict[str, Any]]
     reasoning: str = ""
+    reasoning_tokens: int = 0  # of token_ids
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,6 +132,7 @@ class ResultEncoder:
             self._logprobs(delta.logprobs) if delta.logprobs else (),
             delta.explain,
             delta.reasoning,
+            delta.reasoning_tokens,
         )
 
     def completion(
