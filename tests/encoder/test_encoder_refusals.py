@@ -93,6 +93,8 @@ def test_a_task_that_the_model_does_not_have_is_named(tiny: Path, ranker: Path) 
             llm.rerank("sky", ["blue"])
     with LLM(ranker) as llm, pytest.raises(UnsupportedError, match="use rerank"):
         llm.embed("sky")
+    with pytest.raises(ParameterError, match="adapters: has no effect on an encoder"):
+        LLM(str(ranker), adapters={"a": "/no/such"})
     with pytest.raises(ParameterError, match="pooling: has no effect on a cross-encoder"):
         LLM(ranker, pooling="mean")
 

@@ -14,6 +14,7 @@ import pytest
 from live_server import Live
 
 from eventually import eventually_async
+from tiny_encoders import POSITIONS, write_encoder
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.cli.serve import read_models
 from verbatim.convert.export_model import model_metadata, model_tensors
@@ -399,6 +400,7 @@ def test_flags_are_read_or_refused_by_name() -> None:
         (("a=x",), (), ("a.temperature=1",), "model_setting"),
         (("a=x",), (), ("z.context=1",), "model_setting"),
         (("a=x",), (), ("a.context=many",), "context"),
+        (("a=x",), (), ("a.context=9", "a.context=8"), "model_setting"),
     ):
         with pytest.raises(ParameterError) as caught:
             read_models(None, given, pinned, settings)
@@ -428,3 +430,31 @@ def test_a_setting_for_all_models_skips_an_encoder_on_which_it_has_no_effect(
     encoder, chat = NamedModel("encoder", str(tmp_path)), NamedModel("chat", "none.gguf")
     assert model_pool.shared_settings(encoder, engine) == {"threads": 1}
     assert model_pool.shared_settings(chat, engine) == engine
+
+
+def test_settings_for_all_models_that_an_encoder_cannot_follow(tmp_path: Path) -> None:
+    embeds = NamedModel("a", str(write_encoder(tmp_path / "a")))
+    ranks = NamedModel("b", str(write_encoder(tmp_path / "b", scores=True)))
+    engine = {"cache_dir": "x", "pooling": "mean", "context": POSITIONS + 1, "threads": 1}
+    assert model_pool.shared_settings(embeds, engine) == {"pooling": "mean", "threads": 1}
+    assert model_pool.shared_settings(ranks, engine) == {"threads": 1}
+    assert model_pool.shared_settings(ranks, {"context": 9}) == {"context": 9}
+
+
+@pytest.mark.parametrize("fault", ["config", "cut", "tensor"])
+async def test_an_encoder_that_cannot_be_loaded_unloads_no_model(
+    fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+    folder = write_encoder(tmp_path / "e", **({"hidden_act": "x"} if fault == "config" else {}))
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    if fault == "cut":
+        file.write_bytes(whole[:-100])
+    elif fault == "tensor":
+        file.write_bytes(
+            whole.replace(b"layer.0.attention.self.key.", b"layer.0.attention.self.kez.")
+        )
+    assert (await hold_third(NamedModel("c", str(folder))))[0] == ["a", "b"]
+    write_encoder(folder)
+    assert await hold_third(NamedModel("c", str(folder))) == (["b", "c"], "")

@@ -279,3 +279,39 @@ def test_log_probabilities_of_a_response_are_those_of_its_answer(thinker: Live) 
     thought = tokens["output_tokens_details"]["reasoning_tokens"]
     assert thought > 0
     assert len(found["logprobs"]) == tokens["output_tokens"] - thought
+
+
+def test_anthropics_thinking_may_be_omitted(thinker: Live) -> None:
+    body = {
+        "messages": ASK,
+        "max_tokens": 40,
+        "seed": 3,
+        "thinking": {"type": "enabled", "budget_tokens": 6, "display": "omitted"},
+    }
+    whole = thinker.post("/v1/messages", body).json()
+    assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
+    assert whole["content"][0]["thinking"] == ""
+    events = thinker.events("/v1/messages", body)
+    kinds = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
+    assert kinds == ["thinking", "text"]
+    assert "thinking_delta" not in json.dumps(events)
+
+
+OFF = {"chat_template_kwargs": {"enable_thinking": False}}
+
+
+@pytest.mark.parametrize("switch", [{"reasoning_effort": "none"}, OFF])
+def test_a_budget_is_refused_where_thinking_is_off(switch: dict[str, Any], thinker: Live) -> None:
+    body = {"messages": ASK, "max_tokens": 4, "thinking_budget": 5, **switch}
+    answer = thinker.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "thinking_budget"
+
+
+def test_a_beam_search_counts_thoughts_and_refuses_a_budget(thinker: Live) -> None:
+    body = {"messages": ASK, "max_tokens": 6, "num_beams": 2}
+    found = thinker.post("/v1/chat/completions", body).json()
+    assert found["choices"][0]["message"]["reasoning_content"]
+    assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
+    refused = thinker.post("/v1/chat/completions", {**body, "thinking_budget": 2})
+    assert refused.json()["error"]["param"] == "thinking_budget"

@@ -35,6 +35,8 @@ NO_EFFECT = (
     "use_cache",
     "speculate",
     "quant",
+    "cache_dir",
+    "adapters",
 )
 
 

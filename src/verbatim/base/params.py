@@ -424,7 +424,7 @@ DEFAULTED = (
 # Parameters that beam search refuses, because it draws nothing.
 BEAM_REFUSES = (
     "temperature", *FILTERS, "seed", "n", "best_of", "speculate", "on_loop", *STRUCTURE,
-    "output_prefix",
+    "output_prefix", "thinking_budget",
 )
 # fmt: on
 # Values that beam search implies: no randomness or the model's own distribution; no drafts.

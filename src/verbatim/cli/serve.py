@@ -314,6 +314,8 @@ def read_models(
     for text in model_settings:
         name, key, value = _model_setting(text, tuple(models))
         earlier = settings[name].get(key, ())
+        if key in settings[name] and not isinstance(value, tuple):
+            raise ParameterError("model_setting", f"{name}.{key} is given twice; give it once")
         settings[name][key] = (*earlier, *value) if isinstance(value, tuple) else value
     for name in pinned:
         if name not in models:

@@ -152,6 +152,10 @@ class BeamRequest(RunningRequest):
     def output_tokens(self) -> int:
         return sum(len(out.token_ids) for out in self._outs)
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(out.reasoning_tokens for out in self._outs)
+
 
 def request_class(params: Any) -> type[RunningRequest]:
     return BeamRequest if params.num_beams > 1 else RunningRequest

@@ -26,13 +26,14 @@ def check_load(
     """Raise the error that loading `model` with these engine settings must end with, if any."""
     from verbatim.model.adapter_load import load_adapter
     from verbatim.model.draft_head import read_head
-    from verbatim.model.encoder_load import encoder_type
+    from verbatim.model.encoder_load import check_encoder, encoder_type
     from verbatim.model.load import check_model
 
     path = _local_path(os.fspath(model), revision, offline)
     if path is None:
         return
     if encoder_type(path) is not None:
+        check_encoder(path, context=settings.get("context"))
         _read_tokenizer(path)
         return
     spec = check_model(path, context=settings.get("context"), quant=settings.get("quant"))

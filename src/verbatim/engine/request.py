@@ -148,6 +148,10 @@ def _check_thoughts(
         )
     if thoughts is None:
         return
+    if params.thinking_budget is not None and thoughts.start == "closed":
+        raise UnsupportedError(
+            "thinking_budget", "thinking is switched off in this chat; leave one of them out"
+        )
     for field_name in ("thinking_budget", *STRUCTURE):
         if getattr(params, field_name) is not None:
             check_supported(thoughts, field_name)

@@ -233,6 +233,10 @@ class RunningRequest:
         return self._output_tokens
 
     @property
+    def reasoning_tokens(self) -> int:
+        return sum(stream.reasoning_tokens for stream in self.streams.values())
+
+    @property
     def preemptions(self) -> int:
         return sum(seq.preemptions for seq in self.sequences)
 
@@ -252,7 +256,7 @@ class RunningRequest:
                 self.sequences[0].cached_tokens,
                 sum(s.drafted for s in self.sequences),
                 sum(s.accepted for s in self.sequences),
-                sum(s.reasoning_tokens for s in self.streams.values()),
+                self.reasoning_tokens,
             ),
             Timings(
                 (self.started_at or now) - request.arrival,

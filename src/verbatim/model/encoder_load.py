@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -114,6 +114,17 @@ def load_encoder(path: Path, *, context: int | None = None) -> EncoderModel:
     """Load the encoder at `path`, a directory or a GGUF file.
 
     `context`: the longest text in tokens; None: what the model's files state."""
+    return _read(path, context)[1]()
+
+
+def check_encoder(path: Path, *, context: int | None = None) -> EncoderSpec:
+    """The spec of the encoder at `path`. Raises what load_encoder() raises, as far as config and
+    tensor names tell."""
+    return _read(path, context)[0]
+
+
+def _read(path: Path, context: int | None) -> tuple[EncoderSpec, Callable[[], EncoderModel]]:
+    """The checked spec, and a function that reads the weights."""
     source: SafetensorsDir | GGUFFile
     more: tuple[str, ...] = ()
     if path.is_dir():
@@ -130,17 +141,22 @@ def load_encoder(path: Path, *, context: int | None = None) -> EncoderModel:
         names = GGUF_NAMES[spec.family]
         finder = _Finder(spec, source.tensors, str(path), names, _GGUF_SIZES, {})
     spec = with_context(spec, embedding, context)
-    weights = finder.collect()
+    finder.check_names()
     identity = repr((source.digest, spec))
-    return EncoderModel(
-        spec,
-        weights,
-        source,
-        hashlib.sha256(identity.encode()).hexdigest(),
-        embedding,
-        dict(finder.types),
-        (*warnings, *more),
-    )
+
+    def load() -> EncoderModel:
+        weights = finder.collect()
+        return EncoderModel(
+            spec,
+            weights,
+            source,
+            hashlib.sha256(identity.encode()).hexdigest(),
+            embedding,
+            dict(finder.types),
+            (*warnings, *more),
+        )
+
+    return spec, load
 
 
 def with_context(spec: EncoderSpec, embedding: EmbeddingSpec, context: int | None) -> EncoderSpec:
@@ -266,7 +282,8 @@ class _Finder:
             raise ModelError(f"tensor {embed} is missing", file=self.file)
         return found
 
-    def collect(self) -> dict[str, np.ndarray]:
+    def check_names(self) -> None:
+        """A missing or unknown tensor is an error."""
         shapes = self.spec.shapes()
         wanted = {self.file_name(name) for name in shapes}
         if missing := sorted(wanted - set(self.tensors)):
@@ -280,7 +297,9 @@ class _Finder:
                 f"{self.sizes[0]} decide which tensors are expected",
                 file=self.file,
             )
-        return {name: self._weight(name, shape) for name, shape in shapes.items()}
+
+    def collect(self) -> dict[str, np.ndarray]:
+        return {name: self._weight(name, shape) for name, shape in self.spec.shapes().items()}
 
     def file_name(self, name: str) -> str:
         stem, end = (name[:-5], ".bias") if name.endswith(".bias") else (name, ".weight")

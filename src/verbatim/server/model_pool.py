@@ -258,13 +258,17 @@ def shared_settings(named: NamedModel, engine: Mapping[str, Any]) -> dict[str, A
     if not (engine and path.exists()):
         return dict(engine)
     from verbatim.backend.encoder import NO_EFFECT
-    from verbatim.model.encoder_load import encoder_type
+    from verbatim.model.encoder_load import check_encoder, encoder_type
 
+    unused: list[str] = []
     try:
-        kind = encoder_type(path)
+        if encoder_type(path) is not None:
+            unused = [name for name in engine if name in NO_EFFECT]
+            spec = check_encoder(path)
+            unused += ["pooling"] if spec.scores and "pooling" in engine else []
+            unused += ["context"] if (engine.get("context") or 0) > spec.context else []
     except ModelError:  # loading it says why
-        kind = None
-    unused = [name for name in engine if name in NO_EFFECT] if kind is not None else []
+        pass
     if unused:
         log.info("no effect on the encoder %r: %s", named.name, ", ".join(unused))
     return {name: value for name, value in engine.items() if name not in unused}

@@ -274,13 +274,19 @@ class MessagesReply:
             **extra_fields(runs),
         }
 
+    @property
+    def omits_thoughts(self) -> bool:
+        """Whether the request asks for thinking blocks without their text."""
+        return (self.call.given.get("thinking") or {}).get("display") == "omitted"
+
     async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         text, calls = self.ask.read(choice.text)
         content: list[dict[str, Any]] = []
         if choice.reasoning:
-            content.append({"type": "thinking", "thinking": choice.reasoning, "signature": ""})
+            shown = "" if self.omits_thoughts else choice.reasoning
+            content.append({"type": "thinking", "thinking": shown, "signature": ""})
         if text.strip() or not (calls or choice.reasoning):
             content.append({"type": "text", "text": text})
         content += [
@@ -319,7 +325,7 @@ class MessagesReply:
                 yield sse({"type": "ping"}, "ping")
                 continue
             finish = piece.finish or finish
-            for made in blocks.thought(piece.reasoning):
+            for made in blocks.thought(piece.reasoning, omit=self.omits_thoughts):
                 yield made
             found = [("text", piece.text)] if parser is None else parser.push(piece.text)
             if parser is not None and piece.finish is not None:
@@ -356,9 +362,11 @@ class BlockEvents:
     def text(self, text: str) -> list[bytes]:
         return self._add("text", {"type": "text", "text": ""}, {"type": "text_delta"}, text)
 
-    def thought(self, text: str) -> list[bytes]:
+    def thought(self, text: str, omit: bool = False) -> list[bytes]:
+        """`omit`: a block without the text."""
         blank = {"type": "thinking", "thinking": "", "signature": ""}
-        return self._add("thinking", blank, {"type": "thinking_delta"}, text)
+        made = self._add("thinking", blank, {"type": "thinking_delta"}, text)
+        return made[:-1] if omit else made
 
     def _add(
         self, kind: str, blank: dict[str, Any], delta: dict[str, Any], text: str
