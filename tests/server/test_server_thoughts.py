@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from live_server import Live
+
+from verbatim.server.api.responses_input import earlier_messages
 
 pytestmark = pytest.mark.server
 ASK = [{"role": "user", "content": "hi"}]
@@ -315,3 +318,21 @@ def test_a_beam_search_counts_thoughts_and_refuses_a_budget(thinker: Live) -> No
     assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
     refused = thinker.post("/v1/chat/completions", {**body, "thinking_budget": 2})
     assert refused.json()["error"]["param"] == "thinking_budget"
+
+
+def test_a_switch_of_the_template_is_no_text(thinker: Live) -> None:
+    body = {"messages": ASK, "chat_template_kwargs": {"enable_thinking": "false"}}
+    answer = thinker.post("/v1/chat/completions", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "chat_template_kwargs.enable_thinking"
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_stored_thought_is_left_out_where_the_template_reads_none(reads: bool) -> None:
+    said = {"role": "assistant", "content": "4", "reasoning_content": "So 4."}
+    store = SimpleNamespace(get=lambda *key: {"messages": [said]})
+    state = SimpleNamespace(store=store, facts=SimpleNamespace(template_thoughts=reads))
+    call: Any = SimpleNamespace(state=state, tenant="t")
+    (found,) = earlier_messages(call, "resp_1")
+    assert ("reasoning_content" in found) == reads
+    assert said["reasoning_content"], "the stored message is unchanged"

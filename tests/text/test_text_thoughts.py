@@ -136,6 +136,26 @@ def test_a_prompt_that_ends_inside_or_behind_a_thought() -> None:
     assert split(tags.after("<think></think>").splitter(), ["4</think>"]) == ("", "4</think>")
 
 
+@pytest.mark.parametrize("pieces", [["<think>\nSo.</think>4"], [*"\n<think>So.</think>4"]])
+def test_a_thought_that_starts_with_its_opening_tag_again(pieces: list[str]) -> None:
+    tags = ThoughtFormat("<think>", "</think>")
+    assert split(tags.after("<think>\n").splitter(), pieces) == ("So.", "4")
+    assert split(tags.splitter(), ["<think>", *pieces]) == ("So.", "4")
+    assert split(tags.after("<think>").splitter(), ["So <think>.</think>4"]) == ("So <think>.", "4")
+
+
+@pytest.mark.parametrize("text", ["<|channel>", "<|channel>th", "<|channel>thought"])
+def test_an_output_that_is_cut_inside_its_opening_tag_has_no_answer(text: str) -> None:
+    gemma = find_format(["<channel|>"], OneToken({"<|channel>": 1000, "<channel|>": 1001}))
+    assert gemma is not None
+    splitter = gemma.splitter()
+    assert split(splitter, [*text]) == ("", "")
+    assert split(gemma.splitter(), ["<|chan"]) == ("", "<|chan")
+    counted = gemma.splitter()
+    counted.push(text)
+    assert counted.thinking
+
+
 HARMONY = (
     "<|channel|>analysis<|message|>Greet.<|end|><|start|>assistant<|channel|>commentary<|message|>"
     "One moment.<|end|><|start|>assistant<|channel|>final<|message|>Hello!<|return|>"

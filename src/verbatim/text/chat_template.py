@@ -12,7 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError
-from verbatim.text.chat_messages import as_list, check_keys_read, plain_copy, prepare_message
+from verbatim.text.chat_messages import (
+    REASONING,
+    as_list,
+    check_keys_read,
+    plain_copy,
+    prepare_message,
+)
 from verbatim.text.control_tokens import ControlEscaper, ControlFinder
 from verbatim.text.template_program import TemplateProgram
 from verbatim.text.tokenizer import Tokenizer
@@ -163,6 +169,12 @@ class ChatTemplate:
             self._reads_or_none(name) for name in ("default", "tool_use") if name in self.sources
         ]
         return all(own.may_read("tool_calls") for own in found if own is not None)
+
+    @property
+    def takes_thoughts(self) -> bool:
+        """Whether the template reads the thoughts of earlier assistant messages."""
+        own = self._reads_or_none("default")
+        return own is not None and any(own.may_read(key) for key in REASONING)
 
     def reads(self, variable: str) -> bool:
         """Whether a template reads this variable."""

@@ -22,22 +22,36 @@ class TagSplitter:
     """A thought between two tags at the start of the output.
 
     Whitespace around the tags belongs to the format and is dropped. A tag later in the output is
-    text. An output that ends inside the thought has no answer. `wrapper`: tags around the answer
-    behind a thought; the closing one is dropped at the end of the output only."""
+    text, except an opening tag that a thought starts with. An output that ends inside the thought
+    has no answer. `wrapper`: tags around the answer behind a thought; the closing one is dropped at
+    the end of the output only. `opener`: the start of the opening tag that is a control token; an
+    output that is cut off behind it has no answer either."""
 
     def __init__(
-        self, open_tag: str, close: str, start: str = "", wrapper: tuple[str, str] | None = None
+        self,
+        open_tag: str,
+        close: str,
+        start: str = "",
+        wrapper: tuple[str, str] | None = None,
+        opener: str = "",
     ) -> None:
-        self._open, self._close, self._wrapper = open_tag, close, wrapper
+        self._open, self._close, self._wrapper, self._opener = open_tag, close, wrapper, opener
         self._state = {"": "start", "open": "thought", "closed": "answer"}[start]
         if start == "closed" and wrapper:
             self._state = "behind"
         self._held = ""
         self._trim = start == "open"  # drop whitespace before the next text
+        self._may_repeat = True  # the thought may start with the opening tag once more
 
     @property
     def thinking(self) -> bool:
-        return self._state == "thought"
+        return self._state == "thought" or self._opens
+
+    @property
+    def _opens(self) -> bool:
+        """Whether the output so far is a part of the opening tag with its control token."""
+        start = self._held.lstrip() if self._state == "start" else ""
+        return bool(self._opener) and start.startswith(self._opener)
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -62,7 +76,7 @@ class TagSplitter:
 
     def finish(self) -> list[Piece]:
         out: list[Piece] = []
-        rest, self._held = self._held, ""
+        rest, self._held = "" if self._opens else self._held, ""
         if self._state == "wrapped" and self._wrapper and rest.rstrip().endswith(self._wrapper[1]):
             rest = rest.rstrip().removesuffix(self._wrapper[1]).rstrip()
         self._emit("thought" if self._state == "thought" else "answer", rest, out)
@@ -77,7 +91,19 @@ class TagSplitter:
         elif not self._open.startswith(start):
             self._state = "answer"
 
+    def _repeats(self) -> bool:
+        """Drop a second opening tag at the start of the thought. True: the text may become one."""
+        start = self._held.lstrip()
+        if start.startswith(self._open):
+            self._held, start = start[len(self._open) :], ""
+        elif not start or self._open.startswith(start):
+            return bool(start)
+        self._may_repeat = False
+        return False
+
     def _think(self, out: list[Piece]) -> None:
+        if self._may_repeat and self._repeats():
+            return
         at = self._held.find(self._close)
         if at >= 0:
             self._emit("thought", self._held[:at].rstrip(), out)

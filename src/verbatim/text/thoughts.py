@@ -60,7 +60,8 @@ class ThoughtFormat:
     start: "open" when the prompt ends inside a thought, "closed" when it ends behind one, ""
     when the model decides
     named: the prompt contains the opening tag, as one that explains how to think does
-    wrapper: tags around the answer, which are no part of it"""
+    wrapper: tags around the answer, which are no part of it
+    opener: the text of open_id where it is a control token and only a part of the opening tag"""
 
     open: str
     close: str
@@ -71,6 +72,7 @@ class ThoughtFormat:
     start: Literal["", "open", "closed"] = ""
     named: bool = False
     wrapper: tuple[str, str] | None = None
+    opener: str = ""
 
     @property
     def harmony(self) -> bool:
@@ -96,7 +98,7 @@ class ThoughtFormat:
     def splitter(self) -> Splitter:
         if self.harmony:
             return HarmonySplitter(self.special)
-        return TagSplitter(self.open, self.close, self.start, self.wrapper)
+        return TagSplitter(self.open, self.close, self.start, self.wrapper, self.opener)
 
 
 def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
@@ -114,7 +116,11 @@ def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
             wrapper = next((pair for pair in WRAPPERS if pair[0] in text), None)
             spelled = b"".join(map(tokenizer.token_bytes, closing)).endswith(close.encode())
             ids = tuple(closing) if spelled else ()
-            return ThoughtFormat(open_tag, close, first, ids, markers, wrapper=wrapper)
+            part = tokenizer.token_bytes(opening[0]).decode("utf-8", "replace")
+            opener = part if len(opening) > 1 and tokenizer.is_control(opening[0]) else ""
+            return ThoughtFormat(
+                open_tag, close, first, ids, markers, wrapper=wrapper, opener=opener
+            )
     return None
 
 

@@ -65,11 +65,16 @@ def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
 
 
 def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
+    """The conversation of a stored response. Its thoughts are the server's own, so they are left
+    out where the chat template reads none."""
     try:
-        return list(call.state.store.get(call.tenant, "response", name)["messages"])
+        found = list(call.state.store.get(call.tenant, "response", name)["messages"])
     except Problem as problem:  # add the field name, which the store does not know
         field_name = "previous_response_id"
         raise Problem(problem.code, f"{field_name}: {problem.message}", field_name) from None
+    if call.state.facts.template_thoughts:
+        return found
+    return [{k: v for k, v in message.items() if k != "reasoning_content"} for message in found]
 
 
 def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:

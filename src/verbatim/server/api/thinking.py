@@ -12,7 +12,7 @@ from typing import Any
 
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process.messages import ModelFacts
-from verbatim.text.thinking_switches import effort_variables, switch_variables
+from verbatim.text.thinking_switches import BOOLEAN_SWITCHES, effort_variables, switch_variables
 
 
 def thinking_variables(
@@ -27,6 +27,10 @@ def thinking_variables(
     if (think := body.get("think")) is not None:
         made |= switch_variables(switches, thinks, think, names.get("think", "think"))
     given = body.get("chat_template_kwargs") or {}
+    for name in BOOLEAN_SWITCHES:  # in a template the text "false" would be true
+        if isinstance(given.get(name), str):
+            field = f"chat_template_kwargs.{name}"
+            raise Problem("invalid_parameter", f"{field}: true or false is needed", field)
     for name, value in made.items():
         if given.get(name, value) != value:
             field = f"chat_template_kwargs.{name}"

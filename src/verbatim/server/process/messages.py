@@ -140,6 +140,7 @@ class ModelFacts:
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapter -> its fingerprint
     task: str = "generate"  # or embed, rerank: an encoder
     thinks: bool = False  # the chat template marks thoughts (text/thoughts.py)
+    template_thoughts: bool = False  # the chat template reads the thoughts of earlier turns
     # template variables that switch thinking, see api/thinking.py
     thinking_switches: list[str] = field(default_factory=list)
     slots: int = 0  # sequences that run at once

@@ -72,6 +72,7 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         has_template=engine.has_template,
         template_tools=template is not None and template.takes_tools,
         template_calls=template is not None and template.takes_calls,
+        template_thoughts=template is not None and template.takes_thoughts,
         tool_format=detect_format(
             "\n".join(template.sources.values()) if template is not None else ""
         ),
