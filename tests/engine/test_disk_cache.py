@@ -98,7 +98,7 @@ def test_weights_that_differ_between_the_samples_of_the_digest_find_nothing(
     for change in (b"", b"x"):
         (file := tmp_path / "weights").write_bytes(b"the same" + change)
         parts = tiny_parts("reference", EngineConfig(), "llama")
-        parts = replace(parts, file=replace(parts.file, weights=(file,)))
+        parts = replace(parts, weight_files=(file,))
         with LLM.from_parts(parts, cache_dir=str(tmp_path / "cache"), **SMALL) as llm:
             found.append((llm.fingerprint, llm.generate(PROMPT, PARAMS).usage.cached_tokens))
     (first, hits), (second, others) = found

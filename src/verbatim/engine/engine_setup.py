@@ -81,7 +81,7 @@ def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | Non
     # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
     layout = (backend.info.detail, backend.block_size, backend.block_bytes())
     # A fingerprint covers samples of the weights, and stored blocks are used by later engines.
-    identity = f"{fingerprint_of(parts)} {layout} {content_digest(parts.file.weights)}"
+    identity = f"{fingerprint_of(parts)} {layout} {content_digest(parts.weight_files)}"
     return DiskCache(config.cache_dir, identity, backend, config.cache_dir_size)
 
 

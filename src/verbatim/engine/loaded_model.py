@@ -71,7 +71,6 @@ class ModelFile:
     parameters: int = 0
     quantisation: str = ""  # Q4_0, BF16: the type of most weights as they are loaded
     license: str = ""  # as the file states it
-    weights: tuple[Path, ...] = ()  # the files that hold them
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +105,7 @@ class LoadedModel:
     # generate: a causal model, which may embed too; embed, rerank: an encoder
     task: str = "generate"
     file: ModelFile = field(default_factory=ModelFile)
+    weight_files: tuple[Path, ...] = ()
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
 
 
@@ -160,6 +160,7 @@ def load_parts(
         warnings=(*loaded.warnings, *defaults.warnings, *draft_warnings),
         embedding=loaded.embedding,
         file=_file_of(loaded),
+        weight_files=_weight_files(loaded.path),
         adapters=adapter_infos(loaded),
     )
 
@@ -238,7 +239,6 @@ def _file_of(model: Model) -> ModelFile:
         parameters=sum(counts.values()),
         quantisation=counts.most_common(1)[0][0].upper() if counts else "",
         license=stated if isinstance(stated, str) else "",
-        weights=paths,
     )
 
 
