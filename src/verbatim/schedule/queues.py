@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from verbatim.base.errors import CapacityError
-from verbatim.base.records import CacheGroup
+from verbatim.base.records import CacheGroup, SeqStep
 from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
 from verbatim.schedule.paged_cache import PagedCache
@@ -220,3 +220,17 @@ class SequenceQueues:
         i = bisect_left(queue, seq.rank, key=_rank)
         ensure(i < len(queue) and queue[i] is seq, f"sequence {seq.id} is in the wrong queue")
         del queue[i]
+
+    def _allocate_next_blocks(self, steps: list[SeqStep]) -> None:
+        """Allocate the next KV block one step early for decoding sequences, so that the GPU can
+        launch the following step without a new plan. Skipped when free blocks are scarce; never
+        preempts."""
+        for i, step in enumerate(steps):
+            if step.draws != 1 or step.end < len(step.blocks[0]) * self.block_size:
+                continue
+            seq = self.sequences[step.seq_id]
+            scarce = self.cache.low_on_blocks(len(self.running))
+            if seq.beam or step.end + 1 >= seq.limit or scarce:
+                continue
+            if self.cache.allocate(seq, len(step.tokens) + 1, []):
+                steps[i] = step._replace(blocks=seq.freeze_blocks())

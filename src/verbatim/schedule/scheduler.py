@@ -54,12 +54,9 @@ from verbatim.schedule.blocks import ensure
 from verbatim.schedule.paged_cache import Copies
 from verbatim.schedule.queues import SequenceQueues
 from verbatim.schedule.sequence import RUNNING, Sequence
-from verbatim.schedule.token_cost import TokenCost
+from verbatim.schedule.token_cost import MAX_SCORES, TokenCost
 
 NOTHING_LEFT = "no token is left to draw: bans, grammar and min_tokens together exclude every id"
-# Positions with log-probabilities of the prompt in one step: each needs a row of logits, of 128,000
-# tokens half a megabyte, on the GPU and on the host, which scores them.
-MAX_SCORES = 512
 EventSink = Callable[[TokenEvent], bool]  # True: the sequence ends with this event
 
 
@@ -94,7 +91,6 @@ class Scheduler(SequenceQueues):
         self.overlap = overlap and use_cache  # the backend launches the next step early
         self._full_attention_only = len(groups) == 1 and groups[0].window is None
         self._step = 0
-        self._scores_left = MAX_SCORES
         self._refused: tuple[int, int, int] | None = None  # _admission_state() of the last refusal
 
     # ----------------------------------------------------------------------------------- plan
@@ -105,15 +101,14 @@ class Scheduler(SequenceQueues):
         behind = len(self.running)
         steps: list[SeqStep] = []
         copies: Copies = []
-        for before, seq in enumerate(self.running[:]):
+        for at, seq in enumerate(self.running[:]):
             behind -= 1
             if seq.held or seq.state != RUNNING:  # preempted for a sequence before it
                 continue
-            step = self._plan_decode(seq) or self._plan_running(
-                seq, budget - behind, before, copies
-            )
+            step = self._plan_decode(seq) or self._plan_running(seq, budget - behind, at, copies)
             if step is not None:
                 steps.append(step)
+                self._scores_left -= len(step.targets)
                 one = len(step.tokens) == 1  # the common case spares a call per sequence
                 budget -= 1 if one else self.cost.of_step(step, self.cache.groups)
         while budget > 0 and self.waiting:
@@ -121,6 +116,7 @@ class Scheduler(SequenceQueues):
             if step is None:
                 break
             steps.append(step)
+            self._scores_left -= len(step.targets)
             budget -= self.cost.of_step(step, self.cache.groups)
         if not steps:
             return None
@@ -146,32 +142,27 @@ class Scheduler(SequenceQueues):
         token = (seq.tokens[-1],)
         return SeqStep(seq.id, token, start, blocks, 1, seq.draw_spec(), adapter=seq.adapter)
 
-    def _plan_running(
-        self, seq: Sequence, budget: int, before: int, copies: Copies
-    ) -> SeqStep | None:
-        """The next chunk of a running sequence. None: the sequence itself was preempted, or the
-        step has enough positions with log-probabilities of the prompt. In groups with a window a
-        chunk leaves blocks for the `before` sequences ahead of it in rank: for their next tokens
-        they would preempt it, though it is about to release blocks."""
+    def _plan_running(self, seq: Sequence, budget: int, at: int, copies: Copies) -> SeqStep | None:
+        """The next chunk of running[at]. None: the sequence itself was preempted, or the step has
+        no positions left to score."""
         want = len(seq.tokens) - seq.computed
-        n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
-        if seq.unscored:
-            if not self._scores_left:
-                return None
-            n = min(n, self._scores_left)
-        if n > 1 and self.cache.windowed:
-            n = max(1, min(n, self.cache.max_positions(seq, self.running[:before])))
-        while not self.cache.allocate(seq, n, copies):
+        n = self._chunk(seq, want, budget, self.running[:at])
+        while n and not self.cache.allocate(seq, n, copies):
             if n > 1:  # shorten the chunk before preempting another sequence
                 n = max(1, min(n - 1, self.cache.max_positions(seq)))
             elif not self._preempt_for(seq):
                 return None
-        return self._make_step(seq, want, n)
+        return seq.make_step(want, n) if n else None
 
-    def _make_step(self, seq: Sequence, want: int, n: int) -> SeqStep:
-        step = seq.make_step(want, n)
-        self._scores_left -= len(step.targets)
-        return step
+    def _chunk(self, seq: Sequence, want: int, budget: int, others: list[Sequence]) -> int:
+        """Tokens to compute. In groups with a window the blocks that `others` may need next stay
+        free: they would preempt the sequence, though it is about to release blocks of its own."""
+        n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
+        if seq.unscored:
+            n = min(n, self._scores_left)
+        if n > 1 and self.cache.windowed:
+            n = max(1, min(n, self.cache.max_positions(seq, others)))
+        return n
 
     def _admit(self, budget: int, *, alone: bool) -> SeqStep | None:
         """Start the first waiting sequence if its known tokens fit beside the running ones.
@@ -193,12 +184,9 @@ class Scheduler(SequenceQueues):
         others = running[:]
         self._start(seq)
         want = len(seq.tokens) - seq.computed
-        n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
-        n = min(n, self.cache.max_positions(seq, others))
-        if seq.unscored:
-            n = min(n, self._scores_left)
+        n = min(self._chunk(seq, want, budget, others), self.cache.max_positions(seq))
         ensure(self.cache.allocate(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
-        return self._make_step(seq, want, n)
+        return seq.make_step(want, n)
 
     def _admission_state(self, seq: Sequence) -> tuple[int, int, int]:
         """While this does not change, a refused sequence still does not fit: no retry per step."""
@@ -225,20 +213,6 @@ class Scheduler(SequenceQueues):
             return paid
         prefilling = any(len(s.tokens) - s.computed > 1 and s.rank > seq.rank for s in others)
         return half if prefilling or starting else paid
-
-    def _allocate_next_blocks(self, steps: list[SeqStep]) -> None:
-        """Allocate the next KV block one step early for decoding sequences, so that the GPU can
-        launch the following step without a new plan. Skipped when free blocks are scarce; never
-        preempts."""
-        for i, step in enumerate(steps):
-            if step.draws != 1 or step.end < len(step.blocks[0]) * self.block_size:
-                continue
-            seq = self.sequences[step.seq_id]
-            scarce = self.cache.low_on_blocks(len(self.running))
-            if seq.beam or step.end + 1 >= seq.limit or scarce:
-                continue
-            if self.cache.allocate(seq, len(step.tokens) + 1, []):
-                steps[i] = step._replace(blocks=seq.freeze_blocks())
 
     # --------------------------------------------------------------------------------- commit
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from verbatim.base.records import CacheGroup, SeqStep
 
+# Positions with log-probabilities of the prompt in one step: each needs a row of logits, of 128,000
+# tokens half a megabyte, on the GPU and on the host, which scores them.
+MAX_SCORES = 512
 # Time of an attention operation (float) per matrix operation (8-bit integer). Measured by a line
 # through the times of chunks up to a depth of 5,000: 2.8 and 3.5 with AMX, 3.2 with AVX-512, 0.9
 # with AVX2. Where the true ratio is lower, chunks come out shorter than needed; with AMX, chunks
