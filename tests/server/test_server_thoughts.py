@@ -336,3 +336,33 @@ def test_a_stored_thought_is_left_out_where_the_template_reads_none(reads: bool)
     (found,) = earlier_messages(call, "resp_1")
     assert ("reasoning_content" in found) == reads
     assert said["reasoning_content"], "the stored message is unchanged"
+
+
+def test_thoughts_travel_with_a_client_that_stores_nothing(thinker: Live, fake: Live) -> None:
+    """reasoning.encrypted_content: what agents ask for, and send back in the next turn."""
+    body = {
+        "input": "hi",
+        "thinking_budget": 6,
+        "max_output_tokens": 40,
+        "seed": 3,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+    }
+    whole = thinker.post("/v1/responses", body).json()
+    streamed = [e for e in thinker.events("/v1/responses", body) if e != "[DONE]"][-1]["response"]
+    thought, message = whole["output"]
+    assert thought["encrypted_content"] == streamed["output"][0]["encrypted_content"]
+    assert "logprobs" not in message["content"][0] or not message["content"][0]["logprobs"]
+    back = {key: thought[key] for key in ("type", "id", "summary", "encrypted_content")}
+    turns = [{"role": "user", "content": "hi"}, back, message, {"role": "user", "content": "so?"}]
+    plain = [turns[0], {k: v for k, v in thought.items() if k != "encrypted_content"}, *turns[2:]]
+    counts = [
+        thinker.post("/v1/responses/input_tokens", {"input": items}).json()["input_tokens"]
+        for items in (turns, plain, [turns[0], *turns[2:]])
+    ]
+    assert counts[0] == counts[1] > counts[2]
+    # a template that reads no thoughts: the server's own are left out
+    assert fake.post("/v1/responses", {"input": turns, "max_output_tokens": 2}).status_code == 200
+    wrong = [turns[0], {**back, "encrypted_content": "!"}, *turns[2:]]
+    refused = thinker.post("/v1/responses", {"input": wrong})
+    assert refused.json()["error"]["param"] == "input[1].encrypted_content"

@@ -164,8 +164,12 @@ RESPONSES: dict[str, Rule] = {
     "image": Rule("refused", "only text input is supported"),
     "include": Rule(
         "honoured",
-        "message.output_text.logprobs",
-        Annotated[list[Literal["message.output_text.logprobs"]], P(max_length=8)],
+        "message.output_text.logprobs; reasoning.encrypted_content: thoughts also in a form that "
+        "clients send back (base64, not encrypted)",
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            P(max_length=8),
+        ],
     ),
     "instructions": Rule("honoured", "a system message before the input", schemas.Text),
     "max_output_tokens": Rule("honoured", "maximum number of output tokens", LENGTH),

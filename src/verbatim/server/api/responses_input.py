@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+from collections.abc import Mapping
 from typing import Any
 
 from verbatim.server.api.api_errors import Problem
@@ -9,6 +11,7 @@ from verbatim.server.api.openai_fields import RESPONSES
 from verbatim.server.api.request_context import RequestContext, new_id
 from verbatim.server.api.tools import plain_text
 
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # `include`
 # engine parameter or chat field -> field of the Responses API, for error messages
 NAMES = {
     "messages": "input",
@@ -32,7 +35,7 @@ def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
         kind = item.get("type", "message")
         if kind == "reasoning":
             thought_place = f"input[{index}]"
-            text = "".join(part["text"] for part in item.get("content") or [])
+            text = _thought(item, thought_place)
             thought = {"reasoning_content": text} if text else {}
         elif kind == "message":
             message = {"role": item["role"], "content": plain_text(item["content"])}
@@ -64,6 +67,23 @@ def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
     return out, places
 
 
+def sealed(thought: str) -> str:
+    """A thought as `encrypted_content`: one word that clients send back as it is."""
+    return base64.b64encode(thought.encode(errors="surrogatepass")).decode()
+
+
+def _thought(item: Mapping[str, Any], place: str) -> str:
+    """The text of a reasoning item, from its content or from what sealed() made of it."""
+    found, text = item.get("encrypted_content"), ""
+    try:
+        text = base64.b64decode(found or "", validate=True).decode(errors="surrogatepass")
+    except ValueError:
+        name = f"{place}.encrypted_content"
+        why = "is none that this server made; leave it out"
+        raise Problem("invalid_parameter", f"{name}: {why}", name) from None
+    return "".join(part["text"] for part in item.get("content") or []) or text
+
+
 def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
     """The conversation of a stored response. Its thoughts are the server's own, so they are left
     out where the chat template reads none."""
@@ -80,6 +100,9 @@ def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
 def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
     """The request in chat fields: instructions, earlier messages, then the new input."""
     items = body.get("input", "")
+    if not isinstance(items, str) and not call.state.facts.template_thoughts:
+        # thoughts that the server itself has sent; the chat template reads none
+        items = [{"type": "reasoning"} if i.get("encrypted_content") else i for i in items]
     messages, places = chat_messages(items)
     if not messages:
         messages, places = [{"role": "user", "content": ""}], ["input"]
@@ -98,7 +121,7 @@ def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
     }
     chat |= {
         "messages": messages,
-        "logprobs": bool(body.get("include") or body.get("top_logprobs")),
+        "logprobs": LOGPROBS in body.get("include", ()) or bool(body.get("top_logprobs")),
     }
     for ours, theirs in (
         ("max_tokens", "max_output_tokens"),

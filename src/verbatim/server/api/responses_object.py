@@ -25,7 +25,7 @@ from verbatim.server.api.generate import (
     usage_of,
 )
 from verbatim.server.api.request_context import Json, new_id
-from verbatim.server.api.responses_input import chat_messages, input_rows
+from verbatim.server.api.responses_input import ENCRYPTED, chat_messages, input_rows, sealed
 from verbatim.server.api.tools import ParsedCall, text_and_calls
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
 
@@ -171,12 +171,19 @@ class ResponsesReply:
         text, calls, logprobs = self._read(replace(choice, logprobs=choice.logprobs[thought:]))
         status = "incomplete" if choice.finish.reason == "length" else "completed"
         if choice.reasoning:
-            self.output.append(reasoning_item(choice.reasoning, "completed" if text else status))
+            item = reasoning_item(choice.reasoning, "completed" if text else status)
+            self.output.append(self.with_sealed(item))
         if text.strip() or not (calls or choice.reasoning):
             self.output.append(self.message(text, logprobs, status))
         self.output += [function_call_item(c, status) for c in calls]
         observe_latency(self.call)
         return Json(self.finished(choice.finish))
+
+    def with_sealed(self, item: dict[str, Any]) -> dict[str, Any]:
+        """A finished reasoning item, with `encrypted_content` if the request includes it."""
+        if ENCRYPTED not in (self.body.get("include") or ()):
+            return item
+        return {**item, "encrypted_content": sealed(item["content"][0]["text"])}
 
     def _read(self, choice: WireChoice) -> tuple[str, list[ParsedCall], Sequence[WireLogprob]]:
         parser = self.ask.parser()

@@ -56,6 +56,7 @@ class InputReasoning(Strict):
     id: Text | None = None
     summary: Annotated[list[Any], Field(max_length=0)] | None = None
     content: list[ReasoningText] | None = None
+    encrypted_content: Text | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 

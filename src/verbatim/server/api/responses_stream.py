@@ -103,7 +103,8 @@ class ResponseEvents:
     def _close_thought(self, status: str) -> list[bytes]:
         if self.thought is None:
             return []
-        item, self.thought = {**self.thought, "status": status}, None
+        item = self.answer.with_sealed({**self.thought, "status": status})
+        self.thought = None
         at = {"output_index": len(self.answer.output)}
         text = item["content"][0]["text"]
         self.answer.output.append(item)
