@@ -366,3 +366,16 @@ def test_thoughts_travel_with_a_client_that_stores_nothing(thinker: Live, fake: 
     wrong = [turns[0], {**back, "encrypted_content": "!"}, *turns[2:]]
     refused = thinker.post("/v1/responses", {"input": wrong})
     assert refused.json()["error"]["param"] == "input[1].encrypted_content"
+
+
+def test_anthropics_effort_is_that_of_the_template_or_refused(thinker: Live, fake: Live) -> None:
+    body = {"messages": ASK, "max_tokens": 4, "seed": 3}
+    asked = {**body, "output_config": {"effort": "low"}}
+    on, off = (
+        thinker.post("/v1/messages", values).json()["usage"]["input_tokens"]
+        for values in (asked, {**body, "thinking": {"type": "disabled"}})
+    )
+    assert on != off
+    refused = fake.post("/v1/messages", asked)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "output_config.effort"

@@ -34,6 +34,7 @@ FAILED = "Error: "  # prefix of a tool result with is_error
 NAMES = {
     "stop": "stop_sequences",
     "think": "thinking",
+    "reasoning_effort": "output_config.effort",
     "thinking_budget": "thinking.budget_tokens",
 }
 TYPES = {
@@ -190,6 +191,8 @@ def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
             )
         if "budget_tokens" in thinking:
             chat["thinking_budget"] = thinking["budget_tokens"]
+    if effort := (body.get("output_config") or {}).get("effort"):
+        chat["reasoning_effort"] = {"max": "xhigh"}.get(effort, effort)
     form = (body.get("output_config") or {}).get("format")
     if form and "output_format" in body:
         raise Problem(

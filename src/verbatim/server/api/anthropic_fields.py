@@ -42,7 +42,7 @@ MESSAGES: dict[str, Rule] = {
     "metadata": Rule("label", "user_id is written to the log", anthropic_schemas.AnthropicMetadata),
     "output_config": Rule(
         "honoured",
-        "format: json_schema (enforced while sampling)",
+        "format: json_schema (enforced while sampling); effort: where the template has a switch",
         anthropic_schemas.AnthropicOutputConfig,
     ),
     "output_format": Rule(

@@ -87,3 +87,4 @@ class AnthropicFormat(Strict):
 
 class AnthropicOutputConfig(Strict):
     format: AnthropicFormat | None = None
+    effort: Literal["low", "medium", "high", "max"] | None = None
