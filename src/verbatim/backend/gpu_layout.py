@@ -123,9 +123,9 @@ def device_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode) -> dict
 
 
 def activation_bytes(spec: ModelSpec) -> int:
-    """An upper estimate of the bytes of a step per token, beside weights and KV cache: residual,
-    norm and product outputs of a layer in float32, and the inner rows of its MLP, also in half
-    precision. Each expert that a token uses has inner rows."""
+    """Bytes of a step per token, beside weights and KV cache, estimated from the shapes (not
+    measured): residual, norm and product outputs of a layer in float32, and the inner rows of its
+    MLP, also in half precision. Each expert that a token uses has inner rows."""
     shapes = [spec.kv_shape(i) for i in range(len(spec.layers))]
     qkv = max((spec.heads + 2 * heads) * size for heads, size in shapes)
     if spec.delta is not None:

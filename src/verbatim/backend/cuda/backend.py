@@ -62,7 +62,6 @@ COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the fol
 # bytes needed beside the weights: attention's buffer is 256 MiB; CUDA graphs, a small KV cache
 RESERVED_BYTES = 512 << 20
 MAX_GRAPH_ROWS = MAX_OUTPUTS  # rows of a decode step that replays a CUDA graph
-MAX_PADDED_GRAPHS = 64  # of steps with prompts; each takes some megabytes of GPU memory
 MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
@@ -303,15 +302,14 @@ class CudaBackend:
 
     def _replay_padded(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor] | None:
         """A step with prompts, padded to the shape of a CUDA graph. A shape is captured when it
-        comes up for the second time, if there are not too many; None: launch each kernel
-        instead."""
+        comes up for the second time; None: launch each kernel instead."""
         cuts = cut_tiles(batch, self.spec, self.device)
         shape = padded_shape(batch, cuts, self.spec)
         if shape is None:
             return None
         graph = self._padded_graphs.get(shape)
         if graph is None:
-            if shape not in self._seen_shapes or len(self._padded_graphs) >= MAX_PADDED_GRAPHS:
+            if shape not in self._seen_shapes:
                 self._seen_shapes.add(shape)
                 return None
             logits = self._logits[: shape.outputs]
