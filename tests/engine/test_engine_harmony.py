@@ -223,6 +223,8 @@ def test_the_budget_of_a_thought_does_not_cut_a_call() -> None:
 def test_a_call_that_is_cut_off_is_no_call() -> None:
     cut = [*ids("<|channel|>analysis<|message|>Call."), *ids(CALL), *tokenizer().encode('{"c')]
     assert split(cut) == ("Call.", '{"c')
+    deep = [*cut[:-3], *tokenizer().encode("[" * 5_000)]
+    assert split(deep) == ("Call.", "[" * 5_000)
 
 
 def test_a_grammar_is_refused_where_the_markers_are_no_tokens() -> None:

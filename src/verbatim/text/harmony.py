@@ -141,7 +141,7 @@ class HarmonySplitter:
 def _is_json(text: str) -> bool:
     try:
         json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # not JSON, or nested too deeply
         return False
     return True
 

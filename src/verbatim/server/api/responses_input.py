@@ -121,7 +121,7 @@ def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
     }
     chat |= {
         "messages": messages,
-        "logprobs": LOGPROBS in body.get("include", ()) or bool(body.get("top_logprobs")),
+        "logprobs": LOGPROBS in (body.get("include") or ()) or bool(body.get("top_logprobs")),
     }
     for ours, theirs in (
         ("max_tokens", "max_output_tokens"),
