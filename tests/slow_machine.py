@@ -1,8 +1,9 @@
 """Runs a command under CPU contention: `python tests/slow_machine.py COMMAND...`
 (`make test-slow-machine`).
 
-Two busy loops per core of this process run beside the command, and the command runs at nice 3, half
-the weight of a busy loop. It gets a fifth of each core, so a test that depends on the clock fails.
+One busy loop per core runs beside the command, which leaves it half of each core, and the command
+runs at nice 5, a third of a busy loop's weight, which halves that share. With a quarter of each
+core, a test that depends on the clock fails.
 The loops end with this process, even if it is killed: each reads a pipe that the kernel then
 closes. Needs no root.
 """
@@ -13,8 +14,7 @@ import os
 import subprocess
 import sys
 
-LOOPS = 2  # busy loops per core
-NICE = 3  # weight 526 against 1024 of a busy loop
+NICE = 5  # weight 335 against 1024 of a busy loop: a quarter of a core
 
 BUSY = """
 import os, select, sys
@@ -29,15 +29,13 @@ def main(command: list[str]) -> int:
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
     print(
-        f"slow machine: {LOOPS * cores} busy loops on {cores} cores, "
+        f"slow machine: {cores} busy loops on {cores} cores, "
         f"and nice {NICE} for: {' '.join(command)}",
         flush=True,
     )
     # All loops read one pipe. This process has its only write end; Popen passes it to no child.
     reading, writing = os.pipe()
-    loops = [
-        subprocess.Popen([sys.executable, "-c", BUSY], stdin=reading) for _ in range(LOOPS * cores)
-    ]
+    loops = [subprocess.Popen([sys.executable, "-c", BUSY], stdin=reading) for _ in range(cores)]
     try:
         return subprocess.run(["nice", "-n", str(NICE), *command]).returncode
     finally:
