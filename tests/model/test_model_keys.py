@@ -13,6 +13,7 @@ import pytest
 from verbatim.base.errors import ModelError
 from verbatim.model.config_keys import CONFIG_KEYS
 from verbatim.model.encoder_keys import ENCODER_KEYS
+from verbatim.model.encoder_load import read_encoder_config
 from verbatim.model.families import read_config
 from verbatim.model.gguf_families import read_header
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
@@ -225,6 +226,29 @@ def test_a_key_that_must_be_true_rejects_1() -> None:
 def test_aliases_are_followed() -> None:
     config = {k: v for k, v in TINY_CONFIGS["gpt2"].items() if k != "n_embd"}
     assert read_config({**config, "hidden_size": 64})[0].hidden == 64
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "alias", "value"),
+    [
+        ("gpt_oss", "num_local_experts", "num_experts", 4.0),
+        ("gpt2", "n_embd", "hidden_size", 63),
+        ("lfm2", "intermediate_size", "block_ff_dim", "many"),
+    ],
+)
+def test_an_error_names_the_alias_that_the_file_has(
+    family: str, key: str, alias: str, value: Any
+) -> None:
+    config = {k: v for k, v in TINY_CONFIGS[family].items() if k != key}
+    with pytest.raises(ModelError, match=f"^config.json: {alias} is {value!r}:"):
+        read_config({**config, alias: value}, file="config.json")
+    with pytest.raises(ModelError, match=f"^config.json: {key} is {value!r}:"):
+        read_config({**config, key: value}, file="config.json")
+
+
+def test_an_error_names_the_alias_of_an_encoder() -> None:
+    with pytest.raises(ModelError, match=r"^config.json: n_head is 2\.5:"):
+        read_encoder_config({"model_type": "nomic_bert", "n_head": 2.5}, "config.json")
 
 
 def test_an_absent_key_has_the_default_of_transformers_and_null_is_kept() -> None:

@@ -19,7 +19,8 @@ _MISSING: Any = object()
 
 
 class Fields:
-    """Typed access to an untrusted mapping. None counts as missing, as in Hugging Face configs."""
+    """Typed access to an untrusted mapping. None counts as missing, as in Hugging Face configs.
+    `written`: the name that the file has for a key, where it is another one; errors name it."""
 
     def __init__(
         self,
@@ -27,13 +28,16 @@ class Fields:
         file: str,
         prefix: str = "",
         warnings: list[str] | None = None,
+        written: Mapping[str, str] | None = None,
     ) -> None:
         self.values, self.file, self.prefix = values, file, prefix
+        self._written = written or {}
         self.warnings = [] if warnings is None else warnings  # shown to the user at load
 
     def with_values(self, **changes: Any) -> Fields:
         """A copy with some keys replaced. The copy shares the list of warnings."""
-        return Fields({**self.values, **changes}, self.file, self.prefix, self.warnings)
+        values = {**self.values, **changes}
+        return Fields(values, self.file, self.prefix, self.warnings, self._written)
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -51,9 +55,8 @@ class Fields:
         return default
 
     def fail(self, key: str, rule: str) -> ModelError:
-        return ModelError(
-            f"{self.prefix + key} is {short(self.raw(key, None))}: {rule}", file=self.file
-        )
+        name = self._written.get(self.prefix + key, self.prefix + key)
+        return ModelError(f"{name} is {short(self.raw(key, None))}: {rule}", file=self.file)
 
     def integer(
         self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = MAX_COUNT

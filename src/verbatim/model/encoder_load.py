@@ -175,7 +175,7 @@ def read_encoder_config(
 ) -> tuple[EncoderSpec, tuple[str, ...]]:
     kind = Fields(config, file).string("model_type")
     checked = check_keys(config, ENCODER_KEYS[kind], what=kind, file=file)
-    f = Fields(checked.values, file)
+    f = Fields(checked.values, file, written=checked.written)
     scores = _is_cross_encoder(f)
     hidden, heads = f.integer("hidden_size"), f.integer("num_attention_heads")
     if hidden % heads:

@@ -95,7 +95,7 @@ def _text_config(outer: Fields, kind: str) -> tuple[str, dict[str, Any]]:
 def _checked(fields: Fields, kind: str, warnings: list[str]) -> Fields:
     checked = check_keys(fields.values, CONFIG_KEYS[kind], what=kind, file=fields.file)
     warnings += checked.warnings
-    return Fields(checked.values, fields.file, warnings=warnings)
+    return Fields(checked.values, fields.file, warnings=warnings, written=checked.written)
 
 
 def rope_records(config: Mapping[str, Any], file: str) -> tuple[Record, Record]:

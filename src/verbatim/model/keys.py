@@ -73,10 +73,12 @@ def no_effect(note: str, *, private: bool = False) -> Key:
 
 @dataclass(slots=True)
 class Checked:
-    """Values of a file with aliases resolved and defaults filled in, and the warnings."""
+    """Values of a file with aliases resolved and defaults filled in, the warnings, and the alias
+    that the file has for a key."""
 
     values: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)
 
 
 def check_keys(
@@ -111,7 +113,7 @@ def check_keys(
         elif value is not None and (rule := _wrong_kind(name, key, value)):
             raise reader.fail(name, rule)
         elif key.alias and value is not None:
-            _resolve_alias(full, prefix + key.alias, value, checked.values, file)
+            _resolve_alias(full, prefix + key.alias, value, checked, file)
     if unknown:
         more = f" (and {len(unknown) - _MAX_LISTED} more)" if len(unknown) > _MAX_LISTED else ""
         raise ModelError(
@@ -161,17 +163,15 @@ def printable(name: str) -> str:
     return name if name.isprintable() and len(name) <= 80 else short(name)
 
 
-def _resolve_alias(
-    name: str, canonical: str, value: Any, values: dict[str, Any], file: str
-) -> None:
-    other = values.get(canonical)
+def _resolve_alias(name: str, canonical: str, value: Any, checked: Checked, file: str) -> None:
+    other = checked.values.get(canonical)
     if other is not None and not _same(other, value):
         raise ModelError(
             f"{name} is {short(value)} and {canonical} is {short(other)}: two names of one "
             "setting, which must be equal; remove the wrong one",
             file=file,
         )
-    values[canonical] = value
+    checked.values[canonical], checked.written[canonical] = value, name
 
 
 def _same(a: Any, b: Any) -> bool:
