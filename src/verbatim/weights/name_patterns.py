@@ -4,7 +4,7 @@ In: a pattern in Python's syntax and a module name. Out: what `re.match` or `re.
 a bool. Config files are untrusted, and Python's `re` backtracks: `(a+)+$` or `.*.*.*.*.*.*x` takes
 hours on a name of 60 characters. Here a pattern is applied to a set of positions at once (the
 simulation of an automaton), so its cost is polynomial, and the operations of all matches of one
-file are counted against one limit.
+file are counted against one limit, which grows with the number of matches.
 
 A set of positions is an int with bit p for the position before character p. Backreferences,
 conditions, atomic groups and possessive repeats need backtracking order; they are refused.
@@ -23,10 +23,13 @@ from verbatim.base.errors import ModelError
 
 MAX_PATTERN = 500  # characters of a pattern; those in use have at most some 200
 MAX_NAME = 1000  # characters of a name
-# Operations on sets of positions in all matches of one file. A pattern in use takes about 50 per
-# name (measured), so a model of 25,000 modules with ten patterns needs 13 million. One takes about
-# 1 µs.
+# Operations on sets of positions in all matches of one file; one takes about 1 µs. A pattern in use
+# takes about 50 per name (measured), so a model of 25,000 modules with ten patterns needs 13
+# million. The limit is FIRST_OPERATIONS and MATCH_OPERATIONS more for each match: a pattern that
+# looks ahead at each character, as `(?:(?!visual).)*`, takes 250 to 600. So a hostile pattern is
+# refused at its first name, within 0.2 s.
 MAX_OPERATIONS = 20_000_000
+FIRST_OPERATIONS, MATCH_OPERATIONS = 100_000, 1000
 
 # Python's own parser of patterns (private, the same in 3.11 to 3.14): a list of (operation, value).
 _PARSER: Any = importlib.import_module("re._parser")
@@ -43,10 +46,10 @@ class _TooLongError(Exception):
 
 
 class NamePatterns:
-    """The patterns of one file, and the operations that their matches may still take."""
+    """The patterns of one file, and the operations that their matches take."""
 
     def __init__(self, operations: int = MAX_OPERATIONS) -> None:
-        self._left = operations
+        self._most, self._limit, self._spent = operations, FIRST_OPERATIONS, 0
         self._compiled: dict[str, list[_Node]] = {}
         self._name = ""
         self._characters: dict[str, int] = {}  # character of the name -> its positions
@@ -71,6 +74,7 @@ class NamePatterns:
             self._name, self._characters, self._masks = name, {}, {}
             for position, character in enumerate(name):
                 self._characters[character] = self._characters.get(character, 0) | 1 << position
+        self._limit = min(self._limit + MATCH_OPERATIONS, self._most)
         try:
             return self._sequence(nodes, 1)
         except (_TooLongError, RecursionError):
@@ -102,9 +106,9 @@ class NamePatterns:
                     at &= ~found if node.negated else found
         return at
 
-    def _spend(self) -> None:
-        self._left -= 1
-        if self._left < 0:
+    def _spend(self, operations: int = 1) -> None:
+        self._spent += operations
+        if self._spent > self._limit:
             raise _TooLongError
 
     def _repeat(self, node: _Repeat, at: int) -> int:
@@ -128,11 +132,13 @@ class NamePatterns:
     def _look(self, node: _Look, at: int) -> int:
         """The positions of `at` where the nodes match ahead, or end behind."""
         found, width = 0, node.width
-        for position in range(width, len(self._name) + 1):
-            if at >> position & 1:
-                self._spend()
-                ends = self._sequence(node.nodes, 1 << (position - width))
-                found |= bool(ends >> position & 1 if node.behind else ends) << position
+        rest = at >> width  # starts of the nodes
+        while rest:
+            start = rest & -rest
+            rest ^= start
+            self._spend()
+            ends, here = self._sequence(node.nodes, start), start << width
+            found |= here if ends & (here if node.behind else -1) else 0
         return found
 
     def _mask(self, node: _Class) -> int:
@@ -145,7 +151,7 @@ class NamePatterns:
             for character, positions in self._characters.items():
                 found |= positions if node.has(character) else 0
             self._masks[id(node)] = found
-            self._left -= len(self._characters)
+            self._spend(len(self._characters))
         return found
 
     def _anchor(self, code: str) -> int:
@@ -156,6 +162,8 @@ class NamePatterns:
             return 1 << end
         if code == "AT_END":  # also before a line feed that ends the name
             return 1 << end | (1 << (end - 1) if self._name.endswith("\n") else 0)
+        if not self._name:  # no boundary; \B matches in Python 3.14, and not before
+            return int(code == "AT_NON_BOUNDARY" and _EMPTY_HAS_NO_BOUNDARY)
         word = self._mask(_WORD)
         boundary = word ^ (word << 1)
         return boundary if code == "AT_BOUNDARY" else ~boundary & ((2 << end) - 1)
@@ -204,6 +212,7 @@ class _Look(NamedTuple):
 
 _Node = _Class | _Repeat | _Branch | _Anchor | _Look
 _WORD = _Class(_CATEGORIES["CATEGORY_WORD"])
+_EMPTY_HAS_NO_BOUNDARY = re.match(r"\B", "") is not None
 
 
 def _compile(pattern: str) -> list[_Node]:
