@@ -109,6 +109,15 @@ def test_a_header_without_its_first_marker_is_no_text(start: str) -> None:
     assert start.strip() not in thought + answer
 
 
+# Headers of messages that are not for the user.
+OTHERS = (
+    "<|channel|>analysis<|message|>",
+    "<|channel|>commentary to=python <|message|>",
+    "<|end|><|start|>user<|message|>",
+    "<|end|><|start|>functions.f to=assistant<|channel|>commentary<|message|>",
+)
+
+
 def test_random_outputs_with_both_kinds_of_markers() -> None:
     """Streamed and whole are equal for any cut, tokens split, and letters stay."""
     rng = random.Random(7)
@@ -117,9 +126,10 @@ def test_random_outputs_with_both_kinds_of_markers() -> None:
         tokens: list[int] = []
         for _ in range(rng.randrange(1, 5)):
             channel = rng.choice(["analysis", "final"])
+            header = rng.choice(OTHERS) if channel == "analysis" else "<|channel|>final<|message|>"
             words = [rng.choice([*MARKERS, "a", " é", "<|", "|>", "🙂"]) for _ in range(6)]
             text = "".join(words)
-            tokens += tokenizer().encode(f"<|channel|>{channel}<|message|>", special=True)
+            tokens += tokenizer().encode(header, special=True)
             tokens += tokenizer().encode(text)
             tokens += tokenizer().encode(
                 rng.choice(["<|end|><|start|>assistant", "<|start|>assistant"]), special=True
@@ -204,6 +214,32 @@ def test_a_grammar_allows_no_call_that_it_does_not_bind() -> None:
         assert token in allowed(one.mask())
         one.advance(token)
     assert ord("=") not in allowed(one.mask())
+
+
+@pytest.mark.parametrize("role", ["user<|message|>", "functions.f<|channel|>commentary<|message|>"])
+def test_a_grammar_does_not_start_in_a_message_of_another_role(role: str) -> None:
+    one = matcher()
+    for token in ids(f"<|channel|>analysis<|message|>Hm.<|end|><|start|>{role}Hi!<|end|>"):
+        assert token in allowed(one.mask())
+        one.advance(token)
+    for token in ids("<|start|>assistant<|channel|>final<|message|>"):
+        assert token in allowed(one.mask())
+        one.advance(token)
+    assert ord("H") not in allowed(one.mask())
+
+
+@pytest.mark.parametrize("header", OTHERS)
+def test_the_budget_of_a_thought_ends_a_message_that_is_not_for_the_user(header: str) -> None:
+    start = ids(f"<|channel|>analysis<|message|>Hm.{header}")
+    tracker, ends = make_tracker(harmony(), tokenizer()), (ByteTokenizer.EOS,)
+    one = ThoughtMatcher(None, tracker, VOCAB, ends, len(start), harmony().close_ids)
+    for token in start:
+        assert one.mask() is None
+        one.advance(token)
+    for token in harmony().close_ids:
+        assert allowed(one.mask()) == [token]
+        one.advance(token)
+    assert one.mask() is None
 
 
 def test_the_budget_of_a_thought_does_not_cut_a_call() -> None:

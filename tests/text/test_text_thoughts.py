@@ -183,6 +183,44 @@ def test_a_harmony_tool_call_becomes_a_tool_call(header: str) -> None:
         assert split(HarmonySplitter(), pieces) == ("Call.", want)
 
 
+# Headers behind <|start|>, and what a message with this header is.
+HEADERS = (
+    ("assistant<|channel|>analysis<|message|>", "thought"),
+    ("assistant<|channel|>final<|message|>", "answer"),
+    ("assistant<|channel|>final <|constrain|>json<|message|>", "answer"),
+    ("assistant<|channel|>commentary<|message|>", "answer"),
+    ("assistantfinal<|message|>", "answer"),
+    ("<|channel|>note<|message|>", "answer"),
+    ("assistant<|channel|>commentary to=python <|message|>", "thought"),
+    ("assistant<|channel|>analysis to=python code<|message|>", "thought"),
+    ("assistant to=browser.search<|channel|>commentary <|constrain|>json<|message|>", "thought"),
+    ("assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "call"),
+    ("assistant to=functions.f<|channel|>analysis<|message|>", "call"),
+    ("user<|message|>", "thought"),
+    ("system<|message|>", "thought"),
+    ("developer<|message|>", "thought"),
+    ("functions.f to=assistant<|channel|>commentary<|message|>", "thought"),
+    ("functions.f to=assistant<|channel|>final<|message|>", "thought"),
+    ("python to=functions.f<|channel|>analysis<|message|>", "thought"),
+)
+
+
+def test_harmony_messages_of_every_role_and_recipient() -> None:
+    rng = random.Random(3)
+    for _ in range(10_000):
+        want = {"thought": "", "answer": ""}
+        text = "<|channel|>analysis<|message|><|end|>"
+        for i in range(rng.randrange(1, 5)):
+            header, kind = rng.choice(HEADERS)
+            body = f"{{{i}: {rng.choice(['a', 'é', '<', '<|', 'to=', ' '])}}}"
+            text += f"<|start|>{header}{body}{rng.choice(['<|end|>', '<|call|>', ''])}"
+            if kind == "call":
+                body = f'<tool_call>{{"name": "f", "arguments": {body}}}</tool_call>'
+            want["thought" if kind == "thought" else "answer"] += body
+        text += rng.choice(["<|return|>", "<|start|>assistant", "<|start|>user"])
+        assert split(HarmonySplitter(), cut(text, rng)) == (want["thought"], want["answer"]), text
+
+
 def test_harmony_markers_never_leak() -> None:
     rng = random.Random(2)
     parts = (
@@ -194,8 +232,12 @@ def test_harmony_markers_never_leak() -> None:
         "<|call|>",
         "<|return|>",
         " to=functions.x",
+        " to=python",
         "assistant",
+        "user",
+        "functions.x to=assistant",
         "analysis",
+        "commentary",
         "final",
         "hi",
     )

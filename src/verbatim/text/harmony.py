@@ -8,6 +8,10 @@ answer (channel final, and commentary to the user). A message to a tool (`to=fun
 becomes `<tool_call>{"name": ..., "arguments": ...}</tool_call>` in the answer, the form that the
 tool-call parser reads. An output that does not start as a message does is an answer.
 
+Messages that are not for the user are thought: a call of a built-in tool (`to=python`), which no
+client can run, and a message of another role that the model writes itself (`<|start|>user`, or a
+result `<|start|>functions.NAME to=assistant`).
+
 Invariant: a marker that is a token of the vocabulary is recognised by its id (`mark`). The same
 letters in ordinary tokens, as in an answer that explains the format, are text.
 """
@@ -18,7 +22,7 @@ import json
 import re
 from collections.abc import Collection
 
-from verbatim.text.tag_splitter import Piece, partial_tag_length
+from verbatim.text.tag_splitter import Kind, Piece, partial_tag_length
 
 CHANNEL, MESSAGE, CONSTRAIN = "<|channel|>", "<|message|>", "<|constrain|>"
 # Markers that end the text of a message. MESSAGE and CONSTRAIN belong into a header; inside a text
@@ -27,7 +31,7 @@ ENDS = ("<|end|>", "<|call|>", "<|return|>", "<|start|>", CHANNEL)
 MARKERS = (*ENDS, MESSAGE, CONSTRAIN)
 # What a header is made of, beside markers and the recipient `to=functions.NAME`.
 HEADER_WORDS = ("assistant", "analysis", "commentary", "final", "json", "to=")
-_RECIPIENT = re.compile(r"to=functions\.([\w.-]+)")
+_FUNCTION = re.compile(r"to=functions\.([\w.-]+)")
 
 
 class HarmonySplitter:
@@ -37,9 +41,10 @@ class HarmonySplitter:
     def __init__(self, special: Collection[str] = ()) -> None:
         self._written = tuple(marker for marker in MARKERS if marker not in special)
         self._held = ""  # text that may become a marker
-        self._header = ""
+        self._author: str | None = None  # the header before its channel; None without a channel
+        self._header = ""  # the header behind it
         self._body = False  # inside the text of a message, not in its header
-        self._channel = ""
+        self._kind: Kind = "answer"
         self._tool: str | None = None
         self._seen = False  # a marker was there
         self._call = ""  # the arguments of a tool call so far
@@ -47,12 +52,12 @@ class HarmonySplitter:
     @property
     def thinking(self) -> bool:
         """Headers count as thought, as the markers do."""
-        return self._channel == "analysis" if self._body else self._seen
+        return self._kind == "thought" if self._body else self._seen
 
     @property
     def answering(self) -> bool:
         """Whether text that follows is a message to the user."""
-        return self._body and self._tool is None and self._channel != "analysis"
+        return self._body and self._tool is None and self._kind == "answer"
 
     @property
     def in_header(self) -> bool:
@@ -62,7 +67,7 @@ class HarmonySplitter:
     @property
     def calling(self) -> bool:
         """Whether the message is one to a tool."""
-        return self._tool is not None or (self.in_header and _recipient(self._header) is not None)
+        return self._tool is not None or (self.in_header and self._read_header()[1] is not None)
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
@@ -109,24 +114,35 @@ class HarmonySplitter:
         if self._tool is not None:
             self._call += text
         elif text:
-            out.append(("thought" if self._channel == "analysis" else "answer", text))
+            out.append((self._kind, text))
 
     def _marker(self, marker: str, out: list[Piece]) -> None:
         self._seen = True
-        if not self._body and marker == MESSAGE:
-            name = re.match(r"\w*", self._header)
-            self._channel = name.group() if name else ""
-            self._tool = self._tool or _recipient(self._header)  # before or after the channel
-            self._body, self._call = True, ""
-        elif not self._body and marker == CHANNEL:
-            self._tool = self._tool or _recipient(self._header)
-            self._header = ""
-        elif not self._body and marker == CONSTRAIN:
-            self._header += marker
-        elif not self._body:  # a header that no message follows
-            self._header, self._tool = "", None
-        elif marker in ENDS:
+        if self._body and marker in ENDS:
             self._end_message(out)
+        if self._body:
+            return
+        if marker == MESSAGE:
+            self._kind, self._tool = self._read_header()
+            self._body, self._call = True, ""
+        elif marker == CHANNEL:
+            self._author, self._header = f"{self._author or ''} {self._header}", ""
+        elif marker == CONSTRAIN:
+            self._header += " "
+        else:  # the end of a message, or of a header that no message follows
+            self._author, self._header = None, ""
+
+    def _read_header(self) -> tuple[Kind, str | None]:
+        """What the text behind the header is, and the tool that it is for."""
+        role = (self._header if self._author is None else self._author).split()[:1]
+        if role and not role[0].startswith(HEADER_WORDS):
+            return "thought", None
+        header = f"{self._author or ''} {self._header}"  # a recipient is on either side
+        if function := _FUNCTION.search(header):
+            return "answer", function.group(1)
+        channel = re.split(r"\W", self._header)[0]
+        built_in = "to=" in header and channel != "final"
+        return "thought" if channel == "analysis" or built_in else "answer", None
 
     def _end_message(self, out: list[Piece]) -> None:
         if self._tool is not None:
@@ -135,7 +151,7 @@ class HarmonySplitter:
             out.append(
                 ("answer", f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>')
             )
-        self._body, self._tool, self._header = False, None, ""
+        self._body, self._tool, self._author, self._header = False, None, None, ""
 
 
 def _is_json(text: str) -> bool:
@@ -157,9 +173,3 @@ def _may_be_header(text: str) -> bool:
     return all(word.startswith("to=") or word in HEADER_WORDS for word in words) and (
         last.startswith("to=") or any(word.startswith(last) for word in HEADER_WORDS)
     )
-
-
-def _recipient(header: str) -> str | None:
-    """The tool that a message is for."""
-    found = _RECIPIENT.search(header)
-    return found.group(1) if found else None
