@@ -20,6 +20,7 @@ from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
 from verbatim.testing import ChatByteTokenizer, FakeBackend, fake_parts, fake_spec
 from verbatim.text.chat_template import ChatTemplate
+from verbatim.text.tag_splitter import spellings
 from verbatim.text.thoughts import TAGS, ThoughtFormat, find_format
 
 OPEN, CLOSE = TAGS[-1]
@@ -30,6 +31,7 @@ PIECES = (
     ":{", ': {"', 'se:{"n"', "se: no", "re: Here is", "my response:", " response: {", '{"n"',
     "Here is my response:", "Here is my response:{", ":Here is my response:1", "response",
     "thought process:x Here is my response:1", "Hmm", ", ", "1}", ":\u2003", "x:", "::",
+    "'s", "Here's my", "'s my response:", "'s my response:{", "Here's my response: 1",
 )  # fmt: skip
 
 
@@ -96,7 +98,7 @@ def like_a_model(rng: random.Random, output: bytes, choices: list[int]) -> int:
     if rng.random() < 0.3:
         return rng.choice(choices)
     tails = []
-    for tag in (OPEN.encode(), CLOSE.encode()):
+    for tag in (tag.encode() for tag in (*spellings(OPEN), *spellings(CLOSE))):
         have = next(n for n in range(len(tag), -1, -1) if output.endswith(tag[:n]))
         tails.append(tag[have:] or tag)
     fits = [
@@ -135,9 +137,8 @@ def test_the_answer_is_valid_in_random_streams(prompt: str, count: int) -> None:
         )
         thought, answer = split(tokens, thoughts)
         assert json.loads(answer)["n"] in (1, 2, 3), (tokens, thought, answer)
-        thought_count += CLOSE in b"".join(map(tokenizer().token_bytes, tokens)).decode(
-            errors="replace"
-        )
+        output = b"".join(map(tokenizer().token_bytes, tokens)).decode(errors="replace")
+        thought_count += any(tag in output for tag in spellings(CLOSE))
         straddling += any(
             tokenizer().token_bytes(t).decode() in (":\n\n", "se:\n", ": ", ":\u2003")
             for t in tokens
@@ -156,8 +157,9 @@ def test_a_token_with_the_end_of_the_tag_and_the_start_of_the_answer_is_forbidde
     ids = {piece: 260 + i for i, piece in enumerate(PIECES)}
     matcher = start(SamplingParams(json_schema=SCHEMA), text_format(OPEN))
     free = allowed(matcher.mask())
-    whole = {piece for piece in PIECES if CLOSE in piece and piece != CLOSE}
-    assert len(whole) == 3
+    closes = spellings(CLOSE)
+    whole = {piece for piece in PIECES if piece not in closes and any(c in piece for c in closes)}
+    assert len(whole) == 4
     assert whole == {piece for piece, token in ids.items() if token not in free}
     assert not set(ENDS) & set(free)
     for piece in ("x:", "Here", " is", " my", " respon"):
@@ -182,7 +184,7 @@ def test_a_token_with_the_end_of_the_tag_and_the_start_of_the_answer_is_forbidde
 def test_before_a_thought_the_grammar_and_the_opening_tag_are_allowed() -> None:
     ids = {piece: 260 + i for i, piece in enumerate(PIECES)}
     matcher = start(SamplingParams(regex="(Hey|Here) you"), text_format())
-    first = {ord("H"), ids["Here"], ids[" Here"], ids["\n\nHere"]}
+    first = {ord("H"), ids["Here"], ids[" Here"], ids["\n\nHere"], ids["Here's my"]}
     assert set(allowed(matcher.mask())) == first
     for token in b"He":
         matcher.advance(token)
@@ -191,6 +193,13 @@ def test_before_a_thought_the_grammar_and_the_opening_tag_are_allowed() -> None:
     for token in b"y you":
         answer.advance(token)
     assert answer.finished
+    other = matcher.copy()
+    for token in (*b"re", ids["'s"], *b" my thought process:Hm. ", ids["Here's my"]):
+        other.advance(token)
+    for token in b" response:":
+        assert token in allowed(other.mask())
+        other.advance(token)
+    assert set(allowed(other.mask())) == {ord("H"), ids["Here"]}, "the whole grammar"
     for token in b"re i":
         thought.advance(token)
     assert allowed(thought.mask()) == [ord("s")], "the grammar does not allow the text so far"
@@ -235,7 +244,8 @@ def test_the_tracker_follows_the_splitter_for_any_tokens() -> None:
             tracker, splitter = make_tracker(thoughts, tokenizer()), thoughts.splitter()
             stream = ChoiceStream("r", 0, SamplingParams(), tokenizer(), thoughts)
             stream._splitter = splitter
-            parts = [list(open_tag.encode()), list(close.encode()), [rng.choice(common)], [10]]
+            parts = [list(tag.encode()) for tag in (*spellings(open_tag), *spellings(close))]
+            parts += [[rng.choice(common)], [10]]
             parts += [[rng.randrange(VOCAB)], list("\u3000".encode()), [257]]
             for token in [t for _ in range(8) for t in rng.choice(parts)]:
                 stream.push(Drawn(token, 0.0), None)
@@ -246,7 +256,9 @@ def test_the_tracker_follows_the_splitter_for_any_tokens() -> None:
 def test_no_tag_ends_as_it_begins() -> None:
     """A budget writes the closing tag behind any text: part of a tag must not complete it early."""
     for _, close in TAGS:
-        assert not any(close.startswith(close[i:]) for i in range(1, len(close)))
+        for tag in spellings(close):
+            assert not any(close.startswith(tag[i:]) for i in range(1, len(tag)))
+            assert not any(tag.startswith(close[i:]) for i in range(1, len(close)))
 
 
 # ---------------------------------------------------------------------------------- in the engine

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from verbatim.text.harmony import HarmonySplitter
-from verbatim.text.tag_splitter import Piece, TagSplitter
+from verbatim.text.tag_splitter import Piece, TagSplitter, spellings
 from verbatim.text.thoughts import TAGS, Splitter, ThoughtFormat, find_format
 
 WORDS = (
@@ -62,9 +62,10 @@ def test_thought_and_answer_of_random_streams(open_tag: str, close: str, start: 
         if close in thought + close[:-1] or close in close[1:] + answer:
             continue
         space = rng.choice(["", "\n", "\n\n"])
-        opening = "" if start else rng.choice(["", "\n"]) + open_tag
-        output = f"{opening}{space}{thought}{space}{close}{space}{answer}"
-        if output.find(close, len(opening)) != len(f"{opening}{space}{thought}{space}"):
+        opening = "" if start else rng.choice(["", "\n"]) + rng.choice(spellings(open_tag))
+        closing = rng.choice(spellings(close))
+        output = f"{opening}{space}{thought}{space}{closing}{space}{answer}"
+        if output.find(closing, len(opening)) != len(f"{opening}{space}{thought}{space}"):
             continue  # the noise completed a marker by accident
         got = split(TagSplitter(open_tag, close, start), cut(output, rng))
         assert got == (thought, answer), output
@@ -73,7 +74,8 @@ def test_thought_and_answer_of_random_streams(open_tag: str, close: str, start: 
 @pytest.mark.parametrize(("open_tag", "close"), TAGS)
 def test_any_text_gives_the_same_result_in_any_pieces(open_tag: str, close: str) -> None:
     rng = random.Random(close)
-    parts = (*WORDS, open_tag, close, open_tag[:3], close[:-1])
+    tags = (*spellings(open_tag), *spellings(close))
+    parts = (*WORDS, *tags, *(tag[:5] for tag in tags), *(tag[:-1] for tag in tags))
     for _ in range(2_000):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(10)))
         start = rng.choice(["", "open", "closed"])
@@ -105,6 +107,18 @@ def test_the_tags_around_an_answer_are_no_part_of_it() -> None:
         ("<think>a</think><respond>", "<respond>"),
     ):
         assert split(TagSplitter("<think>", "</think>", "", WRAPPER), list(text)) == ("a", answer)
+
+
+@pytest.mark.parametrize("opening", ["Here is", "Here's"])
+@pytest.mark.parametrize("closing", ["Here is", "Here's"])
+def test_both_spellings_of_granite(opening: str, closing: str) -> None:
+    """In any combination, and in the prompt too."""
+    tags = ThoughtFormat("Here is my thought process:", "Here is my response:")
+    text = f"{opening} my thought process:\nHere, in short: 4.\n\n{closing} my response:\nHere's 4."
+    for pieces in ([text], list(text), re.split("(?=[ H:'])", text)):
+        assert split(tags.splitter(), pieces) == ("Here, in short: 4.", "Here's 4.")
+    assert tags.after(f"<|assistant|>{opening} my thought process:\n").start == "open"
+    assert tags.after(f"<|assistant|>a {closing} my response:\n").start == "closed"
 
 
 def test_an_output_without_tags_is_the_answer() -> None:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.text.harmony import HarmonySplitter
+from verbatim.text.tag_splitter import spellings
 from verbatim.text.thoughts import ThoughtFormat
 
 State = Literal["start", "thought", "answer"]
@@ -54,36 +55,38 @@ class ThoughtTracker(Protocol):
 class TagMarkers:
     """The tags of a format in the bytes of a vocabulary, shared by the sequences of a model.
 
-    `crossing`: the tokens that cross the end of the closing tag, by the number of its bytes that
-    precede the token."""
+    `open`, `close`: the spellings of both tags. `crossing`: the tokens that cross the end of a
+    closing tag, by the bytes of it that precede the token."""
 
     def __init__(
         self, thoughts: ThoughtFormat, tokenizer: EngineTokenizer, skip_special: bool = True
     ) -> None:
-        self.open, self.close = thoughts.open.encode(), thoughts.close.encode()
+        self.open, self.close = _spelled(thoughts.open), _spelled(thoughts.close)
         self._open_id = thoughts.open_id
         self._tokenizer, self._skip, self._visible = tokenizer, skip_special, thoughts.marker_ids
-        suffixes = tuple(self.open[i:] for i in range(len(self.open)))
+        self._letters = frozenset(b"".join(self.open))
+        suffixes = tuple(tag[i:] for tag in self.open for i in range(len(tag)))
+        last = {tag[-1] for tag in self.close}
         openers, closers = [], []
         for token in range(tokenizer.vocab_size):
             data = self.shown(token)
             part = _without_space(data)
             if self._overlaps(data, suffixes) or (part != data and self._overlaps(part, suffixes)):
                 openers.append((token, data, part))
-            if self.close[-1] in data[:-1]:
+            if not last.isdisjoint(data[:-1]):
                 closers.append((token, data))
         self._openers = openers
         self._opening: dict[bytes, tuple[Ids, Ids]] = {}
-        self.crossing = tuple(
-            frozenset(token for token, data in closers if self._crosses(at, data))
-            for at in range(len(self.close))
-        )
+        self.crossing = {
+            held: frozenset(token for token, data in closers if self._crosses(held, data))
+            for held in {tag[:i] for tag in self.close for i in range(len(tag))}
+        }
 
     def _overlaps(self, data: bytes, suffixes: tuple[bytes, ...]) -> bool:
-        """Whether the bytes are a part of the opening tag, or start with one of its suffixes."""
-        return data[:1] in self.open and bool(
-            data and (data in self.open or data.startswith(suffixes))
-        )
+        """Whether the bytes are a part of an opening tag, or start with one of its suffixes."""
+        if not data or data[0] not in self._letters:  # most tokens
+            return False
+        return data.startswith(suffixes) or any(data in tag for tag in self.open)
 
     def shown(self, token: int) -> bytes:
         """The bytes of a token in the text of the output, as TextDecoder shows it."""
@@ -91,18 +94,19 @@ class TagMarkers:
             return b""
         return self._tokenizer.token_bytes(token)
 
-    def scan(self, at: int, data: bytes) -> tuple[bool, int]:
-        """Follow the closing tag, of which `at` bytes precede `data`: (it is complete, bytes of it
-        at the end of the text)."""
-        text = self.close[:at] + data
-        if self.close in text:
-            return True, 0
-        sizes = range(min(len(text), len(self.close) - 1), 0, -1)
-        return False, next((n for n in sizes if self.close.startswith(text[-n:])), 0)
+    def scan(self, held: bytes, data: bytes) -> tuple[bool, bytes]:
+        """Follow a closing tag, of which `held` precedes `data`: (it is complete, its bytes at the
+        end of the text)."""
+        text = held + data
+        if any(tag in text for tag in self.close):
+            return True, b""
+        ends = (text[i:] for i in range(len(text)))  # the longest one first
+        return False, next((e for e in ends if any(t.startswith(e) for t in self.close)), b"")
 
-    def _crosses(self, at: int, data: bytes) -> bool:
-        _, found, rest = (self.close[:at] + data).partition(self.close)
-        return bool(found and _without_space(rest))
+    def _crosses(self, held: bytes, data: bytes) -> bool:
+        text = held + data
+        ends = [at + len(tag) for tag in self.close if (at := text.find(tag)) >= 0]
+        return bool(ends and _without_space(text[min(ends) :]))
 
     def opening(self, head: bytes) -> tuple[Ids, Ids]:
         """ThoughtTracker.opening() behind `head`, the output without its leading white space."""
@@ -116,13 +120,19 @@ class TagMarkers:
         for token, data, part in self._openers:
             text = head + (data if head else part)
             if text.startswith(self.open):
-                crosses = self._crosses(0, text[len(self.open) :])
+                crosses = self._crosses(b"", self.behind_open(text))
                 (forbidden if crosses else allowed).append(token)
-            elif self.open.startswith(text) and text != head:
+            elif self.may_open(text) and text != head:
                 allowed.append(token)
         if not head and self._open_id is not None:  # a model writes its tag as that token
             allowed = [token for token in allowed if token == self._open_id]
         return tuple(allowed), tuple(forbidden)
+
+    def may_open(self, text: bytes) -> bool:
+        return any(tag.startswith(text) for tag in self.open)
+
+    def behind_open(self, text: bytes) -> bytes:
+        return next(text[len(tag) :] for tag in self.open if text.startswith(tag))
 
 
 class TagTracker:
@@ -138,7 +148,7 @@ class TagTracker:
             self.state = "thought" if start == "open" else "answer"
         self.opened = start == "open"
         self._head = b""  # the output before a thought, without its leading white space
-        self._at = 0  # bytes of the closing tag at the end of the thought so far
+        self._held = b""  # part of a closing tag at the end of the thought so far
 
     def push(self, token: int) -> None:
         data = self._markers.shown(token)
@@ -151,16 +161,15 @@ class TagTracker:
         decoder = _UTF8("replace")
         text = decoder.decode(output).lstrip().encode()
         pending = decoder.getstate()[0]  # of an incomplete character
-        tag = self._markers.open
         self._head = text + pending
-        if text.startswith(tag):
+        if text.startswith(self._markers.open):
             self.state, self.opened = "thought", True
-            self._close(self._head[len(tag) :])
-        elif not tag.startswith(text):
+            self._close(self._markers.behind_open(self._head))
+        elif not self._markers.may_open(text):
             self.state = "answer"
 
     def _close(self, data: bytes) -> None:
-        closed, self._at = self._markers.scan(self._at, data)
+        closed, self._held = self._markers.scan(self._held, data)
         if closed:
             self.state = "answer"
 
@@ -169,7 +178,7 @@ class TagTracker:
         return allowed if self._told else (), forbidden
 
     def crossing(self) -> Ids:
-        return self._markers.crossing[self._at]
+        return self._markers.crossing[self._held]
 
     def copy(self) -> TagTracker:
         return copy(self)
@@ -239,6 +248,10 @@ def make_tracker(
 
 _MARKERS: WeakKeyDictionary[EngineTokenizer, dict[Any, TagMarkers]] = WeakKeyDictionary()
 _EQUALS: WeakKeyDictionary[EngineTokenizer, frozenset[int]] = WeakKeyDictionary()
+
+
+def _spelled(tag: str) -> tuple[bytes, ...]:
+    return tuple(each.encode() for each in spellings(tag))
 
 
 def _without_space(data: bytes) -> bytes:

@@ -16,6 +16,11 @@ from typing import Literal
 
 Kind = Literal["thought", "answer"]
 Piece = tuple[Kind, str]
+# Tags that models also write in another way: quantised Granite 3.2 (vLLM's parser knows it too).
+OTHER_SPELLINGS = {
+    "Here is my thought process:": ("Here's my thought process:",),
+    "Here is my response:": ("Here's my response:",),
+}
 
 
 class TagSplitter:
@@ -35,7 +40,8 @@ class TagSplitter:
         wrapper: tuple[str, str] | None = None,
         opener: str = "",
     ) -> None:
-        self._open, self._close, self._wrapper, self._opener = open_tag, close, wrapper, opener
+        self._open, self._close = spellings(open_tag), spellings(close)
+        self._wrapper, self._opener = wrapper, opener
         self._state = {"": "start", "open": "thought", "closed": "answer"}[start]
         if start == "closed" and wrapper:
             self._state = "behind"
@@ -87,16 +93,22 @@ class TagSplitter:
         start = self._held.lstrip()
         if start.startswith(self._open):
             self._state, self._trim = "thought", True
-            self._held = start[len(self._open) :]
-        elif not self._open.startswith(start):
+            self._held = self._behind_open(start)
+        elif not self._may_open(start):
             self._state = "answer"
+
+    def _may_open(self, start: str) -> bool:
+        return any(tag.startswith(start) for tag in self._open)
+
+    def _behind_open(self, start: str) -> str:
+        return next(start[len(tag) :] for tag in self._open if start.startswith(tag))
 
     def _repeats(self) -> bool:
         """Drop a second opening tag at the start of the thought. True: the text may become one."""
         start = self._held.lstrip()
         if start.startswith(self._open):
-            self._held, start = start[len(self._open) :], ""
-        elif not start or self._open.startswith(start):
+            self._held, start = self._behind_open(start), ""
+        elif not start or self._may_open(start):
             return bool(start)
         self._may_repeat = False
         return False
@@ -104,13 +116,14 @@ class TagSplitter:
     def _think(self, out: list[Piece]) -> None:
         if self._may_repeat and self._repeats():
             return
-        at = self._held.find(self._close)
-        if at >= 0:
+        found = [(at, tag) for tag in self._close if (at := self._held.find(tag)) >= 0]
+        if found:
+            at, tag = min(found)
             self._emit("thought", self._held[:at].rstrip(), out)
-            self._held = self._held[at + len(self._close) :]
+            self._held = self._held[at + len(tag) :]
             self._state, self._trim = "behind" if self._wrapper else "answer", True
             return
-        safe = len(self._held) - partial_tag_length(self._held, self._close)
+        safe = len(self._held) - max(partial_tag_length(self._held, tag) for tag in self._close)
         safe = len(self._held[:safe].rstrip())  # whitespace before the closing tag is dropped
         self._emit("thought", self._held[:safe], out)
         self._held = self._held[safe:]
@@ -142,6 +155,11 @@ class TagSplitter:
             self._trim = not text
         if text:
             out.append((kind, text))
+
+
+def spellings(tag: str) -> tuple[str, ...]:
+    """The tag, and its other spellings."""
+    return tag, *OTHER_SPELLINGS.get(tag, ())
 
 
 def partial_tag_length(text: str, tag: str) -> int:

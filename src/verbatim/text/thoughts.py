@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from verbatim.text.harmony import CHANNEL, MARKERS, MESSAGE, HarmonySplitter
-from verbatim.text.tag_splitter import Piece, TagSplitter
+from verbatim.text.tag_splitter import Piece, TagSplitter, spellings
 
 # Opening and closing tag of each format. A model has the format whose closing tag its chat
 # template contains.
@@ -89,9 +89,9 @@ class ThoughtFormat:
         tail = prompt.rstrip()
         if self.harmony:
             return self
-        if tail.endswith(self.open.rstrip()):
+        if tail.endswith(tuple(tag.rstrip() for tag in spellings(self.open))):
             return replace(self, start="open")
-        if tail.endswith(self.close):
+        if tail.endswith(spellings(self.close)):
             return replace(self, start="closed")
         return replace(self, named=self.open.strip() in prompt)
 
