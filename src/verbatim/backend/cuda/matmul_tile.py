@@ -37,16 +37,17 @@ class TileRate(NamedTuple):
     paired: float = 0.0
 
 
-# tiles of the tensor-core kernel: rows, columns, inputs, warps, stages
+# Tiles of the tensor-core kernel: rows, columns, inputs, warps, stages. As many stages as fit into
+# an SM, except for a tile of which two share one.
 TILES = {
     (128, 256, 64, 8, 4): TileRate(740.0),
-    (192, 256, 64, 8, 3): TileRate(700.0),
-    (192, 128, 64, 4, 4): TileRate(640.0),
-    (128, 128, 64, 4, 4): TileRate(640.0),
+    (192, 256, 64, 8, 4): TileRate(725.0),
+    (192, 128, 64, 4, 5): TileRate(690.0),
+    (128, 128, 64, 4, 6): TileRate(720.0),
     (128, 128, 64, 4, 3): TileRate(470.0, 690.0),
-    (64, 256, 64, 4, 4): TileRate(640.0),
-    (64, 128, 64, 4, 5): TileRate(460.0),
-    (64, 64, 128, 4, 4): TileRate(340.0),
+    (64, 256, 64, 4, 5): TileRate(700.0),
+    (64, 128, 64, 4, 7): TileRate(490.0),
+    (64, 64, 128, 4, 6): TileRate(340.0),
 }
 SMS = 132
 SUM_BANDWIDTH = 4.5e6  # bytes per µs at which partial sums are written and read
