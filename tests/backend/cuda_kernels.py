@@ -14,6 +14,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import fast_interpreter
@@ -46,13 +47,14 @@ from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.gpu_sampler import GpuSampler
 from verbatim.backend.cuda.host_sampler import host_sampler
+from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.lora import LowRankPart, add_low_rank
 from verbatim.backend.cuda.step_graph import GraphInputs
 from verbatim.backend.cuda.token_counts import TokenCounts
 from verbatim.backend.protocol import Backend
 from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import BackendError
+from verbatim.base.errors import BackendError, DeviceMemoryError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.model.load import Model
@@ -473,6 +475,90 @@ def test_a_fused_activation_has_the_bits_of_its_own_kernel(
         tiles += [tile for tile in matmul_tile.tma_tiles(1) if tile.rows == 192]
     for tile in tiles:
         assert torch.equal(kernels.gated_matmul(x, w, "silu", torch.float16, tile), expected)
+
+
+def test_out_of_memory_in_a_step_or_in_the_cache_is_an_error_that_says_what_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    backend: Any = opened(small("llama"))
+    plan = StepPlan(
+        0,
+        (
+            SeqStep(
+                0, (9,), 0, ((0,),), draws=1, draw=DrawSpec(SamplingParams(temperature=0.0), 5, 1)
+            ),
+        ),
+    )
+    wanted = backend.execute(plan)
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "compute", full)
+        with pytest.raises(DeviceMemoryError, match=r"a step did not fit .*lower kv_memory"):
+            backend.execute(plan)
+        with pytest.raises(DeviceMemoryError, match=r"a step did not fit .*lower kv_memory"):
+            backend.launcher.launch(plan.sequences)
+    assert backend.execute(plan) == wanted
+    other: Any = open_backend(small("llama"), EngineConfig(backend="cuda"))
+    monkeypatch.setattr(cuda_backend, "empty_kv", full)
+    with pytest.raises(DeviceMemoryError, match=r"the KV cache of 0\.0 GB does not fit; lower"):
+        other.allocate((BLOCKS,))
+    backend.close()
+    backend.close()  # twice is once
+
+
+def test_graphs_of_steps_with_prompts_are_dropped_least_recently_used_first(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend: Any = opened(small("llama", **FEW_HEADS))
+    captured: list[Any] = []
+    now: list[Any] = []
+
+    class FakeGraph:
+        def __init__(self, inputs: Any, *_: object) -> None:
+            self.inputs = inputs
+            captured.append(now[0])
+
+        def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.zeros(1, 1), torch.zeros(1, 1)
+
+    monkeypatch.setattr(cuda_backend, "StepGraph", FakeGraph)
+    monkeypatch.setattr(cuda_backend, "MAX_PADDED_GRAPHS", 2)
+    monkeypatch.setattr(cuda_backend, "cut_tiles", lambda *_: {})
+    monkeypatch.setattr(
+        cuda_backend, "PaddedInputs", lambda *_: SimpleNamespace(fill=lambda *_: None)
+    )
+    shapes = [step_inputs.StepShape(64 * (i + 1), 4, 4, 1) for i in range(3)]
+    monkeypatch.setattr(cuda_backend, "padded_shape", lambda *_: now[0])
+    batch = SimpleNamespace(outputs=[0])
+    for i in (0, 0, 1, 1, 0, 2, 2, 0, 1):  # the second time captures; 2 replaces 1
+        now[:] = [shapes[i]]
+        backend._replay_padded(batch)
+    assert captured == [shapes[i] for i in (0, 1, 2, 1)]
+    assert list(backend._padded_graphs) == [shapes[0], shapes[1]]
+
+
+def test_a_value_beyond_float16_does_not_change_the_rows_before_it(device: torch.device) -> None:
+    """Two rows of one tile: the first does not see the second, whose value overflows."""
+    kv = KvLayer(*(torch.zeros((1, 1, 16, 16), dtype=torch.float16, device=device) for _ in "kv"))
+    qkv = torch.ones((2, 48), device=device)
+    qkv[1, 32:] = 1e6
+    rows = torch.arange(2, dtype=torch.int32, device=device)
+    kernels.qkv_rope_cache(kernels.SplitSums(qkv[None]), None, 0.0, 0.0, None, rows, kv, rows)
+    assert kv.values[0, 0, :2, 0].tolist() == [1.0, 65504.0]
+    one, two, zero = (torch.tensor([n], dtype=torch.int32, device=device) for n in (1, 2, 0))
+    table, q = torch.zeros((1, 1), dtype=torch.int32, device=device), torch.ones_like(qkv[:, :16])
+    found = [
+        kernels.attend(
+            q[: int(count)], kv, [kernels.QueryTiles(table, zero, count, zero, 16, 2)], 1, 1.0, 0.0,
+            None, torch.float32,
+        )[0]
+        for count in (one, two)
+    ]  # fmt: skip
+    assert torch.equal(*found)
+    assert torch.isfinite(found[0]).all()
 
 
 def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1202,13 +1288,13 @@ def test_a_model_that_does_not_fit_is_rejected_before_and_during_loading(
 ) -> None:
     model, config = small("llama"), EngineConfig(backend="cuda")
     assert cuda_backend.open_checked(model, config).info.name == "cuda"
-    needs = r"the model needs 0\.5 GB of GPU memory and \d+\.\d GB are free"
+    needs = r"the model needs 0\.5 GB of GPU memory and \d+\.\d GB are free; end other programs"
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(cuda_backend, "load", full)
-    with pytest.raises(BackendError, match=needs):
+    with pytest.raises(BackendError, match=r"did not fit into the \d+\.\d GB of GPU memory that"):
         cuda_backend.open_checked(model, config)
     monkeypatch.setattr(cuda_backend, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 10**9))

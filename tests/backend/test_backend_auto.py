@@ -80,6 +80,15 @@ def test_auto_opens_cuda_if_the_gpu_works(fake_gpu: FakeGpu) -> None:
     assert opened(backend="reference").info.name == "reference"
 
 
+def test_the_backend_cuda_is_checked_as_auto_is_and_never_replaced(fake_gpu: FakeGpu) -> None:
+    fake_gpu.opens(refuses("the model needs 9 GB"))
+    with pytest.raises(BackendError, match="needs 9 GB"):
+        opened(backend="cuda")
+    fake_gpu.opens(ImportError("cannot import name 'gdc_wait'"))
+    with pytest.raises(BackendError, match=r"cannot be used \(.*gdc_wait.*\); install the extra"):
+        opened(backend="cuda")
+
+
 @pytest.mark.parametrize("shown", ["", "-1", "-1,0"])
 def test_a_gpu_hidden_by_cuda_visible_devices_is_not_used(
     shown: str, fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch

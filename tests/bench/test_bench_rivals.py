@@ -67,3 +67,43 @@ def test_transformers_as_a_rival(tmp_path: Path) -> None:
     assert rival.decode(8, 2) > 0
     assert rival.batch(2, 4, 2) > 0
     rival.close()
+
+
+FAKE_VLLM = """
+import os
+from types import SimpleNamespace
+
+__version__ = "0.0"
+SamplingParams = SimpleNamespace
+os.write(1, b"a line of a library")
+
+
+class LLM:
+    def __init__(self, model, **options):
+        assert 0 < options["gpu_memory_utilization"] < 0.9
+        config = SimpleNamespace(get_vocab_size=lambda: 50)
+        self.llm_engine = SimpleNamespace(model_config=config)
+
+    def generate(self, prompts, params, use_tqdm):
+        print("a line of a library")
+        assert [len(p["prompt_token_ids"]) for p in prompts] in ([8], [4, 4], [3, 9])
+        lengths = [p.max_tokens for p in params]
+        assert lengths in ([1], [1, 1], [3, 3], [5, 6]), lengths
+        assert (params[0].temperature == 0.6) == (lengths == [5, 6])
+"""
+FAKE_TORCH = "import types; cuda = types.SimpleNamespace(mem_get_info=lambda: (50, 100))"
+
+
+def test_the_vllm_worker_sends_its_requests_and_keeps_the_protocol(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With modules that have the names of vLLM and PyTorch: there is no GPU here."""
+    (tmp_path / "vllm.py").write_text(FAKE_VLLM)
+    (tmp_path / "torch.py").write_text(FAKE_TORCH)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rival = client.Rival("vllm", client.find_python("vllm", sys.executable))
+    rival.open("model", 1, 64, "cuda")
+    assert rival.prefill(8) > 0
+    assert rival.batch(2, 4, 2) > 0
+    assert rival.crowd([3, 9], [5, 6]) > 0
+    rival.close()

@@ -15,9 +15,12 @@ import pytest
 
 from cli_result import Call
 from machine_limits import CARD, LIMITS
-from verbatim.bench import measure
+from verbatim.base.errors import VerbatimError
+from verbatim.bench import crowd, measure
 from verbatim.cli import bench_report
+from verbatim.engine.llm import LLM
 from verbatim.observe.roofline import load_limits
+from verbatim.testing import fake_parts
 from verbatim.testing_models import tiny_model
 
 
@@ -64,10 +67,43 @@ def test_rival_flags_without_against_are_rejected(verbatim: Call) -> None:
         assert "--against" in result.err
 
 
-def test_bench_of_a_gpu_has_no_rival_and_needs_one(verbatim: Call, tiny: Path) -> None:
+def test_a_rival_is_refused_where_it_does_not_run(verbatim: Call) -> None:
     result = verbatim("bench", "--backend", "cuda", "--against", "llama.cpp")
     assert result.code == 2
-    assert result.err.startswith("verbatim: --against: ")
+    assert result.err.startswith("verbatim: --against: llama.cpp runs on the CPU here")
+    result = verbatim("bench", "--against", "vllm")
+    assert result.code == 2
+    assert result.err.startswith("verbatim: --against: vllm needs --backend cuda")
+
+
+def test_the_crowd_of_a_gpu_stands_beside_that_of_a_rival(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from verbatim.cli import bench
+
+    asked = []
+
+    class FakeRival:
+        def crowd(self, prompts: list[int], lengths: list[int]) -> float:
+            asked.append((prompts, lengths))
+            return 2.0
+
+    llm: Any = LLM.from_parts(fake_parts(), kv_blocks=64)
+    theirs = bench._rival_crowd(llm, FakeRival(), quick=True)  # type: ignore[arg-type]
+    requests = crowd.make_crowd(llm, 32)
+    assert asked[1] == ([len(p) for p in requests.prompts], requests.lengths)
+    assert asked[0][1] == requests.lengths
+    assert asked[0][0] != asked[1][0]
+    monkeypatch.setattr(crowd, "run_crowd", lambda *_: 1.0)
+    monkeypatch.setattr(crowd.Crowd, "least_seconds", lambda *_: 0.5)
+    out = bench._crowd(llm, None, None, True, theirs)  # type: ignore[arg-type]
+    assert out["rival_rate"] == requests.tokens / 2
+    assert capsys.readouterr().out.rstrip().endswith("2.00x")
+
+
+def test_a_second_process_that_fails_has_no_cold_start(tmp_path: Path) -> None:
+    with pytest.raises(VerbatimError, match=r"no answer .*3\); verbatim run Hi .*none\.gguf"):
+        measure.cold_start(str(tmp_path / "none.gguf"), (), 1)
 
 
 def test_the_limits_of_a_gpu_are_those_of_the_cuda_backend(

@@ -9,9 +9,11 @@ from typing import Any, get_args
 import msgpack
 import pytest
 
+from verbatim.base.errors import OUT_OF_MEMORY
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish, Timings, Usage
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.to_params import check_finish
 from verbatim.server.process import messages, wire
 from verbatim.server.process.message_codec import (
     WireError,
@@ -153,7 +155,7 @@ WRONG: list[tuple[list[Any], str]] = [
     (["Deltas", [["r", 0, "a", ["8"], None, [], [], "", 0]]], "a list of .*int.* holds a str"),
     (["Deltas", [["r", 0, "a", [8], None, [3], [], "", 0]]], "holds a int"),
     (["Deltas", [["r", "0", "a", [8], None, [], [], "", 0]]], "WireDelta.choice cannot be a str"),
-    (["Deltas", [["r", 0, "a", [8], [], [], [], "", 0]]], "WireFinish has 4 fields; received 0"),
+    (["Deltas", [["r", 0, "a", [8], [], [], [], "", 0]]], "WireFinish has 5 fields; received 0"),
     (
         ["Deltas", [["r", 0, "", [8], None, [[8, 0.0, b"", [[9, 0.5]]]], [], "", 0]]],
         "TopLogprob has 3 fields",
@@ -208,6 +210,16 @@ def test_refused_keeps_every_field_of_its_problem() -> None:
     problem = Problem("overloaded", "the queue is full", "n", 1.5)
     back = Refused.of("r", problem).problem()
     assert vars(back) == vars(problem)
+
+
+def test_a_lack_of_device_memory_is_no_fault_of_the_client() -> None:
+    params = SamplingParams(banned_token_ids=(1,))
+    masked = wire_finish(Finish("error", "no token is left"), params, stopped_by_token=False)
+    full = wire_finish(Finish("error", f"{OUT_OF_MEMORY}a step"), params, stopped_by_token=False)
+    for finish, code in ((masked, "invalid_parameter"), (full, "unavailable")):
+        with pytest.raises(Problem) as caught:
+            check_finish(finish, {})
+        assert caught.value.code == code
 
 
 def test_wire_finish_records_whether_a_stop_string_matched() -> None:

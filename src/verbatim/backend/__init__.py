@@ -66,12 +66,17 @@ def _auto_cuda(model: Model, config: EngineConfig) -> Backend:
 
 def _cuda(model: Model, config: EngineConfig) -> Backend:
     try:
-        opened: Backend = import_module("verbatim.backend.cuda").CudaBackend(model, config)
+        cuda = import_module("verbatim.backend.cuda")
     except ModuleNotFoundError as error:
         raise BackendError(
             f"the cuda backend needs PyTorch and Triton, and {error.name} is not installed; "
             + gpu.EXTRA
         ) from None
+    except ImportError as error:  # a version that lacks a name
+        raise BackendError(
+            f"the installed PyTorch or Triton cannot be used ({error}); " + gpu.EXTRA
+        ) from None
+    opened: Backend = cuda.open_checked(model, config)
     return opened
 
 

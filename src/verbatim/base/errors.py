@@ -129,3 +129,11 @@ class BackendError(VerbatimError):
     """A backend is missing, or failed."""
 
     code = "backend_error"
+
+
+OUT_OF_MEMORY = "out of GPU memory: "
+
+
+class DeviceMemoryError(BackendError):
+    """The device has too little memory left, for the KV cache or for a step. After a step the
+    engine continues with smaller ones. Its message starts with OUT_OF_MEMORY."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from verbatim.base.errors import VerbatimError
 from verbatim.base.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -151,10 +152,15 @@ def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
             command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as process:
             assert process.stdout is not None
-            os.read(process.stdout.fileno(), 1)
+            answered = os.read(process.stdout.fileno(), 1)
             times.append(time.perf_counter() - began)
             process.stdout.close()
             process.wait()
+        if not answered:
+            raise VerbatimError(
+                f"a second process gave no answer (exit code {process.returncode}); "
+                f"{' '.join(command[2:])} shows why"
+            )
     return statistics.median(times)
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.backend import gpu
 from verbatim.base.config import STEP_TOKENS
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.bench_report import (
@@ -46,7 +47,7 @@ SECTION = "What to measure"
     "--against",
     cls=Option,
     section=SECTION,
-    type=click.Choice(["llama.cpp", "transformers"]),
+    type=click.Choice(["llama.cpp", "transformers", "vllm"]),
     help="another engine to compare with, in alternating rounds",
 )
 @click.option(
@@ -137,11 +138,11 @@ def command(
         if value and not against:
             raise ParameterError(name, "needs --against, which names the other engine")
     on_gpu = flags["e_backend"] == "cuda"
-    if on_gpu and against:
-        raise UnsupportedError(
-            "against", "the other engines run on the CPU here; leave it out with --backend cuda"
-        )
+    if against:
+        _check_rival(against, on_gpu)
     if not on_gpu:
+        if gpu.present():
+            print("this measures the CPU; --backend cuda measures the GPU", file=sys.stderr)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto selects the cpu backend, even with a GPU
     flags["e_speculate"] = "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
@@ -167,8 +168,11 @@ def command(
             if against
             else None
         )
+        theirs = None
         try:
             limits, card, rows = _measure(llm, rival, sizes, rounds, quick)
+            if rival and against == "vllm":
+                theirs = _rival_crowd(llm, rival, quick)
         finally:
             if rival:
                 rival.close()
@@ -176,7 +180,7 @@ def command(
         print(f"{'first token':16} {ready * 1000:8.1f} ms")
         out = summary(llm, limits, card, rows, rival)
         if on_gpu:
-            out["crowd"] = _crowd(llm, limits, card, quick)
+            out["crowd"] = _crowd(llm, limits, card, quick, theirs)
     cold = _cold_start(flags, rounds)
     if plot:
         plot_rows(plot, rows, card, limits, rival)
@@ -208,18 +212,38 @@ def _measure(
     return limits, card, rows
 
 
-def _crowd(llm: LLM, limits: MachineLimits, card: CostCard, quick: bool) -> dict[str, float]:
-    """nano-vllm's benchmark, beside its limit."""
+def _rival_crowd(llm: LLM, rival: Rival, quick: bool) -> float:
+    """Seconds that another engine takes for the requests of _crowd, after a warm-up."""
+    from verbatim.bench.crowd import make_crowd
+
+    for seed in (1, 0):
+        requests = make_crowd(llm, _requests(quick), seed)
+        seconds = rival.crowd([len(p) for p in requests.prompts], requests.lengths)
+    return seconds
+
+
+def _requests(quick: bool) -> int:
+    return 32 if quick else 256
+
+
+def _crowd(
+    llm: LLM, limits: MachineLimits, card: CostCard, quick: bool, theirs: float | None = None
+) -> dict[str, float]:
+    """nano-vllm's benchmark, beside its limit and the seconds of another engine."""
     from verbatim.bench.crowd import make_crowd, run_crowd
 
-    requests = make_crowd(llm, 32 if quick else 256)
+    requests = make_crowd(llm, _requests(quick))
     run_crowd(llm, make_crowd(llm, len(requests.lengths), seed=1))  # compiles and captures
     seconds = run_crowd(llm, requests)
     limit = requests.least_seconds(limits, card)
     rate = requests.tokens / seconds
     label = f"{len(requests.lengths)} requests"
-    print(f"{label:16} {rate:10.1f} {requests.tokens / limit:8.0f} {limit / seconds:6.0%}")
+    row = f"{label:16} {rate:10.1f} {requests.tokens / limit:8.0f} {limit / seconds:6.0%}"
+    if theirs is not None:
+        row += f"   {requests.tokens / theirs:18.1f} {theirs / seconds:6.2f}x"
+    print(row)
     return {
+        **({} if theirs is None else {"rival_rate": requests.tokens / theirs}),
         "requests": len(requests.lengths),
         "seconds": seconds,
         "rate": rate,
@@ -253,6 +277,14 @@ def _numbers(name: str, text: str) -> list[int]:
     return numbers
 
 
+def _check_rival(name: str, on_gpu: bool) -> None:
+    from verbatim.bench.rivals.client import DEVICES
+
+    if (device := "cuda" if on_gpu else "cpu") not in DEVICES[name]:
+        rule = "needs --backend cuda" if device == "cpu" else "runs on the CPU here"
+        raise UnsupportedError("against", f"{name} {rule}")
+
+
 def _open_rival(
     name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM
 ) -> Rival:
@@ -264,7 +296,9 @@ def _open_rival(
     path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[0]
     rival = Rival(name, find_python(name, python))
     try:
-        rival.open(str(path), llm.parts.backend.info.threads, min(llm.context, 2304))
+        info = llm.parts.backend.info
+        device = "cuda" if info.name == "cuda" else "cpu"
+        rival.open(str(path), info.threads, min(llm.context, 2304), device)
     except BaseException:
         rival.close()
         raise

@@ -1,9 +1,8 @@
 """EngineCore: requests come in, Deltas and Completions go out.
 
 The main loop is step(): plan, execute, commit. Grammars, drafting, metrics and checks attach inside
-_plan and _commit. A step decides no token by itself: the scheduler plans integers, the backend
-computes and draws, the scheduler commits. Where the backend can launch steps ahead, the overlapped
-step takes the place of the plain one.
+_plan and _commit. A step decides no token: the scheduler plans integers, the backend computes and
+draws, the scheduler commits. Where the backend can launch steps ahead, steps are overlapped.
 
 Not thread-safe, except for request(): LLM calls the core under a lock, AsyncEngine from one thread.
 """
@@ -17,7 +16,7 @@ from itertools import count
 from typing import Any
 
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import OverloadedError, ParameterError
+from verbatim.base.errors import DeviceMemoryError, OverloadedError, ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Finish, StepPlan, StepResult, TokenEvent
 from verbatim.engine.beam_request import request_class
@@ -32,6 +31,7 @@ from verbatim.engine.engine_setup import (
     with_step_tokens,
 )
 from verbatim.engine.grammar_steps import GrammarSteps
+from verbatim.engine.less_memory import smaller_steps
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.overlap import Overlap
 from verbatim.engine.receipts import receipt_of
@@ -93,7 +93,6 @@ class EngineCore:
 
     def add(self, request: Request, *, queued: bool = False, deltas: bool = True) -> None:
         """Queue a request, or raise CapacityError or OverloadedError.
-
         `queued`: the caller has already reserved a place in the queue.
         `deltas`: False if the caller needs only the Completion."""
         if request.id in self.requests:
@@ -150,9 +149,15 @@ class EngineCore:
 
     def step(self) -> list[Output]:
         """Run one step of all scheduled sequences. Returns [] and stays not busy when idle."""
-        if self._overlap is not None:
-            return self._overlapped_step(self._overlap)
-        return self._plain_step()
+        try:
+            if self._overlap is not None:
+                return self._overlapped_step(self._overlap)
+            return self._plain_step()
+        except DeviceMemoryError as error:
+            if not smaller_steps(self.scheduler, error):
+                for request_id in list(self.requests):
+                    self.abort(request_id, Finish("error", error.message))
+            return self._take_ready()
 
     def _plain_step(self) -> list[Output]:
         plan = self._plan()

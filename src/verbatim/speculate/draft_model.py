@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from verbatim.backend.protocol import Backend
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import DeviceMemoryError, ParameterError
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan
 from verbatim.speculate.proposer import Draft, SeqView
 
@@ -45,7 +45,7 @@ class DraftProposer:
         self._groups = len(backend.block_bytes())
         try:
             backend.allocate((blocks,) * self._groups)
-        except MemoryError:
+        except (MemoryError, DeviceMemoryError):
             size = blocks * sum(backend.block_bytes()) / 2**20
             raise ParameterError(
                 "speculate",

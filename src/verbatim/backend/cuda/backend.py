@@ -39,6 +39,7 @@ from verbatim.backend.cuda.step_inputs import (
     to_device,
 )
 from verbatim.backend.cuda.step_launcher import CudaLauncher
+from verbatim.backend.cuda.token_counts import TokenCounts
 from verbatim.backend.gpu_layout import block_mode, is_matrix, weight_bytes
 from verbatim.backend.protocol import BackendInfo, kv_numerics
 from verbatim.backend.step_rows import (
@@ -50,7 +51,7 @@ from verbatim.backend.step_rows import (
     split_draws,
 )
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
-from verbatim.base.errors import BackendError
+from verbatim.base.errors import OUT_OF_MEMORY, BackendError, DeviceMemoryError
 from verbatim.base.records import CacheGroup, Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.layout import is_expert, is_read_by_row
@@ -58,10 +59,14 @@ from verbatim.model.load import Model
 from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-2"
+HOST_ROWS = 512  # rows of logits that the host's buffer holds: 0.3 GB for 152,000 ids
 COPY_ROWS = 64  # rows of logits per copy to the host; sampling overlaps the following copies
 # bytes needed beside the weights: attention's buffer is 256 MiB; CUDA graphs, a small KV cache
 RESERVED_BYTES = 512 << 20
 MAX_GRAPH_ROWS = MAX_OUTPUTS  # rows of a decode step that replays a CUDA graph
+# Graphs of steps with prompts, least recently used first. Each has its own integers, with a block
+# table per query tile: up to 35 MB for 8,192 rows and 131,072 positions.
+MAX_PADDED_GRAPHS = 64
 MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
@@ -101,6 +106,7 @@ class CudaBackend:
         eager = mixture or model.spec.recurrent
         self._use_graphs = self.device.type == "cuda" and not eager
         self._can_overlap = not eager
+        self._release_cached()  # what loading has freed is available to the KV cache
 
     @property
     def info(self) -> BackendInfo:
@@ -121,7 +127,7 @@ class CudaBackend:
         else:
             name, arch = "Triton's interpreter", "interpreted"
         version = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
-        numerics = f"{version}, {arch}, triton {triton.__version__}"
+        numerics = f"{version}, {arch}, triton {triton.__version__}, torch {torch.__version__}"
         experts = sum(w.nbytes for key, w in self._weights.items() if is_expert(key))
         return BackendInfo("cuda", name, 1, numerics, read, kv, expert_bytes=experts)
 
@@ -142,10 +148,18 @@ class CudaBackend:
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert not self._caches, "allocate is called once"
         self.padding_blocks = blocks
-        self._caches = tuple(
-            self._group_cache(group, n + 1)
-            for group, n in zip(self.spec.groups, blocks, strict=True)
-        )
+        try:
+            self._caches = tuple(
+                self._group_cache(group, n + 1)
+                for group, n in zip(self.spec.groups, blocks, strict=True)
+            )
+        except torch.OutOfMemoryError:
+            sizes = zip(blocks, self.block_bytes(), strict=True)
+            needed = sum(count * size for count, size in sizes) / 1e9
+            raise DeviceMemoryError(
+                f"{OUT_OF_MEMORY}the KV cache of {needed:.1f} GB does not fit; lower kv_memory or "
+                "context"
+            ) from None
         # Freeze the 190,000 objects of PyTorch and Triton: a full collection, during which no step
         # is launched, then takes less than a millisecond instead of 110
         gc.freeze()
@@ -190,9 +204,15 @@ class CudaBackend:
     def launcher(self) -> CudaLauncher | None:
         if not self._can_overlap:
             return None
-        return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS)
+        return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        try:
+            return self._execute(plan)
+        except torch.OutOfMemoryError:
+            raise self.out_of_memory() from None
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             for cache in self._caches[group]:
                 cache[:, target] = cache[:, source]
@@ -251,6 +271,9 @@ class CudaBackend:
         return [one for one in drawn if one is not None]
 
     def _draw_on_host(self, logits: torch.Tensor, rows: Sequence[Row]) -> list[Drawn]:
+        if len(rows) > HOST_ROWS:
+            head = self._draw_on_host(logits[:HOST_ROWS], rows[:HOST_ROWS])
+            return head + self._draw_on_host(logits[HOST_ROWS:], rows[HOST_ROWS:])
         if self._host_logits is None or len(self._host_logits) < len(rows):
             capacity = 1 << max(0, len(rows) - 1).bit_length()
             self._host_logits = torch.empty(
@@ -307,7 +330,7 @@ class CudaBackend:
         shape = padded_shape(batch, cuts, self.spec)
         if shape is None:
             return None
-        graph = self._padded_graphs.get(shape)
+        graph = self._padded_graphs.pop(shape, None)  # put back as the most recently used
         if graph is None:
             if shape not in self._seen_shapes:
                 self._seen_shapes.add(shape)
@@ -315,7 +338,10 @@ class CudaBackend:
             logits = self._logits[: shape.outputs]
             inputs = PaddedInputs(shape, self.padding_blocks, self.spec, self.device, logits)
             inputs.fill(None, {})
-            graph = self._padded_graphs[shape] = StepGraph(inputs, self.compute, self.pool)
+            graph = StepGraph(inputs, self.compute, self.pool)
+            if len(self._padded_graphs) >= MAX_PADDED_GRAPHS:
+                self._padded_graphs.pop(next(iter(self._padded_graphs)))
+        self._padded_graphs[shape] = graph
         graph.inputs.fill(batch, cuts)
         hidden, logits = graph.replay()
         return hidden[: len(batch.outputs)], logits[: len(batch.outputs)]
@@ -325,13 +351,40 @@ class CudaBackend:
         """The logits of every graph: only one runs at a time."""
         return torch.empty((MAX_OUTPUTS, self.spec.vocab), dtype=torch.float32, device=self.device)
 
+    # ---- memory
+
+    def out_of_memory(self) -> DeviceMemoryError:
+        """The error of a step that ran out of memory, after releasing what is not needed."""
+        self._drop_graphs()
+        self._release_cached()
+        free = self.available_memory() / 1e9
+        return DeviceMemoryError(
+            f"{OUT_OF_MEMORY}a step did not fit ({free:.1f} GB are free now); lower kv_memory, "
+            "step_tokens or max_running, or end other programs on this GPU"
+        )
+
+    def _drop_graphs(self) -> None:
+        self._graphs.clear()
+        self._padded_graphs.clear()
+        self._seen_shapes.clear()
+        self._host_logits = None
+
+    def _release_cached(self) -> None:
+        """Return the memory that PyTorch holds and no tensor uses."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def close(self) -> None:
         # a launched step may still run: PyTorch does not reuse its memory before it ends
         gc.unfreeze()
-        self._graphs.clear()
-        self._padded_graphs.clear()
-        self._caches = ()
+        self._drop_graphs()
+        self.__dict__.pop("_logits", None)
+        self._caches = self._adapters = ()
         self._weights.clear()
+        self._angles.clear()
+        self.gpu_sampler.counts = TokenCounts(self.spec.vocab, self.device)
+        # a closed engine leaves its memory to the next one, which measures what is free
+        self._release_cached()
 
 
 def graph_rows(rows: int) -> int:
@@ -351,10 +404,14 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
     needed += 4 * sum(int(np.prod(t.shape)) for part in parts for t in (part.a, part.b))
     free = int(torch.cuda.mem_get_info(target)[0]) if target.type == "cuda" else needed
     if needed <= free:
-        # out of memory all the same: another process has allocated memory since
         with contextlib.suppress(torch.OutOfMemoryError):
             return CudaBackend(model, config)
         torch.cuda.empty_cache()
+        raise BackendError(
+            f"the model did not fit into the {free / 1e9:.1f} GB of GPU memory that were free when "
+            "loading began; end other programs on this GPU, or choose a smaller model"
+        )
     raise BackendError(
-        f"the model needs {needed / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are free"
+        f"the model needs {needed / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are free; "
+        "end other programs on this GPU, or choose a smaller model or the backend cpu"
     )

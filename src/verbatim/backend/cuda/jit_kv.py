@@ -89,7 +89,10 @@ def store_heads(x, to, scales, at, d, DIM, inside, used, KV: tl.constexpr):
     """Write the head vectors [heads, BLOCK] that are `used` to the vectors `at` of the cache."""
     place, mask = at * DIM + d, inside & used
     if KV == "f16":
-        tl.store(to + place, x.to(tl.float16), mask=mask)
+        # An infinite value would make the other rows of a query tile NaN: 0 times infinity. NaN
+        # stays NaN.
+        finite = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+        tl.store(to + place, finite.to(tl.float16), mask=mask)
     elif KV == "q8":
         codes, scale = q8_codes(x, inside)
         tl.store(to + place, codes, mask=mask)
@@ -131,5 +134,7 @@ def dequantise(codes, scales, vector, block, KV: tl.constexpr, MASK: tl.constexp
             scale = tl.load(scales + vector, mask=block >= 0, other=0.0)
         else:
             scale = tl.load(scales + vector)
-        values = values * (scale * 128.0).to(tl.float16)[:, None]
+        # at most the largest float16 number, as in a float16 cache
+        scale = tl.where(scale * 128.0 > 65504.0, 65504.0, scale * 128.0)
+        values = values * scale.to(tl.float16)[:, None]
     return values

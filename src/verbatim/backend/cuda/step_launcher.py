@@ -18,19 +18,30 @@ Forward = Callable[[StepPlan, torch.Tensor | None], tuple[torch.Tensor, torch.Te
 
 
 class CudaLauncher:
-    """`forward` launches the forward pass of a plan; `max_rows` is the most that it can replay."""
+    """`forward` launches the forward pass of a plan; `max_rows` is the most that it can replay;
+    `out_of_memory` returns the error of a step for which the memory does not suffice."""
 
-    def __init__(self, forward: Forward, sampler: GpuSampler, max_rows: int) -> None:
+    def __init__(
+        self,
+        forward: Forward,
+        sampler: GpuSampler,
+        max_rows: int,
+        out_of_memory: Callable[[], Exception],
+    ) -> None:
         self.forward, self.sampler = forward, sampler
-        self._max_rows = max_rows
+        self._max_rows, self._out_of_memory = max_rows, out_of_memory
 
     def can_launch(self, steps: Sequence[SeqStep]) -> bool:
         if len(steps) > self._max_rows:
             return False
         return all(step.draw is not None and self.sampler.supports(step.draw) for step in steps)
 
-    def launch(self, steps: tuple[SeqStep, ...]) -> CudaLaunch:
-        return CudaLaunch(self, steps)
+    def launch(self, steps: tuple[SeqStep, ...], tokens: torch.Tensor | None = None) -> CudaLaunch:
+        """`tokens` [rows] replaces the tokens of the steps."""
+        try:
+            return CudaLaunch(self, steps, tokens)
+        except torch.OutOfMemoryError:
+            raise self._out_of_memory() from None
 
 
 class CudaLaunch:
@@ -54,7 +65,7 @@ class CudaLaunch:
             drawn = drawn[index.to(drawn.device, non_blocking=True)]
         self._continued = tuple(zip([step.seq_id for step in steps], rows, strict=True))
         # an undecided token is -1: compute its row with token 0, and discard the row later
-        return CudaLaunch(self._launcher, steps, drawn.clamp_min(0))
+        return self._launcher.launch(steps, drawn.clamp_min(0))
 
     def collect(self, rows: Sequence[int]) -> list[Drawn | None]:
         """A row that the device did not decide must be computed again: the next step may have

@@ -15,7 +15,10 @@ from verbatim.base.errors import BackendError
 WORKERS = {
     "llama.cpp": ("worker_llama.py", "llama_cpp", "llama-cpp-python"),
     "transformers": ("worker_transformers.py", "transformers", "transformers"),
+    "vllm": ("worker_vllm.py", "vllm", "vllm"),
 }
+# where each of them runs here
+DEVICES = {"llama.cpp": ("cpu",), "transformers": ("cpu", "cuda"), "vllm": ("cuda",)}
 
 
 def find_python(rival: str, given: str | None) -> str:
@@ -62,8 +65,8 @@ class Rival:
             text=True,
         )
 
-    def open(self, model: str, threads: int, context: int) -> None:
-        answer = self._call(op="open", model=model, threads=threads, context=context)
+    def open(self, model: str, threads: int, context: int, device: str = "cpu") -> None:
+        answer = self._call(op="open", model=model, threads=threads, context=context, device=device)
         self.version, self.load, self.file = (
             str(answer["version"]),
             float(answer["load"]),
@@ -80,6 +83,10 @@ class Rival:
         return float(
             self._call(op="batch", sequences=sequences, context=context, steps=steps)["seconds"]
         )
+
+    def crowd(self, prompts: list[int], lengths: list[int]) -> float:
+        """Seconds for requests with prompts and outputs of these numbers of tokens (vllm)."""
+        return float(self._call(op="crowd", prompts=prompts, lengths=lengths)["seconds"])
 
     def close(self) -> None:
         process = self._process

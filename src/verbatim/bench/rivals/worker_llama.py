@@ -4,7 +4,8 @@ It runs the same file, threads and number of tokens as ours. Only llama_decode a
 logits are timed, not its sampler and detokenizer, which favours it. Tokens are random, because the
 cost does not depend on them.
 
-    {"op": "open", "model": PATH, "threads": 2, "context": 2304}  -> {"version": ..., "load": s}
+    {"op": "open", "model": PATH, "threads": 2, "context": 2304, "device": "cpu"}
+                                                                  -> {"version": ..., "load": s}
     {"op": "prefill", "tokens": 512}                              -> {"seconds": s}
     {"op": "decode", "context": 512, "steps": 32}                 -> {"seconds": s}, without prefill
     {"op": "batch", "sequences": 16, "context": 32, "steps": 32}  -> {"seconds": s}
@@ -25,7 +26,7 @@ UBATCH = 512  # tokens per llama.cpp micro-batch, its default
 
 
 class Worker:
-    def __init__(self, model: str, threads: int, context: int) -> None:
+    def __init__(self, model: str, threads: int, context: int, device: str) -> None:
         lib.llama_backend_init()
         began = time.perf_counter()
         self.model = lib.llama_model_load_from_file(

@@ -1,6 +1,7 @@
-"""transformers (PyTorch, float32) as a rival worker; the protocol is in worker_llama.py.
+"""transformers (PyTorch) as a rival worker; the protocol is in worker_llama.py.
 
-transformers dequantises a GGUF file when it loads it; a safetensors directory is loaded as float32.
+It computes in float32 on the CPU and in bfloat16 on a GPU. It dequantises a GGUF file when it loads
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 
 class Worker:
-    def __init__(self, model: str, threads: int, context: int) -> None:
+    def __init__(self, model: str, threads: int, context: int, device: str) -> None:
         torch.set_num_threads(threads)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
@@ -29,16 +30,17 @@ class Worker:
             else (model, None)
         )
         options: dict[str, Any] = {"gguf_file": file} if file else {}
-        self.model: Any = AutoModelForCausalLM.from_pretrained(
-            folder or ".", dtype=torch.float32, **options
-        ).eval()
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        loaded: Any = AutoModelForCausalLM.from_pretrained(folder or ".", dtype=dtype, **options)
+        self.model, self.device = loaded.eval().to(device), device
         self.load = time.perf_counter() - began
         self.vocab = self.model.config.vocab_size
         self.random = random.Random(0)
 
     def _ids(self, rows: int, tokens: int) -> Any:
         return torch.tensor(
-            [[self.random.randrange(self.vocab) for _ in range(tokens)] for _ in range(rows)]
+            [[self.random.randrange(self.vocab) for _ in range(tokens)] for _ in range(rows)],
+            device=self.device,
         )
 
     def _run(self, rows: int, tokens: int, past: Any) -> tuple[float, Any]:
@@ -46,6 +48,7 @@ class Worker:
         began = time.perf_counter()
         with torch.no_grad():
             out = self.model(ids, past_key_values=past, use_cache=True, logits_to_keep=1)
+            out.logits.cpu()  # waits for a GPU
         return time.perf_counter() - began, out.past_key_values
 
     def prefill(self, tokens: int) -> float:

@@ -62,7 +62,7 @@ CODES = {
     "engine_died": (503, "the engine died during this request; it is being restarted"),
     "unavailable": (
         503,
-        "the server is starting, restarting or draining; retry after Retry-After seconds",
+        "the server starts, restarts, drains or lacks memory; retry after Retry-After seconds",
     ),
 }
 

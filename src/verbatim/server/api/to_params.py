@@ -141,9 +141,12 @@ def wants_logit_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts
 def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
     """Raise the Problem of a choice that ended in an error.
 
-    It is a client error found late: bans and a grammar that mask every token, for example."""
+    It is a client error found late (bans and a grammar that mask every token, for example), or the
+    server has too little memory."""
     if finish is None or finish.reason != "error":
         return
+    if finish.unavailable:
+        raise Problem("unavailable", finish.detail, retry_after=1)
     why, fields = finish.detail or "the request could not be completed", finish.fields
     if not fields:
         raise Problem("invalid_request", why)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from verbatim.base.errors import OUT_OF_MEMORY
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, TokenLogprob
 from verbatim.observe.receipt import digest_of
@@ -43,6 +44,8 @@ def wire_finish(finish: Finish, params: SamplingParams, stopped_by_token: bool) 
         return WireFinish(reason, detail, stop_string=by_string)
     if reason != "error":
         return WireFinish(reason, detail)
+    if detail.startswith(OUT_OF_MEMORY):
+        return WireFinish(reason, detail, unavailable=True)
     named = detail.partition(":")[0]
     if named in FIELDS:
         return WireFinish(reason, detail, fields=[named])
