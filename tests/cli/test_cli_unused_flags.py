@@ -4,14 +4,18 @@ before a model loads."""
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 
+import click
 import pytest
 
 from cli_result import Call
 from verbatim.base.errors import ParameterError
 from verbatim.cli import open_model
 from verbatim.cli.batch import in_and_out
+from verbatim.cli.command_class import AnsweredFlag, Option
+from verbatim.cli.main import COMMANDS
 from verbatim.cli.serve import read_models
 
 NONE = ("-m", "no/such/model")
@@ -43,6 +47,44 @@ def test_a_flag_without_effect_is_refused_by_name(
     result = verbatim(*args, *NONE)
     assert (result.code, result.out) == (2, "")
     assert answer in result.err
+
+
+@pytest.mark.parametrize(
+    ("args", "answer"),
+    [
+        (("run", "-m", "a", "-m", "b", "hi"), "-m: is given twice, as 'a' and 'b'"),
+        (("batch", "-m", "a", "--model=b", "in.jsonl"), "-m: is given twice, as 'a' and 'b'"),
+        (("run", "--temp", "0", "--temperature", "1", "hi"), "--temp: is given twice"),
+        (("run", "--seed", "1", "--seed", "2", "--seed", "1", "hi"), "--seed: is given twice"),
+        (("run", "--think", "--think", "low", "hi"), "--think: is given twice"),
+        (("serve", "--port", "1", "--port", "2"), "--port: is given twice"),
+        (("bench", "--speculate", "--speculate", "ngram"), "as 'suffix' and 'ngram'"),
+        (("doctor", "--live", "--no-live"), "--live and --no-live contradict each other"),
+        (("models", "--json", "show", "--json", "--json", "no/such/model"), "no/such/model"),
+    ],
+)
+def test_a_flag_with_one_value_is_not_given_twice_with_two(
+    verbatim: Call, args: tuple[str, ...], answer: str
+) -> None:
+    result = verbatim(*args)
+    assert (result.code, result.out) == (3 if args[0] == "models" else 2, "")
+    assert answer in result.err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_flag_is_of_the_class_that_refuses_two_values(name: str) -> None:
+    for param in import_module(f"verbatim.cli.{name}").command.params:
+        assert isinstance(param, click.Argument | Option | AnsweredFlag), param.name
+
+
+def test_the_same_value_twice_repeated_flags_and_a_default_are_accepted(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERBATIM_MODEL", "no/such/other")
+    same = ("--seed", "1", "--seed=1", "--stop", "a", "--stop", "b", "--raw", "--raw")
+    result = verbatim("run", *NONE, "--model", NONE[1], *same, "hi")
+    assert result.code == 3
+    assert NONE[1] in result.err
 
 
 def test_batch_takes_its_files_as_arguments_or_as_flags(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@ other programs (flag_aliases.py)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -16,12 +16,43 @@ ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
 
 
 class Option(click.Option):
-    """A flag with a section of the help, and with aliases (flag_aliases.py) that the help omits."""
+    """A flag with a section of the help, and with aliases (flag_aliases.py) that the help omits.
+
+    A flag with one value that is given twice must have the same value both times: click itself
+    would drop the first one without a message."""
 
     def __init__(self, decls: Sequence[str], *, section: str = "Options", **kwargs: Any) -> None:
         self.aliases = [name for flag in decls for name in FLAG_ALIASES.get(flag, ())]
         super().__init__([*decls, *self.aliases], **kwargs)
         self.section = section
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Make the parser collect every value of the flag, in a list. handle_parse_result() reads
+        the list."""
+        multiple, self.multiple = self.multiple, not self.count
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.multiple = multiple
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        values = opts.get(self.name or "")
+        if isinstance(values, list) and not self.multiple:
+            # a value that may be missing (`--ray`) is a sentinel of click here
+            typed = [v if isinstance(v, str | bool) else self.flag_value for v in values]
+            if len(set(typed)) > 1 and not ctx.resilient_parsing:
+                raise click.UsageError(self._two_values(ctx, typed), ctx)
+            opts = {**opts, self.name or "": values[-1]}
+        return super().handle_parse_result(ctx, opts, args)
+
+    def _two_values(self, ctx: click.Context, typed: Sequence[Any]) -> str:
+        if self.is_flag:
+            return f"{self.opts[0]} and {self.secondary_opts[0]} contradict each other; give one"
+        first, other = list(dict.fromkeys(typed))[:2]
+        name = self.get_error_hint(ctx).strip("'")
+        return f"{name}: is given twice, as {first!r:.60} and {other!r:.60}; give it once"
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
         every = self.opts
