@@ -13,6 +13,9 @@ import pytest
 from tiny_encoders import HEADS, HIDDEN, LAYERS, MLP, POSITIONS, write_encoder
 from verbatim import LLM
 from verbatim.base.errors import ModelError, UnsupportedError
+from verbatim.diagnose.file_checks import check_files
+from verbatim.diagnose.model_files import read_files
+from verbatim.diagnose.weight_checks import check_weights
 
 ARCHITECTURES = {"bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT}
 TEXTS = ["the cat sat on the mat.", "Why is the SKY blue, zebra?", "café [SEP]"]
@@ -77,6 +80,16 @@ def test_gguf_has_the_bits_of_safetensors(kind: str, tmp_path: Path) -> None:
             assert right.encode(text) == left.encode(text)
             assert right.decode(right.encode(text)) == left.decode(left.encode(text))
         np.testing.assert_array_equal(right.embed(TEXTS), left.embed(TEXTS))
+
+
+@pytest.mark.parametrize("kind", ARCHITECTURES)
+def test_doctor_calls_a_gguf_encoder_sound(kind: str, tmp_path: Path) -> None:
+    directory = write_encoder(tmp_path / "m", kind)
+    files = read_files(write_gguf(directory, kind, tmp_path / "m.gguf", gguf.PoolingType.CLS))
+    assert files.encoder
+    found = [*check_files(files), *check_weights(files)]
+    assert [f for f in found if f.state != "good"] == []
+    assert [f.text for f in found if f.check == "pooling"] == ["the files state cls"]
 
 
 def test_what_a_gguf_encoder_refuses(tmp_path: Path) -> None:

@@ -160,9 +160,9 @@ def command(
                 raise ParameterError(
                     name, f"--speculate measures fixed sizes of one sequence; leave out --{name}"
                 )
-        with open_llm(flags) as llm:
+        with open_llm(flags, generates=True) as llm:
             return _speculation(llm, speculate, rounds, plot)
-    with open_llm(flags) as llm:
+    with open_llm(flags, generates=True) as llm:
         rival = (
             _open_rival(against, rival_python, rival_model or flags["model"], flags, llm)
             if against

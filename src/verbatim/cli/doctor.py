@@ -61,7 +61,8 @@ def command(
 ) -> int:
     """Check Python, kernels, extras, cache and default model; with MODEL, check that model: end of
     sequence, special tokens, template, generation settings, rope and context, weights, how it
-    answers, and what each 8-bit KV cache costs. Exit code 1 if something is broken.
+    answers, and what each 8-bit KV cache costs; of an encoder: special tokens, text length,
+    pooling, weights, and its embeddings or scores. Exit code 1 if something is broken.
     """
     if model is not None:
         from verbatim.cli.doctor_model import examine

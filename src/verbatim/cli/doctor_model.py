@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.errors import VerbatimError
+from verbatim.base.errors import RequestError, VerbatimError
 from verbatim.cli.options import engine_of
 from verbatim.cli.terminal import Progress, note, write_json
 
@@ -31,7 +31,9 @@ def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> i
     progress.clear()
     files = read_files(path)
     found = [*check_files(files), *check_weights(files)]
-    if live:
+    if live and files.encoder:
+        found += _live_encoder(flags, files, as_json)
+    elif live:
         found += _live(flags, files, seed, as_json)
         if is_sound(found):
             found += _kv_types(flags, files, as_json)
@@ -62,6 +64,28 @@ def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) ->
         return [bad("live", "the model does not run", error.message, remedy)]
 
 
+def _live_encoder(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[Finding]:
+    """The live check of an encoder. A flag without effect on an encoder raises."""
+    from verbatim.cli.open_model import open_llm
+    from verbatim.diagnose.findings import bad
+    from verbatim.diagnose.live_checks import check_encoder_live
+    from verbatim.model.embedding import POOLINGS
+    from verbatim.model.encoder_spec import EncoderModel
+
+    if not isinstance(files.model, EncoderModel):
+        return []  # the error is among the findings already
+    if not files.model.spec.scores and files.model.embedding.pooling not in POOLINGS:
+        flags = {**flags, "e_pooling": "mean"}  # any pooling shows whether the states are finite
+    try:
+        with open_llm(flags, quiet=as_json) as llm:
+            return check_encoder_live(llm)
+    except RequestError:
+        raise
+    except VerbatimError as error:
+        remedy = "repair what the other checks found, then run doctor again"
+        return [bad("live", "the model does not run", error.message, remedy)]
+
+
 def _short_context(flags: dict[str, Any], files: ModelFiles, tokens: int) -> dict[str, Any]:
     if flags.get("e_context") is not None or files.model is None:
         return flags
@@ -73,8 +97,9 @@ def _kv_types(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[F
     from verbatim.base.config import CHOICES
     from verbatim.cli.open_model import open_llm
     from verbatim.diagnose.kv_cost import TEXT_TOKENS, cost_findings, kv_cost, score_text
+    from verbatim.model.load import Model
 
-    if files.model is None or not files.model.spec.attention_layers:
+    if not isinstance(files.model, Model) or not files.model.spec.attention_layers:
         return []
     flags = _short_context(flags, files, TEXT_TOKENS)
     progress = Progress(quiet=as_json)
@@ -96,7 +121,8 @@ def _print(name: str, files: ModelFiles, found: list[Finding], sound: bool) -> N
 
     out = console()
     size = sum(tensor.data.nbytes for tensor in files.tensors.values())
-    out.print(f"{name}: {files.kind}, {size / 1e6:,.0f} MB of weights", style="bold")
+    kind = f"{files.kind}, encoder" if files.encoder else files.kind
+    out.print(f"{name}: {kind}, {size / 1e6:,.0f} MB of weights", style="bold")
     out.print()
     rows = []
     for finding in found:

@@ -7,6 +7,7 @@ import logging
 import os
 import stat
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ParameterError, UnsupportedError
@@ -22,26 +23,26 @@ MAX_CHECKED = 20_000  # characters of a grammar; a larger one may take seconds t
 MAX_RECEIPT = 16_000_000  # bytes; a prompt of a million tokens fits
 
 
-def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
+def open_llm(flags: dict[str, Any], *, quiet: bool = False, generates: bool = False) -> LLM:
     """Load the model. Flags are validated before NumPy and the engine are imported, so that a typo
-    fails at once."""
+    fails at once. `generates`: refuse an encoder."""
     settings = engine_of(flags)
     progress = Progress(quiet=quiet)
     if progress.live:
         progress(f"loading {flags['model']}")
     from verbatim.engine.llm import LLM
 
+    model, revision, offline = flags["model"], flags.get("revision"), bool(flags.get("offline"))
+    if generates:
+        from verbatim.weights.catalog import resolve
+
+        path = resolve(model, revision=revision, offline=offline, progress=progress)
+        refuse_encoder(model, path)
     shown = _LoadWarnings(progress)
     log = logging.getLogger("verbatim.engine")
     log.addHandler(shown)
     try:
-        llm = LLM(
-            flags["model"],
-            revision=flags.get("revision"),
-            offline=bool(flags.get("offline")),
-            progress=progress,
-            **settings,
-        )
+        llm = LLM(model, revision=revision, offline=offline, progress=progress, **settings)
     finally:
         log.removeHandler(shown)
         progress.clear()
@@ -49,6 +50,18 @@ def open_llm(flags: dict[str, Any], *, quiet: bool = False) -> LLM:
     if why and not quiet:
         note(f"note: {why}")
     return llm
+
+
+def refuse_encoder(name: str, path: Path) -> None:
+    """Refuse an encoder before its engine names settings that the command itself makes."""
+    from verbatim.model.encoder_load import encoder_type
+
+    if encoder_type(path) is not None:
+        raise UnsupportedError(
+            "model",
+            f"{name} is an encoder and generates no text; `verbatim embed`, `verbatim rerank` and "
+            "`verbatim serve` run it, and `verbatim doctor` checks it",
+        )
 
 
 class _LoadWarnings(logging.Handler):

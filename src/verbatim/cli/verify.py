@@ -53,11 +53,14 @@ def command(
     threads, instruction sets and proposers, and compare every token and every bit of its
     log-probabilities. About a minute. Exit code 1 if anything differs.
     """
+    from verbatim.cli.open_model import refuse_encoder
     from verbatim.weights.catalog import resolve
 
     settings = engine_of(flags)
     name = model or os.environ.get("VERBATIM_MODEL") or DEFAULT_MODEL
-    path = str(resolve(name, revision=revision, offline=offline))
+    where = resolve(name, revision=revision, offline=offline)
+    refuse_encoder(name, where)
+    path = str(where)
     began = time.perf_counter()
     results = {
         backend: _verify(path, backend, settings, as_json) for backend in backends.split(",")

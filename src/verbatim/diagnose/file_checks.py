@@ -1,5 +1,6 @@
 """Checks of a model's files: end of sequence, special tokens, templates, generation settings, rope
-and context. In: ModelFiles. Out: Findings, at least one per check."""
+and context; of an encoder: special tokens, text length and pooling. In: ModelFiles. Out: Findings,
+at least one per check."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
+from verbatim.model.embedding import POOLINGS
+from verbatim.model.encoder_spec import EncoderModel
 from verbatim.weights.catalog import sampling_defaults
 
 # generation_config.json name -> our parameter
@@ -32,7 +35,7 @@ def check_files(files: ModelFiles) -> list[Finding]:
     found: list[Finding] = []
     for part, why in files.errors.items():
         found.append(bad("files", f"{part} cannot be read", why, "repair or fetch the file again"))
-    for check in (
+    decoder = (
         _eos,
         _end_of_turn,
         _pad,
@@ -42,7 +45,8 @@ def check_files(files: ModelFiles) -> list[Finding]:
         _rope_keys,
         _context,
         _loader,
-    ):
+    )
+    for check in (_specials, _text_length, _pooling, _loader) if files.encoder else decoder:
         found += guarded(check.__name__.strip("_"), lambda check=check: check(files))  # type: ignore[misc]
     return found
 
@@ -372,6 +376,48 @@ def _rope_lengths(files: ModelFiles) -> Iterator[Finding]:
             f" more than {LONG:,} have a larger base",
             f"rope base {theta:g}, context {most:,}",
             "compare with the published config; pass --context of the trained length",
+        )
+
+
+def _text_length(files: ModelFiles) -> Iterator[Finding]:
+    """The longest text of an encoder. Its learned positions cannot be extended."""
+    model = files.model
+    if not isinstance(model, EncoderModel):
+        return
+    spec = model.spec
+    rows = spec.positions - spec.first_position
+    if spec.positions and files.max_length is not None and files.max_length > rows:
+        yield note(
+            "text length",
+            "the tokenizer promises more positions than the model has; a longer text is refused, "
+            "or cut with --truncate",
+            f"model_max_length {files.max_length}, {rows} positions",
+            "set model_max_length to the number of positions",
+        )
+    else:
+        yield good("text length", f"texts of up to {spec.context:,} tokens")
+
+
+def _pooling(files: ModelFiles) -> Iterator[Finding]:
+    model = files.model
+    if not isinstance(model, EncoderModel):
+        return
+    stated = model.embedding.pooling
+    if model.spec.scores:
+        yield good("pooling", "a cross-encoder, which scores a query and a document; none is used")
+    elif stated in POOLINGS:
+        yield good("pooling", f"the files state {stated}")
+    else:
+        yield note(
+            "pooling",
+            f"the files state {stated!r}, which is not implemented"
+            if stated
+            else "the files state no pooling",
+            "looked in modules.json and 1_Pooling/config.json"
+            if files.kind == "safetensors"
+            else "looked in the GGUF header",
+            f"pass --pooling ({', '.join(POOLINGS)}) to `verbatim embed` and `verbatim serve`, "
+            "as the model's authors say",
         )
 
 

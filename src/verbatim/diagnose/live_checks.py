@@ -9,7 +9,10 @@ every machine with the same numerics version. About 1,300 tokens: seconds for a 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import combinations
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.params import SamplingParams
@@ -41,6 +44,24 @@ CONTEXT = 1024  # tokens; enough for every request above
 
 def check_live(llm: LLM, *, seed: int = 0) -> list[Finding]:
     return [*check_turns(llm, seed), *check_loops(llm, seed), *check_quiz(llm, seed)]
+
+
+def check_encoder_live(llm: LLM) -> list[Finding]:
+    """Are the embeddings (of a cross-encoder: the scores) finite, and different for different
+    texts?"""
+    if llm.parts.task == "rerank":
+        what, ranked = "scores", llm.rerank(SHORT[1], list(OPEN), truncate=True)
+        found = np.array([[one.score] for one in sorted(ranked, key=lambda one: one.index)])
+    else:
+        what, found = "embeddings", llm.embed(list(OPEN), truncate=True)
+    evidence = f"{what} of {len(OPEN)} texts"
+    if not np.isfinite(found).all():
+        remedy = "fetch the file again; a float16 copy of a bfloat16 model can overflow, too"
+        return [bad(what, f"{what} are NaN or infinite", evidence, remedy)]
+    if all(np.array_equal(a, b) for a, b in combinations(found, 2)):
+        remedy = "compare the weights and the tokenizer with the published ones"
+        return [bad(what, f"all {what} are equal, whatever the text", evidence, remedy)]
+    return [good(what, "finite, and different for different texts", evidence)]
 
 
 def _run(llm: LLM, prompts: Sequence[str], tokens: int, seed: int) -> list[list[Completion]]:

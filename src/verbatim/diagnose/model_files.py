@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import VerbatimError
+from verbatim.model.encoder_load import encoder_type, load_encoder
+from verbatim.model.encoder_spec import EncoderModel
 from verbatim.model.load import Model, load_model
 from verbatim.text import hf_vocab
 from verbatim.text.chat_template import ChatTemplate
@@ -43,7 +45,8 @@ class ModelFiles:
     templates: dict[str, str]  # where -> template source
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
-    model: Model | None
+    encoder: bool  # the files are those of an encoder (BERT and its kin), readable or not
+    model: Model | EncoderModel | None
     tensors: Mapping[str, Tensor] = field(repr=False)
     errors: dict[str, str]  # part -> why it cannot be read
 
@@ -60,6 +63,14 @@ def _try(errors: dict[str, str], part: str, read: Callable[[], Any]) -> Any:
         return None
 
 
+def _load(errors: dict[str, str], path: Path) -> tuple[bool, Model | EncoderModel | None]:
+    """Whether the model is an encoder, and the model."""
+    # a config.json that cannot be read is already among the errors
+    encoder = _try({}, "config.json", lambda: encoder_type(path)) is not None
+    load: Callable[[Path], Any] = load_encoder if encoder else load_model
+    return encoder, _try(errors, "weights", lambda: load(path))
+
+
 def _directory(path: Path) -> ModelFiles:
     errors: dict[str, str] = {}
 
@@ -71,7 +82,7 @@ def _directory(path: Path) -> ModelFiles:
     generation, words = optional("generation_config.json"), optional("tokenizer_config.json")
     tokenizer = _try(errors, "tokenizer", lambda: from_directory(path))
     template = _try(errors, "chat template", lambda: template_from_directory(path))
-    model = _try(errors, "weights", lambda: load_model(path))
+    encoder, model = _load(errors, path)
     texts = _try(errors, "tokenizer_config.json", lambda: special_texts(path, words)) or {}
     # an unreadable tokenizer.json is already among the errors
     vocabulary = _try({}, "tokenizer", lambda: hf_vocab.read_json(path / "tokenizer.json", {}))
@@ -105,6 +116,7 @@ def _directory(path: Path) -> ModelFiles:
         templates=_templates(path, words),
         tokenizer=tokenizer,
         template=template,
+        encoder=encoder,
         model=model,
         tensors=model.source.tensors if model is not None else {},
         errors=errors,
@@ -173,6 +185,9 @@ def _gguf(path: Path) -> ModelFiles:
     }
     ends = tuple(specials[k] for name in _ENDS if (k := f"{K}{name}_token_id") in specials)
     key = "tokenizer.chat_template"
+    tokenizer = _try(errors, "tokenizer", lambda: from_gguf(meta, file=str(path)))
+    template = _try(errors, "chat template", lambda: template_from_gguf(meta, file=str(path)))
+    encoder, model = _load(errors, path)
     return ModelFiles(
         path=path,
         kind="gguf",
@@ -189,9 +204,10 @@ def _gguf(path: Path) -> ModelFiles:
         pad=specials.get(f"{K}padding_token_id"),
         max_length=None,
         templates={k: meta[k] for k in (key, f"{key}.default") if isinstance(meta.get(k), str)},
-        tokenizer=_try(errors, "tokenizer", lambda: from_gguf(meta, file=str(path))),
-        template=_try(errors, "chat template", lambda: template_from_gguf(meta, file=str(path))),
-        model=_try(errors, "weights", lambda: load_model(path)),
+        tokenizer=tokenizer,
+        template=template,
+        encoder=encoder,
+        model=model,
         tensors=source.tensors,
         errors=errors,
     )

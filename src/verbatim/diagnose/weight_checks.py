@@ -14,7 +14,7 @@ from verbatim.backend.cpu.repack import MEMORY
 from verbatim.diagnose.file_checks import text_config
 from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
-from verbatim.model.load import has_own_head
+from verbatim.model.load import Model, has_own_head
 from verbatim.weights.names import find_prefix, hf_source
 from verbatim.weights.requantise import broken_scales
 from verbatim.weights.tensor import BLOCKS, Tensor
@@ -31,7 +31,7 @@ def check_weights(files: ModelFiles) -> list[Finding]:
 
 
 def _tied(files: ModelFiles) -> Iterator[Finding]:
-    if files.kind == "gguf" or files.model is None:
+    if files.kind == "gguf" or not isinstance(files.model, Model):
         return
     spec = files.model.spec
     stated = text_config(files.config).get("tie_word_embeddings")
@@ -58,10 +58,11 @@ def _finite(files: ModelFiles) -> Iterator[Finding]:
     wrong = {name: count for name, tensor in files.tensors.items() if (count := not_finite(tensor))}
     if wrong:
         name, count = next(iter(wrong.items()))
+        output = "embedding" if files.encoder else "logit"
         more = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
         yield bad(
             "weights",
-            "weights are NaN or infinite: every logit can become NaN",
+            f"weights are NaN or infinite: every {output} can become NaN",
             f"{name}: {count} of {files.tensors[name].rows * files.tensors[name].shape[-1]}{more}",
             "fetch the file again; a float16 copy of a bfloat16 model can overflow, too",
         )
@@ -71,6 +72,8 @@ def _finite(files: ModelFiles) -> Iterator[Finding]:
 
 def _memory(files: ModelFiles) -> Iterator[Finding]:
     """Findings on tensor types that need more memory than their file."""
+    if files.encoder:  # computed in float32, whatever the file holds
+        return
     larger = [t for t in files.tensors.values() if t.type in MEMORY]
     if larger:
         types = Counter(t.type for t in larger)
