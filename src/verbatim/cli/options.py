@@ -39,7 +39,8 @@ ENGINE_HELP = {
     "prefix_cache": "reuse the KV cache of a shared prompt prefix",
     "cache_dir": "directory that keeps the KV cache of prompts, so that a prefix hit survives a"
     " restart",
-    "cache_dir_size": "maximum size of --cache-dir, such as 512M or 8G [8G]",
+    "cache_dir_size": "maximum size of --cache-dir, such as 512M or 8G; each engine counts what it"
+    " found at its start and what it wrote [8G]",
     "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and"
     " --speculate auto drafts nothing",
     "speculate": "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto;"
