@@ -246,6 +246,31 @@ def test_an_error_names_the_alias_that_the_file_has(
         read_config({**config, key: value}, file="config.json")
 
 
+@pytest.mark.parametrize(
+    ("family", "key", "alias"),
+    [("gpt_oss", "num_local_experts", "num_experts"), ("gpt2", "n_embd", "hidden_size")],
+)
+@pytest.mark.parametrize("swap", [False, True])
+def test_two_names_of_a_key_are_both_checked(family: str, key: str, alias: str, swap: bool) -> None:
+    """As transformers, which refuses `num_local_experts: 4.0` whatever its alias says."""
+    right = TINY_CONFIGS[family][key]
+    config = {k: v for k, v in TINY_CONFIGS[family].items() if k != key}
+    names = (alias, key) if swap else (key, alias)
+    assert read_config({**config, **dict.fromkeys(names, right)}, file="config.json")
+    for wrong in names:
+        both = {name: float(right) if name == wrong else right for name in names}
+        with pytest.raises(ModelError, match=rf"^config.json: {wrong} is {right}\.0: .*whole"):
+            read_config({**config, **both}, file="config.json")
+        both[wrong] = right + 1
+        with pytest.raises(ModelError, match=f"{alias} is .* and {key} is .*two names"):
+            read_config({**config, **both}, file="config.json")
+
+
+def test_a_number_may_be_written_as_5_and_as_5_point_0_under_two_names() -> None:
+    config = {"model_type": "nomic_bert", "rope_theta": 5.0, "rotary_emb_base": 5}
+    assert read_encoder_config(config, "config.json")[0].rope_theta == 5.0
+
+
 def test_an_error_names_the_alias_of_an_encoder() -> None:
     with pytest.raises(ModelError, match=r"^config.json: n_head is 2\.5:"):
         read_encoder_config({"model_type": "nomic_bert", "n_head": 2.5}, "config.json")

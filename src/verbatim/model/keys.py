@@ -171,6 +171,8 @@ def _resolve_alias(name: str, canonical: str, value: Any, checked: Checked, file
             "setting, which must be equal; remove the wrong one",
             file=file,
         )
+    if isinstance(other, float):  # 4.0 beside 4: a key that needs a whole number refuses the 4.0
+        return
     checked.values[canonical], checked.written[canonical] = value, name
 
 
