@@ -780,8 +780,9 @@ def test_request_head_and_keepalive_timeouts(limited: Live) -> None:
 
 
 def run_serve(*words: str) -> subprocess.CompletedProcess[str]:
+    port = () if "--port" in words else ("--port", "0")
     return subprocess.run(
-        [sys.executable, "-m", "verbatim", "serve", "--port", "0", *words],
+        [sys.executable, "-m", "verbatim", "serve", *port, *words],
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
