@@ -149,6 +149,32 @@ def test_a_request_that_unloads_or_asks_for_facts_loads_nothing(two: Live) -> No
     assert loaded(two) == before
 
 
+@pytest.fixture(scope="module")
+def adapted() -> Iterator[Live]:
+    """The adapter x belongs to the second of two models."""
+    flags = ("--model", "a=first", "--model", "b=second", "--model-setting", "b.context=512")
+    flags += ("--model-setting", "b.adapters=x=unused")
+    live = Live(*flags, names=(), engine="pipeline,adapters=x").wait_ready()
+    yield live
+    assert live.stop() == 0, live.log_text()
+
+
+@pytest.mark.parametrize("route", ["/api/generate", "/api/chat"])
+def test_an_adapter_is_loaded_and_unloaded_with_its_model(adapted: Live, route: str) -> None:
+    assert loaded(adapted) == ["a"]
+    assert complete(adapted, "x").status_code == 200
+    contexts = {
+        model["name"]: model["context_length"]
+        for model in adapted.client.get("/api/ps").json()["models"]
+    }
+    assert contexts == {"a": 4096, "b": 512, "x": 512}
+    empty = {"messages": []} if route == "/api/chat" else {}
+    for _ in range(2):  # the second one has nothing to unload
+        answer = adapted.client.post(route, json={"model": "x", "keep_alive": 0, **empty})
+        assert (answer.json()["model"], answer.json()["done_reason"]) == ("x", "unload")
+        assert loaded(adapted) == ["a"]
+
+
 def test_an_adapter_of_one_of_several_models_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     read = read_models(None, ("a=x", "b=y"), (), ("a.adapters=r=P", "a.adapters=s=Q"))
     assert read[0].engine == {"adapters": ("r=P", "s=Q")}

@@ -96,6 +96,12 @@ class State:
             return {self.names()[0]: self.supervisor}
         return {name: model.supervisor for name, model in self.pool.models.items()}
 
+    def supervisor_of(self, name: str) -> Supervisor:
+        """The supervisor of the model with this served name, or of the adapter's model."""
+        if self.pool is None:
+            return self.supervisor
+        return self.pool.models[self.pool.adapters.get(name, name)].supervisor
+
     def loaded(self) -> dict[str, bool]:
         """Of several models: whether each has an engine, ready or starting. Empty for one model."""
         return {name: model.loaded for name, model in self.pool.models.items()} if self.pool else {}

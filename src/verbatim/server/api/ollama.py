@@ -124,20 +124,22 @@ async def load_only(call: RequestContext, body: dict[str, Any], model: str, empt
     """The answer to a request without a prompt, by which clients load or unload a model."""
     reason, warnings = "load", warnings_of(body)
     if is_zero(body.get("keep_alive")):
-        if call.state.pool is None:
+        pool = call.state.pool
+        if pool is None:
             raise Problem(
                 "unsupported_parameter",
                 "keep_alive: this server has one model and does not unload it; stop the server to"
                 " free the memory",
                 "keep_alive",
             )
-        if call.state.pool.models[model].pinned:
+        base = pool.adapters.get(model, model)  # an adapter is unloaded with its model
+        if pool.models[base].pinned:
             raise Problem(
                 "invalid_parameter",
                 "keep_alive: the model is pinned (--pin) and is not unloaded",
                 "keep_alive",
             )
-        if not await call.state.pool.unload(model):
+        if not await pool.unload(base):
             raise Problem("overloaded", "the model is in use; it is not unloaded", retry_after=2)
         reason = "unload"
         warnings.remove(KEEP_ALIVE_IGNORED)

@@ -95,10 +95,9 @@ async def tags(call: RequestContext) -> Response:
 
 async def ps(call: RequestContext) -> Response:
     """The loaded models, under every name. A server with one model never unloads it."""
-    engines = call.state.engines()
     rows = []
     for name in call.state.names():
-        supervisor = engines.get(name, call.state.supervisor)
+        supervisor = call.state.supervisor_of(name)
         facts = supervisor.facts
         if facts is None or not supervisor.ready.is_set():
             continue
