@@ -86,6 +86,9 @@ def test_models_are_listed_with_their_parent(live: Live) -> None:
     assert [parents["m"], parents["sql"], parents["fr"]] == [None, "m", "m"]
     assert len({m["fingerprint"] for m in listed}) == 3
     assert live.client.get("/v1/models/sql").json() in listed
+    for m in listed:
+        shown = live.post("/api/show", {"model": m["id"]}).json()["model_info"]
+        assert shown["general.fingerprint"] == m["fingerprint"]
 
 
 def test_an_unknown_or_contradicting_adapter_is_refused_by_name(live: Live) -> None:

@@ -296,6 +296,28 @@ def tiny_file(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def test_facts_are_true_and_stay_known_after_a_failed_load(tmp_path: Path) -> None:
+    files = {name: tmp_path / f"{name}.gguf" for name in ("a", "b")}
+    flags = [word for name, file in files.items() for word in ("--model", f"{name}={file}")]
+    for file in files.values():
+        tiny_file(file)
+    live = Live(*flags, "--model-setting", "b.pooling=mean", names=(), engine=None).wait_ready()
+    ask = live.client.post
+    try:
+        for name, more in (("a", []), ("b", ["embedding"])):
+            shown = ask("/api/show", json={"model": name}).json()
+            assert shown["capabilities"] == ["completion", *more]
+            vectors = ask("/api/embed", json={"model": name, "input": "x"})
+            assert vectors.status_code == (200 if more else 400)
+        assert ask("/api/generate", json={"model": "a", "keep_alive": 0}).status_code == 200
+        files["a"].unlink()
+        assert "could not be loaded" in complete(live, "a").json()["error"]["message"]
+        shown = ask("/api/show", json={"model": "a"})
+        assert (shown.status_code, live.client.get("/props").status_code) == (200, 200), shown.text
+    finally:
+        assert live.stop() == 0, live.log_text()
+
+
 LIMIT = "the limit of memory is 1000 bytes"
 DOOMED: dict[str, tuple[Callable[[bytes], bytes] | None, dict[str, Any], str]] = {
     "missing": (None, {}, "no file, directory or model"),

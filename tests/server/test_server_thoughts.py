@@ -114,6 +114,11 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def test_ollama_lists_thinking_as_a_capability(thinker: Live, fake: Live) -> None:
+    shown = [live.post("/api/show", {}).json()["capabilities"] for live in (thinker, fake)]
+    assert shown == [["completion", "tools", "embedding", "thinking"], shown[0][:3]]
+
+
 @pytest.mark.parametrize(("protocol", "body", "off"), CASES)
 def test_thought_and_structured_answer(
     thinker: Live, protocol: Any, body: dict[str, Any], off: dict[str, Any]

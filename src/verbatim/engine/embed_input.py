@@ -73,6 +73,11 @@ def check_task(parts: LoadedModel, *, hidden: bool, pair: bool) -> None:
         _check_pooling(parts)
 
 
+def can_embed(parts: LoadedModel) -> bool:
+    """Whether check_task() accepts the request for an embedding."""
+    return parts.task != "rerank" and parts.embedding.pooling in POOLINGS
+
+
 def _check_pooling(parts: LoadedModel) -> None:
     pooling = parts.embedding.pooling
     if pooling in POOLINGS:

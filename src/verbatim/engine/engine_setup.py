@@ -11,6 +11,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.units import size_text
 from verbatim.engine.disk_cache import DiskCache
 from verbatim.engine.drafting import cache_share
+from verbatim.engine.embed_input import can_embed
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.observe.roofline import cost_card
 from verbatim.schedule.scheduler import Scheduler
@@ -130,6 +131,7 @@ def prepare(parts: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, Engi
         if parts.task == "rerank":
             raise ParameterError("pooling", "has no effect on a cross-encoder; leave it out")
         parts = replace(parts, embedding=replace(parts.embedding, pooling=config.pooling))
+    parts = replace(parts, file=replace(parts.file, embeds=can_embed(parts)))
     if parts.task != "generate":
         from verbatim.backend.encoder import encoder_config
 

@@ -71,6 +71,7 @@ class ModelFile:
     parameters: int = 0
     quantisation: str = ""  # Q4_0, BF16: the type of most weights as they are loaded
     license: str = ""  # as the file states it
+    embeds: bool = False  # a text becomes one vector, as the file or the setting `pooling` says
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,6 +40,7 @@ class State:
         self.limits = settings.limits
         self.supervisor = supervisor  # of the model that a request chose, else of the first model
         self.pool = pool  # None: one model
+        self._known: ModelFacts | None = None  # of an earlier load of that model, in a pool
         self.clock = clock  # seconds; the time base of every request deadline
         self.metrics = Metrics()
         self.store = Store(settings.store_items, settings.limits.max_store_bytes)
@@ -49,13 +50,14 @@ class State:
 
     @property
     def facts(self) -> ModelFacts:
-        """Facts about the model; they stay known while the engine restarts. Raises a 503 until the
-        engine is ready for the first time."""
-        if self.supervisor.facts is None:
+        """Facts about the model; they stay known while the engine restarts, and after the model was
+        unloaded. Raises a 503 until the engine is ready for the first time."""
+        facts = self.supervisor.facts or self._known
+        if facts is None:
             raise Problem(
                 "unavailable", "the model is still being loaded; try again shortly", retry_after=2
             )
-        return self.supervisor.facts
+        return facts
 
     @property
     def max_json_values(self) -> int:
@@ -118,6 +120,7 @@ class State:
         """This state, as seen by a request for one of several models."""
         view = copy.copy(self)
         view.supervisor, view.settings = model.supervisor, model.settings
+        view._known = model.facts
         return view
 
     def check_model(self, name: str | None) -> str:

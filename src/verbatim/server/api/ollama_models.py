@@ -124,7 +124,7 @@ async def show(call: RequestContext) -> Response:
     info = {
         "general.architecture": facts.family,
         "general.parameter_count": facts.file.get("parameters", 0),
-        "general.fingerprint": facts.fingerprint,
+        "general.fingerprint": call.fingerprint,
         **{f"{facts.family}.{size}": value for size, value in facts.sizes.items()},
         **{f"tokenizer.{token}": text for token, text in facts.special_tokens.items()},
     }
@@ -140,7 +140,8 @@ async def show(call: RequestContext) -> Response:
             "capabilities": [
                 *(["completion"] if facts.task == "generate" else []),
                 *(["tools"] if facts.has_template else []),
-                *(["embedding"] if facts.task != "rerank" else []),
+                *(["embedding"] if facts.file.get("embeds") else []),
+                *(["thinking"] if facts.thinks else []),
             ],
         }
     )
