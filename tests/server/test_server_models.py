@@ -175,6 +175,19 @@ def test_an_adapter_is_loaded_and_unloaded_with_its_model(adapted: Live, route: 
         assert loaded(adapted) == ["a"]
 
 
+def test_the_longest_context_bounds_the_values_of_a_body() -> None:
+    flags = ("--model", "a=first", "--model", "b=second", "--max-json-values", "100")
+    live = Live(*flags, "--model-setting", "a.context=64", names=()).wait_ready()
+    try:
+        body = {"model": "b", "tokens": [65] * 2000}
+        refused = live.client.post("/detokenize", json=body)
+        assert refused.json()["error"]["code"] == "json_too_large"  # b was never loaded
+        assert complete(live, "b").status_code == 200
+        assert live.client.post("/detokenize", json=body).json() == {"prompt": "A" * 2000}
+    finally:
+        assert live.stop() == 0, live.log_text()
+
+
 def test_an_adapter_of_one_of_several_models_is_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     read = read_models(None, ("a=x", "b=y"), (), ("a.adapters=r=P", "a.adapters=s=Q"))
     assert read[0].engine == {"adapters": ("r=P", "s=Q")}

@@ -61,9 +61,11 @@ class State:
 
     @property
     def max_json_values(self) -> int:
-        """The configured limit, plus one value per token of a prompt given as token ids."""
-        facts = self.supervisor.facts
-        return self.limits.max_json_values + (0 if facts is None else facts.context)
+        """The configured limit, plus one value per token of a prompt given as token ids. Of several
+        models, the largest context counts: the body is parsed before its model is known."""
+        known = (self.facts_of(name) for name in self.names())
+        longest = max((facts.context for facts in known if facts is not None), default=0)
+        return self.limits.max_json_values + longest
 
     @property
     def open(self) -> int:

@@ -34,7 +34,7 @@ class Limits:
     max_json_values: int = field(
         default=65_536,
         metadata={
-            "help": "values in the JSON body, plus one per token of the context",
+            "help": "values in the JSON body, plus one per token of the longest context",
             "error": "400 json_too_large",
         },
     )
