@@ -358,6 +358,15 @@ def test_gguf_and_peft_files_give_the_same_adapter(tmp_path: Path) -> None:
     assert {part.scale for part in scale.parts.values()} == {1.0}
 
 
+def test_an_unknown_module_of_a_gguf_file_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    folder = write_peft(tmp_path / "a", SPEC, targets=["q_proj"])
+    file = write_gguf_adapter(folder, tmp_path / "a.gguf")
+    file.write_bytes(file.read_bytes().replace(b".attn_q.", b".attn_z."))
+    known = "attn_k, attn_output, attn_q, attn_v, ffn_down, ffn_gate, ffn_up"
+    with pytest.raises(ModelError, match=f"attn_z.weight is no linear.* those are {known} of each"):
+        load_adapter("a", str(file), SPEC)
+
+
 def test_a_gguf_file_that_lacks_matrices_in_one_layer_is_a_warning(tmp_path: Path) -> None:
     """It has no list of targets, so it may have been made so."""
     folder = write_peft(tmp_path / "a", SPEC, targets=SMALL)

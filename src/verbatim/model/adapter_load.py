@@ -175,13 +175,9 @@ def _by_module(
 
 
 def _unknown(module: str, spec: ModelSpec, places: Iterable[str]) -> str:
-    kinds = sorted(
-        {
-            place.split(".", 3)[-1].partition(".weight")[0]
-            for place in places
-            if place.count(".") > 1
-        }
-    )
+    # behind the layer's number: model.layers.0.mlp.up_proj, blk.0.ffn_up.weight
+    split = (re.split(r"\.\d+\.", place, maxsplit=1) for place in places)
+    kinds = sorted({parts[1].removesuffix(".weight") for parts in split if len(parts) > 1})
     return (
         f"{module} is no linear layer of this {spec.family} model of {len(spec.layers)} layers "
         f"that an adapter can change; those are {', '.join(kinds)} of each layer (embeddings, "
