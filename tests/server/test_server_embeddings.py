@@ -121,8 +121,19 @@ def test_an_encoder_says_what_it_can_do(bert: Live) -> None:
     shown = ok(bert.post("/api/show", {}))
     assert shown["capabilities"] == ["embedding"]
     assert shown["details"]["family"] == "bert"
-    chat = bert.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]})
-    assert chat.status_code == 400
+
+
+def test_an_encoder_refuses_a_chat_with_the_endpoint_to_use(bert: Live, ranker: Live) -> None:
+    for live, use in ((bert, "/v1/embeddings"), (ranker, "/v1/rerank")):
+        body = {"messages": [{"role": "user", "content": "a"}]}
+        param, message = refused(live.post("/v1/chat/completions", body))
+        assert (param, message.endswith(f"generates no text; use {use}")) == ("messages", True)
+
+
+def test_the_warning_of_a_truncated_query_names_it(ranker: Live) -> None:
+    body = {"query": LONG, "documents": ["b"], "truncate": True}
+    (warning,) = ok(ranker.post("/v1/rerank", body))["warnings"]
+    assert warning == "query and document: 404 tokens were truncated to 64, the longer text first"
 
 
 def test_documents_are_ranked(ranker: Live) -> None:
@@ -176,7 +187,7 @@ def test_a_long_pair_is_truncated_on_request(ranker: Live) -> None:
     ask = {"query": "q", "documents": ["b" * 99], "truncate": True}
     made = ok(ranker.post("/v1/rerank", ask))
     assert made["usage"]["prompt_tokens"] == 64
-    assert made["warnings"] == ["documents: 103 tokens were truncated to 64"]
+    assert made["warnings"] == ["query and document: 103 tokens were truncated to 64, the longer text first"]
 
 
 def test_a_cross_encoder_gives_no_embeddings(ranker: Live) -> None:

@@ -112,7 +112,9 @@ def encode_pair(parts: LoadedModel, given: EmbedInput, context: int) -> tuple[li
             param="documents",
         )
     cut: list[int] = tokenizer.encode_pair(given.text, given.document, context)
-    return cut, [f"documents: {len(ids)} tokens were truncated to {len(cut)}"]
+    return cut, [
+        f"query and document: {len(ids)} tokens were truncated to {len(cut)}, the longer text first"
+    ]
 
 
 def cut_text(

@@ -40,6 +40,11 @@ RESERVED = (
     "tokenizer",
     "template",
 )
+NO_TEMPLATE = {  # task of ModelFacts -> why there is no chat, and what to use
+    "generate": "this model has no chat template; use /v1/completions",
+    "embed": "this model is an encoder and generates no text; use /v1/embeddings",
+    "rerank": "this model is an encoder and generates no text; use /v1/rerank",
+}
 
 
 class ChatRequest:
@@ -260,9 +265,7 @@ def conversation(
         )
     if not facts.has_template:
         raise Problem(
-            "unsupported_parameter",
-            f"{field_name}: this model has no chat template; use /v1/completions",
-            field_name,
+            "unsupported_parameter", f"{field_name}: {NO_TEMPLATE[facts.task]}", field_name
         )
     made = template_messages(messages, tools, facts)
     for message in made:
