@@ -63,6 +63,8 @@ def test_thought_and_answer_of_random_streams(open_tag: str, close: str, start: 
             continue
         space = rng.choice(["", "\n", "\n\n"])
         opening = "" if start else rng.choice(["", "\n"]) + rng.choice(spellings(open_tag))
+        for _ in range(rng.choice([0, 0, 1, 3])):  # repeated
+            opening += rng.choice(["", "\n"]) + rng.choice(spellings(open_tag))
         closing = rng.choice(spellings(close))
         output = f"{opening}{space}{thought}{space}{closing}{space}{answer}"
         if output.find(closing, len(opening)) != len(f"{opening}{space}{thought}{space}"):
@@ -150,7 +152,15 @@ def test_a_prompt_that_ends_inside_or_behind_a_thought() -> None:
     assert split(tags.after("<think></think>").splitter(), ["4</think>"]) == ("", "4</think>")
 
 
-@pytest.mark.parametrize("pieces", [["<think>\nSo.</think>4"], [*"\n<think>So.</think>4"]])
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        ["<think>\nSo.</think>4"],
+        [*"\n<think>So.</think>4"],
+        ["<think><think>", "\n<think> <th", "ink>So.</think>4"],
+        [*"<think>\n<think><think>So.</think>4"],
+    ],
+)
 def test_a_thought_that_starts_with_its_opening_tag_again(pieces: list[str]) -> None:
     tags = ThoughtFormat("<think>", "</think>")
     assert split(tags.after("<think>\n").splitter(), pieces) == ("So.", "4")

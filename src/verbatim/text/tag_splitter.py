@@ -27,7 +27,7 @@ class TagSplitter:
     """A thought between two tags at the start of the output.
 
     Whitespace around the tags belongs to the format and is dropped. A tag later in the output is
-    text, except an opening tag that a thought starts with. An output that ends inside the thought
+    text, except opening tags that a thought starts with. An output that ends inside the thought
     has no answer. `wrapper`: tags around the answer behind a thought; the closing one is dropped at
     the end of the output only. `opener`: the start of the opening tag that is a control token; an
     output that is cut off behind it has no answer either."""
@@ -47,7 +47,7 @@ class TagSplitter:
             self._state = "behind"
         self._held = ""
         self._trim = start == "open"  # drop whitespace before the next text
-        self._may_repeat = True  # the thought may start with the opening tag once more
+        self._may_repeat = True  # the thought may start with the opening tag again
 
     @property
     def thinking(self) -> bool:
@@ -104,11 +104,12 @@ class TagSplitter:
         return next(start[len(tag) :] for tag in self._open if start.startswith(tag))
 
     def _repeats(self) -> bool:
-        """Drop a second opening tag at the start of the thought. True: the text may become one."""
+        """Drop further opening tags at the start of the thought. True: the text may become one."""
         start = self._held.lstrip()
-        if start.startswith(self._open):
-            self._held, start = self._behind_open(start), ""
-        elif not start or self._may_open(start):
+        while start.startswith(self._open):
+            self._held = self._behind_open(start)
+            start = self._held.lstrip()
+        if not start or self._may_open(start):
             return bool(start)
         self._may_repeat = False
         return False
