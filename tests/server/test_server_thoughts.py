@@ -114,6 +114,19 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+def test_log_probabilities_of_thoughts(thinker: Live) -> None:
+    """Chat completions has those of every token, Responses those of the answer."""
+    more = {"thinking_budget": 7, "seed": 1, "top_logprobs": 1}
+    body = {"messages": ASK, "max_tokens": 40, "logprobs": True, **more}
+    whole = thinker.post("/v1/chat/completions", body).json()
+    rows, usage = whole["choices"][0]["logprobs"]["content"], whole["usage"]
+    thought = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert (thought > 7, len(rows)) == (True, usage["completion_tokens"])
+    assert "</think>" in [row["token"] for row in rows[:thought]]
+    made = thinker.post("/v1/responses", {"input": "hi", "max_output_tokens": 40, **more}).json()
+    assert made["output"][-1]["content"][0]["logprobs"] == rows[thought:]
+
+
 def test_ollama_lists_thinking_as_a_capability(thinker: Live, fake: Live) -> None:
     shown = [live.post("/api/show", {}).json()["capabilities"] for live in (thinker, fake)]
     assert shown == [["completion", "tools", "embedding", "thinking"], shown[0][:3]]
