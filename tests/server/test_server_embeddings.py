@@ -187,7 +187,9 @@ def test_a_long_pair_is_truncated_on_request(ranker: Live) -> None:
     ask = {"query": "q", "documents": ["b" * 99], "truncate": True}
     made = ok(ranker.post("/v1/rerank", ask))
     assert made["usage"]["prompt_tokens"] == 64
-    assert made["warnings"] == ["query and document: 103 tokens were truncated to 64, the longer text first"]
+    assert made["warnings"] == [
+        "query and document: 103 tokens were truncated to 64, the longer text first"
+    ]
 
 
 def test_a_cross_encoder_gives_no_embeddings(ranker: Live) -> None:
