@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
-from eventually import eventually_async
+from eventually import HANG_SECONDS, eventually_async
 from tiny_encoders import POSITIONS, write_encoder
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.cli.serve import read_models
@@ -136,6 +136,16 @@ def test_ollama_unloads_with_keep_alive_zero(two: Live) -> None:
     assert answer.json()["done_reason"] == "unload"
     assert "warnings" not in answer.json()
     assert "b" not in loaded(two)
+
+
+def test_keep_alive_zero_with_an_input_embeds(two: Live) -> None:
+    absent = next(name for name in ("a", "b", "c") if name not in loaded(two))
+    for path, field in (("/api/embed", "input"), ("/api/embeddings", "prompt")):
+        body = {"model": absent, field: "the cat", "keep_alive": 0}
+        two.client.post("/api/generate", json={"model": absent, "keep_alive": 0})
+        answer = two.client.post(path, json=body)
+        assert answer.status_code == 200, (path, answer.text)
+        assert absent in loaded(two)
 
 
 def test_a_request_that_unloads_or_asks_for_facts_loads_nothing(two: Live) -> None:
@@ -431,6 +441,26 @@ async def test_an_engine_that_does_not_come_up_is_a_timeout(
     with pytest.raises(Problem, match="not loaded in time"):
         await pool.hold("a", 0)
     assert pool.models["a"].users == 0
+
+
+async def test_a_model_that_a_request_waits_for_is_not_unloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool(monkeypatch, [10_000])
+    monkeypatch.setattr(FakeSupervisor, "start", lambda self: None)
+    waiting = asyncio.ensure_future(pool.hold("c", HANG_SECONDS))
+
+    async def loading() -> bool:
+        return pool.models["c"].loaded
+
+    await eventually_async(loading)
+    assert not await pool.unload("c")
+    pool.models["c"].supervisor.ready.set()
+    assert (await waiting).loaded
+    assert not await pool.unload("c")
+    pool.release("c")
+    assert await pool.unload("c")
+    assert not pool.loaded
 
 
 async def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -206,10 +206,11 @@ class ModelPool:
             raise not_loaded(model) from None
 
     async def unload(self, name: str) -> bool:
-        """Unload the model unless other requests than the caller's hold it, or it is pinned."""
+        """Unload the model unless a request holds it or waits for it, or it is pinned. The caller
+        does not hold it."""
         model = self.models[name]
         async with self._changing:
-            if model.users > 1 or model.pinned:
+            if model.users or model.pinned:
                 return False
             if model.loaded:
                 log.info("unloading the model %r on request", model.name)

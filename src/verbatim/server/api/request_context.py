@@ -31,6 +31,7 @@ from verbatim.server.server_state import State
 log = logging.getLogger("verbatim.server")
 R = TypeVar("R", bound=Result)
 CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # accepted on /api/ routes
+UNLOAD_ROUTES = ("/api/generate", "/api/chat")
 WRITE_GRACE = 10.0  # seconds a client has to read the last bytes before it is disconnected
 SLOW_GRACE = 1.0  # seconds, for a client that has already proved to read too slowly
 
@@ -52,9 +53,9 @@ def is_zero(duration: Any) -> bool:
 
 
 def asks_to_unload(route: str, body: Mapping[str, Any]) -> bool:
-    """Ollama: no prompt, and keep_alive 0."""
+    """Ollama: no prompt, and keep_alive 0. Such a request never holds its model."""
     asked = body.get("prompt") or body.get("messages")
-    return route.startswith("/api/") and not asked and is_zero(body.get("keep_alive"))
+    return route in UNLOAD_ROUTES and not asked and is_zero(body.get("keep_alive"))
 
 
 class RequestContext:
@@ -103,10 +104,9 @@ class RequestContext:
         name = self.state.check_model(name)
         name = pool.adapters.get(name, name)
         model = pool.models[name]
-        if not model.loaded and (
-            self.route == "/api/pull"
-            or (self.route == "/api/show" and model.facts is not None)
-            or asks_to_unload(self.route, body or {})
+        known = self.route == "/api/show" and model.facts is not None
+        if asks_to_unload(self.route, body or {}) or (
+            not model.loaded and (known or self.route == "/api/pull")
         ):
             self.state = self.state.for_model(model)
             return

@@ -134,11 +134,14 @@ class Supervisor:
         self._task = asyncio.create_task(self._supervise())
 
     async def close(self) -> None:
+        was_ready = self.ready.is_set()
         self._closing.set()
         self.ready.clear()
-        if self._outbox is not None:
+        if was_ready and self._outbox is not None:
             self._outbox.put(Close())
             await self._outbox.drain()
+        elif self._process is not None:  # it would read Close only after the load
+            self._kill(self._process)
         if self._task is not None:
             _, late = await asyncio.wait((self._task,), timeout=CLOSE_SECONDS)
             if late and self._process is not None:
@@ -186,6 +189,8 @@ class Supervisor:
         )
         theirs.close()
         self.pid, self._process = process.pid, process
+        if self._closing.is_set():  # close() found no process yet
+            self._kill(process)
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self._outbox = wire.Outbox(writer)
         self._outbox.put(self._start_message())
@@ -285,7 +290,8 @@ class Supervisor:
                 self.facts = facts
                 self.found.set()
                 self._last_progress = (self._clock(), -1)
-                self.ready.set()
+                if not self._closing.is_set():
+                    self.ready.set()
                 log.info(
                     "ready: %s, context %d, fingerprint %s",
                     facts.name,
