@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from live_server import Live
+from starlette.requests import Request
 
 from eventually import HANG_SECONDS, eventually_async
 from tiny_encoders import POSITIONS, write_encoder
@@ -21,6 +22,7 @@ from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.observe.merge_metrics import merge
 from verbatim.server import model_pool
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.request_context import ClientDisconnected, RequestContext
 from verbatim.server.model_pool import ModelPool
 from verbatim.server.server_state import State
 from verbatim.server.settings import NamedModel, Settings
@@ -238,7 +240,7 @@ class FakeSupervisor:
 
     def __init__(self, settings: Settings, clock: Any, ledger: Any) -> None:
         self.settings, self.facts, self.closed = settings, None, False
-        self.ready = asyncio.Event()
+        self.ready, self.ended = asyncio.Event(), asyncio.Event()
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     def start(self) -> None:
@@ -248,8 +250,12 @@ class FakeSupervisor:
             self.ready.set()
 
     async def close(self) -> None:
-        self.ready.clear()
+        self.crash()
         self.closed = True
+
+    def crash(self) -> None:
+        self.ready.clear()
+        self.ended.set()
 
 
 def make_pool(monkeypatch: pytest.MonkeyPatch, memory: list[int], **settings: Any) -> ModelPool:
@@ -461,6 +467,61 @@ async def test_a_model_that_a_request_waits_for_is_not_unloaded(
     pool.release("c")
     assert await pool.unload("c")
     assert not pool.loaded
+
+
+@pytest.mark.parametrize("when", ["in the first load", "later"])
+async def test_an_engine_that_restarts_is_unavailable_and_keeps_no_place(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = make_pool(monkeypatch, [10_000], max_loaded_models=1)
+    with monkeypatch.context() as patch:
+        if when == "in the first load":
+            patch.setattr(FakeSupervisor, "start", FakeSupervisor.crash)
+        else:
+            (await pool.hold("b", HANG_SECONDS)).supervisor.crash()  # type: ignore[attr-defined]
+            pool.release("b")
+        with pytest.raises(Problem, match="is being restarted") as caught:
+            await pool.hold("b", HANG_SECONDS)
+    assert (caught.value.code, caught.value.retry_after) == ("unavailable", 2)
+    assert [model.name for model in pool.loaded] == ["b"]
+    await pool.hold("c", HANG_SECONDS)
+    assert [model.name for model in pool.loaded] == ["c"]
+    await pool.close()
+
+
+async def test_an_idle_model_whose_engine_restarts_is_unloaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool(monkeypatch, [10_000], model_idle_seconds=0.001)
+    monkeypatch.setattr(FakeSupervisor, "start", FakeSupervisor.crash)
+    pool.start()
+    task = asyncio.create_task(pool.unload_idle())
+
+    async def unloaded() -> bool:
+        return not pool.loaded
+
+    await eventually_async(unloaded)
+    task.cancel()
+
+
+async def test_a_client_that_disconnects_during_the_load_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool = make_pool(monkeypatch, [10_000])
+    monkeypatch.setattr(FakeSupervisor, "start", lambda self: None)  # the load does not end
+    own = {"verbatim.id": "r", "verbatim.tenant": "", "verbatim.arrived": 0.0}
+    scope = {"type": "http", "method": "POST", "headers": [], **own}
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    state = State(Settings(), pool.first.supervisor, lambda: 0.0, pool)
+    call = RequestContext(Request(scope, receive), state, "/v1/completions")
+    with pytest.raises(ClientDisconnected):
+        await call.choose_model("b")
+    call.close()
+    assert pool.models["b"].users == 0
+    await pool.close()
 
 
 async def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:

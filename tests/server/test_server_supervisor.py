@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,3 +49,19 @@ async def test_a_closed_supervisor_does_not_become_ready() -> None:
     facts: Any = SimpleNamespace(name="m", context=1, fingerprint="f")
     supervisor._handle(Ready(facts))
     assert not supervisor.ready.is_set()
+
+
+async def test_an_engine_that_dies_has_ended_until_the_next_is_ready() -> None:
+    settings = Settings(model="m", test_engine="pipeline", backoff_seconds=0.01)
+    supervisor = Supervisor(settings)
+    supervisor.start()
+    await supervisor.ready.wait()
+    assert not supervisor.ended.is_set()
+    assert supervisor.pid is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    await supervisor.ended.wait()
+    assert not supervisor.ready.is_set()
+    await supervisor.ready.wait()
+    assert not supervisor.ended.is_set()
+    await supervisor.close()
+    assert supervisor.ended.is_set()

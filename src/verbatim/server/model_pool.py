@@ -104,7 +104,8 @@ class ModelPool:
     def _start(self, model: ServedModel) -> None:
         model.last_used = self._clock()
         model.start()
-        if model is not self.first:  # the server ends if that one cannot be loaded
+        # The server ends if the first load of the first model fails.
+        if model is not self.first or model.facts is not None:
             model.supervisor.fatal.add_done_callback(partial(self._failed, model, model.supervisor))
 
     def _failed(self, model: ServedModel, supervisor: Supervisor, why: Future[str]) -> None:
@@ -147,7 +148,8 @@ class ModelPool:
         model.last_used = self._clock()
 
     async def _ready(self, model: ServedModel) -> None:
-        """Wait until the model's engine is ready; start it if it is not loaded."""
+        """Wait until the model's engine is ready; start it if it is not loaded. Raises a Problem if
+        the load fails, and while a supervisor restarts the engine."""
         if model.loaded and model.supervisor.ready.is_set():
             return
         async with self._changing:
@@ -157,15 +159,21 @@ class ModelPool:
                 self._start(model)
         supervisor = model.supervisor
         ready = asyncio.ensure_future(supervisor.ready.wait())
+        ended = asyncio.ensure_future(supervisor.ended.wait())
         try:
-            await asyncio.wait((ready, supervisor.fatal), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                (ready, ended, supervisor.fatal), return_when=asyncio.FIRST_COMPLETED
+            )
         finally:
             ready.cancel()
-        if not supervisor.fatal.done():
-            model.facts = supervisor.facts
-            return
-        await self._drop(model, supervisor)
-        raise not_loaded(model)
+            ended.cancel()
+        if supervisor.fatal.done():
+            await self._drop(model, supervisor)
+            raise not_loaded(model)
+        if not supervisor.ready.is_set():
+            why = f"the engine of the model {model.name!r} is being restarted; try again shortly"
+            raise Problem("unavailable", why, retry_after=2)
+        model.facts = supervisor.facts
 
     async def _make_room(self, model: ServedModel) -> None:
         """Unload the least recently used models until this one may be loaded. None is unloaded for
@@ -227,9 +235,10 @@ class ModelPool:
             limit = self._clock() - self._idle_seconds
             for model in self.loaded:
                 idle = not model.users and not model.pinned and model.last_used < limit
-                if idle and model.supervisor.ready.is_set():
+                supervisor = model.supervisor
+                if idle and (supervisor.ready.is_set() or supervisor.ended.is_set()):
                     async with self._changing:
-                        if not model.users:
+                        if model.loaded and not model.users:
                             log.info("unloading the idle model %r", model.name)
                             await model.stop()
 

@@ -24,6 +24,7 @@ from verbatim.server.api.json_body import parse_json
 from verbatim.server.api.to_params import check_finish, with_client_names
 from verbatim.server.api.validate import check
 from verbatim.server.json_io import dumps
+from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.process.messages import Generate, Generated, Result, Work
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.server_state import State
@@ -112,9 +113,14 @@ class RequestContext:
             return
         start, is_loaded = self.state.clock(), model.supervisor.ready.is_set()
         wait = self.arrived + self.state.limits.request_seconds - start
-        self.state = self.state.for_model(await pool.hold(name, max(wait, 0)))
-        self.admission.callback(pool.release, name)
+        [model] = await self._unless_disconnected(self._hold(pool, name, max(wait, 0)))
+        self.state = self.state.for_model(model)
         self.load_seconds = 0.0 if is_loaded else self.state.clock() - start
+
+    async def _hold(self, pool: ModelPool, name: str, seconds: float) -> list[ServedModel]:
+        model = await pool.hold(name, seconds)
+        self.admission.callback(pool.release, name)
+        return [model]
 
     async def read_raw(self) -> bytes:
         limit = self.state.limits.max_body_bytes

@@ -74,6 +74,8 @@ class Supervisor:
         self.pid: int | None = None
         self.restarts = 0
         self.ready = asyncio.Event()
+        # An engine process ended, or close() was called; until the next Ready.
+        self.ended = asyncio.Event()
         self.found = asyncio.Event()  # the model exists: its file is read, or a download started
         # Resolved with an error text if the first engine process cannot load the model.
         self.fatal: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -137,6 +139,7 @@ class Supervisor:
         was_ready = self.ready.is_set()
         self._closing.set()
         self.ready.clear()
+        self.ended.set()
         if was_ready and self._outbox is not None:
             self._outbox.put(Close())
             await self._outbox.drain()
@@ -162,6 +165,7 @@ class Supervisor:
                 await self._run_engine()
             except Exception:
                 log.exception("the supervisor failed; the engine is started again")
+            self.ended.set()
             self._fail_running()
             if self._closing.is_set() or self.fatal.done():
                 return
@@ -291,6 +295,7 @@ class Supervisor:
                 self.found.set()
                 self._last_progress = (self._clock(), -1)
                 if not self._closing.is_set():
+                    self.ended.clear()
                     self.ready.set()
                 log.info(
                     "ready: %s, context %d, fingerprint %s",
