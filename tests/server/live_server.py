@@ -215,7 +215,7 @@ def reported_usage(m: dict[str, float]) -> dict[str, float]:
 
 def usage_balances(m: dict[str, float]) -> bool:
     """The usage reported to clients equals what the engines counted."""
-    return all(m[f"verbatim_{kind}_tokens_total"] == n for kind, n in reported_usage(m).items())
+    return not any(uncounted_usage(m).values())
 
 
 def check_states(m: dict[str, float]) -> None:
@@ -226,15 +226,21 @@ def check_states(m: dict[str, float]) -> None:
     assert m["verbatim_requests_opened_total"] == ended + m["verbatim_requests_open"]
 
 
+def uncounted_usage(m: dict[str, float]) -> dict[str, float]:
+    """Usage reported to clients less what the engines counted. An engine that is killed loses what
+    it counted since its last heartbeat."""
+    return {kind: n - m[f"verbatim_{kind}_tokens_total"] for kind, n in reported_usage(m).items()}
+
+
 def check_ledger(
-    m: dict[str, float], restarts: int = 0, before: dict[str, float] | None = None
+    m: dict[str, float], restarts: int = 0, lost: dict[str, float] | None = None
 ) -> None:
-    """As check_states, and the usage reported to clients equals what the engine counted. A
-    restarted engine counts from 0: `before` is the usage reported when it started."""
+    """As check_states, and the usage reported to clients equals what the engines counted, but for
+    `lost`: the uncounted usage when the last engine started."""
     check_states(m)
     assert m["verbatim_engine_restarts_total"] == restarts
-    for kind, tokens in reported_usage(m).items():
-        assert tokens - (before or {}).get(kind, 0) == m[f"verbatim_{kind}_tokens_total"], kind
+    for kind, tokens in uncounted_usage(m).items():
+        assert tokens == (lost or {}).get(kind, 0), kind
 
 
 def check_log(live: Live) -> int:

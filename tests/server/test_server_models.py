@@ -19,7 +19,7 @@ from tiny_encoders import POSITIONS, write_encoder
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.cli.serve import read_models
 from verbatim.convert.export_model import model_metadata, model_tensors
-from verbatim.observe.merge_metrics import merge
+from verbatim.observe.merge_metrics import add_counters, merge
 from verbatim.server import model_pool
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.request_context import ClientDisconnected, RequestContext
@@ -118,6 +118,24 @@ def test_metrics_have_one_group_per_name_and_a_label(two: Live) -> None:
         assert f'verbatim_model_loaded{{model="{name}"}} {there}' in text
         assert (f'verbatim_engine_up{{model="{name}"}} 1' in text) == bool(there)
         assert f'verbatim_engine_up{{model="{name}"}} 0' not in text, "not loaded is no fault"
+
+
+def test_counters_of_a_model_only_grow(two: Live) -> None:
+    def unload() -> dict[str, float]:
+        answer = two.client.post("/api/generate", json={"model": "b", "keep_alive": 0})
+        assert answer.status_code == 200
+        return two.metrics()
+
+    counters = ('verbatim_requests_total{model="b"}', 'verbatim_output_tokens_total{model="b"}')
+    before = unload()
+    for number in (1, 2):
+        assert complete(two, "b").status_code == 200
+        current = two.metrics()
+        after = unload()
+        for name, each in zip(counters, (1, 8), strict=True):
+            start = before.get(name, 0)
+            assert start + (number - 1) * each <= current[name] <= after[name]
+            assert after[name] == start + number * each
 
 
 def test_ollamas_load_duration_is_the_time_of_the_load(two: Live) -> None:
@@ -252,6 +270,9 @@ class FakeSupervisor:
     async def close(self) -> None:
         self.crash()
         self.closed = True
+
+    def continue_counters(self, earlier: FakeSupervisor) -> None:
+        pass
 
     def crash(self) -> None:
         self.ready.clear()
@@ -571,6 +592,19 @@ def test_metrics_of_engines_are_merged() -> None:
     assert merge("model", {"a": one, "b": one, "c": ""}) == (
         '# HELP x h\n# TYPE x counter\nx{model="a",k="1"} 2\nx{model="b",k="1"} 2\n'
         '# HELP y h\n# TYPE y gauge\ny{model="a"} 3\ny{model="b"} 3\n'
+    )
+
+
+def test_counters_of_engine_processes_are_added() -> None:
+    counter = "# HELP x h\n# TYPE x counter\n"
+    buckets = '# HELP y h\n# TYPE y histogram\ny_bucket{le="0.5"} 1\ny_sum 0.25\n'
+    gauges = "# HELP z h\n# TYPE z gauge\nz 7\n"
+    earlier = f'{counter}x{{k="a b"}} 2\nx{{k="c"}} 1\n{buckets}{gauges}'
+    now = f'{buckets}{gauges}{counter}x{{k="c"}} 4\n'
+    assert add_counters("", now) == now
+    assert add_counters(earlier, now) == (
+        '# HELP y h\n# TYPE y histogram\ny_bucket{le="0.5"} 2\ny_sum 0.5\n'
+        f'{gauges}{counter}x{{k="c"}} 5\nx{{k="a b"}} 2\n'
     )
 
 

@@ -29,8 +29,8 @@ from live_server import (
     check_log,
     has_ended,
     report,
-    reported_usage,
     resident,
+    uncounted_usage,
 )
 from streams import request_bytes, stream
 
@@ -545,7 +545,7 @@ async def kill_under_load(live: Live, after: int) -> list[Any]:
 
 def kill_engine(live: Live, times: int) -> None:
     rng, first = random.Random(1), live.complete("probe", max_tokens=24)["choices"]
-    cut, before = 0, {}
+    cut, lost = 0, {}
     calm = (inside(live.process.pid), live.wait_at_rest()["verbatim_http_tasks"])
     with LivenessProbe(live.port) as pulse:
         for _ in range(times):
@@ -555,7 +555,7 @@ def kill_engine(live: Live, times: int) -> None:
                 assert got.status == 503 or got.events[-1] == "[DONE]"
                 assert got.whole
                 cut += got.status == 200
-            before = reported_usage(live.metrics())  # before any request to the next engine
+            lost = uncounted_usage(live.metrics())  # before any request to the next engine
             refused = live.post("/v1/completions", {"prompt": "x", "seed": 1})
             assert refused.status_code in (200, 503)
             assert refused.status_code == 200 or "retry-after" in refused.headers
@@ -572,7 +572,7 @@ def kill_engine(live: Live, times: int) -> None:
             if k.startswith("verbatim_requests_ended_total")
         )
     )
-    check_ledger(numbers, times, before)
+    check_ledger(numbers, times, lost)
 
     def nothing_left() -> bool:
         return (inside(live.process.pid), live.metrics()["verbatim_http_tasks"]) == calm

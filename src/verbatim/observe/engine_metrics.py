@@ -34,7 +34,7 @@ class Number:
         self.value += amount
 
     def samples(self, name: str, labels: str) -> list[str]:
-        return [f"{name}{labels} {_show(self.value)}"]
+        return [f"{name}{labels} {show_value(self.value)}"]
 
 
 class Histogram:
@@ -52,10 +52,16 @@ class Histogram:
     def samples(self, name: str, labels: str) -> list[str]:
         inner = labels[1:-1] + "," if labels else ""
         out, below = [], 0
-        for bound, count in zip((*map(_show, self.bounds), "+Inf"), list(self.counts), strict=True):
+        for bound, count in zip(
+            (*map(show_value, self.bounds), "+Inf"), list(self.counts), strict=True
+        ):
             below += count
             out.append(f'{name}_bucket{{{inner}le="{bound}"}} {below}')
-        return [*out, f"{name}_sum{labels} {_show(self.total)}", f"{name}_count{labels} {below}"]
+        return [
+            *out,
+            f"{name}_sum{labels} {show_value(self.total)}",
+            f"{name}_count{labels} {below}",
+        ]
 
 
 M = TypeVar("M", Number, Histogram)
@@ -111,7 +117,7 @@ class Registry:
         return "\n".join(lines) + "\n"
 
 
-def _show(value: float) -> str:
+def show_value(value: float) -> str:
     """The value as text. Nothing is rounded: tests compare counters to the last unit."""
     return str(int(value)) if value == int(value) else repr(value)
 

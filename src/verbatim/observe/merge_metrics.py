@@ -1,14 +1,16 @@
-"""The metrics of several engines (replicas, or models of one server) as one Prometheus text.
+"""The metrics of several engines (replicas, or models of one server) as one Prometheus text, and
+those of the engine processes that one model had in turn.
 
-In: the text of each engine. Out: one text in which each metric appears once, with the samples of
-all engines below it: Prometheus refuses a text with two TYPE lines for one metric.
+merge(): the text of each engine comes in; one text goes out in which each metric appears once, with
+the samples of all engines below it: Prometheus refuses a text with two TYPE lines for one metric.
+add_counters(): the counters of a model never decrease when a new engine process counts from 0.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from verbatim.observe.engine_metrics import escape
+from verbatim.observe.engine_metrics import escape, show_value
 
 
 def merge(label: str, texts: Mapping[str, str]) -> str:
@@ -32,6 +34,41 @@ def merge(label: str, texts: Mapping[str, str]) -> str:
                 samples.setdefault(name, []).append(_labelled(line, f'{label}="{escape(value)}"'))
     lines = [line for name in samples for line in (*heads.get(name, ()), *samples[name])]
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def add_counters(earlier: str, now: str) -> str:
+    """The metrics of an engine process, with the counters and histograms of the processes before
+    it added. Gauges are those of `now`.
+
+    >>> print(add_counters("# TYPE x counter\\nx 1\\n", "# TYPE x counter\\nx 2\\n"), end="")
+    # TYPE x counter
+    x 3
+    """
+    if not earlier:
+        return now
+    metrics = _parse(now)
+    for name, (heads, samples) in _parse(earlier).items():
+        if heads[-1].endswith((" counter", " histogram")):
+            sums = metrics.setdefault(name, (heads, {}))[1]
+            for key, value in samples.items():
+                sums[key] = sums.get(key, 0) + value
+    lines = []
+    for heads, samples in metrics.values():
+        lines += [*heads, *(f"{key} {show_value(value)}" for key, value in samples.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _parse(text: str) -> dict[str, tuple[list[str], dict[str, float]]]:
+    """Metric name -> its HELP and TYPE lines, and its samples by name and labels."""
+    metrics: dict[str, tuple[list[str], dict[str, float]]] = {}
+    for line in text.splitlines():
+        if line.startswith("# "):
+            heads, samples = metrics.setdefault(line.split(" ", 3)[2], ([], {}))
+            heads.append(line)
+        else:
+            key, _, value = line.rpartition(" ")
+            samples[key] = float(value)
+    return metrics
 
 
 def _labelled(line: str, label: str) -> str:

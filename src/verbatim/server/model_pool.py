@@ -48,7 +48,8 @@ class ServedModel:
 
     def start(self) -> None:
         if self.supervisor.fatal.done() or self.supervisor.closed:
-            self.supervisor = self._make()
+            earlier, self.supervisor = self.supervisor, self._make()
+            self.supervisor.continue_counters(earlier)
         self.loaded = True
         self.supervisor.start()
 

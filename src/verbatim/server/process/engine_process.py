@@ -210,6 +210,7 @@ async def serve(fd: int) -> int:
         session.cancel()
         await asyncio.to_thread(engine.close)
         with contextlib.suppress(Exception):
+            outbox.put(heartbeat(engine, bandwidth))  # the counters at the end
             await outbox.drain()
             writer.close()
     return 0 if engine.error is None else 4

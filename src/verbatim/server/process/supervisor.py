@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from verbatim.observe.merge_metrics import add_counters
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.ledger import Ledger
@@ -69,7 +70,8 @@ class Supervisor:
         self.ledger = Ledger() if ledger is None else ledger
         self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
         self.stats: dict[str, Any] = {}
-        self.metrics = ""
+        self.metrics = ""  # its counters include those of earlier engine processes
+        self._earlier_metrics = ""
         self.reports = 0  # heartbeats with engine metrics, over all engine processes
         self.pid: int | None = None
         self.restarts = 0
@@ -103,6 +105,11 @@ class Supervisor:
         running = int(self.stats.get("requests_running", 0))
         waiting = max(0, self.open_requests - running)
         return [({}, EngineState(waiting, self.restarts, self.ready.is_set()))]
+
+    def continue_counters(self, earlier: Supervisor) -> None:
+        """Count on from the counters of the model's supervisor before this one."""
+        self.metrics = self._earlier_metrics = earlier.metrics
+        self.reports, self.restarts = earlier.reports, earlier.restarts
 
     def submit(self, message: Work, signal: Signal | None = None) -> Running:
         if not self.ready.is_set() or self._outbox is None:
@@ -165,6 +172,7 @@ class Supervisor:
                 await self._run_engine()
             except Exception:
                 log.exception("the supervisor failed; the engine is started again")
+            self._earlier_metrics = self.metrics
             self.ended.set()
             self._fail_running()
             if self._closing.is_set() or self.fatal.done():
@@ -282,7 +290,7 @@ class Supervisor:
                 self._last_beat = self._clock()
                 self.stats = message.stats
                 if message.metrics is not None:
-                    self.metrics = message.metrics
+                    self.metrics = add_counters(self._earlier_metrics, message.metrics)
                     self.reports += 1
             case Accepted():
                 if message.request_id in self._running:
