@@ -4,6 +4,7 @@ place, pinned by a flag; with the answers of a server that has the model alone."
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from collections.abc import Callable, Iterator
 from itertools import count
@@ -593,6 +594,31 @@ def test_metrics_of_engines_are_merged() -> None:
         '# HELP x h\n# TYPE x counter\nx{model="a",k="1"} 2\nx{model="b",k="1"} 2\n'
         '# HELP y h\n# TYPE y gauge\ny{model="a"} 3\ny{model="b"} 3\n'
     )
+
+
+async def test_the_size_of_a_model_is_that_of_the_files_that_a_load_reads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model_pool, "Supervisor", FakeSupervisor)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    files = {"m-00001-of-00002.gguf": 3, "m-00002-of-00002.gguf": 5, "one.gguf": 7}
+    files |= {"folder/x.safetensors": 11, "folder/y.safetensors": 13}
+    files |= {"folder/consolidated.safetensors": 24}
+    for name, size in files.items():
+        (tmp_path / name).write_bytes(bytes(size))
+    index = {"weight_map": {"a": "x.safetensors", "b": "y.safetensors", "c": "x.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    def size(name: str) -> int:
+        pool = ModelPool(Settings(models=(NamedModel("m", str(tmp_path / name)),)), lambda: 0.0)
+        return model_pool.file_bytes(pool.first)
+
+    assert [size(name) for name in files][:3] == [8, 8, 7]
+    assert size("folder") == 24
+    (folder / "y.safetensors").unlink()
+    (tmp_path / "m-00002-of-00002.gguf").unlink()
+    assert size("folder") == size("m-00001-of-00002.gguf") == 0  # the load fails
 
 
 def test_counters_of_engine_processes_are_added() -> None:

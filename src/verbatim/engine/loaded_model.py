@@ -161,7 +161,7 @@ def load_parts(
         warnings=(*loaded.warnings, *defaults.warnings, *draft_warnings),
         embedding=loaded.embedding,
         file=_file_of(loaded),
-        weight_files=_weight_files(loaded.path),
+        weight_files=tuple(weight_files(loaded.path)),
         adapters=adapter_infos(loaded),
     )
 
@@ -191,7 +191,7 @@ def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
         separator = pair.between[0] if pair.typed and model.spec.types > 1 else None
         # The backend returns one row, the score.
         embedding, task = EmbeddingSpec("last"), "rerank"
-    files = [p.stat() for p in (path.glob("*.safetensors") if metadata is None else [path])]
+    files = [p.stat() for p in weight_files(path)]
     most = max(model.types, key=lambda kind: model.types[kind], default="")
     return LoadedModel(
         EncoderBackend(model, config, separator),
@@ -227,8 +227,7 @@ def load_text(
 
 def _file_of(model: Model) -> ModelFile:
     path = model.path
-    paths = _weight_files(path)
-    stats = [p.stat() for p in paths]
+    stats = [p.stat() for p in weight_files(path)]
     counts: Counter[str] = Counter()
     for tensor in model.weights.values():
         counts[tensor.type] += math.prod(tensor.shape)
@@ -243,12 +242,15 @@ def _file_of(model: Model) -> ModelFile:
     )
 
 
-def _weight_files(path: Path) -> tuple[Path, ...]:
-    from verbatim.weights.split import parts_of
+def weight_files(path: Path) -> list[Path]:
+    """The files that a load of the model at `path` reads its weights from: a directory may hold a
+    second copy of them. Raises a ModelError if the directory's index is damaged."""
+    from verbatim.weights.safetensors import shard_names
+    from verbatim.weights.split import with_siblings
 
     if path.is_dir():
-        return tuple(sorted(path.glob("*.safetensors")))
-    return tuple(path.with_name(name) for name in parts_of(path.name) or [path.name])
+        return [path / name for name in shard_names(path)]
+    return with_siblings(path)
 
 
 def _sampling_defaults(name: str, path: Path, model: Model) -> ModelDefaults:

@@ -286,15 +286,17 @@ def shared_settings(named: NamedModel, engine: Mapping[str, Any]) -> dict[str, A
 
 
 def file_bytes(model: ServedModel) -> int:
-    """Size of the model's file; 0 where it is not known before the first load."""
+    """Size of the model's weight files; 0 where it is not known before the first load."""
     if model.facts is not None and model.facts.file.get("bytes"):
         return int(model.facts.file["bytes"])
-    path = Path(model.settings.model).expanduser()
-    if path.is_dir():
-        return sum(part.stat().st_size for part in path.glob("*.safetensors"))
-    if path.is_file():
-        return path.stat().st_size
+    from verbatim.engine.loaded_model import weight_files
     from verbatim.weights.model_list import find_record
 
+    path = Path(model.settings.model).expanduser()
+    if path.exists():
+        try:
+            return sum(file.stat().st_size for file in weight_files(path))
+        except (ModelError, OSError):  # loading it says why
+            return 0
     record = find_record(model.settings.model)
     return 0 if record is None else record.bytes

@@ -101,7 +101,7 @@ def read_directory(path: str | os.PathLike[str], *, blocks: bool = False) -> Saf
     generation_config = read_json(generation) if generation.exists() else {}
     tensors: dict[str, Tensor] = {}
     others: dict[str, RawTensor] = {}
-    shards = _shards(directory)
+    shards = shard_names(directory)
     for shard, expected in shards.items():
         found, passed = read_safetensors(directory / shard)
         for name in expected:
@@ -161,7 +161,7 @@ def _no_model(directory: Path) -> str:
     )
 
 
-def _shards(directory: Path) -> dict[str, list[str]]:
+def shard_names(directory: Path) -> dict[str, list[str]]:
     """Shard file name -> names of the tensors that the index assigns to it."""
     index = directory / INDEX
     if index.exists():
