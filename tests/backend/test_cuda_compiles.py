@@ -85,10 +85,10 @@ def test_the_kernels_of_the_sampler_compile(
     assert len({key[0] for key in compiled}) >= 5
 
 
-# head sizes and lines of attention's query tiles, GPU architecture; the quick ones take 3 s each
+# head sizes and lines of attention's query tiles, GPU architecture; the quick one takes 3 s
 SIZES = ((64, 16), (64, 64), (64, 128), (128, 16), (128, 64), (128, 128), (256, 16), (256, 128))
 TILES = [(*size, gpu) for size in (*SIZES, (512, 16), (512, 32)) for gpu in (90, 80)]
-QUICK_TILES = ((128, 16, 90), (128, 128, 90))
+QUICK_TILES = ((128, 16, 90),)
 
 
 class Lowered(Exception):

@@ -44,7 +44,7 @@ def test_json_has_the_documented_fields(default_model: Path) -> None:
     assert data["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize("raw", [[], ["--raw"]])
+@pytest.mark.parametrize("raw", [[], pytest.param(["--raw"], marks=pytest.mark.soak)])
 def test_a_character_without_a_token_causes_a_warning(default_model: Path, raw: list[str]) -> None:
     """The vocabulary of the default model has no token for U+0006."""
     done = run("run", *raw, "--max-tokens", "1", "a\x06b")
