@@ -495,7 +495,7 @@ def test_out_of_memory_in_a_step_or_in_the_cache_is_an_error_that_says_what_to_c
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "compute", full)
+        patch.setattr(backend, "_forward", full)
         with pytest.raises(DeviceMemoryError, match=r"a step did not fit .*lower kv_memory"):
             backend.execute(plan)
         with pytest.raises(DeviceMemoryError, match=r"a step did not fit .*lower kv_memory"):
