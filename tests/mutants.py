@@ -177,7 +177,7 @@ MUTANTS = (
         "engine/test_overlap.py",
     ),
     Mutant(
-        "failed-step", "engine/engine_setup.py", "self._scheduler.preempt_all()", "pass",
+        "failed-step", "engine/failed_step.py", "self._scheduler.preempt_all()", "pass",
         "engine/test_overlap.py engine/test_engine_structure.py -k 'failed or interrupt'",
     ),
     Mutant(

@@ -23,15 +23,14 @@ from verbatim.engine.beam_request import request_class
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_setup import (
-    PreemptOnError,
     fingerprint_of,
     make_scheduler,
     open_disk_cache,
     size_cache,
     with_step_tokens,
 )
+from verbatim.engine.failed_step import PreemptOnError, smaller_steps
 from verbatim.engine.grammar_steps import GrammarSteps
-from verbatim.engine.less_memory import smaller_steps
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.overlap import Overlap
 from verbatim.engine.receipts import receipt_of

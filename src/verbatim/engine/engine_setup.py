@@ -20,22 +20,6 @@ from verbatim.schedule.token_cost import TokenCost
 from verbatim.weights.mapped_file import content_digest
 
 
-class PreemptOnError:
-    """Context manager around a step: if it raises, Ctrl-C included, the KV cache may be partly
-    written, so every sequence is preempted. One object for all steps: a generator would cost 5 us
-    per step."""
-
-    def __init__(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if kind is not None:
-            self._scheduler.preempt_all()
-
-
 def with_step_tokens(parts: LoadedModel, config: EngineConfig) -> EngineConfig:
     """The config with the backend's default of step_tokens, if it has none. On a GPU a step's
     activations take at most a quarter of the memory that the weights leave."""

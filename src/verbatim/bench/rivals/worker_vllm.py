@@ -2,7 +2,8 @@
 
     {"op": "crowd", "prompts": [100, 912], "lengths": [300, 20]}  -> {"seconds": s}
 
-Times are those of LLM.generate, as ours are: with scheduling, sampling and no detokenization.
+Times are those of LLM.generate: they include scheduling and sampling, and no detokenization, which
+ours include.
 """
 
 from __future__ import annotations
