@@ -24,7 +24,7 @@ from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.device_weights import unpack_blocks
 from verbatim.backend.cuda.warm_up import compile_kernels
-from verbatim.backend.gpu_layout import BLOCK_FORMATS, BlockMode, packing
+from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, packing
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.families import spec_from_config
@@ -92,12 +92,12 @@ def random_blocks(
     """Random codes of a format without offsets, with one scale for all groups."""
     (n, k), form = shape, BLOCK_FORMATS[type]
     pack, wide = packing(k)
-    size = (n, wide * form.bits // 8)
+    count = -(-n // TILE) * TILE * wide
+    size = (count * form.bits // 8,)
     codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
     spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes
-    scales = torch.full((n, wide // form.group), 1 / (spread * k**0.5), device=device)
-    pack = pack if form.bits == 4 else min(pack, quant.MAX_BYTES)
-    return quant.BlockWeight(shape, codes, scales.half(), None, form.bits, form.group, pack)
+    scales = torch.full((count // form.group,), 1 / (spread * k**0.5), device=device).half()
+    return quant.BlockWeight(shape, wide, codes, scales, None, form.bits, form.group, pack)
 
 
 def weights_of(

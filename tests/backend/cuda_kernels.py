@@ -32,6 +32,7 @@ from verbatim.backend import gpu, gpu_layout, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
     device_filters,
+    device_weights,
     gpu_sampler,
     jit_numerics,
     jit_sampling,
@@ -682,7 +683,7 @@ def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(
     model = small("llama", type="q4_0")
     expected = run_alone(opened(model), TOKENS) if device.type == "cuda" else None
     monkeypatch.setattr(cuda_backend.CudaBackend, "available_memory", lambda _: 0)
-    monkeypatch.setattr(quant, "MORE_ROWS", 16)
+    monkeypatch.setattr(quant, "ROWS", (16,))
     backend: Any = opened(model)
     held = [w for w in backend._weights.values() if isinstance(w, quant.BlockWeight)]
     assert held
@@ -690,6 +691,21 @@ def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(
     assert difference(model, [*TOKENS, *TOKENS]) < 0.02
     if expected is not None:  # the interpreter adds in another order
         assert same_bits(expected, run_alone(backend, TOKENS))
+
+
+def test_a_gpu_that_permutes_inputs_unpacks_every_weight_before_its_matmul(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a result would depend on the number of rows, which chooses between the two."""
+    for module in (quant, device_weights):
+        monkeypatch.setattr(module, "unpacks_in_order", lambda: False)
+    model = small("llama", type="q4_0", tie_word_embeddings=False)
+    held = load(model.weights, model.spec, device, "only")
+    blocks = [w for w in held.values() if isinstance(w, quant.BlockWeight)]
+    assert blocks
+    assert all(w.buffer is not None and not quant.in_kernel(w, 1) for w in blocks)
+    held = load(model.weights, model.spec, device, "both")
+    assert not any(isinstance(w, quant.BlockWeight) for w in held.values())
 
 
 # ---- overlapped decoding

@@ -187,3 +187,72 @@ def test_attention_over_8_bits_has_the_products_of_float16(
     assert all("kWidth = 2" in one or large for one in found["f16"][0])
     assert found["q8"] == found["f16"]
     assert found["fp8"] == found["f16"]
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(
+    ("type", "rows"),
+    [
+        ("q4_0", 1),
+        *[
+            pytest.param(type, 20, marks=pytest.mark.soak)
+            for type in ("q4_1", "q4_k", "q6_k", "q8_0")
+        ],
+    ],
+)
+def test_a_matmul_in_blocks_has_the_products_of_float16(
+    type: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are operands in registers, in the order of large tiles (kWidth 2), and the thread
+    that loads their codes uses them: nothing but the loads passes through shared memory."""
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from verbatim.backend.cuda import launch, quant
+    from verbatim.weights.tensor import BLOCKS, Tensor
+
+    if launch.INTERPRETED:
+        pytest.skip("the kernels of this process are interpreted")
+    types = {
+        torch.float16: "*fp16", torch.float32: "*fp32", torch.uint8: "*u8", torch.bfloat16: "*bf16",
+    }  # fmt: skip
+    compiled: list[Any] = []
+
+    def compile_only(kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
+        names, given = kernel.arg_names, len(args)
+        signature = {
+            name: types[arg.dtype] if isinstance(arg, torch.Tensor) else "i32"
+            for name, arg in zip(names, args, strict=False)
+        }
+        signature |= dict.fromkeys(names[given:], "constexpr")
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(given + i,): value for i, value in enumerate(constants)},
+            attrs={
+                (i,): [["tt.divisibility", 16]]
+                for i, name in enumerate(names[:given])
+                if name not in ("M", "PACKS")
+            },
+        )
+        chosen = {"num_warps": 4, "num_stages": options["stages"], "enable_fp_fusion": True}
+        compiled.append(compile(source, target=GPUTarget("cuda", 90, 32), options=chosen))
+
+    monkeypatch.setattr(quant, "launch", compile_only)
+    monkeypatch.setattr(quant, "INTERPRETED", False)
+    monkeypatch.setattr(quant, "unpacks_in_order", lambda: True)
+    values, size = BLOCKS[type]
+    raw = torch.zeros(512 * 256 // values * size, dtype=torch.uint8).numpy()
+    weight = quant.to_blocks(Tensor("w", type, (512, 256), raw), torch.device("cpu"))
+    quant.matmul(torch.zeros((rows, 256), dtype=weight.dtype), weight)
+    (code,) = compiled
+    products = dots(code.asm["ttgir"])
+    assert products
+    assert all("versionMajor = 3" in one and "kWidth = 2" in one for one in products)
+    ptx = code.asm["ptx"]
+    assert "ldmatrix" not in ptx
+    assert len(re.findall(r"st\.shared", ptx)) <= 8  # only the sums, after the loop

@@ -29,7 +29,8 @@ HEADS = ("embed", "head", "layer_inputs.embed")
 JOINED = (("attn", ("q", "k", "v")), ("mlp", ("gate", "up")), ("shared", ("gate", "up")))
 BK = 128  # inputs per block of a matmul; splits are whole blocks, so it affects the bits
 MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
-PACKS = (512, 256, 128)  # inputs per pack of 4-bit codes; the largest that divides a split
+PACKS = (256, 128)  # inputs of quantised weights that a kernel reads at once; divides a split
+TILE = 64  # outputs of quantised weights that a program computes
 MAX_BUFFER = 1 << 28  # weights with more values are never unpacked into the shared buffer
 
 
@@ -60,7 +61,6 @@ BLOCK_FORMATS = {
     "q6_k": BlockFormat(8, 16, 4),
     "q8_0": BlockFormat(8, 32, 2),
 }
-FAST = "q4_0"  # multiplied faster in its blocks than in float16, for few rows and the largest pack
 
 
 def is_matrix(name: str) -> bool:
@@ -148,23 +148,22 @@ def _bytes_of(name: str, weight: StoredWeight, blocks: BlockMode, kept: bool) ->
     if not kept:
         return DeviceBytes(*[(2 if is_matrix(name) else 4) * values] * 2)
     n, k = weight.shape
-    form, (pack, wide) = BLOCK_FORMATS[weight.type], packing(k)
-    size = n * (wide * form.bits // 8 + wide // form.group * form.scale_bytes)
-    if blocks == "only":
-        return DeviceBytes(size, size)
-    if weight.type == FAST and pack == PACKS[0]:
-        return DeviceBytes(size + 2 * values, size)
-    return DeviceBytes(2 * values, 2 * values)
+    form, (_, wide) = BLOCK_FORMATS[weight.type], packing(k)
+    rows = -(-n // TILE) * TILE
+    size = rows * (wide * form.bits // 8 + wide // form.group * form.scale_bytes)
+    return DeviceBytes(size if blocks == "only" else size + 2 * values, size)
 
 
 def _stay_in_blocks(weights: Mapping[str, StoredWeight]) -> set[str]:
-    """Weights in blocks, without those that are joined with a weight of another type."""
+    """Weights in blocks, without those that are joined with a weight of another type or with one
+    that ends inside a tile."""
     kept = {name for name, weight in weights.items() if keeps_blocks(name, weight)}
     for name in sorted(kept):
         prefix, _, part = name.rpartition(".")
         for owner, parts in JOINED:
             if part in parts and prefix.endswith(f".{owner}"):
                 group = [f"{prefix}.{one}" for one in parts if f"{prefix}.{one}" in weights]
-                if len({weights[one].type for one in group}) > 1:
+                whole = all(weights[one].shape[0] % TILE == 0 for one in group[:-1])
+                if len({weights[one].type for one in group}) > 1 or not whole:
                     kept.discard(name)
     return kept

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from verbatim.backend.cuda import quant
-from verbatim.backend.gpu_layout import HEADS, BlockMode, is_matrix, keeps_blocks
+from verbatim.backend.cuda.launch import unpacks_in_order
+from verbatim.backend.gpu_layout import BlockMode, is_matrix, keeps_blocks
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.requantise import requantise
@@ -32,8 +33,8 @@ def load(
     """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
     float32; q, k, v and gate, up are concatenated, because one matmul reads them.
 
-    `blocks`: whether quantised matrices are unpacked to float16, also stay in their blocks if that
-    is faster, or only stay in their blocks. The bits of a result are the same."""
+    `blocks`: whether quantised matrices are unpacked to float16, also stay in their blocks, which
+    is faster for few rows, or only stay in their blocks. The bits of a result are the same."""
     out: dict[str, Weight] = {}
     for name, tensor in source.items():
         if blocks != "unpacked" and keeps_blocks(name, tensor):
@@ -63,15 +64,14 @@ def load(
 
 
 def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
-    """Add float16 copies, which replace blocks that are not faster ("both"), or the buffer for such
-    copies ("only")."""
+    """Add float16 copies for many rows ("both"), or the buffer for such copies ("only")."""
     held = {name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight)}
     if blocks == "both":
         for name, weight in held.items():
             plain = quant.unpack(weight)
-            weights[name] = replace(weight, unpacked=plain) if weight.fast else plain
+            weights[name] = replace(weight, unpacked=plain) if unpacks_in_order() else plain
     elif held:
-        size = quant.buffer_values([w for name, w in held.items() if name not in HEADS])
+        size = quant.buffer_values(held)
         device = next(iter(held.values())).codes.device
         buffer = torch.empty(size, dtype=torch.float16, device=device)
         for name, weight in held.items():

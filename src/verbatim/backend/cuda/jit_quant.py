@@ -3,38 +3,52 @@
 Invariant: a weight that is unpacked here has the bits that Tensor.to_f32() has, rounded to float16,
 and a matmul adds the products in the order of jit.matmul. So a result has the same bits whether the
 weights are unpacked in the matmul, before it, or when the model is loaded.
+
+Codes are stored in the order in which a tensor core takes its first operand from registers. A tile
+of 64 outputs has chunks of 2,048 bytes: 64 inputs of 4 bits or 32 of 8 bits. A thread of the tile's
+four warps loads 16 adjacent bytes of a chunk and unpacks them in its registers; no value passes
+through shared memory to another thread. An output is warp * 16 + half * 8 + line, an input of a
+chunk is nibble * 32 + eight * 8 + column * 2 + odd, and the bytes of a chunk have the order [warp,
+line, column, eight, odd, half]; the two nibbles of a byte are inputs 32 apart.
 """
 
 import triton
 import triton.language as tl
 
-# Four bytes -> eight float16 values q - 8: first the low nibbles, then the high ones. 0x6400 is
-# 1024 in float16, whose last bits count in ones.
-NIBBLES_ASM: tl.constexpr = tl.constexpr("""
+# Four bytes -> eight float16 values q - 8 (SIGNED) or q, first the low nibbles, then the high ones;
+# the bytes 0, 2, 1, 3, because a register of two halves takes bits that are 16 apart. 0x6400 is
+# 1024 in float16, whose last bits count in ones, and above the high nibbles in sixteens.
+_NIBBLES = """
 {
-.reg .b32 t, u, h;
-prmt.b32 t, $4, 0, 0x4140;
-prmt.b32 u, $4, 0, 0x4342;
-lop3.b32 $0, t, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 $1, u, 0x000f000f, 0x64006400, 0xea;
-shr.b32 t, t, 4;
-shr.b32 u, u, 4;
-lop3.b32 $2, t, 0x000f000f, 0x64006400, 0xea;
-lop3.b32 $3, u, 0x000f000f, 0x64006400, 0xea;
-mov.b32 h, 0x64086408;
+.reg .b32 t, h, m, f;
+shr.b32 t, $4, 8;
+lop3.b32 $0, $4, 0x000f000f, 0x64006400, 0xea;
+lop3.b32 $1, t, 0x000f000f, 0x64006400, 0xea;
+lop3.b32 $2, $4, 0x00f000f0, 0x64006400, 0xea;
+lop3.b32 $3, t, 0x00f000f0, 0x64006400, 0xea;
+mov.b32 h, {ones};
+mov.b32 m, 0x2c002c00;
+mov.b32 f, {sixteens};
 sub.f16x2 $0, $0, h;
 sub.f16x2 $1, $1, h;
-sub.f16x2 $2, $2, h;
-sub.f16x2 $3, $3, h;
+fma.rn.f16x2 $2, $2, m, f;
+fma.rn.f16x2 $3, $3, m, f;
 }
-""")
-# four signed bytes -> four float16 values
+"""
+# minus 1032 and 72, minus 1024 and 64
+SIGNED_ASM: tl.constexpr = tl.constexpr(
+    _NIBBLES.replace("{ones}", "0x64086408").replace("{sixteens}", "0xd480d480")
+)
+UNSIGNED_ASM: tl.constexpr = tl.constexpr(
+    _NIBBLES.replace("{ones}", "0x64006400").replace("{sixteens}", "0xd400d400")
+)
+# four signed bytes -> four float16 values, of the bytes 0, 2, 1, 3
 BYTES_ASM: tl.constexpr = tl.constexpr("""
 {
 .reg .b32 t, h;
 xor.b32 t, $2, 0x80808080;
-prmt.b32 $0, t, 0x64646464, 0x4140;
-prmt.b32 $1, t, 0x64646464, 0x4342;
+prmt.b32 $0, t, 0x64646464, 0x4240;
+prmt.b32 $1, t, 0x64646464, 0x4341;
 mov.b32 h, 0x64806480;
 sub.f16x2 $0, $0, h;
 sub.f16x2 $1, $1, h;
@@ -43,131 +57,162 @@ sub.f16x2 $1, $1, h;
 
 
 @triton.jit
-def split_nibbles(code, ASM: tl.constexpr):
-    """(low, high) nibbles minus 8, in float16."""
+def swap_middle(code, SIZE: tl.constexpr):
+    """The bytes 0, 2, 1, 3 of each four: from the order [odd, half] to [half, odd]."""
+    return tl.permute(code.reshape(SIZE // 4, 2, 2), (0, 2, 1)).reshape(SIZE)
+
+
+@triton.jit
+def split_nibbles(code, SIZE: tl.constexpr, SIGNED: tl.constexpr, ASM: tl.constexpr):
+    """(low, high) nibbles in float16, minus 8 if SIGNED."""
     if ASM:
         low, high = tl.inline_asm_elementwise(
-            NIBBLES_ASM, "=r,=r,=r,=r,r", [code],
+            SIGNED_ASM if SIGNED else UNSIGNED_ASM, "=r,=r,=r,=r,r", [code],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        low = (code & 15).to(tl.float16) - 8.0
-        high = (code >> 4).to(tl.float16) - 8.0
+        code = swap_middle(code, SIZE)
+        low = (code & 15).to(tl.float16) - (8.0 if SIGNED else 0.0)
+        high = (code >> 4).to(tl.float16) - (8.0 if SIGNED else 0.0)
     return low.to(tl.float16), high.to(tl.float16)
 
 
 @triton.jit
-def signed_bytes(code, ASM: tl.constexpr):
+def signed_bytes(code, SIZE: tl.constexpr, ASM: tl.constexpr):
     if ASM:
         value = tl.inline_asm_elementwise(
             BYTES_ASM, "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4
         )
     else:
-        value = code.to(tl.int8, bitcast=True).to(tl.float16)
+        value = swap_middle(code, SIZE).to(tl.int8, bitcast=True).to(tl.float16)
     return value.to(tl.float16)
 
 
 @triton.jit
-def scale_codes(
-    q, scales, offsets, at, held,
-    ROWS: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
-):  # fmt: skip
-    """Weights [ROWS, WIDTH] in float16: scale * q, or scale * (q + 8) + offset (OFFSET).
+def scaled(q, scale, offset, OFFSET: tl.constexpr):
+    """Weights in float16: scale * q, or scale * q + offset (OFFSET).
 
     A product of a float16 and a code of eight bits is exact in float32, so one rounding to float16
     follows, as in Tensor.to_f32() and a conversion."""
-    s = tl.load(scales + at, mask=held, other=0.0)
-    groups = q.reshape(ROWS, WIDTH // GROUP, GROUP)
     if OFFSET:
-        o = tl.load(offsets + at, mask=held, other=0.0).to(tl.float32)
-        value = (groups.to(tl.float32) + 8.0) * s.to(tl.float32)[:, :, None] + o[:, :, None]
-    elif scales.dtype.element_ty == tl.float16:
-        value = groups * s[:, :, None]
+        value = q.to(tl.float32) * scale.to(tl.float32) + offset.to(tl.float32)
+    elif scale.dtype == tl.float16:
+        value = q * scale
     else:
-        value = groups.to(tl.float32) * s[:, :, None]
-    return value.to(tl.float16).reshape(ROWS, WIDTH)
+        value = q.to(tl.float32) * scale
+    return value.to(tl.float16)
+
+
+@triton.jit
+def load_weights(
+    codes, scales, offsets, pack,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """Weights [64, PACK] of pack number `pack`, counted over all tiles."""
+    SIZE: tl.constexpr = 64 * PACK * BITS // 8
+    COUNT: tl.constexpr = 64 * PACK // GROUP
+    CHUNK: tl.constexpr = 256 // BITS  # inputs
+    SPAN: tl.constexpr = GROUP // CHUNK if GROUP > CHUNK else 1  # chunks with one scale
+    SPANS: tl.constexpr = PACK // CHUNK // SPAN
+    NIBBLES: tl.constexpr = 8 // BITS
+    BY_NIBBLE: tl.constexpr = 2 if BITS == 4 and GROUP <= 32 else 1  # scales per chunk and line
+    BY_EIGHT: tl.constexpr = 2 if GROUP == 16 else 1
+    code = tl.load(codes + pack * SIZE + tl.arange(0, SIZE))
+    at = pack * COUNT + tl.arange(0, COUNT)
+    scale = tl.load(scales + at)
+    offset = tl.load(offsets + at) if OFFSET else scale
+    if BITS == 4:
+        low, high = split_nibbles(code, SIZE, not OFFSET, ASM)
+        q = tl.join(low, high)
+    else:
+        q = signed_bytes(code, SIZE, ASM)
+    # span, chunk, warp, line, column, eight (2 bits), half, odd, nibble
+    weight = scaled(
+        q.reshape(SPANS, SPAN, 4, 8, 4, 2, 2, 2, 2, NIBBLES),
+        scale.reshape(SPANS, 1, 4, 8, 1, BY_EIGHT, 1, 2, 1, BY_NIBBLE),
+        offset.reshape(SPANS, 1, 4, 8, 1, BY_EIGHT, 1, 2, 1, BY_NIBBLE),
+        OFFSET,
+    )
+    return tl.permute(weight, (2, 7, 3, 0, 1, 9, 5, 6, 4, 8)).reshape(64, PACK)
 
 
 @triton.jit(do_not_specialize=["M", "PACKS"])
 def quant_matmul(
     x, codes, scales, offsets, out, M, N, K, WIDE, PACKS,
-    BM: tl.constexpr, BN: tl.constexpr, PACK: tl.constexpr, BITS: tl.constexpr,
-    GROUP: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.constexpr,
+    BM: tl.constexpr, PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
+    OFFSET: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Split-K matmul with few rows: out[split, m, n] = sum over the split's k of x[m, k] w[n, k].
 
     A program sums one split, PACKS packs of PACK inputs. The weights are the first operand: a tile
     of 64 of them has the instruction of jit.matmul's large tiles, which adds in the same order."""
     tile, split = tl.program_id(0), tl.program_id(1)
-    n = (tile * BN + tl.arange(0, BN)).to(tl.int64)
+    n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
-    HALF: tl.constexpr = PACK // 2
-    WIDTH: tl.constexpr = HALF if BITS == 4 else PACK  # inputs of one product
-    BYTES: tl.constexpr = PACK * BITS // 8
-    held, inside = (n < N)[:, None], (m < M)[:, None]
-    column, group = tl.arange(0, WIDTH), tl.arange(0, WIDTH // GROUP)
-    total = tl.zeros((BN, BM), tl.float32)
+    inside = (m < M)[:, None]
+    column = tl.arange(0, PACK)
+    total = tl.zeros((64, BM), tl.float32)
     for i in range(PACKS):
         pack = split * PACKS + i
-        at = n[:, None] * (WIDE * BITS // 8) + pack * BYTES + column[None, :]
-        code = tl.load(codes + at, mask=held, other=0)
-        scale_at = n[:, None] * (WIDE // GROUP) + pack * (PACK // GROUP) + group[None, :]
+        weight = load_weights(
+            codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack,
+            PACK, BITS, GROUP, OFFSET, ASM,
+        )  # fmt: skip
         k = pack * PACK + column
         rows = tl.load(
             x + m[:, None] * K + k[None, :], mask=inside & (k < K)[None, :], other=0.0
         ).to(tl.float16)
-        if BITS == 4:
-            low, high = split_nibbles(code, ASM)
-            first = scale_codes(low, scales, offsets, scale_at, held, BN, WIDTH, GROUP, OFFSET)
-            second = scale_codes(
-                high, scales, offsets, scale_at + HALF // GROUP, held, BN, WIDTH, GROUP, OFFSET
-            )
-            k += HALF
-            more = tl.load(
-                x + m[:, None] * K + k[None, :], mask=inside & (k < K)[None, :], other=0.0
-            ).to(tl.float16)
-            total = tl.dot(first, tl.trans(rows), total)
-            total = tl.dot(second, tl.trans(more), total)
-        else:
-            weight = scale_codes(
-                signed_bytes(code, ASM), scales, offsets, scale_at, held, BN, WIDTH, GROUP, OFFSET
-            )
-            total = tl.dot(weight, tl.trans(rows), total)
+        total = tl.dot(weight, tl.trans(rows), total)
     place = (split * M + m[None, :]).to(tl.int64) * N + n[:, None]
     tl.store(out + place, total, mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-@triton.jit(do_not_specialize=["COUNT"])
-def unpack_rows(
-    codes, scales, offsets, index, out, COUNT, K, WIDE,
-    ROWS: tl.constexpr, PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, GATHER: tl.constexpr, ASM: tl.constexpr,
+@triton.jit
+def unpack_tiles(
+    codes, scales, offsets, out, N, K, WIDE,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = row i, or row index[i] (GATHER), in float16: ROWS rows of one pack."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    pack, inside = tl.program_id(1), row < COUNT
-    source = row.to(tl.int64)
-    if GATHER:
-        source = tl.load(index + row, mask=inside, other=0).to(tl.int64)
-    HALF: tl.constexpr = PACK // 2
-    WIDTH: tl.constexpr = HALF if BITS == 4 else PACK
-    held = inside[:, None]
-    column, group = tl.arange(0, WIDTH), tl.arange(0, WIDTH // GROUP)
-    at = source[:, None] * (WIDE * BITS // 8) + pack * (PACK * BITS // 8) + column[None, :]
-    code = tl.load(codes + at, mask=held, other=0)
-    scale_at = source[:, None] * (WIDE // GROUP) + pack * (PACK // GROUP) + group[None, :]
-    k = pack * PACK + column
-    place = out + row.to(tl.int64)[:, None] * K + k[None, :]
+    """The weight [N, K] in float16. A program unpacks one pack of 64 outputs."""
+    tile, pack = tl.program_id(0), tl.program_id(1)
+    weight = load_weights(
+        codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack,
+        PACK, BITS, GROUP, OFFSET, ASM,
+    )  # fmt: skip
+    n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
+    k = pack * PACK + tl.arange(0, PACK)
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    tl.store(out + n[:, None] * K + k[None, :], weight, mask=mask)
+
+
+@triton.jit
+def unpack_row(
+    codes, scales, offsets, index, out, K, WIDE,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """out[i] = row index[i] in float16. A program unpacks one pack of one row."""
+    row, pack = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    n = tl.load(index + row).to(tl.int64)
+    tile, warp, half, line = n // 64, n // 16 % 4, n // 8 % 2, n % 8
+    k = pack * PACK + tl.arange(0, PACK)
+    CHUNK: tl.constexpr = 256 // BITS
+    BY_NIBBLE: tl.constexpr = 2 if BITS == 4 and GROUP <= 32 else 1
+    BY_EIGHT: tl.constexpr = 2 if GROUP == 16 else 1
+    chunk, eight, column, odd = k // CHUNK, k // 8 % 4, k // 2 % 4, k % 2
+    nibble = k // 32 % (8 // BITS)
+    at = (tile * (WIDE // CHUNK) + chunk) * 2048
+    at += warp * 512 + line * 64 + column * 16 + eight * 4 + odd * 2 + half
+    code = tl.load(codes + at)
     if BITS == 4:
-        low, high = split_nibbles(code, ASM)
-        first = scale_codes(low, scales, offsets, scale_at, held, ROWS, WIDTH, GROUP, OFFSET)
-        second = scale_codes(
-            high, scales, offsets, scale_at + HALF // GROUP, held, ROWS, WIDTH, GROUP, OFFSET
-        )
-        tl.store(place, first, mask=held & (k < K)[None, :])
-        tl.store(place + HALF, second, mask=held & (k + HALF < K)[None, :])
+        q = ((code >> (nibble * 4).to(tl.uint8)) & 15).to(tl.float16) - (0.0 if OFFSET else 8.0)
     else:
-        weight = scale_codes(
-            signed_bytes(code, ASM), scales, offsets, scale_at, held, ROWS, WIDTH, GROUP, OFFSET
-        )
-        tl.store(place, weight, mask=held & (k < K)[None, :])
+        q = code.to(tl.int8, bitcast=True).to(tl.float16)
+    INPUTS: tl.constexpr = GROUP if GROUP > CHUNK else CHUNK  # of the scales of a line
+    scale_at = (tile * (WIDE // INPUTS) + k // INPUTS) * 4 + warp
+    scale_at = (scale_at * 8 + line) * BY_EIGHT + (eight // 2) % BY_EIGHT
+    scale_at = (scale_at * 2 + half) * BY_NIBBLE + nibble % BY_NIBBLE
+    scale = tl.load(scales + scale_at)
+    offset = tl.load(offsets + scale_at) if OFFSET else scale
+    weight = scaled(q.to(tl.float16), scale, offset, OFFSET)
+    tl.store(out + row * K + k, weight, mask=k < K)

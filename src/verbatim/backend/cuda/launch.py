@@ -24,6 +24,14 @@ def has_dependent_launch() -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
 
 
+@functools.cache
+def unpacks_in_order() -> bool:
+    """Whether a matmul that unpacks its weights adds like one with float16 weights: on Hopper. In
+    the instructions of older GPUs Triton permutes inputs that it converts from 4 or 8 bits (kWidth
+    4 or 8 in tests/backend/test_cuda_compiles.py); newer ones were not compared."""
+    return INTERPRETED or torch.cuda.get_device_capability()[0] == 9
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, int, int],

@@ -93,7 +93,9 @@ class CudaOps:
         """The rows of an embedding for the tokens of the step."""
         weight, tokens = self.weights[name], self.step.tokens
         if isinstance(weight, quant.BlockWeight):
-            return quant.unpack(weight, rows=tokens).float()
+            if weight.unpacked is None:
+                return quant.unpack(weight, rows=tokens).float()
+            weight = weight.unpacked
         return weight.index_select(0, tokens).float()
 
     def positions(self) -> Rows:

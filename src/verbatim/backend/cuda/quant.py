@@ -2,16 +2,14 @@
 
 In: a Tensor of a type of BLOCK_FORMATS. Out: a BlockWeight: codes of 4 or 8 bits, and a scale (and
 an offset) per group of 16 or 32 inputs. Few rows are multiplied with weights that the kernel
-unpacks in registers; for more rows the weight is unpacked to float16 first: at loading if memory
-allows, else into a buffer that all weights share. All three give the same bits (jit_quant.py).
-
-The codes of a row lie in packs. A pack of 4-bit codes holds inputs 0 .. PACK/2 in the low nibbles
-of its bytes and the others in the high nibbles, so both halves are read in order.
+unpacks in registers, on Hopper GPUs; for more rows the weight is unpacked to float16 first: at
+loading if memory allows, else into a buffer that all weights share. All three give the same bits.
+Codes and scales are stored in the order in which the kernel's threads read them (jit_quant.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -20,24 +18,20 @@ import triton
 
 from verbatim.backend.cuda import jit_quant, kernels
 from verbatim.backend.cuda.kernels import SplitSums
-from verbatim.backend.cuda.launch import INTERPRETED, launch
+from verbatim.backend.cuda.launch import INTERPRETED, launch, unpacks_in_order
 from verbatim.backend.gpu_layout import (
     BK,
     BLOCK_FORMATS,
+    HEADS,
     MAX_BUFFER,
     PACKS,
+    TILE,
     packing,
     split_k,
 )
 from verbatim.weights.tensor import BLOCKS, Tensor
 
-FEW_ROWS = 16  # multiplied with unpacking in the kernel
-MORE_ROWS = 32  # also multiplied that way, if the weight is not unpacked at loading
-MAX_BYTES = 256  # of 8-bit codes per pack; with more, shared memory holds fewer programs
-COLUMNS = (
-    64  # outputs per tile: the instruction of the large tiles, whose order of additions it has
-)
-UNPACK_ROWS = 8
+ROWS = (16, 32)  # of a matmul that unpacks weights in its kernel; more are multiplied with float16
 CHUNK_VALUES = 1 << 26  # values converted at a time while loading
 
 
@@ -46,12 +40,13 @@ class BlockWeight:
     """A weight [n, k] in blocks."""
 
     shape: tuple[int, int]
-    codes: torch.Tensor  # [n, wide * bits / 8] uint8; wide: k rounded up to whole packs
-    scales: torch.Tensor  # [n, wide / group] float16 or float32
+    wide: int  # k rounded up to whole packs of every split
+    codes: torch.Tensor  # uint8: n rounded up to a multiple of 64, times wide * bits / 8
+    scales: torch.Tensor  # float16 or float32, one per group
     offsets: torch.Tensor | None
     bits: int
     group: int
-    pack: int
+    pack: int  # inputs that the kernel reads at once
     unpacked: torch.Tensor | None = None  # [n, k] float16
     buffer: torch.Tensor | None = None  # float16, shared by all weights
 
@@ -62,12 +57,6 @@ class BlockWeight:
     @property
     def ndim(self) -> int:
         return 2
-
-    @property
-    def fast(self) -> bool:
-        """Whether few rows are multiplied faster in blocks than with float16 weights: measured for
-        Q4_0 and the largest pack (docs/gpu-performance.md)."""
-        return self.bits == 4 and self.offsets is None and self.pack == PACKS[0]
 
     @property
     def nbytes(self) -> int:
@@ -155,33 +144,49 @@ def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:
     """Copy a weight [n, k] to the device in its blocks."""
     form, (values, size), (n, k) = BLOCK_FORMATS[tensor.type], BLOCKS[tensor.type], tensor.shape
     pack, wide = packing(k)
-    if form.bits == 8:  # codes in order: a pack is only what the kernel reads at once
-        pack = min(pack, MAX_BYTES)
-    step = max(1, CHUNK_VALUES // k)
+    step = max(1, CHUNK_VALUES // k // TILE) * TILE
     parts = []
     raw = tensor.row_view()
     for start in range(0, n, step):
         rows = torch.from_numpy(raw[start : start + step].copy()).to(device)
         found = READERS[tensor.type](rows.view(len(rows), k // values, size))
-        pad = (wide - k) // form.group
         parts.append(
             (
-                _pack(torch.nn.functional.pad(found.codes, (0, wide - k)), form.bits, pack),
-                torch.nn.functional.pad(found.scales, (0, pad)),
-                None if found.offsets is None else torch.nn.functional.pad(found.offsets, (0, pad)),
+                pack_codes(_pad(found.codes, wide), form.bits),
+                pack_scales(_pad(found.scales, wide // form.group), form.bits, form.group),
+                None
+                if found.offsets is None
+                else pack_scales(_pad(found.offsets, wide // form.group), form.bits, form.group),
             )
         )
     codes, scales, offsets = (_cat(list(part)) for part in zip(*parts, strict=True))
     assert codes is not None
     assert scales is not None
-    return BlockWeight((n, k), codes, scales, offsets, form.bits, form.group, pack)
+    return BlockWeight((n, k), wide, codes, scales, offsets, form.bits, form.group, pack)
 
 
-def _pack(codes: torch.Tensor, bits: int, pack: int) -> torch.Tensor:
-    if bits == 8:
-        return codes
-    halves = codes.view(len(codes), -1, 2, pack // 2)
-    return (halves[:, :, 0] | (halves[:, :, 1] << 4)).flatten(1)
+def _pad(values: torch.Tensor, width: int) -> torch.Tensor:
+    """Zeros up to `width` columns and a multiple of TILE rows."""
+    n, k = values.shape
+    return torch.nn.functional.pad(values, (0, width - k, 0, -n % TILE))
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes [n, k] in the order of the kernel, flat."""
+    # tile, warp, half, line, chunk, nibble, eight, column, odd
+    parts = codes.view(len(codes) // TILE, 4, 2, 8, -1, 8 // bits, 4, 4, 2)
+    merged = parts.select(5, 0)
+    if bits == 4:
+        merged = merged | (parts.select(5, 1) << 4)
+    return merged.permute(0, 4, 1, 3, 6, 5, 7, 2).flatten()
+
+
+def pack_scales(scales: torch.Tensor, bits: int, group: int) -> torch.Tensor:
+    """Scales [n, k / group] in the order of the kernel, flat."""
+    by_nibble, by_eight = 2 if bits == 4 and group <= 32 else 1, 2 if group == 16 else 1
+    # tile, warp, half, line, span, nibble, eight
+    parts = scales.view(len(scales) // TILE, 4, 2, 8, -1, by_nibble, by_eight)
+    return parts.permute(0, 4, 1, 3, 6, 2, 5).flatten()
 
 
 def _cat(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
@@ -190,10 +195,11 @@ def _cat(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def join(weights: Sequence[BlockWeight]) -> BlockWeight | None:
-    """The weights with their outputs concatenated; None if their formats differ."""
+    """The weights with their outputs concatenated; None if their formats differ, or if one ends
+    inside a tile."""
     first = weights[0]
     alike = {(w.bits, w.group, w.scales.dtype, w.offsets is None, w.shape[1]) for w in weights}
-    if len(alike) > 1:
+    if len(alike) > 1 or any(w.shape[0] % TILE for w in weights[:-1]):
         return None
     codes, scales, offsets = (
         _cat([getattr(w, name) for w in weights]) for name in ("codes", "scales", "offsets")
@@ -204,10 +210,16 @@ def join(weights: Sequence[BlockWeight]) -> BlockWeight | None:
     return replace(first, shape=shape, codes=codes, scales=scales, offsets=offsets)
 
 
-def buffer_values(weights: Sequence[BlockWeight]) -> int:
-    """Size of the buffer into which the largest of these weights is unpacked."""
-    sizes = [w.shape[0] * w.shape[1] for w in weights]
-    return max((size for size in sizes if size <= MAX_BUFFER), default=0)
+def buffer_values(weights: Mapping[str, BlockWeight]) -> int:
+    """Size of the buffer into which the largest of these weights is unpacked. Heads, and weights
+    beyond MAX_BUFFER, are unpacked in the kernel with any number of rows, if it adds in order."""
+    sizes = {name: w.shape[0] * w.shape[1] for name, w in weights.items()}
+    if not unpacks_in_order():
+        return max(sizes.values(), default=0)
+    return max(
+        (size for name, size in sizes.items() if name not in HEADS and size <= MAX_BUFFER),
+        default=0,
+    )
 
 
 # ---- kernels
@@ -220,19 +232,20 @@ def unpack(
     n, k = weight.shape if rows is None else (len(rows), weight.shape[1])
     if out is None:
         out = torch.empty((n, k), dtype=torch.float16, device=weight.codes.device)
-    wide = weight.scales.shape[1] * weight.group
-    launch(
-        jit_quant.unpack_rows,
-        (triton.cdiv(n, UNPACK_ROWS), wide // weight.pack, 1),
-        (
-            weight.codes, weight.scales, _or(weight.offsets, weight.scales),
-            weight.codes if rows is None else rows, out, n, k, wide,
-        ),
-        (
-            UNPACK_ROWS, weight.pack, weight.bits, weight.group, weight.offsets is not None,
-            rows is not None, not INTERPRETED,
-        ),
-    )  # fmt: skip
+    parts = (weight.codes, weight.scales, _or(weight.offsets, weight.scales))
+    form = (weight.pack, weight.bits, weight.group, weight.offsets is not None)
+    packs = weight.wide // weight.pack
+    if rows is None:
+        launch(
+            jit_quant.unpack_tiles,
+            (triton.cdiv(n, TILE), packs, 1),
+            (*parts, out, n, k, weight.wide),
+            (*form, not INTERPRETED),
+        )
+    else:
+        launch(
+            jit_quant.unpack_row, (n, packs, 1), (*parts, rows, out, k, weight.wide), form, warps=1
+        )
     return out
 
 
@@ -265,9 +278,9 @@ def plain_weight(weight: torch.Tensor | BlockWeight, rows: int) -> torch.Tensor 
 
 def in_kernel(weight: BlockWeight, rows: int) -> bool:
     """Whether the matmul's kernel unpacks the weight."""
-    if weight.unpacked is not None:
-        return rows <= FEW_ROWS
-    return rows <= MORE_ROWS or weight.buffer is None
+    if not unpacks_in_order():
+        return False
+    return rows <= ROWS[-1] or (weight.unpacked is None and weight.buffer is None)
 
 
 def _matmul(
@@ -275,22 +288,23 @@ def _matmul(
 ) -> SplitSums:
     m, (n, k) = len(x), weight.shape
     splits, blocks = split_k(n, k)
-    wide = weight.scales.shape[1] * weight.group
-    packs = (wide if splits == 1 else blocks * BK) // weight.pack
+    # more rows and 8 bits: of a smaller pack, more stages fit into shared memory
+    pack = PACKS[-1] if m > ROWS[0] and weight.bits == 8 else weight.pack
+    packs = (weight.wide if splits == 1 else blocks * BK) // pack
     if out is None or splits > 1:
         out = torch.empty((splits, m, n), dtype=torch.float32, device=x.device)
     else:
         out = out[None]
-    lines = FEW_ROWS if m <= FEW_ROWS else MORE_ROWS
+    lines = next((rows for rows in ROWS if m <= rows), ROWS[-1])
     launch(
         jit_quant.quant_matmul,
-        (triton.cdiv(n, COLUMNS), splits, triton.cdiv(m, lines)),
+        (triton.cdiv(n, TILE), splits, triton.cdiv(m, lines)),
         (
             x.to(torch.float16), weight.codes, weight.scales, _or(weight.offsets, weight.scales),
-            out, m, n, k, wide, packs,
+            out, m, n, k, weight.wide, packs,
         ),
         (
-            lines, COLUMNS, weight.pack, weight.bits, weight.group, weight.offsets is not None,
+            lines, pack, weight.bits, weight.group, weight.offsets is not None,
             not INTERPRETED,
         ),
         warps=4,
