@@ -24,7 +24,7 @@ from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.device_weights import unpack_blocks
 from verbatim.backend.cuda.warm_up import compile_kernels
-from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, packing
+from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, is_matrix, packing
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.families import spec_from_config
@@ -52,6 +52,13 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_COMMON, "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
         "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
+    },
+    "qwen3-30b-a3b": {
+        **_COMMON, "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
+        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1e6,
     },
 }  # fmt: skip
 
@@ -117,14 +124,18 @@ def weights_of(
                 torch.randn(shape, generator=make, device=device, dtype=torch.float32)
                 / shape[-1] ** 0.5
             )
-            found[name] = (values * (0.5 if name == "embed" else 1.0)).to(torch.bfloat16)
+            kind = torch.bfloat16 if is_matrix(name) else torch.float32
+            found[name] = (values * (0.5 if name == "embed" else 1.0)).to(kind)
     for i in range(len(spec.layers)):
         for prefix, parts in (
             (f"layers.{i}.attn", ("q", "k", "v")),
             (f"layers.{i}.mlp", ("gate", "up")),
+            (f"layers.{i}.moe", ("gate", "up")),
         ):
+            if f"{prefix}.{parts[0]}" not in found:
+                continue
             each = [found.pop(f"{prefix}.{part}") for part in parts]
-            joined = torch.cat(each) if type is None else quant.join(each)
+            joined = torch.cat(each, -2) if type is None else quant.join(each)
             found[f"{prefix}.{'+'.join(parts)}"] = joined
     unpack_blocks(found, blocks)
     return found

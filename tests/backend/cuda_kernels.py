@@ -33,6 +33,7 @@ from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import (
     device_filters,
     device_weights,
+    experts,
     gpu_sampler,
     jit_numerics,
     jit_sampling,
@@ -809,10 +810,96 @@ def test_the_planned_bytes_are_those_on_the_device(
     assert sum(size.held for size in found.values()) == read + more
 
 
-def test_a_mixture_of_experts_does_not_overlap_steps() -> None:
-    """It sorts rows on the host in every layer, so a launch ahead would gain nothing."""
-    assert opened(small("qwen3moe")).launcher is None
+def test_only_recurrent_models_do_not_overlap_steps() -> None:
+    """Their integers are not among the inputs of a graph."""
+    assert opened(small("lfm2")).launcher is None
+    assert opened(small("qwen3moe")).launcher is not None
     assert opened(small("llama")).launcher is not None
+
+
+# ---- mixtures of experts
+
+
+def ordered_sum(x: torch.Tensor) -> torch.Tensor:
+    total = x[:, :1].clone()
+    for i in range(1, x.shape[1]):
+        total += x[:, i : i + 1]
+    return total
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
+def test_experts_are_chosen_as_a_stable_sort_does(router: Any, device: torch.device) -> None:
+    """Equal scores: the expert with the lower number is first. Shares have the bits of PyTorch's
+    element-wise operations."""
+    random = np.random.default_rng(3)
+    scores = torch.from_numpy(random.integers(1, 9, (6, 20)).astype(np.float32) / 7).to(device)
+    bias = torch.from_numpy(random.integers(0, 3, 20).astype(np.float32)).to(device)
+    scales = torch.from_numpy(random.random(20, np.float32)).to(device)
+    spec = replace(
+        small("qwen3moe").spec,
+        router=router, experts_used=5, experts_scale=1.7, experts_renormalised=router == "softmax",
+    )  # fmt: skip
+    chosen, shares = experts.choose(scores, spec, bias, scales)
+    if router == "softmax":
+        scores = scores / ordered_sum(scores)
+    wanted = torch.sort(scores + bias, dim=1, descending=True, stable=True)[1][:, :5]
+    best = scores.gather(1, wanted)
+    if router == "softmax":
+        best = best / ordered_sum(best)
+    assert torch.equal(chosen, wanted.int())
+    assert torch.equal(shares, best * 1.7 * scales[wanted])
+
+
+def test_scores_that_are_no_numbers_choose_experts_that_exist(device: torch.device) -> None:
+    spec = replace(small("qwen3moe").spec, experts_used=3)
+    scores = torch.full((2, 5), torch.nan, device=device)
+    chosen, _ = experts.choose(scores, spec, None, None)
+    assert chosen.tolist() == [[0, 1, 2], [0, 1, 2]]
+
+
+@pytest.mark.parametrize("rows", [1, 700])
+def test_rows_are_sorted_by_expert_into_whole_tiles(
+    rows: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every pick has its own line in a tile of its expert; all others are padding."""
+    monkeypatch.setattr(experts, "SORT_BLOCK", 512)
+    used, count = 3, 11
+    random = np.random.default_rng(rows)
+    chosen = np.argsort(random.random((rows, count - 1)), axis=1)[:, :used].astype(np.int32)
+    tiles = experts.sort(torch.from_numpy(chosen).to(device), count)
+    assert tiles.height == (16 if rows == 1 else 128)
+    place, source = tiles.place.cpu().numpy(), tiles.rows.cpu().numpy()
+    owners = np.repeat(tiles.experts.cpu().numpy(), tiles.height)
+    assert np.array_equal(owners[place], chosen)
+    assert np.array_equal(source[place], np.repeat(np.arange(rows), used).reshape(rows, used))
+    assert len(np.unique(place)) == rows * used
+    inside = owners >= 0
+    lines = tiles.lines.cpu().numpy()
+    assert np.array_equal(lines[inside] >= 0, source[inside] >= 0)
+    assert np.array_equal(lines[place], place)
+    assert (source[inside] >= 0).sum() == rows * used
+    counts = np.bincount(chosen.reshape(-1), minlength=count)
+    assert inside.sum() == (-(-counts // tiles.height) * tiles.height).sum()
+
+
+@pytest.mark.parametrize("height", [64, 128])
+def test_the_height_of_an_expert_tile_changes_no_bit(
+    height: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small integers: the interpreter adds in any order, and all sums are exact."""
+    random = np.random.default_rng(5)
+    x = torch.from_numpy(random.integers(-2, 3, (9, 256)).astype(np.float16)).to(device)
+    weight = torch.from_numpy(random.integers(-2, 3, (4, 70, 256)).astype(np.float16)).to(device)
+    chosen = torch.from_numpy(random.integers(0, 4, (9, 1)).astype(np.int32)).to(device)
+    found = []
+    for tall in (16, height):
+        monkeypatch.setattr(experts, "tile_height", lambda *_, tall=tall: tall)
+        tiles = experts.sort(chosen, 4)
+        lines = kernels.expert_matmul(x, weight, tiles, tiles.rows).splits[0]
+        found.append(experts.add(lines, tiles, torch.ones((9, 1), device=device)))
+    assert torch.equal(found[0], found[1])
+    wanted = torch.einsum("rk,rnk->rn", x.float(), weight[chosen[:, 0].long()].float())
+    assert torch.equal(found[0], wanted)
 
 
 # ---- the GPU sampler

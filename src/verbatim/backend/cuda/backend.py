@@ -100,12 +100,9 @@ class CudaBackend:
         self._host_logits: torch.Tensor | None = None  # pinned [rows, vocab]
         self.gpu_sampler = GpuSampler(model.spec.vocab, self.device)
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
-        # a mixture of experts sorts its rows on the host in every layer, which a graph cannot do
-        mixture = any(layer.experts for layer in model.spec.layers)
         # the integers of recurrent layers are not among the inputs of a graph
-        eager = mixture or model.spec.recurrent
-        self._use_graphs = self.device.type == "cuda" and not eager
-        self._can_overlap = not eager
+        self._use_graphs = self.device.type == "cuda" and not model.spec.recurrent
+        self._can_overlap = not model.spec.recurrent
         self._release_cached()  # what loading has freed is available to the KV cache
 
     @property

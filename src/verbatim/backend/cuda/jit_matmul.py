@@ -79,8 +79,11 @@ def matmul(
     inside, k0 = m < M, tl.arange(0, BK)
     source = m.to(tl.int64)
     if GATHER:  # mixture of experts: rows are sorted by expert; -1 pads a tile
+        expert = tl.load(experts + row_tile).to(tl.int64)
+        if expert < 0:  # a tile that no expert needs
+            return
         source = tl.load(rows + m, mask=inside, other=-1).to(tl.int64)
-        w += tl.load(experts + row_tile).to(tl.int64) * N * K
+        w += expert * N * K
     inside = inside & (source >= 0)
     # With TMA, one instruction multiplies the gate's and the up columns: x is read once for both.
     JOINED: tl.constexpr = TMA and GATE != "none"

@@ -19,6 +19,7 @@ import torch
 import triton
 
 from verbatim.backend.cuda import jit, jit_matmul
+from verbatim.backend.cuda.experts import ExpertTiles
 from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.launch import launch
 from verbatim.backend.cuda.matmul_tile import BN, MatmulTile, choose_tile
@@ -30,7 +31,8 @@ with contextlib.suppress(ImportError):
 
 PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
 SPAN = 128  # positions that attention reduces at once; spans are merged in order
-EXPERT_ROWS = 16  # rows per tile of a mixture-of-experts matmul
+# columns and warps of an expert's tile, by its height
+EXPERT_COLUMNS = {16: (BN, 4), 64: (128, 4), 128: (128, 8)}
 DECODE_LINES = 16  # lines of a query tile of few rows: (row, query head) pairs that share a KV head
 PREFILL_LINES = 128  # lines of a query tile of a prompt
 # Heads larger than WIDE_HEAD (Gemma 4 has 512) need shorter spans and smaller tiles: keys, values
@@ -181,19 +183,21 @@ def has_tma(weight: torch.Tensor) -> bool:
 
 
 def expert_matmul(
-    x: torch.Tensor, weight: torch.Tensor, rows: torch.Tensor, experts: torch.Tensor
+    x: torch.Tensor, weight: torch.Tensor, tiles: ExpertTiles, rows: torch.Tensor
 ) -> SplitSums:
-    """Row i of the result: x[rows[i]] times the weight of its tile's expert.
+    """Line i of the result: x[rows[i]] times the weight of its tile's expert.
 
-    weight is [experts, n, k]; a tile has EXPERT_ROWS rows, of which -1 is padding."""
+    weight is [experts, n, k]. Lines of tiles without an expert are not written."""
     (_, k), m, n = x.shape, len(rows), weight.shape[1]
     splits, blocks = split_k(n, k)
+    columns, warps = EXPERT_COLUMNS[tiles.height]
     out = torch.empty((1, m, n), dtype=torch.float32, device=x.device)
     launch(
         jit_matmul.matmul,
-        (triton.cdiv(n, BN) * (m // EXPERT_ROWS), 1, 1),
-        (x, weight, out, rows, experts, m, n, k, blocks),
-        (splits, EXPERT_ROWS, BN, BK, True, False, "none"),
+        (triton.cdiv(n, columns) * len(tiles.experts), 1, 1),
+        (x, weight, out, rows, tiles.experts, m, n, k, blocks),
+        (splits, tiles.height, columns, BK, True, False, "none"),
+        warps=warps,
         fuse=True,
         dependent=m > FEW_ROWS,
     )

@@ -14,9 +14,10 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from verbatim.backend.cuda import kernels, quant, recurrent
+from verbatim.backend.cuda import experts, kernels, quant, recurrent
 from verbatim.backend.cuda.device_weights import Weight
-from verbatim.backend.cuda.kernels import EXPERT_ROWS, QueryTiles, SplitSums
+from verbatim.backend.cuda.experts import ExpertTiles
+from verbatim.backend.cuda.kernels import QueryTiles, SplitSums
 from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.lora import AdapterRows, DeviceAdapter, add_low_rank
 from verbatim.backend.cuda.recurrent import RecurrentStep
@@ -350,84 +351,35 @@ class CudaOps:
         """Rows are sorted by expert into tiles; a row's experts are summed in order of rank."""
         spec, prefix = self.spec, f"layers.{layer}.moe"
         chosen, shares = self._route(h if router is None else router, prefix)
-        rows, experts, place = expert_tiles(chosen, spec.layers[layer].experts)
-        up = kernels.expert_matmul(h, self.weights[f"{prefix}.gate+up"], rows, experts)
-        up = self._expert_bias(up, f"{prefix}.gate+up", experts)
+        tiles = experts.sort(chosen, spec.layers[layer].experts)
+        up = kernels.expert_matmul(h, self.weights[f"{prefix}.gate+up"], tiles, tiles.rows)
+        up = self._expert_bias(up, f"{prefix}.gate+up", tiles)
         down = self.weights[f"{prefix}.down"]
         inner = kernels.mlp_activation(up, spec.activation, True, down.dtype)
-        # the second matmul reads the sorted rows as they are; padding rows stay -1
-        lines = torch.arange(len(rows), device=h.device, dtype=rows.dtype)
-        lines = torch.where(rows >= 0, lines, rows)
-        sums = kernels.expert_matmul(inner, down, lines, experts)
-        result = self._expert_bias(sums, f"{prefix}.down", experts).splits[0]
-        out = torch.zeros_like(h)
-        for rank in range(spec.experts_used):
-            out += shares[:, rank : rank + 1] * result.index_select(0, place[:, rank])
-        return out
+        # the second matmul reads the sorted rows as they are
+        sums = kernels.expert_matmul(inner, down, tiles, tiles.lines)
+        sums = self._expert_bias(sums, f"{prefix}.down", tiles)
+        return experts.add(sums.splits[0], tiles, shares)
 
-    def _expert_bias(self, sums: SplitSums, name: str, experts: torch.Tensor) -> SplitSums:
-        """Add the bias of each line's expert; a tile of EXPERT_ROWS lines has one expert."""
+    def _expert_bias(self, sums: SplitSums, name: str, tiles: ExpertTiles) -> SplitSums:
+        """Add the bias of each line's expert."""
         if not self.spec.expert_bias:
             return sums
-        bias = self.weights[f"{name}.bias"].index_select(0, experts)
-        return SplitSums(sums.splits + bias.repeat_interleave(EXPERT_ROWS, 0)[None])
+        bias = self.weights[f"{name}.bias"].index_select(0, tiles.experts.clamp(min=0))
+        return SplitSums(sums.splits + bias.repeat_interleave(tiles.height, 0)[None])
 
-    def _route(self, h: Rows, prefix: str) -> tuple[torch.Tensor, Rows]:
+    def _route(self, h: Rows, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, best first (ties go to the lower index), and their shares."""
         spec, bias = self.spec, self.weights.get(f"{prefix}.router.bias")
         sums = kernels.matmul(h, self.weights[f"{prefix}.router"], bias)
         scores = kernels.reduce_splits(sums)
         if spec.router == "softmax":
             scores = torch.exp(scores - scores.amax(1, keepdim=True))
-            scores = scores / ordered_sum(scores)
         else:
             scores = 1.0 / (1.0 + torch.exp(-scores))
-        choice = scores + self.weights[f"{prefix}.choice_bias"] if spec.choice_bias else scores
-        chosen = torch.sort(choice, dim=1, descending=True, stable=True)[1][:, : spec.experts_used]
-        best = scores.gather(1, chosen)
-        if spec.experts_renormalised:
-            best = best / ordered_sum(best)
-        if spec.experts_scale != 1.0:
-            best = best * spec.experts_scale
-        if spec.experts_beside:
-            best = best * self.weights[f"{prefix}.scales"][chosen]
-        return chosen, best
-
-
-def ordered_sum(x: Rows) -> Rows:
-    """Row sums [rows, 1], added from left to right: a fixed order for fixed bits."""
-    total = x[:, :1].clone()
-    for i in range(1, x.shape[1]):
-        total += x[:, i : i + 1]
-    return total
-
-
-def expert_tiles(
-    chosen: torch.Tensor, experts: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort rows by expert into tiles of EXPERT_ROWS lines. chosen is [rows, used].
-
-    Returns the source row of each line (-1: padding), the expert of each tile, and the line of each
-    (row, rank)."""
-    used = chosen.shape[1]
-    picks = chosen.reshape(-1).cpu().numpy()
-    order = np.argsort(picks, kind="stable")
-    counts = np.bincount(picks, minlength=experts)
-    sizes = -(-counts // EXPERT_ROWS) * EXPERT_ROWS
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    before = np.concatenate([[0], np.cumsum(counts)])
-    lines = np.arange(len(picks)) - before[picks[order]] + starts[picks[order]]
-    rows = np.full(starts[-1], -1, np.int32)
-    rows[lines] = order // used
-    place = np.empty(len(picks), np.int64)
-    place[order] = lines
-    tiles = np.repeat(np.arange(experts, dtype=np.int32), sizes // EXPERT_ROWS)
-    device = chosen.device
-    return (
-        torch.from_numpy(rows).to(device),
-        torch.from_numpy(tiles).to(device),
-        torch.from_numpy(place.reshape(-1, used)).to(device),
-    )
+        choice_bias = self.weights[f"{prefix}.choice_bias"] if spec.choice_bias else None
+        scales = self.weights[f"{prefix}.scales"] if spec.experts_beside else None
+        return experts.choose(scores, spec, choice_bias, scales)
 
 
 def rope_tables(
