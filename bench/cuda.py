@@ -24,7 +24,7 @@ from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.device_weights import unpack_blocks
 from verbatim.backend.cuda.warm_up import compile_kernels
-from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, is_matrix, packing
+from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, packing
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.families import spec_from_config
@@ -124,8 +124,8 @@ def weights_of(
                 torch.randn(shape, generator=make, device=device, dtype=torch.float32)
                 / shape[-1] ** 0.5
             )
-            kind = torch.bfloat16 if is_matrix(name) else torch.float32
-            found[name] = (values * (0.5 if name == "embed" else 1.0)).to(kind)
+            values = values * (0.5 if name == "embed" else 1.0)
+            found[name] = values if name.endswith(".router") else values.to(torch.bfloat16)
     for i in range(len(spec.layers)):
         for prefix, parts in (
             (f"layers.{i}.attn", ("q", "k", "v")),

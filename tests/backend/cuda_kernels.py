@@ -187,7 +187,11 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
         tile = choose_tile(16, n, k, splits, False)._replace(inputs=16)
         return tile if m <= 4 else tile._replace(rows=32, parallel=1, tma=tma)
 
+    def choose_float32(m: int, splits: int) -> matmul_tile.MatmulTile:
+        return matmul_tile.float32_tile(m, splits)._replace(inputs=16)
+
     monkeypatch.setattr(kernels, "choose_tile", choose)
+    monkeypatch.setattr(kernels, "float32_tile", choose_float32)
     model = small(family, hidden_size=64)
     assert gpu_layout.split_k(64, 64)[0] == 2
     backend, expected = run_checked(model, TOKENS)
@@ -827,6 +831,20 @@ def ordered_sum(x: torch.Tensor) -> torch.Tensor:
     return total
 
 
+def test_a_router_has_the_same_bits_for_any_number_of_rows(device: torch.device) -> None:
+    """Tiles of 16, 32 and 64 rows. The interpreter adds in any order, so the values are integers
+    there."""
+    random = np.random.default_rng(8)
+    x = torch.from_numpy(random.integers(-3, 4, (600, 300)).astype(np.float32)).to(device)
+    weight = torch.from_numpy(random.integers(-3, 4, (20, 300)).astype(np.float32)).to(device)
+    if device.type == "cuda":
+        x, weight = torch.randn_like(x), torch.randn_like(weight)
+    found = [kernels.reduce_splits(kernels.matmul(x[:n], weight)) for n in (2, 70, 600)]
+    assert torch.equal(found[0], found[2][:2])
+    assert torch.equal(found[1], found[2][:70])
+    assert torch.allclose(found[2], x @ weight.T, atol=1e-4)
+
+
 @pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 def test_experts_are_chosen_as_a_stable_sort_does(router: Any, device: torch.device) -> None:
     """Equal scores: the expert with the lower number is first. Shares have the bits of PyTorch's
@@ -891,15 +909,20 @@ def test_the_height_of_an_expert_tile_changes_no_bit(
     x = torch.from_numpy(random.integers(-2, 3, (9, 256)).astype(np.float16)).to(device)
     weight = torch.from_numpy(random.integers(-2, 3, (4, 70, 256)).astype(np.float16)).to(device)
     chosen = torch.from_numpy(random.integers(0, 4, (9, 1)).astype(np.int32)).to(device)
-    found = []
+    found, fused = [], []
     for tall in (16, height):
         monkeypatch.setattr(experts, "tile_height", lambda *_, tall=tall: tall)
         tiles = experts.sort(chosen, 4)
-        lines = kernels.expert_matmul(x, weight, tiles, tiles.rows).splits[0]
+        lines = kernels.expert_matmul(x, weight, tiles, tiles.rows)
         found.append(experts.add(lines, tiles, torch.ones((9, 1), device=device)))
+        inner = kernels.expert_matmul(x, weight, tiles, tiles.rows, "relu2")
+        fused.append(experts.add(inner, tiles, torch.ones((9, 1), device=device)))
     assert torch.equal(found[0], found[1])
     wanted = torch.einsum("rk,rnk->rn", x.float(), weight[chosen[:, 0].long()].float())
     assert torch.equal(found[0], wanted)
+    gated = torch.relu(wanted[:, :35]) ** 2 * wanted[:, 35:]
+    assert torch.equal(fused[0], gated)
+    assert torch.equal(fused[0], fused[1])
 
 
 # ---- the GPU sampler

@@ -82,7 +82,7 @@ def sort(chosen: torch.Tensor, count: int) -> ExpertTiles:
 def tile_height(picks: int, count: int) -> int:
     """Lines per tile: so that most tiles are full. It does not change bits."""
     lines = picks / count
-    return 16 if lines < 32 else 64 if lines < 128 else 128
+    return 16 if lines < 48 else 64 if lines < 128 else 128
 
 
 def add(results: torch.Tensor, tiles: ExpertTiles, shares: torch.Tensor) -> torch.Tensor:

@@ -68,8 +68,8 @@ def matmul(
     A split is BLOCKS blocks of BK inputs. A program sums SPLITS splits: either all of them in
     order, or one split, whose partial sum it writes to out[split]; the reader then adds the partial
     sums in order (sum_splits). With TMA, x and w are tensor descriptors.
-    With GATE, the name of an activation, w has 2 N rows ([2, N, K] with TMA) and one split:
-    out[m, n] = GATE(x · w[n]) * (x · w[N + n])."""
+    With GATE, the name of an activation, w has 2 N rows ([2, N, K] with TMA), and a program sums
+    all splits: out[m, n] = GATE(x · w[n]) * (x · w[N + n])."""
     row_tile, column_tile = tile_position(
         tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), ROW_GROUP
     )
@@ -83,14 +83,14 @@ def matmul(
         if expert < 0:  # a tile that no expert needs
             return
         source = tl.load(rows + m, mask=inside, other=-1).to(tl.int64)
-        w += expert * N * K
+        w += expert * N * K * (1 if GATE == "none" else 2)
     inside = inside & (source >= 0)
     # With TMA, one instruction multiplies the gate's and the up columns: x is read once for both.
     JOINED: tl.constexpr = TMA and GATE != "none"
     COLUMNS: tl.constexpr = 2 * BN if JOINED else BN
-    total, up = tl.zeros((BM, COLUMNS), tl.float32), tl.zeros((BM, BN), tl.float32)
+    total, total_up = tl.zeros((BM, COLUMNS), tl.float32), tl.zeros((BM, BN), tl.float32)
     for split in range(SPLITS):
-        sum_ = tl.zeros((BM, COLUMNS), tl.float32)
+        sum_, up = tl.zeros((BM, COLUMNS), tl.float32), tl.zeros((BM, BN), tl.float32)
         for block in range(BLOCKS):
             start = ((first + split) * BLOCKS + block) * BK
             if TMA:
@@ -116,10 +116,12 @@ def matmul(
                 )
                 up = tl.dot(a, c, up)
         total += sum_
+        if GATE != "none" and not TMA:
+            total_up += up
     if JOINED:
         total = activate_joined(total, GATE, BM, BN)
     elif GATE != "none":
-        total = activate(total, GATE) * up
+        total = activate(total, GATE) * total_up
     store_tile(out + (first * M).to(tl.int64) * N, total, m, n, M, N)
 
 

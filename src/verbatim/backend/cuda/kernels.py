@@ -22,7 +22,7 @@ from verbatim.backend.cuda import jit, jit_matmul
 from verbatim.backend.cuda.experts import ExpertTiles
 from verbatim.backend.cuda.kv_cache import KvLayer
 from verbatim.backend.cuda.launch import launch
-from verbatim.backend.cuda.matmul_tile import BN, MatmulTile, choose_tile
+from verbatim.backend.cuda.matmul_tile import BN, MatmulTile, choose_tile, float32_tile
 from verbatim.backend.gpu_layout import BK, split_k
 
 TensorDescriptor: Any = None  # an older Triton has none
@@ -31,8 +31,9 @@ with contextlib.suppress(ImportError):
 
 PROGRAMS = 264  # programs that fill a large GPU: two per SM of 132
 SPAN = 128  # positions that attention reduces at once; spans are merged in order
-# columns and warps of an expert's tile, by its height
-EXPERT_COLUMNS = {16: (BN, 4), 64: (128, 4), 128: (128, 8)}
+# columns, warps and stages of an expert's tile, by its height; then with gate and up in one
+EXPERT_TILES = {16: (BN, 4, 3), 64: (128, 8, 4), 128: (128, 8, 3)}
+GATED_EXPERT_TILES = {16: (32, 4, 3), 64: (64, 8, 4), 128: (64, 8, 3)}
 DECODE_LINES = 16  # lines of a query tile of few rows: (row, query head) pairs that share a KV head
 PREFILL_LINES = 128  # lines of a query tile of a prompt
 # Heads larger than WIDE_HEAD (Gemma 4 has 512) need shorter spans and smaller tiles: keys, values
@@ -84,7 +85,11 @@ def matmul(
     (m, k), n = x.shape, weight.shape[0]
     splits, blocks = split_k(n, k)
     if tile is None:
-        tile = choose_tile(m, n, k, splits, has_tma(weight))
+        tile = (
+            float32_tile(m, splits)
+            if weight.dtype == torch.float32
+            else choose_tile(m, n, k, splits, has_tma(weight))
+        )
     if out is None or tile.parallel > 1:
         out = torch.empty((tile.parallel, m, n), dtype=torch.float32, device=x.device)
     else:
@@ -183,25 +188,34 @@ def has_tma(weight: torch.Tensor) -> bool:
 
 
 def expert_matmul(
-    x: torch.Tensor, weight: torch.Tensor, tiles: ExpertTiles, rows: torch.Tensor
-) -> SplitSums:
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    tiles: ExpertTiles,
+    rows: torch.Tensor,
+    gate: str = "none",
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
     """Line i of the result: x[rows[i]] times the weight of its tile's expert.
 
-    weight is [experts, n, k]. Lines of tiles without an expert are not written."""
+    weight is [experts, n, k]. With `gate`, an activation of FUSED_ACTIVATIONS, it is gate and up,
+    and the result is mlp_activation's. Lines of tiles without an expert are not written."""
     (_, k), m, n = x.shape, len(rows), weight.shape[1]
     splits, blocks = split_k(n, k)
-    columns, warps = EXPERT_COLUMNS[tiles.height]
-    out = torch.empty((1, m, n), dtype=torch.float32, device=x.device)
+    if gate != "none":
+        n //= 2
+    columns, warps, stages = (EXPERT_TILES if gate == "none" else GATED_EXPERT_TILES)[tiles.height]
+    out = torch.empty((m, n), dtype=dtype, device=x.device)
     launch(
         jit_matmul.matmul,
         (triton.cdiv(n, columns) * len(tiles.experts), 1, 1),
         (x, weight, out, rows, tiles.experts, m, n, k, blocks),
-        (splits, tiles.height, columns, BK, True, False, "none"),
+        (splits, tiles.height, columns, BK, True, False, gate),
         warps=warps,
+        stages=stages,
         fuse=True,
-        dependent=m > FEW_ROWS,
+        dependent=len(tiles.place) > FEW_ROWS,
     )
-    return SplitSums(out)
+    return out
 
 
 # ---- row by row

@@ -87,6 +87,13 @@ def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
     return min(tma_tiles(splits), key=microseconds)
 
 
+def float32_tile(m: int, splits: int) -> MatmulTile:
+    """The tile for float32 weights, which are those of a router: few outputs, and tensor cores do
+    not multiply them in full precision. So small tiles, and a program per split."""
+    rows, columns = (16, 32) if m <= 64 else (32, 32) if m <= 512 else (64, 64)
+    return MatmulTile(rows, columns, BK // 4, 4, 3, splits, False)
+
+
 def tma_tiles(splits: int) -> list[MatmulTile]:
     """Tiles of which two share an SM were not faster with parallel splits. Tiles of two parts have
     no registers for the sums of several splits."""

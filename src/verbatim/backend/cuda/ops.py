@@ -352,21 +352,23 @@ class CudaOps:
         spec, prefix = self.spec, f"layers.{layer}.moe"
         chosen, shares = self._route(h if router is None else router, prefix)
         tiles = experts.sort(chosen, spec.layers[layer].experts)
-        up = kernels.expert_matmul(h, self.weights[f"{prefix}.gate+up"], tiles, tiles.rows)
-        up = self._expert_bias(up, f"{prefix}.gate+up", tiles)
-        down = self.weights[f"{prefix}.down"]
-        inner = kernels.mlp_activation(up, spec.activation, True, down.dtype)
+        up, down = self.weights[f"{prefix}.gate+up"], self.weights[f"{prefix}.down"]
+        if spec.activation in kernels.FUSED_ACTIVATIONS and not spec.expert_bias:
+            inner = kernels.expert_matmul(h, up, tiles, tiles.rows, spec.activation, down.dtype)
+        else:
+            sums = kernels.expert_matmul(h, up, tiles, tiles.rows)
+            sums = self._expert_bias(sums, f"{prefix}.gate+up", tiles)
+            inner = kernels.mlp_activation(SplitSums(sums[None]), spec.activation, True, down.dtype)
         # the second matmul reads the sorted rows as they are
         sums = kernels.expert_matmul(inner, down, tiles, tiles.lines)
-        sums = self._expert_bias(sums, f"{prefix}.down", tiles)
-        return experts.add(sums.splits[0], tiles, shares)
+        return experts.add(self._expert_bias(sums, f"{prefix}.down", tiles), tiles, shares)
 
-    def _expert_bias(self, sums: SplitSums, name: str, tiles: ExpertTiles) -> SplitSums:
+    def _expert_bias(self, sums: torch.Tensor, name: str, tiles: ExpertTiles) -> torch.Tensor:
         """Add the bias of each line's expert."""
         if not self.spec.expert_bias:
             return sums
         bias = self.weights[f"{name}.bias"].index_select(0, tiles.experts.clamp(min=0))
-        return SplitSums(sums.splits + bias.repeat_interleave(tiles.height, 0)[None])
+        return sums + bias.repeat_interleave(tiles.height, 0)
 
     def _route(self, h: Rows, prefix: str) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each row, best first (ties go to the lower index), and their shares."""
