@@ -16,10 +16,12 @@ import pytest
 
 from parity_types import REFUSED_FORMATS
 from verbatim.base.errors import ModelError
-from verbatim.weights.packed_checkpoint import E4M3, RawTensor, to_type, unpack_checkpoint
+from verbatim.weights.checkpoint_blocks import CHECKPOINT_BLOCKS, E4M3, to_type
+from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.packed_checkpoint import RawTensor, unpack_checkpoint
 from verbatim.weights.packed_config import check_keys
 from verbatim.weights.safetensors import read_directory
-from verbatim.weights.tensor import Tensor
+from verbatim.weights.tensor import BLOCKS, Tensor
 
 DATA = Path(__file__).parents[1] / "data"
 TYPES = {"float16": "f16", "float32": "f32", "bfloat16": "bf16"}
@@ -65,6 +67,10 @@ def from_torch(tensors: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Ra
 def unpack(config: dict[str, Any], parts: Any) -> dict[str, Tensor]:
     floats, rest, _ = unpack_checkpoint(config, *parts, "config.json")
     assert not rest, f"left over: {sorted(rest)}"
+    blocks, rest, _ = unpack_checkpoint(config, *parts, "config.json", gpu=True)
+    assert not rest, f"left over: {sorted(rest)}"
+    for name, tensor in floats.items():  # blocks for a GPU have the same bits
+        assert blocks[name].to_f32().tobytes() == tensor.to_f32().tobytes()
     return floats
 
 
@@ -486,6 +492,90 @@ def test_what_no_block_holds_is_unpacked_with_a_warning() -> None:
         assert made["m.weight"].type == floats.type
         assert made["m.weight"].data.tobytes() == floats.data.tobytes()
         assert "1 quantised weights are unpacked to floats, such as m.weight" in warnings[0]
+
+
+# ------------------------------------------------------------------------- blocks for a GPU
+
+
+def gpu_type(config: dict[str, Any], parts: Any) -> str:
+    """The type in which the weight stays; it has the bits of the unpacked weight (unpack)."""
+    unpack(config, parts)
+    made, _, warnings = unpack_checkpoint(config, *parts, "config.json", gpu=True)
+    type = made["m.weight"].type
+    assert ("unpacked to floats" in "".join(warnings)) == (type in TYPES.values())
+    return type
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "symmetric", "type"),
+    [
+        (4, 128, True, "i4_128_f16"),
+        (4, 64, True, "i4_32_f16"),
+        (4, 32, False, "i4z_32_f16"),
+        (8, 128, True, "i8_128_f16"),
+        (8, 32, False, "i8z_32_f16"),
+        (2, 128, False, "i4z_128_f16"),
+        (4, 16, True, "f16"),
+    ],
+)
+def test_gptq_in_blocks_for_a_gpu(bits: int, group: int, symmetric: bool, type: str) -> None:
+    config = {"quant_method": "gptq", "bits": bits, "checkpoint_format": "gptq_v2"}
+    arrays = random_gptq(bits, group, symmetric=symmetric)
+    assert gpu_type(config, split(arrays)) == type
+    ordered = random_gptq(bits, 32, symmetric=symmetric, order=True)
+    assert gpu_type(config, split(ordered)) == "f16", "desc_act"
+
+
+def test_awq_and_compressed_integers_in_blocks_for_a_gpu() -> None:
+    random = np.random.default_rng(4)
+    words = random.integers(-(2**31), 2**31, (64, 8), dtype=np.int64).astype(np.int32)
+    awq = {
+        "m.qweight": words,
+        "m.qzeros": words[:2],
+        "m.scales": (random.random((2, 64)) * 0.02).astype(np.float16),
+    }
+    assert gpu_type({"quant_method": "awq", "bits": 4}, split(awq)) == "i4z_32_f16"
+    compressed = {
+        "m.weight_packed": words[:8].repeat(2, 1),
+        "m.weight_scale": (random.random((8, 1)) * 0.02).astype(np.float32),
+        "m.weight_shape": np.array([8, 128], np.int64),
+    }
+    config = {"quant_method": "compressed-tensors"}
+    assert gpu_type(config, split(compressed)) == "i4_128_f32"
+    compressed["m.weight_zero_point"] = random.integers(-8, 8, (8, 1)).astype(np.int8)
+    assert gpu_type(config, split(compressed)) == "i4z_128_f32"
+    for name in ("packed", "shape", "zero_point"):
+        del compressed[f"m.weight_{name}"]
+    compressed["m.weight"] = random.integers(-128, 128, (8, 128)).astype(np.int8)
+    compressed["m.weight_scale"] = compressed["m.weight_scale"].astype(np.float16)
+    assert gpu_type(config, split(compressed)) == "i8_128_f16"
+
+
+def test_fp8_in_blocks_for_a_gpu() -> None:
+    random = np.random.default_rng(5)
+    codes = random.integers(0, 256, (8, 256), dtype=np.uint8)
+    codes[codes & 127 == 127] = 3  # NaN
+    for columns, scale, block, type in (
+        (256, (1, 2), [128, 128], "e4m3_128_bf16"),
+        (64, (2, 2), [4, 32], "e4m3_32_bf16"),
+        (128, (8,), None, "e4m3_128_bf16"),
+        (32, (1,), None, "e4m3_32_bf16"),
+        (48, (1,), None, "bf16"),
+    ):
+        floats, _ = split({"m.weight_scale": random.random(scale, dtype=np.float32)})
+        data = np.ascontiguousarray(codes[:, :columns])
+        config = {"quant_method": "fp8", "weight_block_size": block}
+        for byte, expected in ((3, type), (255, "bf16")):  # a NaN is unpacked
+            data[5, 7] = byte
+            raw = {"m.weight": RawTensor("F8_E4M3", (8, columns), data.reshape(-1))}
+            assert gpu_type(config, (floats, raw)) == expected
+
+
+def test_a_type_that_exists_in_memory_only_is_not_written(tmp_path: Path) -> None:
+    tensor = Tensor("w", "i8_32_f16", (1, 32), np.zeros(34, np.uint8))
+    with pytest.raises(ModelError, match="unknown type 'i8_32_f16'"):
+        write_gguf(tmp_path / "x.gguf", {}, [tensor])
+    assert set(CHECKPOINT_BLOCKS).isdisjoint(BLOCKS)
 
 
 @pytest.mark.parametrize(("config", "why"), REFUSED_FORMATS)

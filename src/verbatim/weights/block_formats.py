@@ -17,7 +17,8 @@ A block packs 32 or 256 consecutive values of one row. Fields of a block in orde
     q6_k  128 bytes of low 4 bits, 64 of high 2 bits, 16 signed scales, d          16 runs of 16
     q8_k  d (f32), 256 signed bytes, 16 sums (i16, unused)    value = d * q
 
-The iq and tq formats and mxfp4 are in codebook_formats.py.
+The iq and tq formats and mxfp4 are in codebook_formats.py, the blocks of quantised safetensors in
+checkpoint_blocks.py.
 
 The order of float operations is part of the format: every value has the bits of ggml's conversion.
 """
@@ -29,6 +30,11 @@ from collections.abc import Callable
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.weights.checkpoint_blocks import (
+    CHECKPOINT_BLOCKS,
+    CHECKPOINT_TYPES,
+    unpack_blocks,
+)
 from verbatim.weights.codebook_formats import SCALED, scaled_integers
 
 # type -> (values per block, bytes per block)
@@ -60,6 +66,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "tq1_0": (256, 54),
     "mxfp4": (32, 17),
 }
+SIZES = BLOCKS | CHECKPOINT_BLOCKS  # also of types that no file holds
 # Values converted at a time: temporaries stay in the CPU cache, and peak memory is the result plus
 # a few MiB.
 CHUNK_VALUES = 1 << 18
@@ -72,7 +79,7 @@ _BITS = np.arange(8, dtype=np.uint8).reshape(1, 1, 8, 1)
 
 def nbytes(type: str, shape: tuple[int, ...]) -> int:
     """Size in bytes of a weight. Python integers do not overflow, however absurd the shape."""
-    values, size = BLOCKS[type]
+    values, size = SIZES[type]
     if not shape or shape[-1] % values:
         raise ModelError(
             f"a {type} row holds a multiple of {values} values, not {shape[-1] if shape else 0}"
@@ -85,24 +92,27 @@ def nbytes(type: str, shape: tuple[int, ...]) -> int:
 
 def dequantise(type: str, data: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Raw bytes (uint8, any shape) -> float32 of `shape`. A copy, except for contiguous f32."""
-    if type not in BLOCKS:
+    if type not in SIZES:
         raise ModelError(f"unknown weight type {type!r}; known: {', '.join(BLOCKS)}")
     raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
     if raw.size != (expected := nbytes(type, shape)):
         raise ModelError(f"a {type} weight of shape {shape} takes {expected} bytes, not {raw.size}")
     if type == "f32":
         return raw.view("<f4").reshape(shape)
-    values, size = BLOCKS[type]
+    values, size = SIZES[type]
     blocks = raw.reshape(-1, size)
     out = np.empty((len(blocks), values), dtype=np.float32)
     step = max(1, CHUNK_VALUES // values)
     # A hostile file may hold infinite scales: inf and NaN are then the values, without a warning.
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
+            part, target = blocks[start : start + step], out[start : start + step]
             if type in SCALED:
-                _scaled(type, blocks[start : start + step], out[start : start + step])
+                _scaled(type, part, target)
+            elif type in CHECKPOINT_TYPES:
+                unpack_blocks(type, part, target)
             else:
-                _UNPACK[type](blocks[start : start + step], out[start : start + step])
+                _UNPACK[type](part, target)
     return out.reshape(shape)
 
 

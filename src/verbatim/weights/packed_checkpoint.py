@@ -6,7 +6,8 @@ same weights as float tensors under their usual names. Formats: block FP8, compr
 
 Every value has the bits of the format's own dequantiser: integers times scale in float32, rounded
 once to the type of the scale. Activations are not quantised, whatever the config says. With
-`blocks` the integers stay integers where a GGUF block type holds them (packed_blocks.py).
+`blocks` the integers stay integers where a GGUF block type holds them (packed_blocks.py). With
+`gpu` codes and scales stay as they are, in blocks (checkpoint_blocks.py).
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.block_formats import dequantise
-from verbatim.weights.packed_blocks import to_blocks
 from verbatim.weights.packed_config import (
     ConfigGroups,
-    block_scale,
     block_sizes,
     check_keys,
     group_index,
     mapping,
+    scale_groups,
 )
+from verbatim.weights.packed_weight import PackedWeight
 from verbatim.weights.tensor import Tensor
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}
@@ -56,8 +57,10 @@ def unpack_checkpoint(
     file: str,
     *,
     blocks: bool = False,
+    gpu: bool = False,
 ) -> tuple[dict[str, Tensor], dict[str, RawTensor], tuple[str, ...]]:
-    """(float tensors, the rest, warnings). Weights that are not quantised stay as they are."""
+    """(float tensors, the rest, warnings). Weights that are not quantised stay as they are.
+    `blocks`: keep integers in GGUF's blocks; `gpu`: keep codes in those of checkpoint_blocks.py."""
     method = config.get("quant_method")
     reader = _METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
@@ -67,7 +70,7 @@ def unpack_checkpoint(
             "use a float or GGUF file of this model",
             file=file,
         )
-    checkpoint = _Checkpoint(dict(tensors), dict(raw), config, blocks)
+    checkpoint = _Checkpoint(dict(tensors), dict(raw), config, blocks, gpu)
     try:
         checkpoint.warnings += check_keys(str(method), config)
         reader(checkpoint)
@@ -76,10 +79,12 @@ def unpack_checkpoint(
         where = f", {checkpoint.current}" if checkpoint.current else ""
         raise ModelError(f"quantization_config: {method}{where}: {error}", file=file) from None
     if floats := checkpoint.unpacked:
+        what = "FP8, groups" if blocks else "rows or groups"
+        last = "or these scales" if blocks else "NaN, or these scales"
         checkpoint.warnings.append(
             f"{len(floats)} quantised weights are unpacked to floats, such as {floats[0]}: no "
-            "block type holds FP8, groups that are no multiples of 32 columns or in another order "
-            "(desc_act), or these scales"
+            f"block type holds {what} that are no multiples of 32 columns or in another order "
+            f"(desc_act), {last}"
         )
     return checkpoint.floats, checkpoint.raw, tuple(checkpoint.warnings)
 
@@ -91,9 +96,11 @@ class _Checkpoint:
         raw: dict[str, RawTensor],
         config: Mapping[str, Any],
         blocks: bool,
+        gpu: bool,
     ) -> None:
-        self.floats, self.raw, self.config, self.blocks = floats, raw, config, blocks
-        self.unpacked: list[str] = []  # weights that `blocks` could not keep
+        self.floats, self.raw, self.config = floats, raw, config
+        self.blocks, self.gpu = blocks, gpu
+        self.unpacked: list[str] = []  # weights that `blocks` or `gpu` could not keep
         self.warnings: list[str] = []
         self.current = ""  # the weight in work, for error texts
 
@@ -132,18 +139,16 @@ class _Checkpoint:
             raise ModelError(f"{name} has a group that is none of the {count} with a scale")
         return groups
 
-    def put(self, name: str, values: np.ndarray, scale: np.ndarray, type: str) -> None:
-        """The weight values × scale. `values` are whole numbers, except those of FP8."""
+    def put(self, weight: PackedWeight) -> None:
+        name = weight.name
         if name in self.floats:
             raise ModelError(f"{name} is in the files twice, quantised and not")
-        if self.blocks:
-            whole = bool((values == np.rint(values)).all())
-            if whole and (packed := to_blocks(name, values, scale)) is not None:
-                self.floats[name] = packed
-                return
-            self.unpacked.append(name)
-        product = values * scale
-        self.floats[name] = Tensor(name, type, product.shape, to_type(product, type))
+        packed = None
+        if self.blocks or self.gpu:
+            packed = weight.to_gguf_blocks() if self.blocks else weight.to_checkpoint_blocks()
+            if packed is None:
+                self.unpacked.append(name)
+        self.floats[name] = weight.to_floats() if packed is None else packed
 
     def drop(self, *suffixes: str) -> None:
         """Remove tensors that concern activations or repeat what is known."""
@@ -153,39 +158,29 @@ class _Checkpoint:
                 del group[name]
 
 
-def to_type(values: np.ndarray, type: str) -> np.ndarray:
-    """float32 -> flat bytes of f32, f16 or bf16, rounded to nearest even."""
-    values = np.ascontiguousarray(values, dtype=np.float32)
-    if type == "f32":
-        return values.reshape(-1).view(np.uint8)
-    if type == "f16":
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).reshape(-1).view(np.uint8)
-    bits = values.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    rounded = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded)
-    return rounded.astype(np.uint16).reshape(-1).view(np.uint8)
-
-
-def _e4m3_table() -> np.ndarray:
-    """float32 of every FP8 E4M3 byte: 4 exponent bits with bias 7, 3 mantissa bits, no infinity."""
-    byte = np.arange(256)
-    exponent, mantissa = (byte >> 3) & 15, byte & 7
-    normal = np.ldexp(1 + mantissa / 8, exponent - 7)
-    value = np.where(exponent == 0, np.ldexp(mantissa / 8, -6), normal)
-    value = np.where((byte & 127) == 127, np.nan, value)
-    return np.where(byte & 128, -value, value).astype(np.float32)
-
-
-E4M3 = _e4m3_table()
-
-
 def _nibbles(packed: np.ndarray, bits: int) -> np.ndarray:
     """int32 [..., n] -> the values of `bits` bits in it [..., n, 32 / bits], lowest first."""
-    if packed.dtype != np.int32:
-        raise ModelError(f"packed values are words of the type {packed.dtype}, not int32")
+    _check_words(packed)
     shifts = np.arange(0, 32, bits, dtype=np.uint32)
     return (packed.view(np.uint32)[..., None] >> shifts) & np.uint32((1 << bits) - 1)
+
+
+def _check_words(packed: np.ndarray) -> None:
+    if packed.dtype != np.int32:
+        raise ModelError(f"packed values are words of the type {packed.dtype}, not int32")
+
+
+def _codes(words: np.ndarray, bits: int) -> tuple[str, np.ndarray]:
+    """int32 [rows, words], the lowest bits first -> (i4 or i8, codes uint8 [rows, bytes]). A value
+    less half its range is the code: both kinds of codes are signed."""
+    _check_words(words)
+    data = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return "i8", data ^ np.uint8(128)
+    if bits == 2:
+        pairs = np.stack([data & 15, data >> 4], axis=-1)  # two values each
+        data = ((pairs & 3) | (pairs >> 2) << 4).reshape(len(data), -1)
+    return "i4", data
 
 
 # --------------------------------------------------------------------------------- the formats
@@ -197,7 +192,7 @@ def _fp8(checkpoint: _Checkpoint) -> None:
     for module in checkpoint.modules("weight"):
         if checkpoint.raw[f"{module}.weight"].dtype != "F8_E4M3":
             continue
-        values = E4M3[checkpoint.take(f"{module}.weight")]
+        values = checkpoint.take(f"{module}.weight")
         name = f"{module}.weight_scale_inv"
         name = (
             name
@@ -207,7 +202,11 @@ def _fp8(checkpoint: _Checkpoint) -> None:
         scale, type = checkpoint.take_scale(name)
         type = "bf16" if type == "f32" else type
         block = block_sizes(checkpoint.config, "weight_block_size")
-        checkpoint.put(f"{module}.weight", values, block_scale(scale, values.shape, block), type)
+        scale, groups = scale_groups(scale, values.shape, block)
+        data = values.reshape(-1, values.shape[-1])
+        checkpoint.put(
+            PackedWeight(f"{module}.weight", "e4m3", values.shape, data, scale, type, groups=groups)
+        )
     checkpoint.drop("input_scale", "activation_scale")
 
 
@@ -224,8 +223,11 @@ def _compressed(checkpoint: _Checkpoint) -> None:
         values = checkpoint.take(f"{module}.weight")
         is_float = tensor.dtype == "F8_E4M3"
         _check_type(checkpoint, module, "float" if is_float else "int")
-        floats = E4M3[values] if is_float else values.astype(np.float32)
-        _compressed_scaled(checkpoint, module, floats, None)
+        if not is_float and tensor.dtype != "I8":
+            raise ModelError(f"the type {tensor.dtype} is not supported in a quantised weight")
+        data = values.view(np.uint8).reshape(-1, values.shape[-1])
+        code = "e4m3" if is_float else "i8"
+        _compressed_scaled(checkpoint, module, code, data, values.shape, None)
     groups = mapping(config, "config_groups")
     if any(mapping(groups, name).get("input_activations") for name in groups):
         checkpoint.warnings.append(
@@ -256,18 +258,22 @@ def _compressed_packed(checkpoint: _Checkpoint, module: str) -> None:
             f"{' or '.join(map(str, known))} bits"
         )
     offset = 1 << (bits - 1)
-    values = _nibbles(packed, bits).reshape(rows, -1)[:, :columns].astype(np.float32) - offset
     zero = None
     name = f"{module}.weight_zero_point"
     if name in checkpoint.raw and checkpoint.raw[name].dtype != "I8":  # per row or group
         words = checkpoint.take(name)  # packed along the rows
         zero = _nibbles(np.ascontiguousarray(words.T), bits).reshape(words.shape[1], -1).T
         zero = zero[:rows].astype(np.float32) - offset
-    _compressed_scaled(checkpoint, module, values, zero)
+    _compressed_scaled(checkpoint, module, *_codes(packed, bits), (rows, columns), zero)
 
 
 def _compressed_scaled(
-    checkpoint: _Checkpoint, module: str, values: np.ndarray, zero: np.ndarray | None
+    checkpoint: _Checkpoint,
+    module: str,
+    code: str,
+    data: np.ndarray,
+    shape: tuple[int, ...],
+    zero: np.ndarray | None,
 ) -> None:
     """Multiply by a scale per tensor, per row, per group of columns (`weight_g_idx` orders them) or
     per block."""
@@ -285,42 +291,66 @@ def _compressed_scaled(
     block = block_sizes(args, "block_structure")
     if args.get("strategy") == "block" and block is None:
         raise ModelError("strategy is 'block', and block_structure is missing")
-    if block is not None:
-        scale = block_scale(scale, values.shape, block)
-        zero = None if zero is None else block_scale(zero, values.shape, block)
-    elif scale.ndim == 2 and scale.shape[1] > 1:
-        groups = group_index(values.shape[1], scale.shape[1], args.get("group_size"))
+    groups: np.ndarray | None
+    if block is None and scale.ndim == 2 and scale.shape[1] > 1:
+        groups = group_index(shape[1], scale.shape[1], args.get("group_size"))
         if f"{module}.weight_g_idx" in checkpoint.raw:
-            name, inputs = f"{module}.weight_g_idx", values.shape[1]
+            name = f"{module}.weight_g_idx"
             if (checkpoint.raw[name].array() == -1).any():  # the library: columns in their order
                 checkpoint.take(name)
             else:
-                groups = checkpoint.take_groups(name, inputs, scale.shape[1])
-        if len(scale) not in (1, len(values)):
-            raise ModelError(f"scales {scale.shape} do not fit a weight {values.shape}")
-        scale = scale[:, groups]
-        zero = None if zero is None else zero[:, groups]
+                groups = checkpoint.take_groups(name, shape[1], scale.shape[1])
     else:
-        scale = block_scale(scale, values.shape, None)
-        zero = None if zero is None else block_scale(zero, values.shape, None)
-    checkpoint.put(f"{module}.weight", values if zero is None else values - zero, scale, type)
+        zero = None if zero is None else scale_groups(zero, shape, block)[0]
+        scale, groups = scale_groups(scale, shape, block)
+    checkpoint.put(PackedWeight(f"{module}.weight", code, shape, data, scale, type, zero, groups))
 
 
 def _awq(checkpoint: _Checkpoint) -> None:
     """`qweight` int32 [k, n / 8], `qzeros`, `scales` [k / group, n]; the weight is transposed."""
     _check_bits(checkpoint, (4,))
 
-    def columns(words: np.ndarray) -> np.ndarray:
-        return _nibbles(words, 4)[..., _AWQ_ORDER].reshape(len(words), -1).astype(np.float32)
-
     for module in checkpoint.modules("qweight"):
-        values = columns(checkpoint.take(f"{module}.qweight"))
-        zero = columns(checkpoint.take(f"{module}.qzeros"))
+        words = checkpoint.take(f"{module}.qweight")
+        data = _awq_codes(words)
+        zeros = checkpoint.take(f"{module}.qzeros")
+        zero = _nibbles(zeros, 4)[..., _AWQ_ORDER].reshape(len(zeros), -1)
         scale, type = checkpoint.take_scale(f"{module}.scales")
         size = checkpoint.config.get("group_size", checkpoint.config.get("q_group_size"))
-        group = group_index(len(values), len(scale), size)
-        _check_zeros(zero, scale)
-        checkpoint.put(f"{module}.weight", (values - zero[group]).T, scale[group].T, type)
+        groups = group_index(len(words), len(scale), size)
+        _put_transposed(checkpoint, module, ("i4", data), len(words), scale, zero, groups, type)
+
+
+def _awq_codes(words: np.ndarray) -> np.ndarray:
+    """int32 [k, n / 8] -> codes [n, k / 2]."""
+    _check_words(words)
+    k, count = words.shape
+    if k % 2:
+        words = np.concatenate([words, np.zeros((1, count), np.int32)])
+    out = np.empty((count, 8, len(words) // 2), np.uint8)
+    for column, nibble in enumerate(_AWQ_ORDER):
+        values = (words >> (4 * nibble)).astype(np.uint8) & np.uint8(15)
+        out[:, column] = (values[::2] | values[1::2] << 4).T
+    return out.reshape(8 * count, -1)
+
+
+def _put_transposed(
+    checkpoint: _Checkpoint,
+    module: str,
+    codes: tuple[str, np.ndarray],
+    columns: int,
+    scale: np.ndarray,
+    zero: np.ndarray,
+    groups: np.ndarray,
+    type: str,
+) -> None:
+    """Put a weight whose scales and zero points, of unsigned values, are [groups, rows]."""
+    if zero.shape != scale.shape:
+        raise ModelError(f"zero points {zero.shape} do not fit scales {scale.shape}")
+    (code, data), half = codes, 8 if codes[0] == "i4" else 128
+    shape, signed = (len(data), columns), zero.astype(np.float32) - half
+    name = f"{module}.weight"
+    checkpoint.put(PackedWeight(name, code, shape, data, scale.T, type, signed.T, groups))
 
 
 def _gptq(checkpoint: _Checkpoint) -> None:
@@ -330,23 +360,16 @@ def _gptq(checkpoint: _Checkpoint) -> None:
     add = 0 if str(checkpoint.config.get("checkpoint_format")).lower() == "gptq_v2" else 1
     for module in checkpoint.modules("qweight"):
         words = checkpoint.take(f"{module}.qweight")
-        values = _nibbles(np.ascontiguousarray(words.T), bits).reshape(words.shape[1], -1).T
+        codes, columns = _codes(words.T, bits), len(words) * (32 // bits)
         zeros = checkpoint.take(f"{module}.qzeros")
         zero = (_nibbles(zeros, bits).reshape(len(zeros), -1) + add) & ((1 << bits) - 1)
         scale, type = checkpoint.take_scale(f"{module}.scales")
-        group = group_index(len(values), len(scale), checkpoint.config.get("group_size"))
+        groups = group_index(columns, len(scale), checkpoint.config.get("group_size"))
         if f"{module}.g_idx" in checkpoint.raw:
-            group = checkpoint.take_groups(f"{module}.g_idx", len(values), len(scale))
+            groups = checkpoint.take_groups(f"{module}.g_idx", columns, len(scale))
         elif checkpoint.config.get("desc_act"):
             raise ModelError(f"desc_act is true, and {module}.g_idx is missing")
-        _check_zeros(zero, scale)
-        difference = values.astype(np.float32) - zero.astype(np.float32)[group]
-        checkpoint.put(f"{module}.weight", difference.T, scale[group].T, type)
-
-
-def _check_zeros(zero: np.ndarray, scale: np.ndarray) -> None:
-    if zero.shape != scale.shape:
-        raise ModelError(f"zero points {zero.shape} do not fit scales {scale.shape}")
+        _put_transposed(checkpoint, module, codes, columns, scale, zero, groups, type)
 
 
 def _check_bits(checkpoint: _Checkpoint, known: tuple[int, ...]) -> int:

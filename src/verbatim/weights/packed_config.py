@@ -169,16 +169,19 @@ def group_index(size: int, groups: int, stated: object) -> np.ndarray:
     return np.arange(size) // group_size
 
 
-def block_scale(scale: np.ndarray, shape: tuple[int, ...], block: list[int] | None) -> np.ndarray:
-    """A scale per tensor, per row or per block, in a form that multiplies the weight."""
+def scale_groups(
+    scale: np.ndarray, shape: tuple[int, ...], block: list[int] | None
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """A scale per tensor, per row or per block as [rows or 1, groups], and the group of each column
+    (None: there is one)."""
     if scale.size == 1:
-        return scale.reshape(1, 1)
+        return scale.reshape(1, 1), None
     if block is not None and scale.ndim == 2:
         counts = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
         if scale.shape == counts:
             rows = np.repeat(scale, block[0], axis=0)[: shape[0]]
-            return np.repeat(rows, block[1], axis=1)[:, : shape[1]]
+            return rows, np.arange(shape[1]) // block[1]
     if scale.shape in ((shape[0],), (shape[0], 1)):
-        return scale.reshape(-1, 1)
+        return scale.reshape(-1, 1), None
     blocks = f" in blocks of {block[0]} × {block[1]}" if block is not None else ""
     raise ModelError(f"scales {scale.shape} do not fit a weight {shape}{blocks}")

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.weights.block_formats import BLOCKS, dequantise
+from verbatim.weights.block_formats import BLOCKS, SIZES, dequantise
 
-__all__ = ["BLOCKS", "Tensor", "Weights"]
+__all__ = ["BLOCKS", "SIZES", "Tensor", "Weights"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +29,7 @@ class Tensor:
 
     @property
     def row_bytes(self) -> int:
-        values, size = BLOCKS[self.type]
+        values, size = SIZES[self.type]
         return self.shape[-1] // values * size
 
     @property
