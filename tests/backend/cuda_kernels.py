@@ -3,8 +3,7 @@
 test_cuda.py runs this file with the interpreter, in its own process, because Triton decides at
 import time whether it interprets. `make test-gpu` runs it on the GPU. Every tensor that a kernel
 gets is on the fixture `device`. Models are small, because the interpreter is slow. On a GPU the
-other tests of this folder run too. bfloat16 and CUDA graphs are tested only there: the interpreter
-has neither.
+other tests of this folder run too. CUDA graphs are tested only there: the interpreter has none.
 """
 
 from __future__ import annotations
@@ -66,8 +65,10 @@ from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row, sample_rows
 from verbatim.testing import FakeBackend, fake_spec
 from verbatim.testing_models import TINY_CONFIGS, tiny_adapter, tiny_model
+from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES, CheckpointType, to_type
+from verbatim.weights.packed_weight import without_checkpoint_blocks
 from verbatim.weights.requantise import requantise
-from verbatim.weights.tensor import BLOCKS as BLOCK_SIZES
+from verbatim.weights.tensor import SIZES as BLOCK_SIZES
 from verbatim.weights.tensor import Tensor
 
 # the interpreter warns about arithmetic with infinities, which the kernels mask
@@ -644,40 +645,137 @@ def block_tensor(type: str, rows: int, k: int) -> Tensor:
     random = np.random.default_rng(rows)
     values, size = BLOCK_SIZES[type]
     raw = random.integers(0, 256, (rows, k // values, size), dtype=np.uint8)
-    halves = {"q4_0": (0,), "q4_1": (0, 2), "q8_0": (0,), "q4_k": (0, 2), "q6_k": (208,)}
-    for at in halves[type]:
+    halves = dict.fromkeys(("q4_0", "q8_0", "q5_0"), (0,)) | {"q6_k": (208,)}
+    if type in CHECKPOINT_TYPES:
+        return checkpoint_tensor(raw, CHECKPOINT_TYPES[type], random)
+    for at in halves.get(type, (0, 2)):
         scale = random.integers(1, 3, (rows, k // values, 1)).astype("<f2")
         raw[..., at : at + 2] = scale.view(np.uint8)
     return Tensor("w", type, (rows, k), raw.reshape(-1))
 
 
-@pytest.mark.parametrize(("type", "k"), [*[(type, 512) for type in quant.READERS], ("q4_0", 160)])
+def checkpoint_tensor(raw: np.ndarray, kind: CheckpointType, random: np.random.Generator) -> Tensor:
+    """Scales with all bits of their type, and zero points."""
+    rows, count, _ = raw.shape
+    scale = random.uniform(0.001, 0.002, (rows, count)).astype(np.float32)
+    size = kind.scale_bytes
+    raw[..., :size] = to_type(scale, kind.scale_type).reshape(rows, count, size)
+    if kind.zero:
+        zero = random.integers(-8, 8, (rows, count)).astype("<f2")
+        raw[..., size : size + 2] = zero[..., None].view(np.uint8)
+    if kind.code == "e4m3":
+        codes = raw[..., size:]
+        codes[codes & 127 == 127] = 1  # NaN
+    return Tensor("w", kind.name, (rows, count * kind.group), raw.reshape(-1))
+
+
+def half_values(tensor: Tensor) -> torch.Tensor:
+    """Tensor.to_f32() in the type of the unpacked weight, in float32."""
+    values = torch.from_numpy(tensor.to_f32())
+    return values.to(quant.HALVES[gpu_layout.BLOCK_FORMATS[tensor.type].result]).float()
+
+
+# q5_k and types with another group or result have the code of these; 896 and 160: smaller packs
+BLOCK_CASES = [
+    *[(type, 512) for type in quant.READERS if type not in CHECKPOINT_TYPES],
+    ("q4_0", 160), ("e4m3_128_bf16", 512), ("e4m3_32_f32", 160), ("i4_128_bf16", 896),
+    ("i4z_128_f16", 512), ("i4z_32_bf16", 160), ("i8z_128_bf16", 512), ("i4_128_f32", 512),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("type", "k"), BLOCK_CASES)
 def test_weights_in_blocks_have_the_values_of_the_file(
     type: str, k: int, device: torch.device
 ) -> None:
     tensor = block_tensor(type, 9, k)
-    expected = tensor.to_f32().astype(np.float16)
+    expected = half_values(tensor)
     weight = quant.to_blocks(tensor, device)
-    assert np.array_equal(quant.unpack(weight).cpu().numpy(), expected)
+    assert quant.unpack(weight).dtype == weight.dtype
+    assert torch.equal(quant.unpack(weight).cpu().float(), expected)
     found = gpu_layout.device_bytes({"layers.0.mlp.up": tensor}, "only")
     assert weight.nbytes == found["layers.0.mlp.up"].held
     chosen = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
-    assert np.array_equal(quant.unpack(weight, rows=chosen).cpu().numpy(), expected[[8, 0, 3]])
+    assert torch.equal(quant.unpack(weight, rows=chosen).cpu().float(), expected[[8, 0, 3]])
 
 
 @pytest.mark.parametrize(
-    ("type", "rows", "n", "k"), [("q4_1", 1, 70, 512), ("q6_k", 18, 70, 512), ("q4_k", 2, 300, 256)]
+    ("type", "rows", "n", "k"),
+    [
+        ("q4_1", 1, 70, 512),
+        ("q6_k", 18, 70, 512),
+        ("q4_k", 2, 300, 256),
+        ("e4m3_128_bf16", 2, 70, 512),
+        ("i4z_128_bf16", 2, 70, 512),
+        ("i8_32_bf16", 1, 70, 128),
+    ],
 )
 def test_a_matmul_in_blocks_has_the_bits_of_an_unpacked_one(
     type: str, rows: int, n: int, k: int, device: torch.device
 ) -> None:
     """Weights with two splits and with one. Exact sums: the interpreter adds in any order."""
     weight = quant.to_blocks(block_tensor(type, n, k), device)
+    if type in CHECKPOINT_TYPES:
+        weight.scales.copy_(torch.randint(1, 3, weight.scales.shape))
+    if type.startswith("e4m3"):  # below 2 before the scale
+        weight.codes.bitwise_and_(0b10111111)
     x = torch.from_numpy(np.random.default_rng(3).integers(-2, 3, (rows, k)).astype(np.float16))
+    x = x.to(weight.dtype)
     assert quant.in_kernel(weight, rows)
     expected = kernels.matmul(x.to(device), quant.unpack(weight))
     got = quant.matmul(x.to(device), weight)
     assert torch.equal(kernels.reduce_splits(got), kernels.reduce_splits(expected))
+
+
+def with_types(model: Model, types: dict[str, str]) -> Model:
+    """The model with random matrices of these types, by the end of their name."""
+    tensors = dict(model.weights)
+    for name, tensor in tensors.items():
+        type = next((type for end, type in types.items() if name.endswith(end)), None)
+        if type is not None:
+            made = block_tensor(type, tensor.rows, tensor.shape[-1])
+            tensors[name] = Tensor(name, type, tensor.shape, made.data)
+    return replace(model, weights=replace(model.weights, tensors=tensors))
+
+
+def unpacked(model: Model) -> Model:
+    tensors = {name: without_checkpoint_blocks(t) for name, t in model.weights.items()}
+    return replace(model, weights=replace(model.weights, tensors=tensors))
+
+
+# q, k, v and gate, up have one format, or two of which the first must be unpacked
+CHECKPOINT_LAYERS = {
+    "attn.q": "i4z_32_bf16", "attn.k": "i4z_32_bf16", "attn.v": "i4z_32_bf16",
+    "attn.o": "e4m3_32_bf16", "mlp.gate": "i4_32_bf16", "mlp.up": "i8_32_bf16",
+    "mlp.down": "i8z_32_bf16", "moe.gate": "e4m3_32_bf16", "moe.down": "i4z_32_bf16",
+    "embed": "e4m3_32_bf16",
+}  # fmt: skip
+
+
+KEPT = ("embed", "layers.0.attn.q+k+v", "layers.0.attn.o", "layers.0.mlp.down")
+
+
+@pytest.mark.parametrize(
+    ("family", "size"), [("llama", "intermediate_size"), ("qwen3moe", "moe_intermediate_size")]
+)
+def test_a_quantised_checkpoint_in_blocks_has_the_bits_of_the_unpacked_one(
+    family: str, size: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits, too, except under the interpreter, where sums depend on the shape of a product.
+    Experts, and matrices of two formats that one matmul reads, are unpacked."""
+    model = with_types(small(family, **FEW_HEADS, **{size: 64}), CHECKPOINT_LAYERS)
+    for blocks in ("both", "only"):
+        found = load(model.weights, model.spec, device, blocks)
+        plain = load(unpacked(model).weights, model.spec, device, "unpacked")
+        for name, weight in found.items():
+            kept = isinstance(weight, quant.BlockWeight)
+            assert kept == (blocks == "only" and name in KEPT), name
+            assert torch.equal(quant.unpack(weight) if kept else weight, plain[name]), name
+    monkeypatch.setattr(cuda_backend.CudaBackend, "available_memory", lambda _: 0)
+    backend, other = opened(model), opened(unpacked(model))
+    assert backend.info.numerics == other.info.numerics
+    ours, theirs = run_alone(backend, TOKENS[:3]), run_alone(other, TOKENS[:3])
+    assert device.type == "cpu" or same_bits(ours, theirs)
+    assert np.allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=0.02)
 
 
 def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(

@@ -12,6 +12,9 @@ With small tensors nearly all of its time is bookkeeping, which is the same for 
   equal scalar types are found by identity, and only unequal ones are compared and broadcast.
 
 A Triton without these internals keeps its own way, which is slower and equal.
+
+The interpreter truncates to bfloat16 and multiplies the bits of bfloat16 operands as integers; here
+it rounds to nearest even, as a GPU does, and multiplies values.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -35,6 +39,7 @@ def speed_up() -> None:
         _compare_types_by_identity,
         _skip_equal_operands,
         _cache_constants,
+        _bfloat16,
     )
     for change in changes:
         try:
@@ -222,3 +227,29 @@ def _cache_constants() -> None:
         return cached(self, value, dtype.name, dtype)
 
     semantic.scalar_constant = scalar_constant
+
+
+def _bfloat16() -> None:
+    """bfloat16 is a uint16 array here, the upper half of a float32."""
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    cast, dot = builder.cast_impl, builder.create_dot
+
+    def widened(data: Any) -> Any:
+        return (data.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        kinds = (src.dtype.scalar, dst_type.scalar)
+        if kinds == (tl.bfloat16, tl.float32):
+            return handle(widened(src.data), tl.float32)
+        if kinds == (tl.float32, tl.bfloat16):
+            bits = np.ascontiguousarray(src.data).view(np.uint32)
+            rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+            return handle((rounded >> np.uint32(16)).astype(np.uint16), tl.bfloat16)
+        return cast(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (handle(widened(part.data), tl.float32) for part in (a, b))
+        return dot(self, a, b, *rest)
+
+    builder.cast_impl, builder.create_dot = cast_impl, create_dot

@@ -6,6 +6,7 @@ above use it only through `protocol.Backend`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
             return _auto_cuda(model, config)
         except BackendError as error:
             gpu_note = f"cuda is not used: {error}"
+    model = _unpacked(model)
     if name in ("auto", "cpu"):
         reason = _cpu_unsupported(model)
         if reason is None:
@@ -47,6 +49,23 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
     from verbatim.backend.reference import ReferenceBackend
 
     return ReferenceBackend(model, config, note=note, gpu_note=gpu_note)
+
+
+def may_use_gpu(config: EngineConfig) -> bool:
+    """Whether open_backend opens or tries the cuda backend. Imports neither PyTorch nor Triton."""
+    if config.backend != "auto":
+        return config.backend == "cuda"
+    return gpu.present() and gpu.missing() is None
+
+
+def _unpacked(model: Model) -> Model:
+    """The model without the block types that only the cuda backend computes with."""
+    from verbatim.weights.packed_weight import without_checkpoint_blocks
+
+    tensors = {name: without_checkpoint_blocks(t) for name, t in model.weights.items()}
+    if all(tensor is model.weights[name] for name, tensor in tensors.items()):
+        return model
+    return replace(model, weights=replace(model.weights, tensors=tensors))
 
 
 def _auto_cuda(model: Model, config: EngineConfig) -> Backend:

@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
+from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES
+
 if TYPE_CHECKING:
     from verbatim.model.spec import ModelSpec
 
@@ -25,7 +27,7 @@ MATRICES = (
 # fmt: on
 # read or multiplied with few rows: their size does not count for the buffer
 HEADS = ("embed", "head", "layer_inputs.embed")
-# matrices that one matmul reads; they stay in their blocks only if all have the same type
+# matrices that one matmul reads; they stay in their blocks only if all have one format
 JOINED = (("attn", ("q", "k", "v")), ("mlp", ("gate", "up")), ("shared", ("gate", "up")))
 BK = 128  # inputs per block of a matmul; splits are whole blocks, so it affects the bits
 MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
@@ -46,7 +48,10 @@ class BlockFormat(NamedTuple):
 
     bits: int
     group: int  # inputs per scale
-    scale_bytes: int  # per group, of scale and offset
+    scale_bytes: int  # per group, of scale and offset or zero point
+    code: str = "int"  # or e4m3
+    offset: str = "none"  # added to scale * code; or zero: subtracted from the code
+    result: str = "f16"  # type of the unpacked weights; or bf16
 
 
 class DeviceBytes(NamedTuple):
@@ -56,10 +61,23 @@ class DeviceBytes(NamedTuple):
 
 BLOCK_FORMATS = {
     "q4_0": BlockFormat(4, 32, 2),
-    "q4_1": BlockFormat(4, 32, 4),
-    "q4_k": BlockFormat(4, 32, 8),
+    "q4_1": BlockFormat(4, 32, 4, offset="add"),
+    "q4_k": BlockFormat(4, 32, 8, offset="add"),
+    "q5_0": BlockFormat(8, 32, 2),
+    "q5_1": BlockFormat(8, 32, 4, offset="add"),
+    "q5_k": BlockFormat(8, 32, 8, offset="add"),
     "q6_k": BlockFormat(8, 16, 4),
     "q8_0": BlockFormat(8, 32, 2),
+} | {
+    name: BlockFormat(
+        kind.bits,
+        kind.group,
+        kind.codes_at,
+        code="e4m3" if kind.code == "e4m3" else "int",
+        offset="zero" if kind.zero else "none",
+        result="bf16" if kind.result == "bf16" else "f16",
+    )
+    for name, kind in CHECKPOINT_TYPES.items()
 }
 
 
@@ -155,8 +173,8 @@ def _bytes_of(name: str, weight: StoredWeight, blocks: BlockMode, kept: bool) ->
 
 
 def _stay_in_blocks(weights: Mapping[str, StoredWeight]) -> set[str]:
-    """Weights in blocks, without those that are joined with a weight of another type or with one
-    that ends inside a tile."""
+    """Weights in blocks, without those that are joined with a weight of another format or with
+    one that ends inside a tile."""
     kept = {name for name, weight in weights.items() if keeps_blocks(name, weight)}
     for name in sorted(kept):
         prefix, _, part = name.rpartition(".")
@@ -164,6 +182,6 @@ def _stay_in_blocks(weights: Mapping[str, StoredWeight]) -> set[str]:
             if part in parts and prefix.endswith(f".{owner}"):
                 group = [f"{prefix}.{one}" for one in parts if f"{prefix}.{one}" in weights]
                 whole = all(weights[one].shape[0] % TILE == 0 for one in group[:-1])
-                if len({weights[one].type for one in group}) > 1 or not whole:
+                if len({BLOCK_FORMATS.get(weights[one].type) for one in group}) > 1 or not whole:
                     kept.discard(name)
     return kept

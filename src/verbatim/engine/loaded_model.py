@@ -119,7 +119,7 @@ def load_parts(
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend."""
-    from verbatim.backend import open_backend
+    from verbatim.backend import may_use_gpu, open_backend
     from verbatim.model.encoder_load import encoder_type
     from verbatim.model.load import load_model
     from verbatim.weights.catalog import resolve
@@ -127,7 +127,8 @@ def load_parts(
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     if encoder_type(path) is not None:
         return _encoder_parts(os.fspath(model), path, config)
-    loaded = load_model(path, context=config.context, quant=config.quant)
+    gpu = may_use_gpu(config)
+    loaded = load_model(path, context=config.context, quant=config.quant, gpu=gpu)
     if config.adapters:
         from verbatim.model.adapter_load import with_adapters
 
@@ -326,7 +327,7 @@ def _load_draft(
 ) -> tuple[Backend | None, tuple[str, ...]]:
     """The draft model of `speculate=draft:MODEL`, and its warnings. It must have the target's
     vocabulary: drafts are token ids."""
-    from verbatim.backend import open_backend
+    from verbatim.backend import may_use_gpu, open_backend
     from verbatim.model.load import load_model
     from verbatim.weights.catalog import resolve
 
@@ -336,13 +337,14 @@ def _load_draft(
     if not name:
         raise ParameterError("speculate", "'draft' needs a model: draft:MODEL")
     path = resolve(name, offline=offline, progress=progress)
+    gpu = may_use_gpu(config)
     try:
-        model = load_model(path, context=config.context, quant=config.quant)
+        model = load_model(path, context=config.context, quant=config.quant, gpu=gpu)
     except ParameterError as error:
         if error.param != "context":
             raise
         # The draft model's context is shorter than requested: beyond it, it drafts nothing.
-        model = load_model(path, quant=config.quant)
+        model = load_model(path, quant=config.quant, gpu=gpu)
     if model.spec.vocab != vocab:
         raise ParameterError(
             "speculate",

@@ -23,8 +23,9 @@ from verbatim.model.spec import ModelSpec
 from verbatim.weights.names import (
     Source,
 )
+from verbatim.weights.packed_weight import without_checkpoint_blocks
 from verbatim.weights.requantise import requantise
-from verbatim.weights.tensor import BLOCKS, Tensor
+from verbatim.weights.tensor import BLOCKS, SIZES, Tensor
 
 PACKED = "packed"
 
@@ -100,13 +101,15 @@ class WeightCollector:
                 )
         parts = [self._quantised(name, part) for part in parts]
         if stacked and len({part.type for part in parts}) > 1:
+            parts = [without_checkpoint_blocks(part) for part in parts]
+        if stacked and len({part.type for part in parts}) > 1:
             raise ModelError(f"the experts of {name} have different types", file=self.file)
         data = np.concatenate([part.data for part in parts]) if stacked else parts[0].data
         return Tensor(name, parts[0].type, shape, data)
 
     def _part(self, file_name: str, source: Source) -> Tensor:
         tensor = self.tensors[file_name]
-        if tensor.type not in BLOCKS:
+        if tensor.type not in SIZES:
             raise ModelError(
                 f"tensor {file_name} has type {tensor.type}, which is not supported", file=self.file
             )
@@ -114,7 +117,7 @@ class WeightCollector:
         if source.interleaved:
             return tensor
         if source.transpose:
-            tensor = self._transposed(tensor)
+            tensor = self._transposed(without_checkpoint_blocks(tensor))
         if source.alternating:
             tensor = self._every_other_row(tensor, source.part)
         elif source.halves:

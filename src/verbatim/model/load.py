@@ -70,15 +70,23 @@ class Model:
         return Path(self.source.path)
 
 
-def load_model(path: str | Path, *, context: int | None = None, quant: str | None = None) -> Model:
+def load_model(
+    path: str | Path,
+    *,
+    context: int | None = None,
+    quant: str | None = None,
+    gpu: bool = False,
+) -> Model:
     """Load the model at `path`.
 
     `context`: positions that the engine serves (None: the model's own). `quant`: q8_0 or q4_0
-    quantises float weights; packed keeps the integers of quantised safetensors in blocks."""
+    quantises float weights; packed keeps the integers of quantised safetensors in blocks. `gpu`:
+    without `quant`, keep quantised safetensors in blocks for the cuda backend (open_backend unpacks
+    them for the others). The bits of the weights are the same."""
     path = Path(path)
     _check_arguments(path, quant)
     if path.is_dir():
-        return _from_directory(path, context, quant)
+        return _from_directory(path, context, quant, gpu=gpu)
     return _from_gguf(path, context, quant)
 
 
@@ -192,8 +200,8 @@ def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None)
     return _Names(collector, find, is_ignorable)
 
 
-def _from_directory(path: Path, context: int | None, quant: str | None) -> Model:
-    source = read_directory(path, blocks=quant == PACKED)
+def _from_directory(path: Path, context: int | None, quant: str | None, *, gpu: bool) -> Model:
+    source = read_directory(path, blocks=quant == PACKED, gpu=gpu and quant is None)
     spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
     warnings = (*warnings, *source.warnings, *_draft_warnings(source.tensors, spec))
     names = _directory_names(source, spec, quant)

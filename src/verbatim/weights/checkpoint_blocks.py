@@ -5,8 +5,8 @@ codes of 32 or 128 consecutive values of one row, in this order:
 
     scale   float32 for FP8, else of the result's type
     zero    float16, a whole number; only in types with a zero point
-    codes   e4m3 and i8: one byte per value; i4: value 2 j in the low nibble of byte j, value 2 j + 1
-            in the high one, both plus 8
+    codes   e4m3, i8: one byte per value; i4: value 2 j in the low nibble of byte j, value 2 j + 1 in
+            the high one, both plus 8
 
 value = (code - zero) * scale in float32, rounded once to the result's type: the bits of the
 format's own dequantiser. A name states all of this: i4z_128_bf16 has 4-bit codes with a zero point,

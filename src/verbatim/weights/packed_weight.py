@@ -14,7 +14,14 @@ from math import prod
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.weights.checkpoint_blocks import GROUPS, CheckpointType, code_values, to_type
+from verbatim.weights.block_formats import dequantise
+from verbatim.weights.checkpoint_blocks import (
+    CHECKPOINT_TYPES,
+    GROUPS,
+    CheckpointType,
+    code_values,
+    to_type,
+)
 from verbatim.weights.packed_blocks import to_blocks
 from verbatim.weights.tensor import Tensor
 
@@ -22,6 +29,20 @@ CHUNK_VALUES = 1 << 18  # converted at a time: temporaries stay in the CPU cache
 # Zero points are whole numbers in float16; a GPU multiplies FP8 scales by 2 ** 8.
 MAX_ZERO, MAX_FP8_SCALE = 255.0, 2.0**100
 E4M3_NAN = 127
+
+
+def without_checkpoint_blocks(tensor: Tensor) -> Tensor:
+    """The weight unpacked to floats, if it has a type of checkpoint_blocks.py."""
+    if tensor.type not in CHECKPOINT_TYPES:
+        return tensor
+    type, rows = CHECKPOINT_TYPES[tensor.type].result, tensor.row_view()
+    step = max(1, CHUNK_VALUES // tensor.shape[-1])
+    chunks = [rows[start : start + step] for start in range(0, len(rows), step)]
+    parts = [
+        to_type(dequantise(tensor.type, chunk, (len(chunk), tensor.shape[-1])), type)
+        for chunk in chunks
+    ]
+    return Tensor(tensor.name, type, tensor.shape, np.concatenate(parts))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

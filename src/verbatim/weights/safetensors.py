@@ -79,9 +79,12 @@ class SafetensorsDir:
     warnings: tuple[str, ...] = ()  # about a quantised checkpoint
 
 
-def read_directory(path: str | os.PathLike[str], *, blocks: bool = False) -> SafetensorsDir:
+def read_directory(
+    path: str | os.PathLike[str], *, blocks: bool = False, gpu: bool = False
+) -> SafetensorsDir:
     """Parse everything but the weights, and map those. Any violation is a ModelError. `blocks`:
-    keep quantised weights in blocks; the directory must have a quantization_config."""
+    keep quantised weights in GGUF's blocks; the directory must have a quantization_config. `gpu`:
+    keep them in blocks that have the bits of the unpacked weights (checkpoint_blocks.py)."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(
@@ -123,7 +126,9 @@ def read_directory(path: str | os.PathLike[str], *, blocks: bool = False) -> Saf
     if isinstance(packing, dict):
         digest = _packed_digest(digest, others)
         file = str(directory / "config.json")
-        tensors, others, warnings = unpack_checkpoint(packing, tensors, others, file, blocks=blocks)
+        tensors, others, warnings = unpack_checkpoint(
+            packing, tensors, others, file, blocks=blocks, gpu=gpu
+        )
     elif blocks:
         raise ModelError(
             "quant 'packed' keeps the integers of a quantised checkpoint, and this config has no "

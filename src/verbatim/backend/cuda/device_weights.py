@@ -18,6 +18,7 @@ from verbatim.backend.cuda.launch import unpacks_in_order
 from verbatim.backend.gpu_layout import BlockMode, is_matrix, keeps_blocks
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec
+from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES
 from verbatim.weights.requantise import requantise
 from verbatim.weights.tensor import Tensor
 
@@ -33,8 +34,8 @@ def load(
     """Copy weights to the device in the kernels' layout: matrices in half precision, all others in
     float32; q, k, v and gate, up are concatenated, because one matmul reads them.
 
-    `blocks`: whether quantised matrices are unpacked to float16, also stay in their blocks, which
-    is faster for few rows, or only stay in their blocks. The bits of a result are the same."""
+    `blocks`: whether quantised matrices are unpacked to half precision, also stay in their blocks,
+    which is faster for few rows, or only stay in their blocks. The bits of a result are the same."""
     out: dict[str, Weight] = {}
     for name, tensor in source.items():
         if blocks != "unpacked" and keeps_blocks(name, tensor):
@@ -64,7 +65,7 @@ def load(
 
 
 def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
-    """Add float16 copies for many rows ("both"), or the buffer for such copies ("only")."""
+    """Add unpacked copies for many rows ("both"), or the buffer for such copies ("only")."""
     held = {name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight)}
     if blocks == "both":
         for name, weight in held.items():
@@ -81,7 +82,10 @@ def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
 
 def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
     """bfloat16 stays as it is, and mxfp4 becomes bfloat16, which holds its powers of two. All other
-    types become float16: it has three more mantissa bits."""
+    types become float16: it has three more mantissa bits. Blocks of a quantised checkpoint become
+    what their unpacked weight would."""
+    if tensor.type in CHECKPOINT_TYPES:
+        return quant.unpack_tensor(tensor, device)
     if tensor.type == "mxfp4":
         tensor = requantise(tensor, "bf16")
     if tensor.type == "bf16":

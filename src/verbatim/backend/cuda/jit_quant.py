@@ -1,8 +1,8 @@
 """Device code for weights that stay in their quantised blocks, in Triton. quant.py launches it.
 
-Invariant: a weight that is unpacked here has the bits that Tensor.to_f32() has, rounded to float16,
-and a matmul adds the products in the order of jit.matmul. So a result has the same bits whether the
-weights are unpacked in the matmul, before it, or when the model is loaded.
+Invariant: a weight that is unpacked here has the bits that Tensor.to_f32() has, rounded to float16
+or bfloat16, and a matmul adds the products in the order of jit.matmul. So a result has the same
+bits whether the weights are unpacked in the matmul, before it, or when the model is loaded.
 
 Codes are stored in the order in which a tensor core takes its first operand from registers. A tile
 of 64 outputs has chunks of 2,048 bytes: 64 inputs of 4 bits or 32 of 8 bits. A thread of the tile's
@@ -54,6 +54,24 @@ sub.f16x2 $0, $0, h;
 sub.f16x2 $1, $1, h;
 }
 """)
+# four bytes of FP8 (E4M3) -> four float16 values that are smaller by 2 ** 8, likewise: sign,
+# exponent and mantissa move to their places
+E4M3_ASM: tl.constexpr = tl.constexpr("""
+{
+.reg .b32 t, u, s;
+prmt.b32 t, $2, 0, 0x2404;
+prmt.b32 u, $2, 0, 0x3414;
+and.b32 s, t, 0x80008000;
+shr.b32 t, t, 1;
+lop3.b32 $0, t, 0x3f803f80, s, 0xea;
+and.b32 s, u, 0x80008000;
+shr.b32 u, u, 1;
+lop3.b32 $1, u, 0x3f803f80, s, 0xea;
+}
+""")
+# what OFFSET means, beside 0 for none
+ADDED: tl.constexpr = tl.constexpr(1)
+ZERO_POINT: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
@@ -78,36 +96,52 @@ def split_nibbles(code, SIZE: tl.constexpr, SIGNED: tl.constexpr, ASM: tl.conste
 
 
 @triton.jit
-def signed_bytes(code, SIZE: tl.constexpr, ASM: tl.constexpr):
+def byte_values(code, E4M3: tl.constexpr):
+    """Signed bytes, or FP8 (E4M3) less a factor of 2 ** 8, in float16. Both are exact."""
+    if E4M3:
+        wide = code.to(tl.uint16)
+        value = ((wide & 128) << 8 | (wide & 127) << 7).to(tl.float16, bitcast=True)
+    else:
+        value = code.to(tl.int8, bitcast=True).to(tl.float16)
+    return value
+
+
+@triton.jit
+def unpack_bytes(code, SIZE: tl.constexpr, E4M3: tl.constexpr, ASM: tl.constexpr):
     if ASM:
         value = tl.inline_asm_elementwise(
-            BYTES_ASM, "=r,=r,r", [code], dtype=tl.float16, is_pure=True, pack=4
-        )
+            E4M3_ASM if E4M3 else BYTES_ASM, "=r,=r,r", [code],
+            dtype=tl.float16, is_pure=True, pack=4,
+        )  # fmt: skip
     else:
-        value = swap_middle(code, SIZE).to(tl.int8, bitcast=True).to(tl.float16)
+        value = byte_values(swap_middle(code, SIZE), E4M3)
     return value.to(tl.float16)
 
 
 @triton.jit
-def scaled(q, scale, offset, OFFSET: tl.constexpr):
-    """Weights in float16: scale * q, or scale * q + offset (OFFSET).
+def scaled(q, scale, offset, TYPE: tl.constexpr, OFFSET: tl.constexpr):
+    """Weights in the type TYPE: scale * q, scale * q + offset (ADDED) or scale * (q - offset)
+    (ZERO_POINT, a whole number).
 
-    A product of a float16 and a code of eight bits is exact in float32, so one rounding to float16
-    follows, as in Tensor.to_f32() and a conversion."""
-    if OFFSET:
+    A product of a float16 or bfloat16 and a whole number of nine bits is exact in float32, so one
+    rounding to TYPE follows, as in Tensor.to_f32() and a conversion. A product with a float32 scale
+    (FP8) is rounded to float32 first, there and here: no addition follows that could be fused."""
+    if OFFSET == ZERO_POINT:
+        q -= offset
+    if OFFSET == ADDED:
         value = q.to(tl.float32) * scale.to(tl.float32) + offset.to(tl.float32)
     elif scale.dtype == tl.float16:
         value = q * scale
     else:
-        value = q.to(tl.float32) * scale
-    return value.to(tl.float16)
+        value = q.to(tl.float32) * scale.to(tl.float32)
+    return value.to(TYPE)
 
 
 @triton.jit
 def load_weights(
-    codes, scales, offsets, pack,
-    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
-    ASM: tl.constexpr,
+    codes, scales, offsets, pack, TYPE: tl.constexpr,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr,
+    OFFSET: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Weights [64, PACK] of pack number `pack`, counted over all tiles."""
     SIZE: tl.constexpr = 64 * PACK * BITS // 8
@@ -123,15 +157,16 @@ def load_weights(
     scale = tl.load(scales + at)
     offset = tl.load(offsets + at) if OFFSET else scale
     if BITS == 4:
-        low, high = split_nibbles(code, SIZE, not OFFSET, ASM)
+        low, high = split_nibbles(code, SIZE, OFFSET != ADDED, ASM)
         q = tl.join(low, high)
     else:
-        q = signed_bytes(code, SIZE, ASM)
+        q = unpack_bytes(code, SIZE, E4M3, ASM)
     # span, chunk, warp, line, column, eight (2 bits), half, odd, nibble
     weight = scaled(
         q.reshape(SPANS, SPAN, 4, 8, 4, 2, 2, 2, 2, NIBBLES),
         scale.reshape(SPANS, 1, 4, 8, 1, BY_EIGHT, 1, 2, 1, BY_NIBBLE),
         offset.reshape(SPANS, 1, 4, 8, 1, BY_EIGHT, 1, 2, 1, BY_NIBBLE),
+        TYPE,
         OFFSET,
     )
     return tl.permute(weight, (2, 7, 3, 0, 1, 9, 5, 6, 4, 8)).reshape(64, PACK)
@@ -141,7 +176,7 @@ def load_weights(
 def quant_matmul(
     x, codes, scales, offsets, out, M, N, K, WIDE, PACKS,
     BM: tl.constexpr, PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    OFFSET: tl.constexpr, ASM: tl.constexpr,
+    E4M3: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Split-K matmul with few rows: out[split, m, n] = sum over the split's k of x[m, k] w[n, k].
 
@@ -150,19 +185,20 @@ def quant_matmul(
     tile, split = tl.program_id(0), tl.program_id(1)
     n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
+    TYPE: tl.constexpr = x.dtype.element_ty  # of rows and unpacked weights
     inside = (m < M)[:, None]
     column = tl.arange(0, PACK)
     total = tl.zeros((64, BM), tl.float32)
     for i in range(PACKS):
         pack = split * PACKS + i
         weight = load_weights(
-            codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack,
-            PACK, BITS, GROUP, OFFSET, ASM,
+            codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack, TYPE,
+            PACK, BITS, GROUP, E4M3, OFFSET, ASM,
         )  # fmt: skip
         k = pack * PACK + column
         rows = tl.load(
             x + m[:, None] * K + k[None, :], mask=inside & (k < K)[None, :], other=0.0
-        ).to(tl.float16)
+        ).to(TYPE)
         total = tl.dot(weight, tl.trans(rows), total)
     place = (split * M + m[None, :]).to(tl.int64) * N + n[:, None]
     tl.store(out + place, total, mask=(m < M)[None, :] & (n < N)[:, None])
@@ -171,14 +207,14 @@ def quant_matmul(
 @triton.jit
 def unpack_tiles(
     codes, scales, offsets, out, N, K, WIDE,
-    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
-    ASM: tl.constexpr,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr,
+    OFFSET: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The weight [N, K] in float16. A program unpacks one pack of 64 outputs."""
+    """The weight [N, K] in half precision. A program unpacks one pack of 64 outputs."""
     tile, pack = tl.program_id(0), tl.program_id(1)
     weight = load_weights(
-        codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack,
-        PACK, BITS, GROUP, OFFSET, ASM,
+        codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack, out.dtype.element_ty,
+        PACK, BITS, GROUP, E4M3, OFFSET, ASM,
     )  # fmt: skip
     n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
     k = pack * PACK + tl.arange(0, PACK)
@@ -189,9 +225,10 @@ def unpack_tiles(
 @triton.jit
 def unpack_row(
     codes, scales, offsets, index, out, K, WIDE,
-    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):  # fmt: skip
-    """out[i] = row index[i] in float16. A program unpacks one pack of one row."""
+    """out[i] = row index[i] in half precision. A program unpacks one pack of one row."""
     row, pack = tl.program_id(0).to(tl.int64), tl.program_id(1)
     n = tl.load(index + row).to(tl.int64)
     tile, warp, half, line = n // 64, n // 16 % 4, n // 8 % 2, n % 8
@@ -205,14 +242,15 @@ def unpack_row(
     at += warp * 512 + line * 64 + column * 16 + eight * 4 + odd * 2 + half
     code = tl.load(codes + at)
     if BITS == 4:
-        q = ((code >> (nibble * 4).to(tl.uint8)) & 15).to(tl.float16) - (0.0 if OFFSET else 8.0)
+        q = ((code >> (nibble * 4).to(tl.uint8)) & 15).to(tl.float16)
+        q -= 0.0 if OFFSET == ADDED else 8.0
     else:
-        q = code.to(tl.int8, bitcast=True).to(tl.float16)
+        q = byte_values(code, E4M3)
     INPUTS: tl.constexpr = GROUP if GROUP > CHUNK else CHUNK  # of the scales of a line
     scale_at = (tile * (WIDE // INPUTS) + k // INPUTS) * 4 + warp
     scale_at = (scale_at * 8 + line) * BY_EIGHT + (eight // 2) % BY_EIGHT
     scale_at = (scale_at * 2 + half) * BY_NIBBLE + nibble % BY_NIBBLE
     scale = tl.load(scales + scale_at)
     offset = tl.load(offsets + scale_at) if OFFSET else scale
-    weight = scaled(q.to(tl.float16), scale, offset, OFFSET)
+    weight = scaled(q.to(tl.float16), scale, offset, out.dtype.element_ty, OFFSET)
     tl.store(out + row * K + k, weight, mask=k < K)

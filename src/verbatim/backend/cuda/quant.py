@@ -1,9 +1,10 @@
 """Weights that stay in their quantised blocks on the device, and the matmul that reads them.
 
 In: a Tensor of a type of BLOCK_FORMATS. Out: a BlockWeight: codes of 4 or 8 bits, and a scale (and
-an offset) per group of 16 or 32 inputs. Few rows are multiplied with weights that the kernel
-unpacks in registers, on Hopper GPUs; for more rows the weight is unpacked to float16 first: at
-loading if memory allows, else into a buffer that all weights share. All three give the same bits.
+an offset or a zero point) per group of 16 to 128 inputs. Few rows are multiplied with weights that
+the kernel unpacks in registers, on Hopper GPUs; for more rows the weight is unpacked to half
+precision first: at loading if memory allows, else into a buffer that all weights share. All three
+give the same bits.
 Codes and scales are stored in the order in which the kernel's threads read them (jit_quant.py).
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -26,13 +28,18 @@ from verbatim.backend.gpu_layout import (
     MAX_BUFFER,
     PACKS,
     TILE,
+    BlockFormat,
     packing,
     split_k,
 )
-from verbatim.weights.tensor import BLOCKS, Tensor
+from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES, CheckpointType
+from verbatim.weights.tensor import SIZES, Tensor
 
 ROWS = (16, 32)  # of a matmul that unpacks weights in its kernel; more are multiplied with float16
 CHUNK_VALUES = 1 << 26  # values converted at a time while loading
+HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
+OFFSETS = {"none": 0, "add": 1, "zero": 2}  # as jit_quant.py has them
+E4M3_BIAS = 2.0**8  # an E4M3 byte, shifted into a float16, is smaller by this factor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,15 +51,21 @@ class BlockWeight:
     codes: torch.Tensor  # uint8: n rounded up to a multiple of 64, times wide * bits / 8
     scales: torch.Tensor  # float16 or float32, one per group
     offsets: torch.Tensor | None
-    bits: int
-    group: int
+    form: BlockFormat
     pack: int  # inputs that the kernel reads at once
-    unpacked: torch.Tensor | None = None  # [n, k] float16
+    unpacked: torch.Tensor | None = None  # [n, k] of `dtype`
     buffer: torch.Tensor | None = None  # float16, shared by all weights
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float16
+        """Of the unpacked weights."""
+        return HALVES[self.form.result]
+
+    @property
+    def constants(self) -> tuple[int, int, bool, int]:
+        """Compile-time constants that tell the kernels how the weight is stored."""
+        offset, e4m3 = OFFSETS[self.form.offset], self.form.code == "e4m3"
+        return self.form.bits, self.form.group, e4m3, offset
 
     @property
     def ndim(self) -> int:
@@ -102,15 +115,46 @@ def _q8_0(blocks: torch.Tensor) -> Values:
     return Values(_rows(blocks[..., 2:]), _half(blocks, 0), None)
 
 
-def _q4_k(blocks: torch.Tensor) -> Values:
+def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scales and offsets of q4_k and q5_k."""
     a, b, c = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = torch.cat([a & 63, (c & 15) | ((a >> 2) & 48)], -1).float()
     minima = torch.cat([b & 63, (c >> 4) | ((b >> 2) & 48)], -1).float()
-    return Values(
-        _rows(_nibbles(blocks[..., 16:], 32)),
+    return (
         _rows(_half(blocks, 0).float()[..., None] * scales),
         _rows(-(_half(blocks, 2).float()[..., None] * minima)),
     )
+
+
+def _q4_k(blocks: torch.Tensor) -> Values:
+    return Values(_rows(_nibbles(blocks[..., 16:], 32)), *_k_scales(blocks))
+
+
+def _fifth_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Bytes [..., m] -> [..., 8, m] of 0 or 16: bit j of each byte."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)[:, None]
+    return ((packed[..., None, :] >> shifts) & 1) << 4
+
+
+def _q5(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Codes 0 .. 31 of q5_0 and q5_1: four bytes of fifth bits at `at`, then nibbles."""
+    fifth = _fifth_bits(blocks[..., at : at + 4]).transpose(-1, -2).flatten(-2)
+    return _nibbles(blocks[..., at + 4 :], 16) | fifth
+
+
+def _q5_0(blocks: torch.Tensor) -> Values:
+    signed = _q5(blocks, 2).to(torch.int8) - 16
+    return Values(_rows(signed.view(torch.uint8)), _half(blocks, 0), None)
+
+
+def _q5_1(blocks: torch.Tensor) -> Values:
+    return Values(_rows(_q5(blocks, 4)), _half(blocks, 0), _half(blocks, 2))
+
+
+def _q5_k(blocks: torch.Tensor) -> Values:
+    codes = _nibbles(blocks[..., 48:], 32) | _fifth_bits(blocks[..., 16:48]).flatten(-2)
+    scales, minima = _k_scales(blocks)
+    return Values(_rows(codes), scales, minima)
 
 
 def _q6_k(blocks: torch.Tensor) -> Values:
@@ -127,13 +171,30 @@ def _q6_k(blocks: torch.Tensor) -> Values:
     )
 
 
+def _checkpoint(kind: CheckpointType, blocks: torch.Tensor) -> Values:
+    """A type of weights/checkpoint_blocks.py."""
+    types = {"f32": torch.float32, **HALVES}
+    scales = blocks[..., : kind.scale_bytes].contiguous().view(types[kind.scale_type])[..., 0]
+    codes = blocks[..., kind.codes_at :]
+    if kind.code == "i4":
+        codes = torch.stack([codes & 15, codes >> 4], -1)
+    elif kind.code == "e4m3":
+        scales = scales * E4M3_BIAS
+    zeros = _half(blocks, kind.scale_bytes) if kind.zero else None
+    return Values(_rows(codes), scales, zeros)
+
+
 # by type: the function that unpacks blocks [n, k / values, bytes per block] uint8
 READERS: dict[str, Callable[[torch.Tensor], Values]] = {
     "q4_0": _q4_0,
     "q4_1": _q4_1,
     "q4_k": _q4_k,
+    "q5_0": _q5_0,
+    "q5_1": _q5_1,
+    "q5_k": _q5_k,
     "q6_k": _q6_k,
     "q8_0": _q8_0,
+    **{name: partial(_checkpoint, kind) for name, kind in CHECKPOINT_TYPES.items()},
 }
 
 
@@ -142,7 +203,7 @@ READERS: dict[str, Callable[[torch.Tensor], Values]] = {
 
 def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:
     """Copy a weight [n, k] to the device in its blocks."""
-    form, (values, size), (n, k) = BLOCK_FORMATS[tensor.type], BLOCKS[tensor.type], tensor.shape
+    form, (values, size), (n, k) = BLOCK_FORMATS[tensor.type], SIZES[tensor.type], tensor.shape
     pack, wide = packing(k)
     step = max(1, CHUNK_VALUES // k // TILE) * TILE
     parts = []
@@ -162,7 +223,7 @@ def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:
     codes, scales, offsets = (_cat(list(part)) for part in zip(*parts, strict=True))
     assert codes is not None
     assert scales is not None
-    return BlockWeight((n, k), wide, codes, scales, offsets, form.bits, form.group, pack)
+    return BlockWeight((n, k), wide, codes, scales, offsets, form, pack)
 
 
 def _pad(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -198,7 +259,7 @@ def join(weights: Sequence[BlockWeight]) -> BlockWeight | None:
     """The weights with their outputs concatenated; None if their formats differ, or if one ends
     inside a tile."""
     first = weights[0]
-    alike = {(w.bits, w.group, w.scales.dtype, w.offsets is None, w.shape[1]) for w in weights}
+    alike = {(w.form, w.shape[1]) for w in weights}
     if len(alike) > 1 or any(w.shape[0] % TILE for w in weights[:-1]):
         return None
     codes, scales, offsets = (
@@ -228,12 +289,12 @@ def buffer_values(weights: Mapping[str, BlockWeight]) -> int:
 def unpack(
     weight: BlockWeight, out: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The weight in float16 [n, k], or the given rows of it."""
+    """The weight in half precision [n, k], or the given rows of it."""
     n, k = weight.shape if rows is None else (len(rows), weight.shape[1])
     if out is None:
-        out = torch.empty((n, k), dtype=torch.float16, device=weight.codes.device)
+        out = torch.empty((n, k), dtype=weight.dtype, device=weight.codes.device)
     parts = (weight.codes, weight.scales, _or(weight.offsets, weight.scales))
-    form = (weight.pack, weight.bits, weight.group, weight.offsets is not None)
+    form = (weight.pack, *weight.constants)
     packs = weight.wide // weight.pack
     if rows is None:
         launch(
@@ -247,6 +308,19 @@ def unpack(
             jit_quant.unpack_row, (n, packs, 1), (*parts, rows, out, k, weight.wide), form, warps=1
         )
     return out
+
+
+def unpack_tensor(tensor: Tensor, device: torch.device) -> torch.Tensor:
+    """A weight of any shape in half precision. Only some rows are in blocks at a time."""
+    (n, k), raw = (tensor.rows, tensor.shape[-1]), tensor.row_view()
+    dtype = HALVES[BLOCK_FORMATS[tensor.type].result]
+    out = torch.empty((n, k), dtype=dtype, device=device)
+    step = max(1, CHUNK_VALUES // k)
+    for start in range(0, n, step):
+        rows = raw[start : start + step]
+        part = Tensor(tensor.name, tensor.type, (len(rows), k), rows.reshape(-1))
+        unpack(to_blocks(part, device), out[start : start + step])
+    return out.view(tensor.shape)
 
 
 def matmul(
@@ -273,7 +347,7 @@ def plain_weight(weight: torch.Tensor | BlockWeight, rows: int) -> torch.Tensor 
         return weight.unpacked
     assert weight.buffer is not None, "a weight without a buffer is multiplied in its blocks"
     n, k = weight.shape
-    return unpack(weight, weight.buffer[: n * k].view(n, k))
+    return unpack(weight, weight.buffer[: n * k].view(weight.dtype).view(n, k))
 
 
 def in_kernel(weight: BlockWeight, rows: int) -> bool:
@@ -289,7 +363,7 @@ def _matmul(
     m, (n, k) = len(x), weight.shape
     splits, blocks = split_k(n, k)
     # more rows and 8 bits: of a smaller pack, more stages fit into shared memory
-    pack = PACKS[-1] if m > ROWS[0] and weight.bits == 8 else weight.pack
+    pack = PACKS[-1] if m > ROWS[0] and weight.form.bits == 8 else weight.pack
     packs = (weight.wide if splits == 1 else blocks * BK) // pack
     if out is None or splits > 1:
         out = torch.empty((splits, m, n), dtype=torch.float32, device=x.device)
@@ -300,15 +374,12 @@ def _matmul(
         jit_quant.quant_matmul,
         (triton.cdiv(n, TILE), splits, triton.cdiv(m, lines)),
         (
-            x.to(torch.float16), weight.codes, weight.scales, _or(weight.offsets, weight.scales),
+            x.to(weight.dtype), weight.codes, weight.scales, _or(weight.offsets, weight.scales),
             out, m, n, k, weight.wide, packs,
         ),
-        (
-            lines, pack, weight.bits, weight.group, weight.offsets is not None,
-            not INTERPRETED,
-        ),
+        (lines, pack, *weight.constants, not INTERPRETED),
         warps=4,
-        stages=3 if weight.bits == 4 else 4,
+        stages=3 if weight.form.bits == 4 else 4,
         fuse=True,  # for the tensor cores; a fused scale and offset is exact before its rounding
     )  # fmt: skip
     return SplitSums(out, bias)
