@@ -5,8 +5,8 @@ codes of 32 or 128 consecutive values of one row, in this order:
 
     scale   float32 for FP8, else of the result's type
     zero    float16, a whole number; only in types with a zero point
-    codes   e4m3, i8: one byte per value; i4: value 2 j in the low nibble of byte j, value 2 j + 1 in
-            the high one, both plus 8
+    codes   e4m3 and i8: one byte per value
+            i4: byte j has value 2 j in its low nibble, 2 j + 1 in its high one, both plus 8
 
 value = (code - zero) * scale in float32, rounded once to the result's type: the bits of the
 format's own dequantiser. A name states all of this: i4z_128_bf16 has 4-bit codes with a zero point,
@@ -83,7 +83,7 @@ E4M3 = _e4m3_table()
 def code_values(code: str, data: np.ndarray) -> np.ndarray:
     """Bytes of codes [n, bytes] -> their values [n, values]: float32 of e4m3, int8 of integers."""
     if code == "e4m3":
-        return E4M3[data]
+        return np.asarray(E4M3[data])
     if code == "i8":
         return data.view(np.int8)
     pairs = np.stack([data & np.uint8(15), data >> np.uint8(4)], axis=-1)

@@ -179,7 +179,7 @@ def _codes(words: np.ndarray, bits: int) -> tuple[str, np.ndarray]:
         return "i8", data ^ np.uint8(128)
     if bits == 2:
         pairs = np.stack([data & 15, data >> 4], axis=-1)  # two values each
-        data = ((pairs & 3) | (pairs >> 2) << 4).reshape(len(data), -1)
+        return "i4", ((pairs & 3) | (pairs >> 2) << 4).astype(np.uint8).reshape(len(data), -1)
     return "i4", data
 
 
