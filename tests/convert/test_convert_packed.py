@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import pytest
 from test_convert_gguf import byte_level, call, same_weights
 
+from verbatim.backend import gpu_layout, open_backend
+from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.diagnose.footprint import WEIGHT_TYPES, footprint_of_config, read_footprint
 from verbatim.model.load import load_model
@@ -194,6 +197,38 @@ def test_plan_counts_the_blocks_of_a_packed_model(
     parts = {name: plan.parts[name] for name in layers}
     size = sum(np.prod(p.shape) * WEIGHT_TYPES[p.type] for p in parts.values())
     assert size == sum(t.data.nbytes for t in layers.values())
+    assert bool(plan.gpu_parts) == (quant is None)
+
+
+@pytest.mark.parametrize(
+    ("method", "type"),
+    [
+        ("fp8", "e4m3_32_bf16"),
+        ("compressed-tensors", "i4_32_f16"),
+        ("awq", "i4z_32_f16"),
+        ("gptq", "f16"),
+    ],
+)
+def test_a_packed_llama_for_a_gpu(method: str, type: str, tmp_path: Path) -> None:
+    """Blocks with the bits of the unpacked weights. The plan knows their bytes."""
+    directory = packed_llama(method, tmp_path / "dir", dtype="float16")
+    blocks, floats = load_model(directory, gpu=True), load_model(directory)
+    assert blocks.weights.digest == floats.weights.digest
+    same_weights(floats, blocks)
+    assert {t.type for n, t in blocks.weights.items() if ".mlp." in n} == {type}
+    (directory / "model.safetensors").unlink()
+    plan = read_footprint(str(directory), quant=None, kv_type="f16", resolve=Path)
+    for mode in ("both", "only"):
+        planned, loaded = (
+            sum(size.held for size in gpu_layout.device_bytes(parts, mode).values())
+            for parts in (plan.gpu_parts, blocks.weights)
+        )
+        assert planned == loaded
+    assert ("in blocks" in plan.on_gpu(0).kept) == (method != "gptq")
+    if find_spec("verbatim.backend.cpu._native"):  # open_backend unpacks for it
+        config = EngineConfig(backend="cpu")
+        opened = [open_backend(model, config) for model in (blocks, floats)]
+        assert opened[0].info.weight_bytes == opened[1].info.weight_bytes
 
 
 def test_plan_packed_needs_a_quantised_config(tmp_path: Path) -> None:

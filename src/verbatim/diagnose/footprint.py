@@ -25,7 +25,7 @@ from verbatim.model.spec import ModelSpec
 from verbatim.observe.roofline import cost_card, expert_share, layer_position_ops
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.names import FUSED_EXPERTS_GGUF, gguf_source
-from verbatim.weights.packed_blocks import planned_type
+from verbatim.weights.packed_blocks import planned_gpu_type, planned_type
 from verbatim.weights.safetensors import read_json
 from verbatim.weights.tensor import BLOCKS
 
@@ -78,24 +78,27 @@ class Footprint:
     prompt_ops_token: int  # without the LM head
     parts: Mapping[str, WeightPart] = field(default_factory=dict)  # empty: a parameter count
     tied: bool = False  # the embedding is also the LM head
+    # on a GPU, where quantised safetensors stay in their blocks; empty: as `parts`
+    gpu_parts: Mapping[str, WeightPart] = field(default_factory=dict)
     kept: str = ""  # how a GPU keeps the weights; empty: as the file has them
 
     def on_gpu(self, memory: float) -> Footprint:
         """The footprint in the cuda backend on a GPU with so many bytes of memory. It unpacks
         quantised weights where both copies fit, and rounds float32 to float16. Without the shapes
-        of a model, and for fp8, which it unpacks while it reads a file, nothing changes."""
+        of a model, and for --quant fp8, which it does not know, nothing changes."""
         if not self.parts or any(part.type == "fp8" for part in self.parts.values()):
             return self
-        blocks = block_mode(self.parts, memory)
-        found = device_bytes(self.parts, blocks)
+        parts = self.gpu_parts or self.parts
+        blocks = block_mode(parts, memory)
+        found = device_bytes(parts, blocks)
         step, experts = _read_sums({name: b.read for name, b in found.items()}, self.tied)
         held = sum(size.held for size in found.values())
         if blocks == "only":
-            held = weight_bytes(self.parts, "only")  # with the buffer
+            held = weight_bytes(parts, "only")  # with the buffer
         kept = "in float16" if self.stored == "f32" else ""
-        if WEIGHT_TYPES[self.stored] < 2:
-            values = {name: prod(part.shape) for name, part in self.parts.items()}
-            packed = any(size.read < 2 * values[name] for name, size in found.items())
+        values = {name: prod(part.shape) for name, part in parts.items()}
+        packed = any(size.read < 2 * values[name] for name, size in found.items())
+        if packed or WEIGHT_TYPES[self.stored] < 2:
             twice = any(size.held > size.read for size in found.values())
             kept = "unpacked to float16" if not packed else "in blocks"
             kept += " and in float16" if twice else ""
@@ -177,7 +180,15 @@ def footprint_of_config(
     name = config.get("_name_or_path") or (
         path.parent.name if path.stem == "config" and path.parent.name else path.stem
     )
-    return _of_spec(spec, str(name), blocks or floats, kv_type, type_of)
+    found = _of_spec(spec, str(name), blocks or floats, kv_type, type_of)
+    if quant is not None or blocks or not packing:
+        return found
+    gpu_parts = {}
+    for part, shape in shapes.items():
+        kept = planned_gpu_type(packing, shape[-1], floats)
+        quantised = kept and part.startswith("layers.") and is_quantisable(part)
+        gpu_parts[part] = WeightPart(shape, kept if quantised and kept else type_of(part))
+    return replace(found, gpu_parts=gpu_parts)
 
 
 def _block_type(packing: Mapping[str, Any], quant: str | None) -> str | None:

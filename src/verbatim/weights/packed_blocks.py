@@ -8,10 +8,11 @@ to the type of the scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from verbatim.weights.checkpoint_blocks import GROUPS, CheckpointType
 from verbatim.weights.tensor import Tensor
 
 BLOCK = 32
@@ -40,26 +41,66 @@ def to_blocks(name: str, integers: np.ndarray, scale: np.ndarray) -> Tensor | No
     return Tensor(name, kind, integers.shape, np.concatenate(parts, axis=-1).reshape(-1))
 
 
+class PlannedCodes(NamedTuple):
+    """What a quantization_config says about the stored weights."""
+
+    bits: int
+    is_float: bool
+    symmetric: bool
+    ordered: bool  # the columns of a group are not neighbours
+    group: int  # columns per scale; 0: all
+
+
 def planned_type(config: Mapping[str, Any]) -> str | None:
     """The block type in which `to_blocks` keeps the weights of a checkpoint with this
     quantization_config, or None for floats. It is known without the weights."""
-    method, weights = config.get("quant_method"), config
+    codes = _planned_codes(config)
+    if codes is None or codes.is_float or codes.ordered or codes.group % BLOCK:
+        return None
+    # the integer less its zero point
+    most = 2 ** (codes.bits - 1) if codes.symmetric else 2**codes.bits
+    return next((kind for kind, limit in _TYPES.items() if most <= limit), None)
+
+
+def planned_gpu_type(config: Mapping[str, Any], columns: int, floats: str) -> str | None:
+    """The block type in which PackedWeight.to_checkpoint_blocks keeps a weight with so many columns,
+    or None for floats. `floats`: the type of the weights that are not quantised."""
+    codes = _planned_codes(config)
+    if codes is None or codes.ordered:
+        return None
+    of = codes.group if codes.group < columns else 0
+    group = next((size for size in GROUPS if columns % size == 0 and of % size == 0), None)
+    if group is None:
+        return None
+    code = "e4m3" if codes.is_float else "i4" if codes.bits <= 4 else "i8"
+    usual = {"fp8": "bf16", "awq": "f16", "gptq": "f16"}  # type of the scales
+    result = usual.get(config.get("quant_method", ""), floats)
+    return CheckpointType(code, not codes.symmetric and code != "e4m3", group, result).name
+
+
+def _planned_codes(config: Mapping[str, Any]) -> PlannedCodes | None:
+    """None: the weights are in no format with codes and scales."""
+    method = config.get("quant_method")
+    if method == "fp8":
+        block = config.get("weight_block_size") or (0, 0)
+        return PlannedCodes(8, True, True, False, block[1])
     if method == "compressed-tensors":
         groups = (config.get("config_groups") or {}).values()
         weights = next((g["weights"] for g in groups if (g or {}).get("weights")), {})
-        bits, symmetric = weights.get("num_bits", 4), weights.get("symmetric", True)
-        ordered = weights.get("actorder") in (True, "group", "dynamic")
-    elif method in ("gptq", "awq"):
-        bits = config.get("bits", 4)
+        block = weights.get("block_structure") or (0, weights.get("group_size") or 0)
+        return PlannedCodes(
+            weights.get("num_bits", 4),
+            weights.get("type", "int") == "float",
+            weights.get("symmetric", True),
+            weights.get("actorder") in (True, "group", "dynamic"),
+            max(block[1], 0),
+        )
+    if method in ("gptq", "awq"):
         symmetric = not config.get("zero_point", True) if method == "awq" else config.get("sym")
-        ordered = bool(config.get("desc_act"))
-    else:
-        return None
-    group = weights.get("group_size") or 0
-    if weights.get("type", "int") != "int" or ordered or (group > 0 and group % BLOCK):
-        return None
-    most = 2 ** (bits - 1) if symmetric else 2**bits  # the integer less its zero point
-    return next((kind for kind, limit in _TYPES.items() if most <= limit), None)
+        group = max(config.get("group_size") or 0, 0)
+        bits = config.get("bits", 4)
+        return PlannedCodes(bits, False, bool(symmetric), bool(config.get("desc_act")), group)
+    return None
 
 
 def _packed(kind: str, codes: np.ndarray) -> list[np.ndarray]:
