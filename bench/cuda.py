@@ -63,6 +63,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# types that random_blocks can make
+TYPES = [t for t, form in BLOCK_FORMATS.items() if form.offset != "add" and t != "q6_k"]
 SAMPLERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_p and top_k": {"top_p": 0.95, "top_k": 20},
@@ -96,15 +98,22 @@ class FakeTokenizer(ByteTokenizer):
 def random_blocks(
     shape: tuple[int, int], type: str, make: torch.Generator, device: torch.device
 ) -> quant.BlockWeight:
-    """Random codes of a format without offsets, with one scale for all groups."""
+    """Random codes of a format, with one scale for all groups and zero points near 0."""
     (n, k), form = shape, BLOCK_FORMATS[type]
     pack, wide = packing(k)
     count = -(-n // TILE) * TILE * wide
-    size = (count * form.bits // 8,)
+    size, groups = (count * form.bits // 8,), (count // form.group,)
     codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
     spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes
-    scales = torch.full((count // form.group,), 1 / (spread * k**0.5), device=device).half()
-    return quant.BlockWeight(shape, wide, codes, scales, None, form.bits, form.group, pack)
+    dtype = quant.HALVES[form.result]
+    if form.code == "e4m3":
+        codes &= 0b10111111  # below 2; the kernel's values are smaller by 2 ** 8
+        spread, dtype = 0.6 / quant.E4M3_BIAS, torch.float32
+    scales = torch.full(groups, 1 / (spread * k**0.5), device=device).to(dtype)
+    zeros = None
+    if form.offset == "zero":
+        zeros = torch.randint(-1, 2, groups, generator=make, device=device).half()
+    return quant.BlockWeight(shape, wide, codes, scales, zeros, form, pack)
 
 
 def weights_of(
@@ -299,7 +308,9 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
     parser.add_argument("--skip-crowd", action="store_true")
     parser.add_argument("--samplers", action="store_true", help="the crowd with each sampler")
-    parser.add_argument("--type", choices=("q4_0", "q8_0"), help="random weights of this type")
+    parser.add_argument(
+        "--type", choices=TYPES, help="random weights of this type (weights/checkpoint_blocks.py)"
+    )
     parser.add_argument("--blocks", choices=("both", "only"), default="both")
     parser.add_argument("--kv-type", choices=CHOICES["kv_type"], default="f16")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")

@@ -231,6 +231,17 @@ def test_a_packed_llama_for_a_gpu(method: str, type: str, tmp_path: Path) -> Non
         assert opened[0].info.weight_bytes == opened[1].info.weight_bytes
 
 
+def test_plan_counts_floats_for_a_malformed_quantization_config() -> None:
+    config = dict(tiny_model("llama", **SIZES).source.config)  # type: ignore[union-attr]
+    for packing in (
+        {"quant_method": "fp8", "weight_block_size": 5},
+        {"quant_method": "awq", "bits": "x"},
+        {"quant_method": "compressed-tensors", "config_groups": {"a": 5}},
+    ):
+        plan = footprint_of_config({**config, "quantization_config": packing}, "x.json")
+        assert {part.type for part in plan.gpu_parts.values()} <= {"f16", "f32"}
+
+
 def test_plan_packed_needs_a_quantised_config(tmp_path: Path) -> None:
     config = dict(tiny_model("llama").source.config)  # type: ignore[union-attr]
     with pytest.raises(ModelError, match="needs a quantization_config"):

@@ -63,7 +63,7 @@ def planned_type(config: Mapping[str, Any]) -> str | None:
 
 
 def planned_gpu_type(config: Mapping[str, Any], columns: int, floats: str) -> str | None:
-    """The block type in which PackedWeight.to_checkpoint_blocks keeps a weight with so many columns,
+    """The block type in which PackedWeight.to_checkpoint_blocks keeps a weight of so many columns,
     or None for floats. `floats`: the type of the weights that are not quantised."""
     codes = _planned_codes(config)
     if codes is None or codes.ordered:
@@ -79,28 +79,36 @@ def planned_gpu_type(config: Mapping[str, Any], columns: int, floats: str) -> st
 
 
 def _planned_codes(config: Mapping[str, Any]) -> PlannedCodes | None:
-    """None: the weights are in no format with codes and scales."""
+    """None: the weights are in no format with codes and scales, or the config is malformed, which
+    is an error when the model is loaded."""
     method = config.get("quant_method")
-    if method == "fp8":
-        block = config.get("weight_block_size") or (0, 0)
-        return PlannedCodes(8, True, True, False, block[1])
-    if method == "compressed-tensors":
-        groups = (config.get("config_groups") or {}).values()
-        weights = next((g["weights"] for g in groups if (g or {}).get("weights")), {})
-        block = weights.get("block_structure") or (0, weights.get("group_size") or 0)
-        return PlannedCodes(
-            weights.get("num_bits", 4),
-            weights.get("type", "int") == "float",
-            weights.get("symmetric", True),
-            weights.get("actorder") in (True, "group", "dynamic"),
-            max(block[1], 0),
-        )
-    if method in ("gptq", "awq"):
-        symmetric = not config.get("zero_point", True) if method == "awq" else config.get("sym")
-        group = max(config.get("group_size") or 0, 0)
-        bits = config.get("bits", 4)
-        return PlannedCodes(bits, False, bool(symmetric), bool(config.get("desc_act")), group)
+    try:
+        if method == "fp8":
+            block = config.get("weight_block_size") or (0, 0)
+            return PlannedCodes(8, True, True, False, int(block[1]))
+        if method == "compressed-tensors":
+            return _planned_compressed(config)
+        if method in ("gptq", "awq"):
+            symmetric = not config.get("zero_point", True) if method == "awq" else config.get("sym")
+            group = max(int(config.get("group_size") or 0), 0)
+            bits, ordered = int(config.get("bits", 4)), bool(config.get("desc_act"))
+            return PlannedCodes(bits, False, bool(symmetric), ordered, group)
+    except (TypeError, ValueError, AttributeError, IndexError, KeyError):
+        return None
     return None
+
+
+def _planned_compressed(config: Mapping[str, Any]) -> PlannedCodes:
+    groups = (config.get("config_groups") or {}).values()
+    weights: Mapping[str, Any] = next((g["weights"] for g in groups if g and g.get("weights")), {})
+    block = weights.get("block_structure") or (0, weights.get("group_size") or 0)
+    return PlannedCodes(
+        int(weights.get("num_bits", 4)),
+        weights.get("type", "int") == "float",
+        bool(weights.get("symmetric", True)),
+        weights.get("actorder") in (True, "group", "dynamic"),
+        max(int(block[1]), 0),
+    )
 
 
 def _packed(kind: str, codes: np.ndarray) -> list[np.ndarray]:
