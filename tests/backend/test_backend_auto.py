@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from verbatim import backend as backends
-from verbatim.backend import gpu, open_backend
+from verbatim.backend import gpu, may_use_gpu, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.testing_models import tiny_model
@@ -74,6 +74,12 @@ def refuses(reason: str) -> Any:
 
 
 def test_auto_opens_cuda_if_the_gpu_works(fake_gpu: FakeGpu) -> None:
+    assert may_use_gpu(EngineConfig())
+    assert may_use_gpu(EngineConfig(backend="cuda"))
+    assert not may_use_gpu(EngineConfig(backend="cpu"))
+    fake_gpu.installed({"torch"}, cuda="12.8")
+    assert not may_use_gpu(EngineConfig())
+    fake_gpu.installed({"torch", "triton"}, cuda="12.8")
     assert opened().info.name == "cuda"
     assert opened(backend="auto").info.name == "cuda"
     assert opened(kv_type="q8").info.name == "cuda"
