@@ -105,14 +105,15 @@ def random_blocks(
     size, groups = (count * form.bits // 8,), (count // form.group,)
     codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
     spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes
-    dtype = quant.HALVES[form.result]
+    dtype = torch.float32 if form.group == 128 else quant.HALVES[form.result]
     if form.code == "e4m3":
         codes &= 0b10111111  # below 2; the kernel's values are smaller by 2 ** 8
         spread, dtype = 0.6 / quant.E4M3_BIAS, torch.float32
     scales = torch.full(groups, 1 / (spread * k**0.5), device=device).to(dtype)
     zeros = None
     if form.offset == "zero":
-        zeros = torch.randint(-1, 2, groups, generator=make, device=device).half()
+        zeros = torch.randint(-1, 2, groups, generator=make, device=device)
+        zeros = zeros.to(torch.float32 if form.group == 128 else torch.float16)
     return quant.BlockWeight(shape, wide, codes, scales, zeros, form, pack)
 
 

@@ -72,7 +72,9 @@ BLOCK_FORMATS = {
     name: BlockFormat(
         kind.bits,
         kind.group,
-        kind.codes_at,
+        # float32 for large groups: a copy to shared memory that the kernel does not wait for needs
+        # 4 bytes per thread
+        4 * (2 if kind.zero else 1) if kind.group == 128 else kind.codes_at,
         code="e4m3" if kind.code == "e4m3" else "int",
         offset="zero" if kind.zero else "none",
         result="bf16" if kind.result == "bf16" else "f16",

@@ -35,7 +35,7 @@ def load(
     float32; q, k, v and gate, up are concatenated, because one matmul reads them.
 
     `blocks`: whether quantised matrices are unpacked to half precision, also stay in their blocks,
-    which is faster for few rows, or only stay in their blocks. The bits of a result are the same."""
+    which is faster for few rows, or only stay in their blocks. Bits of results are the same."""
     out: dict[str, Weight] = {}
     for name, tensor in source.items():
         if blocks != "unpacked" and keeps_blocks(name, tensor):
