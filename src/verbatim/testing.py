@@ -23,13 +23,22 @@ import numpy as np
 
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import BLOCK_SIZE
-from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult, TokenLogprob
+from verbatim.base.records import (
+    BROKEN,
+    Drawn,
+    SeqResult,
+    SeqStep,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+)
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
 from verbatim.testing_launcher import FakeLauncher
 
 _MASK = (1 << 64) - 1
+_NAN = -1  # the number of a position whose values are NaN
 
 
 def mix(a: int, b: int) -> int:
@@ -69,6 +78,7 @@ class FakeBackend:
               hash, which is much faster; only withheld ids and `beam` affect it
     canary    verify every visible cache slot at every read
     known     returns a sequence's tokens, for the strictest check of the canary
+    broken    a token whose values are NaN, as are those of every position behind it
     overlap   launch steps ahead (testing_launcher.py), and overwrite the KV slot behind every
               drawn token, as a discarded launch does
     """
@@ -81,6 +91,7 @@ class FakeBackend:
         pipeline: bool = True,
         canary: bool = False,
         known: Callable[[int], Sequence[int]] | None = None,
+        broken: int | None = None,
         overlap: bool = False,
     ) -> None:
         self.spec = spec or fake_spec()
@@ -89,6 +100,7 @@ class FakeBackend:
         self.pipeline = pipeline
         self.canary = canary
         self.known = known
+        self.broken = broken
         # [group][block][slot] -> (position, token, number)
         self.slots: list[list[list[tuple[int, int, int] | None]]] = []
         self.steps = 0
@@ -137,7 +149,7 @@ class FakeBackend:
         number = self._read(step, 0, step.start - 1)[2] if step.start else _first(step)
         numbers = []
         for position, token in enumerate(step.tokens, step.start):
-            number = mix(number, token)
+            number = self._next(number, token)
             numbers.append(number)
             for table, slots in zip(step.blocks, self.slots, strict=True):
                 slots[table[position // self.block_size]][position % self.block_size] = (
@@ -176,7 +188,7 @@ class FakeBackend:
             for position in range(first, step.start):
                 _, token, number = self._read(step, group, position)
                 if (known is not None and token != known[position]) or (
-                    before is not None and number != mix(before, token)
+                    before is not None and number != self._next(before, token)
                 ):
                     raise CanaryError(
                         f"sequence {step.seq_id}: position {position} of group {group} holds "
@@ -186,8 +198,13 @@ class FakeBackend:
 
     # ------------------------------------------------------------------------------------ the model
 
+    def _next(self, number: int, token: int) -> int:
+        return _NAN if number == _NAN or token == self.broken else mix(number, token)
+
     def logits(self, number: int) -> np.ndarray:
         """float32 [vocab] in -8 … 8, a function of `number` only."""
+        if number == _NAN:
+            return np.full(self.spec.vocab, np.nan, np.float32)
         x = self._salts + np.uint64(number)
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -195,14 +212,18 @@ class FakeBackend:
         return (unit - np.float32(0.5)) * np.float32(16)
 
     def _hidden(self, number: int) -> list[float]:
+        if number == _NAN:
+            return [np.nan] * self.spec.hidden
         return [(mix(number, i) >> 40) * 2.0**-24 for i in range(self.spec.hidden)]
 
     def _score(self, number: int, target: int, top: int) -> TokenLogprob:
+        if not self.pipeline and number == _NAN:
+            return TokenLogprob(BROKEN, 0.0)
         if not self.pipeline:
             return TokenLogprob(target, -(mix(number, target) >> 40) * 2.0**-20)
-        from verbatim.sampling.logprobs import as_row, token_logprobs
+        from verbatim.sampling.logprobs import score_targets
 
-        return token_logprobs(as_row(self.logits(number)), target, top)
+        return score_targets(self.logits(number)[None], [target], top)[0]
 
     def _draw(self, step: SeqStep, numbers: Sequence[int]) -> tuple[Drawn, ...]:
         if self.pipeline:
@@ -222,6 +243,8 @@ class FakeBackend:
     def _hash_draw(
         self, number: int, key: int, position: int, withheld: Iterable[int], beam: int
     ) -> Drawn:
+        if number == _NAN:
+            return Drawn(BROKEN, 0.0)
         seed = mix(mix(number, key), position)
         token = seed % self.spec.vocab
         while token in withheld:
@@ -384,7 +407,7 @@ THINK_SOURCE = (
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
     then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), rank=yes (a
-    cross-encoder), adapters=A+B (LoRA adapters of these names)."""
+    cross-encoder), adapters=A+B (LoRA adapters of these names), broken=TOKEN (of FakeBackend)."""
     from verbatim.engine import request
     from verbatim.text.chat_template import ChatTemplate
 
@@ -401,6 +424,7 @@ def server_parts(options: str) -> LoadedModel:
         pipeline=kind == "pipeline",
         pause=float(values.get("pause", 0)),
         gate=values.get("gate"),
+        broken=int(values["broken"]) if "broken" in values else None,
     )
     template = ChatTemplate(THINK_SOURCE if thinks else CHAT_SOURCE, "<s>", "</s>")
     return LoadedModel(

@@ -57,7 +57,7 @@ from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, DeviceMemoryError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.base.records import Drawn, DrawSpec, SeqStep, StepPlan, StepResult
+from verbatim.base.records import BROKEN, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.model.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.logprobs import score_targets
@@ -1424,9 +1424,10 @@ def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
     host = backend._host_rows(logits.numpy()).draw(rows)
     assert backend._draw(logits.to(device), rows, ids) == host
     assert on_host == [[1, 3, 5, 7]]
-    logits[2, 3] = torch.nan
-    with pytest.raises(BackendError, match="not finite"):
-        backend._draw(logits.to(device), rows, ids)
+    for row, value in ((2, torch.nan), (3, torch.inf)):  # sampled on the device, on the host
+        logits[row, 3] = value
+        host[row] = Drawn(BROKEN, 0.0)
+    assert backend._draw(logits.to(device), rows, ids) == host
 
 
 def test_unsupported_options_and_missing_gpus_are_errors_with_a_reason(

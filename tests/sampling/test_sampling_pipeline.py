@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from sampling_rows import bits, make_row, processed, sample, softmax
 from verbatim.base.errors import BackendError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.base.records import DrawSpec, SeqStep
-from verbatim.sampling.logprobs import score_targets
-from verbatim.sampling.pipeline import NOTHING, rows_of, sample_rows
+from verbatim.base.records import BROKEN, NOTHING, DrawSpec, SeqStep
+from verbatim.sampling.logprobs import as_row, score_targets
+from verbatim.sampling.pipeline import rows_of, sample_rows
 from verbatim.sampling.processors import STAGES
 
 RNG = np.random.default_rng(21)
@@ -198,13 +198,16 @@ def test_a_mask_shorter_than_the_row_removes_the_rest() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_broken_logits_are_an_error_of_the_backend(bad: float) -> None:
+def test_broken_logits_give_no_token_and_no_score(bad: float) -> None:
     row = np.zeros(8, np.float32)
     row[3] = bad
+    assert sample(row, SamplingParams()).token == BROKEN
+    assert sample(row, SamplingParams(banned_token_ids=[3])).token == BROKEN
+    assert sample(np.full(8, -np.inf, np.float32), SamplingParams()).token == BROKEN
+    scored = score_targets(np.stack([row, np.zeros(8, np.float32)]), [3, 3])
+    assert [one.token for one in scored] == [BROKEN, 3]
     with pytest.raises(BackendError, match="not finite"):
-        sample(row, SamplingParams())
-    with pytest.raises(BackendError):
-        sample(np.full(8, -np.inf, np.float32), SamplingParams())
+        as_row(row)
 
 
 def test_minus_infinity_is_a_token_that_cannot_come() -> None:

@@ -1,22 +1,30 @@
 """LoRA adapters over HTTP: chosen by `model` or `adapter`, listed, with a fingerprint of their own
-and a prefix cache of their own."""
+and a prefix cache of their own. One that computes NaN fails its own requests only."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from live_server import Live
+from streams import stream
 
 pytestmark = pytest.mark.server
+BELL = 7  # the token whose values are NaN
 ASK = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
 def live() -> Iterator[Live]:
     server = Live(
-        "--adapter", "sql=unused", "--lora", "fr=unused", engine="pipeline,adapters=sql+fr"
+        "--adapter",
+        "sql=unused",
+        "--lora",
+        "fr=unused",
+        engine=f"pipeline,adapters=sql+fr,broken={BELL}",
     )
     yield server.wait_ready()
     assert server.stop() == 0, server.log_text()
@@ -72,6 +80,31 @@ def test_every_protocol_takes_the_name(route: str, live: Live) -> None:
     base, adapted, again = (without_ids(answer.json()[where]) for answer in answers)
     assert base != adapted == again
     assert answers[1].json().get("model", "sql") == "sql"
+
+
+@pytest.mark.parametrize("route", PROTOCOLS)
+def test_a_request_whose_values_are_not_finite_gets_an_error_of_its_own(
+    route: str, live: Live
+) -> None:
+    body, _ = PROTOCOLS[route]
+    bell = json.loads(
+        json.dumps(body).replace('"hi"', '"hi\\u0007 you"').replace("hello", "a\\u0007b")
+    )
+    answer = live.post(route, {**bell, "model": "sql"})
+    assert answer.status_code == 500, answer.text
+    assert "not finite numbers (NaN or infinity) at position" in answer.text
+    assert "the adapter sql or the model file is broken" in answer.text
+    assert live.post(route, {**body, "model": "sql"}).status_code == 200
+
+
+def test_a_stream_whose_values_are_not_finite_ends_with_an_error_event(live: Live) -> None:
+    before = live.wait_at_rest()["verbatim_requests_not_finite_total"]
+    body = {"prompt": [1, BELL], "max_tokens": 8, "stream": True}
+    failed = asyncio.run(stream(live.port, "/v1/completions", body))
+    (error,) = failed.errors
+    assert (error["type"], error["code"]) == ("server_error", "not_finite")
+    assert error["message"].startswith("model m: the model computed values that are not finite")
+    assert live.wait_at_rest()["verbatim_requests_not_finite_total"] == before + 1
 
 
 def without_ids(value: Any) -> Any:

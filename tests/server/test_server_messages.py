@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgpack
 import pytest
 
-from verbatim.base.errors import OUT_OF_MEMORY
+from verbatim.base.errors import NOT_FINITE, OUT_OF_MEMORY
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish, Timings, Usage
 from verbatim.server.api.api_errors import Problem
@@ -212,14 +212,16 @@ def test_refused_keeps_every_field_of_its_problem() -> None:
     assert vars(back) == vars(problem)
 
 
-def test_a_lack_of_device_memory_is_no_fault_of_the_client() -> None:
+def test_a_lack_of_device_memory_or_a_broken_model_is_no_fault_of_the_client() -> None:
     params = SamplingParams(banned_token_ids=(1,))
     masked = wire_finish(Finish("error", "no token is left"), params, stopped_by_token=False)
     full = wire_finish(Finish("error", f"{OUT_OF_MEMORY}a step"), params, stopped_by_token=False)
-    for finish, code in ((masked, "invalid_parameter"), (full, "unavailable")):
+    broken = wire_finish(Finish("error", f"{NOT_FINITE} at"), params, stopped_by_token=False)
+    codes = {"invalid_parameter": masked, "unavailable": full, "not_finite": broken}
+    for (code, finish), status in zip(codes.items(), (400, 503, 500), strict=True):
         with pytest.raises(Problem) as caught:
             check_finish(finish, {})
-        assert caught.value.code == code
+        assert (caught.value.code, caught.value.status) == (code, status)
 
 
 def test_wire_finish_records_whether_a_stop_string_matched() -> None:

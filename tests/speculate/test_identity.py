@@ -22,7 +22,7 @@ from verbatim.base.records import Finish
 from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.draft_head import DraftHead
-from verbatim.schedule.scheduler import NOTHING_LEFT
+from verbatim.schedule.no_token import NOTHING_LEFT
 from verbatim.speculate.draft_policy import Speculator
 from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model

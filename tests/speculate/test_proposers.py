@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from verbatim.backend.protocol import Backend
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import Drawn, SeqResult, StepPlan, StepResult
-from verbatim.sampling.pipeline import NOTHING
+from verbatim.base.records import NOTHING, Drawn, SeqResult, StepPlan, StepResult
 from verbatim.speculate.acceptance import AcceptanceRates
 from verbatim.speculate.draft_model import DraftProposer
 from verbatim.speculate.draft_policy import MAX_BACKOFF, Speculator, draft_length

@@ -132,6 +132,8 @@ class BackendError(VerbatimError):
 
 
 OUT_OF_MEMORY = "out of GPU memory: "
+# how the finish detail of a request starts whose logits or states are NaN or infinite
+NOT_FINITE = "the model computed values that are not finite numbers"
 
 
 class DeviceMemoryError(BackendError):

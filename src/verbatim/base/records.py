@@ -173,6 +173,10 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()  # best first; a tie goes to the lower id
 
 
+# Drawn.token without a token: bans exclude every id; the logits are not finite. The request ends.
+NOTHING, BROKEN = -1, -2
+
+
 class Drawn(NamedTuple):
     """One draw. `logprob` follows params.logprobs_mode: the model's own distribution or the
     processed one; 0.0 unless params.wants_logprob."""
@@ -189,7 +193,7 @@ class Drawn(NamedTuple):
 class SeqResult(NamedTuple):
     seq_id: int
     drawn: tuple[Drawn, ...] = ()  # one per draw of the plan, in order
-    scored: tuple[TokenLogprob, ...] = ()  # one per target
+    scored: tuple[TokenLogprob, ...] = ()  # one per target; token BROKEN: no finite logits
     hidden: np.ndarray | None = None  # [tokens of this step, hidden size] float32
 
 

@@ -151,6 +151,12 @@ def broken_structure(completion: Completion) -> str | None:
     return None
 
 
+def error_text(completion: Completion) -> str | None:
+    """The error of the first answer that ended with one."""
+    finishes = [choice.finish for choice in completion.choices]
+    return next((finish.detail for finish in finishes if finish.reason == "error"), None)
+
+
 def _tokens(count: int) -> str:
     return f"{count} token{'s' if count > 1 else ''}"
 

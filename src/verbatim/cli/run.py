@@ -89,7 +89,7 @@ def command(
             "verbose", "--quiet and --verbose contradict each other; leave one out"
         )
     from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
-    from verbatim.cli.report import broken_structure
+    from verbatim.cli.report import broken_structure, error_text
 
     thinking = thinking_of(flags)
     params = sampling_of(flags, receipt=save_receipt is not None)
@@ -121,7 +121,7 @@ def command(
         shown = _streams(params) and not as_json and not _held_back(params)
         thoughts = Thoughts(quiet=quiet or as_json or not _streams(params))
         code, completion = collect(stream, show=write if shown else None, thoughts=thoughts)
-        broken = broken_structure(completion)
+        broken = broken_structure(completion) or error_text(completion)
         notices = () if raw or llm.has_template else (NO_TEMPLATE,)
         _finish(
             llm,

@@ -35,6 +35,7 @@ from verbatim.engine.async_loop import AsyncLoop
 from verbatim.engine.async_stream import AsyncStream, OutputSink, SinkRequest
 from verbatim.engine.core import EngineCore
 from verbatim.engine.embed_input import EmbedInput
+from verbatim.engine.failed_step import raise_error
 from verbatim.engine.fair_pool import FairThreadPool
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
@@ -139,6 +140,7 @@ class AsyncEngine(AsyncLoop):
             partial(_same, given), given.params, request_id, tenant, self._stream, hidden=True
         )
         completion = await stream.result()
+        raise_error([completion])
         return stream._hidden.vector(), len(completion.prompt_ids)
 
     async def _submit(

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenEvent
+from verbatim.base.records import BROKEN, Choice, Delta, Drawn, Finish, TokenEvent
 from verbatim.engine.running_request import RunningRequest
 from verbatim.engine.stream import ChoiceStream
 from verbatim.sampling.beam import Beam, BeamSearch
-from verbatim.schedule.scheduler import NOTHING_LEFT
+from verbatim.schedule.no_token import finish_without_token
 from verbatim.schedule.sequence import Sequence
 
 
@@ -44,8 +44,14 @@ class BeamRequest(RunningRequest):
 
     def push(self, event: TokenEvent) -> bool:
         """Never True: the search decides which beams end."""
-        if event.drawn is None or event.drawn.token < 0:
-            self.end(event.finish or Finish("error", NOTHING_LEFT))
+        if event.drawn is None:
+            assert event.finish is not None
+            self.end(event.finish)
+            return False
+        if (token := event.drawn.token) < 0:
+            position = self.scheduler.sequences[event.seq_id].known
+            finish = finish_without_token(token, position, self.request.params.adapter)
+            self.end(finish, publish=token != BROKEN)
             return False
         self._candidates[event.seq_id] = event.drawn
         if len(self._candidates) == len(self._live):
@@ -128,9 +134,9 @@ class BeamRequest(RunningRequest):
 
     # --------------------------------------------------- the rest of RunningRequest's interface
 
-    def end(self, finish: Finish) -> None:
+    def end(self, finish: Finish, *, publish: bool = True) -> None:
         for seq in self._live:
-            self.scheduler.abort(seq.id)
+            self.scheduler.abort(seq.id, publish=publish)
         for out in self._outs:
             out.end(finish)
 

@@ -29,7 +29,7 @@ from verbatim.engine.engine_setup import (
     size_cache,
     with_step_tokens,
 )
-from verbatim.engine.failed_step import PreemptOnError, smaller_steps
+from verbatim.engine.failed_step import PreemptOnError, log_not_finite, smaller_steps
 from verbatim.engine.grammar_steps import GrammarSteps
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.overlap import Overlap
@@ -37,6 +37,7 @@ from verbatim.engine.receipts import receipt_of
 from verbatim.engine.request import Request, make_request
 from verbatim.engine.running_request import Output, RunningRequest
 from verbatim.engine.step_parts import step_parts
+from verbatim.engine.step_results import store_results
 from verbatim.observe.engine_metrics import EngineMetrics
 from verbatim.observe.step_log import StepLog
 from verbatim.schedule.invariants import check_scheduler
@@ -195,7 +196,7 @@ class EngineCore:
         """Advance the sequences by an executed plan; return the outputs of their requests."""
         executed = time.perf_counter()
         self.drafting.observe(plan, result)  # the draft head runs beside the commit
-        self._store_results(plan, result)
+        failed = store_results(plan, result, self._by_seq, self._planned)
         events = self.scheduler.commit(plan, result, self._read)
         if self.config.check:
             self.check()
@@ -204,18 +205,9 @@ class EngineCore:
         if self.step_log.watched:
             parts = step_parts(plan, events, self._by_seq, self.drafting)
             self.step_log.add(self._started, executed, parts)
+        for running in failed:
+            self._flush(running)
         return self._outputs(events)
-
-    def _store_results(self, plan: StepPlan, result: StepResult) -> None:
-        """Give the requests their start times, prompt scores and hidden states."""
-        for step, done in zip(plan.sequences, result.sequences, strict=True):
-            running = self._by_seq[step.seq_id]
-            if running.started_at is None:
-                running.started_at = self._planned
-            for position, scored in enumerate(done.scored, step.start + 1):
-                running.scored[position] = scored
-            if done.hidden is not None:
-                running.hidden.add(step.start, done.hidden)
 
     def _read(self, event: TokenEvent) -> bool:
         """Pass a token event to its request. True: the sequence ends with this token."""
@@ -261,6 +253,7 @@ class EngineCore:
         for seq_id in running.ids:
             del self._by_seq[seq_id]
         self.metrics.completed(completion)
+        log_not_finite(completion)
         return completion
 
     # --------------------------------------------------------------------------------- state

@@ -122,6 +122,14 @@ class DiskCache:
             self._writer.start()
         self._queue.put((name, data))
 
+    def drop(self, group: int, block_hash: bytes) -> None:
+        self.flush()  # it may wait to be written
+        name = self._name(group, block_hash)
+        with self._lock:
+            self._bytes -= self._files.pop(name, 0)
+        with suppress(OSError):
+            (self._root / name).unlink()
+
     def flush(self) -> None:
         """Wait until every queued block is written."""
         if self._writer is not None:

@@ -1,14 +1,17 @@
-"""What the engine does when a step raises an exception.
+"""What the engine does when a step raises an exception, or ends a request with an error.
 
 PreemptOnError preempts every sequence. After a DeviceMemoryError, smaller_steps halves the tokens
-per step, and the engine continues; chunks do not change tokens, so neither does this.
+per step, and the engine continues; chunks do not change tokens, so neither does this. Values that
+are not finite numbers end their own request; the other requests of the step keep their tokens.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
-from verbatim.base.errors import DeviceMemoryError
+from verbatim.base.errors import NOT_FINITE, BackendError, DeviceMemoryError
+from verbatim.base.records import Completion
 from verbatim.schedule.scheduler import Scheduler
 
 log = logging.getLogger("verbatim.engine")
@@ -39,3 +42,17 @@ def smaller_steps(scheduler: Scheduler, error: DeviceMemoryError) -> bool:
     scheduler.step_tokens = max(least, scheduler.step_tokens // 2)
     log.warning("%s; steps have at most %d tokens now", error.message, scheduler.step_tokens)
     return True
+
+
+def log_not_finite(completion: Completion) -> None:
+    """Log a request that ended because the model's values were not finite."""
+    for detail in {choice.finish.detail for choice in completion.choices}:
+        if detail.startswith(NOT_FINITE):
+            log.error("request %s: %s", completion.request_id, detail)
+
+
+def raise_error(completions: Iterable[Completion]) -> None:
+    """Raise the error of the first request that ended with one, for calls without a Completion."""
+    for completion in completions:
+        if completion.finish.reason == "error":
+            raise BackendError(completion.finish.detail)

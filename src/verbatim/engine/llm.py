@@ -37,6 +37,7 @@ from verbatim.engine.call_inputs import (
 from verbatim.engine.embed_calls import EmbedCalls
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_base import Message
+from verbatim.engine.failed_step import raise_error
 from verbatim.engine.read_prompt import read_prompt
 from verbatim.engine.scoring import Score, score_of, windows
 from verbatim.observe.explained import Explanation
@@ -236,6 +237,7 @@ class LLM(EmbedCalls, BlockingEngine):
             if stride is not None:
                 raise ParameterError("stride", "belongs to window; set it too, or leave stride out")
             done = self._run([text], [params])[0]
+            raise_error([done])
             return score_of(done.prompt_ids, done.prompt_logprobs, done.warnings)
         if window > self.context:
             raise ParameterError(
@@ -244,6 +246,7 @@ class LLM(EmbedCalls, BlockingEngine):
         ids, warnings = read_prompt(self.parts, text)
         spans = windows(len(ids), window, stride)
         completions = self._run([ids[w.start : w.end] for w in spans], [params] * len(spans))
+        raise_error(completions)
         logprobs: list[TokenLogprob | None] = []
         for span, done in zip(spans, completions, strict=True):
             logprobs += done.prompt_logprobs[span.first - span.start :]
@@ -289,5 +292,5 @@ class LLM(EmbedCalls, BlockingEngine):
                 with self._lock:  # another thread's step must not complete it in between
                     self._add(request)
                     running.append(self.core.requests[request.id])
-            self._finish([request.id for request in requests])
+            raise_error(self._finish([request.id for request in requests]))
         return [request.hidden.vector() for request in running]

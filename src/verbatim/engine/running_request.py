@@ -200,10 +200,11 @@ class RunningRequest:
                 self._unfinished -= 1
         return bool(ready)
 
-    def end(self, finish: Finish) -> None:
-        """End every unfinished choice: an abort or an error."""
+    def end(self, finish: Finish, *, publish: bool = True) -> None:
+        """End every unfinished choice: an abort or an error. `publish`: False withdraws their
+        blocks from the prefix cache."""
         for seq in self.sequences:
-            self.scheduler.abort(seq.id)
+            self.scheduler.abort(seq.id, publish=publish)
             self.streams[seq.id].end(finish)
         self._unfinished = 0
         self.paused.clear()

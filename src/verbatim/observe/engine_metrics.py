@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import TypeVar
 
+from verbatim.base.errors import NOT_FINITE
 from verbatim.base.records import Completion, StepPlan, Usage
 
 # Bucket bounds: seconds, seconds of planning, rows.
@@ -143,6 +144,10 @@ class EngineMetrics:
             )
             for reason in ("stop", "length", "loop", "cancel", "error")
         }
+        self.not_finite = r.number(
+            "verbatim_requests_not_finite_total",
+            "requests ended with an error because the model computed NaN or infinity",
+        )
         self.prompt_tokens = r.number(
             "verbatim_prompt_tokens_total", "prompt tokens of requests that ended"
         )
@@ -195,6 +200,8 @@ class EngineMetrics:
     def completed(self, completion: Completion) -> None:
         usage, times = completion.usage, completion.timings
         self.finished[completion.finish.reason].add()
+        details = [choice.finish.detail for choice in completion.choices]
+        self.not_finite.add(any(detail.startswith(NOT_FINITE) for detail in details))
         self.prompt_tokens.add(usage.prompt_tokens)
         self.output_tokens.add(usage.output_tokens)
         self.cached_tokens.add(usage.cached_tokens)

@@ -42,7 +42,7 @@ import numpy as np
 
 from verbatim.base.errors import ParameterError, RequestError
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
-from verbatim.base.records import Drawn, DrawSpec
+from verbatim.base.records import BROKEN, NOTHING, Drawn, DrawSpec
 
 Text = Callable[[int], str | bytes]  # a token as text, or as bytes if it may be invalid UTF-8
 
@@ -138,7 +138,7 @@ def _draw(
     key: int,
 ) -> Drawn:
     """Draw one step with the sampler itself, the same code as the first time."""
-    from verbatim.sampling.pipeline import NOTHING, Row, sample_rows
+    from verbatim.sampling.pipeline import Row, sample_rows
 
     row, mask = _inputs(record, params)
     if params.min_tokens and not record["withheld"]:
@@ -150,6 +150,11 @@ def _draw(
         shown, key, record["prompt_len"], withheld=tuple(record["withheld"]), breakers=breakers
     )
     drawn = sample_rows(row[None, :], [Row(spec, record["position"], history, mask)])[0]
+    if drawn.token == BROKEN:
+        raise RequestError(
+            f"the logits at position {record['position']} are not finite numbers; the record is "
+            "damaged"
+        )
     if drawn.token == NOTHING:
         raise RequestError(
             f"at position {record['position']} these settings leave no token to sample"

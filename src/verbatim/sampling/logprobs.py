@@ -12,20 +12,24 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.base.errors import BackendError
-from verbatim.base.records import TokenLogprob
+from verbatim.base.errors import NOT_FINITE, BackendError
+from verbatim.base.records import BROKEN, TokenLogprob
 from verbatim.sampling.numerics import F64, MAX_VOCAB, best, log_mass, masses
 
 
 def as_row(logits: NDArray[np.float32]) -> F64:
     """One row as float64. NaN or infinity raises BackendError: the model or a kernel is broken."""
+    row = finite_row(logits)
+    if row is None:
+        raise BackendError(f"{NOT_FINITE}; its file or a kernel is broken")
+    return row
+
+
+def finite_row(logits: NDArray[np.float32]) -> F64 | None:
+    """One row as float64; None if it holds NaN or infinity. -inf is an id that cannot come."""
     row = logits.astype(np.float64)
     assert 0 < len(row) <= MAX_VOCAB, "a row holds 1 to 2^20 logits"
-    if not np.isfinite(row.max()):
-        raise BackendError(
-            "the model computed logits that are not finite numbers; its file or a kernel is broken"
-        )
-    return row
+    return row if np.isfinite(row.max()) else None
 
 
 def log_normaliser(row: F64) -> float:
@@ -48,5 +52,9 @@ def score_targets(
     logits: NDArray[np.float32], targets: Sequence[int], top: int = 0
 ) -> tuple[TokenLogprob, ...]:
     """Prompt log-probabilities: row i scores targets[i]. Always of the model's own distribution,
-    since a prompt is not drawn."""
-    return tuple(token_logprobs(as_row(logits[i]), target, top) for i, target in enumerate(targets))
+    since a prompt is not drawn. Token BROKEN: the row is not finite."""
+    rows = [finite_row(logits[i]) for i in range(len(targets))]
+    return tuple(
+        TokenLogprob(BROKEN, 0.0) if row is None else token_logprobs(row, target, top)
+        for row, target in zip(rows, targets, strict=True)
+    )

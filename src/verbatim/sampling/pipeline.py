@@ -8,8 +8,9 @@ mask). Out: one Drawn per row. A row's result depends on that row alone, never o
     -> temperature -> top-k -> top-p -> min-p -> typical-p -> top-n-sigma -> XTC -> draw
 
 At temperature 0 the token is the argmax after the penalties; a tie goes to the lower id, no filter
-runs and no noise is made. When bans exclude every id, the token is NOTHING (-1) and the engine ends
-that request with an error; other rows are not affected.
+runs and no noise is made. When bans exclude every id, the token is NOTHING (-1); when the logits
+are not finite, it is BROKEN (-2). The engine ends that request with an error; other rows are not
+affected.
 """
 
 from __future__ import annotations
@@ -20,16 +21,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from verbatim.base.records import Drawn, DrawSpec, SeqStep
+from verbatim.base.records import BROKEN, NOTHING, Drawn, DrawSpec, SeqStep
 from verbatim.sampling import draw as noise
 from verbatim.sampling.filters import Temperature
-from verbatim.sampling.logprobs import as_row, log_normaliser, token_logprobs
+from verbatim.sampling.logprobs import finite_row, log_normaliser, token_logprobs
 from verbatim.sampling.numerics import F64, best, log_mass
 from verbatim.sampling.processors import BEFORE, FILTER_STAGES
 from verbatim.sampling.record import Recorder
 from verbatim.sampling.row_state import REMOVED, RowState, Stage
 
-NOTHING = -1  # Drawn.token when bans exclude every id
 _TEMPERATURE = Temperature()
 
 
@@ -67,10 +67,12 @@ def rows_of(step: SeqStep) -> list[Row]:
 def sample_rows(logits: NDArray[np.float32], rows: Sequence[Row]) -> list[Drawn]:
     """One Drawn per row of `logits` [rows, vocab]."""
     assert len(logits) == len(rows), "one Row for each row of logits"
-    return [_sample(as_row(logits[i]), row) for i, row in enumerate(rows)]
+    return [_sample(finite_row(logits[i]), row) for i, row in enumerate(rows)]
 
 
-def _sample(raw: F64, row: Row) -> Drawn:
+def _sample(raw: F64 | None, row: Row) -> Drawn:
+    if raw is None:
+        return Drawn(BROKEN, 0.0)
     state = state_of(raw, row)
     recorder = Recorder(raw, state) if row.spec.params.explain else None
     _run(BEFORE, state, recorder)

@@ -18,3 +18,6 @@ class BlockStore(Protocol):
 
     def save(self, group: int, block_hash: bytes, block: int) -> None:
         """Store the contents of `block`, unless they are stored already."""
+
+    def drop(self, group: int, block_hash: bytes) -> None:
+        """Delete a stored block, if it is there."""

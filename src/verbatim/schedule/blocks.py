@@ -79,6 +79,15 @@ class BlockPool:
             self.by_hash[block_hash] = block
             self.hashes[block] = block_hash
 
+    def unpublish(self, block_hash: bytes) -> None:
+        """Withdraw a block from prefix hits. It is free once no table refers to it."""
+        block = self.by_hash.get(block_hash)
+        if block is not None:
+            self._drop_hash(block)
+            if self.refs[block] == 0:
+                del self.cached[block]
+                self.free.append(block)
+
     def evict_cached(self) -> int:
         """Evict every cached block. Returns the number of blocks freed."""
         dropped = len(self.cached)

@@ -263,11 +263,12 @@ class PagedCache:
                     pool.share(block)
         child.released = parent.released[:]
         child.hashes, child.root, child.published = parent.hashes[:], parent.root, parent.published
-        child.computed = parent.computed
+        child.computed, child.cached_tokens = parent.computed, parent.cached_tokens
         child.frozen_blocks = None
 
     def publish(self, seq: Sequence) -> None:
-        """Publish the sequence's full blocks to the prefix cache."""
+        """Publish the sequence's full blocks to the prefix cache. The steps of a prompt before its
+        last compute no logits, so blocks with NaN are withdrawn later, by unpublish()."""
         full = seq.computed // self.block_size
         if self.prefix is None or full <= seq.published:
             return
@@ -280,6 +281,17 @@ class PagedCache:
                     pool.publish(table[i], seq.hashes[i])
         self._save_prompt(seq, [seq.published] * len(self.pools), full)
         seq.published = full
+
+    def unpublish(self, seq: Sequence) -> None:
+        """Withdraw the blocks that the sequence has published: their values are not finite. Blocks
+        that other sequences have computed stay."""
+        for g, (pool, table) in enumerate(zip(self.pools, seq.blocks, strict=True)):
+            for i in range(seq.cached_tokens // self.block_size, len(seq.hashes)):
+                own = table[i] if i < len(table) else -1  # -1: released, or never allocated
+                if own in (-1, pool.find(seq.hashes[i])):
+                    pool.unpublish(seq.hashes[i])
+                    if self.store is not None:
+                        self.store.drop(g, seq.hashes[i])
 
     def trim(self, seq: Sequence) -> None:
         """Release the blocks that held only rejected drafts."""

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from operator import attrgetter
 
 from verbatim.base.errors import CapacityError
-from verbatim.base.records import CacheGroup, SeqStep
+from verbatim.base.records import BROKEN, CacheGroup, Finish, SeqStep
 from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
+from verbatim.schedule.no_token import finish_without_token
 from verbatim.schedule.paged_cache import PagedCache
 from verbatim.schedule.prefix import PrefixChain
 from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
@@ -80,8 +81,9 @@ class SequenceQueues:
                     param="max_tokens",
                 )
 
-    def abort(self, seq_id: int) -> bool:
-        """End a sequence in any state and release its blocks. False: it has ended already."""
+    def abort(self, seq_id: int, *, publish: bool = True) -> bool:
+        """End a sequence in any state and release its blocks. False: it has ended already.
+        `publish` as in _end()."""
         seq = self.sequences.get(seq_id)
         if seq is None:
             return False
@@ -91,7 +93,7 @@ class SequenceQueues:
             self._enqueue(heir)
         for elder in self.sequences.values() if seq.pending else ():
             elder.siblings = [s for s in elder.siblings if s is not seq]
-        self._end(seq)
+        self._end(seq, publish=publish)
         return True
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
@@ -207,7 +209,10 @@ class SequenceQueues:
             self._preempt(held)
         return held is not None
 
-    def _end(self, seq: Sequence) -> None:
+    def _end(self, seq: Sequence, *, publish: bool = True) -> None:
+        """`publish`: False withdraws the sequence's blocks from the prefix cache."""
+        if not publish:
+            self.cache.unpublish(seq)
         if seq.state == RUNNING:
             self._remove(self.running, seq)
         elif not seq.pending:
@@ -215,6 +220,10 @@ class SequenceQueues:
         self.cache.release_all(seq)
         seq.state = ENDED
         del self.sequences[seq.id]
+
+    def _end_without_token(self, seq: Sequence, token: int) -> Finish:
+        self._end(seq, publish=token != BROKEN)
+        return finish_without_token(token, len(seq.tokens), seq.params.adapter)
 
     def _remove(self, queue: list[Sequence], seq: Sequence) -> None:
         i = bisect_left(queue, seq.rank, key=_rank)

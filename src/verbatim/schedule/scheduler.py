@@ -56,7 +56,6 @@ from verbatim.schedule.queues import SequenceQueues
 from verbatim.schedule.sequence import RUNNING, Sequence
 from verbatim.schedule.token_cost import MAX_SCORES, TokenCost
 
-NOTHING_LEFT = "no token is left to draw: bans, grammar and min_tokens together exclude every id"
 EventSink = Callable[[TokenEvent], bool]  # True: the sequence ends with this event
 
 
@@ -276,8 +275,7 @@ class Scheduler(SequenceQueues):
             token = draw.token
             if token < 0:
                 seq.drafted, seq.accepted = seq.drafted + last, seq.accepted + i
-                self._end(seq)
-                emit(TokenEvent(seq.id, None, Finish("error", NOTHING_LEFT)))
+                emit(TokenEvent(seq.id, None, self._end_without_token(seq, token)))
                 return
             tokens.append(token)
             if token in seq.ends and len(tokens) > seq.min_len:

@@ -12,7 +12,7 @@ from typing import Any
 
 from verbatim.base.errors import BackendError
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
-from verbatim.base.records import Drawn, DrawSpec, TokenLogprob
+from verbatim.base.records import BROKEN, Drawn, DrawSpec, TokenLogprob
 from verbatim.sampling.pipeline import Row, sample_rows
 
 # fields of SamplingParams that the native SampleParams has under the same name and meaning
@@ -43,6 +43,7 @@ _PIPELINE_ONLY = tuple(
     for name, rule in FIELDS.items()
     if name not in {*_SAME, *_CONVERTED, *_ELSEWHERE}
 )
+_BROKEN_ROW = "not finite"  # part of the native error of a row with NaN or infinity
 _MAX_CACHED = 512  # requests whose native parameters are cached; a full cache is cleared
 
 
@@ -85,7 +86,14 @@ class NativeSampler:
         try:
             results: list[Any] = self._engine.sample(native_rows, first)
         except ValueError as error:
-            raise BackendError(str(error)) from None
+            if _BROKEN_ROW not in str(error):
+                raise BackendError(str(error)) from None
+            if len(native_rows) == 1:
+                return [(BROKEN, 0.0, ())]
+            # the native call names no row: find the broken ones, each ends its request
+            results = []
+            for i, row in enumerate(native_rows):
+                results += [None] if row is None else self._call([row], first + i)
         return results
 
     def native_row(self, row: Row) -> tuple[Any, ...]:

@@ -59,6 +59,10 @@ CODES = {
     "cancelled": (499, "the client disconnected"),
     "slow_reader": (499, "the client read the stream too slowly and its buffer is full"),
     "internal_error": (500, "a server error; the log has the request id"),
+    "not_finite": (
+        500,
+        "the model computed NaN or infinity for this request; its file or adapter is broken",
+    ),
     "engine_died": (503, "the engine died during this request; it is being restarted"),
     "unavailable": (
         503,

@@ -142,11 +142,12 @@ def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
     """Raise the Problem of a choice that ended in an error.
 
     It is a client error found late (bans and a grammar that mask every token, for example), or the
-    server has too little memory."""
+    server has too little memory, or the model computes no finite numbers."""
     if finish is None or finish.reason != "error":
         return
-    if finish.unavailable:
-        raise Problem("unavailable", finish.detail, retry_after=1)
+    if finish.code:
+        retry = 1 if finish.code == "unavailable" else None
+        raise Problem(finish.code, finish.detail, retry_after=retry)
     why, fields = finish.detail or "the request could not be completed", finish.fields
     if not fields:
         raise Problem("invalid_request", why)

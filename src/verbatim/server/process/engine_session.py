@@ -243,7 +243,7 @@ class EngineSession:
         text = self._text_of(message.prompt) if message.echo else ""
         self._outbox.put(Accepted(message.request_id, text, handle.prompt_tokens))
         completion = await end
-        complete = message.embedding and completion.choices[0].finish.reason != "cancel"
+        complete = message.embedding and completion.finish.reason not in ("cancel", "error")
         embedding = handle.embedding().tolist() if complete else None
         if not request.explain_rows:  # records that came with the completion, in no delta
             for choice in completion.choices:

@@ -201,7 +201,7 @@ class WireFinish:
     detail: str
     stop_string: bool = False  # reason "stop": `detail` is one of the request's stop strings
     fields: list[str] = field(default_factory=list)  # reason "error": the parameters at fault
-    unavailable: bool = False  # reason "error": the server lacks memory; no parameter is at fault
+    code: str = ""  # reason "error": the error code, where no parameter is at fault
 
 
 class TopLogprob(NamedTuple):

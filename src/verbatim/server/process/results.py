@@ -5,10 +5,10 @@ WireDelta, Generated and ModelFacts go out. Runs in the engine process, which ha
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.errors import OUT_OF_MEMORY
+from verbatim.base.errors import NOT_FINITE, OUT_OF_MEMORY
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, TokenLogprob
 from verbatim.observe.receipt import digest_of
@@ -45,7 +45,9 @@ def wire_finish(finish: Finish, params: SamplingParams, stopped_by_token: bool) 
     if reason != "error":
         return WireFinish(reason, detail)
     if detail.startswith(OUT_OF_MEMORY):
-        return WireFinish(reason, detail, unavailable=True)
+        return WireFinish(reason, detail, code="unavailable")
+    if detail.startswith(NOT_FINITE):
+        return WireFinish(reason, detail, code="not_finite")
     named = detail.partition(":")[0]
     if named in FIELDS:
         return WireFinish(reason, detail, fields=[named])
@@ -170,7 +172,10 @@ class ResultEncoder:
 
     def _finish(self, finish: Finish, ids: Sequence[int], params: SamplingParams) -> WireFinish:
         by_token = bool(ids) and (ids[-1] in self._eos_ids or ids[-1] in params.stop_token_ids)
-        return wire_finish(finish, params, stopped_by_token=by_token)
+        found = wire_finish(finish, params, stopped_by_token=by_token)
+        if found.code == "not_finite":
+            return replace(found, detail=f"model {self._served_name}: {found.detail}")
+        return found
 
     def _logprobs(self, items: Sequence[TokenLogprob]) -> list[WireLogprob]:
         raw = self._token_bytes
