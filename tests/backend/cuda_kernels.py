@@ -583,7 +583,7 @@ def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(kernels, "matmul", matmul)
     monkeypatch.setattr(kernels, "gated_matmul", gated_matmul)
     monkeypatch.setattr(warm_up, "STEPS", ((32, 1),))
-    warm_up.compile_kernels(backend)  # type: ignore[arg-type]
+    warm_up.compile_kernels(backend, 4096)  # type: ignore[arg-type]
     chosen = set()
     for n, k in ((64, 1024), (576, 64)):
         splits = gpu_layout.split_k(n, k)[0]
@@ -593,6 +593,34 @@ def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) ->
         tile._replace(parallel=1) for tile in launched if tile is not None
     }
     assert set(matmul_tile.all_tiles(1, True)) <= fused
+
+
+def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("llama")
+    backend: Any = opened(replace(model, adapters=(tiny_adapter(model.spec),)))
+    executed: list[StepPlan] = []
+    monkeypatch.setattr(warm_up, "compile_kernels", lambda backend, step_tokens: None)
+    monkeypatch.setattr(backend, "execute", executed.append)
+    penalty = SamplingParams(repetition_penalty=1.1)
+    warm_up.warm_up(backend, [penalty], max_running=4)
+    assert {len(plan.sequences) for plan in executed} == {1, 3, 4}
+    steps = [plan.sequences[0] for plan in executed]
+    assert {step.adapter for step in steps} == {-1, 0}
+    drawn = [step.draw.params for step in steps if step.draw is not None]
+    assert set(drawn) == {*warm_up.SAMPLERS, penalty}
+    # the device samples all of them, so their kernels are compiled
+    assert all(backend.gpu_sampler.supports(step.draw) for step in steps)
+    monkeypatch.undo()
+    last = [plan for plan in executed if len(plan.sequences) == 3][-1]
+    assert all(one.drawn[0].token >= 0 for one in backend.execute(last).sequences)
+
+    def full(plan: StepPlan) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(warm_up, "compile_kernels", lambda backend, step_tokens: None)
+    monkeypatch.setattr(backend, "execute", full)
+    with pytest.raises(DeviceMemoryError):
+        warm_up.warm_up(backend)
 
 
 def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) -> None:

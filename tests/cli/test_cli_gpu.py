@@ -4,6 +4,8 @@ test-gpu`."""
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +15,15 @@ import pytest
 from cli_result import Call
 from verbatim import backend as backends
 from verbatim.backend import gpu
-from verbatim.base.errors import BackendError
+from verbatim.backend.protocol import BackendInfo
+from verbatim.base.defaults import catalog_defaults
+from verbatim.base.errors import OUT_OF_MEMORY, BackendError, DeviceMemoryError
 from verbatim.cli import doctor
+from verbatim.engine import llm
+from verbatim.engine.llm import LLM
+from verbatim.server import http_process
+from verbatim.testing import FakeBackend, fake_parts
+from verbatim.weights import catalog
 
 REAL = gpu.present()
 needs_card = pytest.mark.skipif(not REAL, reason="needs an NVIDIA GPU: `make test-gpu`")
@@ -218,3 +227,70 @@ def test_plan_measures_the_gpu(verbatim: Call) -> None:
     assert found["kind"] == "measured"
     assert found["read_bytes"] > 1e11
     assert found["ops"] > 5e12
+
+
+def on_card(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[Any]:
+    """A fake engine that says it is on a GPU; returns the calls of the warm-up."""
+    calls: list[Any] = []
+
+    def warm_up(*given: Any) -> None:
+        calls.append(given)
+        if error is not None:
+            raise error
+
+    monkeypatch.setitem(
+        sys.modules, "verbatim.backend.cuda.warm_up", SimpleNamespace(warm_up=warm_up)
+    )
+    info = BackendInfo("cuda", "a card", 1, "cuda", weight_bytes=0, kv_token_bytes=16)
+    monkeypatch.setattr(FakeBackend, "info", info)
+    return calls
+
+
+def test_kernels_are_compiled_before_the_first_request_if_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls = on_card(monkeypatch)
+    options = {"kv_blocks": 64, "max_running": 7, "step_tokens": 99}
+    parts = replace(fake_parts(), defaults=catalog_defaults({"temperature": 0.3, "top_k": 12}))
+    LLM.from_parts(parts, **options).close()
+    assert not calls
+    LLM.from_parts(parts, warm_up=True, **options).close()
+    [(backend, [params], max_running, step_tokens)] = calls
+    assert backend is parts.backend
+    assert (params.temperature, params.top_k, max_running, step_tokens) == (0.3, 12, 7, 99)
+    monkeypatch.undo()
+    LLM.from_parts(fake_parts(), warm_up=True, kv_blocks=64).close()  # no GPU: no effect
+
+
+def test_an_engine_opens_without_memory_for_the_warm_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    on_card(monkeypatch, DeviceMemoryError(f"{OUT_OF_MEMORY}a step did not fit"))
+    LLM.from_parts(fake_parts(), warm_up=True, kv_blocks=64, step_tokens=64).close()
+    assert "not all GPU kernels are compiled: out of GPU memory" in caplog.text
+
+
+def test_serve_compiles_ahead_and_pull_does_if_asked(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    served: list[Any] = []
+    monkeypatch.setattr(http_process, "run", lambda settings: served.append(settings) or 0)
+    for flags in ((), ("--no-warm-up",), ("--warm-up",)):
+        assert verbatim("serve", *flags).code == 0
+    assert [settings.engine["warm_up"] for settings in served] == [True, False, True]
+
+    opened: list[Any] = []
+
+    class Opened:
+        def __init__(self, model: str, **options: Any) -> None:
+            opened.append((model, options))
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(llm, "LLM", Opened)
+    monkeypatch.setattr(catalog, "pull", lambda *given, **named: tmp_path / "m.gguf")
+    assert verbatim("pull", "smollm2").out == verbatim("pull", "smollm2", "--warm-up", "-q").out
+    options = {"backend": "cuda", "warm_up": True, "offline": True}
+    assert opened == [(str(tmp_path / "m.gguf"), options)]
+    assert "the GPU kernels are compiled (" in verbatim("pull", "--warm-up").err

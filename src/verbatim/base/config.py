@@ -78,6 +78,7 @@ class EngineConfig:
     defaults: str = "model"
     pooling: str | None = None  # of embeddings: mean | cls | last; None: as the model's files say
     check: bool = False  # check the block accounting after every step
+    warm_up: bool = False  # compile the GPU kernels before the first request; no effect on a CPU
     # LoRA adapters to load, as NAME=PATH; a mapping from name to path is accepted, too
     adapters: tuple[str, ...] = ()
 

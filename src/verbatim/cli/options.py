@@ -54,6 +54,8 @@ ENGINE_HELP = {
     "quant": "quantise float weights while loading: q8_0 or q4_0; packed: compute AWQ, GPTQ and "
     "compressed-tensors in blocks",
     "check": "verify the KV block accounting after every step",
+    "warm_up": "on a GPU: compile the kernels before the first request, not during it; `verbatim"
+    " serve` does unless --no-warm-up is given",
     "adapters": "load a LoRA adapter, a PEFT directory or a GGUF file (may be repeated)",
 }
 # Flags whose names are not those of their fields: --adapter loads, --use-adapter chooses.

@@ -246,7 +246,7 @@ def command(
         max_loaded_models=flags["max_loaded_models"],
         model_idle_seconds=flags["model_idle_seconds"],
         served_names=names,
-        engine=engine_of(flags),
+        engine={"warm_up": True, **engine_of(flags)},
         revision=flags.get("revision"),
         offline=bool(flags.get("offline")),
         host=flags["host"],

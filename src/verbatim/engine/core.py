@@ -23,6 +23,7 @@ from verbatim.engine.beam_request import request_class
 from verbatim.engine.drafting import Drafting
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_setup import (
+    compile_ahead,
     fingerprint_of,
     make_scheduler,
     open_disk_cache,
@@ -64,6 +65,7 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self.step_log = StepLog()
         self.drafting = Drafting(parts, config, self.scheduler)
+        compile_ahead(parts, config)
         self.requests: dict[str, RunningRequest] = {}  # by request id, waiting ones included
         self._by_seq: dict[int, RunningRequest] = {}
         self._grammars = GrammarSteps(self.requests, self._by_seq, self._flush)

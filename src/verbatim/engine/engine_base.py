@@ -60,6 +60,7 @@ class EngineBase(metaclass=AnsweringType):
         suffix_tenants: tuple[str, ...] = (),
         quant: str | None = None,
         check: bool = False,
+        warm_up: bool = False,
         defaults: str = "model",
         adapters: Mapping[str, str] | Sequence[str] = (),
         pooling: str | None = None,
@@ -90,6 +91,7 @@ class EngineBase(metaclass=AnsweringType):
         quant: quantise float weights while loading: q8_0 or q4_0; packed: compute the integers of
             quantised safetensors in blocks
         check: check the block accounting after every step
+        warm_up: on a GPU, compile the kernels now and not when the first crowd needs them
         defaults: sampling parameters that a request does not give: model, protocol or greedy
         adapters: LoRA adapters, name -> PEFT directory or GGUF file; SamplingParams(adapter=name)
             chooses one for a request

@@ -4,10 +4,14 @@ fingerprint go out. Runs once per engine, before the first request."""
 from __future__ import annotations
 
 import hashlib
+import logging
+import time
 from dataclasses import replace
 
 from verbatim.base.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
-from verbatim.base.errors import ParameterError
+from verbatim.base.defaults import resolve
+from verbatim.base.errors import DeviceMemoryError, ParameterError
+from verbatim.base.params import SamplingParams
 from verbatim.base.units import size_text
 from verbatim.engine.disk_cache import DiskCache
 from verbatim.engine.drafting import cache_share
@@ -18,6 +22,8 @@ from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
 from verbatim.schedule.token_cost import TokenCost
 from verbatim.weights.mapped_file import content_digest
+
+log = logging.getLogger("verbatim.engine")
 
 
 def with_step_tokens(parts: LoadedModel, config: EngineConfig) -> EngineConfig:
@@ -49,6 +55,24 @@ def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
         share=cache_share(parts),
         on_gpu=backend.info.name == "cuda",
     )
+
+
+def compile_ahead(parts: LoadedModel, config: EngineConfig) -> None:
+    """Compile the GPU kernels of the model, and of its draft model, before the first request."""
+    backends = [b for b in (parts.backend, parts.draft) if b is not None and b.info.name == "cuda"]
+    if not config.warm_up or not backends or parts.task != "generate":
+        return
+    from verbatim.backend.cuda.warm_up import warm_up
+
+    stated = resolve(SamplingParams(), parts.defaults, config.defaults)
+    log.info("compiling GPU kernels; Triton keeps them on disk, so the next start is faster")
+    began = time.perf_counter()
+    try:
+        for backend in backends:
+            warm_up(backend, [stated], config.max_running, config.step_tokens or GPU_STEP_TOKENS)  # type: ignore[arg-type]
+    except DeviceMemoryError as error:
+        log.warning("not all GPU kernels are compiled: %s", error.message)
+    log.info("the GPU kernels are ready after %.1f s", time.perf_counter() - began)
 
 
 def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | None:

@@ -193,6 +193,10 @@ class CudaBackend:
         }
         return [w for w in unpacked.values() if w is not None and w.ndim == 2]
 
+    @property
+    def has_adapters(self) -> bool:
+        return bool(self._adapters)
+
     # ---- execute a step
 
     draft_backend = None

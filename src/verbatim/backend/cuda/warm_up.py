@@ -1,12 +1,14 @@
 """Compile the kernels of a model before its first request.
 
-In: a CudaBackend with an allocated KV cache. Triton compiles a kernel at its first launch, for one
-second or more, and keeps it on disk. A matmul has another tile for other numbers of rows, so
-without this a compile could interrupt a running crowd at any prompt length.
+In: a CudaBackend with an allocated KV cache that no sequence uses yet. Triton compiles a kernel at
+its first launch, for one second or more, and keeps it on disk; a kernel on disk is loaded in some
+milliseconds. Without this a compile could interrupt a running crowd: a matmul has another tile for
+other numbers of rows, and a kernel another variant where a number is 1 or a multiple of 16.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,15 +17,46 @@ from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.matmul_tile import all_tiles
 from verbatim.backend.cuda.step_inputs import OUTPUTS, PaddedInputs, StepShape
 from verbatim.backend.gpu_layout import split_k
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
 if TYPE_CHECKING:
     from verbatim.backend.cuda.backend import CudaBackend
 
 # rows and spans of steps whose attention is split over programs, and merged in one
 STEPS = ((32, 2), (4096, 1))
+# Sequences of the decode steps: the graph of one sequence and those of a crowd that grows, with
+# every variant of the kernels (1, a multiple of 16, neither; more than 16 rows start early).
+SEQUENCES = (1, 3, 16, 64)
+# The common samplers. A request's other parameters compile their kernels when they first occur.
+SAMPLERS = (
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.8, top_p=0.95),
+    SamplingParams(temperature=0.8, top_p=0.95, top_k=20),
+    SamplingParams(temperature=0.8, top_k=50),
+    SamplingParams(temperature=0.8, min_p=0.05),
+    SamplingParams(temperature=0.8, logprobs=5),
+)
 
 
-def compile_kernels(backend: CudaBackend) -> None:
+def warm_up(
+    backend: CudaBackend,
+    params: Sequence[SamplingParams] = (),
+    max_running: int = 256,
+    step_tokens: int = 8192,
+) -> None:
+    """Launch what a crowd of requests launches. `params`: samplers beside the common ones, such as
+    the model's defaults. DeviceMemoryError: the memory does not suffice for all of it."""
+    try:
+        compile_kernels(backend, step_tokens)
+        for plan in decode_steps(backend, [*SAMPLERS, *params], max_running):
+            backend.execute(plan)
+    except torch.OutOfMemoryError:
+        raise backend.out_of_memory() from None
+
+
+def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
     """Launch every tile of the matmuls, and steps of padding rows."""
     launched = set()
     activation = backend.spec.activation if backend.spec.gated else None
@@ -39,9 +72,29 @@ def compile_kernels(backend: CudaBackend) -> None:
             if activation is not None and kernels.can_fuse(weight, activation):
                 kernels.gated_matmul(x, weight, activation, weight.dtype, tile)
     for rows, spans in STEPS:
+        rows = max(32, min(rows, step_tokens))
         shape = StepShape(rows, OUTPUTS[0], max(4, rows // 32), spans)
         inputs = PaddedInputs(shape, backend.padding_blocks, backend.spec, backend.device)
         inputs.fill(None, {})
         backend.compute(inputs.step)
     if backend.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def decode_steps(
+    backend: CudaBackend, params: Sequence[SamplingParams], max_running: int
+) -> Iterator[StepPlan]:
+    """Steps of sequences of one token, each in a block of its own. They write to free blocks, whose
+    contents mean nothing. Negative ids are those of no sequence of the engine."""
+    adapters = (-1, 0) if backend.has_adapters else (-1,)
+    for count in SEQUENCES:
+        count = min(count, max_running, *backend.padding_blocks)
+        for adapter in adapters:
+            for one in params:
+                history = (0,) if one.needs_history else ()
+                spec = DrawSpec(one, 0, 1, history)
+                steps = [
+                    SeqStep(-1 - i, (0,), 0, ((i,),) * len(backend.padding_blocks), 1, spec)
+                    for i in range(count)
+                ]
+                yield StepPlan(0, tuple([step._replace(adapter=adapter) for step in steps]))
