@@ -603,7 +603,13 @@ def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(backend, "execute", executed.append)
     penalty = SamplingParams(repetition_penalty=1.1)
     warm_up.warm_up(backend, [penalty], max_running=4)
+    prompts = [plan for plan in executed if plan.rows > len(plan.sequences)]
+    assert [plan.rows for plan in prompts] == [10, 10, 102, 102]
     assert {len(plan.sequences) for plan in executed} == {1, 3, 4}
+    for plan in executed:  # every sequence has its own blocks
+        blocks = [block for step in plan.sequences for block in step.blocks[0]]
+        assert len(set(blocks)) == len(blocks)
+        assert max(blocks) < backend.padding_blocks[0]
     steps = [plan.sequences[0] for plan in executed]
     assert {step.adapter for step in steps} == {-1, 0}
     drawn = [step.draw.params for step in steps if step.draw is not None]
@@ -611,8 +617,8 @@ def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatc
     # the device samples all of them, so their kernels are compiled
     assert all(backend.gpu_sampler.supports(step.draw) for step in steps)
     monkeypatch.undo()
-    last = [plan for plan in executed if len(plan.sequences) == 3][-1]
-    assert all(one.drawn[0].token >= 0 for one in backend.execute(last).sequences)
+    for plan in (prompts[0], next(plan for plan in executed if len(plan.sequences) == 3)):
+        assert all(one.drawn[0].token >= 0 for one in backend.execute(plan).sequences)
 
     def full(plan: StepPlan) -> None:
         raise torch.OutOfMemoryError

@@ -17,6 +17,7 @@ from verbatim.backend.cuda import kernels
 from verbatim.backend.cuda.matmul_tile import all_tiles
 from verbatim.backend.cuda.step_inputs import OUTPUTS, PaddedInputs, StepShape
 from verbatim.backend.gpu_layout import split_k
+from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
@@ -28,6 +29,9 @@ STEPS = ((32, 2), (4096, 1))
 # Sequences of the decode steps: the graph of one sequence and those of a crowd that grows, with
 # every variant of the kernels (1, a multiple of 16, neither; more than 16 rows start early).
 SEQUENCES = (1, 3, 16, 64)
+# Tokens per sequence of the steps with prompts. The first step of a shape is not padded, so its
+# kernels have other numbers of rows than those of a graph; the second captures the graph.
+PROMPTS = ((10,), (10,), (100, 1, 1), (100, 1, 1))
 # The common samplers. A request's other parameters compile their kernels when they first occur.
 SAMPLERS = (
     SamplingParams(temperature=0),
@@ -52,6 +56,8 @@ def warm_up(
         compile_kernels(backend, step_tokens)
         for plan in decode_steps(backend, [*SAMPLERS, *params], max_running):
             backend.execute(plan)
+        for lengths in PROMPTS:
+            backend.execute(make_step(backend, lengths, SAMPLERS[0]))
     except torch.OutOfMemoryError:
         raise backend.out_of_memory() from None
 
@@ -84,17 +90,29 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
 def decode_steps(
     backend: CudaBackend, params: Sequence[SamplingParams], max_running: int
 ) -> Iterator[StepPlan]:
-    """Steps of sequences of one token, each in a block of its own. They write to free blocks, whose
-    contents mean nothing. Negative ids are those of no sequence of the engine."""
-    adapters = (-1, 0) if backend.has_adapters else (-1,)
+    """Steps of sequences of one token."""
     for count in SEQUENCES:
         count = min(count, max_running, *backend.padding_blocks)
-        for adapter in adapters:
+        for adapter in (-1, 0) if backend.has_adapters else (-1,):
             for one in params:
-                history = (0,) if one.needs_history else ()
-                spec = DrawSpec(one, 0, 1, history)
-                steps = [
-                    SeqStep(-1 - i, (0,), 0, ((i,),) * len(backend.padding_blocks), 1, spec)
-                    for i in range(count)
-                ]
-                yield StepPlan(0, tuple([step._replace(adapter=adapter) for step in steps]))
+                yield make_step(backend, (1,) * count, one, adapter)
+
+
+def make_step(
+    backend: CudaBackend, lengths: Sequence[int], params: SamplingParams, adapter: int = -1
+) -> StepPlan:
+    """A step of new sequences, in the first blocks of the KV cache: no sequence uses them, so their
+    contents mean nothing. Sequences without a block are left out. Negative ids are those of no
+    sequence of the engine."""
+    spec = DrawSpec(params, 0, 1, (0,) if params.needs_history else ())
+    groups, free = len(backend.padding_blocks), min(backend.padding_blocks)
+    steps: list[SeqStep] = []
+    start = 0
+    for length in lengths:
+        length = min(length, backend.spec.context, (free - start) * BLOCK_SIZE)
+        if length > 0:
+            end = start + -(-length // BLOCK_SIZE)
+            table, start = tuple(range(start, end)), end
+            step = SeqStep(-1 - len(steps), (0,) * length, 0, (table,) * groups, 1, spec)
+            steps.append(step._replace(adapter=adapter))
+    return StepPlan(0, tuple(steps))
