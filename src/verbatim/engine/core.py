@@ -255,7 +255,7 @@ class EngineCore:
         for seq_id in running.ids:
             del self._by_seq[seq_id]
         self.metrics.completed(completion)
-        log_not_finite(completion)
+        log_not_finite(self.parts.name, completion)
         return completion
 
     # --------------------------------------------------------------------------------- state

@@ -44,11 +44,11 @@ def smaller_steps(scheduler: Scheduler, error: DeviceMemoryError) -> bool:
     return True
 
 
-def log_not_finite(completion: Completion) -> None:
+def log_not_finite(model: str, completion: Completion) -> None:
     """Log a request that ended because the model's values were not finite."""
     for detail in {choice.finish.detail for choice in completion.choices}:
         if detail.startswith(NOT_FINITE):
-            log.error("request %s: %s", completion.request_id, detail)
+            log.error("%s: request %s: %s", model, completion.request_id, detail)
 
 
 def raise_error(completions: Iterable[Completion]) -> None:

@@ -38,7 +38,7 @@ def store_results(
                 running.hidden.add(step.start, done.hidden)
             else:
                 broken = step.start + int(rows.argmin())
-        if broken is not None:
+        if broken is not None and running not in failed:
             running.end(not_finite(broken, running.request.params.adapter), publish=False)
             failed.append(running)
     return failed

@@ -8,6 +8,7 @@ other numbers of rows, and a kernel another variant where a number is 1 or a mul
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -60,6 +61,7 @@ def warm_up(
             backend.execute(make_step(backend, lengths, SAMPLERS[0]))
     except torch.OutOfMemoryError:
         raise backend.out_of_memory() from None
+    gc.freeze()  # the objects of Triton's compiler, as in CudaBackend.allocate
 
 
 def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
