@@ -90,8 +90,12 @@ def choose_tile(m: int, n: int, k: int, splits: int, tma: bool) -> MatmulTile:
 def float32_tile(m: int, splits: int) -> MatmulTile:
     """The tile for float32 weights, which are those of a router: few outputs, and tensor cores do
     not multiply them in full precision. So small tiles, and a program per split."""
-    rows, columns = (16, 32) if m <= 64 else (32, 32) if m <= 512 else (64, 64)
-    return MatmulTile(rows, columns, BK // 4, 4, 3, splits, False)
+    if m <= 16:
+        return MatmulTile(2, 32, BK // 2, 2, 6, splits, False)
+    if m <= 64:
+        return MatmulTile(8, 32, BK // 2, 4, 4, splits, False)
+    size = 32 if m <= 512 else 64
+    return MatmulTile(size, size, BK // 4, 4, 3, splits, False)
 
 
 def tma_tiles(splits: int) -> list[MatmulTile]:
