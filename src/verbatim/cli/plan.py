@@ -79,7 +79,7 @@ def command(
     MODEL is a config.json, a directory with one, a .gguf file, a model in the cache, or a parameter
     count such as 7B. No weight is read. All times are lower bounds, from the bytes that must be
     read and the operations that must be done. On a GPU the bytes are those of the cuda backend,
-    which unpacks quantised weights to float16 where memory allows it.
+    which also has an unpacked copy of quantised weights where memory allows it.
     """
     from verbatim.diagnose.capacity import make_plan
     from verbatim.diagnose.footprint import read_footprint
