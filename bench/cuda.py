@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import statistics
 import time
@@ -96,12 +97,12 @@ class FakeTokenizer(ByteTokenizer):
 
 
 def random_blocks(
-    shape: tuple[int, int], type: str, make: torch.Generator, device: torch.device
+    shape: tuple[int, ...], type: str, make: torch.Generator, device: torch.device
 ) -> quant.BlockWeight:
     """Random codes of a format, with one scale for all groups and zero points near 0."""
-    (n, k), form = shape, BLOCK_FORMATS[type]
+    (*experts, n, k), form = shape, BLOCK_FORMATS[type]
     pack, wide = packing(k)
-    count = -(-n // TILE) * TILE * wide
+    count = math.prod(experts) * -(-n // TILE) * TILE * wide
     size, groups = (count * form.bits // 8,), (count // form.group,)
     codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
     spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes
@@ -109,6 +110,8 @@ def random_blocks(
     if form.code == "e4m3":
         codes &= 0b10111111  # below 2; the kernel's values are smaller by 2 ** 8
         spread, dtype = 0.6 / quant.E4M3_BIAS, torch.float32
+    elif form.code == "e2m1":
+        spread = 2.9 / 2**quant.E2M1_BIAS
     scales = torch.full(groups, 1 / (spread * k**0.5), device=device).to(dtype)
     zeros = None
     if form.offset == "zero":
@@ -127,7 +130,7 @@ def weights_of(
     for name, shape in layout(spec).items():
         if len(shape) == 1:
             found[name] = torch.ones(shape, device=device)
-        elif type is not None:
+        elif type is not None and not name.endswith(".router"):
             found[name] = random_blocks(tuple(shape), type, make, device)
         else:
             values = (

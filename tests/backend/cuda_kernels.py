@@ -680,6 +680,9 @@ def block_tensor(type: str, rows: int, k: int) -> Tensor:
     values, size = BLOCK_SIZES[type]
     raw = random.integers(0, 256, (rows, k // values, size), dtype=np.uint8)
     halves = dict.fromkeys(("q4_0", "q8_0", "q5_0"), (0,)) | {"q6_k": (208,)}
+    if type == "mxfp4":
+        raw[..., 0] = random.integers(126, 129, raw.shape[:2])
+        return Tensor("w", type, (rows, k), raw.reshape(-1))
     if type in CHECKPOINT_TYPES:
         return checkpoint_tensor(raw, CHECKPOINT_TYPES[type], random)
     for at in halves.get(type, (0, 2)):
@@ -780,12 +783,15 @@ def unpacked(model: Model) -> Model:
 CHECKPOINT_LAYERS = {
     "attn.q": "i4z_32_bf16", "attn.k": "i4z_32_bf16", "attn.v": "i4z_32_bf16",
     "attn.o": "e4m3_32_bf16", "mlp.gate": "i4_32_bf16", "mlp.up": "i8_32_bf16",
-    "mlp.down": "i8z_32_bf16", "moe.gate": "e4m3_32_bf16", "moe.down": "i4z_32_bf16",
-    "embed": "e4m3_32_bf16",
+    "mlp.down": "i8z_32_bf16", "moe.gate": "e4m3_32_bf16", "moe.up": "e4m3_32_bf16",
+    "moe.down": "i4z_32_bf16", "embed": "e4m3_32_bf16",
 }  # fmt: skip
 
 
-KEPT = ("embed", "layers.0.attn.q+k+v", "layers.0.attn.o", "layers.0.mlp.down")
+KEPT = (
+    "embed", "layers.0.attn.q+k+v", "layers.0.attn.o", "layers.0.mlp.down",
+    "layers.0.moe.gate+up", "layers.0.moe.down",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -795,8 +801,8 @@ def test_a_quantised_checkpoint_in_blocks_has_the_bits_of_the_unpacked_one(
     family: str, size: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The logits, too, except under the interpreter, where sums depend on the shape of a product.
-    Experts, and matrices of two formats that one matmul reads, are unpacked."""
-    shape = {**FEW_HEADS, "head_dim": 64, size: 64}
+    Matrices of two formats that one matmul reads are unpacked."""
+    shape = {**FEW_HEADS, "head_dim": 64, "hidden_size": 64, size: 64}
     model = with_types(small(family, **shape), CHECKPOINT_LAYERS)
     for blocks in ("both", "only"):
         found = load(model.weights, model.spec, device, blocks)
@@ -1030,6 +1036,30 @@ def test_rows_are_sorted_by_expert_into_whole_tiles(
     assert (source[inside] >= 0).sum() == rows * used
     counts = np.bincount(chosen.reshape(-1), minlength=count)
     assert inside.sum() == (-(-counts // tiles.height) * tiles.height).sum()
+
+
+@pytest.mark.parametrize(("type", "height"), [("mxfp4", 16), ("q4_1", 128), ("q8_0", 64)])
+def test_experts_in_blocks_have_the_bits_of_unpacked_ones(
+    type: str, height: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gate and up of three experts, joined; with several splits and with one. Exact sums: the
+    interpreter adds in any order."""
+    monkeypatch.setattr(experts, "tile_height", lambda *_: height)
+    random = np.random.default_rng(6)
+    for n, k in ((64, 512), (128, 128)):
+        made = [block_tensor(type, 3 * n, k), block_tensor(type, 3 * n, k)]
+        parts = [quant.to_blocks(replace(one, shape=(3, n, k)), device) for one in made]
+        weight = quant.join(parts)
+        assert weight is not None
+        assert torch.equal(quant.unpack(weight), torch.cat([quant.unpack(w) for w in parts], 1))
+        x = torch.from_numpy(random.integers(-2, 3, (9, k)).astype(np.float32))
+        x = x.to(device, weight.dtype)
+        chosen = torch.from_numpy(random.integers(0, 3, (9, 1)).astype(np.int32)).to(device)
+        tiles = experts.sort(chosen, 3)
+        found = quant.expert_matmul(x, weight, tiles, tiles.rows)
+        wanted = kernels.expert_matmul(x, quant.unpack(weight), tiles, tiles.rows)
+        place = tiles.place[:, 0].long()
+        assert torch.equal(found[place], wanted[place])
 
 
 @pytest.mark.parametrize("height", [64, 128])

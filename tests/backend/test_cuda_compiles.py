@@ -7,6 +7,7 @@ which order tensor cores add.
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -191,7 +192,7 @@ def test_attention_over_8_bits_has_the_products_of_float16(
 
 # types of BLOCK_FORMATS whose kernels differ
 BLOCK_TYPES = (
-    "q4_1", "q4_k", "q5_k", "q6_k", "q8_0", "e4m3_128_bf16", "e4m3_32_f16", "i4_128_bf16",
+    "q4_1", "q4_k", "q5_k", "q6_k", "q8_0", "mxfp4", "e4m3_128_bf16", "e4m3_32_f16", "i4_128_bf16",
     "i4z_128_bf16", "i4z_32_f16", "i8_128_bf16", "i8z_128_f16", "i4_128_f32",
 )  # fmt: skip
 
@@ -215,7 +216,7 @@ def test_a_matmul_in_blocks_has_the_products_of_half_precision(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from verbatim.backend.cuda import launch, quant
+    from verbatim.backend.cuda import experts, launch, quant
     from verbatim.weights.tensor import SIZES, Tensor
 
     if launch.INTERPRETED:
@@ -264,6 +265,16 @@ def test_a_matmul_in_blocks_has_the_products_of_half_precision(
     assert "ldmatrix" not in ptx
     assert len(re.findall(r"st\.shared", ptx)) <= 8  # only the sums, after the loop
     assert ("fma.rn.f32" in ptx) == (weight.form.offset == "add")
-    if rows > 1:
-        quant.unpack(weight)
-        quant.unpack(weight, rows=torch.zeros(3, dtype=torch.int32))
+    if rows == 1:
+        return
+    quant.unpack(weight)
+    quant.unpack(weight, rows=torch.zeros(3, dtype=torch.int32))
+    stacked = replace(weight, shape=(2, 256, 256))
+    for height in (16, 128):
+        number = torch.zeros(height, dtype=torch.int32)
+        tiles = experts.ExpertTiles(number, number, number[:1], number[:, None], height)
+        quant.expert_matmul(torch.zeros((1, 256)), stacked, tiles, number)
+        # a program of 64 rows has the products of one with 16: only their number differs
+        products = dots(compiled[-1].asm["ttgir"])
+        assert all("versionMajor = 3" in one and "kWidth = 2" in one for one in products)
+        assert "ldmatrix" not in compiled[-1].asm["ptx"]

@@ -28,7 +28,12 @@ MATRICES = (
 # read or multiplied with few rows: their size does not count for the buffer
 HEADS = ("embed", "head", "layer_inputs.embed")
 # matrices that one matmul reads; they stay in their blocks only if all have one format
-JOINED = (("attn", ("q", "k", "v")), ("mlp", ("gate", "up")), ("shared", ("gate", "up")))
+JOINED = (
+    ("attn", ("q", "k", "v")),
+    ("mlp", ("gate", "up")),
+    ("moe", ("gate", "up")),
+    ("shared", ("gate", "up")),
+)
 BK = 128  # inputs per block of a matmul; splits are whole blocks, so it affects the bits
 MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
 PACKS = (256, 128)  # inputs of quantised weights that a kernel reads at once; divides a split
@@ -49,7 +54,7 @@ class BlockFormat(NamedTuple):
     bits: int
     group: int  # inputs per scale
     scale_bytes: int  # per group, of scale and offset or zero point
-    code: str = "int"  # or e4m3
+    code: str = "int"  # or e4m3, e2m1
     offset: str = "none"  # added to scale * code; or zero: subtracted from the code
     result: str = "f16"  # type of the unpacked weights; or bf16
 
@@ -68,6 +73,7 @@ BLOCK_FORMATS = {
     "q5_k": BlockFormat(8, 32, 8, offset="add"),
     "q6_k": BlockFormat(8, 16, 4),
     "q8_0": BlockFormat(8, 32, 2),
+    "mxfp4": BlockFormat(4, 32, 2, code="e2m1", result="bf16"),
 } | {
     name: BlockFormat(
         kind.bits,
@@ -88,14 +94,12 @@ def is_matrix(name: str) -> bool:
 
 
 def keeps_blocks(name: str, weight: StoredWeight) -> bool:
-    """Whether the matmul can read the weight in its blocks. Experts are unpacked."""
-    return (
-        is_matrix(name)
-        and weight.type in BLOCK_FORMATS
-        and len(weight.shape) == 2
-        and name != "positions"
-        and ".moe." not in name
-    )
+    """Whether the matmul can read the weight in its blocks."""
+    if not is_matrix(name) or name == "positions" or weight.type not in BLOCK_FORMATS:
+        return False
+    if ".moe." in name:
+        return len(weight.shape) == 3 and weight.shape[1] % TILE == 0
+    return len(weight.shape) == 2
 
 
 def split_k(n: int, k: int) -> tuple[int, int]:
@@ -131,7 +135,7 @@ def weight_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode = "only"
     kept = _stay_in_blocks(weights)
     total = sum(held for held, _ in device_bytes(weights, "only").values())
     if blocks == "both":
-        return total + sum(2 * prod(weights[name].shape) for name in kept)
+        return total + sum(2 * prod(weights[name].shape) for name in kept if ".moe." not in name)
     return total + buffer_bytes(weights, kept)
 
 
@@ -159,7 +163,8 @@ def activation_bytes(spec: ModelSpec) -> int:
 
 def buffer_bytes(weights: Mapping[str, StoredWeight], kept: Collection[str]) -> int:
     """The buffer into which the largest of these weights is unpacked. Gate and up are joined."""
-    sizes = [2 * prod(weights[name].shape) for name in kept if name not in HEADS]
+    unpacked = [name for name in kept if name not in HEADS and ".moe." not in name]
+    sizes = [2 * prod(weights[name].shape) for name in unpacked]
     return 2 * min(max(sizes, default=0), MAX_BUFFER)
 
 
@@ -167,11 +172,13 @@ def _bytes_of(name: str, weight: StoredWeight, blocks: BlockMode, kept: bool) ->
     values = prod(weight.shape)
     if not kept:
         return DeviceBytes(*[(2 if is_matrix(name) else 4) * values] * 2)
-    n, k = weight.shape
+    *experts, n, k = weight.shape
     form, (_, wide) = BLOCK_FORMATS[weight.type], packing(k)
-    rows = -(-n // TILE) * TILE
+    rows = -(-n // TILE) * TILE * prod(experts)
     size = rows * (wide * form.bits // 8 + wide // form.group * form.scale_bytes)
-    return DeviceBytes(size if blocks == "only" else size + 2 * values, size)
+    # experts are multiplied in their blocks with any number of rows
+    copy = 0 if blocks == "only" or ".moe." in name else 2 * values
+    return DeviceBytes(size + copy, size)
 
 
 def _stay_in_blocks(weights: Mapping[str, StoredWeight]) -> set[str]:
@@ -183,7 +190,7 @@ def _stay_in_blocks(weights: Mapping[str, StoredWeight]) -> set[str]:
         for owner, parts in JOINED:
             if part in parts and prefix.endswith(f".{owner}"):
                 group = [f"{prefix}.{one}" for one in parts if f"{prefix}.{one}" in weights]
-                whole = all(weights[one].shape[0] % TILE == 0 for one in group[:-1])
+                whole = all(weights[one].shape[-2] % TILE == 0 for one in group[:-1])
                 if len({BLOCK_FORMATS.get(weights[one].type) for one in group}) > 1 or not whole:
                     kept.discard(name)
     return kept

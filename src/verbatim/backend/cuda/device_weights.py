@@ -65,8 +65,11 @@ def load(
 
 
 def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
-    """Add unpacked copies for many rows ("both"), or the buffer for such copies ("only")."""
-    held = {name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight)}
+    """Add unpacked copies for many rows ("both"), or the buffer for such copies ("only"). Experts
+    need neither."""
+    held = {
+        name: w for name, w in weights.items() if isinstance(w, quant.BlockWeight) and w.ndim == 2
+    }
     if blocks == "both":
         for name, weight in held.items():
             plain = quant.unpack(weight)

@@ -69,6 +69,27 @@ shr.b32 u, u, 1;
 lop3.b32 $1, u, 0x3f803f80, s, 0xea;
 }
 """)
+# four bytes of FP4 (E2M1) -> eight float16 values that are smaller by 2 ** 14, as NIBBLES
+E2M1_ASM: tl.constexpr = tl.constexpr("""
+{
+.reg .b32 t, u;
+shl.b32 t, $4, 12;
+and.b32 u, t, 0x80008000;
+shr.b32 t, t, 3;
+lop3.b32 $0, t, 0x0e000e00, u, 0xea;
+shl.b32 t, $4, 4;
+and.b32 u, t, 0x80008000;
+shr.b32 t, t, 3;
+lop3.b32 $1, t, 0x0e000e00, u, 0xea;
+shl.b32 t, $4, 8;
+and.b32 u, t, 0x80008000;
+shr.b32 t, t, 3;
+lop3.b32 $2, t, 0x0e000e00, u, 0xea;
+and.b32 u, $4, 0x80008000;
+shr.b32 t, $4, 3;
+lop3.b32 $3, t, 0x0e000e00, u, 0xea;
+}
+""")
 # what OFFSET means, beside 0 for none
 ADDED: tl.constexpr = tl.constexpr(1)
 ZERO_POINT: tl.constexpr = tl.constexpr(2)
@@ -81,24 +102,36 @@ def swap_middle(code, SIZE: tl.constexpr):
 
 
 @triton.jit
-def split_nibbles(code, SIZE: tl.constexpr, SIGNED: tl.constexpr, ASM: tl.constexpr):
-    """(low, high) nibbles in float16, minus 8 if SIGNED."""
+def nibble_values(code, SIGNED: tl.constexpr, FLOAT: tl.constexpr):
+    """Codes 0 .. 15 in float16, minus 8 if SIGNED, or FP4 (E2M1) less a factor of 2 ** 14."""
+    if FLOAT:
+        wide = code.to(tl.uint16)
+        value = ((wide & 8) << 12 | (wide & 7) << 9).to(tl.float16, bitcast=True)
+    else:
+        value = code.to(tl.float16) - (8.0 if SIGNED else 0.0)
+    return value.to(tl.float16)
+
+
+@triton.jit
+def split_nibbles(
+    code, SIZE: tl.constexpr, SIGNED: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr
+):
+    """nibble_values of the (low, high) nibbles."""
     if ASM:
         low, high = tl.inline_asm_elementwise(
-            SIGNED_ASM if SIGNED else UNSIGNED_ASM, "=r,=r,=r,=r,r", [code],
+            E2M1_ASM if FLOAT else SIGNED_ASM if SIGNED else UNSIGNED_ASM, "=r,=r,=r,=r,r", [code],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=4,
         )  # fmt: skip
     else:
         code = swap_middle(code, SIZE)
-        low = (code & 15).to(tl.float16) - (8.0 if SIGNED else 0.0)
-        high = (code >> 4).to(tl.float16) - (8.0 if SIGNED else 0.0)
+        low, high = nibble_values(code & 15, SIGNED, FLOAT), nibble_values(code >> 4, SIGNED, FLOAT)
     return low.to(tl.float16), high.to(tl.float16)
 
 
 @triton.jit
-def byte_values(code, E4M3: tl.constexpr):
+def byte_values(code, FLOAT: tl.constexpr):
     """Signed bytes, or FP8 (E4M3) less a factor of 2 ** 8, in float16. Both are exact."""
-    if E4M3:
+    if FLOAT:
         wide = code.to(tl.uint16)
         value = ((wide & 128) << 8 | (wide & 127) << 7).to(tl.float16, bitcast=True)
     else:
@@ -107,14 +140,14 @@ def byte_values(code, E4M3: tl.constexpr):
 
 
 @triton.jit
-def unpack_bytes(code, SIZE: tl.constexpr, E4M3: tl.constexpr, ASM: tl.constexpr):
+def unpack_bytes(code, SIZE: tl.constexpr, FLOAT: tl.constexpr, ASM: tl.constexpr):
     if ASM:
         value = tl.inline_asm_elementwise(
-            E4M3_ASM if E4M3 else BYTES_ASM, "=r,=r,r", [code],
+            E4M3_ASM if FLOAT else BYTES_ASM, "=r,=r,r", [code],
             dtype=tl.float16, is_pure=True, pack=4,
         )  # fmt: skip
     else:
-        value = byte_values(swap_middle(code, SIZE), E4M3)
+        value = byte_values(swap_middle(code, SIZE), FLOAT)
     return value.to(tl.float16)
 
 
@@ -140,7 +173,7 @@ def scaled(q, scale, offset, TYPE: tl.constexpr, OFFSET: tl.constexpr):
 @triton.jit
 def load_weights(
     codes, scales, offsets, pack, TYPE: tl.constexpr,
-    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr,
     OFFSET: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Weights [64, PACK] of pack number `pack`, counted over all tiles."""
@@ -157,10 +190,10 @@ def load_weights(
     scale = tl.load(scales + at)
     offset = tl.load(offsets + at) if OFFSET else scale
     if BITS == 4:
-        low, high = split_nibbles(code, SIZE, OFFSET != ADDED, ASM)
+        low, high = split_nibbles(code, SIZE, OFFSET != ADDED, FLOAT, ASM)
         q = tl.join(low, high)
     else:
-        q = unpack_bytes(code, SIZE, E4M3, ASM)
+        q = unpack_bytes(code, SIZE, FLOAT, ASM)
     # span, chunk, warp, line, column, eight (2 bits), half, odd, nibble
     weight = scaled(
         q.reshape(SPANS, SPAN, 4, 8, 4, 2, 2, 2, 2, NIBBLES),
@@ -176,7 +209,7 @@ def load_weights(
 def quant_matmul(
     x, codes, scales, offsets, out, M, N, K, WIDE, PACKS,
     BM: tl.constexpr, PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr,
-    E4M3: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.constexpr,
+    FLOAT: tl.constexpr, OFFSET: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Split-K matmul with few rows: out[split, m, n] = sum over the split's k of x[m, k] w[n, k].
 
@@ -193,7 +226,7 @@ def quant_matmul(
         pack = split * PACKS + i
         weight = load_weights(
             codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack, TYPE,
-            PACK, BITS, GROUP, E4M3, OFFSET, ASM,
+            PACK, BITS, GROUP, FLOAT, OFFSET, ASM,
         )  # fmt: skip
         k = pack * PACK + column
         rows = tl.load(
@@ -204,17 +237,53 @@ def quant_matmul(
     tl.store(out + place, total, mask=(m < M)[None, :] & (n < N)[:, None])
 
 
+@triton.jit(do_not_specialize=["PACKS"])
+def quant_expert_matmul(
+    x, codes, scales, offsets, out, rows, experts, N, K, WIDE, PACKS,
+    SPLITS: tl.constexpr, HEIGHT: tl.constexpr, BM: tl.constexpr, PACK: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr, OFFSET: tl.constexpr,
+    ASM: tl.constexpr,
+):  # fmt: skip
+    """out[line] = x[rows[line]] times the weight of the expert of the line's tile, as
+    jit_matmul.matmul with GATHER. A program sums all splits of BM of the HEIGHT lines of a tile."""
+    tile, part = tl.program_id(0), tl.program_id(1)
+    expert = tl.load(experts + part // (HEIGHT // BM)).to(tl.int64)
+    if expert < 0:  # a tile that no expert needs
+        return
+    n, line = tile * 64 + tl.arange(0, 64), part * BM + tl.arange(0, BM)
+    source = tl.load(rows + line).to(tl.int64)
+    TYPE: tl.constexpr = x.dtype.element_ty
+    inside, column = (source >= 0)[:, None], tl.arange(0, PACK)
+    first = (expert * tl.cdiv(N, 64) + tile) * (WIDE // PACK)
+    total = tl.zeros((64, BM), tl.float32)
+    for split in range(SPLITS):
+        sum_ = tl.zeros((64, BM), tl.float32)
+        for i in range(PACKS):
+            pack = split * PACKS + i
+            weight = load_weights(
+                codes, scales, offsets, first + pack, TYPE, PACK, BITS, GROUP, FLOAT, OFFSET, ASM
+            )
+            k = pack * PACK + column
+            a = tl.load(
+                x + source[:, None] * K + k[None, :], mask=inside & (k < K)[None, :], other=0.0
+            )
+            sum_ = tl.dot(weight, tl.trans(a), sum_)
+        total += sum_
+    place = line.to(tl.int64)[None, :] * N + n[:, None]
+    tl.store(out + place, total, mask=(n < N)[:, None] & (line >= 0)[None, :])
+
+
 @triton.jit
 def unpack_tiles(
     codes, scales, offsets, out, N, K, WIDE,
-    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr,
     OFFSET: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The weight [N, K] in half precision. A program unpacks one pack of 64 outputs."""
     tile, pack = tl.program_id(0), tl.program_id(1)
     weight = load_weights(
         codes, scales, offsets, tile.to(tl.int64) * (WIDE // PACK) + pack, out.dtype.element_ty,
-        PACK, BITS, GROUP, E4M3, OFFSET, ASM,
+        PACK, BITS, GROUP, FLOAT, OFFSET, ASM,
     )  # fmt: skip
     n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
     k = pack * PACK + tl.arange(0, PACK)
@@ -225,7 +294,7 @@ def unpack_tiles(
 @triton.jit
 def unpack_row(
     codes, scales, offsets, index, out, K, WIDE,
-    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, E4M3: tl.constexpr,
+    PACK: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, FLOAT: tl.constexpr,
     OFFSET: tl.constexpr,
 ):  # fmt: skip
     """out[i] = row index[i] in half precision. A program unpacks one pack of one row."""
@@ -242,10 +311,9 @@ def unpack_row(
     at += warp * 512 + line * 64 + column * 16 + eight * 4 + odd * 2 + half
     code = tl.load(codes + at)
     if BITS == 4:
-        q = ((code >> (nibble * 4).to(tl.uint8)) & 15).to(tl.float16)
-        q -= 0.0 if OFFSET == ADDED else 8.0
+        q = nibble_values((code >> (nibble * 4).to(tl.uint8)) & 15, OFFSET != ADDED, FLOAT)
     else:
-        q = byte_values(code, E4M3)
+        q = byte_values(code, FLOAT)
     INPUTS: tl.constexpr = GROUP if GROUP > CHUNK else CHUNK  # of the scales of a line
     scale_at = (tile * (WIDE // INPUTS) + k // INPUTS) * 4 + warp
     scale_at = (scale_at * 8 + line) * BY_EIGHT + (eight // 2) % BY_EIGHT

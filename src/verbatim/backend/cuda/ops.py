@@ -353,14 +353,16 @@ class CudaOps:
         chosen, shares = self._route(h if router is None else router, prefix)
         tiles = experts.sort(chosen, spec.layers[layer].experts)
         up, down = self.weights[f"{prefix}.gate+up"], self.weights[f"{prefix}.down"]
-        if spec.activation in kernels.FUSED_ACTIVATIONS and not spec.expert_bias:
+        fused = spec.activation in kernels.FUSED_ACTIVATIONS and not spec.expert_bias
+        if fused and not isinstance(up, quant.BlockWeight):
             inner = kernels.expert_matmul(h, up, tiles, tiles.rows, spec.activation, down.dtype)
         else:
-            sums = kernels.expert_matmul(h, up, tiles, tiles.rows)
-            sums = self._expert_bias(sums, f"{prefix}.gate+up", tiles)
+            sums = self._expert_bias(
+                expert_matmul(h, up, tiles, tiles.rows), f"{prefix}.gate+up", tiles
+            )
             inner = kernels.mlp_activation(SplitSums(sums[None]), spec.activation, True, down.dtype)
         # the second matmul reads the sorted rows as they are
-        sums = kernels.expert_matmul(inner, down, tiles, tiles.lines)
+        sums = expert_matmul(inner, down, tiles, tiles.lines)
         return experts.add(self._expert_bias(sums, f"{prefix}.down", tiles), tiles, shares)
 
     def _expert_bias(self, sums: torch.Tensor, name: str, tiles: ExpertTiles) -> torch.Tensor:
@@ -382,6 +384,13 @@ class CudaOps:
         choice_bias = self.weights[f"{prefix}.choice_bias"] if spec.choice_bias else None
         scales = self.weights[f"{prefix}.scales"] if spec.experts_beside else None
         return experts.choose(scores, spec, choice_bias, scales)
+
+
+def expert_matmul(
+    x: torch.Tensor, weight: Weight, tiles: ExpertTiles, rows: torch.Tensor
+) -> torch.Tensor:
+    in_blocks = isinstance(weight, quant.BlockWeight)
+    return (quant if in_blocks else kernels).expert_matmul(x, weight, tiles, rows)
 
 
 def rope_tables(

@@ -10,6 +10,7 @@ Codes and scales are stored in the order in which the kernel's threads read them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +20,7 @@ import torch
 import triton
 
 from verbatim.backend.cuda import jit_quant, kernels
+from verbatim.backend.cuda.experts import ExpertTiles
 from verbatim.backend.cuda.kernels import SplitSums
 from verbatim.backend.cuda.launch import INTERPRETED, launch, unpacks_in_order
 from verbatim.backend.gpu_layout import (
@@ -32,6 +34,7 @@ from verbatim.backend.gpu_layout import (
     packing,
     split_k,
 )
+from verbatim.base.errors import ModelError
 from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES, CheckpointType
 from verbatim.weights.tensor import SIZES, Tensor
 
@@ -40,13 +43,15 @@ CHUNK_VALUES = 1 << 26  # values converted at a time while loading
 HALVES = {"f16": torch.float16, "bf16": torch.bfloat16}
 OFFSETS = {"none": 0, "add": 1, "zero": 2}  # as jit_quant.py has them
 E4M3_BIAS = 2.0**8  # an E4M3 byte, shifted into a float16, is smaller by this factor
+E2M1_BIAS = 14  # a nibble of mxfp4 likewise, by this power of two
+EXPERT_ROWS = 64  # most rows of experts that a program multiplies
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockWeight:
-    """A weight [n, k] in blocks."""
+    """A weight [n, k], or one per expert [experts, n, k] with n a multiple of TILE, in blocks."""
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     wide: int  # k rounded up to whole packs of every split
     codes: torch.Tensor  # uint8: n rounded up to a multiple of 64, times wide * bits / 8
     scales: torch.Tensor  # float16 or float32, one per group
@@ -64,12 +69,13 @@ class BlockWeight:
     @property
     def constants(self) -> tuple[int, int, bool, int]:
         """Compile-time constants that tell the kernels how the weight is stored."""
-        offset, e4m3 = OFFSETS[self.form.offset], self.form.code == "e4m3"
-        return self.form.bits, self.form.group, e4m3, offset
+        return (
+            self.form.bits, self.form.group, self.form.code != "int", OFFSETS[self.form.offset],
+        )  # fmt: skip
 
     @property
     def ndim(self) -> int:
-        return 2
+        return len(self.shape)
 
     @property
     def nbytes(self) -> int:
@@ -171,6 +177,15 @@ def _q6_k(blocks: torch.Tensor) -> Values:
     )
 
 
+def _mxfp4(blocks: torch.Tensor) -> Values:
+    """Powers of two as bfloat16, which holds them."""
+    exponents = blocks[..., 0].int() - 127 + E2M1_BIAS
+    if exponents.numel() and int(exponents.max()) > 127:
+        raise ModelError("a weight in mxfp4 has a scale above 2^113, which no GPU type holds")
+    scales = torch.exp2(exponents.double()).to(torch.bfloat16)
+    return Values(_rows(_nibbles(blocks[..., 1:], 16)), scales, None)
+
+
 def _checkpoint(kind: CheckpointType, blocks: torch.Tensor) -> Values:
     """A type of weights/checkpoint_blocks.py."""
     types = {"f32": torch.float32, **HALVES}
@@ -196,6 +211,7 @@ READERS: dict[str, Callable[[torch.Tensor], Values]] = {
     "q5_k": _q5_k,
     "q6_k": _q6_k,
     "q8_0": _q8_0,
+    "mxfp4": _mxfp4,
     **{name: partial(_checkpoint, kind) for name, kind in CHECKPOINT_TYPES.items()},
 }
 
@@ -204,8 +220,9 @@ READERS: dict[str, Callable[[torch.Tensor], Values]] = {
 
 
 def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:
-    """Copy a weight [n, k] to the device in its blocks."""
-    form, (values, size), (n, k) = BLOCK_FORMATS[tensor.type], SIZES[tensor.type], tensor.shape
+    """Copy a weight to the device in its blocks."""
+    form, (values, size) = BLOCK_FORMATS[tensor.type], SIZES[tensor.type]
+    n, k = tensor.rows, tensor.shape[-1]
     pack, wide = packing(k)
     step = max(1, CHUNK_VALUES // k // TILE) * TILE
     parts = []
@@ -213,19 +230,22 @@ def to_blocks(tensor: Tensor, device: torch.device) -> BlockWeight:
     for start in range(0, n, step):
         rows = torch.from_numpy(raw[start : start + step].copy()).to(device)
         found = READERS[tensor.type](rows.view(len(rows), k // values, size))
+        scales, offsets = (
+            None if part is None else _pad(part, wide // form.group) for part in found[1:]
+        )
         parts.append(
             (
                 pack_codes(_pad(found.codes, wide), form.bits),
-                pack_scales(_pad(found.scales, wide // form.group), form.bits, form.group),
-                None
-                if found.offsets is None
-                else pack_scales(_pad(found.offsets, wide // form.group), form.bits, form.group),
+                *[
+                    None if part is None else pack_scales(part, form.bits, form.group)
+                    for part in (scales, offsets)
+                ],
             )
         )
     codes, scales, offsets = (_cat(list(part)) for part in zip(*parts, strict=True))
     assert codes is not None
     assert scales is not None
-    return BlockWeight((n, k), wide, codes, scales, offsets, form, pack)
+    return BlockWeight(tensor.shape, wide, codes, scales, offsets, form, pack)
 
 
 def _pad(values: torch.Tensor, width: int) -> torch.Tensor:
@@ -258,25 +278,29 @@ def _cat(parts: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def join(weights: Sequence[BlockWeight]) -> BlockWeight | None:
-    """The weights with their outputs concatenated; None if their formats differ, or if one ends
-    inside a tile."""
+    """The weights with their outputs concatenated, for each expert; None if their formats differ,
+    or if one ends inside a tile."""
     first = weights[0]
-    alike = {(w.form, w.shape[1]) for w in weights}
-    if len(alike) > 1 or any(w.shape[0] % TILE for w in weights[:-1]):
+    alike = {(w.form, w.shape[-1], w.ndim) for w in weights}
+    if len(alike) > 1 or any(w.shape[-2] % TILE for w in weights[:-1]):
         return None
-    codes, scales, offsets = (
-        _cat([getattr(w, name) for w in weights]) for name in ("codes", "scales", "offsets")
+    count = first.shape[0] if first.ndim == 3 else 1
+
+    def joined(name: str) -> torch.Tensor:
+        parts = [getattr(w, name).view(count, -1) for w in weights]
+        return torch.cat(parts, 1).flatten()
+
+    shape = (*first.shape[:-2], sum(w.shape[-2] for w in weights), first.shape[-1])
+    offsets = None if first.offsets is None else joined("offsets")
+    return replace(
+        first, shape=shape, codes=joined("codes"), scales=joined("scales"), offsets=offsets
     )
-    assert codes is not None
-    assert scales is not None
-    shape = (sum(w.shape[0] for w in weights), first.shape[1])
-    return replace(first, shape=shape, codes=codes, scales=scales, offsets=offsets)
 
 
 def buffer_values(weights: Mapping[str, BlockWeight]) -> int:
     """Size of the buffer into which the largest of these weights is unpacked. Heads, and weights
     beyond MAX_BUFFER, are unpacked in the kernel with any number of rows, if it adds in order."""
-    sizes = {name: w.shape[0] * w.shape[1] for name, w in weights.items()}
+    sizes = {name: w.shape[0] * w.shape[1] for name, w in weights.items() if w.ndim == 2}
     if not unpacks_in_order():
         return max(sizes.values(), default=0)
     return max(
@@ -291,10 +315,12 @@ def buffer_values(weights: Mapping[str, BlockWeight]) -> int:
 def unpack(
     weight: BlockWeight, out: torch.Tensor | None = None, rows: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The weight in half precision [n, k], or the given rows of it."""
-    n, k = weight.shape if rows is None else (len(rows), weight.shape[1])
+    """The weight in half precision, or the given rows of one [n, k]."""
+    k = weight.shape[-1]
+    n = math.prod(weight.shape[:-1]) if rows is None else len(rows)
     if out is None:
-        out = torch.empty((n, k), dtype=weight.dtype, device=weight.codes.device)
+        shape = weight.shape if rows is None else (n, k)
+        out = torch.empty(shape, dtype=weight.dtype, device=weight.codes.device)
     parts = (weight.codes, weight.scales, _or(weight.offsets, weight.scales))
     form = (weight.pack, *weight.constants)
     packs = weight.wide // weight.pack
@@ -385,6 +411,32 @@ def _matmul(
         fuse=True,  # for the tensor cores; a fused scale and offset is exact before its rounding
     )  # fmt: skip
     return SplitSums(out, bias)
+
+
+def expert_matmul(
+    x: torch.Tensor, weight: BlockWeight, tiles: ExpertTiles, rows: torch.Tensor
+) -> torch.Tensor:
+    """kernels.expert_matmul without an activation. Any number of rows is multiplied with weights
+    that the kernel unpacks."""
+    (_, k), n = x.shape, weight.shape[1]
+    splits, blocks = split_k(n, k)
+    lines = min(tiles.height, EXPERT_ROWS)
+    pack = PACKS[-1] if lines > ROWS[0] else weight.pack
+    packs = (weight.wide if splits == 1 else blocks * BK) // pack
+    out = torch.empty((len(rows), n), dtype=torch.float32, device=x.device)
+    launch(
+        jit_quant.quant_expert_matmul,
+        (triton.cdiv(n, TILE), len(rows) // lines, 1),
+        (
+            x.to(weight.dtype), weight.codes, weight.scales, _or(weight.offsets, weight.scales),
+            out, rows, tiles.experts, n, k, weight.wide, packs,
+        ),
+        (splits, tiles.height, lines, pack, *weight.constants, not INTERPRETED),
+        warps=4,
+        stages=3 if weight.form.bits == 4 or lines > ROWS[0] else 4,
+        fuse=True,
+    )  # fmt: skip
+    return out
 
 
 def _or(tensor: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
