@@ -118,8 +118,8 @@ def test_quantised_weights_and_caches() -> None:
 
 
 def test_a_gpu_reads_the_weights_that_the_cuda_backend_keeps() -> None:
-    """Blocks, and where they fit also float16 copies, which decoding does not read; float16 of types
-    without kernels."""
+    """Blocks, and where they fit also float16 copies, which decoding does not read; float16 of
+    types without kernels."""
     config = json.loads((CONFIGS / "mistral-7b.json").read_text())
     half = footprint_of_config(config, "x.json").on_gpu(80e9)
     assert (half.kept, half.step_bytes) == (
