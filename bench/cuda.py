@@ -23,6 +23,7 @@ import torch
 from verbatim import LLM, SamplingParams
 from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
+from verbatim.backend.cuda.block_readers import E2M1_BIAS, E4M3_BIAS, HALVES
 from verbatim.backend.cuda.device_weights import unpack_blocks
 from verbatim.backend.cuda.warm_up import compile_kernels
 from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, packing
@@ -106,12 +107,12 @@ def random_blocks(
     size, groups = (count * form.bits // 8,), (count // form.group,)
     codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
     spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes
-    dtype = torch.float32 if form.group == 128 else quant.HALVES[form.result]
+    dtype = torch.float32 if form.group == 128 else HALVES[form.result]
     if form.code == "e4m3":
         codes &= 0b10111111  # below 2; the kernel's values are smaller by 2 ** 8
-        spread, dtype = 0.6 / quant.E4M3_BIAS, torch.float32
+        spread, dtype = 0.6 / E4M3_BIAS, torch.float32
     elif form.code == "e2m1":
-        spread = 2.9 / 2**quant.E2M1_BIAS
+        spread = 2.9 / 2**E2M1_BIAS
     scales = torch.full(groups, 1 / (spread * k**0.5), device=device).to(dtype)
     zeros = None
     if form.offset == "zero":

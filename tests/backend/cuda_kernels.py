@@ -43,6 +43,7 @@ from verbatim.backend.cuda import (
     step_inputs,
     warm_up,
 )
+from verbatim.backend.cuda.block_readers import HALVES, READERS
 from verbatim.backend.cuda.device import kernel_ran
 from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
@@ -709,12 +710,12 @@ def checkpoint_tensor(raw: np.ndarray, kind: CheckpointType, random: np.random.G
 def half_values(tensor: Tensor) -> torch.Tensor:
     """Tensor.to_f32() in the type of the unpacked weight, in float32."""
     values = torch.from_numpy(tensor.to_f32())
-    return values.to(quant.HALVES[gpu_layout.BLOCK_FORMATS[tensor.type].result]).float()
+    return values.to(HALVES[gpu_layout.BLOCK_FORMATS[tensor.type].result]).float()
 
 
 # q5_k and types with another group or result have the code of these; 896 and 160: smaller packs
 BLOCK_CASES = [
-    *[(type, 512) for type in quant.READERS if type not in CHECKPOINT_TYPES],
+    *[(type, 512) for type in READERS if type not in CHECKPOINT_TYPES],
     ("q4_0", 160), ("e4m3_128_bf16", 512), ("e4m3_32_f32", 160), ("i4_128_bf16", 896),
     ("i4z_128_f16", 512), ("i4z_32_bf16", 160), ("i8z_128_bf16", 512), ("i4_128_f32", 512),
 ]  # fmt: skip
