@@ -48,11 +48,12 @@ def traffic(seed: int) -> list[Asked]:
         {"n": 3},
         {"num_beams": 3},
         {"prompt_logprobs": 1, "logprobs": 2},
+        {"prompt_logprobs": 0, "n": 2},
         {"speculate": "suffix"},
         {"logit_bias": {BAD: 4.0}},
     ]
     asked = []
-    for i in range(18):
+    for i in range(21):
         prompt = random.integers(10, 60, random.integers(1, 30)).tolist()
         prompt = prompt[: len(prompt) // 2] * 2 + prompt  # repetitions, so that drafts are made
         if i % 3 == 0:
@@ -84,7 +85,10 @@ def test_every_request_ends_as_it_does_alone(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, 20)])
-@pytest.mark.parametrize("extra", [{}, {"num_beams": 2}, {"n": 2}, {"prompt_logprobs": 0}])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"num_beams": 2}, {"n": 2}, {"prompt_logprobs": 0}, {"n": 3, "prompt_logprobs": 0}],
+)
 def test_its_blocks_leave_the_prefix_cache_and_those_of_others_stay(
     windows: tuple[int | None, ...], extra: dict[str, int], tmp_path: Path
 ) -> None:
@@ -115,6 +119,22 @@ def test_its_blocks_leave_the_prefix_cache_and_those_of_others_stay(
     assert {name for name in files if name.endswith(".0")} <= stored() <= files
     assert not any(pool.used for pool in core.scheduler.cache.pools)
     core.close()
+
+
+def test_best_of_prefers_candidates_without_an_error() -> None:
+    core = EngineCore(fake_parts(broken=BAD), CONFIG)
+    asked = {"max_tokens": 8, "ignore_eos": True, "temperature": 0.7, "logit_bias": {BAD: 4.0}}
+    params = [SamplingParams.from_mapping({**asked, "seed": i, "n": 6}) for i in range(4)]
+    prompt = list(range(20, 40))
+    all_of = answers(core, [(prompt, one) for one in params])
+    best = answers(core, [(prompt, one.with_(n=2, best_of=6)) for one in params])
+    mixed = 0
+    for six, two in zip(all_of, best, strict=True):
+        complete = [c.token_ids for c in six.choices if c.finish.reason != "error"]
+        mixed += 2 <= len(complete) < 6
+        if len(complete) >= 2:
+            assert all(c.finish.reason != "error" and c.token_ids in complete for c in two.choices)
+    assert mixed, "no request has complete and broken candidates"
 
 
 def test_the_error_names_position_and_remedy() -> None:

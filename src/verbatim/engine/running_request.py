@@ -225,7 +225,8 @@ class RunningRequest:
         if self.ranked:
             for stream in streams:
                 stream.score = stream.mean_logprob
-            streams.sort(key=lambda s: (-s.mean_logprob, s.index))
+            # a candidate that ended with an error ranks behind all complete ones
+            streams.sort(key=lambda s: (s.failed, -s.mean_logprob, s.index))
             streams = streams[: self.request.params.n]
         return [stream.choice(i) for i, stream in enumerate(streams)]
 

@@ -195,6 +195,10 @@ class ChoiceStream:
         return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     @property
+    def failed(self) -> bool:
+        return self.finish is not None and self.finish.reason == "error"
+
+    @property
     def mean_logprob(self) -> float:
         """Score by which best_of ranks: the mean log-probability per token, summed in order."""
         return self._total / max(len(self.token_ids), 1)

@@ -285,6 +285,8 @@ class PagedCache:
     def unpublish(self, seq: Sequence) -> None:
         """Withdraw the blocks that the sequence has published: their values are not finite. Blocks
         that other sequences have computed stay."""
+        if not seq.blocks:  # never admitted
+            return
         for g, (pool, table) in enumerate(zip(self.pools, seq.blocks, strict=True)):
             for i in range(seq.cached_tokens // self.block_size, len(seq.hashes)):
                 own = table[i] if i < len(table) else -1  # -1: released, or never allocated
