@@ -45,6 +45,12 @@ def test_a_loop_is_stopped_except_in_beam_search(verbatim: Call) -> None:
     assert "150 tokens" in let.err
 
 
+def test_an_answer_that_ends_with_an_error_says_so(verbatim: Call) -> None:
+    flags = ["--allowed-token-ids", "40", "--stop-token-ids", "40", "--min-tokens", "1"]
+    result = verbatim("chat", "-q", *flags, stdin="the\n/params\n")
+    assert result.err.splitlines()[0].startswith("warning: no token is left to draw"), result.err
+
+
 def test_piped_lines_are_turns_with_history(verbatim: Call, tiny: Path) -> None:
     first = "the cat sat on the mat, and the dog did not mind"  # longer than a KV block
     result = verbatim("chat", *SHORT, stdin=f"{first}\nand the dog\n/stats\n")

@@ -15,6 +15,7 @@ from faulty_models import FAULTS, LIVE, copy_of, default_directory, tiny_directo
 
 from cli_result import Call
 from verbatim.base.defaults import catalog_defaults, resolve
+from verbatim.base.errors import BackendError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import TokenLogprob
 from verbatim.diagnose import live_checks
@@ -219,6 +220,14 @@ def test_live_checks_judge_the_model_without_its_recommended_settings(
     assert {"loops", "quiz"} <= found
     assert len(asked) == 2 * (len(OPEN) + len(BUILT_IN)) + (8 if "turn ends" in found else 0)
     assert [p for p in asked if resolve(p, stated) != p] == []
+
+
+def test_live_checks_fail_on_a_model_that_computes_nan() -> None:
+    """An answer that ended with an error is neither a wrong answer nor one without a loop."""
+    with LLM.from_parts(fake_parts(broken=ord("e")), kv_blocks=400) as llm:
+        for check in (live_checks.check_loops, live_checks.check_quiz):
+            with pytest.raises(BackendError, match="not finite"):
+                check(llm)
 
 
 # --------------------------------------------------------------------------------- GGUF, details

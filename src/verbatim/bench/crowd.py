@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verbatim.base.params import SamplingParams
+from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -62,5 +63,7 @@ def run_crowd(llm: LLM, crowd: Crowd) -> float:
         for i, n in enumerate(crowd.lengths)
     ]
     began = time.perf_counter()
-    llm.generate(crowd.prompts, params)
-    return time.perf_counter() - began
+    done = llm.generate(crowd.prompts, params)
+    seconds = time.perf_counter() - began
+    raise_error(done)
+    return seconds

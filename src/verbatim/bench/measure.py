@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verbatim.base.errors import VerbatimError
 from verbatim.base.params import SamplingParams
+from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -72,6 +73,7 @@ class Ours:
         sequence decodes one token per step."""
         prompts = [self._prompt(context) for _ in range(sequences)]
         done = self.llm.generate(prompts, self._params(steps + 1))
+        raise_error(done)
         return max(c.timings.total for c in done) - max(c.timings.first_token for c in done)
 
 

@@ -207,12 +207,19 @@ class ChatLoop:
 
     def _close(self, code: int, completion: Completion) -> None:
         """Print warnings and one line of counts after an answer; /stats prints the rest."""
-        from verbatim.cli.report import broken_structure, length_line, loop_line, short_line
+        from verbatim.cli.report import (
+            broken_structure,
+            error_text,
+            length_line,
+            loop_line,
+            short_line,
+        )
 
         loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")
         full = length_line(completion) if completion.finish.detail == "context" else None
         room = "/drop makes room" if len(self.talk.turns) > 2 else "a larger --context makes room"
-        cut = broken_structure(completion) or loop or (f"{full}; {room}" if full else "")
+        broken = broken_structure(completion) or error_text(completion)
+        cut = broken or loop or (f"{full}; {room}" if full else "")
         for line in (*completion.warnings, *([cut] if cut else [])):
             warn(line)
         if code and self.quiet:

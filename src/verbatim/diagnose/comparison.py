@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.diagnose.statistics import distinct, repetition
+from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -75,6 +76,7 @@ def compare(
                 began = time.perf_counter()
                 done = llm.generate(ids, settings[at].params.with_(logprobs=0))
                 seconds = time.perf_counter() - began
+                raise_error(done)
                 if not first:  # the first engine has the first setting
                     first = [c.token_ids for c in done]
                 found[at] = _outcome(settings[at], done, first, seconds)

@@ -16,6 +16,7 @@ from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice
 from verbatim.diagnose.statistics import repetition
+from verbatim.engine.failed_step import raise_error
 from verbatim.engine.loop_detector import MIN_TOKENS, loop_length
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def measure_drift(
     settings = [base, base.with_(temperature=temperature, seed=seed)]
     # the whole distribution, without the filters and penalties that the model recommends
     free = llm.generate([list(start)] * 2, [resolve(p, NO_DEFAULTS) for p in settings])
+    raise_error(free)
     forced = _forced(llm, list(given), max(1, context), tokens)
     names = ("greedy", f"T = {temperature:g}")
     return [
@@ -107,6 +109,7 @@ def _forced(llm: LLM, ids: list[int], context: int, tokens: int) -> Series:
     probe = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, explain=1)
     places = range(context, len(ids))
     done = llm.generate([ids[:at] for at in places], probe) if places else []
+    raise_error(done)
     chosen = ids[context:]
     at, period = find_loop(chosen)
     return Series(

@@ -20,6 +20,7 @@ from verbatim.base.records import Completion
 from verbatim.diagnose.findings import Finding, bad, good, note
 from verbatim.diagnose.quiz import BUILT_IN, prompt_ids, run_quiz
 from verbatim.diagnose.statistics import wilson
+from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -72,6 +73,7 @@ def _run(llm: LLM, prompts: Sequence[str], tokens: int, seed: int) -> list[list[
     ids = [prompt_ids(llm, text) for text in prompts]
     settings = [resolve(p, NO_DEFAULTS) for p in [base] * len(prompts) + sampled]
     done = llm.generate(ids * 2, settings)
+    raise_error(done)
     return [done[: len(prompts)], done[len(prompts) :]]
 
 

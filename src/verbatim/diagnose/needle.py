@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
+from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -129,7 +130,9 @@ def _run(llm: LLM, case: Circumstance) -> list[Completion]:
                 seed=number,
             )
         )
-    return llm.generate(prompts, params)[:2]
+    done = llm.generate(prompts, params)[:2]
+    raise_error(done)
+    return done
 
 
 def _few_blocks(needle: Sequence[Completion], mates: int) -> int:

@@ -22,6 +22,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice
 from verbatim.diagnose.statistics import wilson
+from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
@@ -184,6 +185,7 @@ def run_quiz(
     if plain:
         settings = [resolve(p, NO_DEFAULTS) for p in settings]
     done = llm.generate([prompt_ids(llm, q.prompt) for q in questions] * 2, settings)
+    raise_error(done)
     first, sampled = done[: len(questions)], done[len(questions) :]
     rows = [
         _judge(question, one.text, many.choices)

@@ -52,7 +52,8 @@ def log_not_finite(model: str, completion: Completion) -> None:
 
 
 def raise_error(completions: Iterable[Completion]) -> None:
-    """Raise the error of the first request that ended with one, for calls without a Completion."""
-    for completion in completions:
-        if completion.finish.reason == "error":
-            raise BackendError(completion.finish.detail)
+    """Raise the error of the first request that ended with one: a score, a diagnosis or a
+    measurement of such a request means nothing."""
+    for choice in [choice for completion in completions for choice in completion.choices]:
+        if choice.finish.reason == "error":
+            raise BackendError(choice.finish.detail)
