@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 from test_convert_gguf import byte_level, call, same_weights
 
+from verbatim import backend as backends
 from verbatim.backend import gpu_layout, open_backend
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import ModelError, ParameterError
+from verbatim.base.errors import BackendError, ModelError, ParameterError
+from verbatim.base.params import SamplingParams
 from verbatim.diagnose.footprint import WEIGHT_TYPES, footprint_of_config, read_footprint
+from verbatim.engine.llm import LLM
 from verbatim.model.load import load_model
 from verbatim.testing_models import tiny_model
 from verbatim.weights.gguf import read_gguf
@@ -229,6 +232,33 @@ def test_a_packed_llama_for_a_gpu(method: str, type: str, tmp_path: Path) -> Non
         config = EngineConfig(backend="cpu")
         opened = [open_backend(model, config) for model in (blocks, floats)]
         assert opened[0].info.weight_bytes == opened[1].info.weight_bytes
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_a_packed_llama_on_the_cpu_although_there_is_a_gpu(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto finds a GPU and cannot use it: tokens, fingerprint and facts are those of the cpu."""
+    directory = packed_llama(method, tmp_path / "dir", dtype="float16")
+    params = SamplingParams(max_tokens=8, temperature=0, logprobs=1, ignore_eos=True)
+
+    def answer(backend: str) -> tuple[Any, ...]:
+        with LLM(directory, backend=backend, context=64) as llm:
+            done = llm.generate([1, 2, 3], params)
+            return done.choices, llm.fingerprint, llm.parts.file, llm.parts.backend.info.note
+
+    *plain, note = answer("cpu" if find_spec("verbatim.backend.cpu._native") else "reference")
+    assert not note
+
+    def refuse(*_: object) -> None:
+        raise BackendError("the model needs 9 GB")
+
+    monkeypatch.setattr(backends.gpu, "present", lambda: True)
+    monkeypatch.setattr(backends.gpu, "missing", lambda: None)
+    monkeypatch.setattr(backends, "_auto_cuda", refuse)
+    *found, note = answer("auto")
+    assert found == plain
+    assert "needs 9 GB" in note
 
 
 def test_plan_counts_floats_for_a_malformed_quantization_config() -> None:

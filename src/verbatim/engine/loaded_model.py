@@ -227,11 +227,14 @@ def load_text(
 
 
 def _file_of(model: Model) -> ModelFile:
+    from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES
+
     path = model.path
     stats = [p.stat() for p in weight_files(path)]
     counts: Counter[str] = Counter()
     for tensor in model.weights.values():
-        counts[tensor.type] += math.prod(tensor.shape)
+        blocks = CHECKPOINT_TYPES.get(tensor.type)  # in memory only; named as on a CPU
+        counts[tensor.type if blocks is None else blocks.result] += math.prod(tensor.shape)
     stated = getattr(model.source, "metadata", {}).get("general.license", "")
     return ModelFile(
         format="safetensors" if path.is_dir() else "gguf",
