@@ -107,6 +107,28 @@ def test_a_stream_whose_values_are_not_finite_ends_with_an_error_event(live: Liv
     assert live.wait_at_rest()["verbatim_requests_not_finite_total"] == before + 1
 
 
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"n": 2, "echo": True, "logprobs": 1},
+        {"n": 2, "best_of": 3},
+        {"num_beams": 2, "temperature": 0},
+        {"prompt": [[1, 2], [1, BELL]]},
+    ],
+)
+def test_several_choices_whose_values_are_not_finite(more: dict[str, Any], live: Live) -> None:
+    body = {"prompt": [1, BELL, 2], "max_tokens": 4, **more}
+    failed = live.post("/v1/completions", body)
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "not_finite")
+    assert live.post("/v1/completions", {**body, "prompt": [1, 2]}).status_code == 200
+
+
+def test_an_embedding_whose_values_are_not_finite(live: Live) -> None:
+    failed = live.post("/v1/embeddings", {"input": ["a", "a\u0007b"]})
+    assert (failed.status_code, failed.json()["error"]["code"]) == (500, "not_finite")
+    assert live.post("/v1/embeddings", {"input": ["a", "ab"]}).status_code == 200
+
+
 def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: without_ids(item) for key, item in value.items() if key != "id"}

@@ -34,7 +34,8 @@ def deployment(
     keys: API keys of clients. None: those of VERBATIM_API_KEY, which must then exist. Pass () only
         if Serve's proxy listens on loopback.
     target_requests: open requests per replica that autoscaling aims at
-    engine: the settings of LLM (context, threads, kv_memory, ...)
+    engine: the settings of LLM (context, threads, kv_memory, ...); warm_up is on, as in `verbatim
+        serve`
     """
     require_ray()
     if keys is None:
@@ -48,7 +49,7 @@ def deployment(
     settings = Settings(
         model=model,
         served_names=tuple(served_names),
-        engine=engine,
+        engine={"warm_up": True, **engine},
         keys=tuple(keys),
         allowed_hosts=tuple(allowed_hosts),
         limits=limits or Limits(),
