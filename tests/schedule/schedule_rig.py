@@ -134,8 +134,8 @@ class Rig:
                 return
         raise AssertionError(f"not finished after {max_steps} steps")
 
-    def abort(self, seq_id: int) -> None:
-        if self.scheduler.abort(seq_id):
+    def abort(self, seq_id: int, *, publish: bool = True) -> None:
+        if self.scheduler.abort(seq_id, publish=publish):
             self.aborted.add(seq_id)
         check_scheduler(self.scheduler)
 
