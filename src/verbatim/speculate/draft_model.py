@@ -72,7 +72,7 @@ class DraftProposer:
                 break
             drawn = list(zip(live, self._draw(live, drafts), strict=True))
             for view, token in drawn:
-                if token >= 0:  # negative: bans left nothing to draw, the sequence ends
+                if token >= 0:  # negative: bans left nothing to draw, or NaN
                     drafts.setdefault(view.seq_id, []).append(token)
             live = [view for view, token in drawn if token >= 0 and token not in view.end_ids]
         drafted = sum(map(len, drafts.values()))

@@ -51,7 +51,7 @@ class HeadProposer:
             if step.seq_id in drafted and done.drawn:
                 drawn = [d.token for d in done.drawn]
                 accepted = matching_prefix(step.tokens[len(step.tokens) - step.draws + 1 :], drawn)
-                if drawn[accepted] >= 0:  # negative: bans left nothing to draw, the sequence ends
+                if drawn[accepted] >= 0:  # NOTHING or BROKEN: the sequence ends
                     queries.append(
                         (
                             self._rows[step.seq_id][0] + accepted,
