@@ -313,7 +313,7 @@ def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(
 ) -> None:
     from verbatim.engine.loaded_model import _load_draft
 
-    def load(path: str, *, context: int | None = None, quant: str | None = None) -> Any:
+    def load(path: str, *, context: int | None = None, **_: Any) -> Any:
         return tiny_model("gpt2", context=context, n_positions=32)
 
     monkeypatch.setattr("verbatim.weights.catalog.resolve", lambda name, **_: name)
