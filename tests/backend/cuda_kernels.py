@@ -1039,7 +1039,10 @@ def test_rows_are_sorted_by_expert_into_whole_tiles(
     assert inside.sum() == (-(-counts // tiles.height) * tiles.height).sum()
 
 
-@pytest.mark.parametrize(("type", "height"), [("mxfp4", 16), ("q4_1", 128), ("q8_0", 64)])
+@pytest.mark.parametrize(
+    ("type", "height"),
+    [("mxfp4", 16), ("q8_0", 64), pytest.param("q4_1", 128, marks=MARKS["cuda"])],  # 2 s
+)
 def test_experts_in_blocks_have_the_bits_of_unpacked_ones(
     type: str, height: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
