@@ -34,11 +34,11 @@ class GatedBackend(FakeBackend):
     def __init__(self) -> None:
         super().__init__()
         self.gate = threading.Event()
-        self.broken = False
+        self.fails = False
 
     def execute(self, plan: Any) -> Any:
         assert self.gate.wait(HANG_SECONDS)
-        if self.broken:
+        if self.fails:
             raise RuntimeError("a kernel failed")
         return super().execute(plan)
 
@@ -101,7 +101,7 @@ def test_a_sink_gets_an_error_when_the_engine_dies() -> None:
         engine = AsyncEngine.from_parts(fake_parts(backend), kv_blocks=64)
         try:
             await engine.submit_to(OutputSink(found.set_result), "a", "hello", PARAMS)
-            backend.broken = True
+            backend.fails = True
             backend.gate.set()
             return await asyncio.wait_for(found, HANG_SECONDS)
         finally:
