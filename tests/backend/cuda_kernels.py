@@ -596,6 +596,34 @@ def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) ->
     assert set(matmul_tile.all_tiles(1, True)) <= fused
 
 
+def test_compiling_ahead_runs_the_steps_of_recurrent_models_and_mixtures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every height of expert tiles that a step can have. A recurrent model has no padded steps."""
+    backend: Any = opened(small("mixtral"))
+    rows: list[int] = []
+    monkeypatch.setattr(backend, "matrices", list)
+    monkeypatch.setattr(backend, "compute", lambda step: rows.append(len(step.tokens)))
+    for step_tokens, heights in ((8192, {16, 64, 128}), (200, {16, 64})):
+        rows.clear()
+        warm_up.compile_kernels(backend, step_tokens)
+        assert {experts.tile_height(2 * count, 4) for count in rows} == heights
+        assert max(rows) == min(step_tokens, 4096)
+    for family in ("lfm2", "qwen3next"):
+        backend = opened(small(family))
+        executed: list[StepPlan] = []
+        monkeypatch.setattr(backend, "matrices", list)
+        monkeypatch.setattr(backend, "execute", executed.append)
+        warm_up.compile_kernels(backend, 64)
+        assert [[len(step.tokens) for step in plan.sequences] for plan in executed[:2]] == [
+            [32 + 128, 1],
+            [64, 1],
+        ]
+        monkeypatch.undo()
+        if backend.device.type == "cuda":  # the interpreter is slow
+            assert all(len(backend.execute(plan).sequences) == 2 for plan in executed)
+
+
 def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small("llama")
     backend: Any = opened(replace(model, adapters=(tiny_adapter(model.spec),)))

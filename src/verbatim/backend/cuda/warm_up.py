@@ -24,6 +24,7 @@ from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
 if TYPE_CHECKING:
     from verbatim.backend.cuda.backend import CudaBackend
+    from verbatim.model.spec import ModelSpec
 
 # rows and spans of steps whose attention is split over programs, and merged in one
 STEPS = ((32, 2), (4096, 1))
@@ -79,14 +80,26 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
             kernels.matmul(x, weight, tile=tile)
             if activation is not None and kernels.can_fuse(weight, activation):
                 kernels.gated_matmul(x, weight, activation, weight.dtype, tile)
-    for rows, spans in STEPS:
+    for rows, spans in (*STEPS, *expert_steps(backend.spec, step_tokens)):
         rows = max(32, min(rows, step_tokens))
+        if backend.spec.recurrent:  # PaddedInputs has no integers of recurrent layers
+            backend.execute(make_step(backend, (rows + (spans - 1) * kernels.SPAN, 1), SAMPLERS[0]))
+            continue
         shape = StepShape(rows, OUTPUTS[0], max(4, rows // 32), spans)
         inputs = PaddedInputs(shape, backend.padding_blocks, backend.spec, backend.device)
         inputs.fill(None, {})
         backend.compute(inputs.step)
     if backend.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def expert_steps(spec: ModelSpec, step_tokens: int) -> Iterator[tuple[int, int]]:
+    """Rows and spans of a step for each height of expert tiles that steps can have."""
+    for count in {layer.experts for layer in spec.layers} - {0}:
+        for height in kernels.EXPERT_TILES:
+            rows = -(-height * count // spec.experts_used)
+            if rows <= step_tokens:
+                yield rows, 1
 
 
 def decode_steps(
