@@ -569,8 +569,16 @@ def test_a_value_beyond_float16_does_not_change_the_rows_before_it(device: torch
     assert torch.isfinite(found[0]).all()
 
 
-def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = opened(small("llama"))
+@pytest.mark.parametrize("blocks", [False, True])
+def test_compiling_ahead_launches_every_tile(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the first matrix is a head of an odd number of ids, which has no gate and up, and if
+    the weights stay in their blocks."""
+    changes: dict[str, object] = {"vocab_size": 261, "tie_word_embeddings": True}
+    if blocks:
+        monkeypatch.setattr(cuda_backend.CudaBackend, "available_memory", lambda _: 0)
+        changes = {**FEW_HEADS, "type": "q8_0", "head_dim": 64, "hidden_size": 64}
+        changes["intermediate_size"] = 64
+    backend = opened(small("llama", **changes))
     launched, fused = set(), set()
 
     def matmul(x: Any, weight: Any, bias: Any = None, tile: Any = None, out: Any = None) -> Any:
@@ -579,11 +587,12 @@ def test_compiling_ahead_launches_every_tile(monkeypatch: pytest.MonkeyPatch) ->
 
     def gated_matmul(x: Any, weight: Any, kind: str, dtype: Any, tile: Any = None) -> Any:
         fused.add(tile)
+        assert len(weight) % 2 == 0
         return torch.zeros((len(x), len(weight) // 2), device=x.device, dtype=dtype)
 
     monkeypatch.setattr(kernels, "matmul", matmul)
     monkeypatch.setattr(kernels, "gated_matmul", gated_matmul)
-    monkeypatch.setattr(warm_up, "STEPS", ((32, 1),))
+    monkeypatch.setattr(warm_up, "STEPS", ())
     warm_up.compile_kernels(backend, 4096)  # type: ignore[arg-type]
     chosen = set()
     for n, k in ((64, 1024), (576, 64)):

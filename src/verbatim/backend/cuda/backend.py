@@ -185,13 +185,13 @@ class CudaBackend:
             start += count * part.element_size()
 
     def matrices(self) -> list[torch.Tensor]:
-        """The weights [n, k] that one matmul reads."""
-        unpacked = {
-            name: weight.unpacked if isinstance(weight, quant.BlockWeight) else weight
+        """The weights [n, k] that one matmul reads, in half precision."""
+        plain = {
+            name: weight.plain if isinstance(weight, quant.BlockWeight) else weight
             for name, weight in self._weights.items()
             if is_matrix(name.split("+")[0]) and (name != "embed" or self.spec.tied)
         }
-        return [w for w in unpacked.values() if w is not None and w.ndim == 2]
+        return [w for w in plain.values() if w is not None and w.ndim == 2]
 
     @property
     def has_adapters(self) -> bool:

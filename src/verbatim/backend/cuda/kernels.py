@@ -121,7 +121,8 @@ def gated_matmul(
 def can_fuse(weight: torch.Tensor, kind: str) -> bool:
     """Whether gated_matmul computes this activation of a matmul with this weight."""
     n, k = weight.shape
-    return kind in FUSED_ACTIVATIONS and split_k(n, k)[0] == 1 and weight.element_size() == 2
+    half = weight.element_size() == 2
+    return kind in FUSED_ACTIVATIONS and n % 2 == 0 and split_k(n, k)[0] == 1 and half
 
 
 def _launch_matmul(

@@ -72,6 +72,15 @@ class BlockWeight:
         return len(self.shape)
 
     @property
+    def plain(self) -> torch.Tensor | None:
+        """[n, k] of `dtype` that kernels.matmul multiplies with many rows: the unpacked weight, or
+        its place in the buffer; None: the weight has neither."""
+        if self.unpacked is not None or self.buffer is None:
+            return self.unpacked
+        n, k = self.shape
+        return self.buffer[: n * k].view(self.dtype).view(n, k)
+
+    @property
     def nbytes(self) -> int:
         """Bytes that a decode step reads."""
         parts = [self.codes, self.scales, self.offsets]
@@ -233,11 +242,9 @@ def plain_weight(weight: torch.Tensor | BlockWeight, rows: int) -> torch.Tensor 
         return weight
     if in_kernel(weight, rows):
         return None
-    if weight.unpacked is not None:
-        return weight.unpacked
-    assert weight.buffer is not None, "a weight without a buffer is multiplied in its blocks"
-    n, k = weight.shape
-    return unpack(weight, weight.buffer[: n * k].view(weight.dtype).view(n, k))
+    plain = weight.plain
+    assert plain is not None, "a weight without a buffer is multiplied in its blocks"
+    return plain if weight.unpacked is not None else unpack(weight, plain)
 
 
 def in_kernel(weight: BlockWeight, rows: int) -> bool:

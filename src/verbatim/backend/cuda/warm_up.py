@@ -72,13 +72,16 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
     for weight in backend.matrices():
         n, k = weight.shape
         splits, _ = split_k(n, k)
-        if (weight.dtype, splits) in launched:  # one compiled kernel serves all such weights
+        fused = activation is not None and kernels.can_fuse(weight, activation)
+        # one compiled kernel serves all such weights
+        variant = (weight.dtype, splits, fused, n % 16 == 0, k % 16 == 0)
+        if variant in launched:
             continue
-        launched.add((weight.dtype, splits))
+        launched.add(variant)
         for tile in all_tiles(splits, kernels.has_tma(weight)):
             x = torch.zeros((tile.rows, k), dtype=weight.dtype, device=weight.device)
             kernels.matmul(x, weight, tile=tile)
-            if activation is not None and kernels.can_fuse(weight, activation):
+            if activation is not None and fused:
                 kernels.gated_matmul(x, weight, activation, weight.dtype, tile)
     for rows, spans in (*STEPS, *expert_steps(backend.spec, step_tokens)):
         rows = max(32, min(rows, step_tokens))
