@@ -21,7 +21,6 @@ from verbatim.base.errors import OUT_OF_MEMORY, BackendError, DeviceMemoryError
 from verbatim.cli import doctor
 from verbatim.engine import llm
 from verbatim.engine.llm import LLM
-from verbatim.server import http_process
 from verbatim.testing import FakeBackend, fake_parts
 from verbatim.weights import catalog
 
@@ -270,15 +269,18 @@ def test_an_engine_opens_without_memory_for_the_warm_up(
     assert "not all GPU kernels are compiled: out of GPU memory" in caplog.text
 
 
-def test_serve_compiles_ahead_and_pull_does_if_asked(
-    verbatim: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_serve_compiles_ahead(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    http_process = pytest.importorskip("verbatim.server.http_process")
     served: list[Any] = []
     monkeypatch.setattr(http_process, "run", lambda settings: served.append(settings) or 0)
     for flags in ((), ("--no-warm-up",), ("--warm-up",)):
         assert verbatim("serve", *flags).code == 0
     assert [settings.engine["warm_up"] for settings in served] == [True, False, True]
 
+
+def test_pull_compiles_ahead_if_asked(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     opened: list[Any] = []
 
     class Opened:
