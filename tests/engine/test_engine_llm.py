@@ -17,6 +17,7 @@ from engine_rig import cpu_available, tiny_parts
 
 from eventually import eventually
 from verbatim import LLM, SamplingParams
+from verbatim.backend.gpu_layout import activation_bytes
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import (
     CapacityError,
@@ -1212,3 +1213,11 @@ def test_a_step_on_a_gpu_has_as_many_tokens_as_its_memory_allows(
     parts: Any = SimpleNamespace(backend=backend)
     assert with_step_tokens(parts, EngineConfig()).step_tokens == tokens
     assert with_step_tokens(parts, EngineConfig(step_tokens=9)).step_tokens == 9
+
+
+def test_every_expert_that_a_token_uses_has_an_output() -> None:
+    """The sizes of Qwen3-235B-A22B: 8 outputs of 4,096 float32 values per token, not 1."""
+    dense = ModelSpec("qwen3", 151936, 4096, 64, 4, 128, 8 * 1536, 8192, (LayerSpec(),))
+    layers = (LayerSpec(experts=128),)
+    mixture = replace(dense, mlp=1536, layers=layers, experts_used=8)
+    assert activation_bytes(mixture) - activation_bytes(dense) == 7 * 4096 * 4

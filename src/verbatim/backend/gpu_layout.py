@@ -149,16 +149,14 @@ def device_bytes(weights: Mapping[str, StoredWeight], blocks: BlockMode) -> dict
 def activation_bytes(spec: ModelSpec) -> int:
     """Bytes of a step per token, beside weights and KV cache, estimated from the shapes (not
     measured): residual, norm and product outputs of a layer in float32, and the inner rows of its
-    MLP, also in half precision. Each expert that a token uses has inner rows."""
+    MLP, also in half precision. Each expert that a token uses has inner rows and an output."""
     shapes = [spec.kv_shape(i) for i in range(len(spec.layers))]
     qkv = max((spec.heads + 2 * heads) * size for heads, size in shapes)
     if spec.delta is not None:
         qkv = max(qkv, spec.delta.qkv + 2 * spec.delta.values)
-    inner = max(
-        spec.mlp_width(i) * max(spec.experts_used if layer.experts else 0, 1)
-        for i, layer in enumerate(spec.layers)
-    )
-    return 4 * (4 * spec.hidden + qkv) + 10 * (inner + spec.shared_mlp)
+    used = [max(spec.experts_used if layer.experts else 0, 1) for layer in spec.layers]
+    inner = max(spec.mlp_width(i) * count for i, count in enumerate(used))
+    return 4 * ((3 + max(used)) * spec.hidden + qkv) + 10 * (inner + spec.shared_mlp)
 
 
 def buffer_bytes(weights: Mapping[str, StoredWeight], kept: Collection[str]) -> int:
