@@ -72,6 +72,10 @@ def test_flags_without_a_counterpart_are_answered(verbatim: Call, flags: tuple[s
         ("plan --gpu h100", "no such option: --gpu; write --device NAME"),
         ("quantize in.gguf out.gguf Q8_0", "is not an argument; write --quant q8_0"),
         ("convert IN OUT Q4_K_M", "is not an argument; write --quant q4_k_m"),
+        ("run -temperature 0 x", "no such option '-temperature'; did you mean '--temperature'?"),
+        ("run -model=x y", "no such option '-model=x'; did you mean '--model'?"),
+        ("run -md draft.gguf x", "no such option: -md; --speculate draft:MODEL drafts with"),
+        ("run --sloths x", "no such option '--sloths'; see verbatim run --help"),
         ("lst", "no command 'lst'; did you mean list?"),
     ],
 )

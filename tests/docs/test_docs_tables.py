@@ -86,6 +86,21 @@ def test_every_name_of_other_programs_is_shown() -> None:
         assert f"`verbatim {name}`" in part, name
 
 
+@pytest.mark.parametrize("page", ["llama-cpp.md", "vllm.md"])
+def test_every_flag_of_another_engine_on_its_page_is_accepted_or_answered(page: str) -> None:
+    """Both in the table of flags and in the commands shown: an error must name ours."""
+    text = (ROOT / "docs" / "coming-from" / page).read_text("utf-8")
+    cells = re.findall(r"^\| (.*?) \|", text[text.index("## Flags") :], re.M)
+    code = [part for cell in cells for part in re.findall(r"`([^`]+)`", cell)]
+    code += re.findall(r"^(?:llama-(?:cli|server|completion)|vllm serve) .*$", text, re.M)
+    theirs = {flag for part in code for flag in re.findall(r"(?:^| )(--?[a-z][\w-]*)", part)}
+    assert len(theirs) > 12
+    known = {name for names in flag_aliases.FLAG_ANSWERS for name in names}
+    for command in walk(cli_main.cli, "verbatim").values():
+        known |= {name for param in command.params for name in param.opts}
+    assert theirs <= known, theirs - known
+
+
 def test_every_module_that_makes_metrics_is_on_the_page() -> None:
     """The page renders the metrics of these modules; a new one must be added to tables.py. What a
     running server serves is compared with the page in test_docs_site.py."""

@@ -4,6 +4,8 @@ other programs (flag_aliases.py)."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import takewhile
 from typing import Any
 
 import click
@@ -96,6 +98,11 @@ def with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> list[
     return out + rest
 
 
+def _alike(one: str, other: str) -> bool:
+    """click compares the names with their dashes, which makes --metrics resemble --replicas."""
+    return SequenceMatcher(None, one.lstrip("-"), other.lstrip("-")).ratio() >= 0.6
+
+
 class AnsweredFlag(click.Option):
     """A flag of another program without a counterpart: an error that names what to type."""
 
@@ -138,16 +145,24 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         ctx.meta[ARGUMENTS] = tuple(args)  # with_flags() reads which names the user typed
+        ours = {
+            name: param.opts[0] if name in param.aliases else name
+            for param in self.params
+            if isinstance(param, Option)
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        for arg in takewhile(lambda arg: arg != "--", args):  # -model x is not -m odel x
+            if arg.startswith("-") and len(arg) > 2 and f"-{arg.partition('=')[0]}" in ours:
+                near = [ours[f"-{arg.partition('=')[0]}"]]
+                raise click.NoSuchOption(arg, possibilities=near, ctx=ctx)
         try:
             return super().parse_args(ctx, with_values(args, self.params))
         except click.NoSuchOption as error:  # suggest flags of ours only
-            ours = {
-                name: param.opts[0] if name in param.aliases else name
-                for param in self.params
-                if isinstance(param, Option)
-                for name in (*param.opts, *param.secondary_opts)
-            }
-            near = [name for name in error.possibilities or () if ours.get(name) == name]
+            near = [
+                name
+                for name in error.possibilities or ()
+                if ours.get(name) == name and _alike(name, error.option_name)
+            ]
             if (hyphened := error.option_name.replace("_", "-")) in ours:  # --top_k
                 near = [ours[hyphened]]
             raise click.NoSuchOption(

@@ -23,6 +23,8 @@ FLAG_ALIASES: dict[str, tuple[str, ...]] = {
     "--file": ("-f", "--prompt-file"),
     "--adapter": ("--lora", "--lora-modules"),
     "--requantise": ("--requantize", "--allow-requantize"),
+    "--tls-cert": ("--ssl-certfile", "--ssl-cert-file"),
+    "--tls-key": ("--ssl-keyfile", "--ssl-key-file"),
 }
 
 # flags without a counterpart -> what to type instead
@@ -62,7 +64,7 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ("--samplers", "--sampler-seq", "--sampling-seq"): (
         "the order of the samplers is fixed; each has a flag of its own (--top-k, --min-p, …)"
     ),
-    ("--mirostat", "--mirostat-lr", "--mirostat-ent"): (
+    ("--mirostat", "--mirostat-lr", "--mirostat-ent", "--tfs"): (
         "this sampler does not exist here; --min-p, --typical-p and --top-n-sigma do"
     ),
     ("--quantization",): (
@@ -75,6 +77,45 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ("--hidethinking",): "--quiet and pipes do not show the thought; --no-think switches it off",
     ("-rea", "--reasoning"): "--think switches the thought on, --no-think off",
     ("--reasoning-budget",): ("--thinking-budget N limits the thought; --no-think switches it off"),
+    ("-no-cnv", "--no-conversation", "-st", "--single-turn"): (
+        "run answers one prompt; --raw leaves the chat template out"
+    ),
+    ("-ub", "--ubatch-size"): "--step-tokens N limits the tokens of a step",
+    ("-tb", "--threads-batch"): "--threads N is for prefill and decode",
+    ("-cb", "--cont-batching", "--enable-chunked-prefill"): (
+        "batching is continuous and prefill is chunked, always; leave it out"
+    ),
+    ("-md", "--model-draft", "--speculative-model", "--speculative-config"): (
+        "--speculate draft:MODEL drafts with a second model; drafting is on by default"
+    ),
+    ("--enable-prefix-caching", "--no-enable-prefix-caching"): (
+        "the prefix cache is on; --no-prefix-cache switches it off"
+    ),
+    ("--jinja", "--chat-template", "--chat-template-file"): (
+        "the model's own chat template is used; --raw leaves it out"
+    ),
+    ("--tool-call-parser", "--enable-auto-tool-choice", "--reasoning-parser"): (
+        "the server parses the model's own format; leave it out"
+    ),
+    ("--embedding", "--embeddings", "--rerank", "--reranking", "--task", "--runner"): (
+        "a model serves all that it can; --pooling NAME sets a pooling that it does not state"
+    ),
+    ("--metrics",): "the server always has /metrics; leave it out",
+    ("--generation-config",): "--defaults model, protocol or greedy sets the sampling defaults",
+    ("--enforce-eager", "--swap-space", "--cpu-offload-gb", "--block-size"): (
+        "there is nothing to set; leave it out"
+    ),
+    ("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale"): (
+        "the model states its RoPE; leave it out"
+    ),
+    ("--disable-log-requests", "--no-enable-log-requests"): (
+        "the log has one line per request; without --log-prompts it has no prompt"
+    ),
+    ("--allowed-origins",): "--cors-origin ORIGIN allows one, and may be repeated",
+    ("-dp", "--data-parallel-size"): "--ray --replicas N serves N engines",
+    ("--color", "--nowordwrap", "--simple-io"): (
+        "colours and wrapping are for terminals only; NO_COLOR=1 switches colours off"
+    ),
 }
 
 # commands of other programs -> ours
