@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 from typing import Any
 
 import httpx
 import pytest
 
+from cli_result import Call
 from eventually import HANG_SECONDS
 
 pytestmark = pytest.mark.server
@@ -32,3 +34,28 @@ def test_lens_serves_the_page_at_the_address_it_prints(spawn: Any) -> None:
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=HANG_SECONDS)
     assert process.returncode == 0
+
+
+def test_lens_opens_no_page_of_another_program(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("webbrowser.open", lambda address: opened.append(address) or True)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        result = verbatim("lens", "--port", str(port))
+    assert (result.code, opened) == (2, [])
+    assert result.err == (
+        f"verbatim: --port: cannot listen on 127.0.0.1:{port}: Address already in use; "
+        "choose another --port or --host\n"
+    )
+    assert "99999 is not a port" in verbatim("lens", "--port", "99999").err
+
+
+def test_a_short_key_of_the_environment_is_named(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VERBATIM_API_KEY", "secret")
+    result = verbatim("serve", "--port", "0")
+    assert result.code == 2
+    assert "VERBATIM_API_KEY" in result.err

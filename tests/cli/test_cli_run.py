@@ -314,7 +314,7 @@ def test_the_library_only_reports_a_loop(llm: LLM) -> None:
 def test_a_full_disk_at_the_receipt_is_a_system_error(verbatim: Call) -> None:
     result = verbatim("run", "--max-tokens", "2", "--save-receipt", "/dev/full", "the")
     assert result.code == 1
-    assert "no space left" in result.err
+    assert "'/dev/full': no space left" in result.err
 
 
 def test_score(verbatim: Call, llm: LLM) -> None:

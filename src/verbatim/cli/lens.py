@@ -16,15 +16,22 @@ from verbatim.cli.options import Command, Option
 OPEN_SECONDS = 60.0  # until a server that does not listen is given up; binding takes milliseconds
 
 
-def free_port(host: str) -> int:
+def free_port(host: str, port: int) -> int:
+    """`port` (0: any), if a server can listen on it: show_page() would open the page of another
+    program that does."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.bind((host, 0))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
             return int(sock.getsockname()[1])
+    except OverflowError:
+        return port  # not a port; the server's settings reject it
     except OSError as error:
+        where = f"{host}:{port}" if port else host
         raise ParameterError(
-            "host", f"cannot listen on {host}: {error.strerror}; try 127.0.0.1"
+            "port" if port else "host",
+            f"cannot listen on {where}: {error.strerror}; choose another --port or --host",
         ) from None
 
 
@@ -51,8 +58,7 @@ def show_page(address: str, host: str, port: int, browser: bool) -> None:
 
 
 def start(no_browser: bool, **flags: Any) -> int:
-    if not flags["port"]:
-        flags["port"] = free_port(flags["host"])
+    flags["port"] = free_port(flags["host"], flags["port"])
     arguments = (page_address(flags), flags["host"], flags["port"], not no_browser)
     threading.Thread(target=show_page, args=arguments, daemon=True).start()
     code: int = serve.command.callback(**flags)  # type: ignore[misc]

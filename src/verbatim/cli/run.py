@@ -305,6 +305,7 @@ def _save(path: Path, receipt: dict[str, Any]) -> None:
         path.write_text(json.dumps(receipt, ensure_ascii=False, indent=1) + "\n", "utf-8")
     except OSError as error:
         if error.errno in OS_REMEDIES:  # a full disk is not a usage error
+            error.filename = str(path)  # Python names the file only if open() fails
             raise
         raise ParameterError(
             "save_receipt", f"cannot write {path}: {error.strerror}; choose another file"

@@ -200,7 +200,9 @@ class Settings:
             for key in self.keys
         ):
             raise ParameterError(
-                "api_key_file", "a key needs at least 8 printable ASCII characters without spaces"
+                "api_key_file",
+                "a key, also that of VERBATIM_API_KEY, needs at least 8 printable ASCII characters"
+                " without spaces",
             )
         for name in ("max_loaded_models", "model_idle_seconds"):
             if getattr(self, name) < 0:
