@@ -188,7 +188,7 @@ def test_a_directory_without_a_model_is_an_error(
 ) -> None:
     result = verbatim("run", "-m", str(tmp_path), "the")
     assert result.code == 3
-    assert "is not a model: a directory needs config.json and *.safetensors" in result.err
+    assert "a directory needs config.json and *.safetensors to be a model" in result.err
     (tmp_path / "a.gguf").symlink_to(tiny)
     assert (
         f"give the GGUF file itself: {tmp_path / 'a.gguf'}\n"

@@ -75,6 +75,8 @@ def test_flags_without_a_counterpart_are_answered(verbatim: Call, flags: tuple[s
         ("run -temperature 0 x", "no such option '-temperature'; did you mean '--temperature'?"),
         ("run -model=x y", "no such option '-model=x'; did you mean '--model'?"),
         ("run -md draft.gguf x", "no such option: -md; --speculate draft:MODEL drafts with"),
+        ("plan -m smollm2", "no such option: -m; the model is an argument of this command"),
+        ("models show --model x", "no such option: --model; the model is an argument"),
         ("run --sloths x", "no such option '--sloths'; see verbatim run --help"),
         ("lst", "no command 'lst'; did you mean list?"),
     ],

@@ -29,6 +29,21 @@ def constraints() -> dict[str, str]:
     }
 
 
+def test_the_install_page_names_every_dependency() -> None:
+    text = (ROOT / "docs" / "install.md").read_text("utf-8").lower()
+    extras = PROJECT["project"]["optional-dependencies"]
+    core = text[text.index("the core depends on") : text.index("everything else")]
+    wanted = [(name, core) for name in PROJECT["project"]["dependencies"]]
+    for extra in ("server", "grammar", "hub", "cuda", "ray", "bench"):
+        row = re.search(rf"^\| `{extra}` \|.*$", text, re.M)
+        assert row is not None, extra
+        wanted += [(name, row[0]) for name in extras[extra]]
+    for name, where in wanted:
+        found = re.match(r"[\w-]+", name)
+        assert found is not None
+        assert found[0] in where or found[0] == "verbatim-llm", name
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
 @pytest.mark.parametrize(
     ("option", "compiler", "reason"),

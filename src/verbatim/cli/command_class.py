@@ -134,6 +134,10 @@ class Command(click.Command):
         for names, answer in FLAG_ANSWERS.items():
             if free := [name for name in names if name not in taken]:
                 self.params.append(AnsweredFlag(free, answer))
+        arguments = {param.name for param in self.params if isinstance(param, click.Argument)}
+        if arguments & {"model", "source"} and "--model" not in taken:
+            answer = "the model is an argument of this command, without a flag"
+            self.params.append(AnsweredFlag(["-m", "--model"], answer))
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -108,7 +108,9 @@ def resolve(
             raise ModelError(f"{model} has no revisions; they belong to hub models (org/name)")
         return _catalog_model(CATALOG[model], offline, progress)
     if "\0" in model or not model:
-        raise ModelError(f"{model!r} is not the name of a model")
+        raise ModelError(
+            f"{model!r} is not a model; give a path or a name that `verbatim models` lists"
+        )
     path = Path(model).expanduser()
     if path.exists():
         return path

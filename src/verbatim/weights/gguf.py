@@ -153,7 +153,10 @@ class _Reader:
 
     def header(self) -> tuple[int, int, int]:
         if self.view[:4] != b"GGUF":
-            self.fail(f"not a GGUF file: it begins with {self.view[:4]!r}")
+            self.fail(
+                f"not a GGUF file: it begins with {self.view[:4]!r}; give a .gguf file, or a "
+                "directory with config.json and *.safetensors"
+            )
         self.pos = 4
         version = self.u32("version")
         if version not in (2, 3):
@@ -167,12 +170,12 @@ class _Reader:
         if keys > min(MAX_KEYS, left // 13):
             self.fail(
                 f"metadata count {keys} does not fit the file "
-                f"({left} bytes left, at most {MAX_KEYS} keys)"
+                f"({left} bytes left, at most {MAX_KEYS} keys; cut short? get it again)"
             )
         if tensors > min(MAX_TENSORS, left // 32):
             self.fail(
                 f"tensor count {tensors} does not fit the file "
-                f"({left} bytes left, at most {MAX_TENSORS} tensors)"
+                f"({left} bytes left, at most {MAX_TENSORS} tensors; cut short? get it again)"
             )
         return version, tensors, keys
 

@@ -160,10 +160,7 @@ def _no_model(directory: Path) -> str:
         return f"is a directory; give the GGUF file itself: {directory / files[0]}{more}"
     if (directory / "adapter_config.json").exists():
         return "is a LoRA adapter, not a model; load its base model and add --adapter NAME=PATH"
-    return (
-        "is not a model: a directory needs config.json and *.safetensors beside it; "
-        "or give a .gguf file"
-    )
+    return "a directory needs config.json and *.safetensors to be a model; or give a .gguf file"
 
 
 def shard_names(directory: Path) -> dict[str, list[str]]:
@@ -252,7 +249,8 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, RawTensor
             )
         if end > data.size:
             raise ModelError(
-                f"tensor {name!r:.80} ends at {end}; the data end at {data.size} (cut short?)",
+                f"tensor {name!r:.80} ends at {end}; the data end at {data.size} "
+                "(cut short? get it again)",
                 file=str(file),
             )
         position = end
