@@ -399,5 +399,14 @@ def test_a_phone_needs_no_sideways_scrolling(browser: Any, live: Live, scheme: s
     colour = page.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", colour)[:3])) > 380
     assert light == (scheme == "light")
+    page.page.click("nav >> text=Engine")
+    page.page.wait_for_selector("#plot i")
+    assert page.page.evaluate(
+        """() => {  // a swatch and its word are on one line
+          const keys = [...document.querySelectorAll(".legend i")].map((i) => i.parentElement);
+          return keys.length > 9 && keys.every((key) => key.getClientRects().length === 1
+            && key.matches("span") && key.textContent.length);
+        }"""
+    )
     assert page.errors == []
     page.close()

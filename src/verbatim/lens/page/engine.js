@@ -60,7 +60,7 @@ function timeline(steps) {
       return html`<i class=${kindOf(s)} title=${title} .style=${`height:${(8 + (92 * s.seconds) / most).toFixed(1)}%`}>
         ${drafts ? html`<b .style=${`height:${((100 * won) / drafts).toFixed(0)}%`}></b>` : nothing}</i>`;
     })}</div>
-    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts (filled: accepted) <i class="others"></i>other keys only <i class="queue"></i>queued <i class="preempted"></i>preempted</p>${lanes(shown)}`;
+    <p class="legend"><span><i class="prefill"></i>prefill</span> <span><i class="decode"></i>decode</span> <span><i class="draft"></i>with drafts (filled: accepted)</span> <span><i class="others"></i>other keys only</span> <span><i class="queue"></i>queued</span> <span><i class="preempted"></i>preempted</span></p>${lanes(shown)}`;
 }
 
 // one lane per request: its time in the queue, then its steps
@@ -99,8 +99,8 @@ function strip(pool) {
   }
   return html`<div class="strip" role="img" aria-label="${pool.own} own, ${pool.shared} shared, ${pool.cached} cached, ${pool.free} free, ${pool.marks.size} just evicted blocks">
       ${runs.map(({ letter, gone, length }) => html`<i class="b-${letter === "." ? "free" : letter} ${gone ? "gone" : ""}" title="${length} ${NAMES[letter]}${gone ? ", evicted from the cache just now" : ""}" .style=${`flex-grow:${length}`}></i>`)}</div>
-    <p class="legend"><i class="b-o"></i>own ${count(pool.own)} <i class="b-s"></i>shared ${count(pool.shared)} <i class="b-x"></i>other keys
-      <i class="b-c"></i>cached ${count(pool.cached)} <i class="b-free"></i>free ${count(pool.free)} <i class="b-free gone"></i>evicted ${count(pool.evictions)} · ${count(pool.total)} in all${shown.length < pool.total ? ` · the first ${count(shown.length)} blocks are drawn` : ""}</p>`;
+    <p class="legend"><span><i class="b-o"></i>own ${count(pool.own)}</span> <span><i class="b-s"></i>shared ${count(pool.shared)}</span> <span><i class="b-x"></i>other keys</span>
+      <span><i class="b-c"></i>cached ${count(pool.cached)}</span> <span><i class="b-free"></i>free ${count(pool.free)}</span> <span><i class="b-free gone"></i>evicted ${count(pool.evictions)}</span> · ${count(pool.total)} in all${shown.length < pool.total ? ` · the first ${count(shown.length)} blocks are drawn` : ""}</p>`;
 }
 
 // round values between 0 and `most`
@@ -122,7 +122,7 @@ function plot(steps) {
       ${ticks(span).map((x) => html`<u .style=${place("left", x / span)}>${Number(x.toPrecision(2))} s</u>`)}
       ${shown.map((s) => html`<i class=${kindOf(s)} title="step ${s.step}: ${seconds(s.seconds)}" .style=${`${place("left", (s.at - zero) / span)};${up(s.seconds)}`}></i>`)}
       ${floor ? html`<hr .style=${up(floor)} />` : nothing}</div>
-    <p class="legend"><i class="prefill"></i>prefill <i class="decode"></i>decode <i class="draft"></i>with drafts <i class="others"></i>other keys only ${floor ? html`<i class="limit"></i>roofline` : nothing}</p>`;
+    <p class="legend"><span><i class="prefill"></i>prefill</span> <span><i class="decode"></i>decode</span> <span><i class="draft"></i>with drafts</span> <span><i class="others"></i>other keys only</span> ${floor ? html`<span><i class="limit"></i>roofline</span>` : nothing}</p>`;
 }
 
 function requests(report) {
