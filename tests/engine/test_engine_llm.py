@@ -533,6 +533,8 @@ def test_beams_are_the_same_when_blocks_are_scarce(options: dict[str, Any]) -> N
         {"n": 3},
         {"n": 2, "best_of": 4},
         {"num_beams": 3, "num_return_sequences": 2, "seed": None},
+        # one extension per step: the search finds one beam of three
+        {"num_beams": 3, "num_return_sequences": 3, "seed": None, "allowed_token_ids": [97]},
         {"stop": ["ab", "q"]},
         {"temperature": 0},
         {"logprobs": 1},
@@ -550,6 +552,7 @@ def test_streamed_text_equals_the_whole_text(llm: LLM, changes: dict[str, Any]) 
     if params.best_of:
         assert deltas == []
         return
+    assert {d.index for d in deltas} == {choice.index for choice in whole.choices}
     for choice in whole.choices:
         mine = [d for d in deltas if d.index == choice.index]
         assert "".join(d.text for d in mine) == choice.text

@@ -35,7 +35,6 @@ class BeamRequest(RunningRequest):
         self._candidates: dict[int, Drawn] = {}
         returned = request.params.num_return_sequences or 1
         self._outs = [self._stream(i) for i in range(returned)]
-        self._agreed = 0  # tokens that all possible results share and that are already sent
         return first
 
     def _stream(self, index: int) -> ChoiceStream:
@@ -91,18 +90,14 @@ class BeamRequest(RunningRequest):
         return child
 
     def _stream_agreed(self) -> None:
-        """Send the tokens that every possible result starts with."""
+        """Send the tokens that every possible result starts with, for the best result only: the
+        search may find fewer results than num_return_sequences."""
         agreed = self.search.agreed()
-        if len(agreed) > self._agreed and self.search.live:
-            beam = self.search.live[0]
-            for out in self._outs:
-                self._feed(out, beam, self._agreed, len(agreed))
-            self._agreed = len(agreed)
+        if self.search.live:
+            self._feed(self._outs[0], self.search.live[0], len(agreed))
 
-    def _feed(
-        self, out: ChoiceStream, beam: Beam, start: int, end: int, finish: Finish | None = None
-    ) -> None:
-        for i in range(start, end):
+    def _feed(self, out: ChoiceStream, beam: Beam, end: int, finish: Finish | None = None) -> None:
+        for i in range(len(out.token_ids), end):
             logprob, top = (
                 (beam.logprobs[i].logprob, beam.logprobs[i].top) if beam.logprobs else (0.0, ())
             )
@@ -113,7 +108,7 @@ class BeamRequest(RunningRequest):
         results = self.search.results()
         self._outs = self._outs[: len(results)]
         for out, beam in zip(self._outs, results, strict=True):
-            self._feed(out, beam, self._agreed, len(beam.tokens), beam.finish)
+            self._feed(out, beam, len(beam.tokens), beam.finish)
             out.end(beam.finish or Finish("length", self.limit_name))
             out.score = beam.score
         for seq in self._live:
