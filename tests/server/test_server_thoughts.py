@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
-from verbatim.server.api.responses_input import earlier_messages
+from verbatim.server.api.responses_input import chat_messages, earlier_messages
 
 pytestmark = pytest.mark.server
 ASK = [{"role": "user", "content": "hi"}]
@@ -354,6 +354,34 @@ def test_a_stored_thought_is_left_out_where_the_template_reads_none(reads: bool)
     (found,) = earlier_messages(call, "resp_1")
     assert ("reasoning_content" in found) == reads
     assert said["reasoning_content"], "the stored message is unchanged"
+
+
+def test_a_thought_without_an_answer_reaches_the_template() -> None:
+    """An output that max_output_tokens cut inside the thought has no message behind it."""
+    user, answer = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
+    call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+
+    def found(*items: dict[str, Any] | str) -> list[tuple[str, str, int]]:
+        """Content, thought and number of calls of each message; a text is a thought."""
+        given = [
+            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": item}]}
+            if isinstance(item, str)
+            else item
+            for item in items
+        ]
+        messages, places = chat_messages(given)
+        assert len(places) == len(messages)
+        return [
+            (m["content"], m.get("reasoning_content", ""), len(m.get("tool_calls", ())))
+            for m in messages
+        ]
+
+    assert found(user, "A", answer) == [("u", "", 0), ("a", "A", 0)]
+    assert found(user, "A") == [("u", "", 0), ("", "A", 0)]
+    assert found("A", user, answer) == [("", "A", 0), ("u", "", 0), ("a", "", 0)]
+    assert found("A", "B", answer) == [("", "A", 0), ("a", "B", 0)]
+    assert found("A", call, call, "B", call) == [("", "A", 2), ("", "B", 1)]
+    assert found(call, "", call) == [("", "", 2)]
 
 
 def test_thoughts_travel_with_a_client_that_stores_nothing(thinker: Live, fake: Live) -> None:

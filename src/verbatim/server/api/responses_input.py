@@ -29,31 +29,29 @@ def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
         return [{"role": "user", "content": items}], ["input"]
     out: list[dict[str, Any]] = []
     places: list[str] = []
-    thought: dict[str, Any] = {}  # of the assistant message that follows
-    thought_place = ""
+    thought = False  # the last message is a thought, which the next answer or call completes
     for index, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            thought_place = f"input[{index}]"
-            text = _thought(item, thought_place)
-            thought = {"reasoning_content": text} if text else {}
+            text = _thought(item, f"input[{index}]")
+            if not text:
+                continue
+            out.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif kind == "message":
             message = {"role": item["role"], "content": plain_text(item["content"])}
-            if item["role"] == "assistant":
-                message, thought = message | thought, {}
-            out.append(message)
+            if thought and item["role"] == "assistant":
+                out[-1] |= message
+            else:
+                out.append(message)
         elif kind == "function_call":
             call = {
                 "id": item["call_id"],
                 "type": "function",
                 "function": {"name": item["name"], "arguments": item["arguments"]},
             }
-            if out and out[-1]["role"] == "assistant" and "tool_calls" in out[-1]:
-                out[-1]["tool_calls"].append(call)
-            else:
-                message = {"role": "assistant", "content": "", "tool_calls": [call]}
-                out.append(message | thought)
-                thought = {}
+            if not thought and not (out and "tool_calls" in out[-1]):
+                out.append({"role": "assistant", "content": ""})
+            out[-1].setdefault("tool_calls", []).append(call)
         else:
             out.append(
                 {
@@ -62,8 +60,9 @@ def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
                     "tool_call_id": item["call_id"],
                 }
             )
+        thought = kind == "reasoning"
         if len(places) < len(out):
-            places.append(thought_place if "reasoning_content" in out[-1] else f"input[{index}]")
+            places.append(f"input[{index}]")
     return out, places
 
 
