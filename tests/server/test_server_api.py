@@ -625,6 +625,27 @@ def test_embeddings_are_unit_vectors_in_both_encodings(fake: Any) -> None:
     )
 
 
+def test_alternatives_that_are_parts_of_characters_have_names_of_their_own(fake: Any) -> None:
+    """All of them are U+FFFD as text. OpenAI's names: bytes:\\xe2\\x82."""
+    parts = list(range(128, 256))
+    asked = {"logprobs": 5, "allowed_token_ids": parts, "logprobs_mode": "processed", "echo": True}
+    found = fake.complete("é", temperature=0, **asked)["choices"][0]["logprobs"]
+    assert found["tokens"][:3] == ["<s>", "bytes:\\xc3", "bytes:\\xa9"]
+    for token, logprob, top in list(
+        zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True)
+    )[3:]:
+        assert len(top) == 5
+        assert top[token] == logprob == max(top.values())
+
+
+def test_a_score_of_zero_is_reported(fake: Any) -> None:
+    beams = {"num_beams": 2, "allowed_token_ids": [97], "max_tokens": 2, "seed": None}
+    assert fake.complete("hi", **beams)["choices"][0]["score"] == 0.0
+    options = {"stream_options": {"include_usage": True}}
+    events = fake.events("/v1/completions", {"prompt": "hi", **beams, **options})
+    assert events[-2]["scores"] == [0.0]
+
+
 def test_score_agrees_with_echoed_logprobs(fake: Any) -> None:
     scored = fake.post("/v1/score", {"prompt": "hello", "top_logprobs": 2}).json()["data"][0]
     echoed = fake.complete("hello", echo=True, logprobs=1, max_tokens=0)["choices"][0]["logprobs"][

@@ -281,7 +281,7 @@ def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool)
     if with_usage or "receipt" in more or "params" in more:
         usage = {"usage": usage_of(call.runs)} if with_usage else {}
         reports: dict[str, Any] = {"loops": loops} if any(loops) else {}
-        reports |= {"scores": scores} if any(scores) else {}
+        reports |= {"scores": scores} if any(score is not None for score in scores) else {}
         return [sse({**head, "choices": [], **usage, **more, **reports})]
     comments = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
     comments += [f": loop: choice {i} repeats {loop_text(n)}\n\n" for i, n in enumerate(loops) if n]
@@ -290,8 +290,9 @@ def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool)
 
 def choice_reports(choice: WireChoice) -> dict[str, Any]:
     """Verbatim's extra fields of a choice, if set."""
-    reports = {"score": choice.score, "explain": choice.explain, "loop": choice.loop}
-    return {name: value for name, value in reports.items() if value}
+    reports = {"explain": choice.explain, "loop": choice.loop}
+    score = {} if choice.score is None else {"score": choice.score}
+    return score | {name: value for name, value in reports.items() if value}
 
 
 async def completions(call: RequestContext) -> Response:

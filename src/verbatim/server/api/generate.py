@@ -209,6 +209,15 @@ def token_text(raw: bytes) -> str:
     return raw.decode("utf-8", errors="replace")
 
 
+def unique_name(raw: bytes) -> str:
+    """The text of a token, or OpenAI's name of a part of a character: bytes:\\xe2\\x82. In
+    /v1/completions the names are keys, and as text all parts would be U+FFFD."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
 def floor(value: float) -> float:
     return max(value, FLOOR)
 
@@ -263,7 +272,7 @@ def completion_logprobs(
 ) -> dict[str, Any]:
     """The shape of /v1/completions: four parallel lists."""
     return {
-        "tokens": [token_text(item.raw) for item in items],
+        "tokens": [unique_name(item.raw) for item in items],
         "token_logprobs": [None if item.logprob is None else floor(item.logprob) for item in items],
         "top_logprobs": [_best(item.top, top) for item in items] if top else None,
         "text_offset": [places.place(item.token, item.raw) for item in items],
@@ -272,11 +281,12 @@ def completion_logprobs(
 
 def _best(best: Sequence[TopLogprob] | None, top: int) -> dict[str, float] | None:
     """None for the first token of a prompt, which has no alternatives."""
-    return (
-        None
-        if best is None
-        else {token_text(raw): floor(logprob) for _, logprob, raw in best[:top]}
-    )
+    if best is None:
+        return None
+    found: dict[str, float] = {}
+    for _, logprob, raw in best[:top]:
+        found.setdefault(unique_name(raw), floor(logprob))  # of equal names, the most likely
+    return found
 
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"

@@ -49,7 +49,8 @@ COMPLETIONS: dict[str, Rule] = {
     ),
     "logprobs": Rule(
         "honoured",
-        "report each token's log-probability and this many alternatives",
+        "report each token's log-probability and this many alternatives; a token that is a part of "
+        "a character is named by its bytes, as by OpenAI (bytes:\\xe2\\x82)",
         schemas.type_of("logprobs"),
     ),
     "max_tokens": Rule(
