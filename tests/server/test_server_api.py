@@ -638,12 +638,17 @@ def test_alternatives_that_are_parts_of_characters_have_names_of_their_own(fake:
         assert top[token] == logprob == max(top.values())
 
 
-def test_a_score_of_zero_is_reported(fake: Any) -> None:
+def test_beams_report_a_score_of_zero_and_no_seed(fake: Any) -> None:
+    """They draw nothing, and refuse a seed."""
     beams = {"num_beams": 2, "allowed_token_ids": [97], "max_tokens": 2, "seed": None}
-    assert fake.complete("hi", **beams)["choices"][0]["score"] == 0.0
     options = {"stream_options": {"include_usage": True}}
-    events = fake.events("/v1/completions", {"prompt": "hi", **beams, **options})
-    assert events[-2]["scores"] == [0.0]
+    asked = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}]}
+    for path, field in (("/v1/completions", "prompt"), ("/v1/chat/completions", "messages")):
+        body = {field: asked[field], **beams}
+        whole, events = fake.post(path, body).json(), fake.events(path, {**body, **options})
+        assert whole["choices"][0]["score"] == 0.0
+        assert events[-2]["scores"] == [0.0]
+        assert {whole["seed"], *(event["seed"] for event in events[:-1])} == {None}
 
 
 def test_score_agrees_with_echoed_logprobs(fake: Any) -> None:

@@ -85,7 +85,7 @@ class ChatReply:
             "usage": usage_of(self.call.runs),
             **extra_fields(self.call.runs),
         }
-        return {**self.head, "seed": done.seed, **body}
+        return self.head | body
 
     def _store(self, answer: dict[str, Any]) -> None:
         kept = {**answer, "metadata": self.ask.body.get("metadata", {})}

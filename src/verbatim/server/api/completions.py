@@ -230,7 +230,6 @@ class CompletionsReply:
                 **self.head,
                 "choices": choices,
                 "usage": usage_of(self.call.runs),
-                "seed": None if self.seed_per_prompt else results[0].seed,
                 **extra_fields(self.call.runs),
             }
         )
