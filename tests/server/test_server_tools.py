@@ -76,6 +76,10 @@ CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
                 '1}}]'), [("add", {"a": 1})], "Sure. "),
     ("mistral", "[TOOL_CALLS] nonsense", [], "[TOOL_CALLS] nonsense"),
     ("mistral", "[1, 2]", [], "[1, 2]"),
+    ("hermes", f" \n{CALL} \n{CALL} ", [("add", {"a": 1, "b": "</x>"})] * 2, ""),
+    ("hermes", f"\n{CALL} two", [("add", {"a": 1, "b": "</x>"})], " two"),
+    ("hermes", " <tool_call>x</tool_call> ", [], " <tool_call>x</tool_call> "),
+    ("mistral", '\n[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', [("add", {"a": 1})], ""),
     ("hermes", "  \n", [], "  \n"),
     ("hermes", "", [], ""),
 ]  # fmt: skip
@@ -528,6 +532,7 @@ SHOWN = [  # what the random model is made to generate -> the text of its messag
     (f"Let me see. {CALL}", "Let me see. "),
     (f"One {CALL}\n{CALL} two", "One  two"),
     (CALL, ""),
+    (f"\n{CALL}", ""),
 ]  # fmt: skip
 
 
@@ -552,6 +557,11 @@ def test_a_response_has_one_logprob_per_token_of_its_text(
             p for item in response["output"] if item["type"] == "message" for p in item["content"]
         ]
 
+    items = [  # in the order of the output
+        [(item["type"], item["status"]) for item in response["output"]]
+        for response in (whole, events[-1]["response"])
+    ]
+    assert items[0] == items[1]
     deltas = [e for e in events if e["type"] == "response.output_text.delta"]
     for rendered in (
         parts(whole),
@@ -561,6 +571,24 @@ def test_a_response_has_one_logprob_per_token_of_its_text(
         assert "".join(p["text"] for p in rendered) == shown
         raw = bytes(b for p in rendered for token in p["logprobs"] for b in token["bytes"])
         assert raw.decode().removesuffix("</s>") == shown
+
+
+def test_anthropics_blocks_are_in_the_order_of_the_output() -> None:
+    """Streamed and whole; an empty output is one empty text block."""
+    from verbatim.server.api import anthropic
+
+    for text in (f"One {CALL}\n{CALL} two", "plain", ""):
+        parser = ToolParser("hermes", NAMES)
+        found = [*parser.push(text), *parser.finish()]
+        whole = anthropic.content_blocks(found) or [{"type": "text", "text": ""}]
+        blocks = anthropic.BlockEvents()
+        made = [e for kind, v in found for e in getattr(blocks, kind)(v)] + blocks.end()
+        events = [json.loads(event.partition(b"data: ")[2]) for event in made]
+        started = [e for e in events if e["type"] == "content_block_start"]
+        assert [e["content_block"]["type"] for e in started] == [b["type"] for b in whole]
+        assert [e["index"] for e in started] == list(range(len(whole)))
+        texts = [e["delta"]["text"] for e in events if "text" in e.get("delta", {})]
+        assert "".join(texts) == "".join(b.get("text", "") for b in whole)
 
 
 @pytest.mark.server

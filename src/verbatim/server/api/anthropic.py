@@ -9,7 +9,7 @@ Images, documents and server tools are not supported; a request that sends one g
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.responses import Response
@@ -285,22 +285,18 @@ class MessagesReply:
     async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
-        text, calls = self.ask.read(choice.text)
+        found = self.ask.pieces(choice.text)
         content: list[dict[str, Any]] = []
         if choice.reasoning:
             shown = "" if self.omits_thoughts else choice.reasoning
             content.append({"type": "thinking", "thinking": shown, "signature": ""})
-        if text.strip() or not (calls or choice.reasoning):
-            content.append({"type": "text", "text": text})
-        content += [
-            {"type": "tool_use", "id": c.id, "name": c.name, "input": loads_lossless(c.arguments)}
-            for c in calls
-        ]
+        content += content_blocks(found)
+        calls = any(kind == "call" for kind, _ in found)
         observe_latency(self.call)
         made = {
             **self.base,
-            "content": content,
-            **self.stop(choice.finish, bool(calls)),
+            "content": content or [{"type": "text", "text": ""}],
+            **self.stop(choice.finish, calls),
             "usage": self.usage(),
         }
         return Json({**made, **self.extension_fields()})
@@ -338,7 +334,7 @@ class MessagesReply:
                     yield made
         if not all(run.done is not None for run in self.call.runs):
             return
-        for made in blocks.close():
+        for made in blocks.end():
             yield made
         observe_latency(self.call)
         called = parser is not None and parser.calls > 0
@@ -350,6 +346,20 @@ class MessagesReply:
         }
         yield sse(last, "message_delta")
         yield sse({"type": "message_stop"}, "message_stop")
+
+
+def content_blocks(found: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks of an output's texts and tool calls, in its order."""
+    out: list[dict[str, Any]] = []
+    for kind, value in found:
+        if kind == "call":
+            given = loads_lossless(value.arguments)
+            out.append({"type": "tool_use", "id": value.id, "name": value.name, "input": given})
+        elif out and out[-1]["type"] == "text":
+            out[-1]["text"] += value
+        else:
+            out.append({"type": "text", "text": value})
+    return out
 
 
 class BlockEvents:
@@ -395,6 +405,14 @@ class BlockEvents:
         ]
         self.number += 1
         return out
+
+    def end(self) -> list[bytes]:
+        """An empty output is one empty text block."""
+        if self.number or self.kind:
+            return self.close()
+        self.kind = "text"
+        blank = {"type": "text", "text": ""}
+        return [self._event("content_block_start", content_block=blank), *self.close()]
 
     def close(self) -> list[bytes]:
         if not self.kind:

@@ -23,7 +23,6 @@ from verbatim.server.api.tools import (
     call_or_text,
     forced_schema,
     template_messages,
-    text_and_calls,
 )
 from verbatim.server.process.messages import Generate, Tokenize, Tokenized
 
@@ -225,12 +224,19 @@ class ChatRequest:
         form = self.call.state.facts.tool_format
         return ToolParser(form, names, forced=self.forced, single=single, midway=self.continues)
 
-    def read(self, text: str) -> tuple[str, list[ParsedCall]]:
-        """Split a complete output into text and tool calls."""
+    def pieces(self, text: str) -> list[tuple[str, Any]]:
+        """The texts and tool calls of a complete output, in its order."""
         parser = self.parser()
         if parser is None:
-            return text, []
-        return text_and_calls([*parser.push(text), *parser.finish()])
+            return [("text", text)] if text else []
+        return [*parser.push(text), *parser.finish()]
+
+    def read(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Split a complete output into text and tool calls."""
+        found = self.pieces(text)
+        return "".join(v for kind, v in found if kind == "text"), [
+            v for kind, v in found if kind == "call"
+        ]
 
 
 def check_tools(call: RequestContext, tools: Sequence[Mapping[str, Any]]) -> None:

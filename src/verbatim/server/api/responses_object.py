@@ -26,7 +26,7 @@ from verbatim.server.api.generate import (
 )
 from verbatim.server.api.request_context import Json, new_id
 from verbatim.server.api.responses_input import ENCRYPTED, chat_messages, input_rows, sealed
-from verbatim.server.api.tools import ParsedCall, text_and_calls
+from verbatim.server.api.tools import ParsedCall
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
 
 
@@ -168,14 +168,20 @@ class ResponsesReply:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         thought = done.usage.reasoning_tokens  # their log-probabilities belong to no message
-        text, calls, logprobs = self._read(replace(choice, logprobs=choice.logprobs[thought:]))
+        choice = replace(choice, logprobs=choice.logprobs[thought:])
+        found = self._read(choice)
         status = "incomplete" if choice.finish.reason == "length" else "completed"
         if choice.reasoning:
-            item = reasoning_item(choice.reasoning, "completed" if text else status)
+            item = reasoning_item(choice.reasoning, "completed" if found else status)
             self.output.append(self.with_sealed(item))
-        if text.strip() or not (calls or choice.reasoning):
-            self.output.append(self.message(text, logprobs, status))
-        self.output += [function_call_item(c, status) for c in calls]
+        elif not found:  # an empty output is one empty message
+            found = [("", list(choice.logprobs))]
+        for number, piece in enumerate(found, 1):
+            if isinstance(piece, ParsedCall):
+                self.output.append(function_call_item(piece, "completed"))
+            else:
+                last = number == len(found)
+                self.output.append(self.message(*piece, status if last else "completed"))
         observe_latency(self.call)
         return Json(self.finished(choice.finish))
 
@@ -185,17 +191,27 @@ class ResponsesReply:
             return item
         return {**item, "encrypted_content": sealed(item["content"][0]["text"])}
 
-    def _read(self, choice: WireChoice) -> tuple[str, list[ParsedCall], Sequence[WireLogprob]]:
+    def _read(self, choice: WireChoice) -> list[ParsedCall | tuple[str, list[WireLogprob]]]:
+        """The calls and texts of a complete output, in its order; a text with its tokens."""
         parser = self.ask.parser()
         if parser is None:
-            return choice.text, [], choice.logprobs
-        found = [*parser.push(choice.text), *parser.finish()]
+            return [(choice.text, list(choice.logprobs))] if choice.text else []
         tokens = TextLogprobs(self.ask)
         tokens.add(choice.logprobs)
-        logprobs = [item for span in parser.spans for item in tokens.within(*span)]
-        if not found or found[-1][0] == "text":
-            logprobs += tokens.rest()
-        return *text_and_calls(found), logprobs
+        out: list[ParsedCall | tuple[str, list[WireLogprob]]] = []
+        for kind, value in [*parser.push(choice.text), *parser.finish()]:
+            if kind == "call":
+                out.append(value)
+                continue
+            text, logprobs = value, tokens.within(*parser.spans.pop(0))
+            if out and isinstance(out[-1], tuple):
+                before = out.pop()
+                assert isinstance(before, tuple)
+                text, logprobs = before[0] + text, before[1] + logprobs
+            out.append((text, logprobs))
+        if out and isinstance(out[-1], tuple):
+            out[-1][1].extend(tokens.rest())
+        return out
 
 
 def reasoning_item(text: str, status: str) -> dict[str, Any]:

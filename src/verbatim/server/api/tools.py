@@ -47,7 +47,7 @@ class ParsedCall:
 
 
 def plain_text(content: Any) -> str:
-    """Content as one string. Text parts are text_and_calls without a separator, as OpenAI does."""
+    """Content as one string. Text parts are joined without a separator, as OpenAI does."""
     if isinstance(content, list):
         return "".join(part.get("text", part.get("refusal", "")) for part in content)
     return content or ""
@@ -240,6 +240,7 @@ class ToolParser:
         self._at = 0  # offset of `_held` in the output, in characters
         self._inside = False
         self._called = False  # the last thing parsed was a call
+        self._fresh = True  # no text yet, or none since the last call
         self._whole = forced  # hold all text: only the end shows whether it is a call
         self._begun = forced or midway  # midway: the output continues a given message
         self.calls = 0
@@ -258,9 +259,9 @@ class ToolParser:
 
     def finish(self) -> list[tuple[str, Any]]:
         """Parse what is held at the end of the output: a complete call, or text."""
-        if not self._held:
+        if not self._held or (self._fresh and self.calls and not self._held.strip()):
             return []
-        body = self._held.removeprefix(self._open) if self._inside else self._held
+        body = self._held.lstrip().removeprefix(self._open) if self._inside else self._held
         found = (
             self._limit_calls(read_calls(body.strip(), self._names))
             if self._whole or self._inside
@@ -277,6 +278,7 @@ class ToolParser:
         return taken
 
     def _text(self, size: int) -> tuple[str, str]:
+        self._fresh = False
         self.spans.append((self._at, self._at + size))
         return "text", self._take(size)
 
@@ -293,7 +295,8 @@ class ToolParser:
                 safe = (
                     at if at >= 0 else len(self._held) - partial_tag_length(self._held, self._open)
                 )
-                if safe:
+                # White space before a call belongs to the format, so it waits for what follows.
+                if safe and not (self._fresh and not self._held[:safe].strip()):
                     out.append(self._text(safe))
                 if at < 0:
                     break
@@ -301,12 +304,12 @@ class ToolParser:
             end = self._held.find(self._close) if self._close else -1
             if end < 0:
                 break
-            found = self._limit_calls(
-                read_calls(self._held[len(self._open) : end].strip(), self._names)
-            )
+            body = self._held[:end].lstrip().removeprefix(self._open)
+            found = self._limit_calls(read_calls(body.strip(), self._names))
             size = end + len(self._close)
             if found:
                 self._take(size)
+                self._fresh = True
             out += found or [self._text(size)]
             self._inside, self._called = False, bool(found)
         return out
@@ -322,10 +325,3 @@ class ToolParser:
         return [("call", call) for call in kept] + [
             ("text", call.text) for call in calls[len(kept) :]
         ]
-
-
-def text_and_calls(found: Sequence[tuple[str, Any]]) -> tuple[str, list[ParsedCall]]:
-    """The text and the calls of a complete output."""
-    return "".join(v for kind, v in found if kind == "text"), [
-        v for kind, v in found if kind == "call"
-    ]
