@@ -139,6 +139,22 @@ def test_a_tensor_in_two_shards_is_rejected(tmp_path: Path) -> None:
         read_directory(model)
 
 
+def test_a_single_file_beside_the_shards_of_an_index_is_rejected(tmp_path: Path) -> None:
+    """transformers reads model.safetensors there, and not the shards."""
+    model = sharded(tmp_path / "m")
+    save_file({"a": A + 1, "b": B}, model / "model.safetensors")
+    with pytest.raises(ModelError, match="two sets of weights"):
+        read_directory(model)
+
+
+def test_an_index_may_name_the_single_file(tmp_path: Path) -> None:
+    model = directory(tmp_path / "m")
+    save_file({"a": A}, model / "model.safetensors")
+    index = {"weight_map": {"a": "model.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert set(read_directory(model).tensors) == {"a"}
+
+
 def test_the_error_says_which_file_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="not a directory"):
         read_directory(tmp_path / "nowhere")

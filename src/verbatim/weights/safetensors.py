@@ -179,6 +179,12 @@ def shard_names(directory: Path) -> dict[str, list[str]]:
                 raise ModelError(
                     f"the shard {shard} is missing; fetch the model again", file=str(index)
                 )
+        if SINGLE not in shards and (directory / SINGLE).exists():
+            raise ModelError(
+                f"the directory has {SINGLE}, which the index does not name, and the shards of the "
+                "index: two sets of weights; remove one of them",
+                file=str(index),
+            )
         return dict(sorted(shards.items()))
     if (directory / SINGLE).exists():
         return {SINGLE: []}
