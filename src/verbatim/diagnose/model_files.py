@@ -18,7 +18,8 @@ from verbatim.model.encoder_spec import EncoderModel
 from verbatim.model.load import Model, load_model
 from verbatim.text import hf_vocab
 from verbatim.text.chat_template import ChatTemplate
-from verbatim.text.hf_vocab import NAMED, special_texts
+from verbatim.text.hf_special import NAMED
+from verbatim.text.hf_vocab import special_texts
 from verbatim.text.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 from verbatim.weights.gguf import read_gguf

@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
+from verbatim.text import hf_special
 from verbatim.text.spm import piece_bytes
 from verbatim.text.vocabulary import (
     SPACE,
@@ -22,7 +23,6 @@ from verbatim.text.vocabulary import (
     end_of_turn,
 )
 
-NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 MAX_JSON = 256 * 2**20  # bytes; the largest tokenizer.json in use has some 35 MB
 MAX_STEPS = 64  # of normalizer and pre-tokenizer together
 MAX_GROWTH = 64  # factor by which those steps may lengthen a text
@@ -60,24 +60,12 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 
 def special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Text of bos_token, eos_token, … in the configuration: a string or {"content": string}."""
-    named = {
-        **read_json(folder / "special_tokens_map.json", missing={}),
-        **{k: v for k, v in config.items() if v is not None},
-    }
-    found: dict[str, str] = {}
-    for name in NAMED:
-        value = named.get(name)
-        if isinstance(value, dict):
-            value = value.get("content")
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise ModelError(
-                f"{name} is {type(value).__name__}, not text",
-                file=str(folder / "tokenizer_config.json"),
-            )
-        found[name] = value
-    return found
+    special_map = read_json(folder / "special_tokens_map.json", missing={})
+    try:
+        named = hf_special.named_tokens(hf_special.merged(config, special_map))
+    except ModelError as error:
+        raise ModelError(error.message, file=str(folder / "tokenizer_config.json")) from None
+    return {name: token.content for name, token in named.items()}
 
 
 def read_vocabulary(folder: Path) -> Vocabulary:
@@ -86,12 +74,17 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         raise ModelError(
             "there is no tokenizer.json; only directories with one are supported", file=str(folder)
         )
-    config = read_json(folder / "tokenizer_config.json", missing={})
+    config = hf_special.merged(
+        read_json(folder / "tokenizer_config.json", missing={}),
+        read_json(folder / "special_tokens_map.json", missing={}),
+    )
     data = read_bytes(path)
     spec = parse_json(data, path)
     try:
         check_parts(spec)
-        return _vocabulary(folder, spec, Encoder.from_buffer(data), config)
+        encoder = Encoder.from_buffer(data)
+        named = _follow_config(encoder, config, folder)
+        return _vocabulary(spec, encoder, config, named)
     except ModelError as error:
         raise error if error.file else ModelError(error.message, file=str(path)) from None
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -102,8 +95,20 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         ) from error
 
 
+def _follow_config(encoder: Any, config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+    """Apply tokenizer_config.json to the encoder. Returns the text of each named token."""
+    try:
+        named = hf_special.named_tokens(config)
+        hf_special.apply_settings(encoder, config)
+        hf_special.add_tokens(encoder, named, config)
+    except ModelError as error:
+        raise ModelError(error.message, file=str(folder / "tokenizer_config.json")) from None
+    return {name: token.content for name, token in named.items()}
+
+
 def check_parts(spec: Mapping[str, Any]) -> None:
-    """Reject what the library would accept: other models, randomness, steps that inflate a text."""
+    """Reject what the library would accept: other models, randomness, steps that inflate a text,
+    decoders whose text is not the concatenation of the tokens' bytes."""
     model = spec.get("model")
     kind = model.get("type", "BPE") if isinstance(model, dict) else None
     if kind not in ("BPE", "Unigram", "WordPiece"):
@@ -126,15 +131,51 @@ def check_parts(spec: Mapping[str, Any]) -> None:
             f"the tokenizer's {len(steps)} steps could make a text {growth:.0f} times longer; "
             f"at most {MAX_GROWTH}"
         )
+    _check_decoder(spec)
+
+
+def _check_decoder(spec: Mapping[str, Any]) -> None:
+    """`token_bytes` decodes one token at a time: byte-level, as SentencePiece or as WordPiece."""
+    decoders = _steps(spec.get("decoder"))
+    kinds = [d.get("type") for d in decoders]
+    byte_level = "ByteLevel" in _types(spec.get("pre_tokenizer")) or "ByteLevel" in kinds
+    for decoder, kind in zip(decoders, kinds, strict=True):
+        ok = (
+            kind == "Fuse"
+            or (kind == "ByteLevel" and byte_level)
+            or (kind == "WordPiece" and _wordpiece_prefix(spec) == decoder.get("prefix"))
+            or (not byte_level and _is_sentencepiece(decoder))
+        )
+        if not ok:
+            raise ModelError(
+                f"the tokenizer's decoder {str(kind)[:40]!r} is not supported here with these "
+                "settings; known are ByteLevel (with a ByteLevel pre-tokenizer), WordPiece, and "
+                "the steps of SentencePiece (Metaspace, Replace, ByteFallback, Fuse, Strip)"
+            )
+
+
+def _is_sentencepiece(decoder: Mapping[str, Any]) -> bool:
+    kind = decoder.get("type")
+    if kind == "Metaspace":
+        return decoder.get("replacement") == SPACE
+    if kind == "Replace":
+        return (decoder.get("pattern"), decoder.get("content")) == ({"String": SPACE}, " ")
+    if kind == "Strip":
+        return decoder.get("content") == " " and decoder.get("stop") == 0
+    return kind == "ByteFallback"
 
 
 def _steps(part: Any) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as a flat list of its steps."""
+    """A normalizer, pre-tokenizer or decoder as a flat list of its steps."""
     if isinstance(part, list):
         return [step for item in part for step in _steps(item)]
     if not isinstance(part, dict):
         return []
-    inner = [*_steps(part.get("normalizers")), *_steps(part.get("pretokenizers"))]
+    inner = [
+        step
+        for name in ("normalizers", "pretokenizers", "decoders")
+        for step in _steps(part.get(name))
+    ]
     return inner or [part]
 
 
@@ -157,13 +198,12 @@ def _growth(step: Mapping[str, Any]) -> float:
 
 
 def _vocabulary(
-    folder: Path, spec: dict[str, Any], special: Any, config: Mapping[str, Any]
+    spec: dict[str, Any], special: Any, config: Mapping[str, Any], texts: Mapping[str, str]
 ) -> Vocabulary:
     special.no_truncation()
     special.no_padding()
     added: dict[int, AddedToken] = dict(special.get_added_tokens_decoder())
     control = {t.content: i for i, t in added.items() if t.special and t.content}
-    texts = special_texts(folder, config)
     ids = {name: special.token_to_id(text) for name, text in texts.items()}
     tokens = _tokens(special)  # also bounds the ids
     plain = _without_control(special, added)
@@ -271,14 +311,22 @@ def _prefix_and_suffix(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that the file's post-processor adds before and after a text. add_bos_token and
     add_eos_token of the configuration override it."""
-    bare = encoder.encode("a", add_special_tokens=False).ids
-    full = encoder.encode("a", add_special_tokens=True).ids
+    (bare, full), other = (
+        [encoder.encode(text, add_special_tokens=added).ids for added in (False, True)]
+        for text in ("a", "b")
+    )
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
     for at in range(len(full) - len(bare) + 1):
         if bare and full[at : at + len(bare)] == bare:
             prefix, suffix = tuple(full[:at]), tuple(full[at + len(bare) :])
             break
+    for inner, outer in ((bare, full), other):
+        if outer != [*prefix, *inner, *suffix]:
+            raise ModelError(
+                "the post-processor does more than put the same tokens before and after every "
+                "text; only that is supported"
+            )
     if len(prefix) + len(suffix) > MAX_ADDED_TOKENS:
         raise ModelError(
             f"the post-processor puts {len(prefix) + len(suffix)} tokens around a prompt; "
