@@ -12,6 +12,8 @@ import pytest
 from verbatim import LLM, SamplingParams
 from verbatim.base.config import CHOICES
 from verbatim.base.defaults import (
+    GENERATION_CONFIG,
+    GENERATION_NOT_FOLLOWED,
     NO_DEFAULTS,
     PROTOCOLS,
     catalog_defaults,
@@ -180,3 +182,43 @@ def test_gguf_keys_state_the_same_defaults_in_float32() -> None:
     assert dict(read_gguf(single).values) == dict(stated.values)
     double = {"general.sampling.temp": 0.1234567890123}  # not a float32
     assert dict(read_gguf(double).values) == {"temperature": 0.1234567890123}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("suppress_tokens", [5]),
+        ("forced_eos_token_id", 0),
+        ("num_beams", 4),
+        ("max_new_tokens", 64),
+        ("epsilon_cutoff", 3e-4),
+    ],
+)
+def test_a_suggestion_that_is_not_followed_gives_a_warning(key: str, value: object) -> None:
+    found = read_generation_config({"temperature": 0.5, key: value})
+    assert found.values == (("temperature", 0.5),)
+    assert [key in text for text in found.warnings] == [True]
+
+
+# Lengths and beams of a search that is not done, the cache, kernels, outputs, drafts, metadata.
+WITHOUT_EFFECT = (
+    "max_length early_stopping length_penalty diversity_penalty low_memory use_cache "
+    "cache_implementation cache_config max_cache_len compile_config disable_compile "
+    "continuous_batching_config prefill_chunk_size output_attentions output_hidden_states "
+    "output_scores output_logits return_dict_in_generate renormalize_logits "
+    "remove_invalid_values is_assistant num_assistant_tokens num_assistant_tokens_schedule "
+    "assistant_confidence_threshold prompt_lookup_num_tokens max_matching_ngram_size "
+    "assistant_early_exit assistant_lookbehind target_lookbehind assistant_ensemble_weight "
+    "speculation_type use_mtp pad_token_id bos_token_id decoder_start_token_id "
+    "_from_model_config transformers_version"
+)
+
+
+@pytest.mark.torch
+def test_every_key_of_transformers_generation_config_is_followed_or_warned_of() -> None:
+    from transformers import GenerationConfig
+
+    known = {*GENERATION_CONFIG, *GENERATION_NOT_FOLLOWED, *WITHOUT_EFFECT.split()}
+    assert set(GenerationConfig().to_dict()) <= known | {"do_sample", "eos_token_id"}
+    defaults = GenerationConfig._get_default_generation_params()
+    assert read_generation_config(defaults).warnings == ()

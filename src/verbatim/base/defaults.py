@@ -45,6 +45,21 @@ GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
     "no_repeat_ngram_size": "no_repeat_ngram",
 }
+# Keys of generation_config.json that change the tokens in transformers and are not followed here,
+# with the values that change nothing. null changes nothing under any key.
+_OFF: tuple[Any, ...] = (0, [], {})
+_ONE = (0, 1)
+GENERATION_NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id"), ()),
+    **dict.fromkeys(("num_beams", "num_beam_groups", "num_return_sequences"), _ONE),
+    **dict.fromkeys(("guidance_scale", "encoder_repetition_penalty"), _ONE),
+    **dict.fromkeys(("min_length", "min_new_tokens", "max_new_tokens", "max_time"), _OFF),
+    **dict.fromkeys(("stop_strings", "bad_words_ids", "suppress_tokens"), _OFF),
+    **dict.fromkeys(("begin_suppress_tokens", "sequence_bias", "force_words_ids"), _OFF),
+    **dict.fromkeys(("top_h", "epsilon_cutoff", "eta_cutoff", "penalty_alpha"), _OFF),
+    **dict.fromkeys(("exponential_decay_length_penalty", "encoder_no_repeat_ngram_size"), _OFF),
+    **dict.fromkeys(("token_healing", "watermarking_config", "dola_layers", "constraints"), _OFF),
+}
 # GGUF general.sampling.* key -> parameter, as llama.cpp writes them
 GGUF = {
     "temp": "temperature",
@@ -86,7 +101,14 @@ def read_generation_config(config: Mapping[str, Any]) -> ModelDefaults:
         stated["temperature"] = 0.0
     if stated.get("top_k", 0) == -1:  # vLLM's "off"
         del stated["top_k"]
-    return _checked(stated, "generation_config.json")
+    source = "generation_config.json"
+    ignored = [
+        f"{source}: {key}: the model suggests {config[key]!r:.40}, which is not followed"
+        for key, neutral in GENERATION_NOT_FOLLOWED.items()
+        if config.get(key) is not None and config[key] not in neutral
+    ]
+    found = _checked(stated, source)
+    return ModelDefaults(found.values, found.source, (*found.warnings, *ignored))
 
 
 def read_gguf(metadata: Mapping[str, Any]) -> ModelDefaults:
