@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from verbatim.base.errors import ModelError
+from verbatim.convert.export_tokenizer import tokenizer_metadata
 from verbatim.text.chat_template import encode_chat
 from verbatim.text.template_files import template_from_directory
 from verbatim.text.tokenizer import from_directory
@@ -120,6 +121,17 @@ def test_an_ordinary_token_used_as_padding_stays_text(tmp_path: Path) -> None:
     tokenizer = from_directory(tmp_path)
     assert tokenizer.decode(tokenizer.encode("hello!")) == "hello!"
     assert not tokenizer.is_control(tokenizer.encode("!")[0])
+
+
+def test_a_token_of_the_configuration_without_a_row_is_not_exported(tmp_path: Path) -> None:
+    write(tmp_path, byte_level(), {**NAMES, "pad_token": "<pad>"})
+    tokenizer = from_directory(tmp_path)
+    assert tokenizer.pad_id == 267
+    found = tokenizer_metadata(tmp_path, tokenizer, 267, "gpt2")
+    assert len(found["tokenizer.ggml.tokens"]) == 267
+    assert "tokenizer.ggml.padding_token_id" not in found
+    more = tokenizer_metadata(tmp_path, from_directory(tmp_path), 268, "gpt2")
+    assert more["tokenizer.ggml.padding_token_id"] == 267
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def tokenizer_metadata(
     inner: Vocabulary = original._vocab
     _check_prompt_tokens(inner, path)
     meta = _tokens(inner, vocab, byte_fallback=bool(model.get("byte_fallback")))
+    count = len(meta[f"{K}tokens"])
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
     for key, value in (
         ("bos", inner.bos_id),
@@ -74,9 +75,9 @@ def tokenizer_metadata(
         ("unknown", inner.unk_id),
         ("padding", inner.pad_id),
     ):
-        if value is not None:
+        if value is not None and value < count:
             meta[f"{K}{key}_token_id"] = value
-    other_eos = [i for i in inner.eos_ids if i != inner.eos_id]
+    other_eos = [i for i in inner.eos_ids if i != inner.eos_id and i < count]
     if other_eos:
         meta[f"{K}eot_token_id"] = other_eos[0]
     meta[f"{K}add_bos_token"] = inner.bos_id is not None and tuple(inner.prefix) == (inner.bos_id,)
@@ -131,7 +132,10 @@ def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, 
     tokens: list[str] = []
     types: list[int] = []
     controls = set(inner.control.values())
-    for i in range(max(vocab, len(inner.tokens))):
+    # Control tokens that the model has no row for (a pad_token of the config alone) are left out:
+    # llama.cpp refuses a file with more tokens than rows.
+    ordinary = max((i for i in range(len(inner.tokens)) if i not in controls), default=-1)
+    for i in range(max(vocab, ordinary + 1)):
         text = inner.tokens[i] if i < len(inner.tokens) else ""
         if not text:
             tokens.append(f"[PAD{i}]")
