@@ -69,7 +69,8 @@ def add_tokens(encoder: Any, named: Mapping[str, AddedToken], config: Mapping[st
         if encoder.token_to_id(token.content) != id:
             raise ModelError(
                 f"added_tokens_decoder gives the token {token.content!r:.40} the id {id}, and "
-                f"the tokenizer has {encoder.token_to_id(token.content)} for it; correct the key"
+                f"with tokenizer.json its id is {encoder.token_to_id(token.content)}; write "
+                "tokenizer.json again with this token, or remove it from added_tokens_decoder"
             )
 
 
