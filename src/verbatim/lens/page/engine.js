@@ -48,8 +48,12 @@ const kindOf = (step) =>
 
 // ------------------------------------------------------------------------------------------ strips
 
+// an entry of a legend: colour and name stay on one line
+const mark = (kind, name = kind) => html`<span><i class=${kind}></i>${name}</span> `;
+const kinds = (drafts) => [mark("prefill"), mark("decode"), mark("draft", drafts), mark("others", "other keys only")];
+
 function timeline(steps) {
-  if (!steps.length) return html`<p class="hint">No step was recorded yet. Generate something, and watch it here.</p>`;
+  if (!steps.length) return html`<p class="hint">No step yet. Generate something, and watch it here.</p>`;
   const shown = steps.slice(-160);
   const most = Math.max(...shown.map((s) => s.seconds));
   return html`<div class="timeline" role="img" aria-label="the last ${shown.length} steps">
@@ -60,7 +64,7 @@ function timeline(steps) {
       return html`<i class=${kindOf(s)} title=${title} .style=${`height:${(8 + (92 * s.seconds) / most).toFixed(1)}%`}>
         ${drafts ? html`<b .style=${`height:${((100 * won) / drafts).toFixed(0)}%`}></b>` : nothing}</i>`;
     })}</div>
-    <p class="legend"><span><i class="prefill"></i>prefill</span> <span><i class="decode"></i>decode</span> <span><i class="draft"></i>with drafts (filled: accepted)</span> <span><i class="others"></i>other keys only</span> <span><i class="queue"></i>queued</span> <span><i class="preempted"></i>preempted</span></p>${lanes(shown)}`;
+    <p class="legend">${kinds("with drafts (filled: accepted)")}${mark("queue", "queued")}${mark("preempted")}</p>${lanes(shown)}`;
 }
 
 // one lane per request: its time in the queue, then its steps
@@ -97,10 +101,11 @@ function strip(pool) {
     if (shown.length > CELLS && run?.letter === letter && run.gone === gone) run.length++;
     else runs.push({ letter, gone, length: 1 });
   }
+  const part = (kind, name) => mark(`b-${kind}`, `${name} ${count(pool[name])}`);
   return html`<div class="strip" role="img" aria-label="${pool.own} own, ${pool.shared} shared, ${pool.cached} cached, ${pool.free} free, ${pool.marks.size} just evicted blocks">
-      ${runs.map(({ letter, gone, length }) => html`<i class="b-${letter === "." ? "free" : letter} ${gone ? "gone" : ""}" title="${length} ${NAMES[letter]}${gone ? ", evicted from the cache just now" : ""}" .style=${`flex-grow:${length}`}></i>`)}</div>
-    <p class="legend"><span><i class="b-o"></i>own ${count(pool.own)}</span> <span><i class="b-s"></i>shared ${count(pool.shared)}</span> <span><i class="b-x"></i>other keys</span>
-      <span><i class="b-c"></i>cached ${count(pool.cached)}</span> <span><i class="b-free"></i>free ${count(pool.free)}</span> <span><i class="b-free gone"></i>evicted ${count(pool.evictions)}</span> · ${count(pool.total)} in all${shown.length < pool.total ? ` · the first ${count(shown.length)} blocks are drawn` : ""}</p>`;
+      ${runs.map(({ letter, gone, length }) => html`<i class="b-${letter === "." ? "free" : letter} ${gone ? "gone" : ""}" title="${length} ${NAMES[letter]}${gone ? ", just evicted" : ""}" .style=${`flex-grow:${length}`}></i>`)}</div>
+    <p class="legend">${part("o", "own")}${part("s", "shared")}${mark("b-x", "other keys")}
+      ${part("c", "cached")}${part("free", "free")}${mark("b-free gone", `evicted ${count(pool.evictions)}`)}· ${count(pool.total)} in all${shown.length < pool.total ? ` · the first ${count(shown.length)} are drawn` : ""}</p>`;
 }
 
 // round values between 0 and `most`
@@ -122,7 +127,7 @@ function plot(steps) {
       ${ticks(span).map((x) => html`<u .style=${place("left", x / span)}>${Number(x.toPrecision(2))} s</u>`)}
       ${shown.map((s) => html`<i class=${kindOf(s)} title="step ${s.step}: ${seconds(s.seconds)}" .style=${`${place("left", (s.at - zero) / span)};${up(s.seconds)}`}></i>`)}
       ${floor ? html`<hr .style=${up(floor)} />` : nothing}</div>
-    <p class="legend"><span><i class="prefill"></i>prefill</span> <span><i class="decode"></i>decode</span> <span><i class="draft"></i>with drafts</span> <span><i class="others"></i>other keys only</span> ${floor ? html`<span><i class="limit"></i>roofline</span>` : nothing}</p>`;
+    <p class="legend">${kinds("with drafts")}${floor ? mark("limit", "roofline") : nothing}</p>`;
 }
 
 function requests(report) {
