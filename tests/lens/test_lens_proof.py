@@ -20,10 +20,10 @@ SETTINGS = {"max_tokens": TOKENS, "seed": 11, "temperature": 0.8, "presence_pena
 Run = dict[str, Any]
 
 
-def a_third(names: Iterable[str]) -> list[Any]:
-    """Every third name for `make test`, the others for `make soak`."""
+def a_sixth(names: Iterable[str]) -> list[Any]:
+    """Every sixth name for `make test`, the others for `make soak`."""
     return [
-        pytest.param(name, marks=[pytest.mark.soak] if i % 3 else [])
+        pytest.param(name, marks=[pytest.mark.soak] if i % 6 else [])
         for i, name in enumerate(names)
     ]
 
@@ -181,7 +181,7 @@ PLANTED: dict[str, tuple[Callable[[Run], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", a_third(PLANTED))
+@pytest.mark.parametrize("place", a_sixth(PLANTED))
 def test_what_is_planted_is_noticed(lens: LensPage, raw: Path, tmp_path: Path, place: str) -> None:
     plant, expected = PLANTED[place]
     data = run_of(raw)
@@ -231,7 +231,7 @@ IN_A_CHAT: dict[str, tuple[Callable[[Run], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("place", a_third(IN_A_CHAT))
+@pytest.mark.parametrize("place", a_sixth(IN_A_CHAT))
 def test_what_is_planted_in_a_branch_of_a_chat_is_noticed(
     lens: LensPage, chat: Path, tmp_path: Path, place: str
 ) -> None:
@@ -280,7 +280,7 @@ DAMAGED: dict[str, Callable[[Run], Any]] = {
 }
 
 
-@pytest.mark.parametrize("damage", a_third(DAMAGED))
+@pytest.mark.parametrize("damage", a_sixth(DAMAGED))
 def test_a_damaged_file_is_refused_in_words(
     lens: LensPage, raw: Path, tmp_path: Path, damage: str
 ) -> None:
