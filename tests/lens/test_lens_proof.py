@@ -75,7 +75,7 @@ def signed(data: Run, change: Callable[[Run], None], place: int = 0) -> None:
     data["segments"][place]["receipt"] = receipt
 
 
-@pytest.mark.parametrize("kind", [pytest.param("raw", marks=pytest.mark.soak), "chat"])
+@pytest.mark.parametrize("kind", ["raw", "chat"])
 def test_a_loaded_run_is_identical(
     request: pytest.FixtureRequest, lens: LensPage, tmp_path: Path, kind: str
 ) -> None:
