@@ -14,6 +14,7 @@ import not_run
 
 try:
     from hypothesis import HealthCheck, settings
+    from hypothesis.internal.conjecture import providers
 except ModuleNotFoundError:  # `make test-gpu` runs without it
     pass
 else:
@@ -26,6 +27,11 @@ else:
         suppress_health_check=[HealthCheck.too_slow],
     )
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+    # Hypothesis also tries the constants of the modules that are loaded, and which these are
+    # depends on the files that a worker process ran before. No setting turns it off.
+    if hasattr(providers, "_get_local_constants"):
+        NO_CONSTANTS = providers.Constants()
+        providers._get_local_constants = lambda: NO_CONSTANTS
 
 # The suite tests the CPU backends; without this, backend=auto would use a GPU if there is one.
 # `make test-gpu` sets VERBATIM_TEST_GPU and runs the GPU tests.
