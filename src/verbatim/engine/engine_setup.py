@@ -7,6 +7,7 @@ import hashlib
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 from verbatim.base.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 from verbatim.base.defaults import resolve
@@ -59,17 +60,18 @@ def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
 
 def compile_ahead(parts: LoadedModel, config: EngineConfig) -> None:
     """Compile the GPU kernels of the model, and of its draft model, before the first request."""
-    backends = [b for b in (parts.backend, parts.draft) if b is not None and b.info.name == "cuda"]
+    opened = (parts.backend, parts.draft)
+    backends: list[Any] = [b for b in opened if b is not None and b.info.name == "cuda"]
     if not config.warm_up or not backends or parts.task != "generate":
         return
     from verbatim.backend.cuda.warm_up import warm_up
 
     stated = resolve(SamplingParams(), parts.defaults, config.defaults)
     log.info("compiling GPU kernels; Triton keeps them on disk, so the next start is faster")
-    began = time.perf_counter()
+    began, tokens = time.perf_counter(), config.step_tokens or GPU_STEP_TOKENS
     try:
         for backend in backends:
-            warm_up(backend, [stated], config.max_running, config.step_tokens or GPU_STEP_TOKENS)  # type: ignore[arg-type]
+            warm_up(backend, [stated], config.max_running, tokens)
     except DeviceMemoryError as error:
         log.warning("not all GPU kernels are compiled: %s", error.message)
     log.info("the GPU kernels are ready after %.1f s", time.perf_counter() - began)
