@@ -23,7 +23,7 @@ import os
 from verbatim import LLM, SamplingParams
 from verbatim.weights.catalog import resolve
 size = os.path.getsize(resolve("smollm2"))
-with LLM("smollm2", kv_memory=64 << 20, threads=2) as llm:
+with LLM("smollm2", backend="cpu", kv_memory=64 << 20, threads=2) as llm:
     llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
     pages = int(open("/proc/self/statm").read().split()[1])
 print(pages * os.sysconf("SC_PAGE_SIZE") - size - (64 << 20))
