@@ -167,6 +167,12 @@ def test_stop_strings_do_not_leak(verbatim: Call, llm: LLM) -> None:
     assert "stop" in result.err
 
 
+def test_json_of_a_beam_search_has_no_seed(verbatim: Call) -> None:
+    found = verbatim("run", "--json", "--num-beams", "2", "--max-tokens", "3", "the").json
+    assert found["seed"] is None
+    assert "seed" not in found["params"]
+
+
 def test_logprobs_in_json(verbatim: Call) -> None:
     data = verbatim(
         "run",

@@ -70,7 +70,12 @@ def short_line(completion: Completion) -> str:
 def is_sampled(completion: Completion) -> bool:
     """Whether the seed decided anything."""
     params = completion.params
-    return params is not None and not params.greedy and params.num_beams == 1
+    return params is not None and not params.greedy and not _has_beams(completion)
+
+
+def _has_beams(completion: Completion) -> bool:
+    """Whether the answer is that of a beam search, which has no seed."""
+    return completion.params is not None and completion.params.num_beams > 1
 
 
 def params_line(completion: Completion) -> str:
@@ -192,7 +197,7 @@ def completion_json(
             "total_tokens": completion.usage.total_tokens,
             "mean_accepted_length": completion.usage.mean_accepted_length,
         },
-        "seed": completion.seed,
+        "seed": None if _has_beams(completion) else completion.seed,
         "params": report(completion.params, completion.seed) if completion.params else {},
         "timings": {**asdict(completion.timings), "tokens_per_second": rate},
         "model": llm.parts.name,
