@@ -1324,6 +1324,17 @@ def test_gpu_sampler_leaves_rows_that_are_not_finite_to_the_host(
     assert tokens_of(sampler, logits, rows) == [-1] * 6
 
 
+def test_gpu_sampler_lists_alternatives_by_their_logits(
+    sampler: GpuSampler, device: torch.device
+) -> None:
+    """Far below the largest logit all log-probabilities are equal, in float64, too."""
+    logits = np.random.default_rng(9).standard_normal((2, VOCAB), np.float32)
+    logits[:, 300] = 1e30
+    rows = [Row(DrawSpec(SamplingParams(temperature=t, logprobs=5), 1, 1), 2) for t in (0.0, 1.0)]
+    found = sampler(torch.from_numpy(logits).to(device), rows, [1, 2])
+    assert found == sample_rows(logits, rows)
+
+
 def test_the_host_scores_logits_of_the_device_like_the_specification() -> None:
     logits = np.random.default_rng(4).normal(size=(5, VOCAB)).astype(np.float32)
     host = host_sampler(EngineConfig(threads=2))(logits)

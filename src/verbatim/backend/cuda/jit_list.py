@@ -158,9 +158,9 @@ def report_list(
         id = tl.load(ids + row * LIST + i, mask=inside, other=VOCAB)
         value = tl.load(values + row * LIST + i, mask=inside, other=float("-inf"))
         peak = tl.load(row_max + row)
-        top, one = peak.to(tl.float64), tl.full((), 1.0, tl.float64)
-        d = value - top
-        rank, _ = rank_list(ids, values, row, count, top, one, id, d, LIST, BC)
+        # by the logits themselves: far below the largest one, differences from it may be equal
+        zero, one = tl.full((), 0.0, tl.float64), tl.full((), 1.0, tl.float64)
+        rank, _ = rank_list(ids, values, row, count, zero, one, id, value, LIST, BC)
         shown = inside & (rank < TOP)
         tl.store(top_ids + row * TOP + rank, id, mask=shown)
         tl.store(top_values + row * TOP + rank, value.to(tl.float32), mask=shown)
