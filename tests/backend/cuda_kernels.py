@@ -569,6 +569,23 @@ def test_a_value_beyond_float16_does_not_change_the_rows_before_it(device: torch
     assert torch.isfinite(found[0]).all()
 
 
+def test_a_draft_that_is_not_finite_does_not_change_the_draw_before_it() -> None:
+    """The draft shares a step with a prompt, so no graph with a tile per row holds it."""
+    backend: Any = opened(small("llama", **FEW_HEADS))
+    backend._weights["embed"][7] = torch.nan
+    spec = DrawSpec(SamplingParams(temperature=0, logprobs=2), 5, 1)
+    prompt = SeqStep(0, tuple(TOKENS), 0, ((1,),), 1, spec)
+
+    def draws(draft: int) -> tuple[Drawn, ...]:
+        drafted = SeqStep(1, (9, draft), 0, ((2,),), 2, spec)
+        result: StepResult = backend.execute(StepPlan(0, (prompt, drafted)))
+        return result.sequences[1].drawn
+
+    found = draws(7)
+    assert found[0] == draws(8)[0]
+    assert found[1].token == BROKEN
+
+
 @pytest.mark.parametrize("blocks", [False, True])
 def test_compiling_ahead_launches_every_tile(blocks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if the first matrix is a head of an odd number of ids, which has no gate and up, and if

@@ -52,6 +52,7 @@ class Batch:
         positions [ 4, 5, 6,  0,  1]    logits  [0, 1, 2]  indices into `outputs`: logits needed
         first     [0, 3, 5]             rows of sequence s: first[s] .. first[s + 1]
         adapters  [-1, -1, -1, 2, 2]    rows of the second sequence use adapter 2
+        drafted   []                    sequences with drafts
     """
 
     tokens: np.ndarray  # [rows]
@@ -62,6 +63,7 @@ class Batch:
     logits: np.ndarray  # [logits]
     # [rows]: number of the row's LoRA adapter, -1: none; empty: no row has one
     adapters: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # sequences
 
     @property
     def rows(self) -> int:
@@ -90,6 +92,7 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
         outputs=np.array(outputs, np.int32),
         logits=np.array(logits, np.int32),
         adapters=np.repeat(np.array([s.adapter for s in plan.sequences], np.int32), lengths),
+        drafted=np.array([i for i, s in enumerate(plan.sequences) if s.draws > 1], np.int32),
     )
 
 

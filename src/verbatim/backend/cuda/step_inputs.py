@@ -48,19 +48,25 @@ class StepShape(NamedTuple):
 
 def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
     """Lines per query tile -> the tiles, by position: attention starts those with the most
-    positions first. Each has rows of one sequence."""
+    positions first. Each has rows of one sequence.
+
+    A draft has its own tile: the product of a NaN value and a weight of 0 is NaN, so a wrong draft
+    with such a value would change the rows before it."""
     first, counts = batch.first[:-1], np.diff(batch.first)
     shape = tile_shape(spec)
-    few = counts * (shape[0] // shape[1]) <= kernels.DECODE_LINES
+    single = np.zeros(len(counts), bool)
+    single[batch.drafted] = True
+    few = np.where(single, 1, counts) * (shape[0] // shape[1]) <= kernels.DECODE_LINES
     few_lines, many_lines = (
         kernels.tile_lines(*shape, rows, device) for rows in (1, kernels.DECODE_LINES + 1)
     )
     of_sequence = np.where(few, few_lines, many_lines)
     cuts = {}
     for lines in np.unique(of_sequence).tolist():
-        chosen, most = np.flatnonzero(of_sequence == lines), tile_rows(lines, spec)
+        chosen = np.flatnonzero(of_sequence == lines)
+        most = np.where(single[chosen], 1, tile_rows(lines, spec))
         tiles = -(-counts[chosen] // most)
-        owner = np.repeat(chosen, tiles)
+        owner, most = np.repeat(chosen, tiles), np.repeat(most, tiles)
         number = np.arange(len(owner)) - np.repeat(
             np.cumsum(tiles) - tiles, tiles
         )  # in its sequence
