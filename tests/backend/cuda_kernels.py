@@ -675,10 +675,16 @@ def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatc
     for plan in (prompts[0], next(plan for plan in executed if len(plan.sequences) == 3)):
         assert all(one.drawn[0].token >= 0 for one in backend.execute(plan).sequences)
 
-    def full(plan: StepPlan) -> None:
+    def full(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(warm_up, "compile_kernels", lambda backend, step_tokens: None)
+    # the large steps do not fit: the kernels of the other steps are compiled nevertheless
+    monkeypatch.setattr(warm_up, "compile_kernels", full)
+    again: list[StepPlan] = []
+    monkeypatch.setattr(backend, "execute", again.append)
+    with pytest.raises(DeviceMemoryError):
+        warm_up.warm_up(backend, [penalty], max_running=4)
+    assert again == executed
     monkeypatch.setattr(backend, "execute", full)
     with pytest.raises(DeviceMemoryError):
         warm_up.warm_up(backend)

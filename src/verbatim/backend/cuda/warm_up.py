@@ -54,12 +54,12 @@ def warm_up(
 ) -> None:
     """Launch what a crowd of requests launches. `params`: samplers beside the common ones, such as
     the model's defaults. DeviceMemoryError: the memory does not suffice for all of it."""
-    try:
-        compile_kernels(backend, step_tokens)
+    try:  # what needs the most memory comes last
         for plan in decode_steps(backend, [*SAMPLERS, *params], max_running):
             backend.execute(plan)
         for lengths in PROMPTS:
             backend.execute(make_step(backend, lengths, SAMPLERS[0]))
+        compile_kernels(backend, step_tokens)
     except torch.OutOfMemoryError:
         raise backend.out_of_memory() from None
     gc.freeze()  # the objects of Triton's compiler, as in CudaBackend.allocate
