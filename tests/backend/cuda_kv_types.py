@@ -68,6 +68,32 @@ def test_a_head_vector_is_rounded_as_the_reference_does(device: torch.device) ->
         assert (scales.cpu().numpy() == expected).all(), kind
 
 
+def test_a_value_that_is_not_finite_is_not_hidden(device: torch.device) -> None:
+    x = np.ones((4, 24), np.float32)
+    x[1, 5], x[2, 7] = np.nan, -np.inf
+    given, scales = torch.tensor(x, device=device), torch.zeros(4, device=device)
+    found = torch.zeros((4, 24), dtype=torch.int8, device=device)
+    store_rows[(2,)](given, found, scales, 24, 32, "q8", enable_fp_fusion=False)
+    assert (
+        scales.isnan().tolist() == np.isnan(q8_codes(x)[1]).tolist() == [False, True, True, False]
+    )
+    codes = torch.zeros((4, 24), dtype=torch.uint8, device=device)
+    store_rows[(2,)](given, codes, scales, 24, 32, "fp8", enable_fp_fusion=False)
+    assert (codes.cpu().numpy() == e4m3_codes(x)).all()
+    assert codes[1, 5] == 0x7F
+    # the value of attention, too: e4m3 where the GPU converts its NaN itself
+    for kv_type in ("q8", "fp8") if has_e4m3(device) else ("q8",):
+        kv, _ = random_cache(kv_type, (1, 1, 16, 16), device)
+        if kv_type == "q8":
+            assert kv.value_scales is not None
+            kv.value_scales[0, 0, 3] = torch.nan
+        else:
+            kv.values[0, 0, 3] = 0x7F
+        table, q = torch.zeros((1, 1), dtype=torch.int32, device=device), torch.ones(1, 16)
+        assert attend(q.to(device), kv, table, 5, 16).isnan().all()
+        assert attend(q.to(device), kv, table, 2, 16).isfinite().all()
+
+
 def test_every_code_is_widened_exactly(device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     out = torch.zeros(256, dtype=torch.float16, device=device)

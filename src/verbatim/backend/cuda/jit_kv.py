@@ -61,27 +61,31 @@ mul.f16x2 $1, u, s;
 
 @triton.jit
 def q8_codes(x, inside):
-    """(int8 codes, float32 scales [heads, 1]) of some head vectors [heads, BLOCK]."""
-    largest = tl.max(tl.where(inside, tl.abs(x), 0.0), 1)[:, None]
+    """(int8 codes, float32 scales [heads, 1]) of some head vectors [heads, BLOCK]. The scale of a
+    vector with a value that is not finite is NaN."""
+    size = tl.where(x == x, tl.abs(x), float("inf"))  # tl.max ignores NaN
+    largest = tl.max(tl.where(inside, size, 0.0), 1)[:, None]
     zero = ~(largest > 1e-30)
     divisor = tl.where(zero, 1.0, largest)
     top = tl.zeros_like(divisor) + 127.0
     inverse = tl.where(zero, 0.0, tl.div_rn(top, divisor))
     scale = tl.where(zero, 0.0, tl.div_rn(divisor, top))
+    scale = tl.where(largest < float("inf"), scale, float("nan"))
     rounded = x * inverse + 12582912.0  # 1.5 * 2^23: the addition rounds to an integer
     return (rounded - 12582912.0).to(tl.int8), scale
 
 
 @triton.jit
 def e4m3_codes(x):
-    """The uint8 codes of the nearest e4m3 numbers, ties to even, clamped to 448."""
+    """The uint8 codes of the nearest e4m3 numbers, ties to even, clamped to 448; NaN is 0x7f."""
     size = tl.minimum(tl.abs(x), 448.0)
     bits = size.to(tl.int32, bitcast=True)
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
     # below 2^-6 the step is 2^-9, that of float32 numbers from 2^14 on
     subnormal = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(size < 0.015625, subnormal, normal)
-    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+    code = code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return tl.where(x == x, code, 0x7F).to(tl.uint8)
 
 
 @triton.jit

@@ -35,7 +35,8 @@ def round_kv(x: Array, kv_type: str) -> Array:
 
 
 def q8_codes(x: Array) -> tuple[Array, Array]:
-    """(int8 codes, float32 scales without the last axis): x is about codes * scales.
+    """(int8 codes, float32 scales without the last axis): x is about codes * scales. The scale of a
+    vector with a value that is not finite is NaN.
 
     >>> codes, scales = q8_codes(np.array([0.5, -1.0, 0.25], np.float32))
     >>> codes.tolist(), round(float(scales) * 127, 6)
@@ -46,11 +47,13 @@ def q8_codes(x: Array) -> tuple[Array, Array]:
     divisor = np.where(zero, F32(1), largest)
     inverse = np.where(zero, F32(0), F32(127) / divisor)
     scales = np.where(zero, F32(0), divisor / F32(127))
-    return np.rint(x * inverse[..., None]).astype(np.int8), scales
+    scales = np.where(largest < np.inf, scales, F32(np.nan))
+    with np.errstate(invalid="ignore"):  # the codes of such a vector mean nothing
+        return np.rint(x * inverse[..., None]).astype(np.int8), scales
 
 
 def e4m3_codes(x: Array) -> Array:
-    """The uint8 codes of the nearest e4m3 numbers; a tie goes to the even code.
+    """The uint8 codes of the nearest e4m3 numbers; a tie goes to the even code, NaN is 0x7f.
 
     >>> e4m3_codes(np.array([1.0, -1.0, 1000.0], np.float32)).tolist()
     [56, 184, 126]
@@ -63,11 +66,12 @@ def e4m3_codes(x: Array) -> Array:
     # subnormal: the addition rounds to a multiple of 2^-9, which ends up in the low bits
     subnormal = (size + _STEP_2_9).view(np.uint32) - _STEP_2_9.view(np.uint32)
     codes = np.where(size < _SMALLEST_NORMAL, subnormal, normal)
-    return (codes | ((x.view(np.uint32) >> 24) & 0x80)).astype(np.uint8)
+    codes = codes | ((x.view(np.uint32) >> 24) & 0x80)
+    return np.where(np.isnan(x), 0x7F, codes).astype(np.uint8)
 
 
 def _e4m3_values() -> Array:
-    """The number of each code. 0x7f and 0xff are NaN; no cache holds them."""
+    """The number of each code. 0x7f and 0xff are NaN; no cache holds 0xff."""
     code = np.arange(256)
     exponent, mantissa = (code >> 3) & 15, code & 7
     size = np.where(
