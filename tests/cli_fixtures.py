@@ -79,7 +79,6 @@ def spawn(tiny: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
             "VERBATIM_MODEL": str(tiny),
             "VERBATIM_CACHE": str(tmp_path / "cache"),
         }
-        environment.pop("NO_COLOR", None)
         what = ["-c", code] if code else ["-m", "verbatim"]
         before = signal.signal(
             signal.SIGINT, signal.default_int_handler

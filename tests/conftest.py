@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import not_run
+from shell_variables import remove_user_settings
 
 try:
     from hypothesis import HealthCheck, settings
@@ -40,7 +41,9 @@ if not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+@pytest.hookimpl(trylast=True)  # after pytest has chosen the colours of its own output
 def pytest_configure(config: pytest.Config) -> None:
+    remove_user_settings(os.environ)
     not_run.pytest_configure(config)  # the table of tests that did not run
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from mutants import MUTANTS, Mutant, source
+from shell_variables import remove_user_settings
 
 HERE = Path(__file__).parent
 MAKEFILE = (HERE.parent / "Makefile").read_text()
@@ -89,6 +90,34 @@ def test_tests_that_did_not_run_are_listed_with_and_without_workers(
     }
     [missing] = [text for text in rows if "could not import" in text]
     assert "no_such_library" in missing
+
+
+def test_the_suite_runs_without_the_settings_of_the_users_shell() -> None:
+    shell = {
+        "VERBATIM_MODEL": "mine",
+        "VERBATIM_API_KEY": "secret",
+        "VERBATIM_DEBUG": "1",
+        "VERBATIM_CACHE": "/models",
+        "VERBATIM_TEST_MODELS": "/files",
+        "HTTP_PROXY": "http://proxy:3128",
+        "NO_PROXY": "intranet",
+        "NO_COLOR": "1",
+        "COLUMNS": "40",
+        "TERM": "dumb",
+        "MAKEFLAGS": "B",
+    }
+    remove_user_settings(shell)
+    assert shell == {
+        "VERBATIM_CACHE": "/models",
+        "VERBATIM_TEST_MODELS": "/files",
+        "HTTP_PROXY": "http://proxy:3128",
+        "NO_PROXY": "intranet,127.0.0.1,localhost,::1",
+        "no_proxy": "intranet,127.0.0.1,localhost,::1",
+        "TERM": "xterm",
+    }
+    again = dict(os.environ)
+    remove_user_settings(again)
+    assert again == dict(os.environ), "conftest.py has removed them"
 
 
 def test_every_package_has_a_folder_of_tests() -> None:

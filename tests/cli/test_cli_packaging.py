@@ -123,22 +123,31 @@ def test_no_text_recommends_the_public_package_index() -> None:
     ] == []
 
 
+def linked_checkout(folder: Path) -> Path:
+    """Link the files that `make run` depends on into `folder`, and return the installed environment
+    `v` there. make reads a path with a space as two paths, so VENV must be a relative one."""
+    for name in ("Makefile", "pyproject.toml", "CMakeLists.txt", "constraints.txt", "src"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "v" / "bin").mkdir(parents=True)
+    (folder / "v" / "bin" / "python").touch()
+    (folder / "v" / ".installed").touch()
+    return folder / "v"
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
     """With a stamp newer than the sources `make run` only runs the command; with an older one it
     installs first, with the constraints."""
-    venv = tmp_path / "v"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").touch()
-    (venv / ".installed").touch()
-    dry = ["make", "-n", "-C", str(ROOT), f"VENV={venv}"]
-    done = subprocess.run([*dry, "run"], capture_output=True, text=True, check=True)
-    assert "pip" not in done.stdout
-    assert "verbatim run" in done.stdout
+    venv = linked_checkout(tmp_path)
+
+    def dry(target: str) -> str:
+        return subprocess.check_output(["make", "-n", "VENV=v", target], cwd=tmp_path, text=True)
+
+    assert "pip" not in dry("run")
+    assert "verbatim run" in dry("run")
     os.utime(venv / ".installed", (1, 1))
-    again = subprocess.run([*dry, "run"], capture_output=True, text=True, check=True)
-    assert "-c constraints.txt -e ." in again.stdout
-    test = subprocess.run([*dry, "test"], capture_output=True, text=True, check=True).stdout
+    assert "-c constraints.txt -e ." in dry("run")
+    test = dry("test")
     assert test.index("torch==") < test.index('"verbatim-llm[dev]"'), "torch comes first, pinned"
     assert test.index("ruff check") < test.index("-m pytest")
     assert test.count("/mypy") == 1, "a checker that must be asked twice is not a check"
@@ -146,15 +155,13 @@ def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_run_passes_the_prompt_unchanged(tmp_path: Path) -> None:
-    venv = tmp_path / "v"
-    (venv / "bin").mkdir(parents=True)
-    (venv / "bin" / "python").touch()
+    venv = linked_checkout(tmp_path)
     (venv / "bin" / "verbatim").write_text('#!/bin/sh\nfor word; do echo "[$word]"; done\n')
     (venv / "bin" / "verbatim").chmod(0o755)
-    (venv / ".installed").touch()
     prompt = 'say "hi"; `id` it\'s $$HOME'  # $$ in a Makefile is one $
     done = subprocess.run(
-        ["make", "-s", "-C", str(ROOT), f"VENV={venv}", f"PROMPT={prompt}", "run"],
+        ["make", "-s", "VENV=v", f"PROMPT={prompt}", "run"],
+        cwd=tmp_path,
         capture_output=True,
         text=True,
     )

@@ -41,7 +41,6 @@ def thinking(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
 def as_terminal(monkeypatch: pytest.MonkeyPatch, *, colour: bool) -> None:
     monkeypatch.setattr("verbatim.cli.terminal.is_terminal", lambda stream: True)
     monkeypatch.setenv("TERM", "xterm" if colour else "dumb")
-    monkeypatch.delenv("NO_COLOR", raising=False)
 
 
 def without_dim(text: str) -> str:

@@ -54,13 +54,12 @@ class Live:
         if "--engine-silence-seconds" not in flags:
             words += ["--engine-silence-seconds", NEVER]
         words += ["--test-engine", engine] if engine else []
-        clean = {k: v for k, v in os.environ.items() if k != "VERBATIM_API_KEY"}
         self.process = subprocess.Popen(
             [*words, *RAY_FLAGS, *flags],
             stdin=subprocess.PIPE if clock else subprocess.DEVNULL,
             stdout=subprocess.PIPE if clock else self.log,
             stderr=self.log,
-            env={**clean, **(env or {})},
+            env={**os.environ, **(env or {})},
         )
         found = eventually(
             lambda: LISTENING.search(self.log_text()) or self.process.poll() is not None,
