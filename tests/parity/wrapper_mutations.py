@@ -12,6 +12,7 @@ from newer_mutations import ABSENT, Values
 
 KIND = {
     "gemma3-wrapper": "Gemma3",
+    "gemma4": "Gemma4",
     "mistral3": "Mistral3",
     "mistral3-mistral": "Mistral3",
     "qwen3_5": "Qwen3_5",
@@ -19,6 +20,7 @@ KIND = {
 }
 _TEXT = {
     "gemma3-wrapper": "gemma3",
+    "gemma4": "gemma4_text",
     "mistral3": "ministral3",
     "mistral3-mistral": "mistral",
     "qwen3_5": "qwen3_5_text",
@@ -46,6 +48,7 @@ _OUTER: dict[str, dict[str, Any]] = {
         "mm_tokens_per_image": 4,
         "vision_config": {"model_type": "siglip_vision_model", **_VISION},
     },
+    "gemma4": {"model_type": "gemma4", "vision_config": None, "audio_config": None},
     "mistral3": {"model_type": "mistral3", "vision_config": {"model_type": "pixtral", **_VISION}},
     "mistral3-mistral": {
         "model_type": "mistral3",
