@@ -15,6 +15,9 @@ CHECKED = src tests bench examples docs
 # start some hundreds of processes.
 unexport PYTHONDONTWRITEBYTECODE
 
+# The tests read files of this repository, which are UTF-8 also where the user's locale is not.
+test smoke test-slow-machine test-models test-ray soak tokenizers: export PYTHONUTF8 = 1
+
 # What `make test` and `make test-slow-machine` run: a folder, a file, or pytest's name of a test.
 TESTS  ?= tests
 # Processes that run them. Two fit two cores; a server of a test has processes of its own.
