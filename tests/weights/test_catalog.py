@@ -7,6 +7,7 @@ import http.server
 import json
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -28,7 +29,7 @@ from verbatim.model.gguf_keys import GGUF_KEYS as FAMILIES
 from verbatim.weights import catalog, wheel_model
 from verbatim.weights.catalog import CATALOG, LOOKING, cache_dir, check_listed, pull, resolve
 from verbatim.weights.hub_catalog import HUB_CATALOG, SYNONYMS
-from verbatim.weights.model_list import list_models, remove
+from verbatim.weights.model_list import hub_cache, list_models, remove
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 ENTRY = replace(
@@ -1028,6 +1029,46 @@ def test_list_models_includes_the_hub_cache(store: Path, tmp_path: Path) -> None
         "3 parts",
         "2 of 3 parts are here",
     ]
+
+
+@pytest.mark.parametrize(
+    "shell",
+    [
+        {},
+        {"HF_HUB_CACHE": "/hub", "HUGGINGFACE_HUB_CACHE": "/old", "HF_HOME": "/home"},
+        {"HUGGINGFACE_HUB_CACHE": "~/old", "HF_HOME": "/home"},
+        {"HF_HOME": "$DISK/hf", "XDG_CACHE_HOME": "/cache", "DISK": "/disk"},
+        {"XDG_CACHE_HOME": "~/cache"},
+    ],
+)
+def test_the_hub_cache_is_where_the_library_keeps_it(
+    shell: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constants = pytest.importorskip("huggingface_hub").constants
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in shell.items():
+        monkeypatch.setenv(name, value)
+    library = runpy.run_path(constants.__file__)  # it reads the variables when it is imported
+    assert str(hub_cache()) == library["HF_HUB_CACHE"]
+
+
+def test_a_user_without_a_home_directory_has_a_hub_cache_if_a_variable_names_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.setenv("HF_HUB_CACHE", "/hub")
+    assert hub_cache() == Path("/hub")
+    monkeypatch.delenv("HF_HUB_CACHE")
+    monkeypatch.setenv("HF_HOME", "/home")
+    assert hub_cache() == Path("/home/hub")
+    for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "HF_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert hub_cache() is None
 
 
 def test_a_copy_of_a_catalog_model_has_its_sampling_defaults(

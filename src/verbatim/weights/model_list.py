@@ -103,17 +103,27 @@ def find_record(model: str) -> ModelRecord | None:
     return next((record for record in list_models() if record.name in names), None)
 
 
+def hub_cache() -> Path | None:
+    """The folder of the hub's cache, by the variables that huggingface_hub reads. None: no variable
+    names one, and this user has no home directory."""
+    folder = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
+    try:
+        if not folder:
+            home = os.environ.get("HF_HOME") or Path(
+                os.environ.get("XDG_CACHE_HOME") or home_dir() / ".cache", "huggingface"
+            )
+            folder = f"{home}/hub"
+        return Path(os.path.expandvars(folder)).expanduser()
+    except (ModelError, RuntimeError):
+        return None
+
+
 def _hub_records() -> Iterator[ModelRecord]:
     """Models in the hub's cache, found by its layout (models--org--name/snapshots/revision).
 
     Works without huggingface_hub."""
-    try:
-        home = Path(
-            os.environ.get("HF_HOME")
-            or Path(os.environ.get("XDG_CACHE_HOME") or home_dir() / ".cache") / "huggingface"
-        )
-        root = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
-    except (ModelError, RuntimeError):  # no home directory, so there is no cache
+    root = hub_cache()
+    if root is None:
         return
     for snapshot in sorted(root.glob("models--*--*/snapshots/*")):
         name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
