@@ -53,6 +53,7 @@ def verbatim(
 
     monkeypatch.setenv("VERBATIM_MODEL", str(tiny))
     monkeypatch.setenv("VERBATIM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("VERBATIM_LOG", "WARNING")  # as `batch` does, but only for one test
 
     def call(*words: str, stdin: str | bytes | None = None) -> CliResult:
         if stdin is not None:
