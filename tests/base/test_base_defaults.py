@@ -200,6 +200,16 @@ def test_a_suggestion_that_is_not_followed_gives_a_warning(key: str, value: obje
     assert [key in text for text in found.warnings] == [True]
 
 
+@pytest.mark.parametrize("value", [0, 1, 0.0, "", "false", []])
+def test_do_sample_is_a_boolean_or_gives_a_warning(value: object) -> None:
+    """transformers refuses other values when it generates."""
+    found = read_generation_config({"temperature": 0.5, "do_sample": value})
+    assert found.values == (("temperature", 0.5),)
+    assert found.warnings == (
+        f"generation_config.json: do_sample: {value!r} is not true or false; it is not followed",
+    )
+
+
 # Lengths and beams of a search that is not done, the cache, kernels, outputs, drafts, metadata.
 WITHOUT_EFFECT = (
     "max_length early_stopping length_penalty diversity_penalty low_memory use_cache "

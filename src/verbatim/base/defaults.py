@@ -107,6 +107,11 @@ def read_generation_config(config: Mapping[str, Any]) -> ModelDefaults:
         for key, neutral in GENERATION_NOT_FOLLOWED.items()
         if config.get(key) is not None and config[key] not in neutral
     ]
+    sample = config.get("do_sample")
+    if not isinstance(sample, bool | None):
+        ignored.append(
+            f"{source}: do_sample: {sample!r:.40} is not true or false; it is not followed"
+        )
     found = _checked(stated, source)
     return ModelDefaults(found.values, found.source, (*found.warnings, *ignored))
 
