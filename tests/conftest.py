@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import resource
 from collections.abc import Generator
 from pathlib import Path
 
@@ -44,6 +45,10 @@ if not ON_GPU:
 @pytest.hookimpl(trylast=True)  # after pytest has chosen the colours of its own output
 def pytest_configure(config: pytest.Config) -> None:
     remove_user_settings(os.environ)
+    # Tests open some hundreds of connections; macOS allows a process 256 files by default.
+    files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < 1024 and (most >= 1024 or most == resource.RLIM_INFINITY):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (1024, most))
     not_run.pytest_configure(config)  # the table of tests that did not run
 
 
