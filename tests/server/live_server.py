@@ -109,7 +109,11 @@ class Live:
             assert status in (200, 503), self.log_text()
             return status == 200
 
-        eventually(ready, self.log_text)
+        try:
+            eventually(ready, self.log_text)
+        except BaseException:  # no fixture stops a server that it never got
+            self.process.kill()
+            raise
         return self
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
