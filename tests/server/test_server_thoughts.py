@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -300,6 +301,25 @@ def test_log_probabilities_of_a_response_are_those_of_its_answer(thinker: Live) 
     thought = tokens["output_tokens_details"]["reasoning_tokens"]
     assert thought > 0
     assert len(found["logprobs"]) == tokens["output_tokens"] - thought
+
+
+def test_a_stored_response_with_a_thought_can_be_streamed_again(thinker: Live) -> None:
+    """The same event types in the same order; the deltas of a text are merged into one."""
+    sealed = {"include": ["reasoning.encrypted_content"], "store": True}
+    body = {"input": "hi", "thinking_budget": 6, "max_output_tokens": 40, "seed": 3, **sealed}
+    first = [e for e in thinker.events("/v1/responses", body) if e != "[DONE]"]
+    made = first[-1]["response"]
+    assert [item["type"] for item in made["output"]] == ["reasoning", "message"]
+    replay = thinker.client.get(f"/v1/responses/{made['id']}?stream=true").text.splitlines()
+    again = [json.loads(line[6:]) for line in replay if line.startswith("data: ")]
+    assert [e["type"] for e in again] == [k for k, _ in groupby(e["type"] for e in first)]
+    assert again[-1]["response"] == made
+    for kind in ("response.output_item.added", "response.reasoning_text.done"):
+        found = [
+            [{k: v for k, v in e.items() if k != "sequence_number"} for e in events]
+            for events in ([e for e in some if e["type"] == kind] for some in (first, again))
+        ]
+        assert found[0] == found[1]
 
 
 def test_anthropics_thinking_may_be_omitted(thinker: Live) -> None:

@@ -141,7 +141,7 @@ def _events(made: dict[str, Any], pad: bool) -> list[tuple[str, dict[str, Any]]]
         ("response.in_progress", {"response": begun}),
     ]
     for index, item in enumerate(made["output"]):
-        spell = _message_events if item["type"] == "message" else _call_events
+        spell = _EVENTS[item["type"]]
         out += [(f"response.{kind}", data) for kind, data in spell(item, index, pad)]
     return [*out, (f"response.{made['status']}", {"response": made})]
 
@@ -180,3 +180,26 @@ def _call_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[str,
         ),
         ("output_item.done", {"output_index": index, "item": item}),
     ]
+
+
+def _reasoning_events(
+    item: dict[str, Any], index: int, pad: bool
+) -> list[tuple[str, dict[str, Any]]]:
+    (part,) = item["content"]
+    where = {"item_id": item["id"], "output_index": index, "content_index": 0}
+    # a thought is sealed when it ends
+    begun = {k: v for k, v in item.items() if k != "encrypted_content"}
+    begun |= {"status": "in_progress", "content": []}
+    return [
+        ("output_item.added", {"output_index": index, "item": begun}),
+        ("reasoning_text.delta", {**where, "delta": part["text"]}),
+        ("reasoning_text.done", {**where, "text": part["text"]}),
+        ("output_item.done", {"output_index": index, "item": item}),
+    ]
+
+
+_EVENTS = {
+    "message": _message_events,
+    "function_call": _call_events,
+    "reasoning": _reasoning_events,
+}
