@@ -22,7 +22,6 @@ KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
 # call's id only repeats the order of calls and results. Calls and reasoning are checked once per
 # template instead, because templates drop those of earlier turns on purpose.
 UNTRACKED_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
-RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
 
 
 def prepare_message(
