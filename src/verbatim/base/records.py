@@ -47,7 +47,7 @@ class CacheGroup:
     """Layers that share one block table. Layers with a sliding window form their own group, so that
     blocks outside the window can be released while full-attention layers keep theirs.
 
-    Recurrent layers are windowed, too (docs/adr/0022). "conv": a block holds the inputs of a causal
+    Recurrent layers are windowed, too (docs/adr/0023). "conv": a block holds the inputs of a causal
     convolution, and the window is its kernel. "state": a block holds the state before its first
     position and the updates of its positions, and the window is 2: the first position of a block
     reads the block before it."""

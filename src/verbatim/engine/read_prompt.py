@@ -30,7 +30,8 @@ def thoughts_after(
     """The format of thoughts for an output that follows these ids, a rendered conversation."""
     if thoughts is None:
         return None
-    # a tag that is no token may be anywhere in the prompt, which explains it then
+    # An opening tag of ordinary text counts where the prompt mentions it (ThoughtFormat.told):
+    # after() needs the whole prompt.
     shown = ids if thoughts.open_id is None else ids[-TAIL:]
     return thoughts.after(tokenizer.decode(shown, skip_special=False))
 

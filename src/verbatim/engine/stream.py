@@ -129,7 +129,7 @@ class ChoiceStream:
         """Separate the thought from the answer. Returns the stop string that ends the choice."""
         assert self._splitter is not None
         thinking = self._splitter.thinking
-        if token in self._markers:  # behind U+FFFD, where a character was incomplete
+        if token in self._markers:  # the text before it is U+FFFD, if it cuts off a character
             marker = self._tokenizer.token_bytes(token).decode()
             pieces = self._splitter.push(text.removesuffix(marker)) + self._splitter.mark(marker)
         else:

@@ -81,7 +81,7 @@ class Ops(Protocol[Rows]):
         oldest on, + conv.kernel.bias if spec.conv_bias)."""
 
     def delta_net(self, qkv: Rows, z: Rows, b: Rows, a: Rows, layer: int) -> Rows:
-        """[rows, values]: a gated delta net, one position after the other (docs/adr/0022).
+        """[rows, values]: a gated delta net, one position after the other (docs/adr/0023).
 
         q, k, v are silu(convolution of qkv with delta.kernel); q and k of each head are divided by
         the root of their sum of squares + 1e-6, and q by the root of key_dim. With
@@ -138,8 +138,8 @@ def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
 
 
 def _needed(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
-    """After the mixer of the last layer, the output rows alone: of the others, later steps read
-    only what the mixer has written to the cache."""
+    """In the last layer, select the output rows. The other rows end at the mixer, which has written
+    their keys and values (or states) to the cache for later steps."""
     return ops.take(x, "outputs") if i == len(spec.layers) - 1 else x
 
 

@@ -25,13 +25,13 @@ class RowState:
     `d` (0 for the best id of the row)."""
 
     params: SamplingParams
-    key: int
-    position: int
+    key: int  # noise key: seed and choice
+    position: int  # of the token to draw
     prompt_len: int
-    history: Sequence[int]
-    withheld: tuple[int, ...]
-    breakers: tuple[tuple[int, ...], ...]
-    mask: bytes | None
+    history: Sequence[int]  # all tokens before it; empty if no parameter reads them
+    withheld: tuple[int, ...]  # ids that end the output: removed before min_tokens
+    breakers: tuple[tuple[int, ...], ...]  # of DRY, as runs of ids
+    mask: bytes | None  # of the grammar: bit i allows id i
     logits: F64
     ids: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     d: F64 = field(default_factory=lambda: np.zeros(0))

@@ -10,7 +10,7 @@ There is no prefill mode and no decode mode. Every move changes these two counte
 
     prefill chunk     computed += n, no draw
     decode            computed += 1, one draw
-    prefix hit        computed = 896 at no cost: another sequence has computed these blocks
+    prefix hit        computed = n at no cost: another sequence has computed these blocks
     preemption        computed = 0, blocks released; known stays and is computed again later
     drafts            k draft tokens follow the known ones in one step; the accepted ones stay:
                       known += 1 … 1 + k

@@ -80,8 +80,8 @@ class ThoughtFormat:
 
     @property
     def told(self) -> bool:
-        """Whether the model may think: an opening tag of ordinary text is one where the prompt
-        mentions it."""
+        """Whether the output may start with a thought. An opening tag of ordinary text counts only
+        where the prompt mentions it."""
         return self.start == "open" or self.named or self.open_id is not None
 
     def after(self, prompt: str) -> ThoughtFormat:
