@@ -108,7 +108,8 @@ clients: $(VENV)/.dev
 # Every table of docs/ that is made from the code; tests check that they are current
 tables: $(VENV)/.dev config-keys models
 	$(BIN)/python docs/_site/tables.py
-	VERBATIM_WRITE_DOCS=1 $(BIN)/python -m pytest tests/server/test_server_docs.py
+	VERBATIM_WRITE_DOCS=1 $(BIN)/python -m pytest tests/server/test_server_docs.py \
+		tests/sampling/test_sampling_table.py
 
 # docs/config-keys.md from the key tables; a test checks that it is current
 config-keys: $(VENV)/.installed

@@ -14,7 +14,7 @@ from live_server import Live
 
 from verbatim import lens
 from verbatim.base.config import EngineConfig
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.engine.core import EngineCore
 from verbatim.observe.step_log import WATCH_SECONDS, StepLog, StepPart
 from verbatim.server.process.inspector import engine_report
@@ -44,6 +44,14 @@ def test_the_page_is_small_and_names_its_libraries() -> None:
     assert "Copyright" in (vendor / "lit-html.LICENSE").read_text()
     assert {"index.html", "app.js", "lens.css", "vendor/lit-html.js"} <= lens.names()
     assert lens.asset("../__init__.py") is None
+
+
+def test_the_page_lists_every_parameter_and_every_filter() -> None:
+    """tests/lens/test_lens_draw.py compares the page's sampler with the stages."""
+    text = {name: (lens.PAGE / name).read_text() for name in ("controls.js", "inspector.js")}
+    of_chats = {"thinking_budget"}  # the Lens completes token ids
+    assert {name for name in FIELDS if f'"{name}"' not in text["controls.js"]} == of_chats
+    assert [name for name in FILTERS if f'"{name}"' not in text["inspector.js"]] == []
 
 
 def test_files_are_served_with_their_type_and_the_policy(live: Live) -> None:

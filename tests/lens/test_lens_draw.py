@@ -11,7 +11,7 @@ import pytest
 from lens_page import MS, report
 from live_server import Live
 
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.draw import draw_many, noise_key
 from verbatim.sampling.filters import Temperature
@@ -40,6 +40,7 @@ def random_params(random: np.random.Generator, *, xtc: bool) -> dict[str, float]
         "typical_p": lambda: float(np.round(random.uniform(0.1, 1), 3)),
         "top_n_sigma": lambda: float(np.round(random.uniform(0.5, 3), 2)),
     }
+    assert {*ranges, "xtc_probability"} == set(FILTERS), "add a range for each filter"
     if xtc:
         ranges["xtc_probability"] = lambda: float(np.round(random.uniform(0.1, 1), 2))
     for name, value in ranges.items():

@@ -1,5 +1,5 @@
-// Every sampling parameter of a completion (thinking_budget is for chats), made from the server's own
-// table (base/params.py), with its value and where the value comes from.
+// Every parameter of a completion, from the server's table (base/params.py), with its value and
+// where the value comes from.
 
 import { html, nothing } from "./vendor/lit-html.js";
 import { LENS } from "./run.js";
