@@ -29,6 +29,7 @@ from verbatim.base.errors import (
 )
 from verbatim.base.records import Completion
 from verbatim.engine.engine_setup import with_step_tokens
+from verbatim.engine.running_request import HiddenPool
 from verbatim.engine.stream import ChoiceStream
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
@@ -1224,3 +1225,15 @@ def test_every_expert_that_a_token_uses_has_an_output() -> None:
     layers = (LayerSpec(experts=128),)
     mixture = replace(dense, mlp=1536, layers=layers, experts_used=8)
     assert activation_bytes(mixture) - activation_bytes(dense) == 7 * 4096 * 4
+
+
+@pytest.mark.parametrize(
+    ("pooling", "want"), [("mean", [2.0, 4.0]), ("cls", [0, 1]), ("last", [4, 7])]
+)
+def test_positions_that_are_computed_again_are_pooled_once(pooling: Any, want: list[float]) -> None:
+    """A preempted sequence computes its first positions again."""
+    states = np.array([[0, 1], [2, 4], [4, 7]], np.float32)
+    pool = HiddenPool(EmbeddingSpec(pooling, normalise=False))
+    pool.add(0, states[:2])
+    pool.add(0, states)
+    assert (pool.count, pool.vector().tolist()) == (3, want)

@@ -93,6 +93,8 @@ def test_an_output_with_nothing_new_is_a_loop_without_a_period() -> None:
     r = random.Random(0)
     paragraph = [r.randrange(80) for _ in range(100)]
     assert found_at(paragraph * 9), "a period that is too long for the other rule"
+    page = [r.randrange(80) for _ in range(STALE_LOOP)]
+    assert [is_stale(page * copies) for copies in (2, 3)] == [False, True], "twice before"
 
 
 def test_an_output_with_something_new_per_row_is_no_loop() -> None:

@@ -147,6 +147,9 @@ def test_the_error_names_position_and_remedy() -> None:
         llm.score([1, 2, BAD, 3])
     with pytest.raises(BackendError, match=r"not finite numbers .* at position 2: "):
         llm.embed([1, 2, BAD, 3])
+    chunked = LLM.from_parts(fake_parts(broken=BAD), kv_blocks=64, step_tokens=2)
+    with pytest.raises(BackendError, match="at position 4: "):
+        chunked.embed([1, 2, 3, 4, BAD])
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, seed=1))[0].finish.reason != (
         "error"
     )

@@ -280,3 +280,11 @@ def test_greedy_records_have_scores_but_no_noise() -> None:
     assert (record["score"], record["runner_up"], record["lead"]) == (5.0, 2, 1.0)
     assert record["top"][0]["noise"] is None
     assert record["final_prob"] is None
+
+
+def test_a_tie_ranks_by_id_and_a_token_without_a_rival_has_no_runner_up() -> None:
+    one = SamplingParams(temperature=0, explain=2, allowed_token_ids=[1])
+    record = sample(np.array([5.0, 5.0, 4.0]), one).explain
+    assert record is not None
+    assert (record["token"], record["rank"], record["margin"]) == (1, 2, 0.0)
+    assert (record["runner_up"], record["lead"]) == (None, None)

@@ -322,3 +322,13 @@ def test_log_probabilities_and_explanations_follow_their_beam() -> None:
     assert [t.token for t in best.logprobs] == list(best.tokens)
     assert [e["token"] for e in best.explain] == list(best.tokens)
     assert sum(t.logprob for t in best.logprobs) / 3 == pytest.approx(best.score)
+
+
+def test_never_with_a_penalty_below_zero_looks_at_the_present_length() -> None:
+    """More tokens only lower such a score, so a live beam can still win at its present length."""
+    settings = {"num_beams": 2, "length_penalty": -1.0, "early_stopping": "never"}
+    search = BeamSearch(SamplingParams.from_mapping(settings), end_ids=(EOS,), max_new=NEW)
+    search.step([Drawn(4, -0.7, candidates=((4, -0.7), (EOS, -0.9), (5, -1.5), (6, -5.0)))])
+    rows = [((7, -0.3), (EOS, -1.3), (8, -7.0)), ((7, -3.0), (8, -4.0), (9, -5.0))]
+    search.step([Drawn(row[0][0], row[0][1], candidates=row) for row in rows])
+    assert not search.done  # -1.0 * 2 is above the worst hypothesis, -2.0 * 2; -1.0 * 10 is not

@@ -339,6 +339,14 @@ def test_top_n_sigma_ignores_banned_ids() -> None:
     assert processed(row, SamplingParams(top_n_sigma=1.0)).ids.tolist() == [0, 1, 2, 3]
 
 
+def test_top_n_sigma_keeps_the_best_of_ids_that_are_all_too_far() -> None:
+    """typical_p removes the best id here and leaves two others."""
+    row = np.log(np.array([0.4, 0.13, 0.12, 0.1, 0.09, 0.08, 0.08], np.float32))
+    assert processed(row, SamplingParams(typical_p=0.2)).ids.tolist() == [1, 2]
+    both = SamplingParams(typical_p=0.2, top_n_sigma=0.01)
+    assert processed(row, both).ids.tolist() == [1]
+
+
 def test_xtc_removes_all_top_choices_but_the_least(rows: np.ndarray) -> None:
     acted = 0
     for i, row in enumerate(rows):

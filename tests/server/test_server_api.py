@@ -480,6 +480,11 @@ def test_stored_chats_can_be_read_changed_and_deleted(fake: Any) -> None:
         fake.client.get("/v1/chat/completions", params={"metadata[k]": "v"}).json()["data"][0]["id"]
         == made["id"]
     )
+    two = {"metadata[k]": "v", "metadata[other]": "x"}
+    assert fake.client.get("/v1/chat/completions", params=two).json()["data"] == []
+    for limit in (1, 20):
+        found = fake.client.get(path + "/messages", params={"limit": limit}).json()
+        assert (len(found["data"]), found["has_more"]) == (1, False)
     assert fake.client.post(path, json={"metadata": {"k": "w"}}).json()["metadata"] == {"k": "w"}
     assert fake.client.get(path + "/messages").json()["data"][0]["content"] == "hi"
     assert fake.client.delete(path).json()["deleted"] is True

@@ -345,6 +345,15 @@ def test_concurrent_answers_with_rows_are_limited(fake: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("details", ["prompt_tokens_details", "input_tokens_details"])
+def test_a_batch_reports_no_cached_tokens(details: str) -> None:
+    from verbatim.server.batch_requests import drop_cached_tokens
+
+    body = {"usage": {details: {"cached_tokens": 3, "audio_tokens": 0}}}
+    drop_cached_tokens(body)
+    assert body["usage"][details] == {"audio_tokens": 0}
+
+
 def test_rows_that_were_not_requested_are_dropped() -> None:
     from verbatim.server.process.results import drop_rows
 

@@ -76,6 +76,17 @@ def test_a_skipped_control_token_does_not_break_a_character() -> None:
     )
 
 
+def test_one_space_before_the_first_word_is_removed() -> None:
+    class Spaced(Bytes):
+        space_prefix = True
+
+        def token_bytes(self, token: int) -> bytes:
+            return b"  a"
+
+    assert decode_all(Spaced(), [0, 0], start=True) == " a  a"
+    assert decode_all(Spaced(), [0, 0]) == "  a  a"
+
+
 def _whole(data: bytes) -> bool:
     try:
         data.decode("utf-8")
