@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verbatim.base.defaults import GENERATION_CONFIG
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.diagnose.findings import Finding, bad, good, guarded, note
@@ -15,16 +16,6 @@ from verbatim.model.embedding import POOLINGS
 from verbatim.model.encoder_spec import EncoderModel
 from verbatim.weights.catalog import sampling_defaults
 
-# generation_config.json name -> our parameter
-_SETTINGS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram",
-}
 # Warnings of the loader that a check below reports with more detail.
 _REPORTED = ("tie_word_embeddings is true", "rope_scaling and rope_parameters are both")
 PROBE = "zq7vx"  # an answer that no template contains
@@ -221,7 +212,7 @@ def _specials(files: ModelFiles) -> Iterator[Finding]:
 def _generation(files: ModelFiles) -> Iterator[Finding]:
     suggested = {
         ours: value
-        for theirs, ours in _SETTINGS.items()
+        for theirs, ours in GENERATION_CONFIG.items()
         if isinstance(value := files.generation.get(theirs), (int, float))
         and not isinstance(value, bool)
         and value != FIELDS[ours].default

@@ -13,19 +13,19 @@ from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from verbatim.base.config import SPECULATE
 from verbatim.base.defaults import resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.embed_input import EmbedInput, check_task
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.read_prompt import read_embed_input, read_prompt
-from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
+from verbatim.engine.thought_matcher import ThoughtMatcher, allows, check_supported
 from verbatim.engine.thought_tracker import make_tracker
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.thoughts import ThoughtFormat
 
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
-SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +259,7 @@ def _matcher_after_prefix(
     for index, token in enumerate(ids[len(ids) - params.output_prefix :]):
         if matcher.finished:
             break
-        mask = matcher.mask()
-        if not (token // 8 < len(mask) and mask[token // 8] >> (token % 8) & 1):
+        if not allows(matcher.mask(), token):
             text = tokenizer.token_bytes(token).decode("utf-8", "replace")
             raise ParameterError(
                 "output_prefix",

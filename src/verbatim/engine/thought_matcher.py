@@ -138,7 +138,7 @@ class ThoughtMatcher:
         if undecided and self._fresh is None:
             self._fresh = self._inner.copy()
         if undecided and self._live:
-            self._live = _allows(self._inner.mask(), token)
+            self._live = allows(self._inner.mask(), token)
         assert self._live or undecided, "the masks allow the grammar or the opening tag"
         if self._live:
             self._inner.advance(token)
@@ -183,5 +183,6 @@ def _changed(mask: bytes, allow: Iterable[int] = (), without: Iterable[int] = ()
     return bytes(bits)
 
 
-def _allows(mask: bytes, token: int) -> bool:
+def allows(mask: bytes, token: int) -> bool:
+    """Bit `token` of a grammar mask; ids past its end are not allowed."""
     return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
