@@ -689,3 +689,14 @@ def test_broken_template_entries_are_model_errors(tmp_path: Path, bad: dict[str,
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(bad))
     with pytest.raises(ModelError, match=r"chat[ _]template"):
         template_from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("read", ["m.{}", "m['{}']", "m.get('{}')"])
+def test_a_key_counts_as_read_however_the_template_writes_it(read: str) -> None:
+    def template(key: str) -> ChatTemplate:
+        return ChatTemplate("{% for m in messages %}{{ " + read.format(key) + " }}{% endfor %}")
+
+    assert template("tool_calls").takes_calls
+    assert template("reasoning_content").takes_thoughts
+    assert not template("content").takes_calls
+    assert not template("content").takes_thoughts
