@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verbatim.server.api.anthropic import MessagesReply
+from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.tool_format import detect_format
 from verbatim.server.api.tools import ToolParser, forced_schema, read_calls, template_messages
 from verbatim.server.process.message_codec import decode_to_engine, encode
-from verbatim.server.process.messages import Generate, ModelFacts
+from verbatim.server.process.messages import Generate, ModelFacts, WireFinish
 
 NAMES = {"get_weather", "add"}
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
@@ -748,3 +750,15 @@ def test_a_built_in_tool_is_rejected_by_its_type(
             "tools[0].type",
         )
         assert "'web_search' tools are not supported" in error["message"]
+
+
+def test_a_cut_off_answer_of_anthropic_is_no_finished_tool_use() -> None:
+    """A call and max_tokens: the client must not take the list of calls for complete."""
+    for reason, stop_reason in (("stop", "tool_use"), ("length", "max_tokens")):
+        found = MessagesReply.stop(Any, WireFinish(reason, ""), True)  # type: ignore[arg-type]
+        assert found == {"stop_reason": stop_reason, "stop_sequence": None}
+
+
+def test_retry_after_is_whole_seconds_rounded_up() -> None:
+    found = [Problem("overloaded", "", retry_after=s).headers() for s in (0.2, 1.2, 3)]
+    assert [header["retry-after"] for header in found] == ["1", "2", "3"]

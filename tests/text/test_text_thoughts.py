@@ -206,6 +206,8 @@ def test_a_harmony_tool_call_becomes_a_tool_call(header: str) -> None:
     want = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
     for pieces in ([text], list(text), re.split(r"(?=<)", text)):
         assert split(HarmonySplitter(), pieces) == ("Call.", want)
+    empty = split(HarmonySplitter(), [f"{header}<|call|>"])[1]
+    assert empty == '<tool_call>{"name": "get_weather", "arguments": {}}</tool_call>'
 
 
 # Headers behind <|start|>, and what a message with this header is.
