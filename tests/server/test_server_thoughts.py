@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
-from verbatim.server.api.responses_input import chat_messages, earlier_messages
+from verbatim.server.api.responses_input import as_chat, chat_messages, earlier_messages
 
 pytestmark = pytest.mark.server
 ASK = [{"role": "user", "content": "hi"}]
@@ -374,6 +374,9 @@ def test_a_stored_thought_is_left_out_where_the_template_reads_none(reads: bool)
     (found,) = earlier_messages(call, "resp_1")
     assert ("reasoning_content" in found) == reads
     assert said["reasoning_content"], "the stored message is unchanged"
+    ask = {"type": "message", "role": "user", "content": "hi"}
+    as_chat(call, {"instructions": "x", "previous_response_id": "resp_1", "input": [ask]})
+    assert call.places == ["instructions", "previous_response_id", "input[0]"]  # for errors
 
 
 def test_a_thought_without_an_answer_reaches_the_template() -> None:
