@@ -312,6 +312,24 @@ def test_wide_heads_have_shorter_spans_and_keep_their_bits(
     assert same_bits(expected, seq)
 
 
+@pytest.mark.parametrize(("family", "size"), [("llama", 192), ("gemma2", 256)])
+def test_large_heads_have_smaller_tiles_and_keep_their_bits(
+    family: str, size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One prompt, against decode steps. The two stages of other heads would not fit into an SM."""
+    count = 300
+    if device.type == "cpu":
+        size, count = 16, 8
+        monkeypatch.setattr(kernels, "LARGE_HEAD", 8)
+    tokens = np.random.default_rng(4).integers(0, 260, count).tolist()
+    backend, expected = run_checked(small(family, head_dim=size), tokens)
+    seq = Blocks(backend.spec, backend.block_size, 7).allocate(0, tokens)
+    run(backend, [seq], [count - 3])
+    run(backend, [seq], [1])
+    run(backend, [seq], [1])
+    assert same_bits(expected, seq)
+
+
 def test_attention_does_not_read_a_block_that_left_the_window() -> None:
     """The block is released, and its next owner may have written NaN. The other positions have
     random keys and values: the interpreter would take seconds to compute 20 of them."""
@@ -1356,6 +1374,19 @@ def test_gpu_sampler_lists_alternatives_by_their_logits(
     rows = [Row(DrawSpec(SamplingParams(temperature=t, logprobs=5), 1, 1), 2) for t in (0.0, 1.0)]
     found = sampler(torch.from_numpy(logits).to(device), rows, [1, 2])
     assert found == sample_rows(logits, rows)
+
+
+def test_gpu_sampler_keeps_the_lower_id_of_equal_distances(
+    sampler: GpuSampler, device: torch.device
+) -> None:
+    """Logits near 0 differ, but not their distances from 0.5, in float64: top-k keeps the first."""
+    logits = np.random.default_rng(9).standard_normal((8, VOCAB), np.float32) * np.float32(1e-30)
+    logits[:, 300] = 0.5
+    params = SamplingParams(temperature=100, top_k=33)
+    rows = [Row(DrawSpec(params, seed, 1), 2) for seed in range(8)]
+    found = sampler(torch.from_numpy(logits).to(device), rows, list(range(8)))
+    wanted = sample_rows(logits, rows)
+    assert all(one is None or one == other for one, other in zip(found, wanted, strict=True))
 
 
 def test_the_host_scores_logits_of_the_device_like_the_specification() -> None:

@@ -190,6 +190,73 @@ def test_attention_over_8_bits_has_the_products_of_float16(
     assert found["fp8"] == found["f16"]
 
 
+# compute capability -> bytes of shared memory that one program may use
+SHARED_BYTES = {90: 227 << 10, 86: 99 << 10}
+HEADS = (64, 128, 192, 256, 512)
+
+
+@pytest.mark.soak
+@pytest.mark.torch
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("kv_type", ["f16", "q8", "fp8"])
+@pytest.mark.parametrize("rows", [1, 1000])
+@pytest.mark.parametrize("capability", SHARED_BYTES)
+@pytest.mark.parametrize("dim", HEADS)
+def test_the_tiles_of_attention_fit_into_shared_memory(
+    dim: int, rows: int, kv_type: str, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 8 query heads per KV head, merged in one program, which needs the most."""
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from verbatim.backend.cuda import kernels, kv_cache, launch
+
+    if launch.INTERPRETED:
+        pytest.skip("the kernels of this process are interpreted")
+    types = {
+        torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
+        torch.int32: "*i32",
+    }  # fmt: skip
+    used: list[int] = []
+
+    def compile_only(kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
+        constants, names, given = (*constants, False), kernel.arg_names, len(args)
+        signature = {
+            name: types[arg.dtype] if isinstance(arg, torch.Tensor)
+            else "i32" if isinstance(arg, int) else "fp32"
+            for name, arg in zip(names, args, strict=False)
+        }  # fmt: skip
+        aligned = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        aligned.append(names.index("DIM"))
+        source = ASTSource(
+            fn=kernel,
+            signature=signature | dict.fromkeys(names[given:], "constexpr"),
+            constexprs={(given + i,): value for i, value in enumerate(constants)},
+            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        )
+        chosen = {"num_warps": options["warps"], "num_stages": options["stages"]}
+        chosen |= {"enable_fp_fusion": False}
+        code = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
+        used.append(code.metadata.shared)
+
+    monkeypatch.setattr(kernels, "launch", compile_only)
+    monkeypatch.setattr(kernels, "ATTENTION_BUFFER", 1)
+    monkeypatch.setattr(kv_cache, "has_e4m3", lambda _: capability >= 89)
+    monkeypatch.setattr(kernels, "is_large", lambda _: capability >= 90)
+    number = torch.zeros(1, dtype=torch.int32)
+    lines = kernels.tile_lines(16, 2, dim, rows, torch.device("cpu"))
+    tiles = kernels.QueryTiles(number[None], number, number, number, lines, lines // 8)
+    q = torch.zeros((1, 16 * dim), dtype=torch.float16)
+    codes = torch.zeros((1, 2, 16, dim), dtype=kv_cache.DTYPES[kv_type])
+    scales = [torch.zeros((1, 2, 16))] * (2 if kv_type == "q8" else 0)
+    kv = kv_cache.KvLayer(codes, codes, *scales)
+    kernels.attend(q, kv, [tiles], 4, 0.1, 0.0, None, torch.float16)
+    assert 0 < used[0] <= SHARED_BYTES[capability]
+
+
 # types of BLOCK_FORMATS whose kernels differ
 BLOCK_TYPES = (
     "q4_1", "q4_k", "q5_k", "q6_k", "q8_0", "mxfp4", "e4m3_128_bf16", "e4m3_32_f16", "i4_128_bf16",

@@ -397,7 +397,7 @@ class GpuSampler:
             jit_sampling.list_threshold,
             (count, 1, 1),
             (maxima, wanted, tau, groups),
-            (triton.next_power_of_2(groups),),
+            (triton.next_power_of_2(groups), not mass),
         )
         launch(
             jit_sampling.collect_list,

@@ -197,9 +197,10 @@ def group_maxima(
 
 
 @triton.jit
-def list_threshold(groups, list_k, tau, COUNT, BLOCK: tl.constexpr):
+def list_threshold(groups, list_k, tau, COUNT, BLOCK: tl.constexpr, LOWER: tl.constexpr):
     """The list_k-th largest group maximum of a row: at least that many ids reach it. -inf, a
-    removed id, never does."""
+    removed id, never does. LOWER: a little lower, so that the list has all ids whose distance from
+    the largest logit rounds to that of the list_k-th; of these, top-k keeps the lowest ids."""
     row, i = tl.program_id(0), tl.arange(0, BLOCK)
     k = tl.load(list_k + row)
     if k > 0:
@@ -214,7 +215,10 @@ def list_threshold(groups, list_k, tau, COUNT, BLOCK: tl.constexpr):
             low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         bits = low.to(tl.int32)
         bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-        tl.store(tau + row, tl.maximum(bits.to(tl.float32, bitcast=True), LOWEST))
+        least = bits.to(tl.float32, bitcast=True)
+        if LOWER:
+            least -= (tl.abs(tl.max(value, 0)) + tl.abs(least)) * 2.0**-22
+        tl.store(tau + row, tl.maximum(least, LOWEST))
 
 
 @triton.jit

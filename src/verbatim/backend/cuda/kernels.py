@@ -36,8 +36,11 @@ EXPERT_TILES = {16: (BN, 4, 3), 64: (128, 8, 4), 128: (128, 8, 3)}
 GATED_EXPERT_TILES = {16: (32, 4, 3), 64: (64, 8, 4), 128: (64, 8, 3)}
 DECODE_LINES = 16  # lines of a query tile of few rows: (row, query head) pairs that share a KV head
 PREFILL_LINES = 128  # lines of a query tile of a prompt
-# Heads larger than WIDE_HEAD (Gemma 4 has 512) need shorter spans and smaller tiles: keys, values
-# and queries share the 227 KiB of an SM, and 128 positions of 512 values alone would need 256 KiB.
+# Keys, values and queries share the 227 KiB of an SM (99 KiB of a small GPU). 128 positions of keys
+# and values need 128 KiB with heads of 256 (Gemma 3), so a prompt's tile is smaller and has one
+# stage; heads larger than WIDE_HEAD (Gemma 4 has 512) also need shorter spans.
+LARGE_HEAD = 128
+LARGE_LINES = 64
 WIDE_HEAD = 256
 WIDE_SPAN = 32  # positions per span of such heads; another number changes their bits
 WIDE_LINES = 32
@@ -375,6 +378,7 @@ def attend(
         # One stage needs fewer registers. With few lines over fp8 that is faster (168 instead of
         # 203 µs, ADR 24); the bits are the same.
         few = tiles.lines == DECODE_LINES and kv.kind == "fp8"
+        full = LARGE_HEAD < dim <= WIDE_HEAD and tiles.lines > WIDE_LINES  # no room for two stages
         launch(
             jit.attend,
             (kv_heads, len(tiles.count), 1 if merged else spans),
@@ -390,8 +394,8 @@ def attend(
                 cap > 0, window is not None, kv.kind, merged, sinks is not None,
                 kv.keys.numel() >= 1 << 31,
             ),
-            warps=8 if tiles.lines > 64 or (dim > WIDE_HEAD and tiles.lines > 16) else 4,
-            stages=2 if is_large(q.device) and not few else 1,
+            warps=8 if tiles.lines > 64 or full or (dim > WIDE_HEAD and tiles.lines > 16) else 4,
+            stages=2 if is_large(q.device) and not few and not full else 1,
             dependent=rows > FEW_ROWS,
         )  # fmt: skip
     return out
@@ -414,7 +418,9 @@ def tile_lines(heads: int, kv_heads: int, dim: int, rows: int, device: torch.dev
     """Lines of the query tiles of a sequence that computes this many rows in a step. kv_heads: the
     fewest of a layer; dim: the largest head."""
     shared = heads // kv_heads
-    most = PREFILL_LINES if is_large(device) else PREFILL_LINES // 2
+    most = LARGE_LINES if dim > LARGE_HEAD else PREFILL_LINES
+    if not is_large(device):
+        most //= 2
     if dim > WIDE_HEAD:
         most = WIDE_LINES
     lines = DECODE_LINES if rows * shared <= DECODE_LINES else most
