@@ -188,6 +188,7 @@ def test_a_default_model_whose_end_was_never_trained(
         assert [f.state for f in check_turns(llm)] == ["bad"]
 
 
+@pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.slow
 def test_a_default_model_without_attention_loops(

@@ -361,11 +361,11 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        ("gguf", 2_500),
-        ("split", 1_000),
-        ("safetensors", 1_000),
-        ("directory", 1_200),
-        ("whole", 400),
+        ("gguf", 1_500),
+        ("split", 600),
+        ("safetensors", 600),
+        ("directory", 700),
+        ("whole", 250),
     ],
 )
 def test_a_mutated_file_gives_a_model_or_a_model_error(
