@@ -22,12 +22,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from cuda import FakeTokenizer  # bench/cuda.py
 
 from verbatim import LLM, SamplingParams
 from verbatim.backend import open_backend
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.testing import ByteTokenizer
 from verbatim.testing_models import tiny_model
 
 LENGTHS = (3, 17, 40, 129, 300, 700, 1500)
@@ -109,15 +109,6 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-class FakeTokenizer(ByteTokenizer):
-    """Ids of a vocabulary of any size; the text does not matter here."""
-
-    vocab_size = VOCAB
-
-    def token_bytes(self, token: int) -> bytes:
-        return b"x"
-
-
 def check(name: str, backend: str, kv_type: str) -> str | None:
     """Print a line about one shape; return what is wrong."""
     began = time.perf_counter()
@@ -141,7 +132,9 @@ def check(name: str, backend: str, kv_type: str) -> str | None:
     def opened(kind: str) -> LLM:
         options = {"kv_type": kv_type, "context": 2048, "speculate": "off", "kv_blocks": 2000}
         config = EngineConfig(backend=kind, prefix_cache=False, **options)
-        parts = LoadedModel(open_backend(model, config), FakeTokenizer(), (), name=name, digest="")
+        parts = LoadedModel(
+            open_backend(model, config), FakeTokenizer(VOCAB), (), name=name, digest=""
+        )
         return LLM.from_parts(parts, backend=kind, prefix_cache=False, **options)
 
     with opened(backend) as llm:

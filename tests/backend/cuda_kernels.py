@@ -1383,7 +1383,8 @@ def test_gpu_sampler_lists_alternatives_by_their_logits(
 def test_gpu_sampler_keeps_the_lower_id_of_equal_distances(
     sampler: GpuSampler, device: torch.device
 ) -> None:
-    """Logits near 0 differ, but not their distances from 0.5, in float64: top-k keeps the first."""
+    """Logits near 0 differ, but not their distances from 0.5, in float64: top-k keeps the first.
+    None: too many ids for the list, so the host samples the row."""
     logits = np.random.default_rng(9).standard_normal((8, VOCAB), np.float32) * np.float32(1e-30)
     logits[:, 300] = 0.5
     params = SamplingParams(temperature=100, top_k=33)

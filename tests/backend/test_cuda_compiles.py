@@ -92,6 +92,38 @@ TILES = [(*size, gpu) for size in (*SIZES, (512, 16), (512, 32)) for gpu in (90,
 QUICK_TILES = ((128, 16, 90),)
 
 
+def compile_attention(
+    capability: int, kernel: Any, args: Any, constants: Any, warps: int, stages: int
+) -> Any:
+    """Compile `attend`, given what kernels.attend launches."""
+    import torch
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {
+        torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
+        torch.int32: "*i32",
+    }  # fmt: skip
+    constants = (*constants, False)  # no dependent launch
+    names, given = kernel.arg_names, len(args)
+    given_args = list(zip(names[:given], args, strict=True))
+    signature = {
+        name: types[arg.dtype] if isinstance(arg, torch.Tensor)
+        else "i32" if isinstance(arg, int) else "fp32"
+        for name, arg in given_args
+    }  # fmt: skip
+    aligned = [isinstance(a, torch.Tensor) or name == "DIM" for name, a in given_args]
+    source = ASTSource(
+        fn=kernel,
+        signature=signature | dict.fromkeys(names[given:], "constexpr"),
+        constexprs={(given + i,): value for i, value in enumerate(constants)},
+        attrs={(i,): [["tt.divisibility", 16]] for i in range(given) if aligned[i]},
+    )
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
 class Lowered(Exception):
     """Ends a compilation; its argument is Triton's GPU dialect (TTGIR) of the kernel."""
 
@@ -122,45 +154,21 @@ def test_attention_over_8_bits_has_the_products_of_float16(
     ones (jit_kv.py): then a text depends on the batch. Compiles down to the layouts only."""
     pytest.importorskip("triton")
     torch = pytest.importorskip("torch")
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
-    from triton.compiler import ASTSource
 
     from verbatim.backend.cuda import kernels, kv_cache, launch
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")
-    types = {
-        torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
-        torch.int32: "*i32",
-    }  # fmt: skip
     lowered: list[str] = []
 
     def stop(backend: Any, module: Any, *_: Any) -> None:
         raise Lowered(str(module))
 
     def compile_only(kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
-        constants = (*constants, False)
-        names, given = kernel.arg_names, len(args)
-        given_args = list(zip(names[:given], args, strict=True))
-        signature = {
-            name: types[arg.dtype] if isinstance(arg, torch.Tensor)
-            else "i32" if isinstance(arg, int) else "fp32"
-            for name, arg in given_args
-        }  # fmt: skip
-        signature |= dict.fromkeys(names[given:], "constexpr")
-        aligned = [isinstance(a, torch.Tensor) or name == "DIM" for name, a in given_args]
-        source = ASTSource(
-            fn=kernel,
-            signature=signature,
-            constexprs={(given + i,): value for i, value in enumerate(constants)},
-            attrs={(i,): [["tt.divisibility", 16]] for i in range(given) if aligned[i]},
-        )
-        chosen = {"num_warps": options["warps"], "num_stages": options["stages"]}
-        chosen |= {"enable_fp_fusion": False}
         try:
-            code = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
+            warps, stages = options["warps"], options["stages"]
+            code = compile_attention(capability, kernel, args, constants, warps, stages)
             lowered.append(code.asm["ttgir"])  # from Triton's cache
         except Lowered as found:
             lowered.append(found.args[0])
@@ -208,38 +216,15 @@ def test_the_tiles_of_attention_fit_into_shared_memory(
     """With 8 query heads per KV head, merged in one program, which needs the most."""
     pytest.importorskip("triton")
     torch = pytest.importorskip("torch")
-    from triton import compile
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from verbatim.backend.cuda import kernels, kv_cache, launch
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")
-    types = {
-        torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8", torch.uint8: "*u8",
-        torch.int32: "*i32",
-    }  # fmt: skip
     used: list[int] = []
 
     def compile_only(kernel: Any, grid: Any, args: Any, constants: Any, **options: Any) -> None:
-        constants, names, given = (*constants, False), kernel.arg_names, len(args)
-        signature = {
-            name: types[arg.dtype] if isinstance(arg, torch.Tensor)
-            else "i32" if isinstance(arg, int) else "fp32"
-            for name, arg in zip(names, args, strict=False)
-        }  # fmt: skip
-        aligned = [i for i, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        aligned.append(names.index("DIM"))
-        source = ASTSource(
-            fn=kernel,
-            signature=signature | dict.fromkeys(names[given:], "constexpr"),
-            constexprs={(given + i,): value for i, value in enumerate(constants)},
-            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-        )
-        chosen = {"num_warps": options["warps"], "num_stages": options["stages"]}
-        chosen |= {"enable_fp_fusion": False}
-        code = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
+        warps, stages = options["warps"], options["stages"]
+        code = compile_attention(capability, kernel, args, constants, warps, stages)
         used.append(code.metadata.shared)
 
     monkeypatch.setattr(kernels, "launch", compile_only)
