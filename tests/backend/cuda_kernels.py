@@ -106,6 +106,8 @@ def interpreter_fault() -> str:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     fast_interpreter.speed_up()
+    # The interpreter needs about 3 ms for a program, with one head or with all heads of a row.
+    kernels.heads_per_program = lambda block: 16
     if fault := interpreter_fault():
         pytest.skip(fault, allow_module_level=True)
 
@@ -132,7 +134,7 @@ SMALL: dict[str, dict[str, object]] = {
     },
 }
 WINDOWS = {"num_hidden_layers": 2, "sliding_window": 5}
-# Fewer programs of qkv_rope_cache, which has one per row and head.
+# Fewer programs for the interpreter.
 FEW_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
 TOKENS = np.random.default_rng(1).integers(0, 260, 9).tolist()
 
@@ -589,6 +591,35 @@ def test_a_value_beyond_float16_does_not_change_the_rows_before_it(device: torch
     ]  # fmt: skip
     assert torch.equal(*found)
     assert torch.isfinite(found[0]).all()
+
+
+@pytest.mark.parametrize("norm_last", [False, True])
+def test_the_heads_per_program_of_norm_and_rope_keep_the_bits(
+    norm_last: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows of 6 query and 2 KV heads of 48 values, of which RoPE rotates 32."""
+    generator = torch.Generator().manual_seed(5)
+    qkv, weights, cos, sin = (
+        torch.randn(shape, generator=generator).to(device)
+        for shape in ((3, 2, 480), (2, 48), (9, 16), (9, 16))
+    )
+    positions, slots = (
+        torch.tensor(n, dtype=torch.int32, device=device) for n in ([3, 8], [20, 1])
+    )
+    found = []
+    for heads in (1, 4, 16):
+        monkeypatch.setattr(kernels, "heads_per_program", lambda block, heads=heads: heads)
+        half = torch.float16
+        kv = KvLayer(*(torch.zeros((2, 2, 16, 48), dtype=half, device=device) for _ in "kv"))
+        norms = (weights[0], weights[1])
+        sums = kernels.SplitSums(qkv)
+        q = kernels.qkv_rope_cache(
+            sums, norms, 1e-6, 0.0, (cos, sin), positions, kv, slots, norm_last
+        )
+        found.append(torch.cat([q.flatten(), kv.keys.flatten(), kv.values.flatten()]))
+    assert torch.count_nonzero(found[0]) == 2 * 480
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 def test_a_draft_that_is_not_finite_does_not_change_the_draw_before_it() -> None:

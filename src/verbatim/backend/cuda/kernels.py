@@ -270,6 +270,11 @@ def add_norm(
     return out
 
 
+def heads_per_program(block: int) -> int:
+    """Heads of `block` values per program of `qkv_rope_cache`."""
+    return HEADS_PER_PROGRAM if 32 <= block <= 128 else 1
+
+
 def qkv_rope_cache(
     qkv: SplitSums,
     norms: tuple[torch.Tensor, torch.Tensor] | None,
@@ -288,7 +293,7 @@ def qkv_rope_cache(
     queries, rows = qkv.width // dim - 2 * heads, qkv.rows
     q = torch.empty((rows, queries * dim), dtype=dtype, device=qkv.splits.device)
     block = triton.next_power_of_2(dim)
-    group = HEADS_PER_PROGRAM if 32 <= block <= 128 else 1
+    group = heads_per_program(block)
     q_norm, k_norm = norms or (q, q)
     cos, sin = angles or (q, q)
     bias = qkv.bias
