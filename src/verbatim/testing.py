@@ -15,6 +15,7 @@ import itertools
 import time
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -41,6 +42,7 @@ _MASK = (1 << 64) - 1
 _NAN = -1  # the number of a position whose values are NaN
 
 
+@lru_cache(maxsize=1 << 16)  # every step verifies all positions of the cache again
 def mix(a: int, b: int) -> int:
     """A 64-bit hash of two numbers (the finaliser of splitmix64)."""
     x = (a * 0x9E3779B97F4A7C15 + b + 0xD1B54A32D192ED03) & _MASK

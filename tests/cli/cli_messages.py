@@ -13,6 +13,7 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "verbatim"
@@ -32,6 +33,7 @@ class Message:
     text: str
 
 
+@cache
 def messages() -> list[Message]:
     """Every message, by file and line."""
     found: dict[tuple[str, int, str], Message] = {}

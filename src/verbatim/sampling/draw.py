@@ -61,12 +61,10 @@ def noise_key(seed: int, choice: int = 0) -> int:
 
 def uniform(key: int, position: I64 | int, ids: I64, domain: int = DOMAIN_TOKEN) -> F64:
     """u in (0, 1) per (position, id); the two broadcast, so one call can serve many positions."""
-    at = np.asarray(position, np.int64).astype(np.uint64)
-    which = ids.astype(np.uint64)
-    zero = np.uint64(0)
-    c0, c1 = np.broadcast_arrays(which >> np.uint64(1), at & _LOW)
-    a, b, c, d = philox(c0, c1, (at >> _32) + zero, np.full_like(at, domain), key)
-    bits = np.where((which & np.uint64(1)) == zero, a | b << _32, c | d << _32)
+    at: Any = np.asarray(position, np.int64).astype(np.uint64)
+    which, last = ids.astype(np.uint64), np.asarray(domain, np.uint64)
+    a, b, c, d = philox(which >> np.uint64(1), at & _LOW, at >> _32, last, key)
+    bits = np.where((which & np.uint64(1)) == np.uint64(0), a | b << _32, c | d << _32)
     out: F64 = ((bits >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
     return out
 

@@ -1,6 +1,7 @@
 // Test of the thread pool: every work item runs once, every phase after the previous one, and
 // nothing is read of a job that is over. test_cpu_bits.py builds it with the thread sanitizer; each
 // job is freed after it ran, so that a late read is detected.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
@@ -86,7 +87,7 @@ int main(int argc, char** argv) {
             }
     }
     // A thread may be late for the last job; destroying the pool must still wake it.
-    for (int s = 0; s < 6000 / threads; s++) {
+    for (int s = 0; s < std::min(6000, 100 * steps) / threads; s++) {
         ThreadPool brief(threads);
         brief.parallel_for(threads, [](int, int) {});
     }
