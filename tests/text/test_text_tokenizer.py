@@ -150,7 +150,7 @@ BATCHES = given(batch=st.lists(texts, min_size=20, max_size=20))
 
 
 @pytest.mark.torch
-@settings(max_examples=200)
+@settings(max_examples=120)
 @BATCHES
 def test_thousands_of_strings_encode_as_hugging_face_does(
     default_tokenizer: Tokenizer, hugging_face: Any, batch: list[str]
