@@ -124,6 +124,20 @@ def test_a_suggestion_that_breaks_a_rule_is_a_warning_and_not_followed() -> None
     assert all("not followed" in line for line in read.warnings)
 
 
+def test_a_max_length_below_the_context_is_a_warning() -> None:
+    (line,) = read_generation_config({"max_length": 512}, context=2048).warnings
+    assert "max_length" in line
+    assert "not followed" in line
+    for config, context in (
+        ({"max_length": 2048}, 2048),
+        ({"max_length": 4096}, 2048),
+        ({"max_length": 20}, 2048),  # transformers' default
+        ({"max_length": None}, 2048),
+        ({"max_length": 512}, None),
+    ):
+        assert not read_generation_config(config, context).warnings
+
+
 def test_gguf_keys() -> None:
     metadata = {
         "general.name": "x",

@@ -89,8 +89,9 @@ class ModelDefaults:
 NO_DEFAULTS = ModelDefaults()
 
 
-def read_generation_config(config: Mapping[str, Any]) -> ModelDefaults:
-    """The defaults in transformers' generation_config.json. `do_sample: false` is temperature 0."""
+def read_generation_config(config: Mapping[str, Any], context: int | None = None) -> ModelDefaults:
+    """The defaults in transformers' generation_config.json. `do_sample: false` is temperature 0.
+    `context` of the model: a max_length below it, which counts the prompt, is not followed."""
     stated = {
         param: config[key]
         for key, param in GENERATION_CONFIG.items()
@@ -107,6 +108,13 @@ def read_generation_config(config: Mapping[str, Any]) -> ModelDefaults:
         for key, neutral in GENERATION_NOT_FOLLOWED.items()
         if config.get(key) is not None and config[key] not in neutral
     ]
+    longest = config.get("max_length")
+    # 20 is transformers' default, so no model suggests it
+    if type(longest) is int and longest != 20 and context and longest < context:
+        ignored.append(
+            f"{source}: max_length: the model suggests at most {longest} tokens of prompt and "
+            "answer, which is not followed; set max_tokens"
+        )
     sample = config.get("do_sample")
     if not isinstance(sample, bool | None):
         ignored.append(

@@ -266,7 +266,7 @@ def _sampling_defaults(name: str, path: Path, model: Model) -> ModelDefaults:
     stated = (
         read_gguf(source.metadata)
         if isinstance(source, GGUFFile)
-        else read_generation_config(model.generation_config)
+        else read_generation_config(model.generation_config, model.spec.context)
     )
     return (
         stated
