@@ -54,7 +54,7 @@ class EngineConfig:
     536870912
     """
 
-    backend: str = "auto"  # auto: cpu where its kernels are built, else reference
+    backend: str = "auto"  # auto: cuda if a GPU can run the model, else cpu, else reference
     threads: int | None = None  # None: the physical cores this process may use
     context: int | None = None  # None: the model's limit
     # maximum tokens per step, the prefill chunk; None: STEP_TOKENS, or GPU_STEP_TOKENS

@@ -30,13 +30,15 @@ ENGINE_HELP = {
     "threads": "threads of the CPU backend; default: the physical cores",
     "context": "maximum tokens of prompt and output; default: the model's own limit",
     "step_tokens": "maximum tokens computed in one step; default: 512, on a GPU up to 8,192",
-    "max_running": "maximum sequences in one step",
-    "max_waiting": "maximum requests in the queue",
-    "kv_memory": "memory for the KV cache, such as 512M or 2G",
+    "max_running": "maximum sequences in one step [256]",
+    "max_waiting": "maximum requests in the engine's queue; a server's --max-queue comes first"
+    " [4096]",
+    "kv_memory": "memory for the KV cache, such as 512M or 2G; default: a quarter of the free"
+    " memory, half of a GPU's",
     "kv_blocks": "exact number of KV cache blocks (tests)",
     "kv_type": "element type of the KV cache: f16, q8 or fp8; doctor MODEL measures what the"
-    " 8-bit types cost",
-    "prefix_cache": "reuse the KV cache of a shared prompt prefix",
+    " 8-bit types cost [f16]",
+    "prefix_cache": "reuse the KV cache of a shared prompt prefix [on]",
     "cache_dir": "directory that keeps the KV cache of prompts, so that a prefix hit survives a"
     " restart",
     "cache_dir_size": "maximum size of --cache-dir, such as 512M or 8G; each engine counts what it"
@@ -44,7 +46,7 @@ ENGINE_HELP = {
     "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and"
     " --speculate auto drafts nothing",
     "speculate": "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto;"
-    " changes the speed, never the output",
+    " changes the speed, never the output [auto]",
     "suffix_tenants": "tenant whose recent outputs --speculate suffix (and auto) may use for its"
     " drafts; *: every tenant, at most 256 (may be repeated)",
     "defaults": "sampling parameters that are not given: model (what the model states, else the"

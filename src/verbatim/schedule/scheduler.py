@@ -2,9 +2,9 @@
 
 The law
 -------
-A sequence is a list of *known* tokens; the first *computed* of them have their keys and values in
-the KV cache. A step computes some more. When computed reaches known, the logits of the last
-position draw the next token, and known grows by one.
+A sequence has two counters. *known* is its number of tokens, prompt and output; *computed* is how
+many of these, from the first on, have keys and values in the KV cache. A step increases computed.
+When computed equals known, the sampler draws the next token, and known grows by one.
 
 There is no prefill mode and no decode mode. Every move changes these two counters:
 

@@ -46,7 +46,10 @@ class Limits:
     )
     max_width: int = field(
         default=64,
-        metadata={"help": "n x best_of x beams x prompts of one request", "error": "400 on n"},
+        metadata={
+            "help": "the largest of n, best_of and num_beams, times the prompts of one request",
+            "error": "400 on n",
+        },
     )
     max_logprobs: int = field(
         default=20,
