@@ -4,11 +4,14 @@ constants here."""
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from verbatim.model import rope
 from verbatim.sampling import draw, numerics
 
 
@@ -181,3 +184,13 @@ def test_noise_is_finite_at_the_smallest_and_largest_uniform() -> None:
     ends = -numerics.log(-numerics.log(u))
     assert ends[0] == pytest.approx(-3.6038, abs=1e-3)
     assert ends[1] == pytest.approx(36.7368, abs=1e-3)
+
+
+def test_the_document_states_the_constants_one_per_line() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "numerics.md").read_text("utf-8")
+    stated = dict(
+        re.findall(r"^    (\w+) += (0x1\.[0-9a-f]+p[+-]\d+)(?:  .*)?$", text, re.MULTILINE)
+    )
+    values = {name: getattr(numerics, name) for name in ("LOG2E", "LN2_HI", "LN2_LO")}
+    values |= zip(("P1", "P2", "P3"), rope._HALF_PI, strict=True)
+    assert {name: float.fromhex(value) for name, value in stated.items()} == values
