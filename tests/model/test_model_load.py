@@ -308,6 +308,28 @@ def test_dynamic_rope_extends_the_context_by_its_factor(tmp_path: Path) -> None:
         load_model(directory, context=1025)
 
 
+def test_yarn_extends_the_context_to_its_factor_times_the_original_length(tmp_path: Path) -> None:
+    """As Qwen's model cards add it: max_position_embeddings stays as it was."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    directory = llama_directory(tmp_path / "m", put(rope_scaling=yarn))
+    header = {"type": "yarn", "factor": 4.0, "original_context_length": 256}
+    keys = {f"llama.rope.scaling.{name}": value for name, value in header.items()}
+    for path in (directory, llama_gguf(tmp_path / "m.gguf", keys)):
+        assert load_model(path).spec.context == 512
+        assert load_model(path, context=1024).spec.context == 1024
+        with pytest.raises(ParameterError, match="1025 is more than this model's 1024"):
+            load_model(path, context=1025)
+
+
+def test_an_attn_factor_of_yarn_has_no_effect_as_in_transformers(tmp_path: Path) -> None:
+    """DeepSeek-R1-0528-Qwen3-8B has one."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    with_it = llama_directory(tmp_path / "a", put(rope_scaling={**yarn, "attn_factor": 0.87}))
+    without = llama_directory(tmp_path / "b", put(rope_scaling=yarn))
+    ropes = [load_model(directory).spec.layers[0].rope for directory in (with_it, without)]
+    assert ropes[0] == ropes[1]
+
+
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])
 def test_quant_quantises_matrices_at_load(quant: str, tmp_path: Path) -> None:
     """Only rows of a multiple of 32 values: norms, and mlp.down with rows of 48, stay f32."""

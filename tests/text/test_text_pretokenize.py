@@ -43,6 +43,7 @@ NAMED_IN_THE_PLAN = [
     "tekken",
     # of the newer families, and of others that llama.cpp names
     *("a.x-4.0", "chatglm-bpe", "exaone4", "falcon3", "glm4", "gpt-4o", "hunyuan"),
+    *("f2llmv2", "kanana2", "kormo", "pixtral", "qwen35"),
     *("hunyuan-dense", "llama4", "megrez", "mellum", "midm-2.0", "minerva-7b", "seed-coder"),
 ]
 PIECES = [
@@ -148,6 +149,7 @@ def transformers_cutters() -> dict[str, Any]:
         GPT2Tokenizer,
         GPTNeoXTokenizer,
         Qwen2Tokenizer,
+        Qwen3_5Tokenizer,
     )
 
     vocab = {c: i for i, c in enumerate([*BYTE_ALPHABET, "<|endoftext|>"])}
@@ -157,7 +159,7 @@ def transformers_cutters() -> dict[str, Any]:
         "olmo": GPTNeoXTokenizer,
         "mpt": GPTNeoXTokenizer,
     }
-    classes |= {"qwen2": Qwen2Tokenizer, "command-r": CohereTokenizer}
+    classes |= {"qwen2": Qwen2Tokenizer, "command-r": CohereTokenizer, "qwen35": Qwen3_5Tokenizer}
     return {
         name: kind(vocab=dict(vocab), merges=[]).backend_tokenizer for name, kind in classes.items()
     }
@@ -189,6 +191,7 @@ EXAMPLES = {
         ["I", "'LL", " pay", " $", "123", "4", ".", "5", "!\n\n", " ok"],
     ),
     "qwen2": ("a 12\n  b", ["a", " ", "1", "2", "\n", " ", " b"]),
+    "qwen35": ("e\u0301 ab हिन्दी 12", ["é", " ab", " हिन्दी", " ", "1", "2"]),
     "tekken": ("HelloWORLDfoo x/\n12", ["Hello", "WORLDfoo", " x", "/\n", "1", "2"]),
     "smollm": ("a 12 b's", ["a", " ", "1", "2", " b", "'s"]),
     "deepseek-coder": ("x = 12\ny日本", ["x", " = ", "1", "2", "\n", "y", "日本"]),

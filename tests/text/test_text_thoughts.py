@@ -310,6 +310,13 @@ def test_the_format_comes_from_the_chat_template() -> None:
     gemma = find_format(["<channel|>"], OneToken({"<|channel>": 1000, "<channel|>": 1001}))
     assert gemma is not None
     assert (gemma.open_id, gemma.close_ids) == (1000, (1001,))
+    olmo = find_format(["<|im_start|>assistant\n<think>"], plain)  # Olmo 3 Think
+    assert olmo is not None
+    assert (olmo.close, olmo.after("<|im_start|>assistant\n<think>").start) == ("</think>", "open")
+    seed = find_format(["</seed:think>"], plain)
+    assert seed is not None
+    budget_0 = "<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>"
+    assert seed.after(budget_0).start == "open"
     tokens = {"<|start|>": 1, "<|channel|>": 2, "<|message|>": 3, "<|end|>": 4, "<|call|>": 5}
     harmony = find_format(["<|channel|>analysis<|message|>"], OneToken(tokens))
     assert harmony is not None

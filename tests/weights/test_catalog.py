@@ -502,6 +502,20 @@ Q4 = [
 ]  # layout of large models on the hub
 
 
+EMBEDDING = sorted(
+    [
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "modules.json",
+        "1_Pooling/config.json",
+        "config_sentence_transformers.json",
+        "sentence_bert_config.json",
+        "additional_chat_templates/tool_use.jinja",
+    ]
+)
+
+
 @pytest.fixture
 def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     repos = {
@@ -518,6 +532,8 @@ def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub
             "README.md",
         ],
         "org/one-GGUF": ["README.md", "m.Q4_K_M.gguf"],
+        "org/vision-GGUF": ["m-Q8_0.gguf", "mmproj-m-Q8_0.gguf"],
+        "org/embed": [*EMBEDDING, "onnx/model.onnx", "2_Dense/model.safetensors"],
         "org/many-GGUF": ["m.Q4_K_M.gguf", "m.Q8_0.gguf"],
         "org/pickle": ["config.json", "pytorch_model.bin"],
         "org/split-GGUF": ["README.md", *Q4, "imatrix.dat"],
@@ -619,6 +635,11 @@ def test_hub_downloads_all_parts_of_one_revision(name: str, hub: FakeHub) -> Non
 def test_hub_downloads_only_the_parts_of_the_requested_file(hub: FakeHub) -> None:
     resolve("org/splits-GGUF:[Q8]/m-00001-of-00003.gguf")  # brackets in a name are not a pattern
     assert kept(hub, "org/splits-GGUF") == [part.replace("Q4", "[Q8]") for part in Q4]
+
+
+def test_hub_downloads_the_settings_of_an_embedding_model(hub: FakeHub) -> None:
+    resolve("org/embed")
+    assert kept(hub, "org/embed") == EMBEDDING
 
 
 def test_hub_lists_a_split_file_once(hub: FakeHub) -> None:
@@ -1114,6 +1135,8 @@ def test_synonyms_name_catalog_models() -> None:
         ("org/many-GGUF:q4_k_m", "m.Q4_K_M.gguf"),
         ("huggingface.co/org/one-GGUF", "m.Q4_K_M.gguf"),
         ("org/splits-GGUF:Q2_K", "m.Q2_K.gguf"),
+        ("org/vision-GGUF", "m-Q8_0.gguf"),
+        ("org/vision-GGUF:Q8_0", "m-Q8_0.gguf"),
         ("org/splits-GGUF:Q4", Q4[0].rpartition("/")[2]),
     ],
 )

@@ -275,6 +275,7 @@ ROPE_KEYS: dict[str, Table] = {
         "mscale": followed("numerator of the attention factor"),
         "mscale_all_dim": followed("denominator of the attention factor"),
         "truncate": followed("round the band to whole pairs", True),
+        "attn_factor": no_effect("transformers does not read it; `attention_factor` is the key"),
     },
     "longrope": {
         **_ANY,

@@ -76,12 +76,18 @@ def pick_context(requested: int | None, default: int, limit: int) -> int:
 def context_of(f: Fields, requested: int | None, record: Record) -> int:
     trained = f.integer("max_position_embeddings")
     factor = record.get("factor", 1)
-    # Dynamic scaling extends the trained length by its factor. For the other rope types
-    # max_position_embeddings is the extended length already.
-    dynamic = (
-        record["rope_type"] == "dynamic" and isinstance(factor, (int, float)) and 1 < factor < 1e6
-    )
-    return pick_context(requested, trained, int(trained * factor) if dynamic else trained)
+    limit = trained
+    if isinstance(factor, (int, float)) and 1 < factor < 1e6:
+        # Dynamic scaling extends the trained length by its factor. For the other rope types
+        # max_position_embeddings is the extended length already, except where YaRN was added to
+        # the config of a published model and that length was left as it was.
+        if record["rope_type"] == "dynamic":
+            limit = int(trained * factor)
+        elif record["rope_type"] == "yarn":
+            original = record.get("original_max_position_embeddings")
+            if type(original) is int and original < 1 << 32:
+                limit = max(trained, int(original * factor))
+    return pick_context(requested, trained, limit)
 
 
 def activation(f: Fields, key: str = "hidden_act") -> Any:

@@ -27,7 +27,8 @@ def rotary(
     head_dim = f.integer("attention.key_length", max(1, hidden // heads))
     if f.integer("attention.value_length", head_dim) != head_dim:
         raise f.fail("attention.value_length", f"values must be as long as keys ({head_dim})")
-    context = pick_context(requested, f.integer("context_length"), f.integer("context_length"))
+    trained = f.integer("context_length")
+    context = pick_context(requested, trained, max(trained, _yarn_length(f)))
     rope = rope_of(f, tensors, f.integer("rope.dimension_count", head_dim), context)
     window = (
         f.integer("attention.sliding_window", low=0) if f.has("attention.sliding_window") else 0
@@ -100,6 +101,15 @@ def rope_of(f: Fields, tensors: Tensors, dim: int, context: int, **more: Any) ->
     if warning := length_warning(record, context=context, trained=trained):
         f.warn(warning)
     return rope
+
+
+def _yarn_length(f: Fields) -> int:
+    """The length that YaRN extends to: a file may state it in its scaling only. 0 without YaRN."""
+    factor, original = "rope.scaling.factor", "rope.scaling.original_context_length"
+    if f.string("rope.scaling.type", "none") != "yarn" or not (f.has(factor) and f.has(original)):
+        return 0
+    times = f.number(factor)
+    return int(f.integer(original) * times) if 1 < times < 1e6 else 0
 
 
 def _attention_factor(f: Fields, kind: str, record: Mapping[str, Any]) -> float:

@@ -20,6 +20,10 @@ _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_TAIL}"
 QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_TAIL}"
+QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 SEED = (
     rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -108,12 +112,16 @@ SPLIT_RULES: dict[str, SplitRules] = {
     "falcon-h1": _LLAMA3,
     "lfm2": _LLAMA3,
     "midm-2.0": _LLAMA3,
+    "pixtral": _LLAMA3,
     "dbrx": SplitRules((LLAMA3,)),
     "smaug-bpe": SplitRules((LLAMA3,)),
     "chatglm-bpe": SplitRules((LLAMA3,)),
     "glm4": SplitRules((LLAMA3,)),
     "qwen2": _QWEN2,
     "deepseek-r1-qwen": _QWEN2,
+    "f2llmv2": _QWEN2,
+    "kormo": _QWEN2,
+    "qwen35": SplitRules((QWEN35,), nfc=True),
     "stablelm2": SplitRules((QWEN2,)),
     "hunyuan": SplitRules((QWEN2,)),
     "megrez": SplitRules((QWEN2,)),
@@ -133,6 +141,7 @@ SPLIT_RULES: dict[str, SplitRules] = {
     "tekken": SplitRules((TEKKEN,), whole_words=True, bos=True),
     "gpt-4o": SplitRules((GPT4O,)),
     "llama4": SplitRules((GPT4O,)),
+    "kanana2": SplitRules((GPT4O,)),
 }
 
 

@@ -106,22 +106,24 @@ def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
     text = "\n".join(source for source in sources if isinstance(source, str))
     if CHANNEL in text and "analysis" in text:
         return _harmony(tokenizer)
-    for open_tag, close in TAGS:
-        if close in text:
-            opening = tokenizer.encode(open_tag, special=True)
-            closing = tokenizer.encode(close, special=True)
-            single = len(opening) == 1 or tokenizer.is_control(opening[0])
-            markers = frozenset(i for i in (*opening, *closing) if tokenizer.is_control(i))
-            first = opening[0] if single else None
-            wrapper = next((pair for pair in WRAPPERS if pair[0] in text), None)
-            spelled = b"".join(map(tokenizer.token_bytes, closing)).endswith(close.encode())
-            ids = tuple(closing) if spelled else ()
-            part = tokenizer.token_bytes(opening[0]).decode("utf-8", "replace")
-            opener = part if len(opening) > 1 and tokenizer.is_control(opening[0]) else ""
-            return ThoughtFormat(
-                open_tag, close, first, ids, markers, wrapper=wrapper, opener=opener
-            )
-    return None
+    closed = [pair for pair in TAGS if pair[1] in text]
+    # Olmo 3 Think's template has the opening tag only.
+    pairs = closed or [pair for pair in TAGS if pair[0].strip() in text]
+    return _tagged(*pairs[0], text, tokenizer) if pairs else None
+
+
+def _tagged(open_tag: str, close: str, template: str, tokenizer: Any) -> ThoughtFormat:
+    opening = tokenizer.encode(open_tag, special=True)
+    closing = tokenizer.encode(close, special=True)
+    single = len(opening) == 1 or tokenizer.is_control(opening[0])
+    markers = frozenset(i for i in (*opening, *closing) if tokenizer.is_control(i))
+    first = opening[0] if single else None
+    wrapper = next((pair for pair in WRAPPERS if pair[0] in template), None)
+    spelled = b"".join(map(tokenizer.token_bytes, closing)).endswith(close.encode())
+    ids = tuple(closing) if spelled else ()
+    part = tokenizer.token_bytes(opening[0]).decode("utf-8", "replace")
+    opener = part if len(opening) > 1 and tokenizer.is_control(opening[0]) else ""
+    return ThoughtFormat(open_tag, close, first, ids, markers, wrapper=wrapper, opener=opener)
 
 
 def _harmony(tokenizer: Any) -> ThoughtFormat:

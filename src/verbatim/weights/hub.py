@@ -27,8 +27,8 @@ from verbatim.weights.split import group_parts, parts_of
 LIST_TIMEOUT = 10.0  # seconds to wait for the list of files before the cache is used
 CHECK_NAME = "check the name and the network"
 
-# Files of a repository that are downloaded: weights in formats that run no code, configs and
-# tokenizers.
+# Files of a repository that are downloaded: weights in formats that run no code, configs,
+# tokenizers, and the settings of sentence-transformers.
 PATTERNS = (
     "*.safetensors",
     "model.safetensors.index.json",
@@ -40,11 +40,16 @@ PATTERNS = (
     "added_tokens.json",
     "chat_template.json",
     "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "modules.json",
+    "*_Pooling/config.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
 )
-IGNORED = ("consolidated*", "*/*")  # second copies of the weights; subfolders
+IGNORED = ("consolidated*", "*/*.safetensors")  # second copies of the weights; of subfolders
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -174,10 +179,16 @@ def _snapshot(hub: Any, ref: HubRef, *, local: bool, parts: list[str] | None = N
     )
 
 
+def _gguf_models(names: list[str]) -> list[str]:
+    """The GGUF files of models, without the projectors of vision models (mmproj)."""
+    models = (name for name in names if not name.rsplit("/", 1)[-1].startswith("mmproj"))
+    return list(group_parts(name for name in models if name.endswith(".gguf")))
+
+
 def _gguf_of(repo: str, names: list[str], quant: str) -> str:
     """The GGUF file of a quantisation: its name ends in it, before the suffix and part numbers, or
     its folder is named after it."""
-    files = list(group_parts(name for name in names if name.endswith(".gguf")))
+    files = _gguf_models(names)
     name = re.escape(quant)
     wanted = re.compile(rf"(?:^|[-._/]){name}(?:-\d+-of-\d+)?\.gguf$|(?:^|/){name}/", re.IGNORECASE)
     found = [name for name in files if wanted.search(name)]
@@ -191,7 +202,7 @@ def _gguf_of(repo: str, names: list[str], quant: str) -> str:
 
 
 def _only_gguf(repo: str, names: list[str]) -> str:
-    files = list(group_parts(name for name in names if name.endswith(".gguf")))
+    files = _gguf_models(names)
     if len(files) == 1:
         return files[0]
     if files:
