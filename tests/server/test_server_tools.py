@@ -6,20 +6,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verbatim.base.params import SamplingParams
+from verbatim.base.records import Drawn, Finish
+from verbatim.engine.stream import ChoiceStream
 from verbatim.server.api.anthropic import MessagesReply
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.chat_request import ChatRequest
 from verbatim.server.api.tool_format import detect_format
 from verbatim.server.api.tools import ToolParser, forced_schema, read_calls, template_messages
 from verbatim.server.process.message_codec import decode_to_engine, encode
 from verbatim.server.process.messages import Generate, ModelFacts, WireFinish
+from verbatim.server.settings import Limits
+from verbatim.testing import ByteTokenizer
 
-NAMES = {"get_weather", "add"}
+NAMES: dict[str, Any] = {"get_weather": None, "add": None}  # name -> schema of the parameters
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
 TOOL = {
     "type": "function",
@@ -88,7 +95,7 @@ CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
 
 
 def parse(form: str, pieces: list[str], **more: Any) -> tuple[list[tuple[str, Any]], str]:
-    parser = ToolParser(form, NAMES, **more)
+    parser = ToolParser(form, more.pop("tools", NAMES), **more)
     found = [item for piece in pieces for item in parser.push(piece)] + parser.finish()
     calls = [(v.name, json.loads(v.arguments)) for kind, v in found if kind == "call"]
     assert parser.calls == len(calls)
@@ -108,6 +115,200 @@ def test_calls_are_the_same_for_any_split_of_the_text(case: Any, cuts: list[int]
     form, text, calls, left = case
     edges = sorted({0, len(text), *(c for c in cuts if c < len(text))})
     assert parse(form, [text[a:b] for a, b in pairwise(edges)]) == (calls, left)
+
+
+EDIT: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "path": {"type": "string"},
+        "line": {"type": "integer"},
+        "all": {"type": "boolean"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "options": {"type": "object"},
+        "id": {"type": ["string", "null"]},
+        "limit": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+        "mode": {"$ref": "#/$defs/Mode"},
+        "level": {"enum": ["1", "2"]},
+        "free": {"description": "anything"},
+    },
+    "$defs": {"Mode": {"type": "string", "enum": ["1", "fast"]}},
+}
+TYPED: dict[str, Any] = {"edit": EDIT, "list-all": None}
+CODE = "if a < b:\n    print(\"<x>\", 'y')\n</parameter> </arg_value>\n\n# end"
+
+# (value as the model writes it, parameter, value of the call)
+VALUES: list[tuple[str, str, Any]] = [
+    ("12", "path", "12"),  # a string that looks like a number
+    ('"quoted"', "path", '"quoted"'),
+    (" two spaces ", "path", " two spaces "),
+    ("", "path", ""),
+    (CODE, "path", CODE),
+    ("12", "line", 12),
+    ("123456789012345678901", "line", 123456789012345678901),
+    ("twelve", "line", "twelve"),
+    ("true", "all", True),
+    ("False", "all", False),
+    ("None", "all", "None"),
+    ("None", "id", None),
+    ("null", "id", None),
+    ("12", "id", "12"),
+    ('["a", "b"]', "tags", ["a", "b"]),
+    ("['a']", "tags", "['a']"),
+    ('{"a": {"b": [1, null]}}', "options", {"a": {"b": [1, None]}}),
+    ("12", "limit", 12),
+    ("1.5", "limit", "1.5"),
+    ("many", "limit", "many"),
+    ("1", "mode", "1"),
+    ("1", "level", "1"),
+    ("1", "free", 1),
+    ("one", "free", "one"),
+    ("[1]", "unknown", [1]),
+    ("True", "unknown", "True"),
+]
+
+
+def qwen(name: str, *pairs: tuple[str, str]) -> str:
+    """As the chat template of Qwen3-Coder and Qwen3.5 writes a call."""
+    inner = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in pairs)
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+def glm(name: str, *pairs: tuple[str, str], end: str = "\n") -> str:
+    """As the chat template of GLM 4.5 writes a call; GLM 4.7 writes no line ends."""
+    inner = "".join(
+        f"<arg_key>{key}</arg_key>{end}<arg_value>{value}</arg_value>{end}" for key, value in pairs
+    )
+    return f"<tool_call>{name}{end}{inner}</tool_call>"
+
+
+def glm_dense(name: str, *pairs: tuple[str, str]) -> str:
+    return glm(name, *pairs, end="")
+
+
+def cut_everywhere(form: str, text: str, **more: Any) -> tuple[list[tuple[str, Any]], str]:
+    """The calls and the remaining text, which are the same for each cut in two."""
+    whole = parse(form, [text], tools=TYPED, **more)
+    for at in range(1, len(text)):
+        assert parse(form, [text[:at], text[at:]], tools=TYPED, **more) == whole
+    assert parse(form, list(text), tools=TYPED, **more) == whole
+    return whole
+
+
+@pytest.mark.parametrize("write", [qwen, glm, glm_dense])
+def test_xml_calls_are_parsed_at_every_cut(write: Any) -> None:
+    first = write("edit", ("path", CODE), ("line", "3"), ("all", "true"))
+    made = ("edit", {"path": CODE, "line": 3, "all": True})
+    assert cut_everywhere("hermes", first) == ([made], "")
+    two = f"I look.\n\n{first}\n{write('list-all')}\n"
+    assert cut_everywhere("hermes", two) == ([made, ("list-all", {})], "I look.\n\n")
+    hermes = '<tool_call>\n{"name": "list-all", "arguments": {}}\n</tool_call>'
+    assert cut_everywhere("hermes", f"{hermes}\n{first}") == ([("list-all", {}), made], "")
+    unknown = write("remove", ("path", "x"))
+    assert cut_everywhere("hermes", f"{unknown}\n{first}") == ([made], f"{unknown}\n")
+    assert parse("hermes", [first, first], tools=TYPED, single=True) == ([made], first)
+    for end in range(1, len(first)):
+        assert parse("hermes", [first[:end]], tools=TYPED) == ([], first[:end])
+
+
+@pytest.mark.parametrize("write", [qwen, glm, glm_dense])
+def test_values_of_xml_calls_get_the_types_of_the_schema(write: Any) -> None:
+    for text, key, value in VALUES:
+        for more in ([], [("other", "x")]):
+            calls, left = parse("hermes", [write("edit", (key, text), *more)], tools=TYPED)
+            assert (calls, left) == ([("edit", {key: value, **dict(more)})], ""), (text, key)
+    for schema in (None, {}, {"properties": None}, {"properties": {"a": True}}, {"type": "object"}):
+        calls, _ = parse("hermes", [write("f", ("a", "1"), ("b", "x"))], tools={"f": schema})
+        assert calls == [("f", {"a": 1, "b": "x"})]
+    endless = {"properties": {"a": {"$ref": "#/properties/a"}}}
+    assert parse("hermes", [write("f", ("a", "1"))], tools={"f": endless})[0] == [("f", {"a": 1})]
+
+
+BROKEN = [
+    "<tool_call>\n<function=edit>\n<parameter=path>\nx\n</function>\n</tool_call>",
+    "<tool_call>\n<function=edit>\ntext\n</function>\n</tool_call>",
+    "<tool_call>\n<function=edit>\n</function>\nmore</tool_call>",
+    "<tool_call>edit\n<arg_key>path</arg_key></tool_call>",
+    "<tool_call>edit and more\n<arg_key>path</arg_key>\n<arg_value>x</arg_value></tool_call>",
+    "<tool_call>edit<arg_key>path</arg_key><arg_value>x</arg_value>more</tool_call>",
+    "<tool_call></tool_call>",
+    "[TOOL_CALLS]edit",
+    "[TOOL_CALLS]edit[ARGS]",
+    '[TOOL_CALLS]edit[ARGS]{"line": 1',
+    "[TOOL_CALLS]edit[ARGS][1]",
+    '[TOOL_CALLS]edit[ARGS]{"line": NaN}',
+    '[TOOL_CALLS]edit[ARGS]{"line": 1} and text',
+    '[TOOL_CALLS]edit[ARGS]{"line": 1}[TOOL_CALLS]remove[ARGS]{}',
+    "[TOOL_CALLS]edit[ARGS]" + '{"a":' * 5000,
+]
+
+
+@pytest.mark.parametrize("text", BROKEN)
+def test_a_broken_call_stays_text(text: str) -> None:
+    form = "mistral" if text.startswith("[") else "hermes"
+    assert parse(form, [text], tools=TYPED) == ([], text)
+
+
+def test_a_repeated_parameter_is_kept() -> None:
+    for write in (qwen, glm):
+        parser = ToolParser("hermes", TYPED)
+        ((_, call),) = parser.push(write("edit", ("line", "1"), ("line", "2")))
+        assert call.arguments == '{"line": 1, "line": 2}'
+
+
+def test_mistrals_calls_are_parsed_at_every_cut() -> None:
+    made = ("edit", {"path": 'a "[ARGS]" [TOOL_CALLS]{', "line": 3})
+    first = f"[TOOL_CALLS]edit[ARGS]{json.dumps(made[1])}"
+    assert cut_everywhere("mistral", first) == ([made], "")
+    two = f"I look. {first}[TOOL_CALLS]list-all[CALL_ID]a1B2c3D4e[ARGS]{{}}"
+    assert cut_everywhere("mistral", two) == ([made, ("list-all", {})], "I look. ")
+    assert cut_everywhere("mistral", two, single=True) == (
+        [made],
+        'I look. {"name": "list-all", "arguments": {}}',
+    )
+    for end in range(1, len(first)):
+        assert parse("mistral", [first[:end]], tools=TYPED) == ([], first[:end])
+
+
+class MistralByteTokenizer(ByteTokenizer):
+    """Bytes, and Mistral's markers of a tool call as control tokens."""
+
+    NAMES = (*ByteTokenizer.NAMES, "[TOOL_CALLS]", "[ARGS]")
+    vocab_size = 262
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        'Yes. [TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}</s>',
+        'Yes. [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}]</s>',
+    ],
+)
+def test_mistrals_markers_are_control_tokens_and_reach_the_parser(written: str) -> None:
+    """From the request's parameters over the engine's detokenizer to the parser. Requests without
+    tools, and those with a forced call, leave control tokens out."""
+    tokenizer = MistralByteTokenizer()
+    control = frozenset(range(256, 262))
+    facts = replace(ALL_TOOLS, tool_format="mistral", vocab=262, control=control)
+
+    def output(**body: Any) -> tuple[ChatRequest, str]:
+        state = SimpleNamespace(facts=facts, limits=Limits())
+        call: Any = SimpleNamespace(state=state)
+        ask = ChatRequest(call, {"messages": [{"role": "user", "content": "x"}], **body})
+        params = SamplingParams.from_mapping(ask.params)
+        stream = ChoiceStream("r", 0, params, tokenizer)
+        for token in tokenizer.encode(written, special=True):
+            stream.push(Drawn(token, 0.0), Finish("stop", "") if token == tokenizer.EOS else None)
+        return ask, stream.choice(0).text
+
+    ask, text = output(tools=[TOOL])
+    left, (call,) = ask.read(text)
+    assert (left, call.name) == ("Yes. ", "get_weather")
+    assert json.loads(call.arguments) == {"city": "Rome"}
+    hidden = tokenizer.decode(tokenizer.encode(written, special=True))
+    for body in ({}, {"tools": [TOOL], "tool_choice": "none"}):
+        assert output(**body)[1] == hidden
+    assert output(tools=[TOOL], tool_choice="required")[0].params.get("skip_special", True)
+    assert output(tools=[TOOL], skip_special=True)[1] == hidden
 
 
 @given(

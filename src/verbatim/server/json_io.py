@@ -43,7 +43,7 @@ def loads_strict(text: str) -> Any:
 def loads_lossless(text: str) -> Any:
     """Parse a JSON string that a model generated. dumps_lossless() writes the value back without
     loss, duplicate keys included. ValueError: not JSON."""
-    return _loads(text, _keep_pairs)
+    return _loads(text, keep_pairs)
 
 
 def dumps_lossless(value: Any) -> str:
@@ -82,7 +82,8 @@ class _Pairs(dict[str, Any]):
         return self._pairs
 
 
-def _keep_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def keep_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object that dumps_lossless() writes with all of these pairs, duplicate keys included."""
     out = dict(pairs)
     return out if len(out) == len(pairs) else _Pairs(pairs)
 

@@ -140,6 +140,9 @@ class ChatRequest:
             self.tools = []
         elif self.choice == "auto":
             self._calls_or_text_grammar()
+            if self.tools and self.call.state.facts.tool_format == "mistral":
+                # The markers of a call are control tokens, and the parser needs their text.
+                self.values.setdefault("skip_special", False)
         else:
             if not self.tools:
                 raise Problem(
@@ -219,10 +222,11 @@ class ChatRequest:
         """A tool-call parser for one choice; None if the request has no tools."""
         if not self.tools:
             return None
-        names = {tool["function"]["name"] for tool in self.tools}
+        functions = (tool["function"] for tool in self.tools)
+        tools = {function["name"]: function.get("parameters") for function in functions}
         single = self.body.get("parallel_tool_calls") is False
         form = self.call.state.facts.tool_format
-        return ToolParser(form, names, forced=self.forced, single=single, midway=self.continues)
+        return ToolParser(form, tools, forced=self.forced, single=single, midway=self.continues)
 
     def pieces(self, text: str) -> list[tuple[str, Any]]:
         """The texts and tool calls of a complete output, in its order."""

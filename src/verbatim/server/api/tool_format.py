@@ -6,7 +6,7 @@ FORMATS = ("hermes", "mistral", "llama3", "json")
 
 
 def detect_format(template: str) -> str:
-    """hermes: <tool_call>{...}</tool_call> (Hermes, Qwen); mistral: [TOOL_CALLS][{...}]; llama3:
+    """hermes: <tool_call>...</tool_call> (Hermes, Qwen, GLM); mistral: [TOOL_CALLS]...; llama3:
     {"name", "parameters"}; json: the template has no tools, so the server describes them in a
     system message.
 

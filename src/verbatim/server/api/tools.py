@@ -4,8 +4,9 @@ In: the request's tools and messages, the model's format (tool_format.py), then 
 delta by delta. Out: messages for the chat template, then text and calls, each as soon as it is
 certain. A call that cannot be parsed stays text, so nothing of the output is lost.
 
-    hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>
-    mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]
+    hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>, or the XML of Qwen3-Coder
+             or GLM between the tags (call_formats.py)
+    mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]NAME[ARGS]{...}
     llama3   {"name": ..., "parameters": {...}}
     any      an output that consists of one such object, or a list of them
 """
@@ -14,10 +15,11 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.server.api.call_formats import Tools, read_marked, read_xml
 from verbatim.server.json_io import dumps_lossless, loads_lossless, loads_strict
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.tag_splitter import partial_tag_length
@@ -193,7 +195,7 @@ def call_or_text(
 # --------------------------------------------------------------------------- from the text
 
 
-def read_calls(text: str, names: set[str]) -> list[ParsedCall]:
+def read_calls(text: str, names: Container[str]) -> list[ParsedCall]:
     """Parse JSON into calls: an object, or a list of objects, with a known name and an object of
     arguments. [] if it is anything else."""
     try:
@@ -222,19 +224,19 @@ def read_calls(text: str, names: set[str]) -> list[ParsedCall]:
 
 class ToolParser:
     """Incremental parser. push(text) and finish() return ("text", str) and ("call", ParsedCall) in
-    the order of the output."""
+    the order of the output. `tools`: name -> JSON schema of the parameters."""
 
     def __init__(
         self,
         form: str,
-        names: set[str],
+        tools: Tools,
         *,
         forced: bool = False,
         single: bool = False,
         midway: bool = False,
     ) -> None:
         self._open, self._close = (MISTRAL, "") if form == "mistral" else (OPEN, CLOSE)
-        self._names = names
+        self._tools = tools
         self._single = single
         self._held = ""
         self._at = 0  # offset of `_held` in the output, in characters
@@ -262,15 +264,25 @@ class ToolParser:
         if not self._held or (self._fresh and self.calls and not self._held.strip()):
             return []
         body = self._held.lstrip().removeprefix(self._open) if self._inside else self._held
-        found = (
-            self._limit_calls(read_calls(body.strip(), self._names))
-            if self._whole or self._inside
-            else []
-        )
+        found = self._limit_calls(self._read(body)) if self._whole or self._inside else []
         if not found:
             return [self._text(len(self._held))]
         self._take(len(self._held))
         return found
+
+    def _read(self, body: str, *, closed: bool = False) -> list[ParsedCall]:
+        """Parse the text of a call without its opening tag. Only the closing tag shows that a call
+        in XML is complete, so without it (`closed`) there is none."""
+        body = body.strip()
+        found = read_calls(body, self._tools)
+        if found or not self._inside:
+            return found
+        if not self._close:
+            made = read_marked(body, self._tools)
+        else:
+            call = read_xml(body, self._tools) if closed else None
+            made = [] if call is None else [call]
+        return [ParsedCall(name, dumps_lossless(arguments)) for name, arguments in made]
 
     def _take(self, size: int) -> str:
         taken, self._held = self._held[:size], self._held[size:]
@@ -305,7 +317,7 @@ class ToolParser:
             if end < 0:
                 break
             body = self._held[:end].lstrip().removeprefix(self._open)
-            found = self._limit_calls(read_calls(body.strip(), self._names))
+            found = self._limit_calls(self._read(body, closed=True))
             size = end + len(self._close)
             if found:
                 self._take(size)

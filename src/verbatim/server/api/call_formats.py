@@ -1,0 +1,128 @@
+"""Tool calls that are not one JSON object: the XML of Qwen3-Coder and GLM, Mistral's markers.
+
+In: the text of a call, and the tools as name -> JSON schema of the parameters. Out: names with
+arguments; nothing if any part of the text does not fit, so that the text stays text.
+
+    qwen     <function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>
+    glm      NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>
+    mistral  [TOOL_CALLS]NAME[ARGS]{...}, repeated for further calls
+
+The values of the XML formats have no type: the schema of the parameter decides.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.server.json_io import keep_pairs, loads_lossless
+
+Tools = Mapping[str, Any]  # name -> JSON schema of the parameters
+Call = tuple[str, dict[str, Any]]  # name, arguments
+
+FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+# A value may contain its own closing tag. It ends at the one that precedes the next key or the end.
+PARAMETER = re.compile(
+    r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL
+)
+ARGUMENT = re.compile(
+    r"\s*<arg_key>([^<>]*)</arg_key>\s*<arg_value>(.*?)</arg_value>\s*(?=<arg_key>|\Z)", re.DOTALL
+)
+# Mistral Small 3.2 writes an id before the arguments. Every call gets one of ours instead.
+MARKED = re.compile(r"\s*(?:\[TOOL_CALLS\]\s*)?([^\s\[\]{}]+)(?:\[CALL_ID\]\w*)?\[ARGS\]\s*")
+LITERALS = {"True": True, "False": False, "None": None}  # as the chat template writes earlier calls
+TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", float: "number"}
+
+
+def read_xml(body: str, tools: Tools) -> Call | None:
+    """The call between <tool_call> and </tool_call>, of either format."""
+    if found := FUNCTION.fullmatch(body):
+        name, pattern, rest = found[1].strip(), PARAMETER, found[2]
+    else:
+        name, tag, rest = body.partition("<arg_key>")
+        name, pattern, rest = name.strip(), ARGUMENT, tag + rest
+    if name not in tools:
+        return None
+    pairs, at, rest = [], 0, rest.strip()
+    while at < len(rest):
+        item = pattern.match(rest, at)
+        if item is None:
+            return None
+        key = item[1].strip()
+        pairs.append((key, typed_value(item[2], tools[name], key)))
+        at = item.end()
+    return name, keep_pairs(pairs)
+
+
+def read_marked(text: str, tools: Tools) -> list[Call]:
+    """Mistral's calls: all of them, or []."""
+    calls: list[Call] = []
+    at, text = 0, text.rstrip()
+    while at < len(text):
+        head = MARKED.match(text, at)
+        if head is None or head[1] not in tools:
+            return []
+        try:
+            _, at = json.JSONDecoder().raw_decode(text, head.end())
+            arguments = loads_lossless(text[head.end() : at])
+        except (ValueError, RecursionError):
+            return []
+        if not isinstance(arguments, dict):
+            return []
+        calls.append((head[1], arguments))
+    return calls
+
+
+# ------------------------------------------------------------------------------------------- values
+
+
+def typed_value(text: str, parameters: Any, key: str) -> Any:
+    """The value of a parameter that was written without quotes: a string, or JSON of another type.
+
+    >>> schema = {"properties": {"zip": {"type": "string"}, "n": {"type": ["string", "integer"]}}}
+    >>> typed_value("12", schema, "zip"), typed_value("12", schema, "n")
+    ('12', 12)
+    """
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    schema = properties.get(key) if isinstance(properties, dict) else None
+    types = _types(schema, parameters)
+    if types == {"string"}:
+        return text
+    word = text.strip()
+    if word in LITERALS and TYPES[type(LITERALS[word])] in types:
+        return LITERALS[word]
+    try:
+        value = loads_lossless(text)
+    except ValueError:
+        return text
+    return text if "string" in types and not _type_of(value) & (types - {"string"}) else value
+
+
+def _types(schema: Any, root: Any, depth: int = 8) -> set[str]:
+    """The types that a schema allows, as far as it names them; empty: unknown. `depth` bounds
+    references that form a cycle."""
+    if not isinstance(schema, dict) or not depth:
+        return set()
+    named = schema.get("type", [])
+    found = {named} if isinstance(named, str) else {t for t in named if isinstance(t, str)}
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
+    for value in [*values, *([schema["const"]] if "const" in schema else [])]:
+        found |= _type_of(value)
+    for keyword in ("anyOf", "oneOf", "allOf"):
+        for member in schema.get(keyword) or ():
+            found |= _types(member, root, depth - 1)
+    target = schema.get("$ref")
+    if isinstance(target, str) and target.startswith("#/"):
+        place = root
+        for part in target[2:].split("/"):
+            place = place.get(part) if isinstance(place, dict) else None
+        found |= _types(place, root, depth - 1)
+    return found
+
+
+def _type_of(value: Any) -> set[str]:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return {"integer", "number"}
+    return {TYPES.get(type(value), "object")}
