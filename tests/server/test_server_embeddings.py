@@ -6,6 +6,7 @@ import base64
 import struct
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,6 +16,9 @@ from live_server import Live
 
 from tiny_encoders import write_encoder
 from verbatim import LLM
+from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.embed_rerank import rerank
+from verbatim.server.settings import Limits
 
 TEXTS = ["the cat sat on the mat.", "why is the sky blue?", "paris"]
 LONG = "cat " * 100
@@ -174,6 +178,33 @@ def test_documents_are_ranked(ranker: Live) -> None:
 def test_a_wrong_rerank_is_refused_by_name(ranker: Live, change: Any, named: str) -> None:
     ask = {"query": "q", "documents": ["a"], **change}
     assert refused(ranker.post("/v1/rerank", ask))[0].startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("task", "query", "named", "rule"),
+    [
+        ("generate", "q", "model", "no cross-encoder"),
+        ("rerank", "é" * 21, "query", "42 bytes times 100 documents are above 4000"),
+    ],
+)
+async def test_a_rerank_is_refused_before_its_query_is_copied_for_each_document(
+    task: str, query: str, named: str, rule: str
+) -> None:
+    body = {"model": "m", "query": query, "documents": ["d"] * 100, "truncate": True}
+    state = SimpleNamespace(
+        check_model=str,
+        facts=SimpleNamespace(task=task, name="m"),
+        limits=Limits(max_body_bytes=1000),
+    )
+
+    async def given() -> Any:
+        return body
+
+    call: Any = SimpleNamespace(state=state, body=given)  # no submit(): nothing may be sent
+    with pytest.raises(Problem) as error:
+        await rerank(call)
+    assert (error.value.status, error.value.param) == (400, named)
+    assert rule in error.value.message
 
 
 def test_a_pair_that_is_too_long_is_refused_with_its_length(ranker: Live) -> None:
