@@ -495,6 +495,29 @@ def test_a_tool_result_may_repeat_only_the_name_of_its_call(fake: Any) -> None:
         assert status == 200 or rendered.json()["error"]["param"] == "messages[2].name"
 
 
+def test_the_names_of_many_tool_results_are_compared_in_linear_time() -> None:
+    """A scan of all earlier calls for each result blocked the server for a minute."""
+    reads = 0
+
+    class Counted(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            nonlocal reads
+            reads += key in ("tool_calls", "id")
+            return super().get(key, default)
+
+    calls = [Counted(id=f"c{i}", function={"name": "f", "arguments": "{}"}) for i in range(128)]
+    talk = [Counted(role="assistant", content="", tool_calls=calls) for _ in range(2)]
+    results = [
+        Counted(role="tool", content="", tool_call_id=f"c{i}", name=name)
+        for i in range(128)
+        for name in ("f", "g")
+    ]
+    made = template_messages([*talk, *results], [], NO_TOOLS)
+    assert [message.get("name") for message in made[2:]] == [None, "g"] * 128
+    messages = len(talk) + len(results)
+    assert reads <= 2 * messages + len(talk) * len(calls)
+
+
 def test_an_error_counts_messages_as_the_client_sent_them() -> None:
     from verbatim.server.api.api_errors import Problem
     from verbatim.server.api.to_params import with_client_names

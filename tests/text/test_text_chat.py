@@ -18,6 +18,7 @@ from verbatim.base.errors import ModelError, RequestError, UnsupportedError
 from verbatim.text.chat_template import ChatTemplate, encode_chat
 from verbatim.text.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_gguf
+from verbatim.text.tool_calls import redundant_names
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
 TOOL = {
@@ -544,6 +545,29 @@ def test_the_name_of_a_tool_result_may_repeat_that_of_its_call() -> None:
     for other in ({"name": "get_news"}, {"name": "get_weather", "tool_call_id": "c2"}):
         with pytest.raises(UnsupportedError, match=r"messages\[2\].name"):
             qwen.render([*ASKED[:1], call, {**result, **other}], tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("call", "result", "redundant"),
+    [
+        ({"id": "c", "name": "f"}, {"tool_call_id": "c"}, True),
+        ({"id": "c", "function": {"name": "f"}}, {"tool_call_id": "c"}, True),
+        ({"id": "c", "name": "f"}, {"tool_call_id": "d"}, False),
+        ({"id": "c", "name": "f"}, {}, True),
+        ({"id": "c", "name": "f"}, {"tool_call_id": ""}, True),
+        ({"name": "f"}, {"tool_call_id": "c"}, True),
+        ({"id": "c", "name": "g"}, {"tool_call_id": "c"}, False),
+        ({"id": "c", "name": ["f"]}, {"tool_call_id": "c"}, False),
+        ({"id": ["c"], "name": "f"}, {"tool_call_id": ["d"]}, False),
+        ({"id": ["c"], "name": "f"}, {}, True),
+    ],
+)
+def test_which_call_the_name_of_a_tool_result_repeats(
+    call: dict[str, Any], result: dict[str, Any], redundant: bool
+) -> None:
+    talk = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "name": "f", **result}]
+    assert redundant_names(talk) == ({1} if redundant else set())
+    assert not redundant_names(talk[::-1])  # a result answers an earlier call
 
 
 def test_thoughts_that_the_template_does_not_know_are_refused() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.base.errors import RequestError, UnsupportedError
 from verbatim.text.control_tokens import ControlEscaper
 from verbatim.text.template_program import TemplateProgram
-from verbatim.text.tool_calls import repeats_call
+from verbatim.text.tool_calls import redundant_names
 
 MAX_DEPTH = 64  # nesting levels of messages and tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms in templates and clients
@@ -113,23 +113,23 @@ def _tracked(message: dict[str, Any]) -> dict[str, Any]:
     return TrackedMessage(message)
 
 
-def check_keys_read(
-    message: dict[str, Any], index: int, given: Sequence[Mapping[str, Any]]
-) -> None:
+def check_keys_read(rendered: Sequence[dict[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
     """After rendering: a key that the template did not read was ignored. That is an error, unless
     the key is redundant."""
-    unread_keys = getattr(message, "unread_keys", None)
-    for key in unread_keys() if unread_keys is not None else ():
-        if (
-            key not in UNTRACKED_KEYS
-            and given[index].get(key) is not None
-            and not (key == "name" and repeats_call(given, index))
-        ):
-            raise UnsupportedError(
-                f"messages[{index}].{key}",
-                f"the model's chat template does not read the {key} of such a message; "
-                "leave it out, or write it into content",
-            )
+    redundant = redundant_names(given)
+    for index, message in enumerate(rendered):
+        unread_keys = getattr(message, "unread_keys", None)
+        for key in unread_keys() if unread_keys is not None else ():
+            if (
+                key not in UNTRACKED_KEYS
+                and given[index].get(key) is not None
+                and not (key == "name" and index in redundant)
+            ):
+                raise UnsupportedError(
+                    f"messages[{index}].{key}",
+                    f"the model's chat template does not read the {key} of such a message; "
+                    "leave it out, or write it into content",
+                )
 
 
 def _part_text(part: Any, where: str) -> str:

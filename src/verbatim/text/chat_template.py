@@ -120,8 +120,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt and not continue_final,
         }
         text = _continue(program, escaper, values) if continue_final else program.run(values)
-        for index, message in enumerate(chat):
-            check_keys_read(message, index, messages)
+        check_keys_read(chat, messages)
         return text
 
     def _check_read(

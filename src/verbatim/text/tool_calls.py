@@ -1,5 +1,5 @@
-"""Tool calls and tool results in a conversation. In: messages as clients send them. Out: whether
-the name of a result is redundant."""
+"""Tool calls and tool results in a conversation. In: messages as clients send them. Out: which
+results have a redundant name."""
 
 from __future__ import annotations
 
@@ -7,21 +7,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 
-def repeats_call(messages: Sequence[Mapping[str, Any]], index: int) -> bool:
-    """Whether a tool result's `name` equals the name of the call that it answers. Some clients send
-    it; dropping it loses nothing."""
-    message = messages[index]
-    if message.get("role") != "tool":
-        return False
-    wanted = message.get("tool_call_id")
-    for call in (
-        call for earlier in messages[:index] for call in _mappings(earlier.get("tool_calls"))
-    ):
-        function = call.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else call.get("name")
-        if name == message.get("name") and (not wanted or call.get("id") in (None, wanted)):
-            return True
-    return False
+def redundant_names(messages: Sequence[Mapping[str, Any]]) -> set[int]:
+    """The indexes of tool results whose `name` equals the name of the call that they answer. Some
+    clients send it; dropping it loses nothing. A result without an id may answer every earlier
+    call, and a call without an id may be answered by every result.
+
+    Linear in the number of calls and messages: one request may have thousands of both."""
+    named: set[str] = set()  # names of all earlier calls
+    answered: set[tuple[str, str | None]] = set()  # their names and ids
+    found: set[int] = set()
+    for index, message in enumerate(messages):
+        name, wanted = message.get("name"), message.get("tool_call_id")
+        if message.get("role") == "tool" and isinstance(name, str):
+            if not wanted:
+                redundant = name in named
+            else:
+                redundant = not answered.isdisjoint({(name, None), (name, str(wanted))})
+            if redundant:
+                found.add(index)
+        for call in _mappings(message.get("tool_calls")):
+            function, key = call.get("function"), call.get("id")
+            name = function.get("name") if isinstance(function, Mapping) else call.get("name")
+            if isinstance(name, str):
+                named.add(name)
+                answered.add((name, None if key is None else str(key)))
+    return found
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:

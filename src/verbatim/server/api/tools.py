@@ -23,7 +23,7 @@ from verbatim.server.api.call_formats import Tools, read_marked, read_xml
 from verbatim.server.json_io import dumps_lossless, loads_lossless, loads_strict
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.tag_splitter import partial_tag_length
-from verbatim.text.tool_calls import repeats_call
+from verbatim.text.tool_calls import redundant_names
 
 OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
 PREAMBLE = (
@@ -63,6 +63,7 @@ def template_messages(
     If the template does not support tools, a system message describes them. If it does not support
     earlier calls, they are rendered as text. So nothing that the client sent is dropped."""
     out: list[dict[str, Any]] = []
+    redundant = redundant_names(messages)
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
         made: dict[str, Any] = {
@@ -94,8 +95,8 @@ def template_messages(
             )
         if "tool_call_id" in message and facts.template_calls:
             made["tool_call_id"] = message["tool_call_id"]
-        elif role == "tool" and repeats_call(messages, len(out)):
-            made.pop("name", None)  # the rendered call already has the name
+        elif len(out) in redundant:
+            del made["name"]  # the rendered call already has the name
         out.append(made)
     if tools and not facts.template_tools:
         _add_tools_preamble(out, tools)
