@@ -17,10 +17,15 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, Finish
 from verbatim.engine.stream import ChoiceStream
 from verbatim.server.api.anthropic import MessagesReply
+from verbatim.server.api.anthropic import as_chat as message_fields
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_request import ChatRequest
+from verbatim.server.api.openai_fields import RESPONSES
+from verbatim.server.api.responses_input import NAMES as RESPONSES_NAMES
+from verbatim.server.api.responses_input import as_chat as response_fields
 from verbatim.server.api.tool_format import detect_format
 from verbatim.server.api.tools import ToolParser, forced_schema, read_calls, template_messages
+from verbatim.server.api.validate import check
 from verbatim.server.process.message_codec import decode_to_engine, encode
 from verbatim.server.process.messages import Generate, ModelFacts, WireFinish
 from verbatim.server.settings import Limits
@@ -866,6 +871,47 @@ def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
     ]
+
+
+@pytest.mark.parametrize(
+    ("form", "schema"),
+    [
+        ({"type": "json_object"}, '{"type": "object"}'),
+        ({"type": "json_schema", "json_schema": {"name": "a"}}, "true"),
+    ],
+)
+def test_a_schema_of_null_is_a_missing_schema(form: dict[str, Any], schema: str) -> None:
+    """It gave unconstrained text."""
+    state = SimpleNamespace(limits=Limits(), facts=ALL_TOOLS)
+    call: Any = SimpleNamespace(state=state)
+    null = {**form, "schema": None}
+    if "json_schema" in form:
+        null = {**form, "json_schema": {**form["json_schema"], "schema": None}}
+    for sent in (form, null):
+        body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+        checked = check("/v1/chat/completions", {**body, "response_format": sent})
+        assert ChatRequest(call, checked).params["json_schema"] == schema
+    if "json_schema" not in form:  # Responses: the schema of a json_schema is required
+        checked = check("/v1/responses", {"model": "m", "input": "x", "text": {"format": null}})
+        request = ChatRequest(call, response_fields(call, checked), RESPONSES, RESPONSES_NAMES)
+        assert request.params["json_schema"] == schema
+
+
+def test_a_tool_name_of_null_is_a_missing_name() -> None:
+    def chosen(kind: str) -> Any:
+        body = {
+            "model": "m",
+            "max_tokens": 1,
+            "messages": [{"role": "user", "content": "x"}],
+            "tool_choice": {"type": kind, "name": None},
+        }
+        call: Any = SimpleNamespace()
+        return message_fields(call, check("/v1/messages", body))["tool_choice"]
+
+    assert (chosen("auto"), chosen("any")) == ("auto", "required")
+    with pytest.raises(Problem) as error:  # it allowed every tool
+        chosen("tool")
+    assert (error.value.code, error.value.param) == ("missing_parameter", "tool_choice.name")
 
 
 @pytest.mark.server

@@ -115,10 +115,11 @@ class ChatRequest:
         if form["type"] == "text":
             return
         self._check_single_grammar("response_format")
-        schema: Any = form.get("schema", {"type": "object"})  # llama.cpp's json_object has one
+        default: Any = {"type": "object"}
+        schema = form.get("schema")  # llama.cpp's json_object has one
         if form["type"] == "json_schema":
-            schema = form["json_schema"].get("schema", True)
-        self.values["json_schema"] = schema
+            default, schema = True, form["json_schema"].get("schema")
+        self.values["json_schema"] = default if schema is None else schema
         self.names = {"json_schema": "response_format", **self.names}
 
     def _check_single_grammar(self, name: str) -> None:

@@ -21,7 +21,7 @@ from verbatim.server.api.validation_errors import problem_of, suggestion
 from verbatim.server.json_io import has_big_integer
 
 # Fields whose members may be null, which means "not given" as at the top.
-NULLS_INSIDE = ("messages", "input", "tools", "options")
+NULLS_INSIDE = ("messages", "input", "tools", "tool_choice", "options")
 
 
 # ---------------------------------------------------------------------------------- models
