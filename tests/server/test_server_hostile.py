@@ -11,6 +11,7 @@ import functools
 import json
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,12 +20,15 @@ from hypothesis import strategies as st
 from live_server import Live
 
 from eventually import HANG_SECONDS
+from verbatim.base.errors import RequestError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.observe.receipt import make_receipt
-from verbatim.server.api.api_errors import Problem
+from verbatim.observe.receipt import digest_of, make_receipt
+from verbatim.server.api import lens_api
+from verbatim.server.api.api_errors import Problem, problem_of
 from verbatim.server.api.field_table import PROTOCOLS
 from verbatim.server.api.json_body import parse_json, too_many_values
 from verbatim.server.api.validate import check, request_model
+from verbatim.server.settings import Limits
 
 pytestmark = pytest.mark.server
 
@@ -941,3 +945,37 @@ def test_an_error_names_the_field_and_all_that_it_accepts(
     assert raised.value.param == param
     assert words in raised.value.message
     assert "instance of" not in raised.value.message, "names a class of ours"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"num_beams": "x"},
+        {"stop": 5},
+        {"stop": None},
+        {"stop_token_ids": 5},
+        {"stop_token_ids": ["a"]},
+        {"logit_bias": 5},
+        {"logit_bias": {"a": 1.0}},
+        {"json_schema": 5},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("route", [lens_api.step, lens_api.replay])
+async def test_params_of_the_lens_are_refused_by_their_type(
+    route: Any, params: dict[str, Any]
+) -> None:
+    """No schema of the route checks them; the server's limits would compare or count them."""
+    receipt = {**RECEIPT, "params": params}
+    receipt["sha256"] = digest_of(receipt)
+
+    async def body() -> Any:
+        return {"prompt": [65], "params": params, "receipt": receipt}
+
+    facts = SimpleNamespace(vocab=256, context=64)
+    call: Any = SimpleNamespace(body=body, state=SimpleNamespace(limits=Limits(), facts=facts))
+    with pytest.raises((Problem, RequestError)) as error:
+        await route(call)
+    problem = problem_of(error.value)
+    assert problem.status == 400
+    assert f"{next(iter(params))}: " in problem.message

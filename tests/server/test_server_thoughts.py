@@ -3,6 +3,7 @@ leaks, and the switches of each protocol are honoured or refused by name."""
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Iterator
 from itertools import groupby
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
+from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.responses_input import as_chat, chat_messages, earlier_messages
 
 pytestmark = pytest.mark.server
@@ -405,6 +407,14 @@ def test_a_thought_without_an_answer_reaches_the_template() -> None:
     assert found("A", "B", answer) == [("", "A", 0), ("a", "B", 0)]
     assert found("A", call, call, "B", call) == [("", "A", 2), ("", "B", 1)]
     assert found(call, "", call) == [("", "", 2)]
+
+
+def test_a_sealed_thought_with_an_unpaired_surrogate_is_refused() -> None:
+    """Neither the wire nor a tokenizer can encode one."""
+    item = {"type": "reasoning", "encrypted_content": base64.b64encode(b"\xed\xa0\x80").decode()}
+    with pytest.raises(Problem) as error:
+        chat_messages([item])
+    assert error.value.param == "input[0].encrypted_content"
 
 
 def test_thoughts_travel_with_a_client_that_stores_nothing(thinker: Live, fake: Live) -> None:

@@ -21,11 +21,12 @@ from starlette.responses import Response
 
 from verbatim import __version__, lens
 from verbatim.base.defaults import DEFAULT, report
+from verbatim.base.errors import RequestError
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
 from verbatim.base.records import Choice
 from verbatim.observe.receipt import MAKERS, compare, read_receipt
 from verbatim.server.api import to_params
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.api_errors import Problem, problem_of
 from verbatim.server.api.default_params import default_params
 from verbatim.server.api.generate import observe_latency, usage_of
 from verbatim.server.api.request_context import Json, RequestContext
@@ -146,10 +147,18 @@ def _params(call: RequestContext, params: dict[str, Any]) -> dict[str, Any]:
     defaults of /v1/completions, with which the page generates."""
     try:
         values = {name: value for name, value in params.items() if name not in NOT_OF_A_STEP}
-        given = to_params.finish_params(values, limits=call.state.limits, facts=call.state.facts)
+        given = _limited(call, values)
         return default_params(call.state, SamplingParams.from_mapping(given)).to_mapping()
-    except Problem as problem:
+    except (RequestError, Problem) as error:
+        problem = problem_of(error)
         raise Problem(problem.code, f"params.{problem.message}", "params") from None
+
+
+def _limited(call: RequestContext, values: dict[str, Any]) -> dict[str, Any]:
+    """Parameters with the server's limits applied. Their types are checked first: validate.py knows
+    only that these routes get a mapping."""
+    typed = SamplingParams.from_mapping(values).to_mapping()
+    return to_params.finish_params(typed, limits=call.state.limits, facts=call.state.facts)
 
 
 async def _row(call: RequestContext, known: list[int], shared: dict[str, Any]) -> bytes:
@@ -180,7 +189,7 @@ async def replay(call: RequestContext) -> Response:
     to_params.check_id_count("receipt", prompt, call.state.facts)
     to_params.check_vocabulary("receipt", prompt, call.state.facts)
     values = {**receipt["params"], "receipt": True, "explain": body.get("explain", 0)}
-    params = to_params.finish_params(values, limits=call.state.limits, facts=call.state.facts)
+    params = _limited(call, values)
     thinks = receipt.get("thinks", False)
     call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, thinks=thinks))
     (done,) = await call.results(Generated)

@@ -68,14 +68,14 @@ def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
 
 def sealed(thought: str) -> str:
     """A thought as `encrypted_content`: one word that clients send back as it is."""
-    return base64.b64encode(thought.encode(errors="surrogatepass")).decode()
+    return base64.b64encode(thought.encode()).decode()
 
 
 def _thought(item: Mapping[str, Any], place: str) -> str:
     """The text of a reasoning item, from its content or from what sealed() made of it."""
     found, text = item.get("encrypted_content"), ""
     try:
-        text = base64.b64decode(found or "", validate=True).decode(errors="surrogatepass")
+        text = base64.b64decode(found or "", validate=True).decode()
     except ValueError:
         name = f"{place}.encrypted_content"
         why = "is none that this server made; leave it out"
