@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import FrozenInstanceError, fields, is_dataclass
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import msgpack
@@ -12,9 +13,11 @@ import pytest
 from verbatim.base.errors import NOT_FINITE, OUT_OF_MEMORY
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish, Timings, Usage
+from verbatim.engine.async_engine import AsyncEngine
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.to_params import check_finish
 from verbatim.server.process import messages, wire
+from verbatim.server.process.engine_session import EngineSession
 from verbatim.server.process.message_codec import (
     WireError,
     decode_from_engine,
@@ -50,6 +53,7 @@ from verbatim.server.process.messages import (
     WireLogprob,
 )
 from verbatim.server.process.results import wire_finish
+from verbatim.testing import fake_parts
 
 FINISH = WireFinish("stop", "\n\n", stop_string=True)
 LOGPROBS = [
@@ -204,6 +208,37 @@ def test_a_frame_is_read_whole_or_not_at_all() -> None:
             await wire.read(reader, decode_to_engine)
 
     asyncio.run(main())
+
+
+async def test_an_answer_above_the_limit_of_a_frame_is_refused_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The HTTP process would kill the engine, and all other requests with it."""
+    sent: list[bytes] = []
+    writer: Any = SimpleNamespace(is_closing=lambda: False, write=sent.append)
+    engine = AsyncEngine.from_parts(fake_parts(pipeline=True))
+    session = EngineSession(engine, wire.Outbox(writer), Start("m", None, True, {}, "", "m", 1.0))
+    monkeypatch.setattr(wire, "MAX_FRAME", 20_000)
+    params = {"ignore_eos": True, "temperature": 0.0, "logprobs": 20, "explain": 20}
+    tasks = []
+    try:
+        for name, length in (("large", 16), ("small", 4)):
+            asked = {**params, "max_tokens": length}
+            session.submit(Generate(name, "t", asked, False, "hello"))
+            tasks.append(session._open[name].task)
+        for task in tasks:
+            assert task is not None
+            await task
+    finally:
+        await asyncio.to_thread(engine.close)
+    await asyncio.sleep(0)  # the outbox writes at the end of the loop's iteration
+    found = [decode_from_engine(body) for body in wire.split(b"".join(sent))]
+    ends = {m.request_id: m for m in found if isinstance(m, (Generated, Refused))}
+    assert isinstance(ends["small"], Generated)
+    assert isinstance(refused := ends["large"], Refused)
+    assert refused.problem().status == 400
+    assert "log-probabilities and explanations" in refused.message
+    assert "lower max_tokens, n, logprobs" in refused.message
 
 
 def test_refused_keeps_every_field_of_its_problem() -> None:

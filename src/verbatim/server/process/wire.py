@@ -11,10 +11,13 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
+from verbatim.server.api.api_errors import Problem
 from verbatim.server.process.message_codec import WireError, encode
 from verbatim.server.process.messages import Message
 
-MAX_FRAME = 256 * 1024 * 1024  # bytes; catches bugs, the limits on clients are far smaller
+# Bytes of one message. engine/request.py bounds the number of alternatives in an answer, not the
+# bytes of their tokens: two million log-probabilities of tokens with 128 bytes have 290 MB.
+MAX_FRAME = 256 * 1024 * 1024
 M = TypeVar("M")
 
 
@@ -57,7 +60,16 @@ class Outbox:
         self._loop = asyncio.get_running_loop()
 
     def put(self, message: Message) -> None:
-        self.put_frame(pack(message))
+        """Raises a Problem of the request whose answer the other process would not read()."""
+        frame = pack(message)
+        if len(frame) - 4 > MAX_FRAME:
+            raise Problem(
+                "invalid_request",
+                "the answer with its log-probabilities and explanations has "
+                f"{len(frame) - 4} bytes, above the limit of {MAX_FRAME}; "
+                "lower max_tokens, n, logprobs, prompt_logprobs or explain",
+            )
+        self.put_frame(frame)
 
     def put_frame(self, frame: bytes) -> None:
         if not self._pending:
