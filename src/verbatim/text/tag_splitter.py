@@ -16,10 +16,8 @@ from typing import Literal
 
 Kind = Literal["thought", "answer"]
 Piece = tuple[Kind, str]
-# Tags that models also write in another way: quantised Granite 3.2 (vLLM's parser knows it too),
-# and Seed-OSS, whose template with a thinking budget of 0 starts the thought with a second tag.
+# Tags that models also write in another way: quantised Granite 3.2 (vLLM's parser knows it too).
 OTHER_SPELLINGS = {
-    "<seed:think>": ("<seed:think><seed:cot_budget_reflect>",),
     "Here is my thought process:": ("Here's my thought process:",),
     "Here is my response:": ("Here's my response:",),
 }

@@ -86,7 +86,8 @@ class ThoughtFormat:
 
     def after(self, prompt: str) -> ThoughtFormat:
         """The format for an output that follows this prompt text."""
-        tail = prompt.rstrip()
+        # with a thinking budget of 0 Seed-OSS' template starts the thought with a second tag
+        tail = prompt.rstrip().removesuffix("<seed:cot_budget_reflect>")
         if self.harmony:
             return self
         if tail.endswith(tuple(tag.rstrip() for tag in spellings(self.open))):
