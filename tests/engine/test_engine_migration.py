@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import pickle
 import typing
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from verbatim import (
     UnknownParameterError,
 )
 from verbatim.base.config import STEP_TOKENS
+from verbatim.base.defaults import catalog_defaults
 from verbatim.engine import engine_base
 from verbatim.testing import server_parts
 
@@ -199,6 +201,29 @@ def test_an_explanation_prints_itself(llm: LLM) -> None:
     assert llm.explain(ASK, SHORT).completion.prompt_ids == tuple(llm.encode_chat(ASK))
     with pytest.raises(ParameterError, match="one answer"):
         llm.explain("x", SamplingParams(n=2))
+
+
+def test_a_what_if_starts_from_the_parameters_in_force(llm: LLM) -> None:
+    """Those that the model's files state are among them."""
+    parts = replace(llm.parts, defaults=catalog_defaults({"temperature": 0.2, "top_k": 5}))
+    with LLM.from_parts(parts, kv_blocks=64) as stated:
+        why = stated.explain("hi", SHORT)
+        assert [step.after for step in why.what_if(temperature=0)] == [
+            r["best"] for r in why.records
+        ]
+
+
+@pytest.mark.parametrize("set_before", [True, False])
+def test_a_what_if_finds_the_breakers_of_dry(llm: LLM, set_before: bool) -> None:
+    dry: dict[str, Any] = {"dry_multiplier": 9.0, "dry_allowed_length": 1, "dry_breakers": ["c"]}
+    params = SHORT.with_(allowed_token_ids=[97, 98, 99], max_tokens=30)
+    with_dry = llm.explain("abab", params.with_(**dry))
+    if set_before:
+        assert not any(step.changed for step in with_dry.what_if(seed=1))
+    else:  # the first step that DRY changes: the history is equal up to there
+        steps = llm.explain("abab", params).what_if(**dry)
+        at = next(i for i, step in enumerate(steps) if step.changed)
+        assert [step.after for step in steps[: at + 1]] == [t.id for t in with_dry[: at + 1]]
 
 
 # --- progress

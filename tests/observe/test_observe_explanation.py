@@ -223,6 +223,30 @@ def test_a_what_if_keeps_the_grammar_mask() -> None:
     assert {r.after for r in again} <= {5, 6, 7}
 
 
+def test_a_mask_without_a_structure_is_kept() -> None:
+    """A thinking budget has masks of its own."""
+    params = SamplingParams(explain=2, receipt=True, thinking_budget=3)
+    records, _ = recorded(params, mask=bits([5, 6, 7], 200))
+    assert {r.after for r in explanation.what_if(records, params, {"temperature": 50.0})} <= {
+        5,
+        6,
+        7,
+    }
+
+
+def test_min_tokens_needs_end_tokens_only_where_it_withholds_more() -> None:
+    """As the scheduler records them: a record past min_tokens withholds no id."""
+    params = SamplingParams(explain=2, receipt=True, min_tokens=3, max_tokens=12)
+    early, _ = recorded(params, count=3, withheld=(0, 1, 2))
+    records = [*early, *recorded(params)[0][3:]]
+    assert not any(r.changed for r in explanation.what_if(records, params, {}))
+    assert len(explanation.what_if(records, params, {"temperature": 0, "min_tokens": 2})) == 12
+    assert len(explanation.what_if(early, params, {"min_tokens": 9})) == 3
+    assert len(explanation.what_if(records[9:], params, {"min_tokens": 9})) == 3
+    with pytest.raises(ParameterError, match="min_tokens"):
+        explanation.what_if(records, params, {"min_tokens": 4})
+
+
 def test_a_what_if_refuses_what_it_cannot_compute() -> None:
     params = SamplingParams(explain=4, receipt=True)
     records, _ = recorded(params)

@@ -22,7 +22,7 @@ from verbatim.cli.think_options import think_options, thinking_of
 
 if TYPE_CHECKING:
     from verbatim.engine.llm import LLM
-    from verbatim.observe.explanation import WhatIf
+    from verbatim.observe.explained import WhatIfs
 
 DEFAULT_TOP = 5
 DEFAULT_TOKENS = 16
@@ -90,6 +90,7 @@ def command(
     """
     from verbatim.cli.open_model import check_structure, open_llm, read_prompt, split_model
     from verbatim.cli.run import check_shown, collect, start
+    from verbatim.observe.explained import Explanation
 
     thinking = thinking_of(flags)
     params = sampling_of(
@@ -128,7 +129,7 @@ def command(
         report_what_if = [
             (
                 words,
-                _what_if(llm, completion, in_force, change),
+                Explanation(completion, in_force, llm.tokenizer).what_if(**change),
                 # The same seed gives the same noise, so the texts are equal up to the difference.
                 run(_unexplained(in_force, completion, change))[1] if continues else None,
             )
@@ -178,26 +179,6 @@ def _check_what_if(params: SamplingParams) -> None:
         )
 
 
-def _what_if(
-    llm: LLM, completion: Completion, params: SamplingParams, changes: dict[str, Any]
-) -> list[WhatIf]:
-    from verbatim.observe.explanation import what_if
-
-    breakers = None
-    if params.dry_multiplier or changes.get("dry_multiplier"):
-        from verbatim.sampling.dry_breakers import breakers_of
-
-        breakers = breakers_of(params.with_(**changes).dry_breakers, llm.tokenizer)
-    recorded = params.with_(seed=completion.seed)
-    return what_if(
-        completion.choices[0].explain,
-        recorded,
-        changes,
-        prompt_ids=completion.prompt_ids,
-        breakers=breakers,
-    )
-
-
 def _unexplained(
     params: SamplingParams, completion: Completion, changes: dict[str, Any]
 ) -> SamplingParams:
@@ -230,7 +211,7 @@ def _print(
     brief: bool,
     wanted: tuple[str, ...],
     screen: int,
-    what_ifs: list[tuple[str, list[WhatIf], Completion | None]],
+    what_ifs: list[tuple[str, WhatIfs, Completion | None]],
 ) -> None:
     from verbatim.cli.report import choice_head, closing_line, is_sampled, loop_line
     from verbatim.observe.explanation import LEGEND, headline, render, render_what_if
@@ -280,7 +261,7 @@ def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> Non
 def _print_json(
     llm: LLM,
     completion: Completion,
-    what_ifs: list[tuple[str, list[WhatIf], Completion | None]],
+    what_ifs: list[tuple[str, WhatIfs, Completion | None]],
 ) -> None:
     from verbatim.cli.report import completion_json
 

@@ -208,7 +208,9 @@ class LLM(EmbedCalls, BlockingEngine):
         text: Any = self.encode_chat(prompt, **template) if chat else prompt  # type: ignore[arg-type]
         if template and not chat:
             raise argument("explain", next(iter(template)))
-        return Explanation(self._run([text], [wanted])[0], wanted, self.tokenizer)
+        done = self._run([text], [wanted])[0]
+        assert done.params is not None, "the engine reports the parameters in force"
+        return Explanation(done, done.params, self.tokenizer)
 
     def score(
         self,

@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from verbatim.base.notebook import box, token_span
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.observe.explanation import WhatIf, headline, render, render_what_if, what_if
-
-
-class TokenTexts(Protocol):
-    def token_bytes(self, token: int) -> bytes: ...
+from verbatim.sampling.dry_breakers import VocabBytes, breakers_of
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -77,7 +74,7 @@ class Explanation(Sequence[TokenExplanation]):
     """
 
     def __init__(
-        self, completion: Completion, params: SamplingParams, tokenizer: TokenTexts
+        self, completion: Completion, params: SamplingParams, tokenizer: VocabBytes
     ) -> None:
         self.completion = completion
         self._params = params
@@ -118,7 +115,16 @@ class Explanation(Sequence[TokenExplanation]):
         >>> all(step.after == step.record["best"] for step in why.what_if(temperature=0))
         True
         """
-        found = what_if(self.records, self._params, changes, prompt_ids=self.completion.prompt_ids)
+        breakers = None
+        if self._params.dry_multiplier or changes.get("dry_multiplier"):
+            breakers = breakers_of(self._params.with_(**changes).dry_breakers, self._tokenizer)
+        found = what_if(
+            self.records,
+            self._params,
+            changes,
+            prompt_ids=self.completion.prompt_ids,
+            breakers=breakers,
+        )
         return WhatIfs(found, self._tokenizer)
 
     @overload
@@ -146,9 +152,9 @@ class Explanation(Sequence[TokenExplanation]):
 class WhatIfs(tuple[WhatIf, ...]):
     """The steps of a what-if, which print as a table."""
 
-    _tokenizer: TokenTexts
+    _tokenizer: VocabBytes
 
-    def __new__(cls, steps: Sequence[WhatIf], tokenizer: TokenTexts) -> WhatIfs:
+    def __new__(cls, steps: Sequence[WhatIf], tokenizer: VocabBytes) -> WhatIfs:
         self = super().__new__(cls, steps)
         self._tokenizer = tokenizer
         return self

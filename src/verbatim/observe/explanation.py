@@ -114,6 +114,12 @@ def what_if(
                 f"{again.token} instead of {record['token']}: these are not the settings that it "
                 "was recorded with"
             )
+        if params.min_tokens <= record["position"] - record["prompt_len"] < then.min_tokens:
+            raise ParameterError(
+                "min_tokens",
+                f"the record at position {record['position']} has no end-of-sequence tokens; "
+                f"record it with min_tokens={then.min_tokens}",
+            )
         key = int(record["key"], 16) if "seed" not in changes else _key(then)
         drawn = _draw(record, then, history, breakers or (), key=key)
         assert drawn.explain is not None
@@ -141,10 +147,6 @@ def _draw(
     from verbatim.sampling.pipeline import Row, sample_rows
 
     row, mask = _inputs(record, params)
-    if params.min_tokens and not record["withheld"]:
-        raise ParameterError(
-            "min_tokens", "the record has no end-of-sequence tokens; record it with min_tokens set"
-        )
     shown = params.with_(explain=max(1, len(record["top"])), receipt=True)
     spec = DrawSpec(
         shown, key, record["prompt_len"], withheld=tuple(record["withheld"]), breakers=breakers
@@ -183,7 +185,8 @@ def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarr
         raise RequestError(
             "the record holds no grammar mask, and these settings ask for a structure"
         )
-    return row.astype(np.float32), base64.b64decode(record["mask"]) if params.structured else None
+    mask = None if record["mask"] is None else base64.b64decode(record["mask"])
+    return row.astype(np.float32), mask
 
 
 def _past(
