@@ -4,6 +4,7 @@ every output is computable."""
 from __future__ import annotations
 
 import gc
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -27,13 +28,14 @@ from verbatim.base.errors import (
     UnsupportedError,
     VerbatimError,
 )
-from verbatim.base.records import Completion
+from verbatim.base.records import Completion, Finish
 from verbatim.engine.engine_setup import with_step_tokens
 from verbatim.engine.running_request import HiddenPool
 from verbatim.engine.stream import ChoiceStream
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
 from verbatim.sampling.draw import noise_key
+from verbatim.schedule.no_token import NOTHING_LEFT
 from verbatim.testing import (
     ByteTokenizer,
     ChatByteTokenizer,
@@ -501,6 +503,25 @@ def test_beams_return_scores_and_free_everything(llm: LLM) -> None:
         "hello", SamplingParams(max_tokens=10, temperature=0, logprobs=0, ignore_eos=True)
     )
     assert scores[0] >= sum(e.logprob for e in greedy.logprobs) / 10 - 1e-12
+    llm.check()
+
+
+def test_a_beam_with_nothing_left_to_draw_drops_out(llm: LLM) -> None:
+    """With three tokens and no pair twice, a beam is stuck after its third return to a token."""
+    params = SamplingParams(
+        max_tokens=7,
+        num_beams=3,
+        num_return_sequences=3,
+        allowed_token_ids=[97, 98, 99],
+        no_repeat_ngram=2,
+    )
+    for ids in itertools.product((1, 2), repeat=3):
+        done = llm.generate([*ids], params)
+        assert [c.finish.reason for c in done.choices] == ["length"] * 3
+        for choice in done.choices:
+            assert len(set(itertools.pairwise(choice.token_ids))) == len(choice.token_ids) - 1 == 6
+    longest = llm.generate([1, 2], params.with_(max_tokens=11))  # at most 9 pairs, 10 tokens
+    assert {c.finish for c in longest.choices} == {Finish("error", NOTHING_LEFT)}
     llm.check()
 
 

@@ -3,6 +3,7 @@ a second implementation."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from typing import Any
 
@@ -60,11 +61,15 @@ def logits_of(model: Any, lines: list[list[int]]) -> np.ndarray:
 
 
 def ours(
-    model: Any, group: list[list[int]], params: SamplingParams, ends: tuple[int, ...] = (EOS,)
+    model: Any,
+    group: list[list[int]],
+    params: SamplingParams,
+    ends: tuple[int, ...] = (EOS,),
+    new: int = NEW,
 ) -> list[BeamSearch]:
     """One search per prompt (all of one length) in lockstep: one forward pass per step serves all
     live beams."""
-    searches = [BeamSearch(params, end_ids=ends, max_new=NEW) for _ in group]
+    searches = [BeamSearch(params, end_ids=ends, max_new=new) for _ in group]
     live: list[list[list[int]]] = [[prompt] for prompt in group]
     start = len(group[0])
     while not all(search.done for search in searches):
@@ -164,6 +169,42 @@ def test_several_end_tokens_equal_transformers(tiny: Any) -> None:
     )
     found = [b.score for search in ours(tiny, group, params, (EOS, 7, 9)) for b in search.results()]
     assert found == pytest.approx(want.sequences_scores.tolist(), abs=1e-4)
+
+
+@pytest.mark.torch
+def test_a_beam_without_candidates_drops_out_as_in_transformers(tiny: Any) -> None:
+    import torch
+
+    allowed, new = [5, 6, 7], 7
+    params = SamplingParams(num_beams=3, allowed_token_ids=allowed, no_repeat_ngram=2)
+    group = [[1, first, second] for first in range(3, 9) for second in range(3, 9)]
+    stuck = 0
+
+    def bans(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """As our sampler bans: before the log-softmax. A row without a token stays at -inf."""
+        nonlocal stuck
+        kept = torch.full_like(scores, -torch.inf)
+        kept[:, allowed] = scores[:, allowed]
+        for row, line in zip(kept, ids.tolist(), strict=True):
+            row[[b for a, b in itertools.pairwise(line) if a == line[-1]]] = -torch.inf
+        total = kept.logsumexp(-1, keepdim=True)
+        stuck += int(total.isinf().sum())
+        return torch.where(total.isinf(), kept, kept - total)
+
+    want = tiny.generate(
+        torch.tensor(group),
+        attention_mask=torch.ones(len(group), 3, dtype=torch.long),
+        max_new_tokens=new,
+        do_sample=False,
+        num_beams=3,
+        logits_processor=[bans],
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    assert stuck > 3
+    found = [search.results()[0] for search in ours(tiny, group, params, new=new)]
+    assert [list(beam.tokens) for beam in found] == want.sequences[:, 3:].tolist()
+    assert [b.score for b in found] == pytest.approx(want.sequences_scores.tolist(), abs=1e-4)
 
 
 @pytest.mark.torch

@@ -13,7 +13,7 @@ from verbatim.base.records import BROKEN, Choice, Delta, Drawn, Finish, TokenEve
 from verbatim.engine.running_request import RunningRequest
 from verbatim.engine.stream import ChoiceStream
 from verbatim.sampling.beam import Beam, BeamSearch
-from verbatim.schedule.no_token import finish_without_token
+from verbatim.schedule.no_token import NOTHING_LEFT, not_finite
 from verbatim.schedule.sequence import Sequence
 
 
@@ -47,11 +47,11 @@ class BeamRequest(RunningRequest):
             assert event.finish is not None
             self.end(event.finish)
             return False
-        if (token := event.drawn.token) < 0:
+        if event.drawn.token == BROKEN:
             position = self.scheduler.sequences[event.seq_id].known
-            finish = finish_without_token(token, position, self.request.params.adapter)
-            self.end(finish, publish=token != BROKEN)
+            self.end(not_finite(position, self.request.params.adapter), publish=False)
             return False
+        # A beam with nothing left to draw has no candidates: it drops out of the search.
         self._candidates[event.seq_id] = event.drawn
         if len(self._candidates) == len(self._live):
             self._advance()
@@ -106,6 +106,9 @@ class BeamRequest(RunningRequest):
 
     def _conclude(self) -> None:
         results = self.search.results()
+        if not results:  # every beam has dropped out
+            self.end(Finish("error", NOTHING_LEFT))
+            return
         self._outs = self._outs[: len(results)]
         for out, beam in zip(self._outs, results, strict=True):
             self._feed(out, beam, len(beam.tokens), beam.finish)
