@@ -58,6 +58,52 @@ def test_an_output_continues_as_if_it_had_not_been_interrupted(
         assert done.choices[0].finish == whole.finish
 
 
+@pytest.mark.parametrize("include_stop", [True, False])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"stop": ["abba", "bbb"], "allowed_token_ids": [97, 98]},
+        {"stop": ["a"], "min_tokens": 9, "allowed_token_ids": [97, 98]},
+        {"stop": ["éé"], "allowed_token_ids": [*"é".encode()]},
+    ],
+    ids=lambda values: str(values["stop"]),
+)
+def test_stop_strings_and_characters_continue(
+    llm: LLM, values: dict[str, Any], include_stop: bool
+) -> None:
+    """The text is that of the new tokens: none of the prefix, and whole characters."""
+    ended = 0
+    for seed in range(4):
+        params = SamplingParams(max_tokens=24, seed=seed, include_stop=include_stop, **values)
+        whole = llm.generate(PROMPT, params).choices[0]
+        ended += whole.finish.reason == "stop"
+        cuts = range(1, len(whole.token_ids))
+        early = llm.generate(
+            [PROMPT for _ in cuts],
+            [params.with_(max_tokens=cut, min_tokens=min(cut, params.min_tokens)) for cut in cuts],
+        )
+        continued = llm.generate(
+            [[*PROMPT, *whole.token_ids[:cut]] for cut in cuts],
+            [params.with_(output_prefix=cut, max_tokens=24 - cut, logprobs=0) for cut in cuts],
+        )
+        for cut, first, rest in zip(cuts, early, continued, strict=True):
+            assert rest.token_ids == whole.token_ids[cut:] == tuple(t.token for t in rest.logprobs)
+            assert rest.finish == whole.finish
+            assert rest.text == whole.text[len(first.text) :]
+            assert rest.text == "" or first.text + rest.text == whole.text
+    assert ended > 1
+
+
+def test_a_loop_continues(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=80, allowed_token_ids=[97], on_loop="stop")
+    whole = llm.generate(PROMPT, params)
+    assert (len(whole.token_ids), whole.finish.reason) == (64, "loop")
+    for cut in (7, 40, 63):
+        continued = params.with_(output_prefix=cut, max_tokens=80 - cut)
+        rest = llm.generate([*PROMPT, *whole.token_ids[:cut]], continued)
+        assert (rest.text, rest.finish) == ("a" * (64 - cut), whole.finish)
+
+
 def test_without_it_the_structure_starts_again(llm: LLM) -> None:
     params = SamplingParams(seed=5, regex="abc[0-9]{3}", max_tokens=9)
     assert llm.generate([*PROMPT, *b"ab"], params).choices[0].text.startswith("abc")

@@ -110,14 +110,15 @@ class RunningRequest:
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
         """Create one sequence per choice; all fork from the first at the end of the prompt."""
-        params = self.request.params
+        request, params = self.request, self.request.params
+        prefix = request.prompt_ids[len(request.prompt_ids) - params.output_prefix :]
         for index in range(params.best_of or params.n):
-            seq = self.sequence(new_id(), noise_key(self.request.seed, index))
+            seq = self.sequence(new_id(), noise_key(request.seed, index))
             self.sequences.append(seq)
             self.streams[seq.id] = ChoiceStream(
-                self.request.id, index, params, self.tokenizer, self.request.thoughts
+                request.id, index, params, self.tokenizer, request.thoughts, prefix
             )
-            matcher = self.request.matcher(self.tokenizer, self.ends)
+            matcher = request.matcher(self.tokenizer, self.ends)
             if matcher is not None:
                 self.matchers[seq.id] = matcher
         self._unfinished = len(self.sequences)

@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from verbatim.base.params import STRUCTURE, SamplingParams
@@ -46,6 +47,7 @@ class ChoiceStream:
         "_text_sent",
         "_tokenizer",
         "_total",
+        "_written",
         "explain",
         "finish",
         "index",
@@ -63,7 +65,9 @@ class ChoiceStream:
         params: SamplingParams,
         tokenizer: EngineTokenizer,
         thoughts: ThoughtFormat | None = None,
+        prefix: Sequence[int] = (),
     ) -> None:
+        """`prefix`: the output_prefix, which stop strings, characters and loops may start in."""
         self.request_id = request_id
         self.index = index
         self._params = params
@@ -83,6 +87,10 @@ class ChoiceStream:
         self._text_sent = 0  # text pieces already in a Delta
         self._total = 0.0  # sum of the log-probabilities, in nats
         self.token_ids: list[int] = []
+        self._written = [*prefix] if prefix else self.token_ids  # the whole output
+        if prefix:
+            text = [self._decoder.push(token) for token in prefix]
+            self._stops.skip("".join(text[params.min_tokens :]))
         self.logprobs: list[TokenLogprob] = []
         self.explain: list[dict[str, Any]] = []
         self.finish: Finish | None = None
@@ -92,12 +100,14 @@ class ChoiceStream:
         """Add a token; `finish` is the scheduler's. Returns the final Finish: a stop string or a
         loop may end the choice first."""
         self.token_ids.append(drawn.token)
+        if self._written is not self.token_ids:
+            self._written.append(drawn.token)
         self._total += drawn.logprob
         if self._params.logprobs is not None:
             self.logprobs.append(TokenLogprob(drawn.token, drawn.logprob, drawn.top))
         if drawn.explain is not None:
             self.explain.append(drawn.explain)
-        looped = self._loop.look(self.token_ids)
+        looped = self._loop.look(self._written)
         # The last token of a structured output is text; a stop token is not.
         hidden = finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
         if not hidden or self._params.include_stop:
@@ -109,7 +119,7 @@ class ChoiceStream:
             finish is None
             and looped
             and self._params.on_loop == "stop"
-            and len(self.token_ids) >= self._params.min_tokens
+            and len(self._written) >= self._params.min_tokens
         ):
             finish = Finish("loop", f"the end repeats {loop_text(self._loop.length)}")
         if finish is not None:
@@ -147,7 +157,7 @@ class ChoiceStream:
         return stop
 
     def _write(self, text: str) -> str | None:
-        if len(self.token_ids) <= self._params.min_tokens:
+        if len(self._written) <= self._params.min_tokens:
             self._text.append(text)
             return None
         safe, stop = self._stops.push(text)

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 class StopMatcher:
     """Holds back text that may become a stop string. With `include`, the text ends with it."""
 
-    __slots__ = ("_fails", "_firsts", "_held", "_include", "_states", "_stops", "matched")
+    __slots__ = ("_fails", "_firsts", "_held", "_include", "_skip", "_states", "_stops", "matched")
 
     def __init__(self, stops: Iterable[str] = (), include: bool = False) -> None:
         self._stops = list(dict.fromkeys(s for s in stops if s))
@@ -29,8 +29,24 @@ class StopMatcher:
         self._states = [0] * len(self._stops)  # per stop: characters of it that the text ends with
         self._firsts = frozenset(s[0] for s in self._stops)
         self._held = ""
+        self._skip = 0  # characters of the held text that are not returned
         self._include = include
         self.matched: str | None = None
+
+    def skip(self, text: str) -> None:
+        """Begin after `text`, which is sent already: a stop string may start in it. One that is
+        complete in it does not count.
+
+        >>> matcher = StopMatcher(["abc"])
+        >>> matcher.skip("xab")
+        >>> matcher.push("ab"), matcher.push("c")
+        (('', None), ('', 'abc'))
+        """
+        if self._stops:
+            for char in text[-max(map(len, self._stops)) :]:  # earlier ones change no state
+                self._advance(char)
+            self._skip = max(self._states)
+            self._held = text[len(text) - self._skip :]
 
     def push(self, text: str) -> tuple[str, str | None]:
         """Add text. Returns the text that may be sent, and the stop string once one is complete;
@@ -45,17 +61,23 @@ class StopMatcher:
             if stop is not None:
                 self.matched, self._held = stop, ""
                 end = at + 1
-                return buffer[: end if self._include else end - len(stop)], stop
+                return self._new(buffer[: end if self._include else end - len(stop)]), stop
         keep = max(self._states)
         cut = len(buffer) - keep
         self._held = buffer[cut:]
-        return buffer[:cut], None
+        return self._new(buffer[:cut]), None
 
     def flush(self) -> str:
         """End of the text: return what was held back."""
         rest, self._held = self._held, ""
         self._states = [0] * len(self._stops)
-        return rest
+        return self._new(rest)
+
+    def _new(self, text: str) -> str:
+        """`text` without what was skipped."""
+        skipped = min(self._skip, len(text))
+        self._skip -= skipped
+        return text[skipped:]
 
     def _advance(self, char: str) -> str | None:
         """Advance every automaton by one character. Returns the longest stop that ends with it."""
