@@ -15,7 +15,7 @@ import pytest
 from eventually import HANG_SECONDS
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.base.records import Completion
+from verbatim.base.records import Completion, Finish
 from verbatim.engine.core import EngineCore
 from verbatim.grammar import compiler, private_matcher
 from verbatim.grammar import matcher as matcher_module
@@ -101,6 +101,29 @@ def test_structured_outputs_are_the_same_in_every_mode(mode: dict[str, Any]) -> 
     plain = fake_llm().generate(["hello"] * len(ASKED), params())
     other = fake_llm(**mode).generate(["hello"] * len(ASKED), params())
     assert [c.choices for c in other] == [c.choices for c in plain]
+
+
+@pytest.mark.parametrize(
+    ("values", "length"),
+    [({"choice": ["a", "b"]}, 1), ({"json_schema": {"enum": ["ab", "cd"]}}, 4)],
+    ids=str,
+)
+def test_a_structure_that_is_complete_at_max_tokens_stops(
+    values: dict[str, Any], length: int
+) -> None:
+    with fake_llm() as llm:
+        for limit, reason in ((length - 1, "length"), (length, "stop"), (length + 1, "stop")):
+            params = SamplingParams(seed=1, max_tokens=limit, **values)
+            assert llm.generate("x", params).finish.reason == reason
+        assert llm.generate("x", params).finish == Finish("stop", next(iter(values)))
+
+
+def test_an_end_token_is_no_text_where_it_ends_a_structure() -> None:
+    params = SamplingParams(seed=1, max_tokens=30, regex="(ab?)*", skip_special=False)
+    with fake_llm() as llm:
+        plain, ignoring = llm.generate(["x", "x"], [params, params.with_(ignore_eos=True)])
+    assert plain.token_ids == ignoring.token_ids
+    assert plain.text == ignoring.text
 
 
 def test_streamed_text_equals_the_whole_text() -> None:

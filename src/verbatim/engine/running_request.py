@@ -163,16 +163,20 @@ class RunningRequest:
     def _advance_matcher(self, event: TokenEvent, drawn: Drawn) -> Finish | None:
         """Advance the matcher by the drawn token; end the sequence where only an end may follow.
 
-        A sequence that has ended already does not consult its matcher."""
-        if event.finish is not None:
+        At a length limit it tells a complete structure from one that was cut off. A sequence that
+        has ended otherwise does not consult its matcher."""
+        if event.finish is not None and event.finish.reason != "length":
             return event.finish
         matcher = self.matchers[event.seq_id]
         try:
             matcher.advance(drawn.token)
         except VerbatimError as error:
+            if event.finish is not None:
+                return event.finish
             self.error = error
             return Finish("error", error.message)
-        return Finish("stop", self.request.structure.field) if matcher.finished else None
+        # Without a structure (a thinking budget alone) a matcher is never finished.
+        return Finish("stop", self.request.structure.field) if matcher.finished else event.finish
 
     def _prepare_mask(self, seq_id: int) -> None:
         """Compute the next mask now, also between accepted drafts: a grammar that cannot continue

@@ -108,8 +108,12 @@ class ChoiceStream:
         if drawn.explain is not None:
             self.explain.append(drawn.explain)
         looped = self._loop.look(self._written)
-        # The last token of a structured output is text; a stop token is not.
-        hidden = finish is not None and finish.reason == "stop" and finish.detail not in STRUCTURE
+        # The last token of a structured output is text; a stop token and an end token are not.
+        hidden = (
+            finish is not None
+            and finish.reason == "stop"
+            and (finish.detail not in STRUCTURE or self._tokenizer.is_control(drawn.token))
+        )
         if not hidden or self._params.include_stop:
             text = self._decoder.push(drawn.token)
             stop = self._write(text) if self._splitter is None else self._split(drawn.token, text)
