@@ -14,11 +14,17 @@ import pytest
 
 from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, AsyncEngine, SamplingParams
-from verbatim.base.errors import BackendError, OverloadedError, ParameterError, UnavailableError
+from verbatim.base.errors import (
+    BackendError,
+    ContextError,
+    OverloadedError,
+    ParameterError,
+    UnavailableError,
+)
 from verbatim.base.records import Completion, Delta
 from verbatim.engine.async_loop import IDLE_CHECK_SECONDS
 from verbatim.engine.fair_pool import FairThreadPool
-from verbatim.testing import PacedBackend, fake_parts
+from verbatim.testing import PacedBackend, fake_parts, server_parts
 
 OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
 
@@ -413,6 +419,16 @@ async def test_embed() -> None:
             vector, LLM.from_parts(fake_parts(), **OPTIONS).embed("hello")
         )
         await at_rest(e)
+
+
+async def test_rerank_takes_more_documents_than_the_queue() -> None:
+    parts, documents = server_parts("hash,rank=yes"), [f"document {i}" for i in range(50)]
+    with LLM.from_parts(parts) as llm:
+        want = llm.rerank("q", documents)
+    async with AsyncEngine.from_parts(parts, max_waiting=4) as e:
+        assert await e.rerank("q", documents) == want
+        with pytest.raises(ContextError):  # the error itself, not a group of errors
+            await e.rerank("q", [*documents, "x" * 5000])
 
 
 async def test_metrics_add_up() -> None:

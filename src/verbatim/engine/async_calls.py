@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Never, Self, overload
+from typing import Any, Never, Self, TypeVar, overload
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from verbatim.engine.embed_calls import Ranked, pairs, ranked
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.engine_base import EngineBase, Message
 
+T = TypeVar("T")
 Submit = Callable[[], Awaitable[AsyncStream]]
 
 
@@ -218,27 +219,36 @@ class AsyncCalls(EngineBase):
     ) -> list[Ranked]:
         """LLM.rerank(): the documents by their relevance to the query, best first."""
         inputs = pairs(query, documents, top_n, truncate)
-        found = await asyncio.gather(*(self._vector(given, None, tenant) for given in inputs))
+        found = await self._in_turn([partial(self._vector, pair, None, tenant) for pair in inputs])
         return ranked(documents, [float(vector[0]) for vector, _ in found], top_n)
 
     async def _all(self, submits: Sequence[Submit], progress: Any) -> list[Completion]:
-        """All answers, in order. A long list waits here, so that it does not fill the queue."""
-        places = asyncio.Semaphore(max(1, self.config.max_waiting // 2))
+        """All answers, in order."""
         bar = progress_bar(progress, len(submits), "prompts")
 
         async def run(submit: Submit) -> Completion:
-            async with places:
-                done = await _result(submit())
+            done = await _result(submit())
             bar.update(1)
             return done
 
         try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(run(submit)) for submit in submits]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            return await self._in_turn([partial(run, submit) for submit in submits])
         finally:
             bar.close()
+
+    async def _in_turn(self, calls: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:
+        """All results, in order. A long list waits here, so that it does not fill the queue."""
+        places = asyncio.Semaphore(max(1, self.config.max_waiting // 2))
+
+        async def run(call: Callable[[], Awaitable[T]]) -> T:
+            async with places:
+                return await call()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(run(call)) for call in calls]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         return [task.result() for task in tasks]
 
 
