@@ -32,6 +32,11 @@ WARNED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+def test_include_stop_has_an_effect_with_stop_tokens_and_on_a_shown_end_token() -> None:
+    for setting in ({"stop_token_ids": [5]}, {"skip_special": False}):
+        assert warnings_for(SamplingParams.from_mapping({"include_stop": True, **setting})) == ()
+
+
 @pytest.mark.parametrize(("setting", "message"), WARNED, ids=str)
 def test_risky_combinations_warn_and_change_nothing(setting: dict[str, Any], message: str) -> None:
     params = SamplingParams.from_mapping(setting)

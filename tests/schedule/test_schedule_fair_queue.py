@@ -57,6 +57,19 @@ def test_a_tenant_claims_at_most_its_share_but_one_entry_always_runs() -> None:
     assert queue.take().item == "a1"  # type: ignore[union-attr]
 
 
+def test_a_wide_entry_over_its_share_blocks_no_other_tenant() -> None:
+    """The entry waits for its tenant's tokens, not for slots."""
+    queue = FairQueue(slots=10, tokens=1000, share=0.5)
+    first = queue.add("a0", tenant="a", width=8, claim=450)
+    assert queue.take() is first
+    second = queue.add("a1", tenant="a", width=8, claim=450)
+    other = queue.add("b0", tenant="b", width=1, claim=10)
+    assert queue.take() is other
+    assert queue.take() is None
+    queue.release(first)
+    assert queue.take() is second
+
+
 @given(
     st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(1, 4), st.integers(0, 60), st.booleans()),

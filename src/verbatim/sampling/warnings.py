@@ -96,7 +96,7 @@ def _without_effect(p: SamplingParams) -> Iterator[str]:
         yield "penalty_range without a repetition, frequency or presence penalty has no effect"
     if not p.xtc_probability and _set(p, ("xtc_threshold",)):
         yield "xtc_threshold without xtc_probability has no effect"
-    if p.include_stop and not p.stop:
+    if p.include_stop and not p.stop and not p.stop_token_ids and p.skip_special:
         yield "include_stop without stop has no effect"
     if p.logprobs_mode != "raw" and p.logprobs is None and p.best_of is None:
         yield "logprobs_mode without logprobs has no effect"

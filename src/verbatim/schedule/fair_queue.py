@@ -59,10 +59,10 @@ class FairQueue:
                 del self._queues[tenant]
                 continue
             entry = queue[0]
-            if self.used and self.used + entry.width > self.slots:
-                return None  # a wide entry waits for slots; overtaken, it would starve
             if self._over_share(entry):
                 continue
+            if self.used and self.used + entry.width > self.slots:
+                return None  # a wide entry waits for slots; overtaken, it would starve
             heapq.heappop(queue)
             self._queues.move_to_end(tenant)
             self.used += entry.width
