@@ -34,6 +34,7 @@ from verbatim.engine.running_request import HiddenPool
 from verbatim.engine.stream import ChoiceStream
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
+from verbatim.observe.receipt import compare, read_receipt
 from verbatim.sampling.draw import noise_key
 from verbatim.schedule.no_token import NOTHING_LEFT
 from verbatim.testing import (
@@ -991,6 +992,24 @@ def test_receipts_are_made_when_asked(llm: LLM) -> None:
     receipt = llm.generate("x", SamplingParams(max_tokens=2, receipt=True)).receipt
     assert receipt is not None
     assert receipt["fingerprint"] == llm.fingerprint
+
+
+def test_the_receipt_of_a_cancelled_answer_replays(llm: LLM) -> None:
+    stream = llm.stream("x", SamplingParams(max_tokens=20, seed=3, ignore_eos=True, receipt=True))
+    next(stream)
+    stream.cancel()
+    list(stream)
+    receipt = read_receipt(stream.completion.receipt)
+    assert receipt["choices"][0]["finish"][0] == "cancel"
+    whole = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping(receipt["params"]))
+    assert len(whole.token_ids) > len(receipt["choices"][0]["token_ids"]) > 0
+    verdict = compare(receipt, whole.choices, {})
+    assert verdict.identical
+    assert str(verdict) == "identical up to where the answer was cancelled"
+    other = llm.generate("other", SamplingParams(max_tokens=20, seed=4, ignore_eos=True))
+    assert not compare(receipt, other.choices, {}).identical
+    short = replace(whole.choices[0], token_ids=())
+    assert compare(receipt, [short], {}).got is None
 
 
 def test_a_long_context_needs_no_large_cache_with_sliding_windows() -> None:

@@ -127,10 +127,11 @@ class Verdict:
     expected: int | None = None
     got: int | None = None
     reasons: tuple[str, ...] = ()
+    cancelled: bool = False  # the answer was cancelled, so only its beginning was compared
 
     def __str__(self) -> str:
         if self.identical:
-            return "identical"
+            return "identical" + " up to where the answer was cancelled" * self.cancelled
         lines = [
             f"choice {self.choice}, token {self.position}: "
             f"the receipt has {_show(self.expected)}, this run {_show(self.got)}"
@@ -146,7 +147,7 @@ def compare(
     receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mapping[str, Any]
 ) -> Verdict:
     """Compare token by token. `makers`: this run's values of MAKERS; those that differ are the
-    reasons why the tokens may differ."""
+    reasons why the tokens may differ. A cancelled answer is compared as far as it was written."""
     reasons = tuple(
         f"{name} differs: {_brief(receipt[name])} then, {_brief(makers[name])} now"
         for name in ("digest", "backend", "numerics", "context")
@@ -155,10 +156,12 @@ def compare(
     if makers.get("adapter", "") != receipt.get("adapter", ""):
         then, now_ = receipt.get("adapter", ""), makers.get("adapter", "")
         reasons += (f"adapter differs: {_brief(then)} then, {_brief(now_)} now",)
-    now = {c.index: c for c in choices}
+    now, cancelled = {c.index: c for c in choices}, False
     for then in receipt["choices"]:
         choice = now.get(then["index"])
         old, new = then["token_ids"], list(choice.token_ids) if choice else []
+        if (then.get("finish") or [""])[0] == "cancel":
+            new, cancelled = new[: len(old)], True
         if old == new:
             continue
         at = next(
@@ -173,7 +176,7 @@ def compare(
             new[at] if at < len(new) else None,
             reasons,
         )
-    return Verdict(True)
+    return Verdict(True, cancelled=cancelled)
 
 
 def _with_floats(params: Mapping[str, Any]) -> dict[str, Any]:
