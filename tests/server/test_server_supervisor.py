@@ -9,10 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from eventually import eventually_async
-from verbatim.server.process.messages import Ready
+from verbatim.server.api.request_context import EventStream, RequestContext
+from verbatim.server.process.messages import Ready, Tokenize
 from verbatim.server.process.supervisor import Supervisor
+from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
 
 
@@ -65,3 +68,60 @@ async def test_an_engine_that_dies_has_ended_until_the_next_is_ready() -> None:
     assert not supervisor.ended.is_set()
     await supervisor.close()
     assert supervisor.ended.is_set()
+
+
+def ready_supervisor() -> Supervisor:
+    """A supervisor whose engine is ready and answers nothing."""
+    supervisor = Supervisor(Settings())
+    outbox: Any = SimpleNamespace(put=lambda message: None, put_frame=lambda frame: None)
+    supervisor._outbox = outbox
+    supervisor.ready.set()
+    return supervisor
+
+
+def new_call(supervisor: Supervisor) -> RequestContext:
+    own = {"verbatim.id": "r", "verbatim.tenant": "", "verbatim.arrived": 0.0}
+    request = Request({"type": "http", "method": "POST", "headers": [], **own})
+    return RequestContext(request, State(Settings(), supervisor, lambda: 0.0), "/v1/completions")
+
+
+async def test_the_engine_may_die_after_a_stream_has_ended() -> None:
+    """The engine dies before it has answered the abort of a request whose client disconnected."""
+    supervisor = ready_supervisor()
+    call = new_call(supervisor)
+    running = call.submit(Tokenize("r", "", text="a"))
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def events() -> Any:
+        while not running.closed:
+            await call.signal.wait()
+        return
+        yield b""
+
+    await EventStream(call, events())({}, receive, send)
+    assert supervisor.open_requests == 1
+    call._failed()  # a finished timeout is not rescheduled
+    supervisor._fail_running()
+    assert supervisor.open_requests == 0
+
+
+async def test_an_error_while_one_request_fails_does_not_stop_the_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    supervisor = ready_supervisor()
+    first, second = (supervisor.submit(Tokenize(name, "", text="a")) for name in "ab")
+
+    def broken() -> None:
+        raise RuntimeError("a broken handler")
+
+    first.on_fail = broken
+    supervisor._fail_running()
+    assert first.problem is not None
+    assert second.problem is not None
+    assert supervisor.ledger.states == {"engine_died": 2}
+    assert "a broken handler" in caplog.text

@@ -337,6 +337,9 @@ class EventStream(Response):
             if "verbatim.abort" in scope:
                 scope["verbatim.abort"]()
         finally:
+            # The engine may fail the runs before it answers their abort; a finished timeout cannot
+            # be rescheduled then.
+            self._call.deadline = None
             watch.cancel()
             self._call.close()
             await self._events.aclose()  # type: ignore[attr-defined]

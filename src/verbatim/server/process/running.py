@@ -8,12 +8,14 @@ exceeds `max_stream_bytes` is aborted, so that a slow client cannot use more mem
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.process.messages import Generated, Result, WireDelta
 
+log = logging.getLogger("verbatim.server")
 DELTA_COST = 64  # approximate bytes of a delta without its text
 
 
@@ -107,7 +109,10 @@ class Running:
             self.problem = problem if self.localize is None else self.localize(problem)
             self.wake()
             if self.on_fail is not None:
-                self.on_fail()
+                try:
+                    self.on_fail()
+                except Exception:  # must not end the supervisor, nor keep it from failing the rest
+                    log.exception("request %s: its failure could not be handled", self.id)
 
     def wake(self) -> None:
         self._signal.set()
