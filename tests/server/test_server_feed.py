@@ -1,5 +1,5 @@
-"""The engine process: an OutputSink gets the outputs of a step in one call, and the step threads
-are pinned to cores."""
+"""The engine process: an OutputSink gets the outputs of a step in one call, an abort frees the
+queue, and the step threads are pinned to cores."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import threading
 from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from verbatim.base.errors import BackendError, VerbatimError
 from verbatim.base.records import Completion, Delta
 from verbatim.engine.async_stream import OutputSink
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
+from verbatim.server.process.engine_session import EngineSession
+from verbatim.server.process.messages import Generate, Start
 from verbatim.testing import FakeBackend, fake_parts
 from verbatim.testing_models import tiny_model
 
@@ -132,6 +135,31 @@ def test_a_rejected_request_never_reaches_the_sink() -> None:
             assert names == {"next"}
 
     asyncio.run(main())
+
+
+async def test_the_requests_behind_an_aborted_wide_one_start() -> None:
+    """A wide request waits for slots, and those behind it must not overtake it. When its client
+    disconnects they start at once, not when another request comes or ends."""
+    backend = GatedBackend()
+    outbox: Any = SimpleNamespace(put=lambda message: None)
+    async with AsyncEngine.from_parts(fake_parts(backend), max_running=1) as engine:
+        session = EngineSession(engine, outbox, Start("m", None, True, {}, "", "m", 1.0))
+        for name, n in (("long", 1), ("wide", 8), ("small", 1)):
+            session.submit(Generate(name, "", {"n": n, "max_tokens": 2}, False, prompt="a"))
+        long, wide, small = session._open.values()
+
+        async def queued() -> bool:
+            return small.scheduled is not None
+
+        await eventually_async(queued)
+        assert small.scheduled is not None
+        assert not small.scheduled.done()
+        session.abort("wide")
+        await asyncio.gather(*filter(None, [wide.task]))
+        started = small.scheduled.done()
+        backend.gate.set()
+        await asyncio.gather(*filter(None, [long.task, small.task]))
+        assert started
 
 
 # ------------------------------------------------------------------------------------ CPU affinity

@@ -202,6 +202,7 @@ class EngineSession:
             await request.scheduled
         except asyncio.CancelledError:
             entry.gone = True
+            self._release_from_queue()  # it may have blocked the requests behind it
             if not request.aborted:
                 raise
             raise AbortedInQueue from None
