@@ -16,7 +16,9 @@ from live_server import Gate, Live, check_ledger, resident
 from streams import stream
 
 from eventually import HANG_SECONDS, eventually
+from verbatim.server.http.asgi_cycle import Exchange
 from verbatim.server.http.connection import TLS_CLOSE_SECONDS, HttpProtocol
+from verbatim.server.settings import Limits
 
 pytestmark = pytest.mark.server
 
@@ -448,6 +450,7 @@ def test_shutdown_does_not_wait_for_a_tls_client_without_close_notify() -> None:
     transport: Any = SimpleNamespace(
         close=lambda: done.append("close"), abort=lambda: done.append("abort")
     )
+    transport.get_write_buffer_size = lambda: 0
     transport.get_extra_info = lambda name: object() if name == "sslcontext" else None
     loop: Any = SimpleNamespace(
         call_later=lambda *what: later.append(what) or SimpleNamespace(cancel=lambda: None)
@@ -460,6 +463,79 @@ def test_shutdown_does_not_wait_for_a_tls_client_without_close_notify() -> None:
     assert (done, seconds) == (["close"], TLS_CLOSE_SECONDS)
     call()
     assert done == ["close", "abort"]
+
+
+class AnsweringProtocol(HttpProtocol):
+    """Answers with 1,000 bytes, to a client that reads only what a test takes from `unread`.
+    `timers` has the running timeout, `ended` says how the connection was ended."""
+
+    limits = Limits(max_stream_bytes=5000)
+
+    def __init__(self) -> None:
+        self.unread, self.ended = 0, ""
+        self.timers: list[Any] = []
+        loop: Any = SimpleNamespace(call_later=self._call_later)
+        config: Any = SimpleNamespace(loaded=True, loaded_app=None)
+        shared: Any = SimpleNamespace(connections=set(), total_requests=0, default_headers=[])
+        super().__init__(config, shared, {}, loop)
+        closed_socket = SimpleNamespace(fileno=lambda: -1)
+        transport: Any = SimpleNamespace(
+            get_extra_info=lambda name: closed_socket if name == "socket" else None,
+            get_write_buffer_size=lambda: self.unread,
+            is_closing=lambda: bool(self.ended),
+            write=self._add_unread,
+            close=lambda: setattr(self, "ended", "close"),
+            abort=lambda: setattr(self, "ended", "abort"),
+        )
+        self.connection_made(transport)
+
+    def _call_later(self, seconds: float, *callback: Any) -> Any:
+        self.timers.append(callback)
+        return SimpleNamespace(cancel=lambda: self.timers.remove(callback))
+
+    def _add_unread(self, data: bytes) -> None:
+        self.unread += len(data)
+
+    def _start(self, exchange: Exchange) -> None:
+        self._active = exchange
+
+    def answer(self, requests: bytes) -> None:
+        self.data_received(requests)
+        while self._active is not None and not self._active.complete and not self.ended:
+            self._active.answer(200, [(b"content-length", b"1000")], b"x" * 1000)
+
+    def expire(self) -> None:
+        [(callback, *arguments)] = self.timers
+        self.timers.clear()
+        callback(*arguments)
+
+
+def test_a_connection_that_reads_no_responses_is_cut() -> None:
+    connection = AnsweringProtocol()
+    for _ in range(100):
+        connection.answer(3 * HEALTH)
+    assert connection.ended == "abort"
+    assert connection.unread < 8000  # the limit, and the requests that came with the last one
+
+
+@pytest.mark.parametrize("last", [False, True])
+def test_a_timeout_cuts_a_client_that_does_not_read_its_response(last: bool) -> None:
+    """close() waits until the client has read everything, for ever if it does not read."""
+    connection = AnsweringProtocol()
+    connection.answer(HEALTH.replace(b"Host:", b"Connection: close\r\nHost:") if last else HEALTH)
+    connection.unread -= 400
+    connection.expire()  # a slow client still reads
+    assert connection.ended == ("close" if last else "")
+    connection.expire()
+    assert connection.ended == "abort"
+
+
+def test_a_timeout_closes_a_connection_whose_client_has_read_everything() -> None:
+    connection = AnsweringProtocol()
+    connection.answer(HEALTH)
+    connection.unread = 0
+    connection.expire()
+    assert (connection.ended, connection.timers) == ("close", [])
 
 
 def test_answers_are_unchanged_after_the_socket_tests(quick: Live) -> None:

@@ -103,7 +103,7 @@ class Limits:
         default=4 * MIB,
         metadata={
             "help": "unread output of a slow client",
-            "error": "error event slow_reader",
+            "error": "error event slow_reader, or connection closed",
         },
     )
     max_store_bytes: int = field(

@@ -9,6 +9,7 @@ time they take, nor the bytes a client sends after a response or ahead of it (pi
     exchange    the end of the response                          - (the app has its own deadlines)
     leftover    the last byte of a body that the app ignored     body_seconds, max LINGER_SECONDS
     closing     the client closes after reading the error        as leftover
+    unread      the client has read its last response            idle_seconds without progress
 
 Reading never pauses, so that a disconnect is noticed at once. Pipelined requests are limited
 instead (MAX_PIPELINED, MAX_PIPELINED_BYTES): those within the limit are answered, then an error is
@@ -229,6 +230,9 @@ class HttpProtocol(asyncio.Protocol):
         self._latest = self._pipelined[-1] if self._pipelined else self._active
 
     def _new_exchange(self) -> None:
+        if self._transport.get_write_buffer_size() > self.limits.max_stream_bytes:
+            self.abort()  # the client sends requests and does not read the responses
+            return
         try:
             scope = self._scope()
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
@@ -314,7 +318,7 @@ class HttpProtocol(asyncio.Protocol):
     def answered(self, exchange: Exchange) -> None:
         self._shared.total_requests += 1
         if not exchange.keep_alive:
-            self._close_gracefully() if exchange.more_body else self._transport.close()
+            self._close_gracefully() if exchange.more_body else self._close()
         elif self._pipelined:
             following = self._pipelined.popleft()
             if not self._pipelined:
@@ -393,24 +397,37 @@ class HttpProtocol(asyncio.Protocol):
         else:
             self._transport.close()
 
+    def _close(self) -> None:
+        """Close once the client has read its last response. Without the timeout, transport.close()
+        waits for ever for a client that does not read."""
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._set_timeout(self.limits.idle_seconds)
+
     def _linger(self) -> float:
         return min(LINGER_SECONDS, self.limits.body_seconds)
 
     def _set_timeout(self, seconds: float) -> None:
         self._clear_timeout()
-        self._timer = self._loop.call_later(seconds, self._on_timeout, seconds)
+        unread = self._transport.get_write_buffer_size()
+        self._timer = self._loop.call_later(seconds, self._on_timeout, seconds, unread)
 
     def _clear_timeout(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _on_timeout(self, seconds: float) -> None:
+    def _on_timeout(self, seconds: float, unread_before: int) -> None:
         self._timer = None
+        unread = self._transport.get_write_buffer_size()
         if self._closing or (self._latest is not None and self._latest.more_body):
             self.abort()
-        elif self._has_unread_input():  # the event loop is late, not the client
+        elif 0 < unread < unread_before:  # a slow client still reads
             self._set_timeout(seconds)
+        elif not self._transport.is_closing() and self._has_unread_input():
+            self._set_timeout(seconds)  # the event loop is late, not the client
+        elif unread:
+            self.abort()
         else:
             self._transport.close()
 
