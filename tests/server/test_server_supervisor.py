@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from eventually import eventually_async
 from verbatim.server.api.request_context import EventStream, RequestContext
-from verbatim.server.process.messages import Ready, Tokenize
+from verbatim.server.process.messages import Ready, Tokenize, Tokenized
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
@@ -125,3 +125,21 @@ async def test_an_error_while_one_request_fails_does_not_stop_the_others(
     assert second.problem is not None
     assert supervisor.ledger.states == {"engine_died": 2}
     assert "a broken handler" in caplog.text
+
+
+async def test_a_message_that_cannot_be_aborted_is_counted_until_the_engine_answers() -> None:
+    """It may still queue in the engine after its client has disconnected."""
+    supervisor = ready_supervisor()
+    call = new_call(supervisor)
+    admission = call.state.admission
+    call.admission.enter_context(admission.admit(call.tenant))
+    ids = [call.submit(Tokenize(call.next_id(), "", text="a")).id for _ in range(2)]
+    call.close()
+    for request_id in ids:
+        assert admission.open == 1
+        supervisor._handle(Tokenized(request_id, [], [], ()))
+
+    async def released() -> bool:
+        return admission.open == 0
+
+    await eventually_async(released)

@@ -78,6 +78,7 @@ class RequestContext:
         self.load_seconds = 0.0  # this request waited so long for its model to be loaded
         self.signal = Signal()
         self.runs: list[Running] = []
+        self._not_abortable: list[str] = []  # ids of messages that the engine does not abort
         self.deadline: asyncio.Timeout | None = None  # of the open event stream
         # resources taken at admission; a stream holds them until its last byte
         self.admission = contextlib.ExitStack()
@@ -172,6 +173,8 @@ class RequestContext:
         running = self.state.supervisor.submit(message, self.signal)
         running.on_fail, running.localize = self._failed, self._with_client_names
         self.runs.append(running)
+        if not isinstance(message, Generate):
+            self._not_abortable.append(message.request_id)
         return running
 
     @property
@@ -217,12 +220,20 @@ class RequestContext:
             self.deadline.reschedule(min(self.deadline.when() or end, end))
 
     def close(self) -> None:
-        """Abort what still runs and release admission. May be called twice."""
+        """Abort what still runs and release admission. May be called twice. Messages that the
+        engine cannot abort may still queue there, so max_queue counts them until their end."""
         for running in self.runs:
             running.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+        self._release()
+
+    def _release(self) -> None:
+        loop, supervisor = asyncio.get_running_loop(), self.state.supervisor
+        for request_id in self._not_abortable:
+            if supervisor.ledger.on_close(request_id, lambda: loop.call_soon(self._release)):
+                return
         self.admission.close()
 
     async def accepted(self) -> None:
