@@ -230,11 +230,13 @@ class RequestContext:
         self._release()
 
     def _release(self) -> None:
-        loop, supervisor = asyncio.get_running_loop(), self.state.supervisor
         for request_id in self._not_abortable:
-            if supervisor.ledger.on_close(request_id, lambda: loop.call_soon(self._release)):
+            if self.state.supervisor.ledger.on_close(request_id, self._release_soon):
                 return
         self.admission.close()
+
+    def _release_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._release)
 
     async def accepted(self) -> None:
         """Wait until the engine has accepted all parts, so that a rejection gets an HTTP status.
