@@ -105,14 +105,14 @@ MUTANTS = (
         "sampling/test_sampling_draw.py",
     ),
     # ---- text
-    Mutant("stop-held-back", "text/stop.py", "max(self._states)", "min(self._states)", STOP),
+    Mutant("stop-held-back", "text/stop.py", "keep = max(self._states)", "keep = min(self._states)", STOP),
     Mutant(
         "stop-longest", "text/stop.py", "len(stop) > len(found)", "len(stop) < len(found)", STOP
     ),
     Mutant("stop-overlap", "text/stop.py", "        fail[i] = k\n", "", STOP),
     Mutant(
         "stop-before-min-tokens", "engine/stream.py",
-        "if len(self.token_ids) <= self._params.min_tokens:", "if False:",
+        "if len(self._written) <= self._params.min_tokens:", "if False:",
         "engine/test_engine_llm.py -k stop",
     ),
     Mutant(
