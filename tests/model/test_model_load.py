@@ -326,8 +326,12 @@ def test_an_attn_factor_of_yarn_has_no_effect_as_in_transformers(tmp_path: Path)
     yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     with_it = llama_directory(tmp_path / "a", put(rope_scaling={**yarn, "attn_factor": 0.87}))
     without = llama_directory(tmp_path / "b", put(rope_scaling=yarn))
-    ropes = [load_model(directory).spec.layers[0].rope for directory in (with_it, without)]
-    assert ropes[0] == ropes[1]
+    models = [load_model(directory) for directory in (with_it, without)]
+    assert models[0].spec.layers[0].rope == models[1].spec.layers[0].rope
+    assert "rope_scaling.attn_factor has no effect with rope_type yarn; ignored" in str(
+        models[0].warnings
+    )
+    assert models[1].warnings == ()
 
 
 @pytest.mark.parametrize("quant", ["q8_0", "q4_0"])

@@ -19,6 +19,7 @@ from verbatim.engine.stream import ChoiceStream
 from verbatim.server.api.anthropic import MessagesReply
 from verbatim.server.api.anthropic import as_chat as message_fields
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.call_formats import typed_value
 from verbatim.server.api.chat_request import ChatRequest
 from verbatim.server.api.openai_fields import RESPONSES
 from verbatim.server.api.responses_input import NAMES as RESPONSES_NAMES
@@ -535,6 +536,22 @@ def test_an_error_counts_messages_as_the_client_sent_them() -> None:
     assert (
         with_client_names(problem, {"messages.name": "tool_name"}).param == "messages[2].tool_name"
     )
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": 5}, {"anyOf": 7}, {"oneOf": {"a": 1}}, {"enum": 3}, {"type": []}, 5],
+    ids=str,
+)
+def test_a_schema_of_wrong_form_gives_the_value_no_type(schema: Any) -> None:
+    assert typed_value("12", {"properties": {"a": schema}}, "a") == 12
+
+
+def test_references_of_a_schema_are_followed_once() -> None:
+    """With 200 references from each level to the next there would be more than a billion."""
+    many = [{"$ref": "#/properties/a"}] * 200
+    a = {"anyOf": [*many, {"type": "string"}]}
+    assert typed_value("12", {"properties": {"a": a}}, "a") == "12"
 
 
 def test_a_forced_schema_admits_only_the_named_tool() -> None:

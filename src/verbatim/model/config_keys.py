@@ -275,7 +275,6 @@ ROPE_KEYS: dict[str, Table] = {
         "mscale": followed("numerator of the attention factor"),
         "mscale_all_dim": followed("denominator of the attention factor"),
         "truncate": followed("round the band to whole pairs", True),
-        "attn_factor": no_effect("transformers does not read it; `attention_factor` is the key"),
     },
     "longrope": {
         **_ANY,
@@ -289,6 +288,9 @@ ROPE_KEYS: dict[str, Table] = {
     },
 }
 
+
+# Keys of published checkpoints that no rope_type of transformers reads; a warning names them.
+ROPE_UNREAD: Table = {"attn_factor": no_effect("`attention_factor` is the key")}
 
 # Keys of rope records that one family has, with any rope_type.
 ROPE_EXTRA: dict[str, Table] = {
@@ -309,4 +311,5 @@ ROPE_EXTRA: dict[str, Table] = {
 
 
 def all_rope_keys() -> dict[str, Any]:
-    return {name: key for table in ROPE_KEYS.values() for name, key in table.items()}
+    keys = {name: key for table in ROPE_KEYS.values() for name, key in table.items()}
+    return {**keys, **ROPE_UNREAD}

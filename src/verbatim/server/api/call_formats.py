@@ -87,7 +87,7 @@ def typed_value(text: str, parameters: Any, key: str) -> Any:
     """
     properties = parameters.get("properties") if isinstance(parameters, dict) else None
     schema = properties.get(key) if isinstance(properties, dict) else None
-    types = _types(schema, parameters)
+    types = _types(schema, parameters, set())
     if types == {"string"}:
         return text
     word = text.strip()
@@ -100,26 +100,31 @@ def typed_value(text: str, parameters: Any, key: str) -> Any:
     return text if "string" in types and not _type_of(value) & (types - {"string"}) else value
 
 
-def _types(schema: Any, root: Any, depth: int = 8) -> set[str]:
-    """The types that a schema allows, as far as it names them; empty: unknown. `depth` bounds
-    references that form a cycle."""
+def _types(schema: Any, root: Any, seen: set[str], depth: int = 8) -> set[str]:
+    """The types that a schema allows, as far as it names them; empty: unknown. Each reference is
+    followed once (`seen`), so that many to one schema do not multiply."""
     if not isinstance(schema, dict) or not depth:
         return set()
-    named = schema.get("type", [])
-    found = {named} if isinstance(named, str) else {t for t in named if isinstance(t, str)}
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else []
-    for value in [*values, *([schema["const"]] if "const" in schema else [])]:
+    named = schema.get("type")
+    found = {t for t in (_items(named) or [named]) if isinstance(t, str)}
+    for value in [*_items(schema.get("enum")), *([schema["const"]] if "const" in schema else [])]:
         found |= _type_of(value)
     for keyword in ("anyOf", "oneOf", "allOf"):
-        for member in schema.get(keyword) or ():
-            found |= _types(member, root, depth - 1)
+        for member in _items(schema.get(keyword)):
+            found |= _types(member, root, seen, depth - 1)
     target = schema.get("$ref")
-    if isinstance(target, str) and target.startswith("#/"):
+    if isinstance(target, str) and target.startswith("#/") and target not in seen:
+        seen.add(target)
         place = root
         for part in target[2:].split("/"):
             place = place.get(part) if isinstance(place, dict) else None
-        found |= _types(place, root, depth - 1)
+        found |= _types(place, root, seen, depth - 1)
     return found
+
+
+def _items(value: Any) -> list[Any]:
+    """A list; empty for any other value, which the client's schema should not have here."""
+    return value if isinstance(value, list) else []
 
 
 def _type_of(value: Any) -> set[str]:
