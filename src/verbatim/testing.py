@@ -73,6 +73,22 @@ class CanaryError(AssertionError):
     """The cache does not hold what the block table says."""
 
 
+class _Blocks(dict[int, list[tuple[int, int, int] | None]]):
+    """A fake KV cache: block -> its slots, each (position, token, number) or None. A block is made
+    at its first use: most tests open an engine with thousands of blocks and use a few."""
+
+    def __init__(self, blocks: int, block_size: int) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.block_size = block_size
+
+    def __missing__(self, block: int) -> list[tuple[int, int, int] | None]:
+        if not 0 <= block < self.blocks:
+            raise CanaryError(f"block {block} is not one of the {self.blocks} of the cache")
+        self[block] = [None] * self.block_size
+        return self[block]
+
+
 class FakeBackend:
     """A backend that hashes tokens instead of running a model.
 
@@ -103,8 +119,7 @@ class FakeBackend:
         self.canary = canary
         self.known = known
         self.broken = broken
-        # [group][block][slot] -> (position, token, number)
-        self.slots: list[list[list[tuple[int, int, int] | None]]] = []
+        self.slots: list[_Blocks] = []  # one per group
         self.steps = 0
         self.rows = 0
         self.closed = False
@@ -127,7 +142,7 @@ class FakeBackend:
         return tuple(16 * self.block_size * len(g.layers) for g in self.spec.groups)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
-        self.slots = [[[None] * self.block_size for _ in range(n)] for n in blocks]
+        self.slots = [_Blocks(n, self.block_size) for n in blocks]
 
     def read_block(self, group: int, block: int) -> bytes:
         return repr(self.slots[group][block]).encode()
