@@ -401,6 +401,26 @@ def test_a_directory_becomes_a_quantised_file(
     }
 
 
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_the_stop_tokens_of_generation_config_are_kept(tmp_path: Path, count: int) -> None:
+    """GLM-4 stops at <|user|> and <|observation|>, which its tokenizer does not declare."""
+    from tokenizers import Tokenizer
+
+    folder, target = tmp_path / "dir", tmp_path / "out.gguf"
+    save_directory(tiny_model("llama", vocab_size=270), folder)
+    words = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    words.add_special_tokens([f"<|stop{i}|>" for i in range(count)])
+    words.save(str(folder / "tokenizer.json"))
+    stops = [words.token_to_id(f"<|stop{i}|>") for i in range(count)]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stops}))
+    assert call(str(folder), str(target)) == 0
+    found = load_model(target)
+    assert set(found.eos_ids) >= {0, *stops}
+    metadata = found.source.metadata  # type: ignore[union-attr]
+    assert metadata["tokenizer.ggml.eot_token_id"] == stops[0]  # llama.cpp reads no list
+    assert metadata.get("tokenizer.ggml.eom_token_id") == (stops[1] if count > 1 else None)
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "quant", "head", "wanted"),
     [

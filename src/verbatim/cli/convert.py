@@ -249,7 +249,8 @@ def _read_model(
         model = change(model)
     arch = ARCHITECTURE.get(model.spec.family, model.spec.family)
     metadata, extra = model_metadata(model, path.name)
-    metadata |= tokenizer_metadata(path, from_directory(path), model.spec.vocab, arch)
+    tokenizer = from_directory(path)
+    metadata |= tokenizer_metadata(path, tokenizer, model.spec.vocab, arch, model.eos_ids)
     template = template_from_directory(path)
     if template is not None:
         metadata["tokenizer.chat_template"] = template.source

@@ -7,7 +7,7 @@ tokenizer that matches none is rejected.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from verbatim.text.gguf_vocab import (
 from verbatim.text.hf_vocab import read_json
 from verbatim.text.pretokenize import SPLIT_RULES, SplitRules
 from verbatim.text.tokenizer import Tokenizer, from_gguf
+from verbatim.text.vocabulary import end_of_turn
 
 if TYPE_CHECKING:
     from verbatim.text.vocabulary import Vocabulary
@@ -52,10 +53,10 @@ PROBES = (
 
 
 def tokenizer_metadata(
-    path: Path, original: Tokenizer, vocab: int, architecture: str
+    path: Path, original: Tokenizer, vocab: int, architecture: str, stops: Sequence[int] = ()
 ) -> dict[str, Any]:
-    """Keys for a file whose embedding has `vocab` rows. Raises ModelError if GGUF cannot express
-    it."""
+    """Keys for a file whose embedding has `vocab` rows. `stops`: the stop tokens of config.json and
+    generation_config.json. Raises ModelError if GGUF cannot express it."""
     data = read_json(path / "tokenizer.json")
     model = data.get("model")
     if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
@@ -77,9 +78,7 @@ def tokenizer_metadata(
     ):
         if value is not None and value < count:
             meta[f"{K}{key}_token_id"] = value
-    other_eos = [i for i in inner.eos_ids if i != inner.eos_id and i < count]
-    if other_eos:
-        meta[f"{K}eot_token_id"] = other_eos[0]
+    meta |= _other_stops(inner, stops, count)
     meta[f"{K}add_bos_token"] = inner.bos_id is not None and tuple(inner.prefix) == (inner.bos_id,)
     meta[f"{K}add_eos_token"] = inner.eos_id is not None and tuple(inner.suffix) == (inner.eos_id,)
     meta["general.architecture"] = architecture
@@ -111,6 +110,19 @@ def tokenizer_metadata(
         "GGUF has no name for its pre-tokenizer; keep the safetensors directory",
         file=str(path),
     )
+
+
+def _other_stops(inner: Vocabulary, stops: Sequence[int], count: int) -> dict[str, Any]:
+    """Keys of the stop tokens besides eos. llama.cpp reads one end of turn and one end of message,
+    and finds well-known tokens by their names, so these come last. Ollama and our reader know a
+    list for more."""
+    named = set(end_of_turn(inner.control))
+    others = [i for i in (*inner.eos_ids, *stops) if i != inner.eos_id and i < count]
+    others = sorted(dict.fromkeys(others), key=lambda i: i in named)
+    keys: dict[str, Any] = dict(zip((f"{K}eot_token_id", f"{K}eom_token_id"), others, strict=False))
+    if len(others) > 2:
+        keys[f"{K}eos_token_ids"] = [*([] if inner.eos_id is None else [inner.eos_id]), *others]
+    return keys
 
 
 def _check_prompt_tokens(inner: Vocabulary, path: Path) -> None:
