@@ -339,6 +339,17 @@ def test_the_version_of_awq_may_be_in_capitals() -> None:
         check_keys("awq", {"zero_point": "x"})
 
 
+def test_other_layouts_of_awq_are_refused_by_the_names_of_transformers() -> None:
+    from transformers.utils.quantization_config import AwqConfig
+
+    for keys in ({"format": "gemv"}, {"format": "gemv_fast"}, {"backend": "llm-awq"}):
+        assert AwqConfig(**keys).format != "gemm"
+        with pytest.raises(ModelError, match="|".join(keys)):
+            check_keys("awq", keys)
+    assert AwqConfig(format="gemm").format == "gemm"
+    assert check_keys("awq", {"format": "gemm", "backend": "auto"}) == []
+
+
 FP8: dict[str, Any] = {"quant_method": "fp8"}
 COMPRESSED_CONFIG: dict[str, Any] = {"quant_method": "compressed-tensors"}
 
@@ -425,6 +436,25 @@ def test_a_format_in_capitals_is_the_same_format() -> None:
     small, capital, other = (one["m.weight"].to_f32() for one in made)
     assert (small == capital).all()
     assert (small != other).any()
+
+
+def test_format_is_the_newer_name_of_checkpoint_format() -> None:
+    from transformers.utils.quantization_config import GPTQConfig
+
+    for keys in (
+        {"format": "gptq_v2"},
+        {"format": "gptq"},
+        {"format": "gptq_v2", "checkpoint_format": "gptq"},
+        {"format": "gptq", "checkpoint_format": "gptq_v2"},
+    ):
+        config = {"quant_method": "gptq", "bits": 4, **keys}
+        wanted = {**config, "format": None, "checkpoint_format": GPTQConfig(bits=4, **keys).format}
+        arrays = random_gptq(4, 32, symmetric=False)
+        made, same = (unpack(one, split(arrays))["m.weight"] for one in (config, wanted))
+        assert (made.to_f32() == same.to_f32()).all(), keys
+        assert check_keys("gptq", config) == []
+    with pytest.raises(ModelError, match="format is 'marlin'"):
+        check_keys("gptq", {"format": "marlin"})
 
 
 @pytest.mark.parametrize("name", ["m.qzeros", "m.scales"])

@@ -357,7 +357,10 @@ def _gptq(checkpoint: _Checkpoint) -> None:
     """`qweight` int32 [k / 8, n], `qzeros` [k / group, n / 8], `scales`, `g_idx` [k]. The format
     `gptq` stores the zeros minus one, `gptq_v2` as they are."""
     bits = _check_bits(checkpoint, (2, 4, 8))
-    add = 0 if str(checkpoint.config.get("checkpoint_format")).lower() == "gptq_v2" else 1
+    # transformers: checkpoint_format, the older name, decides if both are there
+    keys = (checkpoint.config.get(key) for key in ("checkpoint_format", "format"))
+    form = next((str(value).lower() for value in keys if value is not None), "gptq")
+    add = 0 if form == "gptq_v2" else 1
     for module in checkpoint.modules("qweight"):
         words = checkpoint.take(f"{module}.qweight")
         codes, columns = _codes(words.T, bits), len(words) * (32 // bits)

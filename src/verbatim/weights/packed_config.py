@@ -24,8 +24,8 @@ _KEYS = {
     "compressed-tensors": "config_groups format ignore kv_cache_scheme quantization_status version "
     "sparsity_config transform_config global_compression_ratio run_compressed",
     "awq": "bits w_bit group_size q_group_size zero_point version backend do_fuse modules_to_fuse "
-    "fuse_max_seq_len exllama_config",
-    "gptq": "bits group_size desc_act sym checkpoint_format dynamic lm_head damp_percent "
+    "fuse_max_seq_len exllama_config format",
+    "gptq": "bits group_size desc_act sym checkpoint_format format dynamic lm_head damp_percent "
     "damp_auto_increment static_groups true_sequential model_name_or_path model_file_base_name "
     "model_seqlen meta pack_dtype dataset tokenizer block_name_to_quantize batch_size backend "
     "module_name_preceding_first_block pad_token_id use_exllama max_input_length exllama_config "
@@ -40,10 +40,11 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {
         "dynamic": (),
         "checkpoint_format": ("gptq", "gptq_v2"),
+        "format": ("gptq", "gptq_v2"),
         "pack_dtype": ("int32",),
         "is_marlin_format": (),
     },
-    "awq": {"version": ("gemm",)},
+    "awq": {"version": ("gemm",), "format": ("gemm",)},
 }
 _FLAG = (True, False)
 _FORMATS = (
@@ -77,6 +78,8 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
         if value and value not in fine and str(value).lower() not in fine:
             only = f"; supported: {', '.join(map(str, fine))}" if fine else ""
             raise ModelError(f"{key} is {value!r:.60}, which is not supported{only}")
+    if method == "awq" and config.get("backend") == "llm-awq":
+        raise ModelError("backend is 'llm-awq', which packs the weights in another order")
     check_values(config, _VALUES.get(method, {}))
     known = {*_COMMON.split(), *_KEYS[method].split()}
     if unknown := [key for key in config if key not in known]:
