@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from subprocess import PIPE
 from types import ModuleType
 from typing import Any
@@ -25,6 +26,7 @@ from verbatim.diagnose.footprint import Footprint, footprint_of_config
 from verbatim.observe.merge_metrics import merge
 from verbatim.scale import ray_start
 from verbatim.scale.autoscale import wanted_replicas
+from verbatim.scale.parquet import journal_answers
 from verbatim.scale.ray_options import Replicas, parse_address, parse_replicas
 from verbatim.scale.ray_start import LOCAL_RAY, connect, local_environment
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
@@ -285,6 +287,14 @@ def test_replicas_of_a_node_share_its_cpus_and_memory() -> None:
     assert needs.actor_options()["num_gpus"] == 0
 
 
+def test_a_head_node_without_cpus_holds_no_replica() -> None:
+    """KubeRay's advice for the head node is num-cpus: 0."""
+    nodes = [Node(0, 0, 64 * GIB), Node(16, 0, 64 * GIB)]
+    assert state_needs(footprint(), {}, nodes, Replicas(2, 2)).cpus == 8
+    with pytest.raises(ParameterError, match="no node has that"):
+        state_needs(footprint(), {}, nodes[:1], Replicas(1, 1))
+
+
 def test_given_settings_are_kept() -> None:
     nodes = [Node(16, 0, 64 * GIB)]
     engine = {"threads": 3, "kv_memory": 1 << 29}
@@ -367,3 +377,20 @@ def test_generate_keeps_the_order_and_puts_errors_into_a_column() -> None:
     assert [bool(error) for error in out["error"]] == [False, True, False, False]
     assert chat["error"] == [None]
     assert json.dumps(out)  # plain values
+
+
+@pytest.mark.parametrize(
+    "params", [{"n": 2}, {"tools": [{"type": "function"}]}, {"logprobs": 3}, {"prompt": "x"}]
+)
+def test_generate_refuses_a_parameter_that_no_column_would_show(params: dict[str, Any]) -> None:
+    with pytest.raises(ParameterError, match=next(iter(params))):
+        verbatim.scale.Generate("m", params=params, test_engine="pipeline")
+
+
+def test_answers_may_hold_every_separator_of_lines(tmp_path: Path) -> None:
+    """JSON leaves U+0085, U+2028 and U+2029 as they are, and str.splitlines() splits there."""
+    journal = tmp_path / "out.parquet.jsonl"
+    body = {"choices": [{"text": "a\u2028b\u2029c\u0085d\r\n\u000b\u001c"}]}
+    line = {"custom_id": "a", "response": {"status_code": 200, "body": body}}
+    journal.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert journal_answers(journal) == {"a": line["response"]}

@@ -107,7 +107,7 @@ class Generate:
         **engine: Any,
     ) -> None:
         self._column = column
-        self._params = dict(params or {})
+        self._params = _checked(params or {})
         settings = batch_settings(model, concurrency, engine, test_engine=test_engine)
         self._actor = BatchActor(settings, concurrency)
 
@@ -132,6 +132,24 @@ class Generate:
 
     def close(self) -> None:
         self._actor.close()
+
+
+# Parameters whose effect is in no column.
+_NOT_SHOWN = ("tools", "functions", "logprobs", "top_logprobs", "prompt_logprobs")
+
+
+def _checked(params: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in params.items():
+        if name in ("prompt", "messages"):
+            raise ParameterError("params", f"{name} comes from the column of prompts; leave it out")
+        shown = value in (None, 1) if name == "n" else name not in _NOT_SHOWN
+        if not shown and value is not None and value is not False:
+            raise ParameterError(
+                "params",
+                f"{name} is {value!r:.40}, and a row has one text and no column for more; use "
+                "verbatim batch, whose answers are complete",
+            )
+    return dict(params)
 
 
 COLUMNS = ("text", "finish_reason", "prompt_tokens", "output_tokens", "error")

@@ -54,11 +54,17 @@ def _request(row: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
+def journal_answers(journal: Path) -> dict[str, Any]:
+    """The responses of a JSONL file by custom_id."""
+    with open(journal, "rb") as file:  # str.splitlines() would also split at U+2028 in a text
+        lines = map(json.loads, file)
+        return {line["custom_id"]: line["response"] for line in lines}
+
+
 def write_answers(journal: Path, target: Path, order: Sequence[str]) -> None:
     """Write the answers of a JSONL file as Parquet, complete or not at all."""
     arrow = _pyarrow()
-    lines = map(json.loads, journal.read_text(encoding="utf-8").splitlines())
-    answers = {line["custom_id"]: line["response"] for line in lines}
+    answers = journal_answers(journal)
     names = [name for name in order if name in answers]
     bodies = [answers[name]["body"] for name in names]
     table = arrow.table(

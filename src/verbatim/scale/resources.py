@@ -5,8 +5,9 @@ go to Ray as num_cpus, num_gpus and memory, and the settings that make the engin
 threads, kv_memory and the backend. Every replica gets the same settings, so that all have one
 context and one fingerprint.
 
-The rule: the replicas are spread evenly over the nodes, and those of one node share its CPUs and
-memory evenly. With a GPU for each replica they run on GPUs, one each, else all on CPUs.
+The rule: the replicas are spread evenly over the nodes with CPUs (or GPUs) for them, and those of
+one node share its CPUs and memory evenly. With a GPU for each replica they run on GPUs, one each,
+else all on CPUs.
 """
 
 from __future__ import annotations
@@ -81,8 +82,9 @@ def state_needs(
     config = EngineConfig(**engine)
     gpus = _wants_gpu(config.backend, nodes, replicas)
     largest = max(nodes, key=lambda node: (node.gpus if gpus else 0, node.memory, node.cpus))
-    users = [node for node in nodes if node.gpus >= 1] if gpus else nodes
-    per_node = -(-replicas.most // len(users))
+    # A head node often offers no CPUs, so that nothing runs on it.
+    users = [node for node in nodes if (node.gpus if gpus else node.cpus) >= 1]
+    per_node = -(-replicas.most // max(len(users), 1))
     if gpus:
         cpus = config.threads or min(GPU_CPUS, int(largest.cpus))
     else:
