@@ -123,6 +123,20 @@ async def test_repeats_go_where_their_prefix_is(gateway: Gateway) -> None:
     assert routing == {"requests": 25, "prefix_possible": 17, "prefix_found": 17}
 
 
+async def test_a_request_that_is_closed_at_once_leaves_nothing_behind(gateway: Gateway) -> None:
+    """asyncio never runs a task that is cancelled before its first step."""
+    cluster = gateway.cluster
+    before = cluster.ledger.states["cancel"]
+    running = cluster.submit(Generate("at once", "", {"max_tokens": 4}, True, prompt="x"))
+    task = cluster._relays["at once"]
+    running.close()
+    await asyncio.wait((task,))
+    await asyncio.sleep(0)  # callbacks of the task
+    assert "at once" not in cluster._relays
+    assert "at once" not in cluster._running
+    assert cluster.ledger.states["cancel"] == before + 1
+
+
 async def test_a_client_that_leaves_aborts_its_request_on_the_replica(tmp_path: Path) -> None:
     """The engine makes one step per poll, so it cannot end the request before the abort arrives."""
     gate = tmp_path / "gate"

@@ -108,7 +108,8 @@ class Cluster(Supervisor):
         running = Running(request_id, message.tenant, self.abort, max_bytes, signal or Signal())
         self._running[request_id] = running
         self.ledger.open(request_id)
-        self._relays[request_id] = asyncio.create_task(self._relay(message, frame))
+        task = self._relays[request_id] = asyncio.create_task(self._relay(message, frame))
+        task.add_done_callback(lambda done: self._relayed(request_id, done))
         return running
 
     def abort(self, running: Running) -> None:
@@ -140,9 +141,13 @@ class Cluster(Supervisor):
             log.warning("request %s lost its replica: %s", request_id, _first_line(error))
             on_channel = False
         finally:
-            del self._relays[request_id]
             if not on_channel:  # otherwise its last message may still be on its way
                 self._lose(request_id)
+
+    def _relayed(self, request_id: str, task: asyncio.Task[None]) -> None:
+        del self._relays[request_id]
+        if task.cancelled():  # before its first step: not a line of _relay() has run
+            self._end_aborted(request_id)
 
     async def _listen(self, name: str, listener: Listener) -> None:
         stream: Any = None
