@@ -11,6 +11,7 @@ from adapter_files import CONFIG, adapted, write_peft
 from click.testing import CliRunner
 from safetensors.numpy import load_file, save_file
 
+from tiny_tokenizer import train_tokenizer
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.records import SeqStep, StepPlan
@@ -19,7 +20,9 @@ from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.model.adapter_load import load_adapter
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import tiny_model
+from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
+from verbatim.weights.names import hf_source
 
 TOKENS = tuple(range(3, 40, 2))
 
@@ -107,3 +110,39 @@ def test_quantised_weights_and_existing_files_are_refused(tmp_path: Path) -> Non
         merge(file, adapter, "-o", out, "--requantise")
     with pytest.raises(ParameterError, match=r"does not end in \.gguf"):
         merge(file, adapter, "-o", tmp_path / "folder")
+
+
+def save_bf16(model: Model, folder: Path) -> None:
+    """A llama directory in bfloat16, and a second copy of its weights, as Mistral ships one."""
+    import torch
+    from safetensors.torch import save_file as save_torch
+
+    folder.mkdir()
+    tensors = {
+        hf_source("llama", "model.", name, 0).names[0]: torch.tensor(t.to_f32()).bfloat16()
+        for name, t in model.weights.items()
+    }
+    save_torch(tensors, folder / "model.safetensors")
+    save_torch({f"x.{n}": t for n, t in tensors.items()}, folder / "consolidated.safetensors")
+    (folder / "config.json").write_text(json.dumps(getattr(model.source, "config", {})))
+
+
+def test_a_merged_directory_holds_no_copy_without_the_adapter(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    save_bf16(model, tmp_path / "model")
+    adapter = write_peft(tmp_path / "adapter", model.spec)
+    merge(tmp_path / "model", adapter, "-o", tmp_path / "merged")
+    names = {file.name for file in (tmp_path / "merged").iterdir()}
+    assert names == {"config.json", "model.safetensors"}
+
+
+def test_vectors_of_a_merged_gguf_file_are_float32(tmp_path: Path) -> None:
+    """llama.cpp computes with float32 norms and biases only, and its converter writes them so."""
+    model = tiny_model("llama", vocab_size=288)
+    save_bf16(model, tmp_path / "model")
+    train_tokenizer(tmp_path / "model", 280)
+    adapter = write_peft(tmp_path / "adapter", model.spec)
+    merge(tmp_path / "model", adapter, "-o", tmp_path / "merged.gguf")
+    tensors = read_gguf(tmp_path / "merged.gguf").tensors
+    assert tensors["blk.0.attn_norm.weight"].type == "f32"
+    assert {t.type for t in tensors.values() if len(t.shape) > 1} == {"bf16"}

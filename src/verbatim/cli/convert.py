@@ -202,8 +202,9 @@ def _read(file: str) -> str:
 
 
 def write_merged(path: Path, target: Path, change: Callable[[Model], Model]) -> None:
-    """Write a changed model as GGUF; every other tensor and key is the source's."""
-    from verbatim.weights.gguf_write import write_gguf
+    """Write a changed model as GGUF; every other tensor and key is the source's, and vectors are
+    float32."""
+    from verbatim.weights.gguf_write import converted, write_gguf
 
     metadata, kinds, tensors = _read_model(path, change)
     if path.is_file():
@@ -215,7 +216,10 @@ def write_merged(path: Path, target: Path, change: Callable[[Model], Model]) -> 
         kept = before.weights.tensors
         changed = {n for n, tensor in after.weights.items() if tensor is not kept[n]}
         tensors |= {t.name: t for t in model_tensors(after, only=changed)}
-    write_gguf(target, metadata, tensors.values(), types=kinds)
+    written = [
+        converted(t, _type_for(t.name, t.type, t.shape, None, None)) for t in tensors.values()
+    ]
+    write_gguf(target, metadata, written, types=kinds)
 
 
 def _read_model(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from verbatim.model.load import Model
 from verbatim.weights.adapter_file import LowRank, read_adapter
 from verbatim.weights.hf_names import HF_PREFIXES
 from verbatim.weights.quantise import quantise
-from verbatim.weights.safetensors import FLOATS, read_safetensors
+from verbatim.weights.safetensors import FLOATS, read_safetensors, shard_names
 from verbatim.weights.tensor import Tensor, Weights
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
@@ -55,14 +55,15 @@ def merge_directory(source: Path, adapter: Path, target: Path) -> int:
     """Write the merged model as a safetensors directory; returns the number of merged tensors.
 
     The directory appears complete or not at all."""
-    pairs = _file_pairs(source, adapter)
+    shards = shard_names(source)
+    pairs = _file_pairs(source, shards, adapter)
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     try:
         left = set(pairs)
         for file in sorted(source.iterdir()):
-            if file.suffix == ".safetensors":
+            if file.name in shards:  # not a second copy (consolidated.safetensors)
                 left -= _merge_file(file, part / file.name, pairs)
             elif file.is_file() and file.suffix not in _WEIGHT_FILES:
                 shutil.copyfile(file, part / file.name)
@@ -75,7 +76,7 @@ def merge_directory(source: Path, adapter: Path, target: Path) -> int:
     return len(pairs)
 
 
-def _file_pairs(source: Path, adapter: Path) -> dict[str, LowRank]:
+def _file_pairs(source: Path, shards: Iterable[str], adapter: Path) -> dict[str, LowRank]:
     """The adapter's matrices by tensor name in the model's files. PEFT's modules have the layout of
     these files."""
     read = read_adapter(adapter)
@@ -84,8 +85,8 @@ def _file_pairs(source: Path, adapter: Path) -> dict[str, LowRank]:
             "out", "a GGUF adapter is merged into a GGUF file: choose a name that ends in .gguf"
         )
     names: set[str] = set()
-    for file in source.glob("*.safetensors"):
-        names.update(read_safetensors(file)[0])
+    for shard in shards:
+        names.update(read_safetensors(source / shard)[0])
     pairs: dict[str, LowRank] = {}
     for module, pair in read.pairs.items():
         stems = [module, *(module.removeprefix(prefix) for prefix in HF_PREFIXES if prefix)]
