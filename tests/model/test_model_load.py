@@ -141,6 +141,25 @@ def test_buffers_and_a_copy_of_a_tied_head_are_ignored(tmp_path: Path) -> None:
     assert model.warnings == ()
 
 
+def test_a_bias_of_zeros_that_the_config_does_not_state_has_no_effect(tmp_path: Path) -> None:
+    """AutoGPTQ stores one beside every quantised matrix; vLLM and transformers leave them out."""
+    name = "model.layers.0.mlp.down_proj.bias"
+
+    def change(value: float) -> Callable[[dict[str, Any], State], None]:
+        def add(config: dict[str, Any], state: State) -> None:
+            state[name] = np.zeros(config["hidden_size"], np.float32)
+            state[name][3] = value
+
+        return add
+
+    made = llama_directory(tmp_path / "m", change(0))
+    assert load_model(made).weights.keys() == tiny_model("llama").weights.keys()
+    check_model(made)
+    llama_directory(made, change(1e-3))
+    with pytest.raises(ModelError, match=f"tensor {name} is not known"):
+        load_model(made)
+
+
 def test_a_separate_head_takes_precedence_over_a_tied_config(tmp_path: Path) -> None:
     """transformers does not tie two different matrices either, and warns."""
     model = load_model(llama_directory(tmp_path / "m", put(tie_word_embeddings=True)))

@@ -6,7 +6,7 @@ an error that names the config keys behind it. With `quant`, float matrices are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -76,7 +76,8 @@ class WeightCollector:
                 f"tensor {missing[0]} is missing{_and_more(missing)}; it is expected by {keys}",
                 file=self.file,
             )
-        if extra := sorted(n for n in self.tensors if n not in wanted and not is_ignorable(n)):
+        extra = sorted(n for n in self.tensors if n not in wanted and not is_ignorable(n))
+        if extra := [name for name in extra if not self._is_zero_bias(name, wanted)]:
             keys = ", ".join(
                 self.key_names[key]
                 for key in ("layers", "experts", "attention_bias", "mlp_bias", "mixtures")
@@ -87,6 +88,12 @@ class WeightCollector:
                 file=self.file,
             )
         return sources
+
+    def _is_zero_bias(self, name: str, wanted: Collection[str]) -> bool:
+        """Whether the tensor is a bias of a known matrix and has no effect. AutoGPTQ stores one for
+        every quantised matrix."""
+        matrix = f"{name.removesuffix('.bias')}.weight"
+        return name.endswith(".bias") and matrix in wanted and not self.tensors[name].data.any()
 
     def _weight(self, name: str, source: Source, shape: tuple[int, ...]) -> Tensor:
         parts = [self._part(file_name, source) for file_name in source.names]
