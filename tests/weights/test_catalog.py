@@ -1200,3 +1200,31 @@ def test_remove_deletes_the_links_and_their_files_and_nothing_else(
         remove("org/files:a.gguf")
     with pytest.raises(ModelError, match="is not in the cache"):
         remove("qwen3:4b")
+
+
+def test_remove_keeps_what_another_revision_or_model_needs(store: Path, tmp_path: Path) -> None:
+    """A revision that changes one file shares the others: huggingface_hub links both to a blob."""
+    folder = tmp_path / "hub" / "models--org--name"
+    (folder / "blobs").mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text("new")
+    names = ["config.json", "model.safetensors", "1_Pooling/config.json", "m-q8_0.gguf"]
+    for revision in ("old", "new"):
+        for name in names:
+            own = revision == "old" and name.endswith("config.json")
+            blob = folder / "blobs" / f"{name.replace('/', '_')}{revision if own else ''}"
+            blob.write_bytes(bytes(10))
+            link = folder / "snapshots" / revision / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(blob)
+    files, freed = remove("org/name@old")
+    old, new = (folder / "snapshots" / revision for revision in ("old", "new"))
+    assert files == sorted(old / name for name in names[:3])
+    assert freed == 20  # both configs; the weights belong to the new revision, too
+    assert os.listdir(old) == ["m-q8_0.gguf"]  # a model of its own in the list
+    assert all((new / name).exists() for name in names)
+    remove("org/name@old:m-q8_0.gguf")
+    assert not old.exists()
+    remove("org/name")
+    assert os.listdir(new) == ["m-q8_0.gguf"]
+    assert os.listdir(folder / "blobs") == ["m-q8_0.gguf"]

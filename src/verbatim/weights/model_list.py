@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,18 +82,29 @@ def remove(model: str) -> tuple[list[Path], int]:
     if record.kind == "gguf":
         files = with_siblings(record.path)
     else:
-        files = sorted(record.path.iterdir())
-    blobs = {file.resolve() for file in files if file.exists()}  # a snapshot holds links
-    freed = sum(blob.stat().st_size for blob in blobs)
+        # GGUF files of the same repository are models of their own
+        files = [f for f in record.path.rglob("*") if not f.is_dir() and f.suffix != ".gguf"]
+    data = {file.resolve() for file in files if file.exists()} - _needed_elsewhere(files)
+    freed = sum(one.stat().st_size for one in data)
     try:
-        for file in {*files, *blobs}:
+        for file in {*files, *data}:
             file.unlink(missing_ok=True)
     except OSError as error:
         raise ModelError(f"cannot be deleted: {error.strerror}", file=str(record.path)) from error
-    for folder in (record.path.parent, record.path):
-        with contextlib.suppress(OSError):  # not empty, or a file
+    for folder in sorted({p for file in files for p in list(file.parents)[:3]}, reverse=True):
+        with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
     return sorted(files), freed
+
+
+def _needed_elsewhere(files: Collection[Path]) -> set[Path]:
+    """The data of links in the snapshots of the same repository that are not in `files`. Revisions
+    share the data of equal files."""
+    found: set[Path] = set()
+    for snapshots in {p for file in files for p in file.parents if p.name == "snapshots"}:
+        links = (file for file in snapshots.rglob("*") if file.is_symlink())
+        found |= {link.resolve() for link in links if link not in files}
+    return found
 
 
 def find_record(model: str) -> ModelRecord | None:
