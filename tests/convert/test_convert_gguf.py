@@ -435,7 +435,8 @@ def test_the_stop_tokens_of_generation_config_are_kept(tmp_path: Path, count: in
         ("blk.0.ffn_gate_inp.weight", (8, 64), "q4_0", None, "f16"),
         ("position_embd.weight", (8, 64), "q4_0", None, "f16"),
         ("blk.0.ssm_alpha.weight", (8, 64), "q4_0", None, "f16"),
-        ("blk.0.shortconv.conv.weight", (8, 64), "q4_0", None, "f16"),
+        ("blk.0.shortconv.conv.weight", (8, 64), "q4_0", None, "f32"),
+        ("blk.0.ssm_conv1d.weight", (8, 4), None, None, "f32"),
         ("blk.0.attn_norm.weight", (64,), "q4_0", None, "f32"),
     ],
 )

@@ -50,11 +50,9 @@ MIXTURES = {
 FLOATS = ("f32", "f16", "bf16")
 # Types with blocks of 32, for rows whose length is not a multiple of the K-quants' 256.
 SMALL_BLOCK_TYPES = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
-# Ends of the names of small matrices that decide much: routers, gates and kernels.
-UNQUANTISED = (
-    *("ffn_gate_inp", "ffn_gate_inp_shexp", "shortconv.conv", "ssm_conv1d"),
-    *("ssm_alpha", "ssm_beta", "ssm_ba"),
-)
+# Ends of the names of small matrices that decide much: routers and gates.
+UNQUANTISED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_alpha", "ssm_beta", "ssm_ba")
+KERNELS = ("shortconv.conv", "ssm_conv1d")  # llama.cpp's convolution takes float32 only
 WINDOW = 512  # tokens per perplexity window, as in llama.cpp
 
 
@@ -273,13 +271,13 @@ def _read_model(
 def _type_for(
     name: str, type: str, shape: tuple[int, ...], quant: str | None, head: str | None
 ) -> str:
-    """The type to write a tensor as. Matrices become `quant`; routers, convolutions and position
-    embeddings keep their type; 1-D tensors (norms, biases, rope tables) become f32."""
+    """The type to write a tensor as. Matrices become `quant`; routers and position embeddings
+    keep their type; convolutions and 1-D tensors (norms, biases, rope tables) become f32."""
     from verbatim.weights.tensor import BLOCKS
 
-    if len(shape) < 2:
-        return "f32" if type in ("f16", "bf16") else type
     stem = name.removesuffix(".weight")
+    if len(shape) < 2 or stem.endswith(KERNELS):
+        return "f32" if type in ("f16", "bf16") else type
     if stem == "position_embd" or stem.endswith(UNQUANTISED) or quant is None:
         return head or type if stem in ("token_embd", "output") else type
     chosen = quant
