@@ -20,6 +20,7 @@ from verbatim.convert.export_tokenizer import tokenizer_metadata
 from verbatim.model.load import Model, load_model
 from verbatim.testing_models import FAMILIES, tiny_model
 from verbatim.text.gguf_vocab import UNUSED, USER_DEFINED
+from verbatim.text.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.gguf_write import write_gguf
@@ -399,6 +400,28 @@ def test_a_directory_becomes_a_quantised_file(
     assert {k: v for k, v in read_gguf(again).metadata.items() if not hasattr(v, "shape")} == {
         k: v for k, v in file.metadata.items() if not hasattr(v, "shape")
     }
+
+
+def test_every_chat_template_is_kept(tmp_path: Path) -> None:
+    """Command R has one for tools and one for documents; gguf-py writes them under these names."""
+    from gguf.constants import Keys
+
+    folder, target = tmp_path / "dir", tmp_path / "out.gguf"
+    save_directory(tiny_model("llama", vocab_size=270), folder)
+    sources = {name: f"{name}: {{{{ messages[0].content }}}}" for name in ("tool_use", "rag")}
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "additional_chat_templates").mkdir()
+    for name, source in sources.items():
+        (folder / "additional_chat_templates" / f"{name}.jinja").write_text(source)
+    assert call(str(folder), str(target)) == 0
+    metadata = read_gguf(target).metadata
+    found, original = template_from_gguf(metadata), template_from_directory(folder)
+    assert found is not None
+    assert original is not None
+    assert found.sources == original.sources == {"default": original.source, **sources}
+    assert metadata[Keys.Tokenizer.CHAT_TEMPLATES] == ["rag", "tool_use"]
+    for name, source in sources.items():
+        assert metadata[Keys.Tokenizer.CHAT_TEMPLATE_N.format(name=name)] == source
 
 
 @pytest.mark.parametrize("count", [1, 2, 4])

@@ -255,7 +255,11 @@ def _read_model(
     metadata |= tokenizer_metadata(path, tokenizer, model.spec.vocab, arch, model.eos_ids)
     template = template_from_directory(path)
     if template is not None:
-        metadata["tokenizer.chat_template"] = template.source
+        key = "tokenizer.chat_template"
+        named = {name: one for name, one in sorted(template.sources.items()) if name != "default"}
+        metadata |= {key: template.source, **{f"{key}.{name}": one for name, one in named.items()}}
+        if named:
+            metadata[f"{key}s"] = list(named)
     defaults = read_generation_config(model.generation_config)
     metadata |= gguf_metadata(defaults)
     for name in without_gguf_key(defaults):
