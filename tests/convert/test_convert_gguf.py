@@ -402,6 +402,33 @@ def test_a_directory_becomes_a_quantised_file(
     }
 
 
+def test_the_pooling_of_an_embedding_model_is_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Qwen3-Embedding pools the last token; llama.cpp's converter writes the same key."""
+    from gguf import PoolingType
+    from gguf.constants import Keys
+
+    folder, target = tmp_path / "dir", tmp_path / "out.gguf"
+    save_directory(tiny_model("llama", vocab_size=270), folder)
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_lasttoken": true}')
+    prompts = {"prompts": {"query": "Query: "}, "default_prompt_name": None}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(prompts))
+    assert call(str(folder), str(target)) == 0
+    key = Keys.LLM.POOLING_TYPE.format(arch="llama")
+    assert read_gguf(target).metadata[key] == PoolingType.LAST
+    assert load_model(target).embedding.pooling == load_model(folder).embedding.pooling == "last"
+    text = capsys.readouterr().err
+    assert "normalisation and prompts of modules.json have no key in GGUF" in text
+
+
 def test_every_chat_template_is_kept(tmp_path: Path) -> None:
     """Command R has one for tools and one for documents; gguf-py writes them under these names."""
     from gguf.constants import Keys

@@ -264,6 +264,12 @@ def _read_model(
     metadata |= gguf_metadata(defaults)
     for name in without_gguf_key(defaults):
         warn(f"generation_config.json: {name} has no key in GGUF, so the file does not state it")
+    stated = {"normalisation": model.embedding.normalise, "prompts": model.embedding.prompts}
+    if lost := [name for name, value in stated.items() if value]:
+        warn(
+            f"{' and '.join(lost)} of modules.json have no key in GGUF; keep the safetensors "
+            "directory for embeddings with them"
+        )
     tensors = {tensor.name: tensor for tensor in (*extra, *model_tensors(model))}
     check_round_trip(model, metadata, tensors)
     return metadata, {}, tensors

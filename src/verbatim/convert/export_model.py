@@ -25,8 +25,10 @@ from verbatim.convert.export_families import (
     tiled,
     unscaled,
 )
+from verbatim.model.embedding import POOLINGS
 from verbatim.model.families import rope_records
 from verbatim.model.gguf_families import spec_from_gguf
+from verbatim.model.gguf_keys import POOLING
 from verbatim.model.layout import layout
 from verbatim.model.load import Model
 from verbatim.model.rope import STOPPED, plain_frequencies
@@ -86,6 +88,9 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         keys |= gemma4_keys(spec)
     if spec.delta is not None:
         keys |= delta_keys(spec, spec.delta)
+    if model.embedding.pooling in POOLINGS:
+        numbers = {name: number for number, name in POOLING.items()}
+        keys["pooling_type"] = numbers[model.embedding.pooling]
     extra: list[Tensor] = []
     ropes = [layer.rope for layer in spec.layers if layer.rope is not None]
     if ropes:
