@@ -146,3 +146,22 @@ def test_vectors_of_a_merged_gguf_file_are_float32(tmp_path: Path) -> None:
     tensors = read_gguf(tmp_path / "merged.gguf").tensors
     assert tensors["blk.0.attn_norm.weight"].type == "f32"
     assert {t.type for t in tensors.values() if len(t.shape) > 1} == {"bf16"}
+
+
+def test_settings_in_subfolders_are_merged_with_the_model(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    save_bf16(model, tmp_path / "model")
+    names = ["1_Pooling/config.json", "additional_chat_templates/tool_use.jinja"]
+    for name in (*names, "onnx/model.onnx_data"):
+        (tmp_path / "model" / name).parent.mkdir()
+        (tmp_path / "model" / name).write_text('{"pooling_mode_mean_tokens": true}')
+    modules = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (tmp_path / "model" / "modules.json").write_text(json.dumps(modules))
+    merge(
+        tmp_path / "model",
+        write_peft(tmp_path / "adapter", model.spec),
+        *("-o", tmp_path / "merged"),
+    )
+    assert all((tmp_path / "merged" / name).is_file() for name in names)
+    assert not (tmp_path / "merged" / "onnx").exists()
+    assert load_model(tmp_path / "merged").embedding.pooling == "mean"

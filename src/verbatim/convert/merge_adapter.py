@@ -22,6 +22,7 @@ from verbatim.model.adapter import Adapter, merged
 from verbatim.model.load import Model
 from verbatim.weights.adapter_file import LowRank, read_adapter
 from verbatim.weights.hf_names import HF_PREFIXES
+from verbatim.weights.hub import PATTERNS
 from verbatim.weights.quantise import quantise
 from verbatim.weights.safetensors import FLOATS, read_safetensors, shard_names
 from verbatim.weights.tensor import Tensor, Weights
@@ -67,6 +68,11 @@ def merge_directory(source: Path, adapter: Path, target: Path) -> int:
                 left -= _merge_file(file, part / file.name, pairs)
             elif file.is_file() and file.suffix not in _WEIGHT_FILES:
                 shutil.copyfile(file, part / file.name)
+        for pattern in (pattern for pattern in PATTERNS if "/" in pattern):
+            for file in source.glob(pattern):  # pooling, further chat templates
+                copy = part / file.relative_to(source)
+                copy.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, copy)
         if left:
             raise ModelError(f"tensor {sorted(left)[0]} is missing", file=str(source))
         os.replace(part, target)
