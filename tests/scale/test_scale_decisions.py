@@ -289,8 +289,11 @@ def test_replicas_of_a_node_share_its_cpus_and_memory() -> None:
 
 def test_a_head_node_without_cpus_holds_no_replica() -> None:
     """KubeRay's advice for the head node is num-cpus: 0."""
-    nodes = [Node(0, 0, 64 * GIB), Node(16, 0, 64 * GIB)]
-    assert state_needs(footprint(), {}, nodes, Replicas(2, 2)).cpus == 8
+    for memory in (32, 64, 512):
+        nodes = [Node(0, 0, memory * GIB), Node(16, 0, 64 * GIB)]
+        needs = state_needs(footprint(), {}, nodes, Replicas(2, 2))
+        assert needs == state_needs(footprint(), {}, nodes[1:], Replicas(2, 2))
+        assert needs.cpus == 8
     with pytest.raises(ParameterError, match="no node has that"):
         state_needs(footprint(), {}, nodes[:1], Replicas(1, 1))
 

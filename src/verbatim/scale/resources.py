@@ -81,10 +81,10 @@ def state_needs(
         raise ParameterError("ray", "the cluster has no node that is alive")
     config = EngineConfig(**engine)
     gpus = _wants_gpu(config.backend, nodes, replicas)
-    largest = max(nodes, key=lambda node: (node.gpus if gpus else 0, node.memory, node.cpus))
     # A head node often offers no CPUs, so that nothing runs on it.
-    users = [node for node in nodes if (node.gpus if gpus else node.cpus) >= 1]
-    per_node = -(-replicas.most // max(len(users), 1))
+    users = [node for node in nodes if (node.gpus if gpus else node.cpus) >= 1] or nodes
+    largest = max(users, key=lambda node: (node.gpus if gpus else 0, node.memory, node.cpus))
+    per_node = -(-replicas.most // len(users))
     if gpus:
         cpus = config.threads or min(GPU_CPUS, int(largest.cpus))
     else:
