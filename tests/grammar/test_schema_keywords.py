@@ -240,8 +240,10 @@ def test_unique_items_of_a_short_list_never_run_out(items: Any) -> None:
 
 
 def test_more_unique_items_than_there_are_is_refused() -> None:
-    with pytest.raises(ParameterError, match="only 2 different items"):
-        build({"type": "array", "items": {"type": "boolean"}, "uniqueItems": True, "minItems": 3})
+    schema = {"type": "array", "items": {"type": "boolean"}, "uniqueItems": True}
+    for least in ({"minItems": 3}, {"allOf": [{"minItems": 3}]}):
+        with pytest.raises(ParameterError, match=r"minItems 3 .* only 2 different items"):
+            build({**schema, **least})
 
 
 @pytest.mark.parametrize(
@@ -274,6 +276,20 @@ def test_tokens_of_several_characters_are_checked_as_a_whole() -> None:
     assert 6 in after(0, 3, 4)
 
 
+def test_a_number_and_the_blank_behind_it_may_be_one_token() -> None:
+    check = DocumentCheck({"type": "array", "uniqueItems": True}, [b"[", b"1 ", b",", b"2 "], [])
+    state = CheckState()
+    for token in (0, 1, 2):
+        state = check.after(token, state)
+    assert allowed(check.filter(bytes([0b1010]), state)[0]) == [3]
+
+
+@pytest.mark.parametrize("value", [1e22, 1e-7, 1e16, 1.0, -0.0, "\x7f", "\b", "/"])
+def test_unique_items_are_listed_as_the_grammar_writes_them(value: Any) -> None:
+    schema = {"type": "array", "items": {"enum": [value]}, "uniqueItems": True, "minItems": 1}
+    assert json.loads(random_document(build(schema), 0)) == [value]
+
+
 # --- other keywords that are checked
 
 CHECKED: list[tuple[dict[str, Any], str, str]] = [
@@ -293,6 +309,16 @@ CHECKED: list[tuple[dict[str, Any], str, str]] = [
     ({"format": "regex", "type": "string"}, '"a+"', '"("'),
     ({"maxProperties": 1, "properties": {"a": {}, "b": {}}}, '{"b":1}', '{"a":1,"b":1}'),
     ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, "4", "3"),
+    ({"type": "object", "propertyNames": {"enum": ["a", "bb"], "maxLength": 1}},
+     '{"a":1}', '{"bb":1}'),
+    ({"type": "object", "propertyNames": {"enum": ["a"]}, "minProperties": 1}, '{"a":1}', "{}"),
+    ({"properties": {"a": {}}, "allOf": [{"minProperties": 1}], "type": "object"}, '{"a":1}', "{}"),
+    ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, str(-(2**63)), str(2**63)),
+    ({"type": "integer", "minimum": 2**53 + 1}, str(2**53 + 1), str(2**53)),
+    ({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}, "-1.5e3", "1e39"),
+    ({"properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "type": "object",
+      "if": {"properties": {"n": {"enum": [1, 2], "multipleOf": 2}}, "required": ["n"]},
+      "then": {"required": ["b"]}, "additionalProperties": {}}, '{"n":1}', '{"n":2}'),
 ]  # fmt: skip
 
 
@@ -303,6 +329,42 @@ def test_checked_keywords_admit_valid_documents_only(
     structure = build(schema)
     assert takes(structure, good)
     assert not takes(structure, bad)
+
+
+INT = {"type": "integer"}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": INT}},
+        {"properties": {"a": INT}, "additionalProperties": {"type": "string"}},
+        {"properties": {"a": INT}, "required": ["a"], "minProperties": 1},
+        {"allOf": [{"properties": {"a": INT}}, {"properties": {"b": INT}}]},
+        {"anyOf": [{"properties": {"a": INT}}, {"required": ["b"], "properties": {"a": INT}}]},
+        {"patternProperties": {"^a": INT}},
+        {"allOf": [{"properties": {"a": INT}}, {"patternProperties": {"^c": INT}}]},
+    ],
+    ids=str,
+)
+def test_a_name_written_with_escapes_is_the_same_name(schema: dict[str, Any]) -> None:
+    structure = build({"type": "object", **schema})
+    assert takes(structure, '{"a":1,"d":"x"}')
+    assert not takes(structure, '{"a":1,"\\u0061":"x"}')
+    assert not takes(structure, '{"\\u0061":"x"}')
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": 2**53 + 1},
+        {"enum": [1, {"id": 123456789012345678}]},
+        {"items": {"const": -(10**400) - 1}},
+    ],
+)
+def test_an_integer_that_the_grammar_would_round_is_refused(schema: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedError, match=r"too many digits.*use a string"):
+        build(schema)
 
 
 def test_a_conditional_on_a_listed_property_needs_no_luck() -> None:
@@ -481,6 +543,28 @@ def test_the_work_of_a_check_is_limited() -> None:
     schema["$defs"]["n30"] = {"maximum": 5}
     with pytest.raises(UnsupportedError, match="too complex to check"):
         takes_or_raises(build(schema))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "integer", "not": {"const": 5}}, b"1" * 4301),  # more digits than Python reads
+        ({"type": "array", "contains": {"multipleOf": 0.5}}, b"[1e400"),
+    ],
+    ids=["digits", "infinite"],
+)
+def test_a_number_too_long_to_check_ends_the_completion(schema: Any, text: bytes) -> None:
+    check = DocumentCheck(schema, [text, b"]"], [2])
+    mask = bytes([0b100 if schema["type"] == "integer" else 0b10])
+    with pytest.raises(UnsupportedError, match="a number is too long to check"):
+        check.filter(mask, check.after(0, CheckState()))
+
+
+@pytest.mark.parametrize("keyword", ["minLength", "maxItems", "minimum", "multipleOf"])
+@pytest.mark.parametrize("number", [float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_is_refused(keyword: str, number: float) -> None:
+    with pytest.raises(ParameterError, match=f"at #/{keyword}: (inf|nan) is not a"):
+        normalise({keyword: number})
 
 
 def takes_or_raises(structure: Structure) -> None:

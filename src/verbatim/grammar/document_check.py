@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from typing import Any, NamedTuple
 
 from verbatim.base.errors import UnsupportedError
@@ -69,7 +70,11 @@ class DocumentCheck:
             _bits(i for i, token in enumerate(token_bytes) if set(token) & set(ends))
             for ends in (b'"', b'",]}', b"\t\n\r ")
         )
-        self._enders |= _bits(i for i, t in enumerate(token_bytes) if t.endswith((b"e", b"l")))
+        self._enders |= _bits(  # literals, and numbers with a blank behind them ("1 ")
+            i
+            for i, t in enumerate(token_bytes)
+            if t.endswith((b"e", b"l")) or set(t.lstrip()) & set(b"\t\n\r ")
+        )
         # Checked wherever they are allowed: end tokens, and tokens that may hold a whole array.
         self._always = _bits(iter(sorted(eos_ids))) | _bits(
             i for i, token in enumerate(token_bytes) if b"[" in token and b"," in token
@@ -93,6 +98,8 @@ class DocumentCheck:
                 removed, reason = removed | 1 << token, str(why)
             except RecursionError:
                 raise UnsupportedError(FIELD, "the document is too deep to check") from None
+            except (ValueError, OverflowError):  # Python's limit of digits, or an infinite float
+                raise UnsupportedError(FIELD, "a number is too long to check") from None
         return (allowed & ~removed).to_bytes(len(mask), "little"), reason
 
     def accepts(self, state: CheckState) -> bool:
@@ -217,7 +224,14 @@ def _check_prefix(text: bytes, stack: tuple[Frame, ...], scalar: int) -> None:
 
 
 def _written(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode()
+    """The value as llguidance writes it: no exponents, and DEL escaped.
+
+    >>> _written(1e22), _written(1.0), _written("\x7f")
+    (b'10000000000000000000000', b'1', b'"\\\\u007f"')
+    """
+    if isinstance(value, float):
+        return f"{Decimal(repr(value)):f}".removesuffix(".0").encode()
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f").encode()
 
 
 # --- token sets

@@ -13,9 +13,11 @@ here can enforce are refused by name. lower.py then turns the result into what l
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -135,6 +137,12 @@ class _Normaliser:
             )
         if (expected := _expected(keyword, value)) is not None:
             raise ParameterError(self.field, f"at {path}: {value!r:.40} is not {expected}")
+        if keyword in ("enum", "const") and (number := _rounded(value)) is not None:
+            raise UnsupportedError(
+                self.field,
+                f"the integer {number} (at {path}) has too many digits: the grammar would write "
+                "another one; use a string",
+            )
         kind = ASSERTIONS[keyword]
         if kind == "one":
             return self.node(value, path, depth + 1)
@@ -302,11 +310,13 @@ _SCHEMA_LISTS = {"allOf", "anyOf", "oneOf", "prefixItems"}
 
 def _expected(keyword: str, value: Any) -> str | None:
     """The kind of value that a keyword needs, for an error; None if it has such a value."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    number = (isinstance(value, int) and not isinstance(value, bool)) or (
+        isinstance(value, float) and math.isfinite(value)
+    )
     if keyword in _COUNTS:
         return None if number and value >= 0 and value == int(value) else "a count"
     if keyword in _NUMBERS:
-        return None if number else "a number"
+        return None if number else "a finite number"
     if keyword in _TEXTS:
         return None if isinstance(value, str) else "a string"
     if keyword == "uniqueItems":
@@ -323,6 +333,28 @@ def _expected(keyword: str, value: Any) -> str | None:
     if ASSERTIONS[keyword] == "many":
         return None if isinstance(value, Mapping) else "a mapping of names to schemas"
     return None
+
+
+def rounds(number: float) -> bool:
+    """Whether llguidance, which keeps numbers as doubles, writes another integer than this one.
+
+    >>> rounds(2**53 - 1), rounds(2**53 + 1), rounds(10**22), rounds(1e300)
+    (False, True, False, False)
+    """
+    if not isinstance(number, int) or abs(number) <= 2**53:
+        return False
+    try:
+        return Decimal(repr(float(number))) != number
+    except OverflowError:
+        return True
+
+
+def _rounded(value: Any) -> int | None:
+    """An integer inside the value of an enum or const that llguidance would change."""
+    if isinstance(value, (list, Mapping)):
+        parts = value if isinstance(value, list) else value.values()
+        return next((found for part in parts if (found := _rounded(part)) is not None), None)
+    return value if isinstance(value, int) and rounds(value) else None
 
 
 def _names(value: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.grammar.ecma_pattern import rust_pattern
-from verbatim.grammar.json_schema import bounds
+from verbatim.grammar.json_schema import bounds, rounds
 
 MAX_CONDITIONALS = 6  # if/then/else written as alternatives; each one doubles the grammar
 MAX_RANGE = 256  # integers of a range that counts as a list of values
@@ -61,6 +61,8 @@ class Options:
     conditionals: bool = True  # write if/then/else as alternatives
     patterns: bool = True  # keep patternProperties that may overlap
     one_of: bool = True  # keep oneOf, whose parts llguidance must find disjoint; else anyOf
+    counts: bool = True  # keep minProperties and maxProperties where llguidance may count names
+    bounds: bool = True  # keep bounds beyond 2**53, which llguidance keeps as doubles or 64 bits
 
 
 @dataclass(slots=True)
@@ -96,6 +98,7 @@ class _Lowering:
                 out[keyword] = self._value(keyword, value, scope if keyword == "allOf" else None)
             elif keyword in CHECKED and (keyword, value) not in _IDLE:
                 self.result.checked.add(keyword)
+        self._number(node, out)
         self._string(node, out)
         self._array(node, out)
         self._object(node, out)
@@ -119,6 +122,15 @@ class _Lowering:
         if kind == "many":
             return {name: self.node(part) for name, part in value.items()}
         return rust_pattern(value, common=True) if keyword == "pattern" else value
+
+    def _number(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+            bound = node.get(keyword, 0)
+            dropped = abs(bound) > 2**53 and not self.options.bounds
+            if dropped:
+                del out[keyword]
+            if dropped or rounds(bound):
+                self.result.checked.add(keyword)
 
     def _string(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         named = node.get("format")
@@ -145,10 +157,11 @@ class _Lowering:
         values = finite_items(node, self.root)
         if values is not None:
             most = min([len(values), *map(int, bounds(node, "maxItems"))])
-            if most < max(bounds(node, "minItems"), default=0):
+            least = max(bounds(node, "minItems"), default=0)
+            if most < least:
                 raise ParameterError(
                     "json_schema",
-                    f"minItems {node['minItems']} with uniqueItems: there are only {len(values)} "
+                    f"minItems {least} with uniqueItems: there are only {len(values)} "
                     "different items",
                 )
             out["maxItems"] = most
@@ -168,10 +181,25 @@ class _Lowering:
             self.result.checked.add("patternProperties")
             del out["patternProperties"]
             out.pop("additionalProperties", None)
-        if _counts_names(node):
+        if not self.options.counts or _counts_names(node):
             for keyword in ("minProperties", "maxProperties"):
                 if out.pop(keyword, None) is not None:
                     self.result.checked.add(keyword)
+        self._other_names(out)
+
+    def _other_names(self, out: dict[str, Any]) -> None:
+        """Names that are not declared: llguidance 1.9 compares them with the declared names as
+        written, so it takes "\\u0061" for another name than "a". In a pattern it admits only the
+        escapes of control characters, so the names of an open object become a pattern that every
+        name matches. What this cannot express is left to the check."""
+        rest, patterns = out.get("additionalProperties", True), out.get("patternProperties")
+        if rest is False or not (out.get("properties") or patterns):
+            return
+        counted = "minProperties" in out or "maxProperties" in out
+        if rest in (True, {}) and not patterns and not counted and self.options.patterns:
+            out["patternProperties"], out["additionalProperties"] = {"": True}, False
+        else:
+            self.result.checked.add("additionalProperties")
 
     def _names(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         """propertyNames of a plain mapping: a list of names, or a pattern; otherwise checked."""
@@ -183,6 +211,8 @@ class _Lowering:
         elif values is not None:
             out["properties"] = {name: rest for name in values if isinstance(name, str)}
             out["additionalProperties"] = False
+            if not _only_lists(names, self.root):
+                self.result.checked.add("propertyNames")
         elif isinstance(pattern, str) and not set(names) - {"pattern", "type"}:
             name = rust_pattern(pattern, common=True)
             out["patternProperties"], out["additionalProperties"] = {name: rest}, False
@@ -235,6 +265,8 @@ class _Lowering:
         if len(properties) != 1 or set(test) - {"properties", "required", "type"}:
             return True
         ((name, wanted),) = properties.items()
+        if test.get("type", "object") != "object" or not _only_lists(wanted, self.root):
+            return True
         values = finite_values(wanted, self.root)
         possible = finite_values(scope.get(name), self.root)
         if values is None or possible is None or test.get("required", [name]) != [name]:
@@ -272,6 +304,23 @@ def finite_values(node: Any, root: Any, depth: int = 0) -> list[Any] | None:
     if node.get("type") == "null":
         return [None]
     return [True, False] if node.get("type") == "boolean" else None
+
+
+def _only_lists(node: Any, root: Any, depth: int = 0) -> bool:
+    """Whether finite_values() of the schema are exactly the values that it admits."""
+    if not isinstance(node, Mapping) or depth > 8:
+        return False
+    if set(node) == {"$ref"}:
+        return _only_lists(target(node["$ref"], root), root, depth + 1)
+    if set(node) == {"anyOf"}:
+        return all(_only_lists(part, root, depth + 1) for part in node["anyOf"])
+    if set(node) == {"type"}:
+        return node["type"] in ("null", "boolean")
+    text = "type" not in node or (
+        node["type"] == "string"
+        and all(isinstance(value, str) for value in finite_values(node, root) or ())
+    )
+    return text and set(node) - {"type"} in ({"enum"}, {"const"})
 
 
 def canonical(value: Any) -> Any:

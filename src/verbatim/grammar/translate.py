@@ -74,6 +74,10 @@ def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation
                 options = replace(options, one_of=False)
             elif "not disjoint" in message and options.patterns:
                 options = replace(options, patterns=False)
+            elif "min/maxProperties" in message and options.counts:
+                options = replace(options, counts=False)
+            elif "Failed to generate regex for" in message and options.bounds:
+                options = replace(options, bounds=False)
             elif "if" in lowered.checked and options.conditionals:
                 options = replace(options, conditionals=False)
             else:
