@@ -342,11 +342,16 @@ INT = {"type": "integer"}
         {"properties": {"a": INT}, "required": ["a"], "minProperties": 1},
         {"allOf": [{"properties": {"a": INT}}, {"properties": {"b": INT}}]},
         {"anyOf": [{"properties": {"a": INT}}, {"required": ["b"], "properties": {"a": INT}}]},
+        {"properties": {"a": INT}, "allOf": [{"properties": {"d": {"const": "x"}}}]},
+        {"properties": {"a": INT}, "additionalProperties": True, "enum": [{"a": 1, "d": "x"}]},
+        {"patternProperties": {"^.$": {}}, "enum": [{"a": 1, "d": "x"}],
+         "additionalProperties": False},
+        {"properties": {"a": INT}, "anyOf": [{"required": ["d"]}, {"required": ["b"]}]},
         {"patternProperties": {"^a": INT}},
         {"allOf": [{"properties": {"a": INT}}, {"patternProperties": {"^c": INT}}]},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_a_name_written_with_escapes_is_the_same_name(schema: dict[str, Any]) -> None:
     structure = build({"type": "object", **schema})
     assert takes(structure, '{"a":1,"d":"x"}')

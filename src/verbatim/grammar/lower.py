@@ -107,7 +107,7 @@ class _Lowering:
             out["allOf"] = [*out.get("allOf", []), {"anyOf": out.pop("oneOf")}]
         if "if" in node:
             self._conditional(node, out, scope)
-        return out
+        return _names_together(out)
 
     def _value(self, keyword: str, value: Any, scope: Mapping[str, Any] | None) -> Any:
         kind = DIRECT[keyword]
@@ -366,6 +366,19 @@ def _in_place(node: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any
         yield from _in_place(part, root, depth + 1)
     for keyword in ("if", "then", "else"):
         yield from _in_place(node.get(keyword), root, depth + 1)
+
+
+def _names_together(node: dict[str, Any]) -> dict[str, Any]:
+    """The schema with the keywords of names side by side. llguidance intersects keywords in their
+    order, so a closed object would lose names to an enum or allOf that stands before its
+    patterns."""
+    names = [k for k in ("properties", "patternProperties", "additionalProperties") if k in node]
+    if len(names) < 2:
+        return node
+    keys = list(node)
+    at = min(map(keys.index, names[:1] if "properties" in node else names))
+    order = [k for k in keys[:at] if k not in names] + names
+    return {k: node[k] for k in [*order, *keys[at:]]}
 
 
 def _counts_names(node: Mapping[str, Any]) -> bool:
