@@ -120,6 +120,7 @@ def test_error_texts_show_the_exact_limits() -> None:
         ("seed", 2**63, "seed: 9223372036854775808 is above 9223372036854775807"),
         ("stop_token_ids", [2**31], "stop_token_ids: 2147483648 is above 2147483647"),
         ("top_p", 0.0, "top_p: 0.0 must be above 0"),
+        ("repetition_penalty", 5e-324, "repetition_penalty: 5e-324 is below 1e-06"),
         ("top_k", 10**5000, "top_k: a number of thousands of digits is above 2147483647"),
         (
             "json_schema",

@@ -78,7 +78,7 @@ class SamplingParams:
         "float",
         1.0,
         "divides the positive and multiplies the negative logits of tokens that occurred",
-        above=0,
+        low=1e-6,  # a smaller divisor makes logits infinite, and their differences NaN
         high=10,
         history=True,
     )
