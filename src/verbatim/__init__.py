@@ -1,43 +1,41 @@
 """Verbatim: the same tokens, always. `from verbatim import LLM, SamplingParams`.
 
-Exports every name in the signatures of LLM, AsyncEngine and their streams. Parameters, settings,
-errors and records are imported here; the engine, which loads NumPy and the backends, is imported on
-first use.
+Exports every name in the signatures of LLM, AsyncEngine and their streams. Each is imported on
+first use: the command line starts without them, and parameters need no NumPy.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verbatim.base.config import EngineConfig
-from verbatim.base.errors import (
-    BackendError,
-    CancelledError,
-    CapacityError,
-    ContextError,
-    DeviceMemoryError,
-    ModelError,
-    OverloadedError,
-    ParameterError,
-    RequestError,
-    UnavailableError,
-    UnknownParameterError,
-    UnsupportedError,
-    VerbatimError,
-)
-from verbatim.base.params import SamplingParams
-from verbatim.base.records import (
-    Choice,
-    Completion,
-    Delta,
-    Finish,
-    FinishReason,
-    Timings,
-    TokenLogprob,
-    Usage,
-)
-
 if TYPE_CHECKING:
+    from verbatim.base.config import EngineConfig
+    from verbatim.base.errors import (
+        BackendError,
+        CancelledError,
+        CapacityError,
+        ContextError,
+        DeviceMemoryError,
+        ModelError,
+        OverloadedError,
+        ParameterError,
+        RequestError,
+        UnavailableError,
+        UnknownParameterError,
+        UnsupportedError,
+        VerbatimError,
+    )
+    from verbatim.base.params import SamplingParams
+    from verbatim.base.records import (
+        Choice,
+        Completion,
+        Delta,
+        Finish,
+        FinishReason,
+        Timings,
+        TokenLogprob,
+        Usage,
+    )
     from verbatim.engine.async_calls import DeltaStream
     from verbatim.engine.async_engine import AsyncEngine
     from verbatim.engine.async_stream import AsyncStream
@@ -94,6 +92,39 @@ __all__ = [
 ]
 
 _LAZY = {
+    "EngineConfig": "verbatim.base.config",
+    **dict.fromkeys(
+        (
+            "BackendError",
+            "CancelledError",
+            "CapacityError",
+            "ContextError",
+            "DeviceMemoryError",
+            "ModelError",
+            "OverloadedError",
+            "ParameterError",
+            "RequestError",
+            "UnavailableError",
+            "UnknownParameterError",
+            "UnsupportedError",
+            "VerbatimError",
+        ),
+        "verbatim.base.errors",
+    ),
+    "SamplingParams": "verbatim.base.params",
+    **dict.fromkeys(
+        (
+            "Choice",
+            "Completion",
+            "Delta",
+            "Finish",
+            "FinishReason",
+            "Timings",
+            "TokenLogprob",
+            "Usage",
+        ),
+        "verbatim.base.records",
+    ),
     **dict.fromkeys(("LLM", "Vote"), "verbatim.engine.llm"),
     "Stream": "verbatim.engine.blocking_engine",
     **dict.fromkeys(("ProgressBar", "Prompt"), "verbatim.engine.call_inputs"),

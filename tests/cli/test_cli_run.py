@@ -361,6 +361,30 @@ def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
     assert b"output tokens" in err
 
 
+@pytest.mark.parametrize("module", ["click", "verbatim.cli.run", "verbatim.engine.llm"])
+def test_ctrl_c_during_an_import_ends_the_process(module: str, spawn: Spawn) -> None:
+    """The signal arrives where Python drops a KeyboardInterrupt: in a destructor, as in the weak
+    reference callbacks of its import system."""
+    code = f"""if True:
+        import os, signal, sys
+        class Interrupted:
+            def __del__(self):
+                os.kill(os.getpid(), signal.SIGINT)
+                sum(range(9))  # Python handles a signal between two instructions
+        class Finder:
+            def find_spec(name, path=None, target=None):
+                if name == {module!r}:
+                    Interrupted()
+        sys.meta_path.insert(0, Finder)
+        from verbatim.__main__ import main
+        main()
+    """
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = spawn("run", "-q", "--raw", "--max-tokens", "2", "the", code=code, **streams)
+    assert process.communicate() == (b"", b"\nverbatim: interrupted\n")
+    assert process.returncode == 130
+
+
 def test_a_broken_pipe_is_not_an_error(spawn: Spawn) -> None:
     process = spawn(
         "run", "--raw", "--ignore-eos", "the", stdout=subprocess.PIPE, stderr=subprocess.PIPE

@@ -68,7 +68,7 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
     system = system and decode_argument(system, "system")
     chat = ChatLoop(
         Conversation(_open(flags, quiet), params, system),
-        lambda model: _open({**flags, "model": model}, quiet),
+        lambda model: _open({**flags, "model": model}, quiet, interruptible=True),
         quiet=quiet,
         plain=plain,
     )
@@ -79,10 +79,11 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
         chat.talk.llm.close()
 
 
-def _open(flags: dict[str, Any], quiet: bool) -> LLM:
+def _open(flags: dict[str, Any], quiet: bool, *, interruptible: bool = False) -> LLM:
+    """`interruptible`: a chat is running, whose history is written when the process exits."""
     from verbatim.cli.open_model import open_llm
 
-    llm = open_llm(flags, quiet=quiet)
+    llm = open_llm(flags, quiet=quiet, interruptible=interruptible)
     if llm.has_template:
         return llm
     llm.close()

@@ -21,8 +21,9 @@ import click
 from verbatim import __version__
 from verbatim.base.errors import ModelError, RequestError, VerbatimError
 from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS
+from verbatim.cli.interrupt import INTERRUPTED, exit_on_interrupt
 
-OK, FAILED, USAGE, MODEL, INTERRUPTED, BROKEN_PIPE = 0, 1, 2, 3, 130, 141
+OK, FAILED, USAGE, MODEL, BROKEN_PIPE = 0, 1, 2, 3, 141
 
 # Heading -> command -> summary. A table, so that `verbatim --help` does not import every command.
 GROUPS = {
@@ -71,7 +72,8 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        command: click.Command = import_module(f"verbatim.cli.{cmd_name}").command
+        with exit_on_interrupt():
+            command: click.Command = import_module(f"verbatim.cli.{cmd_name}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -7,11 +7,13 @@ import logging
 import os
 import stat
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
+from verbatim.cli.interrupt import exit_on_interrupt
 from verbatim.cli.options import engine_of
 from verbatim.cli.terminal import Progress, note, warn
 
@@ -23,13 +25,31 @@ MAX_CHECKED = 20_000  # characters of a grammar; a larger one may take seconds t
 MAX_RECEIPT = 16_000_000  # bytes; a prompt of a million tokens fits
 
 
-def open_llm(flags: dict[str, Any], *, quiet: bool = False, generates: bool = False) -> LLM:
+def open_llm(
+    flags: dict[str, Any],
+    *,
+    quiet: bool = False,
+    generates: bool = False,
+    interruptible: bool = False,
+) -> LLM:
     """Load the model. Flags are validated before NumPy and the engine are imported, so that a typo
-    fails at once. `generates`: refuse an encoder."""
+    fails at once. `generates`: refuse an encoder. `interruptible`: Ctrl-C raises KeyboardInterrupt
+    instead of ending the process at once."""
     settings = engine_of(flags)
     progress = Progress(quiet=quiet)
     if progress.live:
         progress(f"loading {flags['model']}")
+    with nullcontext() if interruptible else exit_on_interrupt():
+        llm = _load(flags, settings, progress, generates=generates)
+    why = llm.parts.backend.info.note
+    if why and not quiet:
+        note(f"note: {why}")
+    return llm
+
+
+def _load(
+    flags: dict[str, Any], settings: dict[str, Any], progress: Progress, *, generates: bool
+) -> LLM:
     from verbatim.engine.llm import LLM
 
     model, revision, offline = flags["model"], flags.get("revision"), bool(flags.get("offline"))
@@ -42,14 +62,10 @@ def open_llm(flags: dict[str, Any], *, quiet: bool = False, generates: bool = Fa
     log = logging.getLogger("verbatim.engine")
     log.addHandler(shown)
     try:
-        llm = LLM(model, revision=revision, offline=offline, progress=progress, **settings)
+        return LLM(model, revision=revision, offline=offline, progress=progress, **settings)
     finally:
         log.removeHandler(shown)
         progress.clear()
-    why = llm.parts.backend.info.note
-    if why and not quiet:
-        note(f"note: {why}")
-    return llm
 
 
 def refuse_encoder(name: str, path: Path) -> None:
