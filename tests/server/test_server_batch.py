@@ -14,6 +14,8 @@ import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError
+from verbatim.cli.batch import read_answers, read_requests
+from verbatim.cli.main import main
 from verbatim.observe.receipt import compare, digest_of, read_receipt
 from verbatim.testing import fake_parts
 
@@ -33,8 +35,6 @@ def batch(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
 
 def rejected(source: Path, target: Path) -> int:
     """The exit code of a command that fails before it starts an engine: in this process."""
-    from verbatim.cli.main import main
-
     with pytest.raises(SystemExit) as ended:
         main(words(source, target))
     assert isinstance(ended.value.code, int)
@@ -168,6 +168,37 @@ def test_a_batch_rejects_its_input_file_as_output(
         assert "OUT: " in said
         assert "choose another file" in said
         assert source.read_bytes() == before
+
+
+def test_a_batch_does_not_erase_a_file_of_one_line_that_it_did_not_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, notes = tmp_path / "in.jsonl", tmp_path / "notes.txt"
+    source.write_text(line("a", prompt="x") + "\n")
+    notes.write_text("without a final newline, like a truncated answer")
+    assert rejected(source, notes) == 2
+    assert "line 1 is not an answer of a batch" in capsys.readouterr().err
+    assert notes.read_text().startswith("without")
+    for size in range(30):  # of a line that a crash cut
+        notes.write_text('{"id": "batch_req_7f7887683e140d12'[:size])
+        assert read_answers(notes, {"a"}) == {}
+        assert not notes.read_bytes()
+
+
+@pytest.mark.parametrize("target", ["/dev/zero", "-"])
+def test_a_batch_writes_to_files_only(target: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Reading a device to resume may never end; a file named - would be a surprise."""
+    source = Path(__file__)
+    with pytest.raises(SystemExit) as ended:
+        main(["batch", str(source), target])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(f"verbatim: OUT: {target!r} is n")
+
+
+def test_a_batch_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(line("a", prompt="x") + "\n" + line("b", prompt="x"), "utf-8-sig")
+    assert [request["custom_id"] for request in read_requests(source)] == ["a", "b"]
 
 
 def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:

@@ -34,6 +34,7 @@ from verbatim.cli.options import Command, Option, engine_of, engine_options, mod
 from verbatim.cli.terminal import note
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
+ANSWER_START = b'{"id":"batch_req_'  # of a line in OUT, without its spaces
 Line = dict[str, Any]
 
 
@@ -140,6 +141,8 @@ def command(
         on_ray = RayOptions(parse_address(ray), parse_replicas(replicas or 1))
         require_ray()
     check_output("OUT", target)
+    if Path(target).exists() and not Path(target).is_file():  # reading a device may never end
+        raise ParameterError("OUT", f"{target!r} is not a regular file; choose another path")
     if Path(target).exists() and Path(source).samefile(target):
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
     lines = read_requests(Path(source))
@@ -238,7 +241,8 @@ def read_requests(path: Path) -> list[Line]:
                 continue
             where = f"{path}: line {number}"
             try:
-                line = json.loads(raw.decode("utf-8"), object_pairs_hook=no_key_twice)
+                text = raw.decode("utf-8-sig" if number == 1 else "utf-8")  # editors add a BOM
+                line = json.loads(text, object_pairs_hook=no_key_twice)
             except UnicodeDecodeError:
                 raise ParameterError(
                     "IN", f"{where} is not UTF-8; save the file in that encoding"
@@ -300,7 +304,11 @@ def read_answers(path: Path, wanted: set[str]) -> dict[str, int]:
     raw = path.read_bytes()
     done: dict[str, int] = {}
     kept: list[bytes] = []
-    for number, text in enumerate(raw.split(b"\n")[:-1], 1):
+    *lines, cut = raw.split(b"\n")
+    start = cut.replace(b" ", b"")[: len(ANSWER_START)]
+    if not ANSWER_START.startswith(start):  # a file that is no batch's, and would be erased
+        lines.append(cut)
+    for number, text in enumerate(lines, 1):
         try:
             answer = json.loads(text)
             status = answer["response"]["status_code"]

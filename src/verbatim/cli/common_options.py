@@ -40,6 +40,8 @@ def check_output(name: str, file: str) -> None:
     """Raise if `file` cannot be written, before any work is done. Folders are not created."""
     path = Path(file)
     folder = path.parent
+    if file == "-":
+        raise ParameterError(name, "'-' is no file, and this output is not for a pipe; name a file")
     if path.is_dir():
         raise ParameterError(name, f"{file!r} is a folder; name a file in it")
     if not folder.is_dir():
