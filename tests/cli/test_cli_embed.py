@@ -11,6 +11,7 @@ import pytest
 from cli_result import Call
 from tiny_encoders import write_encoder
 from verbatim import LLM
+from verbatim.cli.embed import read_lines
 
 TEXTS = ["the cat sat.", "why is the sky blue?"]
 
@@ -31,6 +32,11 @@ def test_embed_prints_one_vector_per_text(verbatim: Call, bert: str, tmp_path: P
     (tmp_path / "texts").write_text("\n".join(TEXTS) + "\n\n")
     found = verbatim("embed", "-m", bert, "--file", str(tmp_path / "texts"), "--json").json
     assert found["embeddings"] == rows
+    (tmp_path / "texts").write_bytes("one\u2028text\x0c\r\nanother\x85text\n".encode())
+    assert read_lines((), str(tmp_path / "texts"), "text") == [
+        "one\u2028text\x0c",
+        "another\x85text",
+    ]
     assert found["pooling"] == "mean"
     short = verbatim("embed", "-m", bert, "--prompt-name", "query", "--dimensions", "4", "sky")
     np.testing.assert_allclose(json.loads(short.out), query, atol=1e-7)

@@ -113,3 +113,25 @@ def test_statistics() -> None:
     assert repetition([1, 2, 3]) == 0.0
     assert repetition([7] * 10) == pytest.approx(6 / 7)
     assert distinct([[1, 2, 3], [1, 2, 4]]) == 3 / 4
+
+
+def test_a_quiz_of_a_spreadsheet_keeps_its_line_breaks(tmp_path: Path) -> None:
+    """A byte order mark, CRLF, and a quoted field of two lines, as spreadsheets write them."""
+    file = tmp_path / "quiz.csv"
+    file.write_bytes('\ufeffquestion,answer\r\n"one\ntwo\u2028three?",4\r\n'.encode())
+    assert read_quiz(str(file)) == (Question("one\ntwo\u2028three?", "4"),)
+    file = tmp_path / "quiz.jsonl"
+    row = {"question": "one\u2028two?", "answer": "4"}
+    file.write_text(json.dumps(row, ensure_ascii=False) + "\n", "utf-8-sig")
+    assert read_quiz(str(file)) == (Question("one\u2028two?", "4"),)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("q.csv", "question,answer\n" + "x" * 200_000), ("q.jsonl", "[" * 100_000)]
+)
+def test_a_quiz_that_its_parser_refuses_is_an_error_of_the_file(
+    name: str, text: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ParameterError, match="is not"):
+        read_quiz(str(tmp_path / name))

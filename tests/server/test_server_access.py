@@ -29,7 +29,7 @@ ONE, TWO = "key-number-one", "key-number-two"
 @pytest.fixture(scope="module")
 def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     path = tmp_path_factory.mktemp("keys") / "keys"
-    path.write_text(f"# two tenants\n{ONE}\n{TWO}\n")
+    path.write_text(f"{ONE}\n# two tenants\n{TWO}\n", "utf-8-sig")  # with a byte order mark
     live = Live(
         "--api-key-file",
         str(path),

@@ -158,7 +158,7 @@ class Conversation:
     def load(self, file: str) -> None:
         """Continue a conversation from a file of save(), or from a JSON list of messages."""
         try:
-            data = json.loads(Path(file).expanduser().read_text("utf-8"))
+            data = json.loads(Path(file).expanduser().read_text("utf-8-sig"))
         except (OSError, RuntimeError) as error:
             why = getattr(error, "strerror", None) or error
             raise ChatFileError(f"cannot read {file!r}: {why}") from None

@@ -175,11 +175,11 @@ def _lines(file: str | None) -> list[str]:
     if file is None:
         return []
     try:
-        text = Path(file).read_text("utf-8")
+        text = Path(file).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ParameterError("file", f"cannot read {file!r}: {why}") from None
-    return [line for line in text.splitlines() if line.strip()]
+    return [line for line in text.split("\n") if line.strip()]
 
 
 def _run(

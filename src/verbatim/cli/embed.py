@@ -104,7 +104,8 @@ def read_lines(args: tuple[str, ...], file: str | None, param: str) -> list[str]
 
 
 def _non_empty(text: str, param: str) -> list[str]:
-    lines = [line for line in text.splitlines() if line.strip()]
+    # not splitlines(), which ends a line at U+2028, U+0085 and form feeds too
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
     if not lines:
         raise ParameterError(param, "no line has text; give one text per line")
     return lines

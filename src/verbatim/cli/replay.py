@@ -118,7 +118,7 @@ def _around(llm: LLM, receipt: dict[str, Any], done: Completion, verdict: Verdic
 
 def _read(file: str) -> Any:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8-sig")
         return json.loads(text)
     except OSError as error:
         raise ParameterError("file", f"cannot read {file!r}: {error.strerror}") from None

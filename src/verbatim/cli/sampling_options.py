@@ -223,7 +223,7 @@ def _bias(name: str, text: str) -> tuple[int, float]:
 
 def _file(name: str, path: str) -> str:
     try:
-        return Path(path).read_text("utf-8")
+        return Path(path).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ParameterError(
             name, f"cannot read {path!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"

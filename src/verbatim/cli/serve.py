@@ -351,7 +351,7 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     keys = [key for key in os.environ.get("VERBATIM_API_KEY", "").split() if key]
     if path is not None:
         try:
-            lines = Path(path).read_text(encoding="utf-8").splitlines()
+            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError):
             raise ParameterError(
                 "api_key_file", f"{path} cannot be read as text; check its path and encoding"

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,17 +95,18 @@ BUILT_IN = tuple(
 def read_quiz(path: str) -> tuple[Question, ...]:
     """Questions from a JSON Lines file, or from a CSV file with a header."""
     try:
-        text = Path(path).read_text("utf-8")
+        text = Path(path).read_text("utf-8-sig")  # spreadsheets write a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "not UTF-8 text"
         raise ParameterError("quiz", f"cannot read {path!r}: {why}") from None
     if path.endswith(".csv"):
-        rows: list[Any] = list(csv.DictReader(text.splitlines()))
-    else:
+        try:
+            rows: list[Any] = list(csv.DictReader(StringIO(text)))
+        except csv.Error as error:
+            raise ParameterError("quiz", f"{path!r} is not CSV: {error}") from None
+    else:  # not splitlines(): a JSON string may contain U+2028
         rows = [
-            _parsed(line, number)
-            for number, line in enumerate(text.splitlines(), 1)
-            if line.strip()
+            _parsed(line, number) for number, line in enumerate(text.split("\n"), 1) if line.strip()
         ]
     if not 0 < len(rows) <= MAX_QUESTIONS:
         raise ParameterError(
@@ -116,7 +118,7 @@ def read_quiz(path: str) -> tuple[Question, ...]:
 def _parsed(line: str, number: int) -> Any:
     try:
         return json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         wanted = 'a line is {"question": "2 + 2?", "answer": "4"}'
         raise ParameterError("quiz", f"line {number} is not JSON: {error}; {wanted}") from None
 
