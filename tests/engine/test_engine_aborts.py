@@ -11,6 +11,8 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.engine.core import EngineCore
+from verbatim.engine.request import Request
+from verbatim.observe.receipt import compare
 from verbatim.schedule.invariants import check_scheduler
 from verbatim.testing import fake_parts
 
@@ -92,3 +94,28 @@ def test_an_aborted_request_completes_once_with_cancel() -> None:
         assert len(choice.token_ids) > 0
     assert not core.busy
     assert core.step() == []
+
+
+def test_best_of_cancelled_after_its_first_candidate_ends_with_cancel() -> None:
+    """Not with the finish of a candidate that had ended: the others might have been better."""
+    params = SamplingParams(max_tokens=60, seed=1, best_of=4, receipt=True, temperature=1.3)
+    core = EngineCore(fake_parts(), EngineConfig(kv_blocks=80, check=True, speculate="off"))
+    whole = finished(core, core.request("hello", params, request_id="whole"))
+    core.add(core.request("hello", params, request_id="a"))
+    while all(stream.finish is None for stream in core.requests["a"].streams.values()):
+        core.step()
+    core.abort("a")
+    done = core.step()[-1]
+    assert isinstance(done, Completion)
+    assert [c.finish.reason for c in done.choices] == ["cancel"]
+    assert core.stats()['requests_finished_total{reason="cancel"}'] == 1
+    assert done.receipt is not None
+    assert str(compare(done.receipt, whole.choices, {})).startswith("identical")
+
+
+def finished(core: EngineCore, request: Request) -> Completion:
+    core.add(request)
+    while core.busy:
+        outputs = core.step()
+    assert isinstance(outputs[-1], Completion)
+    return outputs[-1]

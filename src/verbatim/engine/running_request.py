@@ -107,6 +107,7 @@ class RunningRequest:
         self.paused: set[int] = set()  # sequences that wait for their matcher's compile
         self._output_tokens = 0
         self._unfinished = 0  # choices without a finish reason
+        self._cut: Finish | None = None  # set by end(): why the choices are not complete
 
     def open(self, new_id: Callable[[], int]) -> Sequence:
         """Create one sequence per choice; all fork from the first at the end of the prompt."""
@@ -208,6 +209,7 @@ class RunningRequest:
     def end(self, finish: Finish, *, publish: bool = True) -> None:
         """End every unfinished choice: an abort or an error. `publish`: False withdraws their
         blocks from the prefix cache."""
+        self._cut = finish
         for seq in self.sequences:
             self.scheduler.abort(seq.id, publish=publish)
             self.streams[seq.id].end(finish)
@@ -233,6 +235,8 @@ class RunningRequest:
             # a candidate that ended with an error ranks behind all complete ones
             streams.sort(key=lambda s: (s.failed, -s.mean_logprob, s.index))
             streams = streams[: self.request.params.n]
+            for stream in streams:  # a candidate that was cut might have been the best
+                stream.finish = self._cut or stream.finish
         return [stream.choice(i) for i, stream in enumerate(streams)]
 
     @property

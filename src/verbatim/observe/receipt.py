@@ -147,7 +147,8 @@ def compare(
     receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mapping[str, Any]
 ) -> Verdict:
     """Compare token by token. `makers`: this run's values of MAKERS; those that differ are the
-    reasons why the tokens may differ. A cancelled answer is compared as far as it was written."""
+    reasons why the tokens may differ. A cancelled answer is compared as far as it was written; with
+    best_of not at all, because the best candidate was not known yet."""
     reasons = tuple(
         f"{name} differs: {_brief(receipt[name])} then, {_brief(makers[name])} now"
         for name in ("digest", "backend", "numerics", "context")
@@ -161,6 +162,8 @@ def compare(
         choice = now.get(then["index"])
         old, new = then["token_ids"], list(choice.token_ids) if choice else []
         if (then.get("finish") or [""])[0] == "cancel":
+            if receipt["params"].get("best_of", 0) > len(receipt["choices"]):
+                old = []
             new, cancelled = new[: len(old)], True
         if old == new:
             continue
