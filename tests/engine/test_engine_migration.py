@@ -22,7 +22,9 @@ from verbatim import (
 )
 from verbatim.base.config import STEP_TOKENS
 from verbatim.base.defaults import catalog_defaults
+from verbatim.base.errors import RequestError
 from verbatim.engine import engine_base
+from verbatim.observe.explained import Explanation
 from verbatim.testing import server_parts
 
 SHORT = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
@@ -211,6 +213,17 @@ def test_a_what_if_starts_from_the_parameters_in_force(llm: LLM) -> None:
         assert [step.after for step in why.what_if(temperature=0)] == [
             r["best"] for r in why.records
         ]
+
+
+def test_a_what_if_of_a_long_answer_draws_its_first_64_tokens_again(llm: LLM) -> None:
+    why = llm.explain("hi", SamplingParams(max_tokens=80, seed=1, ignore_eos=True))
+    assert len(why) == 80
+    steps = why.what_if(temperature=0)
+    assert [step.after for step in steps] == [record["best"] for record in why.records[:64]]
+    assert "of 64 tokens would differ" in repr(steps)
+    bare = llm.generate("hi", SamplingParams(max_tokens=2, seed=1, explain=1))
+    with pytest.raises(RequestError, match="whole row"):
+        Explanation(bare, SamplingParams(seed=1), llm.tokenizer).what_if(temperature=0)
 
 
 @pytest.mark.parametrize("set_before", [True, False])

@@ -107,7 +107,7 @@ class Explanation(Sequence[TokenExplanation]):
 
     def what_if(self, **changes: Any) -> WhatIfs:
         """Draw the recorded steps again under other settings, without the model. Each step keeps
-        its recorded history. The first 64 tokens can be drawn again.
+        its recorded history. Only the first 64 tokens are drawn again: later ones keep no logits.
 
         changes: sampling parameters (temperature=0, top_p=0.5, ...)
 
@@ -118,8 +118,9 @@ class Explanation(Sequence[TokenExplanation]):
         breakers = None
         if self._params.dry_multiplier or changes.get("dry_multiplier"):
             breakers = breakers_of(self._params.with_(**changes).dry_breakers, self._tokenizer)
+        whole = [record for record in self.records if record.get("row") is not None]
         found = what_if(
-            self.records,
+            whole or self.records,
             self._params,
             changes,
             prompt_ids=self.completion.prompt_ids,
