@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,3 +87,19 @@ def test_requests_end_with_the_error_where_no_step_fits_and_the_engine_continues
     assert core.scheduler.step_tokens == CONFIG.max_running
     backend.most = 64
     assert [one.choices[0].finish.reason for one in answers(core, [50, 3])] == ["length"] * 2
+
+
+def test_a_draft_model_that_runs_out_of_memory_ends_no_request(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Drafts never change an answer: the engine continues without them, with steps as large."""
+    lengths = [50, 3, 90]
+    expected = answers(EngineCore(fake_parts(), CONFIG), lengths)
+    draft = SmallBackend(40)
+    core = EngineCore(replace(fake_parts(), draft=draft), replace(CONFIG, speculate="draft"))
+    core.drafting.adaptive = False
+    with caplog.at_level(logging.WARNING, "verbatim.engine"):
+        got = answers(core, lengths)
+    assert [one.choices for one in got] == [one.choices for one in expected]
+    assert core.scheduler.step_tokens == CONFIG.step_tokens
+    assert [record.message[-17:] for record in caplog.records] == ["no further drafts"]

@@ -6,11 +6,13 @@ the distributions are close the same noise picks the same token: a draft is acce
 probability at least (1 - TV) / (1 + TV), TV being the total variation distance.
 
 The draft model has its own backend, KV cache and context limit; beyond that limit it drafts
-nothing. The KV cache is reused for the longest prefix that still matches the sequence.
+nothing. The KV cache is reused for the longest prefix that still matches the sequence. When it runs
+out of device memory it drafts nothing any more; requests never end for lack of drafts.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -20,6 +22,8 @@ from verbatim.backend.protocol import Backend
 from verbatim.base.errors import DeviceMemoryError, ParameterError
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan
 from verbatim.speculate.proposer import Draft, SeqView
+
+log = logging.getLogger("verbatim.engine")
 
 CHUNK = 512  # prompt tokens per step of the draft model
 COST_WEIGHT = 0.2  # weight of the newest measurement in token_cost
@@ -57,6 +61,14 @@ class DraftProposer:
         self._step = 0
 
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        try:
+            return self._draft(views, limit)
+        except DeviceMemoryError as error:
+            self._context = 0  # no sequence fits
+            log.warning("draft model: %s; no further drafts", error.message)
+            return {}
+
+    def _draft(self, views: Sequence[SeqView], limit: int) -> dict[int, Draft]:
         began = time.perf_counter()
         drafts: dict[int, list[int]] = {}
         live: list[SeqView] = []  # sequences that draft one more token
