@@ -670,6 +670,15 @@ def test_reasoning_has_one_name_and_equals_transformers() -> None:
         assert ChatTemplate(source).render(messages) == want
 
 
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
+def test_a_thought_reaches_a_template_that_reads_one_of_its_names(read: str) -> None:
+    template = ChatTemplate(
+        "{% for m in messages %}{{ m." + read + " }}:{{ m.content }}{% endfor %}"
+    )
+    for name in ("reasoning_content", "thinking", "reasoning"):
+        assert template.render([{"role": "assistant", "content": "c", name: "why"}]) == "why:c"
+
+
 def test_messages_that_are_no_list_are_refused_by_encode_chat_too() -> None:
     tokenizer, template = pair("chatml")
     for bad in (5, None, "text", {"role": "user"}):

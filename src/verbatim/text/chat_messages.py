@@ -60,7 +60,9 @@ def prepare_message(
             why = "the model's chat template does not support thoughts"
             remedy = "leave it out, or write it into content"
             raise UnsupportedError(f"{where}.{own}", f"{why}; {remedy}")
-        plain = {"thinking": thought, **plain, "reasoning_content": thought}
+        plain = {"thinking": thought, **plain, "reasoning_content": thought}  # as transformers does
+        if not any(program.reads.may_read(key) for key in ("thinking", "reasoning_content")):
+            plain["reasoning"] = thought  # a template that reads only this name would drop it
     return plain if all(key in UNTRACKED_KEYS for key in plain) else _tracked(plain)
 
 
