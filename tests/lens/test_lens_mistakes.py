@@ -241,11 +241,24 @@ def test_invisible_characters_of_a_token_are_shown(browser: Any, live: Live) -> 
             " \n",
             "שלום",
             "\u0007",
+            "\ufeff",
+            "\ufeffusing",
+            "\u2028",
         ],
     )
     assert shown[:3] == ["⟨U+200B⟩", "⟨U+202E⟩ab", "⟨U+FE0F⟩"]
     assert shown[3:5] == ["❤\ufe0f", "👩\u200d🚀"], "an emoji stays whole"
-    assert shown[5:] == ["␣", "␣⏎", "שלום", "⟨U+0007⟩"]
+    assert shown[5:9] == ["␣", "␣⏎", "שלום", "⟨U+0007⟩"]
+    assert shown[9:] == ["⟨U+FEFF⟩", "⟨U+FEFF⟩using", "⟨U+2028⟩"]
+    text = page.page.evaluate(
+        """async (tokens) => {
+          const { Vocab } = await import("/lens/vocab.js");
+          const vocab = Vocab.fromSaved({ tokens: { ...tokens }, control: [] });
+          return vocab.text(tokens.map((_, id) => id));
+        }""",
+        [list(b"\xef\xbb\xbfa\xff"), list("é".encode()), list("€".encode()[:2])],
+    )
+    assert text == "\ufeffa\ufffdé", "as verbatim.text.decode.TextDecoder writes it"
     page.close()
 
 

@@ -1,7 +1,7 @@
 // Token ids to bytes and text. The table comes from the server once, or from a saved run.
 
-const utf8 = new TextDecoder("utf-8", { fatal: true });
-const loose = new TextDecoder();
+// ignoreBOM: U+FEFF is part of a token, not a mark of the encoding to be dropped
+const utf8 = new TextDecoder("utf-8", { fatal: true, ignoreBOM: true });
 // control, format (zero width, direction) and variation characters; joiners inside an emoji or a word
 // stay as they are
 const HIDDEN = /[\p{Cc}\p{Cf}\p{Zl}\p{Zp}\ufe0f]/gu;
@@ -45,7 +45,7 @@ export class Vocab {
   visible(bytes) {
     try {
       const text = utf8.decode(bytes);
-      const seen = text.trim() ? text : text.replace(/[^\n\t\r]/gu, "␣");
+      const seen = text.trim() ? text : text.replace(/\p{Zs}/gu, "␣");
       const marked = seen.replaceAll("\n", "⏎").replaceAll("\t", "⇥").replaceAll("\r", "␍");
       return (/\S[\u200c\u200d\ufe0f]/.test(text) ? marked : marked.replace(HIDDEN, code)) || "∅";
     } catch {
@@ -61,7 +61,8 @@ export class Vocab {
     return hex(this.bytesOf(id));
   }
 
-  // the text of many tokens, as the server would write it (control tokens left out)
+  // the text of many tokens, as the server would write it: without control tokens, and without a
+  // character that the last token does not complete
   text(ids) {
     const parts = ids.filter((id) => !this.isControl(id)).map((id) => this.bytesOf(id));
     const all = new Uint8Array(parts.reduce((sum, part) => sum + part.length, 0));
@@ -70,6 +71,6 @@ export class Vocab {
       all.set(part, at);
       at += part.length;
     }
-    return loose.decode(all);
+    return new TextDecoder("utf-8", { ignoreBOM: true }).decode(all, { stream: true });
   }
 }
