@@ -262,6 +262,27 @@ def test_invisible_characters_of_a_token_are_shown(browser: Any, live: Live) -> 
     page.close()
 
 
+def test_a_new_conversation_stops_the_request_that_runs(browser: Any, live: Live) -> None:
+    """Without its branch no button could: Generate would wait for an answer that is not shown."""
+    page = LensPage(browser, live).open()
+    page.page.route("**/v1/completions", lambda route: None)  # an answer that never comes
+    page.page.check("text=Chat")
+    page.page.click("#send")
+    page.page.click("text=New conversation")
+    page.page.wait_for_selector("#send:not([disabled])")
+    assert page.page.locator(".turn").count() == 0
+    one = page.page.evaluate(
+        """async () => {
+          const { recordOf } = await import("/lens/run.js");
+          const top = [{ id: 5, logit: 2, logprob: -1, final_prob: null }];
+          return recordOf({ token: 7, top, margin: -1 }, 5);
+        }"""
+    )
+    assert (one["token"], one["rank"], one["margin"]) == (5, 1, None), "a server that explains one"
+    page.page.unroute_all(behavior="ignoreErrors")
+    page.close()
+
+
 @pytest.mark.soak
 def test_right_to_left_text_keeps_its_direction(browser: Any, live: Live) -> None:
     """A run of Hebrew letters: its text runs from the right, and the tiles in token order."""

@@ -104,7 +104,7 @@ function composer() {
     <div class="row" role="radiogroup" aria-label="kind of prompt">
       ${[["chat", "Chat"], ["raw", "Raw text"]].map(([mode, title]) => html`<label class="choice"><input type="radio" name="mode" .checked=${state.mode === mode}
         ?disabled=${mode === "chat" && state.info && !state.info.has_template} @change=${() => { state.mode = mode; changed(); }} />${title}</label>`)}
-      ${state.turns.length || branch?.asked ? html`<button type="button" class="link" @click=${() => { state.turns = []; state.branches = []; show(null, -1); }}>New conversation</button>` : nothing}
+      ${state.turns.length || branch?.asked ? html`<button type="button" class="link" @click=${() => { stopAll(); state.turns = []; state.branches = []; show(null, -1); }}>New conversation</button>` : nothing}
     </div>
     ${state.mode === "chat" ? html`<input class="system" aria-label="system message" placeholder="system message (optional)" .value=${state.system} @input=${(e) => { state.system = e.target.value; }} />` : nothing}
     <textarea id="prompt" rows="3" dir="auto" aria-label="prompt" .value=${state.input} @input=${(e) => { state.input = e.target.value; }}

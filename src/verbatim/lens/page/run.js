@@ -262,8 +262,8 @@ export function recordOf(record, id) {
   const rank = record?.top.findIndex((candidate) => candidate.id === id) ?? -1;
   if (rank < 0) return null;
   const { logit, logprob, final_prob } = record.top[rank];
-  const rival = record.top[rank === 0 ? 1 : 0];
-  return { ...record, token: id, logit, logprob, final_prob, rank: rank + 1, margin: logit - rival.logit, lead: null };
+  const rival = record.top[rank === 0 ? 1 : 0]; // undefined: the server explains one candidate
+  return { ...record, token: id, logit, logprob, final_prob, rank: rank + 1, margin: rival ? logit - rival.logit : null, lead: null };
 }
 
 // ------------------------------------------------------------------------------------------- steps
