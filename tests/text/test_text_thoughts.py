@@ -313,6 +313,11 @@ def test_the_format_comes_from_the_chat_template() -> None:
     olmo = find_format(["<|im_start|>assistant\n<think>"], plain)  # Olmo 3 Think
     assert olmo is not None
     assert (olmo.close, olmo.after("<|im_start|>assistant\n<think>").start) == ("</think>", "open")
+    tags = {"<|START_THINKING|>": 1000, "<|END_THINKING|>": 1001}
+    cohere = find_format(["".join(tags)], OneToken(tags))
+    assert cohere is not None
+    pieces = ["<|START_THINKING|>", "I look.", "<|END_THINKING|>", "Found."]
+    assert split(cohere.splitter(), pieces) == ("I look.", "Found.")
     seed = find_format(["</seed:think>"], plain)
     assert seed is not None
     budget_0 = "<seed:bos>assistant\n<seed:think><seed:cot_budget_reflect>"

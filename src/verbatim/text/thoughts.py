@@ -24,6 +24,7 @@ TAGS = (
     ("<|channel>thought\n", "<channel|>"),  # Gemma 4
     ("◁think▷", "◁/think▷"),  # Kimi
     ("<thought>", "</thought>"),  # EXAONE Deep
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere: Command R7B, Command A Reasoning
     ("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
 # Tags around the answer behind a thought, where the chat template mentions them.
