@@ -103,6 +103,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         30_532_122_624,
     ),
+    "Qwen3-Coder-30B-A3B": (
+        {
+            "model_type": "qwen3_moe",
+            **sizes(2048, 5472, 48, 32, 4, 151936, 262144),
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "norm_topk_prob": True,
+            "qkv_bias": False,
+            "use_qk_norm": True,
+            "shared_expert_intermediate_size": 0,
+        },
+        30_532_122_624,
+    ),
     "gemma-2-2b": (
         {
             "model_type": "gemma2",

@@ -117,6 +117,9 @@ CONFIG_KEYS: dict[str, Table] = {
             "layer period: every N-th layer is a mixture of experts", 1
         ),
         "mlp_only_layers": followed("layers with a dense MLP"),
+        "use_qk_norm": must_equal(True, note="heads are normed, as in transformers", private=True),
+        "qkv_bias": must_equal(False, note="`attention_bias` decides", private=True),
+        "shared_expert_intermediate_size": must_equal(0, note="no shared MLP", private=True),
     },
     "mixtral": {
         **COMMON_KEYS,
