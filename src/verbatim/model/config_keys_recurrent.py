@@ -67,6 +67,10 @@ _QWEN3_5: dict[str, Key] = {
     **llama_keys(followed("size of a head", 256)),
     **_DELTA,
     "attn_output_gate": must_equal(True, note="attention has an output gate", private=True),
+    "output_gate_type": must_equal(
+        "swish", "silu", note="the gate of a delta net is SiLU, as in transformers", private=True
+    ),
+    "mlp_only_layers": must_equal([], note="all layers have one kind of MLP", private=True),
     "mamba_ssm_dtype": no_effect("states are float32", private=True),
     "mtp_num_hidden_layers": _MTP,
     "mtp_use_dedicated_embeddings": _MTP,
@@ -146,7 +150,6 @@ RECURRENT_KEYS: dict[str, Table] = {
             True, note="weights of the chosen experts sum to 1", private=True
         ),
         "decoder_sparse_step": must_equal(1, note="every layer is a mixture", private=True),
-        "mlp_only_layers": must_equal([], note="every layer is a mixture", private=True),
     },
     "qwen3_5_moe": _wrapper("qwen3_5_moe_text"),
 }
