@@ -306,6 +306,8 @@ CHECKED: list[tuple[dict[str, Any], str, str]] = [
      '{"a":1}', '{"b":1}'),
     ({"patternProperties": {"^a": {"type": "integer"}, "b$": {"maximum": 5}}},
      '{"ab":3,"a":9}', '{"ab":9}'),
+    ({"allOf": [{"patternProperties": {"^a": {"type": "integer"}}},
+                {"patternProperties": {"b$": {"maximum": 5}}}]}, '{"ab":3,"a":9}', '{"ab":9}'),
     ({"format": "regex", "type": "string"}, '"a+"', '"("'),
     ({"maxProperties": 1, "properties": {"a": {}, "b": {}}}, '{"b":1}', '{"a":1,"b":1}'),
     ({"type": "number", "minimum": 3, "exclusiveMinimum": True}, "4", "3"),
@@ -518,6 +520,10 @@ def test_values_that_json_does_not_have_match_nothing() -> None:
         (r"^[^\s]$", "a", "\x1f"), (r"^\S$", "a", "\ufeff"), (r"^\W$", "-", "é"),
         (r"^[\d-]$", "-", "٣"), (r"^[^\D]$", "1", "٣"), (r"^\\d$", "\\d", "1"),
         (r"^[\D]$", "a", "1"), (r"^\[\d\]$", "[1]", "[٣]"),
+        ("^[a&&b]$", "&", "c"), ("^[a~~b]$", "~", "c"), ("^[+--]$", ",", "a"),
+        (r"^[^\\/:*?\"<>|]$", "a", "\\"), (r"^[^\\/:*?\"<>|]$", "\n", '"'), ("^[^ -~]$", "\n", '"'),
+        ("^[--/]$", ".", "a"), ("^[^--/]$", "a", "."), ("^[Z^-b]$", "a", "c"),
+        ("^[[a]$", "[", "b"), ("^[a-z&&[^b]]$", "b]", "a"),
     ],
 )  # fmt: skip
 def test_patterns_match_what_every_validator_matches(pattern: str, good: str, bad: str) -> None:

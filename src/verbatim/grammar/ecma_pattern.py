@@ -1,9 +1,13 @@
 r"""ECMA-262 patterns of JSON schemas in the syntax of Rust's regex crate, which llguidance reads.
 
-In: a pattern. Out: the same pattern with `\d`, `\w`, `\s` and their negations spelled out. ECMA-262
-reads them as ASCII classes (and its own white space), validators in Rust or Python as Unicode
+In: a pattern. Out: the same pattern with `\d`, `\w`, `\s` and their negations spelled out, and with
+`[`, `&`, `~` and `-` inside a class escaped where Rust reads a set operation. ECMA-262 reads `\d`,
+`\w` and `\s` as ASCII classes (and its own white space), validators in Rust or Python as Unicode
 classes. With `common` the result matches only what all of them match, so that a document is valid
 for every validator.
+
+A negated class also excludes U+0000. llguidance 1.9 takes a class with every control character for
+one with every escape, so that `[^"]` would match the quotation mark as a JSON string writes it.
 """
 
 from __future__ import annotations
@@ -26,12 +30,14 @@ def rust_pattern(pattern: str, *, common: bool) -> str:
     members that every JSON Schema validator agrees on.
 
     >>> rust_pattern(r"^\d+[^\w]$", common=True), rust_pattern(r"^\d+[^\w]$", common=False)
-    ('^[0-9]+[^\\p{L}\\p{M}\\p{N}_]$', '^[0-9]+[^A-Za-z0-9_]$')
+    ('^[0-9]+[^\\x00\\p{L}\\p{M}\\p{N}_]$', '^[0-9]+[^\\x00A-Za-z0-9_]$')
+    >>> rust_pattern("[[&&~~][--/][+--]", common=True)
+    '[\\[\\&\\&\\~\\~][\\--/][+-\\-]'
     """
     inside, outside = (_ALL, _ANY) if common else (_ECMA, _ECMA)
     out: list[str] = []
     in_class = negated = False
-    at = 0
+    at = first = 0  # first: index of the first member of the class
     while at < len(pattern):
         sign = pattern[at]
         if sign == "\\":
@@ -51,8 +57,13 @@ def rust_pattern(pattern: str, *, common: bool) -> str:
             continue
         if sign == "[" and not in_class:
             in_class, negated = True, pattern[at + 1 : at + 2] == "^"
+            first = at + 1 + negated
         elif sign == "]":
             in_class = False
+        elif in_class and (sign in "[&~" or (sign == "-" and (at == first or out[-1] == "-"))):
+            sign = f"\\{sign}"
         out.append(sign)
         at += 1
+        if in_class and negated and at == first and pattern[at : at + 1] != "]":
+            out.append(r"\x00")
     return "".join(out)

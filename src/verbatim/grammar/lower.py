@@ -177,7 +177,7 @@ class _Lowering:
         if len(patterns) > 1 and len({str(part) for part in patterns.values()}) == 1:
             joined = "|".join(f"({pattern})" for pattern in patterns)
             out["patternProperties"] = {joined: next(iter(patterns.values()))}
-        elif len(patterns) > 1 and not self.options.patterns:
+        elif patterns and not self.options.patterns:
             self.result.checked.add("patternProperties")
             del out["patternProperties"]
             out.pop("additionalProperties", None)
