@@ -311,6 +311,15 @@ def test_bos_and_eos_of_the_file(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.vocab_size == 49152
 
 
+def test_the_end_of_an_answer_of_gemma_4_where_the_file_declares_one_token() -> None:
+    """llama.cpp ends at these; the published generation_config.json lists them (1, 106 and 50)."""
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "b", "ab", "<|tool_response>", "<turn|>"]
+    k = "tokenizer.ggml."
+    metadata = {k + "model": "gemma4", k + "tokens": tokens, k + "merges": ["a b"]}
+    metadata |= {k + "token_type": [3, 3, 3, 3, 1, 1, 1, 4, 3], k + "eos_token_id": 8}
+    assert sorted(from_gguf(metadata).eos_ids) == [1, 7, 8]
+
+
 def test_the_published_directory_gives_the_same_tokenizer(
     default_tokenizer: Tokenizer, published_folder: Path
 ) -> None:

@@ -18,6 +18,8 @@ END_OF_TURN = (
     "<|eom_id|>",
     "<end_of_turn>",
     "<turn|>",
+    "<|tool_response>",  # Gemma 4 writes it behind a tool call
+    "<eos>",
     "<|end|>",
     "<|endoftext|>",
     "<|end_of_text|>",
