@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.server
+import importlib.util
 import json
 import os
 import re
@@ -758,6 +759,22 @@ def test_unreachable_hub_finds_the_only_gguf_file_in_the_cache(
     hub.down = answered(503)
     assert resolve("org/one-GGUF") == fetched
     assert "503 for the url): taking org/one-GGUF from the cache" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["cut off", "no hub"])
+def test_a_hub_that_does_not_answer_as_one_is_unreachable(
+    kind: str, hub: FakeHub, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A firewall closes the connection, or a network answers every address with its login page."""
+    client = "httpx2" if importlib.util.find_spec("httpx2") else "httpx"  # of huggingface_hub
+    fetched = resolve("org/model")
+    hub.down = (
+        pytest.importorskip(client).RemoteProtocolError("Server disconnected")
+        if kind == "cut off"
+        else json.JSONDecodeError("Expecting value", "<html>", 0)
+    )
+    assert resolve("org/model") == fetched
+    assert "taking org/model from the cache" in caplog.text
 
 
 @pytest.mark.parametrize("status", [401, 404, 429])

@@ -311,12 +311,14 @@ def _unreachable(error: BaseException) -> bool:
     """Whether the hub could not be reached, or a server on the way failed (status 500 or more).
 
     False for a repository that does not exist or denies access. Listing the files does not use the
-    disk, so an OSError in the chain of causes is a network error."""
+    disk, so an OSError in the chain of causes is a network error. The library's HTTP client has its
+    own errors for a connection that is cut off, and a login page instead of the hub is no JSON."""
     link: BaseException | None = error
     while link is not None:
         if (response := getattr(link, "response", None)) is not None:
             return int(getattr(response, "status_code", 0)) >= 500
-        if isinstance(link, OSError):
+        names = {kind.__name__ for kind in type(link).__mro__}  # the client depends on the version
+        if names & {"OSError", "TransportError", "JSONDecodeError"}:
             return True
         link = link.__cause__ or link.__context__
     return False
