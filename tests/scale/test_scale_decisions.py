@@ -9,9 +9,10 @@ import signal
 import socket
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from subprocess import PIPE
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,8 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.cli.main import main
 from verbatim.diagnose.footprint import Footprint, footprint_of_config
 from verbatim.observe.merge_metrics import merge
-from verbatim.scale import ray_start
+from verbatim.scale import parquet, ray_start
 from verbatim.scale.autoscale import wanted_replicas
-from verbatim.scale.parquet import journal_answers
 from verbatim.scale.ray_options import Replicas, parse_address, parse_replicas
 from verbatim.scale.ray_start import LOCAL_RAY, connect, local_environment
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
@@ -396,4 +396,26 @@ def test_answers_may_hold_every_separator_of_lines(tmp_path: Path) -> None:
     body = {"choices": [{"text": "a\u2028b\u2029c\u0085d\r\n\u000b\u001c"}]}
     line = {"custom_id": "a", "response": {"status_code": 200, "body": body}}
     journal.write_text(json.dumps(line, ensure_ascii=False) + "\n", encoding="utf-8")
-    assert journal_answers(journal) == {"a": line["response"]}
+    assert parquet.journal_answers(journal) == {"a": line["response"]}
+
+
+def parquet_rows(monkeypatch: pytest.MonkeyPatch, **more: Any) -> list[dict[str, Any]]:
+    """The lines of a file with one row; pyarrow, which is not needed for its values, is fake."""
+    row = {"custom_id": "a", "url": "/v1/completions", "body": "{}", **more}
+    batch = SimpleNamespace(to_pylist=lambda: [row])
+    file = SimpleNamespace(iter_batches=lambda: [batch])
+    arrow = SimpleNamespace(
+        parquet=SimpleNamespace(ParquetFile=lambda _: file), ArrowInvalid=KeyError
+    )
+    monkeypatch.setattr(parquet, "_pyarrow", lambda: arrow)
+    return [json.loads(line) for line in parquet.read_rows(Path("x.parquet"))]
+
+
+def test_a_parquet_row_gets_the_checks_of_a_json_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    lone = json.dumps({"prompt": "\ud800"})  # valid JSON, and no UTF-8
+    assert parquet_rows(monkeypatch, body=lone)[0]["body"] == {"prompt": "\ud800"}
+    [row] = parquet_rows(monkeypatch, made=datetime(2026, 1, 2, tzinfo=UTC))
+    assert row["made"].startswith("2026-01-02")  # read_requests() names the column
+    for body in ('{"seed": 1, "seed": 2}', "[" * 100_000, "{"):
+        with pytest.raises(ParameterError, match="the body of 'a'"):
+            parquet_rows(monkeypatch, body=body)
