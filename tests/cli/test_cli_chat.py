@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import select
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -392,3 +394,12 @@ def test_a_first_turn_that_fills_the_context_names_the_flag(verbatim: Call) -> N
     assert "where the context ends" in result.err
     assert "a larger --context makes room" in result.err
     assert "/drop" not in result.err
+
+
+def test_a_pipe_is_utf8_in_every_locale(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    want = verbatim("chat", "-q", *SHORT, stdin="caf\u00e9\n")
+    raw = io.BytesIO(b"caf\xe9\ncaf\xc3\xa9\r\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(raw, encoding="latin-1"))
+    result = verbatim("chat", "-q", *SHORT)
+    assert result.out == want.out
+    assert result.err == "verbatim: stdin: a line is not UTF-8 text (byte 3); convert it first\n"

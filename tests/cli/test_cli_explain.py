@@ -147,7 +147,9 @@ def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
     verbatim(
         "run", "the cat", "--temperature", "1", "--max-tokens", "10", "--save-receipt", str(file)
     )
+    file.write_text(file.read_text("utf-8"), "utf-16")  # as PowerShell's > does
     again = verbatim("replay", str(file))
+    file.write_text(file.read_text("utf-16"), "utf-8")
     assert again.code == 0
     assert again.out == "identical\n"
 

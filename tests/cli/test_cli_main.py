@@ -166,3 +166,12 @@ def test_python_dash_m_runs_the_command_line() -> None:
         [sys.executable, "-m", "verbatim", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("verbatim ")
+
+
+def test_a_closed_stdin_is_an_empty_one() -> None:
+    """`verbatim … <&-`. The null device takes descriptor 0: a socket there aborts uvloop."""
+    code = "import os; os.close(0); import sys; sys.stdin = None; import verbatim.cli.main as m\n"
+    code += "m.cli = m.click.command()(lambda: print(os.fstat(0).st_rdev == os.stat('/dev/null')"
+    code += ".st_rdev, repr(sys.stdin.buffer.read())))\nm.main([])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "True b''\n"), done.stderr

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.errors import ContextError, RequestError, UnsupportedError
+from verbatim.base.errors import ContextError, ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.chat_commands import COMMANDS, run_command
@@ -114,12 +114,12 @@ class ChatLoop:
                     "/help for commands, Ctrl-D to leave."
                 )
         while True:
-            line = self._read()
-            if line is None:
-                return 0
-            if not line.strip():
-                continue
             try:
+                line = self._read()
+                if line is None:
+                    return 0
+                if not line.strip():
+                    continue
                 if line.startswith("/"):
                     if run_command(self, line):
                         return 0
@@ -236,10 +236,16 @@ def _prompt(continued: bool) -> str:
 
 
 def _next_line() -> str:
-    line = sys.stdin.readline()
+    """The next line of a pipe: UTF-8 in every locale, as in `verbatim run`."""
+    line = sys.stdin.buffer.readline()
     if not line:
         raise EOFError
-    return line.removesuffix("\n")
+    try:
+        return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError as error:
+        raise ParameterError(
+            "stdin", f"a line is not UTF-8 text (byte {error.start}); convert it first"
+        ) from None
 
 
 def _model_names() -> list[str]:

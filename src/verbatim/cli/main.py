@@ -162,10 +162,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _open_missing_streams() -> None:
-    """Replace a stream that the shell closed (`>&-`, `2>&-`) with the null device."""
-    for name in ("stdout", "stderr"):
+    """Replace a stream that the shell closed (`<&-`, `>&-`, `2>&-`) with the null device. stdin
+    first: the null device gets its descriptor, 0, which uvloop must not get for a socket."""
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
-            null = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  it stays open
+            mode = "r" if name == "stdin" else "w"
+            null = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115  it stays open
             setattr(sys, name, null)
 
 

@@ -103,7 +103,7 @@ def split_model(args: tuple[str, ...], flags: dict[str, Any]) -> tuple[str, ...]
         return args
     if not 1 <= len(args) <= 2 or not _is_model_name(args[0]):
         return args
-    if len(args) == 1 and (sys.stdin is None or sys.stdin.isatty()):
+    if len(args) == 1 and sys.stdin.isatty():
         raise ParameterError(
             "prompt",
             f"{args[0]!r} is a model, and there is no prompt; to chat with it: "
@@ -140,7 +140,7 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
                 ' both: "… $(cat)"'
             )
         return decode_argument(args[0], param)
-    if sys.stdin is None or (not args and sys.stdin.isatty()):
+    if not args and sys.stdin.isatty():
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
@@ -160,7 +160,7 @@ def stdin_has_text() -> bool:
     """Whether stdin is a pipe that holds bytes. They are not read: in a shell's `while read` loop
     they are the lines of the loop."""
     try:
-        if sys.stdin is None or not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
+        if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
             return False
         import fcntl
         import termios

@@ -118,8 +118,8 @@ def _around(llm: LLM, receipt: dict[str, Any], done: Completion, verdict: Verdic
 
 def _read(file: str) -> Any:
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text("utf-8-sig")
-        return json.loads(text)
+        # bytes: json recognises UTF-8 and UTF-16, with and without a byte order mark
+        return json.loads(sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes())
     except OSError as error:
         raise ParameterError("file", f"cannot read {file!r}: {error.strerror}") from None
     except (ValueError, RecursionError):
