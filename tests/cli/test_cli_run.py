@@ -343,6 +343,12 @@ def test_score(verbatim: Call, llm: LLM) -> None:
     assert "or score it in windows (--window 4)" in result.err
 
 
+def test_a_closed_llm_can_be_printed(tiny: Path) -> None:
+    with LLM(tiny, context=64) as llm:
+        shown = repr(llm)
+    assert repr(llm) == shown
+
+
 # ---------------------------------------------------------------------------- as a separate process
 
 

@@ -138,11 +138,11 @@ class EngineBase(metaclass=AnsweringType):
         self.parts = parts
         self.core = EngineCore(parts, config)
         self.config = self.core.config
+        self._backend_name = parts.backend.info.name  # a closed backend has no info
 
     def __repr__(self) -> str:
-        info = self.parts.backend.info
         return (
-            f"{type(self).__name__}({self.parts.name!r}, backend={info.name!r},"
+            f"{type(self).__name__}({self.parts.name!r}, backend={self._backend_name!r},"
             f" context={self.context})"
         )
 

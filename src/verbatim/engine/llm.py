@@ -203,8 +203,11 @@ class LLM(EmbedCalls, BlockingEngine):
             raise ParameterError(
                 "n", "explain() explains one answer; leave n, best_of and beams out"
             )
+        if _whole("top", top) < 1:
+            raise ParameterError("top", f"{top} is below 1; give the candidates to show per token")
         wanted = wanted.with_(explain=max(top, wanted.explain), receipt=True)
-        chat = not isinstance(prompt, str) and any(isinstance(part, Mapping) for part in prompt)
+        parts = prompt if isinstance(prompt, list | tuple) else ()
+        chat = any(isinstance(part, Mapping) for part in parts)
         text: Any = self.encode_chat(prompt, **template) if chat else prompt  # type: ignore[arg-type]
         if template and not chat:
             raise argument("explain", next(iter(template)))
@@ -241,10 +244,12 @@ class LLM(EmbedCalls, BlockingEngine):
             done = self._run([text], [params])[0]
             raise_error([done])
             return score_of(done.prompt_ids, done.prompt_logprobs, done.warnings)
-        if window > self.context:
+        if _whole("window", window) > self.context:
             raise ParameterError(
                 "window", f"{window} is more than the context holds ({self.context})"
             )
+        if stride is not None:
+            _whole("stride", stride)
         ids, warnings = read_prompt(self.parts, text)
         spans = windows(len(ids), window, stride)
         completions = self._run([ids[w.start : w.end] for w in spans], [params] * len(spans))
@@ -274,7 +279,7 @@ class LLM(EmbedCalls, BlockingEngine):
         >>> llm.vote("2 + 2 =", 3, params=SamplingParams(regex="[0-9]", seed=1)).answer.isdigit()
         True
         """
-        done = self._run([prompt], [(params or SamplingParams()).with_(n=n)])[0]
+        done = self._run([prompt], [one(params).with_(n=n)])[0]
         counts: dict[str, int] = {}
         for choice in done.choices:
             answer = extract(choice.text)
@@ -296,3 +301,9 @@ class LLM(EmbedCalls, BlockingEngine):
                     running.append(self.core.requests[request.id])
             raise_error(self._finish([request.id for request in requests]))
         return [request.hidden.vector() for request in running]
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ParameterError(name, f"{value!r:.40} is not a whole number")
+    return int(value)
