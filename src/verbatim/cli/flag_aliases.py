@@ -32,6 +32,9 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
     ("-ngl", "--n-gpu-layers", "--gpu-layers", "--num-gpu"): (
         "a model runs whole on one backend; use --backend cuda or --backend cpu"
     ),
+    ("-dev", "--device", "--gpu", "--gpus"): "use --backend cuda or --backend cpu",
+    ("--outtype",): "--quant TYPE sets the type of the weight matrices",
+    ("--outfile",): "the file is an argument: verbatim convert SOURCE TARGET",
     ("-p", "--prompt"): "the prompt is an argument: verbatim run PROMPT",
     ("-i", "--interactive", "-cnv", "--conversation"): "use verbatim chat",
     ("--api-key",): (
@@ -71,7 +74,7 @@ FLAG_ANSWERS: dict[tuple[str, ...], str] = {
         "a checkpoint states its own; --quant q8_0 or q4_0 quantises float weights, packed "
         "computes 4-bit checkpoints in blocks"
     ),
-    ("--do-sample",): (
+    ("--do-sample", "--greedy"): (
         "--temperature above 0 samples; --temperature 0, or --defaults greedy, does not"
     ),
     ("--hidethinking",): "--quiet and pipes do not show the thought; --no-think switches it off",

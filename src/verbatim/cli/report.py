@@ -163,7 +163,7 @@ def error_text(completion: Completion) -> str | None:
 
 
 def _tokens(count: int) -> str:
-    return f"{count} token{'s' if count > 1 else ''}"
+    return f"{count} token{'s' if count != 1 else ''}"
 
 
 def choice_head(choice: Choice, *, several: bool) -> str:
