@@ -119,7 +119,7 @@ def test_a_closed_stdin_is_an_error(spawn: Spawn) -> None:
     process = spawn(code=code, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     _, err = process.communicate()
     assert process.returncode == 2
-    assert b"prompt: is missing" in err
+    assert b"prompt: stdin was empty; type the prompt in quotes" in err
 
 
 # ------------------------------------------------------------------- full disks and closed streams
