@@ -14,7 +14,7 @@ import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError
-from verbatim.cli.batch import read_answers, read_requests
+from verbatim.cli.batch import open_answers, read_answers, read_requests
 from verbatim.cli.main import main
 from verbatim.observe.receipt import compare, digest_of, read_receipt
 from verbatim.testing import fake_parts
@@ -419,3 +419,25 @@ def test_a_loop_is_reported_in_every_mode(fake: Any, path: str) -> None:
     events = [e for e in fake.events(path, body) if e != "[DONE]"]
     last = events[-1]
     assert last["response"]["loop"] == 1 if path == "/v1/responses" else last["loops"] == [1]
+
+
+def test_a_second_batch_does_not_touch_a_file_that_one_is_writing(tmp_path: Path) -> None:
+    """Also where the first one had to replace the file, without the line of a request to retry."""
+    target = tmp_path / "out.jsonl"
+    lines = [
+        json.dumps({"id": "batch_req_1", "custom_id": name, "response": {"status_code": status}})
+        for name, status in (("a", 503), ("b", 200))
+    ]
+    target.write_text("\n".join(lines) + "\n")
+    first, statuses = open_answers(target, {"a", "b"})
+    with first:
+        assert statuses == {"b": 200}
+        first.write('{"id": "batch_req_2", "custom_id": "a", "resp')
+        first.flush()
+        before = target.read_bytes()
+        with pytest.raises(ParameterError, match="another batch is writing"):
+            open_answers(target, {"a", "b"})
+        assert target.read_bytes() == before
+    second, _ = open_answers(target, {"a", "b"})
+    second.close()
+    assert target.read_text() == lines[1] + "\n"

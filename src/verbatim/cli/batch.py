@@ -23,7 +23,7 @@ import secrets
 import shutil
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -147,9 +147,6 @@ def command(
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
     lines = read_requests(Path(source))
     journal = journal_of(Path(target))
-    statuses = read_answers(journal, {line["custom_id"] for line in lines})
-    todo = [line for line in lines if line["custom_id"] not in statuses]
-    already = sum(status == 200 for status in statuses.values())
     limits = Limits(max_queue=concurrency, request_seconds=86_400.0)
     settings = Settings(
         model=flags["model"],
@@ -163,11 +160,11 @@ def command(
     )
     # The engine process logs by itself; its start and end are no news to a batch.
     os.environ.setdefault("VERBATIM_LOG", "WARNING")
-    if todo:
-        with (
-            open(journal, "a", encoding="utf-8") as out,
-            progress(len(lines), len(statuses), quiet) as advance,
-        ):
+    out, statuses = open_answers(journal, {line["custom_id"] for line in lines})
+    with out:
+        todo = [line for line in lines if line["custom_id"] not in statuses]
+        already = sum(status == 200 for status in statuses.values())
+        with progress(len(lines), len(statuses), quiet or not todo) as advance:
 
             def write(answer: Line) -> None:
                 out.write(json.dumps(answer, ensure_ascii=False) + "\n")
@@ -175,16 +172,16 @@ def command(
                 statuses[answer["custom_id"]] = answer["response"]["status_code"]
                 advance()
 
-            if ray is None:
+            if todo and ray is None:
                 asyncio.run(answer_all(settings, todo, concurrency, write))
-            else:
+            elif todo:
                 from verbatim.scale.batch_on_ray import answer_on_ray
 
                 answer_on_ray(settings, on_ray, todo, concurrency, write)
-    if journal != Path(target):
-        from verbatim.scale.parquet import write_answers
+        if journal != Path(target):
+            from verbatim.scale.parquet import write_answers
 
-        write_answers(journal, Path(target), [line["custom_id"] for line in lines])
+            write_answers(journal, Path(target), [line["custom_id"] for line in lines])
     good = sum(status == 200 for status in statuses.values())
     if not quiet:
         note(
@@ -323,6 +320,35 @@ def read_answers(path: Path, wanted: set[str]) -> dict[str, int]:
             done[answer["custom_id"]] = status
     shrink_file(path, raw, b"".join(kept))
     return done
+
+
+def open_answers(path: Path, wanted: set[str]) -> tuple[TextIO, dict[str, int]]:
+    """OUT, open for appending, and what read_answers() finds in it. The file is locked until it is
+    closed: a second batch would answer every request again, and remove the line being written."""
+    while True:
+        out = open(path, "a", encoding="utf-8")  # noqa: SIM115  the caller closes it
+        try:
+            _lock(out, path)
+            statuses = read_answers(path, wanted)
+            if os.path.samestat(os.fstat(out.fileno()), os.stat(path)):
+                return out, statuses
+        except BaseException:
+            out.close()
+            raise
+        out.close()  # read_answers() wrote a new file, which is not locked yet
+
+
+def _lock(file: TextIO, path: Path) -> None:
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ParameterError(
+            "OUT", f"another batch is writing {path}; wait for it, or choose another file"
+        ) from None
+    except (ImportError, OSError):  # Windows; a file system without locks
+        pass
 
 
 def shrink_file(path: Path, old: bytes, new: bytes) -> None:
