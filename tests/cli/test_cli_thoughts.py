@@ -30,7 +30,7 @@ def thinking(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
     backend = FakeBackend(fake_spec(vocab=ThinkByteTokenizer.vocab_size), pipeline=True)
     template = ChatTemplate(THINK_SOURCE, "<s>", "</s>")
 
-    def open_llm(flags: Any, *, quiet: bool = False) -> LLM:
+    def open_llm(flags: Any, *, quiet: bool = False, interruptible: bool = False) -> LLM:
         parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
         return LLM.from_parts(parts)
 
@@ -110,7 +110,7 @@ def template_llm(source: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str,
             seen.append(variables)
             return super().encode_chat(messages, **variables)
 
-    def open_llm(flags: Any, *, quiet: bool = False) -> LLM:
+    def open_llm(flags: Any, *, quiet: bool = False, interruptible: bool = False) -> LLM:
         parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
         return Recorded.from_parts(parts)
 
