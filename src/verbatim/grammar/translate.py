@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.param_checks import no_key_twice
 from verbatim.grammar.finite import infinite_keyword
+from verbatim.grammar.gbnf import RULE, gbnf_to_lark
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import Options, lower
 
@@ -134,18 +135,11 @@ def _regex_text(pattern: str) -> str:
 
 
 def _grammar_text(grammar: str) -> str:
-    """Lark in llguidance's dialect; a grammar with `::=` is GBNF (llama.cpp) and is translated."""
+    """Lark in llguidance's dialect, or GBNF (llama.cpp), whose rules have `::=`."""
     from llguidance import LLMatcher
 
-    if "::=" in grammar:
-        from llguidance.gbnf_to_lark import gbnf_to_lark
-
-        try:
-            grammar = gbnf_to_lark(grammar)
-        except RecursionError:
-            raise
-        except Exception as error:
-            raise ParameterError("grammar", f"is not valid GBNF: {error}") from None
+    if RULE.search(grammar):
+        return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar)))
     if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
         raise UnsupportedError(
             "grammar",
