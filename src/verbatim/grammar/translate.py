@@ -134,13 +134,20 @@ def _regex_text(pattern: str) -> str:
     return str(LLMatcher.grammar_from_regex(pattern))
 
 
+# The attribute in the brackets behind a rule's name. Strings and patterns there may contain `]`.
+_TEMPERATURE = re.compile(
+    r"""^[^"/\n\[]*\[(?:"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])*/|[^]"/\n])*?\btemperature\s*=""",
+    re.M,
+)
+
+
 def _grammar_text(grammar: str) -> str:
     """Lark in llguidance's dialect, or GBNF (llama.cpp), whose rules have `::=`."""
     from llguidance import LLMatcher
 
     if RULE.search(grammar):
         return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar)))
-    if re.search(r"\[[^\]\n]*\btemperature\s*=", grammar):
+    if _TEMPERATURE.search(grammar):
         raise UnsupportedError(
             "grammar",
             "the attribute `temperature` inside a grammar is not supported; set the parameter",

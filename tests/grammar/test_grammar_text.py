@@ -1,4 +1,4 @@
-"""GBNF: the notation of llama.cpp's grammar parser, character for character."""
+"""The parameter `grammar`: GBNF as llama.cpp's parser reads it, and Lark."""
 
 from __future__ import annotations
 
@@ -27,11 +27,13 @@ LANGUAGES = [
     ('root ::= "[temperature=1] %json {} ::="', ["[temperature=1] %json {} ::="], []),
     ('root ::= "(" root ")" | [a-z]+ "z"', ["az", "((zz))"], ["z", "(az"]),
     ('start: "a ::= b"', ["a ::= b"], []),  # Lark
+    ('start: "[temperature=1]" // [temperature=1]', ["[temperature=1]"], []),
+    ("start: /[temperature=]+/", ["ear="], ["x"]),
 ]
 
 
 @pytest.mark.parametrize(("grammar", "inside", "outside"), LANGUAGES, ids=[g[0] for g in LANGUAGES])
-def test_a_gbnf_grammar_has_the_language_of_llama_cpp(
+def test_a_grammar_has_its_documented_language(
     grammar: str, inside: list[str], outside: list[str]
 ) -> None:
     from llguidance import LLMatcher
@@ -72,3 +74,12 @@ def test_a_fault_in_gbnf_is_named_with_its_line(grammar: str, message: str) -> N
 def test_a_token_reference_in_gbnf_is_refused_by_name(token: str) -> None:
     with pytest.raises(UnsupportedError, match="token references are not supported"):
         try_translate("grammar", f'root ::= {token} "a"', lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "attributes", ["temperature=0", 'suffix="]", temperature = 0.5', "stop=/]/, temperature=1"]
+)
+def test_a_temperature_inside_a_lark_grammar_is_refused(attributes: str) -> None:
+    """llguidance accepts it, and the sampler would ignore it."""
+    with pytest.raises(UnsupportedError, match="`temperature` inside a grammar"):
+        try_translate("grammar", f"start: word\nword[{attributes}]: /a+/", lambda text: None)
