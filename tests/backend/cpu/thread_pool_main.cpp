@@ -86,6 +86,26 @@ int main(int argc, char** argv) {
                 return 1;
             }
     }
+    // The counters hold MAX_ITEMS items: the next phase must run after as many, in jobs of even and
+    // odd epochs. One item more is rejected, before any of the job runs.
+    for (int over = 0; over < 2; over++)
+        for (int epoch = 0; epoch < 2; epoch++) {
+            Sums w;
+            w.items = {ThreadPool::MAX_ITEMS + over, 3};
+            for (int count : w.items) w.cells.emplace_back(count, -1);
+            bool rejected = false;
+            try {
+                pool.run(w, w.items);
+            } catch (const std::length_error&) {
+                rejected = true;
+                pool.parallel_for(1, [](int, int) {});
+            }
+            if (rejected != (over == 1) || (w.cells[1][2] < 0) != rejected) {
+                printf("%d items: rejected %d, next phase %ld\n", w.items[0], rejected,
+                       w.cells[1][2]);
+                return 1;
+            }
+        }
     // A thread may be late for the last job; destroying the pool must still wake it.
     for (int s = 0; s < std::min(6000, 100 * steps) / threads; s++) {
         ThreadPool brief(threads);

@@ -13,6 +13,11 @@
 
 namespace verbatim {
 
+// Partial results of all splits of a cache group, in floats (256 MiB), at most. Every tile of every
+// query has one, so a prefill chunk at the end of a long context would need gigabytes. Query groups
+// beyond the limit are not split: they are long enough to occupy the threads.
+constexpr int64_t MAX_PARTIAL_FLOATS = 1 << 26;
+
 void Engine::plan_attention() {
     attend_items_.resize(groups_.size());
     query_groups_.resize(groups_.size());
@@ -42,10 +47,13 @@ void Engine::plan_attention() {
         for (size_t c = 0; c < query_groups.size(); c++) {
             QueryGroup& ch = query_groups[c];
             int tiles = ch.tile1 - ch.tile0;
-            if (split && tiles > 1) {
+            const int64_t needed = (int64_t)tiles * ch.rows * share * (vdim + 2);
+            const size_t items = attend_items.size() + tiles + (query_groups.size() - c);
+            if (split && tiles > 1 && floats + needed <= MAX_PARTIAL_FLOATS &&
+                items <= (size_t)ThreadPool::MAX_ITEMS) {
                 ch.splits = tiles;
                 ch.partial = floats;
-                floats += (int64_t)tiles * ch.rows * share * (vdim + 2);
+                floats += needed;
                 for (int t = ch.tile0; t < ch.tile1; t++)
                     attend_items.push_back({ch.seq, ch.row0, ch.rows, ch.kv, t, t + 1, (int)c});
             } else

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <stdexcept>
+#include <string>
 #include <thread>
 #include <vector>
 
@@ -82,6 +84,8 @@ class ThreadPool {
     ThreadPool& operator=(const ThreadPool&) = delete;
 
     int size() const { return size_; }
+    // Work items of one phase, at most: what the counter of completed items holds.
+    static constexpr int COUNT_BITS = 20, MAX_ITEMS = (1 << COUNT_BITS) - 1;
 
     // Runs all phases in order; item_counts[p] is the number of items of phase p. Writes of one
     // phase are visible to every later phase, and all writes are visible to the caller.
@@ -127,7 +131,7 @@ class ThreadPool {
     }
 
   private:
-    static constexpr int COUNT_BITS = 20, MAX_RESERVED = 16;
+    static constexpr int MAX_RESERVED = 16;
     static constexpr int SPINS = 4000;  // polls before a waiting thread sleeps
     static constexpr uint32_t EPOCH_MASK = 0xffffff;
     struct alignas(64) Phase {
@@ -148,6 +152,11 @@ class ThreadPool {
     int chunk_length(int left) const { return std::max(1, left / (2 * size_)); }
 
     void publish(Job& job, const std::vector<int>& item_counts) {
+        for (int count : item_counts)
+            if (count > MAX_ITEMS)
+                throw std::length_error("a phase of " + std::to_string(count) +
+                                        " work items; the thread pool takes at most " +
+                                        std::to_string(MAX_ITEMS));
         reserve((int)item_counts.size());
         uint32_t epoch = epoch_.load(std::memory_order_relaxed) + 1;
         job_ = &job;
