@@ -121,6 +121,22 @@ def test_a_position_beyond_the_learnt_table_is_rejected() -> None:
         backend.close()
 
 
+def test_a_rejected_step_leaves_no_logits_to_read() -> None:
+    """The rows read before the invalid one were never computed, and the buffer may be smaller."""
+    from verbatim.testing_models import tiny_model
+
+    backend = cpu.CpuBackend(tiny_model("llama"), EngineConfig(threads=1))
+    backend.allocate((4,))
+    try:
+        good = SeqStep(0, (97,) * 40, 0, ((0, 1, 2),), targets=(97,) * 40)
+        with pytest.raises(ValueError, match="outside the vocabulary"):
+            backend.execute(StepPlan(0, (good, SeqStep(1, (1 << 30,), 0, ((3,),)))))
+        assert backend._engine.logits().shape[0] == 0
+        assert backend._engine.hidden().shape[0] == 0
+    finally:
+        backend.close()
+
+
 def test_rotary_angles_equal_those_of_the_reference() -> None:
     rope = make_rope({}, theta=10000.0, dim=64, context=8192, trained=8192, file="test")
     positions = np.array([0, 1, 2, 63, 1000, 8191, 131071, 1048575])

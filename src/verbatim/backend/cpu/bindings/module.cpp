@@ -255,7 +255,12 @@ class PyEngine {
     }
     int step(nb::tuple sequences) {
         if (blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
-        read_sequences(engine_, sequences, groups_, blocks_);
+        try {
+            read_sequences(engine_, sequences, groups_, blocks_);
+        } catch (...) {
+            engine_.step = {};  // rows that were not computed must not be readable as logits
+            throw;
+        }
         if (engine_.step.tokens.empty()) return 0;
         nb::gil_scoped_release nogil;
         engine_.run();
