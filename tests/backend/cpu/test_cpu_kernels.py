@@ -13,7 +13,7 @@ from cpu_blocks import HALVES, matmul, random_blocks
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.base.records import BROKEN, DrawSpec, SeqStep, StepPlan
 from verbatim.model.load import Model, load_model
 from verbatim.model.rope import make_rope, tables
 from verbatim.weights.codebook_formats import SCALED
@@ -133,6 +133,30 @@ def test_a_rejected_step_leaves_no_logits_to_read() -> None:
             backend.execute(StepPlan(0, (good, SeqStep(1, (1 << 30,), 0, ((3,),)))))
         assert backend._engine.logits().shape[0] == 0
         assert backend._engine.hidden().shape[0] == 0
+    finally:
+        backend.close()
+
+
+@pytest.mark.parametrize("kind", ["f16", "q8_0"])
+def test_a_hidden_state_that_is_not_finite_ends_the_request(kind: str) -> None:
+    """A finite norm weight that overflows: the head must not turn NaN into zeros when it rounds its
+    input to 8 bits."""
+    from verbatim.testing_models import tiny_model
+
+    model = tiny_model("llama", type=kind, hidden_size=64, intermediate_size=96)
+    weights = dict(model.weights.items())
+    norm = weights["layers.2.mlp_norm"]
+    huge = np.full(norm.shape, 3e38, np.float32).view(np.uint8)
+    weights[norm.name] = Tensor(norm.name, "f32", norm.shape, huge)
+    source = model.weights
+    model = replace(model, weights=Weights(weights, source.source, source.digest))
+    backend = cpu.CpuBackend(model, EngineConfig(threads=1))
+    backend.allocate((4,))
+    try:
+        draw = DrawSpec(SamplingParams(temperature=0), 1, 3)
+        step = SeqStep(0, (97, 98, 99), 0, ((0, 1, 2, 3),), draws=1, draw=draw)
+        assert backend.execute(StepPlan(0, (step,))).sequences[0].drawn[0].token == BROKEN
+        assert np.isnan(backend._engine.logits()).all()
     finally:
         backend.close()
 

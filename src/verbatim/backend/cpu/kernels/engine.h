@@ -339,6 +339,7 @@ class Engine : ThreadPool::Job {
     // Positions per sequence: the index limit, or the size of a learned position embedding.
     int64_t max_positions_ = ((int64_t)1 << 24) - 1;
     int logits_buffer_ = -1, hidden_buffer_ = -1;
+    std::vector<uint8_t> finite_outputs_;  // per row of Step::outputs; uint8_t: written in parallel
     KvType kv_type_;
     int vdim_;  // the largest Group::vdim
     std::vector<std::vector<AttendItem>> attend_items_;  // per cache group

@@ -299,9 +299,14 @@ void Engine::linear(const Op& op, WorkItems& items) {
             if (op.softcap != 0.0f)
                 for (int i = 0; i < m; i++) kernels.softcap(o + (int64_t)i * w.n, cols, op.softcap);
             if (op.type == O_HEAD)
-                for (int i = 0; i < m; i++)
+                for (int i = 0; i < m; i++) {
+                    float* logits = o + (int64_t)i * w.n;
+                    // Quantisation turns NaN into zeros; the sampler must see a broken row.
+                    if (!finite_outputs_[step.logits[r + i]])
+                        std::fill(logits, logits + cols, __builtin_nanf(""));
                     ((float*)chunk_maxes_.data())[(r + i) * chunks() + p / MAX_PANELS] =
-                        kernels.max_or_nan(o + (int64_t)i * w.n, cols);
+                        kernels.max_or_nan(logits, cols);
+                }
         }
     }
 }
@@ -358,6 +363,13 @@ void Engine::gateup(const Op& op, WorkItems& items) {
     }
 }
 
+// Whether all values are finite: not all exponent bits are set.
+static bool all_finite(const float* x, int n) {
+    bool broken = false;
+    for (int i = 0; i < n; i++) broken |= (float_bits(x[i]) & 0x7f800000u) == 0x7f800000u;
+    return !broken;
+}
+
 // dst = norm(src), for all rows or the output rows; or dst += norm(src).
 void Engine::norm(const Op& op, WorkItems& items) {
     bool add = op.type == O_NORMADD;
@@ -368,6 +380,7 @@ void Engine::norm(const Op& op, WorkItems& items) {
         const float* row = x + (int64_t)(op.outputs ? step.outputs[r] : r) * n;
         if (!add) {
             norm_row(op, row, n, y + (int64_t)r * n);
+            if (op.outputs) finite_outputs_[r] = all_finite(y + (int64_t)r * n, n);
             continue;
         }
         float* t = (float*)shared_.f.data() + (int64_t)r * n;
@@ -414,6 +427,7 @@ void Engine::scale(const Op& op, WorkItems& items) {
 void Engine::plan_phases() {
     phases_.clear();
     item_counts_.clear();
+    finite_outputs_.assign(step.outputs.size(), 1);
     auto add = [&](int op, Stage stage, int items) {
         phases_.push_back({op, stage});
         item_counts_.push_back(items);
