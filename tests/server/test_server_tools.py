@@ -19,7 +19,8 @@ from verbatim.engine.stream import ChoiceStream
 from verbatim.server.api.anthropic import MessagesReply
 from verbatim.server.api.anthropic import as_chat as message_fields
 from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.call_formats import typed_value
+from verbatim.server.api.call_formats import CALL_FORMATS, typed_value
+from verbatim.server.api.call_values import read_gemma, read_python
 from verbatim.server.api.chat_request import ChatRequest
 from verbatim.server.api.openai_fields import RESPONSES
 from verbatim.server.api.responses_input import NAMES as RESPONSES_NAMES
@@ -275,26 +276,164 @@ def test_mistrals_calls_are_parsed_at_every_cut() -> None:
         assert parse("mistral", [first[:end]], tools=TYPED) == ([], first[:end])
 
 
-class MistralByteTokenizer(ByteTokenizer):
-    """Bytes, and Mistral's markers of a tool call as control tokens."""
+def gemma_value(value: Any, quote: str) -> str:
+    """As the chat template of Gemma 4 writes an argument: strings between two quote tokens."""
+    if isinstance(value, str):
+        return f"{quote}{value}{quote}"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{k}:{gemma_value(v, quote)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(gemma_value(v, quote) for v in value) + "]"
+    return json.dumps(value)
 
-    NAMES = (*ByteTokenizer.NAMES, "[TOOL_CALLS]", "[ARGS]")
-    vocab_size = 262
+
+def gemma4(name: str, arguments: dict[str, Any]) -> str:
+    return f"<|tool_call>call:{name}{gemma_value(arguments, f'<|{chr(34)}|>')}<tool_call|>"
+
+
+def function_gemma(name: str, arguments: dict[str, Any]) -> str:
+    inner = gemma_value(arguments, "<escape>")
+    return f"<start_function_call>call:{name}{inner}<end_function_call>"
+
+
+def lfm2(name: str, arguments: dict[str, Any]) -> str:
+    inner = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    return f"<|tool_call_start|>[{name}({inner})]<|tool_call_end|>"
+
+
+def seed(name: str, arguments: dict[str, Any]) -> str:
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+    inner = "".join(f"<parameter={k}>{v}</parameter>\n" for k, v in texts.items())
+    return f"<seed:tool_call>\n<function={name}>\n{inner}</function>\n</seed:tool_call>"
+
+
+OWN_NOTATION = {"gemma4": gemma4, "functiongemma": function_gemma, "lfm2": lfm2, "seed": seed}
+
+
+@pytest.mark.parametrize("form", OWN_NOTATION)
+def test_calls_in_the_notation_of_the_model_are_parsed_at_every_cut(form: str) -> None:
+    write = OWN_NOTATION[form]
+    made = ("edit", {"path": CODE, "line": 3, "all": True, "tags": ["a", "b, c"],
+                     "options": {"x": {"y": [1.5, None]}}})  # fmt: skip
+    first = write(*made)
+    assert cut_everywhere(form, first) == ([made], "")
+    two = f"I look.\n{first}\n{write('list-all', {})}"
+    assert cut_everywhere(form, two) == ([made, ("list-all", {})], "I look.\n")
+    unknown = write("remove", {"path": "x"})
+    assert cut_everywhere(form, f"{unknown}{first}") == ([made], unknown)
+    assert parse(form, [first, first], tools=TYPED, single=True) == ([made], first)
+    for cut in range(1, len(first)):
+        assert parse(form, [first[:cut]], tools=TYPED) in (([], first[:cut]), ([made], "")), cut
+
+
+def test_json_between_the_tags_of_another_notation_is_a_call() -> None:
+    listed = '[{"name": "list-all", "arguments": {}}]'
+    for text in (
+        f"<|tool_call>{listed}<tool_call|>",
+        f"<|tool_call_start|>{listed}<|tool_call_end|>",
+    ):
+        form = "gemma4" if text.startswith("<|tool_call>") else "lfm2"
+        assert cut_everywhere(form, text) == ([("list-all", {})], "")
+
+
+def test_granites_calls_are_a_list_behind_a_marker() -> None:
+    made = [("edit", {"path": CODE}), ("list-all", {})]
+    listed = json.dumps([{"name": name, "arguments": arguments} for name, arguments in made])
+    assert cut_everywhere("granite", f"<|tool_call|>{listed}") == (made, "")
+    assert cut_everywhere("granite", f"I look. <|tool_call|> {listed}") == (made, "I look. ")
+    assert parse("granite", ["<|tool_call|>[1]"], tools=TYPED) == ([], "<|tool_call|>[1]")
+
+
+VALUE = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(codec="utf-8"), max_size=12),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(
+        st.characters(codec="utf-8"), max_size=4), inner, max_size=3),
+    max_leaves=8,
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,5}", fullmatch=True), VALUE, max_size=3))
+def test_values_of_python_and_json_are_read_as_python_and_json_read_them(arguments: Any) -> None:
+    """repr() is Python's writer; json.dumps() another notation of the same values."""
+    for write in (repr, json.dumps):
+        inner = ",".join(f"{key}={write(value)}" for key, value in arguments.items())
+        assert read_python(f"[f({inner})]", {"f"}) == [("f", arguments)]
+
+
+@given(st.text(alphabet="f()=[]{}'\"\\:,<|>1ex \n", max_size=40))
+def test_a_broken_call_of_any_kind_raises_nothing(text: str) -> None:
+    for call in (read_python(text, {"f"}), read_gemma(f"call:f{text}", {"f"}, '<|"|>')):
+        assert all(name == "f" for name, _ in call)
 
 
 @pytest.mark.parametrize(
-    "written",
+    "text",
     [
-        'Yes. [TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}</s>',
-        'Yes. [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}]</s>',
+        "f(" + "[" * 5000,
+        "f(a=" + "{'a':" * 5000,
+        "f(a='" + "\\" * 5001,
+        "f(1)",
+        "f(a=1 b=2)",
+        "f(a=b)",
+        "f(a=1_0)",
+        "f(a=NaN)",
+        "f(a=1e999)",
+        "f(a='\\ud800')",
+        "f(a='\\U00ffffff')",
+        "f(a='x' 'y')",
+        "f(a=1)]",
+        "[f(a=1)",
+        "g(a=1)",
     ],
 )
-def test_mistrals_markers_are_control_tokens_and_reach_the_parser(written: str) -> None:
+def test_what_is_no_call_of_python_is_none(text: str) -> None:
+    assert read_python(text, {"f"}) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'call:f{a:<|"|>x}',
+        "call:f{a:x}",
+        "call:f{a 1}",
+        "call:f{a:1",
+        "call:f{a:1}}",
+        "call:f",
+        "f{a:1}",
+        "call:g{a:1}",
+        "call:f" + "{a:" * 5000,
+    ],
+)
+def test_what_is_no_call_of_gemma_is_none(text: str) -> None:
+    assert read_gemma(text, {"f"}, '<|"|>') == []
+
+
+class MarkerByteTokenizer(ByteTokenizer):
+    """Bytes, and the tags of tool calls as control tokens."""
+
+    NAMES = (*ByteTokenizer.NAMES, "[TOOL_CALLS]", "[ARGS]", "<|tool_call>", "<tool_call|>",
+             '<|"|>')  # fmt: skip
+    vocab_size = 265
+
+
+@pytest.mark.parametrize(
+    ("form", "written"),
+    [
+        ("mistral", 'Yes. [TOOL_CALLS]get_weather[ARGS]{"city": "Rome"}</s>'),
+        (
+            "mistral",
+            'Yes. [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Rome"}}]</s>',
+        ),
+        ("gemma4", 'Yes. <|tool_call>call:get_weather{city:<|"|>Rome<|"|>}<tool_call|></s>'),
+    ],
+)
+def test_tags_that_are_control_tokens_reach_the_parser(form: str, written: str) -> None:
     """From the request's parameters over the engine's detokenizer to the parser. Requests without
     tools, and those with a forced call, leave control tokens out."""
-    tokenizer = MistralByteTokenizer()
-    control = frozenset(range(256, 262))
-    facts = replace(ALL_TOOLS, tool_format="mistral", vocab=262, control=control)
+    tokenizer = MarkerByteTokenizer()
+    control = frozenset(range(256, 265))
+    facts = replace(ALL_TOOLS, tool_format=form, vocab=265, control=control)
 
     def output(**body: Any) -> tuple[ChatRequest, str]:
         state = SimpleNamespace(facts=facts, limits=Limits())
@@ -319,7 +458,7 @@ def test_mistrals_markers_are_control_tokens_and_reach_the_parser(written: str) 
 
 @given(
     st.text(alphabet='<>tol_cal/{}[]"ab \n', max_size=80),
-    st.sampled_from(["hermes", "mistral", "llama3", "json"]),
+    st.sampled_from(sorted(CALL_FORMATS)),
 )
 def test_text_without_a_call_is_unchanged(text: str, form: str) -> None:
     if not read_calls(text.strip(), NAMES):
@@ -344,6 +483,12 @@ def test_parallel_tool_calls_false_allows_one_call() -> None:
         ("{{ tools }}<tool_call>", "hermes"),
         ("[TOOL_CALLS]{{ tools }}", "mistral"),
         ("{{ tools }}<|python_tag|>", "llama3"),
+        ("{{ '<|tool_call>call:' }}{{ tools }}", "gemma4"),
+        ("{{ tools }}<start_function_call>call:", "functiongemma"),
+        ("List of tools: <|tool_list_start|>[{{ tools }}", "lfm2"),
+        ("respond with <|tool_call|> followed by a JSON list{{ tools }}", "granite"),
+        ("{%- set toolcall_begin_token = '<seed:tool_call>' %}{{ tools }}", "seed"),
+        ("{{ tools }}", "hermes"),
         ("{{ messages }}", "json"),
     ],
 )

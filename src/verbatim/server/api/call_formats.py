@@ -1,11 +1,12 @@
-"""Tool calls that are not one JSON object: the XML of Qwen3-Coder and GLM, Mistral's markers.
+"""The formats of tool calls: their tags, and the readers of calls that are not one JSON object.
 
 In: the text of a call, and the tools as name -> JSON schema of the parameters. Out: names with
 arguments; nothing if any part of the text does not fit, so that the text stays text.
 
-    qwen     <function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>
-    glm      NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>
-    mistral  [TOOL_CALLS]NAME[ARGS]{...}, repeated for further calls
+    qwen, seed  <function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>
+    glm         NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>
+    mistral     [TOOL_CALLS]NAME[ARGS]{...}, repeated for further calls
+    gemma, lfm2  see call_values.py
 
 The values of the XML formats have no type: the schema of the parameter decides.
 """
@@ -14,13 +15,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from verbatim.server.api.call_values import Call, read_gemma, read_python
 from verbatim.server.json_io import keep_pairs, loads_lossless
 
 Tools = Mapping[str, Any]  # name -> JSON schema of the parameters
-Call = tuple[str, dict[str, Any]]  # name, arguments
 
 FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 # A value may contain its own closing tag. It ends at the one that precedes the next key or the end.
@@ -36,24 +39,24 @@ LITERALS = {"True": True, "False": False, "None": None}  # as the chat template 
 TYPES = {str: "string", bool: "boolean", type(None): "null", list: "array", float: "number"}
 
 
-def read_xml(body: str, tools: Tools) -> Call | None:
-    """The call between <tool_call> and </tool_call>, of either format."""
+def read_xml(body: str, tools: Tools) -> list[Call]:
+    """The call of Qwen3-Coder, GLM or Seed-OSS between its tags; [] if it is none."""
     if found := FUNCTION.fullmatch(body):
         name, pattern, rest = found[1].strip(), PARAMETER, found[2]
     else:
         name, tag, rest = body.partition("<arg_key>")
         name, pattern, rest = name.strip(), ARGUMENT, tag + rest
     if name not in tools:
-        return None
+        return []
     pairs, at, rest = [], 0, rest.strip()
     while at < len(rest):
         item = pattern.match(rest, at)
         if item is None:
-            return None
+            return []
         key = item[1].strip()
         pairs.append((key, typed_value(item[2], tools[name], key)))
         at = item.end()
-    return name, keep_pairs(pairs)
+    return [(name, keep_pairs(pairs))]
 
 
 def read_marked(text: str, tools: Tools) -> list[Call]:
@@ -73,6 +76,40 @@ def read_marked(text: str, tools: Tools) -> list[Call]:
             return []
         calls.append((head[1], arguments))
     return calls
+
+
+@dataclass(frozen=True, slots=True)
+class CallFormat:
+    """Where a call stands in the output, and how it is read if it is not JSON."""
+
+    open: str
+    close: str  # "": calls end with the output
+    read: Callable[[str, Tools], list[Call]] | None = None
+    needs_close: bool = False  # only the closing tag shows that a call is complete
+    control: bool = False  # the tags are control tokens
+
+
+HERMES = CallFormat("<tool_call>", "</tool_call>", read_xml, needs_close=True)
+CALL_FORMATS = {
+    "hermes": HERMES,
+    "llama3": HERMES,
+    "json": HERMES,
+    "mistral": CallFormat("[TOOL_CALLS]", "", read_marked, control=True),
+    "gemma4": CallFormat(
+        "<|tool_call>", "<tool_call|>", partial(read_gemma, quote='<|"|>'), control=True
+    ),
+    "functiongemma": CallFormat(
+        "<start_function_call>",
+        "<end_function_call>",
+        partial(read_gemma, quote="<escape>"),
+        control=True,
+    ),
+    "lfm2": CallFormat("<|tool_call_start|>", "<|tool_call_end|>", read_python, control=True),
+    "granite": CallFormat("<|tool_call|>", "", control=True),
+    "seed": CallFormat(
+        "<seed:tool_call>", "</seed:tool_call>", read_xml, needs_close=True, control=True
+    ),
+}
 
 
 # ------------------------------------------------------------------------------------------- values

@@ -13,6 +13,7 @@ from typing import Any
 from verbatim.base.params import STRUCTURE
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
+from verbatim.server.api.call_formats import CALL_FORMATS
 from verbatim.server.api.field_rules import NO_LIMIT, Rule
 from verbatim.server.api.openai_fields import CHAT
 from verbatim.server.api.request_context import RequestContext
@@ -141,8 +142,8 @@ class ChatRequest:
             self.tools = []
         elif self.choice == "auto":
             self._calls_or_text_grammar()
-            if self.tools and self.call.state.facts.tool_format == "mistral":
-                # The markers of a call are control tokens, and the parser needs their text.
+            if self.tools and CALL_FORMATS[self.call.state.facts.tool_format].control:
+                # The tags of a call are control tokens, and the parser needs their text.
                 self.values.setdefault("skip_special", False)
         else:
             if not self.tools:

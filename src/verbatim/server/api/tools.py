@@ -5,9 +5,10 @@ delta by delta. Out: messages for the chat template, then text and calls, each a
 certain. A call that cannot be parsed stays text, so nothing of the output is lost.
 
     hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>, or the XML of Qwen3-Coder
-             or GLM between the tags (call_formats.py)
+             or GLM between the tags
     mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]NAME[ARGS]{...}
     llama3   {"name": ..., "parameters": {...}}
+    further  tags and notations of their own (call_formats.py)
     any      an output that consists of one such object, or a list of them
 """
 
@@ -19,13 +20,13 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.server.api.call_formats import Tools, read_marked, read_xml
+from verbatim.server.api.call_formats import CALL_FORMATS, HERMES, Tools
 from verbatim.server.json_io import dumps_lossless, loads_lossless, loads_strict
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.tag_splitter import partial_tag_length
 from verbatim.text.tool_calls import redundant_names
 
-OPEN, CLOSE, MISTRAL = "<tool_call>", "</tool_call>", "[TOOL_CALLS]"
+OPEN, CLOSE = HERMES.open, HERMES.close
 PREAMBLE = (
     "You can call these functions:\n{tools}\n"
     "To call one, answer with a JSON object between tags:\n"
@@ -178,9 +179,9 @@ def call_or_text(
 ) -> str | None:
     """A grammar that allows valid calls in the model's format, or text without calls.
 
-    With `text`, the alternative is JSON under that schema. None for Mistral's format: its marker is
-    a control token, which a grammar cannot express."""
-    if form == "mistral":
+    With `text`, the alternative is JSON under that schema. None for formats whose tags are control
+    tokens, which a grammar cannot express."""
+    if CALL_FORMATS[form].control:
         return None
     body = f"body: %json {json.dumps(forced_schema(tools, None))}\n"
     plain = f"text: %json {json.dumps(text)}\n" if text is not None else "text: TEXT?\n"
@@ -236,7 +237,8 @@ class ToolParser:
         single: bool = False,
         midway: bool = False,
     ) -> None:
-        self._open, self._close = (MISTRAL, "") if form == "mistral" else (OPEN, CLOSE)
+        self._format = CALL_FORMATS[form]
+        self._open, self._close = self._format.open, self._format.close
         self._tools = tools
         self._single = single
         self._held = ""
@@ -272,17 +274,13 @@ class ToolParser:
         return found
 
     def _read(self, body: str, *, closed: bool = False) -> list[ParsedCall]:
-        """Parse the text of a call without its opening tag. Only the closing tag shows that a call
-        in XML is complete, so without it (`closed`) there is none."""
+        """Parse the text of a call without its opening tag. `closed`: its closing tag follows."""
         body = body.strip()
         found = read_calls(body, self._tools)
-        if found or not self._inside:
+        read = self._format.read
+        if found or not self._inside or read is None or (self._format.needs_close and not closed):
             return found
-        if not self._close:
-            made = read_marked(body, self._tools)
-        else:
-            call = read_xml(body, self._tools) if closed else None
-            made = [] if call is None else [call]
+        made = read(body, self._tools)
         return [ParsedCall(name, dumps_lossless(arguments)) for name, arguments in made]
 
     def _take(self, size: int) -> str:
