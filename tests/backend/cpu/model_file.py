@@ -66,9 +66,11 @@ class Writer:
         assert inv_freq.dtype == np.float64
         return self._array(inv_freq, "rope", float(factor))
 
-    def group(self, window: int, layers: list[int], kind: int, floats: int) -> None:
+    def group(
+        self, window: int, layers: list[int], kind: int, floats: int, kv_heads: int, head_dim: int
+    ) -> None:
         assert (kind, floats) == (0, 0), "models with recurrent layers are not written"
-        self.line("group", window, len(layers), *layers)
+        self.line("group", window, kv_heads, head_dim, len(layers), *layers)
 
     def op(self, name: str, **fields: Any) -> None:
         values: list[object] = [OPS.index(name), *(fields.pop(n, -1) for n in NUMBERS)]
@@ -76,6 +78,7 @@ class Writer:
             values += [*fields.pop(n, []), -1, -1, -1][:3]
         values += [int(fields.pop("add", False)), int(fields.pop("outputs", False))]
         values += [float(fields.pop("scale", 1.0)), float(fields.pop("softcap", 0.0))]
+        assert set(fields.pop("lora", [])) <= {-1}, "adapters are not written"
         assert not fields, f"model_main.cpp does not support {sorted(fields)}"
         self.line("op", *values)
 

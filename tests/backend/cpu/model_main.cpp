@@ -118,8 +118,8 @@ int main(int argc, char** argv) {
             e.add_rope(v.data(), (int)v.size(), factor);
         } else if (what == "buffer") e.add_buffer((int)integer());
         else if (what == "group") {
-            int window = (int)integer();
-            e.add_group(window, list(), G_ATTENTION, 0);
+            int window = (int)integer(), kv_heads = (int)integer(), head_dim = (int)integer();
+            e.add_group(window, list(), G_ATTENTION, 0, kv_heads, head_dim);
         } else if (what == "op") e.add_op(read_op());
         else if (what == "finish") e.finish();
         else if (what == "generate") return generate(e), 0;
