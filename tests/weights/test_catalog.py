@@ -1219,6 +1219,30 @@ def test_remove_deletes_the_links_and_their_files_and_nothing_else(
         remove("qwen3:4b")
 
 
+@pytest.mark.parametrize("place", ["mine.safetensors", "hub/models--org--other/blobs/w"])
+@pytest.mark.parametrize("through_blob", [False, True])
+def test_remove_keeps_data_outside_the_repository(
+    place: str, through_blob: bool, store: Path, tmp_path: Path
+) -> None:
+    """A link of the user's, or of a tool that stores equal files of two repositories once."""
+    data, folder = tmp_path / place, tmp_path / "hub" / "models--org--name"
+    disk = tmp_path / "disk"  # blobs on another disk are still those of the repository
+    for part in (data.parent, disk, folder / "refs", folder / "snapshots" / "new"):
+        part.mkdir(parents=True, exist_ok=True)
+    (folder / "blobs").symlink_to(disk)
+    (folder / "refs" / "main").write_text("new")
+    data.write_bytes(bytes(10))
+    (disk / "c").write_bytes(bytes(5))
+    (disk / "w").symlink_to(data)
+    links = [folder / "snapshots" / "new" / name for name in ("config.json", "model.safetensors")]
+    links[0].symlink_to(folder / "blobs" / "c")
+    links[1].symlink_to(folder / "blobs" / "w" if through_blob else data)
+    assert remove("org/name") == (links, 5)
+    assert data.read_bytes() == bytes(10)
+    assert not (disk / "c").exists()
+    assert not links[0].parent.exists()
+
+
 def test_remove_keeps_what_another_revision_or_model_needs(store: Path, tmp_path: Path) -> None:
     """A revision that changes one file shares the others: huggingface_hub links both to a blob."""
     folder = tmp_path / "hub" / "models--org--name"

@@ -84,7 +84,8 @@ def remove(model: str) -> tuple[list[Path], int]:
     else:
         # GGUF files of the same repository are models of their own
         files = [f for f in record.path.rglob("*") if not f.is_dir() and f.suffix != ".gguf"]
-    data = {file.resolve() for file in files if file.exists()} - _needed_elsewhere(files)
+    data = {file.resolve() for file in files if file.exists() and _is_own_data(file)}
+    data -= _needed_elsewhere(files)
     freed = sum(one.stat().st_size for one in data)
     try:
         for file in {*files, *data}:
@@ -95,6 +96,14 @@ def remove(model: str) -> tuple[list[Path], int]:
         with contextlib.suppress(OSError):  # not empty
             folder.rmdir()
     return sorted(files), freed
+
+
+def _is_own_data(file: Path) -> bool:
+    """Whether the data of this file is in the folder of its model: not a link of the user's to a
+    file elsewhere, or of a tool that shares equal data between repositories."""
+    snapshots = next((p for p in file.parents if p.name == "snapshots"), None)
+    own = [file.parent] if snapshots is None else [snapshots.parent, snapshots.parent / "blobs"]
+    return any(file.resolve().is_relative_to(folder.resolve()) for folder in own)
 
 
 def _needed_elsewhere(files: Collection[Path]) -> set[Path]:
