@@ -126,10 +126,16 @@ class _Lowering:
     def _number(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
             bound = node.get(keyword, 0)
+            # llguidance computes the first integer inside an open bound as a double, which rounds
+            # 2**53 + 1 to 2**53: write the closed bound, which admits one more value.
+            closed = keyword.removeprefix("exclusive").lower()
+            widened = closed != keyword and abs(bound) >= 2**53
             dropped = abs(bound) > 2**53 and not self.options.bounds
-            if dropped:
+            if dropped or widened:
                 del out[keyword]
-            if dropped or rounds(bound):
+            if widened and not dropped:
+                out.setdefault(closed, bound)
+            if dropped or widened or rounds(bound):
                 self.result.checked.add(keyword)
 
     def _string(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
