@@ -313,6 +313,29 @@ def test_a_compile_over_the_memory_limit_is_rejected(processes: Callable[..., Co
     assert translate(pool)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_STACK bounds a running stack on Linux")
+def test_a_worker_has_less_stack_than_a_thread_of_the_server(
+    processes: Callable[..., CompilePool],
+) -> None:
+    """A chain of 1500 rules takes 6 MiB of stack: what fits into 8 MiB is refused at 4 MiB, so no
+    chain that the worker accepts can end the server, which compiles it again."""
+    import resource
+
+    chain = "".join(f"r{i} ::= r{i + 1}\n" for i in range(1500))
+    grammar = f'root ::= r0\n{chain}r1500 ::= "a"'
+    before = resource.getrlimit(resource.RLIMIT_STACK)
+    unlimited = before[1] == resource.RLIM_INFINITY
+    for stack in (8 << 20, resource.RLIM_INFINITY) if unlimited else (min(8 << 20, before[1]),):
+        resource.setrlimit(resource.RLIMIT_STACK, (stack, before[1]))
+        try:
+            pool = processes()
+            assert translate(pool)
+            with pytest.raises(TooExpensive, match="crash"):
+                translate(pool, "grammar", grammar)
+        finally:
+            resource.setrlimit(resource.RLIMIT_STACK, before)
+
+
 def test_a_compile_over_the_wall_clock_timeout_is_killed(
     processes: Callable[..., CompilePool],
 ) -> None:

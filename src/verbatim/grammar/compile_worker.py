@@ -28,6 +28,7 @@ NICE = 5  # a quarter of a CPU beside one busy thread; 10 would leave a tenth
 PARENT_CHECK = 2.0
 CPU_SECONDS_PER_BYTE = 2.0 / (1 << 20)  # twice what the longest public schemas take
 _PR_SET_PDEATHSIG = 1
+_DEFAULT_THREAD_STACK = 2 << 20  # glibc's thread stack where RLIMIT_STACK is unlimited
 
 
 def main(parent: int, memory: int, cpu_seconds: float, limits: dict[str, Any]) -> None:
@@ -37,6 +38,7 @@ def main(parent: int, memory: int, cpu_seconds: float, limits: dict[str, Any]) -
     threading.Thread(target=_watch, args=(channel, parent, jobs), daemon=True).start()
     _end_with_parent(parent)
     _limit("RLIMIT_AS", memory)
+    _limit_stack()
     _limit("RLIMIT_CORE", 0)  # running out of memory aborts, and must not write a core file
     tokenizer, bounds = byte_tokenizer(), parser_limits(limits)
     try_compile("choice", ["a"], tokenizer, bounds)
@@ -90,6 +92,17 @@ def _allow_cpu(seconds: float) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
     used = os.times()
     _limit("RLIMIT_CPU", math.ceil(used.user + used.system + seconds) + 1, soft=True)
+
+
+def _limit_stack() -> None:
+    """Set the stack of this process to half of a thread's stack in the server. llguidance recurses
+    without a limit along rules, so a grammar that overflows the stack must do so here first."""
+    with suppress(ImportError, AttributeError, OSError):  # not available everywhere
+        import resource
+
+        size = resource.getrlimit(resource.RLIMIT_STACK)[0]
+        unlimited = size == resource.RLIM_INFINITY
+        _limit("RLIMIT_STACK", (_DEFAULT_THREAD_STACK if unlimited else size) // 2, soft=True)
 
 
 def _limit(name: str, value: int, soft: bool = False) -> None:
