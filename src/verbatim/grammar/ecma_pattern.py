@@ -33,17 +33,21 @@ def rust_pattern(pattern: str, *, common: bool) -> str:
     ('^[0-9]+[^\\x00\\p{L}\\p{M}\\p{N}_]$', '^[0-9]+[^\\x00A-Za-z0-9_]$')
     >>> rust_pattern("[[&&~~][--/][+--]", common=True)
     '[\\[\\&\\&\\~\\~][\\--/][+-\\-]'
+    >>> rust_pattern("[a-c--/]", common=True)  # the second range starts at the hyphen
+    '[a-c\\--/]'
     """
     inside, outside = (_ALL, _ANY) if common else (_ECMA, _ECMA)
     out: list[str] = []
     in_class = negated = False
     at = first = 0  # first: index of the first member of the class
+    part = 0  # of a range in a class: 0 its start is next, 1 a hyphen would continue it, 2 its end
     while at < len(pattern):
         sign = pattern[at]
         if sign == "\\":
             letter = pattern[at + 1 : at + 2]
             at += 2
             name = letter.lower()
+            part = 0 if part == 2 else 1
             if name not in _ECMA:
                 out.append(sign + letter)
                 continue
@@ -57,11 +61,14 @@ def rust_pattern(pattern: str, *, common: bool) -> str:
             continue
         if sign == "[" and not in_class:
             in_class, negated = True, pattern[at + 1 : at + 2] == "^"
-            first = at + 1 + negated
+            first, part = at + 1 + negated, 0
         elif sign == "]":
             in_class = False
-        elif in_class and (sign in "[&~" or (sign == "-" and (at == first or out[-1] == "-"))):
-            sign = f"\\{sign}"
+        elif in_class and sign == "-" and part == 1:
+            part = 2
+        elif in_class and at >= first:  # not the sign of a negation
+            part = 0 if part == 2 else 1
+            sign = f"\\{sign}" if sign in "[&~-" else sign
         out.append(sign)
         at += 1
         if in_class and negated and at == first and pattern[at : at + 1] != "]":
