@@ -320,6 +320,8 @@ CHECKED: list[tuple[dict[str, Any], str, str]] = [
     ({"type": "integer", "exclusiveMaximum": 2**53 + 4}, str(2**53 + 3), str(2**53 + 4)),
     ({"type": "integer", "exclusiveMaximum": 2**53 + 2}, str(2**53 + 1), str(2**53 + 2)),
     ({"type": "integer", "exclusiveMinimum": 2**53}, str(2**53 + 1), str(2**53)),
+    ({"patternProperties": {"^b": {"type": "integer"}, "^.$": {}}},
+     '{"b\\u007f":1}', '{"b\\u007f":"1"}'),
     ({"type": "number", "minimum": -3.4e38, "maximum": 3.4e38}, "-1.5e3", "1e39"),
     ({"properties": {"n": {"enum": [1, 2, 3]}}, "required": ["n"], "type": "object",
       "if": {"properties": {"n": {"enum": [1, 2], "multipleOf": 2}}, "required": ["n"]},

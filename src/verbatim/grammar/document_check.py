@@ -389,7 +389,7 @@ def _regex_format(_: Any, named: Any, instance: Any, __: Any) -> Iterator[Any]:
 def _searches(pattern: str, text: str) -> bool:
     """Whether the pattern occurs in the text, in linear time."""
     matcher = pattern_matcher(rust_pattern(pattern, common=False)).deep_copy()
-    written = list(json.dumps(text, ensure_ascii=False).encode())
+    written = list(_written(text))
     return bool(
         matcher.validate_tokens(written) == len(written)
         and matcher.consume_tokens(written)
