@@ -8,12 +8,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError
+from verbatim.cli import batch as cli_batch
 from verbatim.cli.batch import open_answers, read_answers, read_requests
 from verbatim.cli.main import main
 from verbatim.observe.receipt import compare, digest_of, read_receipt
@@ -193,6 +194,22 @@ def test_a_batch_writes_to_files_only(target: str, capsys: pytest.CaptureFixture
         main(["batch", str(source), target])
     assert ended.value.code == 2
     assert capsys.readouterr().err.startswith(f"verbatim: OUT: {target!r} is n")
+
+
+def test_a_parquet_out_is_checked_before_any_request_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal beside it is a regular file too, and pyarrow is there to write OUT at the end."""
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.parquet"
+    source.write_text(line("a", prompt="x") + "\n")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert rejected(source, target) == 1
+    assert "need pyarrow" in capsys.readouterr().err
+    journal = tmp_path / "out.parquet.jsonl"
+    assert not journal.exists()
+    journal.mkdir()
+    assert rejected(source, target) == 2
+    assert capsys.readouterr().err.endswith("is not a regular file; choose another path\n")
 
 
 def test_a_batch_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
@@ -441,3 +458,28 @@ def test_a_second_batch_does_not_touch_a_file_that_one_is_writing(tmp_path: Path
     second, _ = open_answers(target, {"a", "b"})
     second.close()
     assert target.read_text() == lines[1] + "\n"
+
+
+def test_a_file_that_another_batch_replaces_before_the_lock_is_not_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lock of the replaced file is free; the new file has the line that is being written."""
+    target = tmp_path / "out.jsonl"
+    target.touch()
+    writing = b'{"id": "batch_req_2", "custom_id": "a", "resp'
+    lock = cli_batch._lock
+    locked: list[Path] = []
+
+    def replace_then_lock(file: TextIO, path: Path) -> None:
+        if locked:
+            raise ParameterError("OUT", "another batch is writing it")
+        locked.append(path)
+        new = tmp_path / "new"
+        new.write_bytes(writing)
+        new.replace(target)
+        lock(file, path)
+
+    monkeypatch.setattr(cli_batch, "_lock", replace_then_lock)
+    with pytest.raises(ParameterError, match="another batch"):
+        open_answers(target, {"a"})
+    assert target.read_bytes() == writing

@@ -141,12 +141,17 @@ def command(
         on_ray = RayOptions(parse_address(ray), parse_replicas(replicas or 1))
         require_ray()
     check_output("OUT", target)
-    if Path(target).exists() and not Path(target).is_file():  # reading a device may never end
-        raise ParameterError("OUT", f"{target!r} is not a regular file; choose another path")
+    journal = journal_of(Path(target))
+    for path in (Path(target), journal):
+        if path.exists() and not path.is_file():  # reading a device may never end
+            raise ParameterError("OUT", f"{str(path)!r} is not a regular file; choose another path")
     if Path(target).exists() and Path(source).samefile(target):
         raise ParameterError("OUT", f"{target} is IN itself; choose another file for the answers")
+    if journal != Path(target):
+        from verbatim.scale.parquet import require_pyarrow
+
+        require_pyarrow()
     lines = read_requests(Path(source))
-    journal = journal_of(Path(target))
     limits = Limits(max_queue=concurrency, request_seconds=86_400.0)
     settings = Settings(
         model=flags["model"],
@@ -329,13 +334,20 @@ def open_answers(path: Path, wanted: set[str]) -> tuple[TextIO, dict[str, int]]:
         out = open(path, "a", encoding="utf-8")  # noqa: SIM115  the caller closes it
         try:
             _lock(out, path)
-            statuses = read_answers(path, wanted)
-            if os.path.samestat(os.fstat(out.fileno()), os.stat(path)):
-                return out, statuses
+            # Another batch may have replaced the file between open() and the lock. Its new file is
+            # locked by that batch, and read_answers() would remove the line being written.
+            if _is_open_file(out, path):
+                statuses = read_answers(path, wanted)
+                if _is_open_file(out, path):
+                    return out, statuses
         except BaseException:
             out.close()
             raise
         out.close()  # read_answers() wrote a new file, which is not locked yet
+
+
+def _is_open_file(file: TextIO, path: Path) -> bool:
+    return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
 
 
 def _lock(file: TextIO, path: Path) -> None:

@@ -29,6 +29,11 @@ def _pyarrow() -> Any:
     return pyarrow
 
 
+def require_pyarrow() -> None:
+    """Raise if Parquet files cannot be written, before any work is done."""
+    _pyarrow()
+
+
 def read_rows(path: Path) -> Generator[bytes, None, None]:
     """The rows of a request file as JSON lines."""
     arrow = _pyarrow()
