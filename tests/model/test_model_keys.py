@@ -500,6 +500,28 @@ def test_attn_factor_multiplies_the_default_attention_factor_of_yarn() -> None:
     assert twice == pytest.approx(2 * default)
 
 
+@pytest.mark.parametrize("kind", [None, "none", "linear"])
+def test_an_attn_factor_without_yarn_is_refused(kind: str | None) -> None:
+    """llama.cpp multiplies cosines and sines with it for every type of scaling."""
+    keys = {"rope__scaling__type": kind, "rope__scaling__factor": 2.0} if kind else {}
+    assert header("llama", **keys, rope__scaling__attn_factor=1.0) == header("llama", **keys)
+    with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.attn_factor is 1\.5: only 1 is"):
+        header("llama", **keys, rope__scaling__attn_factor=1.5)
+
+
+def test_two_names_of_the_scaling_factor_must_agree() -> None:
+    old = header("llama", rope__scale_linear=4.0)
+    assert old == header("llama", rope__scale_linear=4.0, rope__scaling__factor=4.0)
+    assert old == header("llama", rope__scaling__factor=4.0)
+    with pytest.raises(ModelError, match=r"rope\.scale_linear is 4\.0 and .*factor is 2\.0"):
+        header("llama", rope__scale_linear=4.0, rope__scaling__factor=2.0)
+
+
+def test_yarn_without_a_factor_does_not_scale_as_in_llama_cpp() -> None:
+    keys = {"rope__scaling__type": "yarn", "rope__scaling__original_context_length": 16}
+    assert header("llama", **keys).spec == header("llama").spec
+
+
 def constants() -> set[str]:
     """All metadata keys in the constants of the gguf package."""
     found: set[str] = set()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-from verbatim.model.keys import Key, Table, followed, must_equal, no_effect
+from verbatim.model.keys import Key, Table, alias, followed, must_equal, no_effect
 
 POOLING = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # values of ARCH.pooling_type
 
@@ -51,9 +51,11 @@ _ROTARY: dict[str, Key] = {
     "rope.freq_base": followed("base of the frequencies", 10000.0),
     "rope.scaling.type": followed("none, linear, yarn or longrope; absent: linear"),
     "rope.scaling.factor": followed("scale"),
-    "rope.scale_linear": followed("older name of rope.scaling.factor", private=True),
+    "rope.scale_linear": alias("rope.scaling.factor", private=True),
     "rope.scaling.original_context_length": followed("trained length"),
-    "rope.scaling.attn_factor": followed("multiplies cosines and sines"),
+    "rope.scaling.attn_factor": followed(
+        "multiplies cosines and sines; checked: 1 without yarn and longrope"
+    ),
     "rope.scaling.yarn_beta_fast": followed("start of yarn's blended band", 32.0),
     "rope.scaling.yarn_beta_slow": followed("end of yarn's blended band", 1.0),
     "rope.scaling.yarn_ext_factor": must_equal(-1, 1, note="yarn's band is used in full"),

@@ -67,12 +67,12 @@ def rope_of(f: Fields, tensors: Tensors, dim: int, context: int, **more: Any) ->
     """Rope scaling in GGUF's own keys. llama3 and longrope store one divisor per frequency, as
     tensors. `more`: further numbers of the scaling that the architecture implies."""
     trained = f.integer("context_length")
-    factor = f.raw("rope.scaling.factor", f.raw("rope.scale_linear", None))
+    factor = f.raw("rope.scaling.factor", None)
     scaled = factor not in (None, 0, 1)
     kind = f.string("rope.scaling.type", "linear" if scaled else "none")
     record: dict[str, Any] = {"rope_type": kind if kind != "linear" or scaled else "none"}
-    if factor:
-        record["factor"] = factor
+    if factor or kind == "yarn":
+        record["factor"] = factor or 1.0  # absent or 0: llama.cpp does not scale
     if f.has("rope.scaling.original_context_length"):
         record["original_max_position_embeddings"] = f.integer(
             "rope.scaling.original_context_length"
@@ -96,6 +96,9 @@ def rope_of(f: Fields, tensors: Tensors, dim: int, context: int, **more: Any) ->
             "rope_type": "divided",
             "divisors": _numbers(tensors["rope_freqs.weight"], f.file),
         }
+    scales_angles = record["rope_type"] in ("yarn", "longrope")
+    if not scales_angles and f.raw("rope.scaling.attn_factor", 1) != 1:
+        raise f.fail("rope.scaling.attn_factor", "only 1 is supported without yarn and longrope")
     base = f.number("rope.freq_base")
     rope = make_rope(record, theta=base, dim=dim, context=context, trained=trained, file=f.file)
     if warning := length_warning(record, context=context, trained=trained):
