@@ -15,11 +15,13 @@ from verbatim.model.config_keys import CONFIG_KEYS
 from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.encoder_load import read_encoder_config
 from verbatim.model.families import read_config
+from verbatim.model.family_parts import MAX_VOCAB
 from verbatim.model.gguf_families import read_header
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
 from verbatim.model.keys import check_keys
 from verbatim.model.keys_doc import document
 from verbatim.model.spec import ModelSpec
+from verbatim.sampling import numerics
 from verbatim.testing_models import TINY_CONFIGS
 from verbatim.weights.tensor import Tensor
 
@@ -507,6 +509,14 @@ def test_an_attn_factor_without_yarn_is_refused(kind: str | None) -> None:
     assert header("llama", **keys, rope__scaling__attn_factor=1.0) == header("llama", **keys)
     with pytest.raises(ModelError, match=r"llama\.rope\.scaling\.attn_factor is 1\.5: only 1 is"):
         header("llama", **keys, rope__scaling__attn_factor=1.5)
+
+
+def test_a_vocabulary_that_the_sampler_cannot_sum_is_refused() -> None:
+    """2^20 masses of at most 2^42 fit 64 bits; docs/numerics.md states the bound."""
+    assert MAX_VOCAB == numerics.MAX_VOCAB
+    assert read("llama", vocab_size=MAX_VOCAB)[0].vocab == MAX_VOCAB
+    with pytest.raises(ModelError, match="vocab_size has 1048577 tokens: at most 1048576"):
+        read("llama", vocab_size=MAX_VOCAB + 1)
 
 
 def test_two_names_of_the_scaling_factor_must_agree() -> None:

@@ -16,6 +16,7 @@ from verbatim.model.rope_record import Record, rope_of
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 MAX_LAYERS = 4096  # far above any real model; bounds the work on a hostile config
+MAX_VOCAB = 1 << 20  # of the sampler, whose integer sums hold no more (docs/numerics.md)
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",
@@ -34,6 +35,11 @@ def check_spec(
     spec: ModelSpec, file: str, key_names: Mapping[str, str] = HF_KEY_NAMES
 ) -> ModelSpec:
     """Check the sizes of a model against each other. `key_names`: the file's names of the keys."""
+    if spec.vocab > MAX_VOCAB:
+        raise ModelError(
+            f"{key_names['vocab']} has {spec.vocab} tokens: at most {MAX_VOCAB} are supported",
+            file=file,
+        )
     if any(spec.heads % spec.kv_shape(i)[0] for i in range(len(spec.layers))):
         raise ModelError(
             f"{spec.heads} query heads cannot share {spec.kv_heads} key heads "
