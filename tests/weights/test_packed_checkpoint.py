@@ -633,3 +633,22 @@ def test_a_quantised_directory_loads_as_floats(tmp_path: Path) -> None:
     tensors["m.weight"] = (weight.float() * 2).to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "model.safetensors")
     assert read_directory(tmp_path).digest != found.digest, "the digest covers packed weights"
+
+
+def test_unknown_keys_of_a_config_group_are_named() -> None:
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+
+    weights = dict.fromkeys(QuantizationArgs.model_fields)
+    group = {**dict.fromkeys(QuantizationScheme.model_fields), "weights": weights}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+    assert check_keys("compressed-tensors", config) == []
+    group["rotate"] = weights["zero_offset"] = True
+    (warning,) = check_keys("compressed-tensors", config)
+    assert warning.endswith("ignored: group_0.rotate, group_0.weights.zero_offset")
+
+
+@pytest.mark.parametrize("key", ["input_activations", "output_activations"])
+def test_quantised_activations_of_a_config_group_are_a_warning(key: str) -> None:
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": {key: {"num_bits": 8}}}}
+    *_, (warning,) = unpack_checkpoint(config, {}, {}, "config.json")
+    assert "asks for quantised activations" in warning

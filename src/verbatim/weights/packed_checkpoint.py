@@ -229,7 +229,8 @@ def _compressed(checkpoint: _Checkpoint) -> None:
         code = "e4m3" if is_float else "i8"
         _compressed_scaled(checkpoint, module, code, data, values.shape, None)
     groups = mapping(config, "config_groups")
-    if any(mapping(groups, name).get("input_activations") for name in groups):
+    stated = [mapping(groups, name) for name in groups]
+    if any(g.get("input_activations") or g.get("output_activations") for g in stated):
         checkpoint.warnings.append(
             "quantization_config asks for quantised activations; they are not quantised here, so "
             "the logits are closer to the float model's"

@@ -62,6 +62,12 @@ _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "gptq": {"desc_act": _FLAG, "sym": _FLAG},
     "awq": {"zero_point": _FLAG},
 }
+_GROUP_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
+# compressed-tensors' QuantizationArgs: what is read, or how the weights were made
+_WEIGHT_KEYS = {
+    *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
+    *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
+}
 _GROUP_VALUES = {"format": _FORMATS}
 _WEIGHT_VALUES = {
     "type": ("int", "float"),
@@ -82,9 +88,22 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
         raise ModelError("backend is 'llm-awq', which packs the weights in another order")
     check_values(config, _VALUES.get(method, {}))
     known = {*_COMMON.split(), *_KEYS[method].split()}
-    if unknown := [key for key in config if key not in known]:
+    unknown = [key for key in config if key not in known]
+    if method == "compressed-tensors":
+        unknown += _unknown_in_groups(mapping(config, "config_groups"))
+    if unknown:
         return [f"quantization_config has keys that are ignored: {', '.join(unknown)}"]
     return []
+
+
+def _unknown_in_groups(groups: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name in groups:
+        group = mapping(groups, name)
+        weights = mapping(group, "weights")
+        found += [f"{name}.{key}" for key in group if key not in _GROUP_KEYS]
+        found += [f"{name}.weights.{key}" for key in weights if key not in _WEIGHT_KEYS]
+    return found
 
 
 def check_values(config: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
