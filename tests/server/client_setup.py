@@ -2,12 +2,14 @@
 environment and node_modules.
 
 Both are installed from pinned lists, in the background, as soon as tests that need them are
-collected, so that the rest of the suite does not wait. `python tests/server/client_setup.py` (make
+collected, so that the rest of the suite does not wait. Each worker of the suite starts the
+installation; one runs, and the others wait for it. `python tests/server/client_setup.py` (make
 clients) does it in the foreground.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -51,8 +53,9 @@ def install_python() -> None:
         "install",
         "-q",
         "--no-deps",
+        "--no-compile",  # most modules are never imported
     ]
-    subprocess.run([*pip, "-r", str(HERE / "clients.lock")], check=True, timeout=600)
+    subprocess.run([*pip, "-r", str(HERE / "clients.lock")], check=True)
     (home / "done").touch()
 
 
@@ -62,24 +65,29 @@ def install_node() -> None:
         return
     home.mkdir(parents=True, exist_ok=True)
     shutil.copy(HERE / "package.json", home / "package.json")
-    subprocess.run(
-        ["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=home, check=True, timeout=600
-    )
+    subprocess.run(["npm", "install", "--no-audit", "--no-fund", "--silent"], cwd=home, check=True)
     (home / "done").touch()
 
 
 def start() -> subprocess.Popen[bytes] | None:
-    """Install in the background at low priority. None: everything is installed."""
+    """Install in the background. None: everything is installed. Its process group includes pip. No
+    lower priority: beside other work it would take longer than the suite."""
     if (python_home() / "done").exists() and (
         (node_home() / "done").exists() or shutil.which("npm") is None
     ):
         return None
-    log = open(cache_dir() / "setup.log", "wb")  # noqa: SIM115
-    return subprocess.Popen(
-        [sys.executable, __file__], stdout=log, stderr=log, preexec_fn=lambda: os.nice(10) and None
-    )
+    with open(cache_dir() / "setup.log", "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, __file__], stdout=log, stderr=log, start_new_session=True
+        )
+
+
+def main() -> None:
+    with open(cache_dir() / "setup.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until the file is closed, also by a kill
+        install_node()
+        install_python()
 
 
 if __name__ == "__main__":
-    install_node()
-    install_python()
+    main()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,8 +58,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def _wait_for_setup() -> None:
-    if _setup is not None:
-        _setup.wait(600)
+    if _setup is None:
+        return
+    try:
+        _setup.wait(1000)  # only a hang takes as long
+    except subprocess.TimeoutExpired:
+        os.killpg(_setup.pid, signal.SIGKILL)
+        raise
 
 
 @pytest.fixture(scope="session")
