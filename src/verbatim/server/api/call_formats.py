@@ -3,9 +3,9 @@
 In: the text of a call, and the tools as name -> JSON schema of the parameters. Out: names with
 arguments; nothing if any part of the text does not fit, so that the text stays text.
 
-    qwen, seed  <function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>
-    glm         NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>
-    mistral     [TOOL_CALLS]NAME[ARGS]{...}, repeated for further calls
+    qwen, seed   <function=NAME>\\n<parameter=KEY>\\nVALUE\\n</parameter>\\n</function>
+    glm          NAME\\n<arg_key>KEY</arg_key>\\n<arg_value>VALUE</arg_value>
+    mistral      [TOOL_CALLS]NAME[ARGS]{...}, repeated for further calls
     gemma, lfm2  see call_values.py
 
 The values of the XML formats have no type: the schema of the parameter decides.
