@@ -217,6 +217,53 @@ def test_a_key_that_is_not_read_still_needs_a_value_of_its_type(
         read_config({**TINY_CONFIGS[family], key: value}, file="config.json")
 
 
+@pytest.mark.parametrize("key", ["5", "05", "0005"])
+def test_a_layer_number_may_have_leading_zeros(key: str) -> None:
+    """transformers 5.22 pads the keys of per_layer_config to one width, and reads them by int()."""
+    config = {**TINY_CONFIGS["gemma4"], "num_hidden_layers": 12, "layer_types": None}
+    plain = read_config(config)[0]
+    own = {"head_dim": config["global_head_dim"]}
+    assert read_config({**config, "per_layer_config": {key: own, "11": own}})[0] == plain
+
+
+@pytest.mark.parametrize(
+    ("key", "rule"),
+    [
+        ("99", "'99' names none of the 12 layers"),
+        ("12", "'12' names none of the 12 layers"),
+        ("-1", "'-1' names none"),
+        ("x", "'x' names none"),
+        ("", "'' names none"),
+        ("٥", "names none"),
+        ("9" * 5000, "names none"),
+        ("05", "layer 5 has two entries"),
+    ],
+)
+def test_an_entry_of_no_layer_is_refused_by_name(key: str, rule: str) -> None:
+    config = {**TINY_CONFIGS["gemma4"], "num_hidden_layers": 12, "layer_types": None}
+    own = {"head_dim": config["global_head_dim"]}
+    entries = {"5": own, "11": own, key: own}
+    with pytest.raises(ModelError, match=f"per_layer_config is .*{rule}") as error:
+        read_config({**config, "per_layer_config": entries})
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("family", "key"),
+    [("qwen3moe", "mlp_only_layers"), ("qwen3next", "mlp_only_layers"), ("lfm2", "full_attn_idxs")],
+)
+def test_lists_of_layer_numbers_are_checked(family: str, key: str) -> None:
+    """transformers ignores the number of a layer that is not there, and compares by ==."""
+    config: dict[str, Any] = {**TINY_CONFIGS[family], "layer_types": None}
+    known, _ = read_config({**config, key: [1]})
+    spec, (warning,) = read_config({**config, key: [1, 99]})
+    assert spec == known
+    assert warning.startswith(f"{key}: 99 names none of the {len(spec.layers)} layers")
+    for wrong in ("1", 1.5, True, None):
+        with pytest.raises(ModelError, match=f"{key} is .*a list of layer numbers"):
+            read_config({**config, key: [1, wrong]})
+
+
 def test_a_key_that_must_be_true_rejects_1() -> None:
     with pytest.raises(ModelError, match="is_causal"):
         read("llama", is_causal=1)

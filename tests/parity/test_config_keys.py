@@ -7,14 +7,17 @@ known to transformers, unless it is marked as private.
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mutations import BASE
 
 from verbatim.model.config_keys import CONFIG_KEYS, ROPE_KEYS, all_rope_keys
+from verbatim.model.families import read_config
 from verbatim.model.keys import Key
 
 pytestmark = pytest.mark.torch
@@ -199,6 +202,16 @@ def test_no_table_has_a_key_that_transformers_does_not_know(family: str) -> None
 
 def fields_of(family: str) -> set[str]:
     return {field.name for field in dataclasses.fields(config_class(family))}
+
+
+@pytest.mark.parametrize("layers", [10, 11, 101])
+def test_a_saved_gemma_4_has_the_heads_of_its_layer_types(layers: int, tmp_path: Path) -> None:
+    """transformers writes per_layer_config, with zeros before the numbers of more than 10 layers"""
+    config = {**BASE["gemma4_text"], "num_hidden_layers": layers, "layer_types": None}
+    config_class("gemma4_text").from_dict(config).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert ("05" in saved["per_layer_config"]) == (layers == 11)
+    assert read_config(saved)[0] == read_config(config)[0]
 
 
 def test_the_comparison_fails_if_a_key_of_the_class_is_missing(

@@ -104,6 +104,28 @@ class Fields:
             raise self.fail(key, "a list is needed")
         return list(value)
 
+    def layer_numbers(self, key: str, layers: int) -> list[int]:
+        """A list of layer numbers. Those of no layer have no effect, as in transformers."""
+        found = self.items(key)
+        for number in found:
+            if type(number) is not int:
+                raise self.fail(key, "a list of layer numbers is needed")
+            if not 0 <= number < layers:
+                self.warn(f"{key}: {number} names none of the {layers} layers; ignored")
+        return found
+
+    def by_layer(self, key: str, layers: int) -> dict[int, Any]:
+        """An object keyed by layer numbers, which may have leading zeros: {"05": …, "11": …}."""
+        found: dict[int, Any] = {}
+        for name, value in self.mapping(key).items():
+            number = name.isascii() and name.isdigit() and len(name) < 10  # int() has a limit
+            if not number or int(name) >= layers:
+                raise self.fail(key, f"{short(name)} names none of the {layers} layers")
+            if int(name) in found:
+                raise self.fail(key, f"layer {int(name)} has two entries")
+            found[int(name)] = value
+        return found
+
 
 def short(value: Any) -> str:
     """repr(value), cut to 80 characters for error texts."""

@@ -18,7 +18,7 @@ _TEXT: dict[str, Key] = {
     "num_global_key_value_heads": followed(
         "key heads of the full layers with attention_k_eq_v, where per_layer_config is absent"
     ),
-    "per_layer_config": followed("head_dim and num_key_value_heads, layer by layer"),
+    "per_layer_config": followed('head_dim and num_key_value_heads by layer number ("5" or "05")'),
     "attention_k_eq_v": followed("the values of full layers are their keys before norm", False),
     "num_kv_shared_layers": followed(
         "last layers, which read the keys and values of the last earlier layer of their type", 0

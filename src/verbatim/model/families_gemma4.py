@@ -110,7 +110,8 @@ def _layer_heads(f: Fields, slides: list[bool]) -> list[tuple[int, int]]:
     if f.values.get("per_layer_config", plain) is None:
         raise f.fail("per_layer_config", "remove the key for the heads of the layer types")
     if f.has("per_layer_config"):
-        found = [_own_heads(f, i, plain) for i in range(len(slides))]
+        entries = f.by_layer("per_layer_config", len(slides))
+        found = [_own_heads(f, i, entries.get(i, {}), plain) for i in range(len(slides))]
         for kind in (True, False):
             if len({h for h, s in zip(found, slides, strict=True) if s is kind}) > 1:
                 raise f.fail("per_layer_config", "layers of one type need equal heads")
@@ -125,9 +126,7 @@ def _layer_heads(f: Fields, slides: list[bool]) -> list[tuple[int, int]]:
     return found
 
 
-def _own_heads(f: Fields, layer: int, plain: tuple[int, int]) -> tuple[int, int]:
-    entries = f.mapping("per_layer_config")
-    entry: Any = entries.get(str(layer), {})
+def _own_heads(f: Fields, layer: int, entry: Any, plain: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(entry, dict) or any(key not in _HEADS for key in entry):
         raise f.fail("per_layer_config", f"only {' and '.join(_HEADS)} of a layer may differ")
     values = [entry.get(key, default) for key, default in zip(_HEADS, plain, strict=True)]

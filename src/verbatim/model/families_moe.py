@@ -32,9 +32,8 @@ def _qwen3_moe(f: Fields, requested: int | None) -> ModelSpec:
         )
     base = replace(rotary(f, requested, flat_record(f), window), family="qwen3moe", qk_norm="head")
     experts = f.integer("num_experts", high=4096)
-    step, dense = f.integer("decoder_sparse_step"), f.items("mlp_only_layers")
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
-        raise f.fail("mlp_only_layers", "a list of layer numbers is needed")
+    step = f.integer("decoder_sparse_step")
+    dense = f.layer_numbers("mlp_only_layers", len(base.layers))
     sparse = [i not in dense and (i + 1) % step == 0 for i in range(len(base.layers))]
     return replace(
         base,

@@ -43,7 +43,8 @@ def _lfm2(f: Fields, requested: int | None, family: str = "lfm2") -> ModelSpec:
     mlp = _lfm2_mlp(f) if family == "lfm2" else f.integer("intermediate_size")
     inner = f.with_values(rms_norm_eps=f.number("norm_eps"), intermediate_size=mlp)
     base = rotary(inner, requested, family_record(f, "lfm2"), uniform=False)
-    everywhere, indices = not f.has("full_attn_idxs"), f.items("full_attn_idxs")
+    everywhere = not f.has("full_attn_idxs")
+    indices = f.layer_numbers("full_attn_idxs", len(base.layers))
     attention = _mixers(f, len(base.layers), "conv", lambda i: everywhere or i in indices)
     return with_mixers(
         replace(
@@ -96,9 +97,8 @@ def _qwen3_next(f: Fields, requested: int | None) -> ModelSpec:
     """Gated delta nets, gated attention, and mixtures with a gated shared MLP."""
     base = _qwen3_5(f, requested, "qwen3next")
     experts = f.integer("num_experts", low=0, high=4096)
-    step, dense = f.integer("decoder_sparse_step"), f.items("mlp_only_layers")
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in dense):
-        raise f.fail("mlp_only_layers", "a list of layer numbers is needed")
+    step = f.integer("decoder_sparse_step")
+    dense = f.layer_numbers("mlp_only_layers", len(base.layers))
     sparse = [
         experts > 0 and i not in dense and (i + 1) % step == 0 for i in range(len(base.layers))
     ]
