@@ -164,6 +164,11 @@ def test_a_model_that_states_no_pooling_is_refused(tiny: Path, tmp_path: Path) -
         ("config.json", {"new_key": 7}, "new_key is 7: not known for bert"),
         (
             "config.json",
+            {"model_type": "nomic_bert", "rope_parameters": {"rope_theta": None}},
+            "rope_parameters is {'rope_theta': None}",
+        ),
+        (
+            "config.json",
             {"architectures": ["BertForSequenceClassification"]},
             "the classifier has 2 labels; a cross-encoder has 1",
         ),
@@ -195,6 +200,10 @@ def test_module_lists_are_checked(modules: Any, named: str, tiny: Path, tmp_path
 
 
 def test_a_cross_encoder_with_an_unknown_activation(ranker: Path, tmp_path: Path) -> None:
+    named: dict[str, Any] = {"activation_fn": None}
+    model = change(ranker, tmp_path / "n", "config.json", sentence_transformers=named)
+    with pytest.raises(ModelError, match="activation is None"):
+        LLM(model)
     named = {"activation_fn": "os.system"}
     model = change(ranker, tmp_path / "m", "config.json", sentence_transformers=named)
     with pytest.raises(ModelError, match=r"activation is 'os\.system'"):

@@ -10,15 +10,16 @@ import gguf
 import numpy as np
 import pytest
 
+from rope_examples import rope_records
 from verbatim.base.errors import ModelError
-from verbatim.model.config_keys import CONFIG_KEYS
+from verbatim.model.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
 from verbatim.model.encoder_keys import ENCODER_KEYS
 from verbatim.model.encoder_load import read_encoder_config
-from verbatim.model.families import read_config
+from verbatim.model.families import WRAPPERS, read_config
 from verbatim.model.family_parts import MAX_VOCAB
 from verbatim.model.gguf_families import read_header
 from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
-from verbatim.model.keys import check_keys
+from verbatim.model.keys import Table, check_keys
 from verbatim.model.keys_doc import document
 from verbatim.model.spec import ModelSpec
 from verbatim.sampling import numerics
@@ -151,10 +152,66 @@ def test_a_softcap_that_transformers_ignores_in_a_wrapper_is_refused() -> None:
     read_config({"model_type": "gemma3", "text_config": {**text, "final_logit_softcapping": None}})
 
 
+def nullable(table: Table) -> list[str]:
+    """Keys of a rope record that may be null: followed with a meaning of null, or without effect"""
+    return [n for n, k in table.items() if k.nullable or k.treatment == "no effect"]
+
+
 def test_null_and_absence_are_the_same_in_optional_keys_of_a_rope_record() -> None:
-    record = {"rope_type": "yarn", "factor": 2.0}
-    nulls = dict.fromkeys(("beta_fast", "beta_slow", "mscale", "attention_factor"))
-    assert read("llama", rope_scaling=record) == read("llama", rope_scaling={**record, **nulls})
+    """tests/parity/test_config_mutations.py compares the nulls with transformers."""
+    for kind, table in ROPE_KEYS.items():
+        nulls = dict.fromkeys(nullable(table))
+        absent = {k: v for k, v in ROPE_RECORDS[kind].items() if k not in nulls}
+        assert read("llama", rope_scaling={**absent, **nulls}) == read("llama", rope_scaling=absent)
+
+
+ROPE_RECORDS = rope_records(head_dim=8)
+
+
+@pytest.mark.parametrize(
+    "family", ["llama", "glm4", "qwen35", "gemma3", "gemma4", "olmo3", "ministral3"]
+)
+@pytest.mark.parametrize("kind", ROPE_KEYS)
+def test_null_is_refused_in_every_other_key_of_a_rope_record(kind: str, family: str) -> None:
+    record = ROPE_RECORDS[kind]
+    extra = ROPE_EXTRA.get(TINY_CONFIGS[family]["model_type"], {})
+    for name in {**ROPE_KEYS[kind], **extra}:
+        if name in nullable({**ROPE_KEYS[kind], **extra}):
+            continue
+        changed: dict[str, Any] = {**record, name: None}
+        if family in ("gemma3", "gemma4", "olmo3"):
+            changed = {"full_attention": changed, "sliding_attention": ROPE_RECORDS["default"]}
+        with pytest.raises(ModelError, match=rf"rope_parameters\S*\.{name}( is|: .*) (null|None)"):
+            read(family, rope_parameters=changed)
+
+
+@pytest.mark.parametrize("value", ["", None, 0, [], False])
+def test_a_rope_type_is_a_name(value: Any) -> None:
+    for key in ("rope_type", "type"):
+        with pytest.raises(ModelError, match=rf"rope_parameters.{key}"):
+            read("llama", rope_parameters={key: value, "rope_theta": 100.0})
+    record = {"type": None, "rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
+    assert read("llama", rope_parameters=record)[1] == ()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "olmo3"])
+def test_the_rope_record_of_a_layer_type_is_an_object(family: str) -> None:
+    record = ROPE_RECORDS["default"]
+    for name in ("full_attention", "sliding_attention"):
+        records = {"full_attention": record, "sliding_attention": record, name: None}
+        with pytest.raises(ModelError, match=f"rope_parameters.{name} is None: an object"):
+            read(family, rope_parameters=records)
+    (warning,) = read(
+        family, rope_parameters={**dict.fromkeys(_LAYER_TYPES, record), "chunked_attention": None}
+    )[1]
+    assert warning.startswith("rope_parameters.chunked_attention is not known")
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+@pytest.mark.parametrize("value", [None, "", 0])
+def test_the_model_type_of_a_text_config_is_a_name(kind: str, value: Any) -> None:
+    with pytest.raises(ModelError, match=r"text_config\.model_type is (None|''|0)"):
+        read_config({"model_type": kind, "text_config": {"model_type": value}})
 
 
 # ------------------------------------------------------------------------------------- must equal

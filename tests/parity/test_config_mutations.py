@@ -21,6 +21,9 @@ from mutations import (
     mutations,
 )
 
+from rope_examples import rope_records
+from verbatim.model.config_keys import ROPE_KEYS
+
 pytestmark = pytest.mark.torch
 
 
@@ -88,6 +91,19 @@ def test_a_null_theta_takes_the_theta_of_the_rope_record_as_in_transformers(
         record = {"full_attention": record, "sliding_attention": record}
     config = {**BASE[family], "rope_theta": None, "rope_parameters": record}
     outcome = judge(Mutation(family, 0, config, ("rope_theta",)), tmp_path / "model")
+    assert outcome.kind == "equal", outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [(kind, name) for kind, table in ROPE_KEYS.items() for name in table if table[name].nullable],
+)
+def test_a_null_in_a_rope_record_means_what_it_does_in_transformers(
+    kind: str, key: str, tmp_path: Path
+) -> None:
+    """tests/model/test_model_keys.py: null is refused in the other keys."""
+    config = {**BASE["llama"], "rope_parameters": {**rope_records(8)[kind], key: None}}
+    outcome = judge(Mutation("llama", 1, config, (key,)), tmp_path / "model")
     assert outcome.kind == "equal", outcome.detail
 
 

@@ -389,6 +389,16 @@ COMPRESSED_CONFIG: dict[str, Any] = {"quant_method": "compressed-tensors"}
             )
         ],
         ({**FP8, "activation_scheme": "x"}, "activation_scheme"),
+        *[  # nulls that the libraries refuse
+            ({**COMPRESSED_CONFIG, "config_groups": {"a": {"weights": {key: None}}}}, key)
+            for key in ("type", "symmetric", "num_bits")
+        ],
+        ({**COMPRESSED_CONFIG, "config_groups": {"a": {"targets": None}}}, "targets is None"),
+        ({**COMPRESSED_CONFIG, "config_groups": {"a": None}}, "a is None, not an object"),
+        ({**COMPRESSED_CONFIG, "config_groups": None}, "config_groups is None, not an object"),
+        ({**COMPRESSED_CONFIG, "config_groups": []}, "config_groups is \\[\\], not an object"),
+        ({**COMPRESSED_CONFIG, "format": None}, "format is None"),
+        ({**FP8, "activation_scheme": None}, "activation_scheme is None"),
     ],
 )
 def test_a_wrong_value_in_the_quantization_config_is_named(
@@ -398,6 +408,32 @@ def test_a_wrong_value_in_the_quantization_config_is_named(
     raw = {"m.weight": RawTensor("F8_E4M3", (256, 256), np.zeros(65536, np.uint8))}
     with pytest.raises(ModelError, match=key):
         unpack_checkpoint(config, floats, raw, "config.json")
+
+
+@pytest.mark.parametrize("key", ["bits", "group_size", "checkpoint_format", "format"])
+def test_a_null_that_decides_the_values_of_gptq_is_refused(key: str) -> None:
+    """transformers refuses it, too; absent, each of them but `bits` has a default."""
+    config = {"quant_method": "gptq", "bits": 4, key: None}
+    with pytest.raises(ModelError, match=f"{key} is None"):
+        unpack_checkpoint(config, *split(random_gptq(4, 32, symmetric=False)), "config.json")
+    assert unpack({"quant_method": "gptq", "bits": 4}, split(random_gptq(4, 32, symmetric=False)))
+
+
+def test_a_quantization_config_over_float_weights_is_a_warning() -> None:
+    floats, raw = split({"m.weight": np.ones((4, 32), np.float32)})
+    for config in (
+        {**FP8, "weight_block_size": [128, 128]},
+        {**COMPRESSED_CONFIG, "config_groups": {"a": {"targets": ["Linear"]}}},
+        {"quant_method": "awq", "bits": 4},
+        {"quant_method": "gptq", "bits": 4},
+        {"quant_method": "mxfp4"},
+    ):
+        made, _, (warning,) = unpack_checkpoint(config, floats, raw, "config.json")
+        assert made == floats
+        assert warning == (
+            f"quantization_config says {config['quant_method']}, and no weight of the files is "
+            "quantised; they are used as they are"
+        )
 
 
 def test_an_unknown_key_of_the_quantization_config_is_named() -> None:
@@ -650,5 +686,5 @@ def test_unknown_keys_of_a_config_group_are_named() -> None:
 @pytest.mark.parametrize("key", ["input_activations", "output_activations"])
 def test_quantised_activations_of_a_config_group_are_a_warning(key: str) -> None:
     config = {"quant_method": "compressed-tensors", "config_groups": {"g": {key: {"num_bits": 8}}}}
-    *_, (warning,) = unpack_checkpoint(config, {}, {}, "config.json")
+    *_, (warning, _) = unpack_checkpoint(config, {}, {}, "config.json")
     assert "asks for quantised activations" in warning

@@ -236,10 +236,15 @@ CONFIG_KEYS: dict[str, Table] = {
 
 _ORIGINAL = {"original_max_position_embeddings": followed("trained length")}
 _FACTOR = {"factor": followed("scale")}
-_ATTENTION = {"attention_factor": followed("multiplies cosines and sines")}
+_RATIO = {
+    "factor": followed("scale; null, as in longrope absent: ratio of the lengths", nullable=True)
+}
+_ATTENTION = {
+    "attention_factor": followed("multiplies cosines and sines; null: as absent", nullable=True)
+}
 _ANY: dict[str, Key] = {
-    "rope_type": followed("kind of scaling; null: default", "default", nullable=True),
-    "type": followed("older name of `rope_type`, which wins"),
+    "rope_type": followed("kind of scaling", "default"),
+    "type": followed("older name of `rope_type`, which wins; null only beside it", nullable=True),
     "rope_theta": followed("base of the frequencies"),
     "partial_rotary_factor": followed(
         "rotated fraction of a head (phi3, glm4, glm4_moe, gpt_neox, stablelm, qwen3_next, "
@@ -270,18 +275,20 @@ ROPE_KEYS: dict[str, Table] = {
     },
     "yarn": {
         **_ANY,
-        **_FACTOR,
+        **_RATIO,
         **_ORIGINAL,
         **_ATTENTION,
         "beta_fast": followed("start of the blended band; null: 32", 32.0, nullable=True),
         "beta_slow": followed("end of the blended band; null: 1", 1.0, nullable=True),
-        "mscale": followed("numerator of the attention factor"),
-        "mscale_all_dim": followed("denominator of the attention factor"),
+        "mscale": followed("numerator of the attention factor; null: as absent", nullable=True),
+        "mscale_all_dim": followed(
+            "denominator of the attention factor; null: as absent", nullable=True
+        ),
         "truncate": followed("round the band to whole pairs", True),
     },
     "longrope": {
         **_ANY,
-        **_FACTOR,
+        **_RATIO,
         **_ORIGINAL,
         **_ATTENTION,
         "short_factor": followed(
@@ -308,7 +315,10 @@ ROPE_EXTRA: dict[str, Table] = {
         "mrope_interleaved": no_effect("text has one position per token in every section"),
     },
     "hunyuan_v1_dense": {
-        "alpha": followed("with dynamic: theta is multiplied by alpha ** (d / (d - 2))"),
+        "alpha": followed(
+            "with dynamic: theta is multiplied by alpha ** (d / (d - 2)); null: as absent",
+            nullable=True,
+        ),
     },
 }
 

@@ -219,11 +219,11 @@ def read_encoder_config(
 def _nomic(f: Fields, positions: int, common: dict[str, Any]) -> EncoderSpec:
     record = f.mapping("rope_parameters")
     inner = Fields(record, f.file, "")
-    if inner.string("rope_type", "default") != "default" or set(record) - {
-        "rope_type",
-        "rope_theta",
-    }:
+    known = {"rope_type", "rope_theta"}
+    if inner.string("rope_type", "default") != "default" or set(record) - known:
         raise f.fail("rope_parameters", "only the rope_type default is supported")
+    if None in record.values():
+        raise f.fail("rope_parameters", "null is no rope_type and no rope_theta; remove the key")
     theta = inner.number("rope_theta", f.number("rope_theta"))
     limit = f.integer("n_positions", positions)
     limit = min(limit, f.integer("max_trained_positions", limit))
@@ -247,10 +247,10 @@ def _is_cross_encoder(f: Fields) -> bool:
 
 def _score_activation(f: Fields) -> Any:
     """sentence-transformers' rule: the activation that the config names, else the sigmoid."""
-    inner = f.mapping("sentence_transformers").get("activation_fn")
-    name = inner or f.raw("sbert_ce_default_activation_function", None)
-    if name is None:
+    inner, old = f.mapping("sentence_transformers"), "sbert_ce_default_activation_function"
+    if "activation_fn" not in inner and not f.has(old):
         return "sigmoid"
+    name = inner["activation_fn"] if "activation_fn" in inner else f.raw(old)
     if not isinstance(name, str) or name not in _SCORE:
         raise ModelError(
             f"the score's activation is {short(name)}; known: {', '.join(_SCORE)}", file=f.file

@@ -76,7 +76,7 @@ def read_config(
 def _text_config(outer: Fields, kind: str) -> tuple[str, dict[str, Any]]:
     """The model_type and the config of a wrapper's language model."""
     text = outer.mapping("text_config")
-    inner = text.get("model_type") or WRAPPERS[kind][0]
+    inner = text.get("model_type", WRAPPERS[kind][0])
     if inner not in WRAPPERS[kind]:
         needed = " or ".join(WRAPPERS[kind])
         raise ModelError(

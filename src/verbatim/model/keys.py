@@ -14,7 +14,8 @@ private (leading underscore), it is ignored with a warning. Any other unknown ke
 because it may change logits in a way that the engine does not implement.
 
 null is a value: a key that is present with null does not take the default of an absent key. It is
-an error, unless the key has no default or its row says that null has a meaning (`nullable`).
+an error, unless the key has no default or its row says that null has a meaning (`nullable`). In a
+rope record the config's own keys are defaults, so only `nullable` counts there.
 """
 
 from __future__ import annotations
@@ -82,11 +83,17 @@ class Checked:
 
 
 def check_keys(
-    values: Mapping[str, Any], table: Table, *, what: str, file: str, prefix: str = ""
+    values: Mapping[str, Any],
+    table: Table,
+    *,
+    what: str,
+    file: str,
+    prefix: str = "",
+    no_nulls: bool = False,
 ) -> Checked:
     """Check every key of `values` that starts with `prefix` against `table`.
 
-    The keys of `table` have no prefix."""
+    The keys of `table` have no prefix. `no_nulls`: refuse null also where a key has no default."""
     checked = Checked(dict(values))
     reader = Fields(values, file, prefix)
     unknown: list[str] = []
@@ -97,10 +104,17 @@ def check_keys(
         key = table.get(name)
         if key is None:
             _unknown(full, value, what, unknown, checked.warnings)
-        elif value is None and not key.nullable and (key.values or key.default is not None):
+        elif (
+            value is None
+            and not key.nullable
+            and (
+                key.values or key.default is not None or (no_nulls and key.treatment == "followed")
+            )
+        ):
+            default = key.values[0] if key.values else key.default
             raise ModelError(
-                f"{full} is null: {what} needs a value here; remove the key for the default "
-                f"{short(key.default if key.values == () else key.values[0])}",
+                f"{full} is null: {what} needs a value here; remove the key"
+                + ("" if default is None else f" for the default {short(default)}"),
                 file=file,
             )
         elif (

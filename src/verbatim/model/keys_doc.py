@@ -33,7 +33,8 @@ error, because the key may change logits: remove the key from the file if it has
 model.
 
 null is a value, not the absence of a key. A key with a default refuses null, unless its row below
-says what null means: transformers would not use the default there either.
+says what null means: transformers would not use the default there either. In a rope record every
+followed key does.
 
 Warnings are printed by the command line, logged as `verbatim.engine` by the library and the server,
 and kept in `LLM.warnings`.

@@ -125,7 +125,9 @@ def layer_type_record(f: Fields, layer_type: str, theta: float | str) -> Record:
     number or the config's key of one."""
     records = f.mapping("rope_parameters")
     for name, value in records.items():
-        if name not in LAYER_TYPES and value is not None:
+        if name not in LAYER_TYPES and value is None:
+            f.warn(f"rope_parameters.{name} is not known; its value None means off, ignored")
+        elif name not in LAYER_TYPES:
             raise _fail(
                 f,
                 "rope_parameters",
@@ -134,7 +136,7 @@ def layer_type_record(f: Fields, layer_type: str, theta: float | str) -> Record:
                 f"this family has one record for each of {', '.join(LAYER_TYPES)}",
             )
     where = f"rope_parameters.{layer_type}"
-    record = records.get(layer_type) or {}
+    record = records.get(layer_type, {})
     if not isinstance(record, Mapping):
         raise _fail(f, "rope_parameters", records, layer_type, "an object is needed")
     record = dict(record)
@@ -191,13 +193,14 @@ def _checked(
     extra: Table | None = None,
 ) -> Record:
     """The record with `rope_type` set, and without nulls and keys of other rope types."""
-    kind = record.get("rope_type", record.get("type")) or "default"
+    name = "type" if "type" in record and "rope_type" not in record else "rope_type"
+    kind = record.get(name, "default")
     if kind == "su" or (kind == "yarn" and phi3):
         kind = "longrope"  # early phi3 configs use su or yarn for longrope
     if not isinstance(kind, str) or kind not in ROPE_KEYS:
         known = ", ".join(sorted(ROPE_KEYS))
         raise ModelError(
-            f"{where}.rope_type: rope scaling {short(kind)} is unknown; known: {known}", file=f.file
+            f"{where}.{name}: rope scaling {short(kind)} is unknown; known: {known}", file=f.file
         )
     if phi3 and kind not in ("default", "longrope"):
         raise ModelError(
@@ -207,8 +210,6 @@ def _checked(
     kept: Record = {}
     for name, value in record.items():
         if name in known_elsewhere and name not in table:
-            if value is None:
-                continue
             f.warn(f"{where}.{name} has no effect with rope_type {kind}; ignored")
         else:
             kept[name] = value
@@ -218,10 +219,11 @@ def _checked(
         what=f"rope_type {kind}",
         file=f.file,
         prefix=f"{where}.",
+        no_nulls=True,
     )
     for text in checked.warnings:
         f.warn(text)
-    # Null and absence mean the same in the keys that may be null (`factor`: ratio of the lengths).
+    # Null and absence mean the same in the keys that may be null.
     found = {name.removeprefix(f"{where}."): value for name, value in checked.values.items()}
     return {name: value for name, value in found.items() if value is not None} | {"rope_type": kind}
 

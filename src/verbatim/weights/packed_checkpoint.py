@@ -78,6 +78,11 @@ def unpack_checkpoint(
     except (ModelError, ValueError, IndexError, TypeError) as error:
         where = f", {checkpoint.current}" if checkpoint.current else ""
         raise ModelError(f"quantization_config: {method}{where}: {error}", file=file) from None
+    if not checkpoint.current:
+        checkpoint.warnings.append(
+            f"quantization_config says {method}, and no weight of the files is quantised; they are "
+            "used as they are"
+        )
     if floats := checkpoint.unpacked:
         what = "FP8, groups" if blocks else "rows or groups"
         last = "or these scales" if blocks else "NaN, or these scales"
@@ -294,7 +299,8 @@ def _compressed_scaled(
         raise ModelError("strategy is 'block', and block_structure is missing")
     groups: np.ndarray | None
     if block is None and scale.ndim == 2 and scale.shape[1] > 1:
-        groups = group_index(shape[1], scale.shape[1], args.get("group_size"))
+        size = args.get("group_size")
+        groups = group_index(shape[1], scale.shape[1], 0 if size is None else size)
         if f"{module}.weight_g_idx" in checkpoint.raw:
             name = f"{module}.weight_g_idx"
             if (checkpoint.raw[name].array() == -1).any():  # the library: columns in their order
@@ -317,7 +323,7 @@ def _awq(checkpoint: _Checkpoint) -> None:
         zeros = checkpoint.take(f"{module}.qzeros")
         zero = _nibbles(zeros, 4)[..., _AWQ_ORDER].reshape(len(zeros), -1)
         scale, type = checkpoint.take_scale(f"{module}.scales")
-        size = checkpoint.config.get("group_size", checkpoint.config.get("q_group_size"))
+        size = checkpoint.config.get("group_size", checkpoint.config.get("q_group_size", 0))
         groups = group_index(len(words), len(scale), size)
         _put_transposed(checkpoint, module, ("i4", data), len(words), scale, zero, groups, type)
 
@@ -359,8 +365,10 @@ def _gptq(checkpoint: _Checkpoint) -> None:
     `gptq` stores the zeros minus one, `gptq_v2` as they are."""
     bits = _check_bits(checkpoint, (2, 4, 8))
     # transformers: checkpoint_format, the older name, decides if both are there
-    keys = (checkpoint.config.get(key) for key in ("checkpoint_format", "format"))
-    form = next((str(value).lower() for value in keys if value is not None), "gptq")
+    key = "checkpoint_format" if "checkpoint_format" in checkpoint.config else "format"
+    form = str(stated := checkpoint.config.get(key, "gptq")).lower()
+    if form not in ("gptq", "gptq_v2"):
+        raise ModelError(f"{key} is {stated!r:.60}; supported: gptq, gptq_v2")
     add = 0 if form == "gptq_v2" else 1
     for module in checkpoint.modules("qweight"):
         words = checkpoint.take(f"{module}.qweight")
@@ -368,7 +376,7 @@ def _gptq(checkpoint: _Checkpoint) -> None:
         zeros = checkpoint.take(f"{module}.qzeros")
         zero = (_nibbles(zeros, bits).reshape(len(zeros), -1) + add) & ((1 << bits) - 1)
         scale, type = checkpoint.take_scale(f"{module}.scales")
-        groups = group_index(columns, len(scale), checkpoint.config.get("group_size"))
+        groups = group_index(columns, len(scale), checkpoint.config.get("group_size", 0))
         if f"{module}.g_idx" in checkpoint.raw:
             groups = checkpoint.take_groups(f"{module}.g_idx", columns, len(scale))
         elif checkpoint.config.get("desc_act"):

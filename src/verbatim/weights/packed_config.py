@@ -55,12 +55,13 @@ _FORMATS = (
     "pack-quantized",
     "mixed-precision",
 )
-# key -> its values; other ones are faults, also where the tensors alone decide
+# key -> its values, with None where the format's library accepts null; other ones are faults, also
+# where the tensors alone decide
 _VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     "fp8": {"activation_scheme": ("dynamic", "static")},
     "compressed-tensors": {"format": _FORMATS},
-    "gptq": {"desc_act": _FLAG, "sym": _FLAG},
-    "awq": {"zero_point": _FLAG},
+    "gptq": {"desc_act": (*_FLAG, None), "sym": (*_FLAG, None)},
+    "awq": {"zero_point": (*_FLAG, None)},
 }
 _GROUP_KEYS = {"targets", "weights", "input_activations", "output_activations", "format"}
 # compressed-tensors' QuantizationArgs: what is read, or how the weights were made
@@ -68,12 +69,13 @@ _WEIGHT_KEYS = {
     *("num_bits", "type", "symmetric", "group_size", "strategy", "block_structure", "dynamic"),
     *("actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs"),
 }
-_GROUP_VALUES = {"format": _FORMATS}
+_GROUP_VALUES = {"format": (*_FORMATS, None)}
 _WEIGHT_VALUES = {
+    "num_bits": tuple(range(1, 17)),
     "type": ("int", "float"),
-    "strategy": ("tensor", "channel", "group", "block"),
+    "strategy": ("tensor", "channel", "group", "block", None),
     "symmetric": _FLAG,
-    "actorder": ("weight", "static", "group", "dynamic", True, False),
+    "actorder": ("weight", "static", "group", "dynamic", True, False, None),
 }
 
 
@@ -90,7 +92,7 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
     known = {*_COMMON.split(), *_KEYS[method].split()}
     unknown = [key for key in config if key not in known]
     if method == "compressed-tensors":
-        unknown += _unknown_in_groups(mapping(config, "config_groups"))
+        unknown += _unknown_in_groups(mapping(config, "config_groups", nullable=False))
     if unknown:
         return [f"quantization_config has keys that are ignored: {', '.join(unknown)}"]
     return []
@@ -107,10 +109,10 @@ def _unknown_in_groups(groups: Mapping[str, Any]) -> list[str]:
 
 
 def check_values(config: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise a ModelError for a key with none of its values. A missing one and null are fine."""
+    """Raise a ModelError for a key with none of its values. A missing one is fine."""
     for key, known in values.items():
         value = config.get(key)
-        if value is None or any(value == one and type(value) is type(one) for one in known):
+        if key not in config or any(value == one and type(value) is type(one) for one in known):
             continue
         names = ", ".join(str(one).lower() if type(one) is bool else str(one) for one in known)
         raise ModelError(f"{key} is {value!r:.60}; supported: {names}")
@@ -121,13 +123,14 @@ class ConfigGroups:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         found = mapping(config, "config_groups")
-        self._groups = [mapping(found, name) for name in found if found[name]]
+        groups = [mapping(found, name, nullable=False) for name in found]
+        self._groups = [group for group in groups if group]
         self._patterns = NamePatterns()
         self._by_target: dict[str, Mapping[str, Any]] = {}  # a later group replaces an earlier one
         for group in self._groups:
             check_values(group, _GROUP_VALUES)
             check_values(mapping(group, "weights"), _WEIGHT_VALUES)
-            targets = group.get("targets") or []
+            targets = group.get("targets", [])
             if not isinstance(targets, list) or not all(isinstance(t, str) for t in targets):
                 raise ModelError(f"targets is {targets!r:.60}, not a list of names")
             self._by_target |= dict.fromkeys(targets, group)
@@ -158,9 +161,11 @@ class ConfigGroups:
             raise ModelError(f"targets: {error}") from None
 
 
-def mapping(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """The object under a key; empty if there is none."""
-    value = config.get(key) or {}
+def mapping(config: Mapping[str, Any], key: str, *, nullable: bool = True) -> Mapping[str, Any]:
+    """The object under a key; empty if there is none, or null where the library accepts it."""
+    value = config.get(key, {})
+    if value is None and nullable:
+        return {}
     if not isinstance(value, Mapping):
         raise ModelError(f"{key} is {value!r:.60}, not an object")
     return value
@@ -177,11 +182,10 @@ def block_sizes(config: Mapping[str, Any], key: str) -> list[int] | None:
     return list(value)
 
 
-def group_index(size: int, groups: int, stated: object) -> np.ndarray:
-    """The group of each of `size` inputs. `stated`: the config's group_size."""
-    if not isinstance(stated, int | None) or isinstance(stated, bool):
-        raise ModelError(f"group_size is {stated!r:.60}, not a whole number")
-    group_size = stated or 0
+def group_index(size: int, groups: int, group_size: object) -> np.ndarray:
+    """The group of each of `size` inputs. `group_size`: the config's; 0 if it has none."""
+    if type(group_size) is not int:
+        raise ModelError(f"group_size is {group_size!r:.60}, not a whole number")
     if group_size <= 0:  # all groups have the same size
         if not groups or size % groups:
             raise ModelError(f"{size} inputs have {groups} scales, and no group_size is stated")
