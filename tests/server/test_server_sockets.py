@@ -23,6 +23,7 @@ from verbatim.server.settings import Limits
 pytestmark = pytest.mark.server
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+CLOSE = b"Connection: close\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -228,6 +229,38 @@ def test_a_request_split_at_any_byte_is_parsed(quick: Live) -> None:
                 assert status == 200, (cut, answer)
                 texts.add(text_of(answer))
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("version", [b"", b" HTTP/0.9", b" HTTP/2.0"], ids=["none", "0.9", "2.0"])
+def test_other_versions_of_http_are_refused(quick: Live, version: bytes) -> None:
+    """Without a version it is HTTP/0.9, whose response has no head: a proxy that sends such a
+    request was tricked into it."""
+    answer = ask(quick, b"GET /health" + version + b"\r\n" + CLOSE)
+    head, _, data = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 505 "), answer
+    assert "HTTP/1.1" in json.loads(data)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        (b"http://localhost/health", 200),
+        (b"http://127.0.0.1:8000/health", 200),
+        (b"http://[::1]:8000/health", 200),
+        (b"http://evil.example/health", 403),
+        (b"http://user@evil.example/health", 403),
+        (b"http://evil.example:80/health", 403),
+    ],
+)
+def test_the_host_of_an_absolute_target_is_checked_like_the_header(
+    quick: Live, target: bytes, status: int
+) -> None:
+    """RFC 9112, 3.2.2: the host of an absolute target comes before the header's."""
+    for host in (b"Host: localhost\r\n", b""):  # a health probe needs no Host
+        answer = ask(quick, b"GET %s HTTP/1.1\r\n%s" % (target, host + CLOSE))
+        assert int(answer.split(b" ", 2)[1]) == status, answer
+    answer = ask(quick, b"GET %s HTTP/1.1\r\nHost: evil.example\r\n%s" % (target, CLOSE))
+    assert int(answer.split(b" ", 2)[1]) == 403
 
 
 # ---------------------------------------------------------------------------------------- timeouts

@@ -322,14 +322,15 @@ class Middleware:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1:  # a proxy may have checked the other one
             return Problem("invalid_request", "there are several Host headers; send one", "host")
+        if target := scope.get("verbatim.target_host"):
+            hosts.append(target)
         # A load balancer's health probe may send no Host. Every browser sends one, so this
         # exception opens no DNS rebinding; and the health routes reveal no secret.
-        if not (hosts and self._host_allowed(hosts[0])) and (
-            hosts or scope["path"] not in OPEN_ROUTES
-        ):
+        if not (all(map(self._host_allowed, hosts)) if hosts else scope["path"] in OPEN_ROUTES):
             return Problem(
                 "host_not_allowed",
-                "the Host header names neither this machine nor an allowed host (--allow-host)",
+                "the Host header, or the host of an absolute request target, names neither this "
+                "machine nor an allowed host (--allow-host)",
                 "host",
             )
         if (

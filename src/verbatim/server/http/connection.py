@@ -200,6 +200,12 @@ class HttpProtocol(asyncio.Protocol):
             > self.limits.max_header_bytes
         ):
             self._refuse_head()
+        elif self._parser.get_http_version() not in ("1.0", "1.1"):  # none at all reads as 0.9
+            self.refuse(
+                "505 HTTP Version Not Supported",
+                "invalid_request",
+                "the request line needs HTTP/1.1 or HTTP/1.0 as its version",
+            )
         elif any(k == b"transfer-encoding" and v.lower() != b"chunked" for k, v in self._headers):
             self.refuse(
                 "400 Bad Request",
@@ -287,7 +293,7 @@ class HttpProtocol(asyncio.Protocol):
         return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1" if self._parser.get_http_version() == "1.1" else "1.0",
+            "http_version": self._parser.get_http_version(),
             "server": self._ends[0],
             "client": self._ends[1],
             "scheme": self._scheme,
@@ -299,6 +305,7 @@ class HttpProtocol(asyncio.Protocol):
             "headers": self._headers,
             "state": {},
             "verbatim.abort": self.abort,
+            "verbatim.target_host": url.host,  # of an absolute target; else None
         }
 
     # ---------------------------------------------------------------------------------- exchanges
