@@ -379,11 +379,28 @@ def test_a_field_of_vllm_gets_the_name_here(fake: Live, field: str, route: str, 
     assert said in message
 
 
+def test_names_on_ollamas_routes_ignore_case(fake: Live) -> None:
+    for name in ("GPT-6-Astra", "gpt-6-astra:latest", "Gpt-6-ASTRA:LATEST"):
+        for path, more in (
+            ("/api/generate", {"prompt": "hi", "stream": False}),
+            ("/api/chat", {"messages": ASK, "stream": False}),
+            ("/api/embed", {"input": "hi"}),
+            ("/api/pull", {"stream": False}),
+            ("/api/show", {}),
+        ):
+            made = ok(fake.post(path, {"model": name, **more}))
+            assert made.get("model", "gpt-6-astra") == "gpt-6-astra"
+    assert fake.post("/api/show", {"model": "GPT-6"}).status_code == 404
+    # OpenAI's names are exact
+    assert fake.post("/v1/completions", {"model": "M", "prompt": "hi"}).status_code == 404
+
+
 def test_ollamas_names_of_the_default_model_are_known() -> None:
     state = State(Settings(model="smollm2"), Mock())
     for name in ("smollm2", "smollm2:latest", "smollm2:135m"):
         assert state.check_model(name) == "smollm2"
     with pytest.raises(Problem, match="/api/tags"):
         state.check_model("smollm2:1.7b")
+    assert state.served_case("SmolLM2:135M") == "smollm2"
     by_tag = State(Settings(model="smollm2:135m"), Mock())
     assert by_tag.check_model("smollm2:135m") == "smollm2:135m"

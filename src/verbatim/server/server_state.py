@@ -125,6 +125,14 @@ class State:
         view._known = model.facts
         return view
 
+    def served_case(self, name: str) -> str:
+        """The served name that equals `name` but for upper and lower case, as Ollama compares
+        names; without one, `name` itself."""
+        names, lower = self.names(), name.lower()
+        plain = SYNONYMS.get(lower, lower).removesuffix(":latest")
+        same = (served for served in names if served.lower() in (lower, plain))
+        return name if name in names else next(same, name)
+
     def check_model(self, name: str | None) -> str:
         """The served name for a request's `model`; None: the first. A name is only looked up in the
         start-up table, never used as a path or an address."""

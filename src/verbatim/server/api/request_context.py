@@ -93,6 +93,8 @@ class RequestContext:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
         body = check(route or self.route, data)
         self.request.scope["verbatim.labels"] = labels_of(body)
+        if self.route.startswith("/api/") and "model" in body:
+            body["model"] = self.state.served_case(body["model"])
         self.given = body
         await self.choose_model(body.get("model"), body)
         return body
