@@ -51,7 +51,7 @@ def command(
         raise ParameterError("out", f"{out!r} exists; --force overwrites it")
     path = resolve(model, offline=offline, progress=Progress())
     loaded = load_model(path)
-    found = load_adapter("adapter", adapter, loaded.spec, to_merge=True)
+    found = load_adapter("adapter", adapter, loaded.spec, loaded.weights, to_merge=True)
     for line in found.warnings:
         note(f"warning: {line}")
     if target.suffix == ".gguf":

@@ -22,12 +22,15 @@ from verbatim.model.layout import HF_KEY_NAMES, Shape, deciding_keys, layout
 from verbatim.model.load import Model
 from verbatim.model.spec import ModelSpec
 from verbatim.weights.adapter_file import AdapterFile, LowRank, read_adapter
+from verbatim.weights.block_formats import dequantise
 from verbatim.weights.gguf_names import GGUF_LAYER
 from verbatim.weights.hf_names import HF_LAYER, HF_PREFIXES
 from verbatim.weights.names import Source, gguf_source, hf_source
 from verbatim.weights.tensor import Tensor
 
 FLOATS = ("f32", "f16", "bf16")
+# Weights that an adapter changes by `verbatim merge` only -> what they are.
+_MERGED = {"embed": "embedding", "head": "output head"}
 # family -> GGUF's name of its architecture, where they differ
 _ARCHITECTURES = {"mixtral": "llama", "granitehybrid": "granite"}
 
@@ -35,29 +38,39 @@ _ARCHITECTURES = {"mixtral": "llama", "granitehybrid": "granite"}
 def with_adapters(model: Model, given: Iterable[str]) -> Model:
     """The model with the adapters of these NAME=PATH entries."""
     entries = [split_adapter(entry) for entry in given]
-    adapters = tuple(load_adapter(name, path, model.spec) for name, path in entries)
+    adapters = tuple(load_adapter(name, path, model.spec, model.weights) for name, path in entries)
     warnings = (f"adapter {a.name}: {line}" for a in adapters for line in a.warnings)
     return replace(model, adapters=adapters, warnings=(*model.warnings, *warnings))
 
 
-def load_adapter(name: str, path: str, spec: ModelSpec, *, to_merge: bool = False) -> Adapter:
-    """Read the adapter at `path` and check it against the model's weights. `to_merge`: it will be
-    added to the weights, so it may also change an output head that is no embedding."""
+def load_adapter(
+    name: str,
+    path: str,
+    spec: ModelSpec,
+    weights: Mapping[str, Tensor] | None = None,
+    *,
+    to_merge: bool = False,
+) -> Adapter:
+    """Read the adapter at `path` and check it against the model's weights (None: not loaded yet; of
+    the file's copies of weights only the shapes are checked). `to_merge`: it will be added to the
+    weights, so it may also change an embedding and an output head that are not one matrix."""
     source = read_adapter(path)
     file = str(source.path)
-    weights = layout(spec)
-    shapes = {name: shape for name, shape in weights.items() if is_adapted(name) or name == "head"}
-    places = _places(source, spec, shapes, file)
+    shapes = {n: shape for n, shape in layout(spec).items() if is_adapted(n) or n in _MERGED}
+    places = _places(source, spec, dict.fromkeys([*shapes, *_MERGED]), file)
+    _check_copies(source, spec, places, shapes, weights)
+    if spec.tied or source.kind == "gguf":  # llama.cpp's pairs of an embedding are not read
+        del shapes["embed"]
     parts: dict[str, LowRank] = {}
     for module, pair in source.pairs.items():
         targets = places.get(module)
-        if not targets:
+        if not targets or targets[0][0] not in shapes:
             raise ModelError(_unknown(module, spec, places), file=file)
         for weight, rows in targets:
-            if weight == "head" and not to_merge:
+            if weight in _MERGED and not to_merge:
                 raise ModelError(
-                    f"{module} is the output head, which an adapter cannot change per request; "
-                    "`verbatim merge` adds the adapter to the weights",
+                    f"{module} is the {_MERGED[weight]}, which an adapter cannot change per "
+                    "request; `verbatim merge` adds the adapter to the weights",
                     file=file,
                 )
             parts[weight] = _part(weight, pair, rows, shapes[weight], spec, file)
@@ -82,13 +95,53 @@ def _check_complete(
         return
     for module, targets in places.items():
         weight = targets[0][0]
-        if weight != "head" and module not in source.pairs and source.targets(module):
+        if is_adapted(weight) and module not in source.pairs and source.targets(module):
             raise ModelError(
                 f"layer {weight.split('.')[1]} has no matrices of {module}, which target_modules "
                 "names; name the layers that the adapter changes in layers_to_transform, or what "
                 "it leaves out in exclude_modules",
                 file=file,
             )
+
+
+def _check_copies(
+    source: AdapterFile,
+    spec: ModelSpec,
+    places: Mapping[str, list[tuple[str, Source]]],
+    shapes: Mapping[str, Shape],
+    weights: Mapping[str, Tensor] | None,
+) -> None:
+    """The file's copies of the embedding and of the head are those of the model. Others were
+    trained, or belong to another vocabulary."""
+    for module, copy in source.copies.items():
+        weight = places[module][0][0] if module in places else ""
+        if weight not in _MERGED:
+            raise ModelError(
+                f"tensor {copy.name} is neither a LoRA matrix (lora_A, lora_B) nor a copy of the "
+                "embedding or the output head; whole modules are not supported",
+                file=str(source.path),
+            )
+        weight = "embed" if spec.tied else weight
+        if copy.shape != shapes[weight] or (weights and not _equal(copy, weights[weight])):
+            raise ModelError(
+                f"tensor {copy.name} differs from the model's {_MERGED[weight]}: whole modules are "
+                "not supported; if it was not trained, or the model here is a quantised one, save "
+                "the adapter with save_embedding_layers=False",
+                file=str(source.path),
+            )
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    """Whether two matrices of a shape have equal values, compared in parts: they are large."""
+    step = max(1, (1 << 22) // one.shape[-1])
+    for i in range(0, one.rows, step):
+        a, b = (
+            dequantise(t.type, part, (len(part), t.shape[-1]))
+            for t, part in ((t, t.row_view()[i : i + step]) for t in (one, other))
+        )
+        if not np.array_equal(a, b):
+            return False
+    return True
 
 
 def _uneven_layers(parts: Iterable[str], weights: Iterable[str]) -> tuple[str, ...]:
@@ -118,11 +171,12 @@ def _uneven_layers(parts: Iterable[str], weights: Iterable[str]) -> tuple[str, .
 
 def refused_modules(spec: ModelSpec) -> dict[str, str]:
     """PEFT's name of every module with a matrix that no adapter can change -> the same without the
-    layer and the expert, as docs/adapters.md lists it. The output head has an error of its own."""
+    layer and the expert, as docs/adapters.md lists it. Embedding and head have errors of their own.
+    """
     experts = max(layer.experts for layer in spec.layers)
     found: dict[str, str] = {}
     for weight, shape in layout(spec).items():
-        if len(shape) < 2 or is_adapted(weight) or weight == "head" or weight.endswith(".bias"):
+        if len(shape) < 2 or is_adapted(weight) or weight in _MERGED or weight.endswith(".bias"):
             continue
         for name in hf_source(spec.family, "model.", weight, experts).names:
             module = name.removesuffix(".weight")
@@ -180,8 +234,9 @@ def _unknown(module: str, spec: ModelSpec, places: Iterable[str]) -> str:
     kinds = sorted({parts[1].removesuffix(".weight") for parts in split if len(parts) > 1})
     return (
         f"{module} is no linear layer of this {spec.family} model of {len(spec.layers)} layers "
-        f"that an adapter can change; those are {', '.join(kinds)} of each layer (embeddings, "
-        "heads that are the embedding, norms, routers and experts are not supported)"
+        f"that an adapter can change; those are {', '.join(kinds)} of each layer (embeddings "
+        "that are the head, heads that are the embedding, norms, routers and experts are not "
+        "supported)"
     )
 
 

@@ -13,14 +13,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.weights.gguf import read_gguf
 from verbatim.weights.peft_targets import PeftTargets, is_number
-from verbatim.weights.safetensors import read_json, read_safetensors
+from verbatim.weights.safetensors import FLOATS, read_json, read_safetensors
 from verbatim.weights.tensor import BLOCKS, Tensor
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -57,7 +59,11 @@ _REFUSED = {
 _PLAIN_INIT: tuple[object, ...] = (True, False, "gaussian", "eva", "orthogonal")
 _TASKS = (None, "CAUSAL_LM")
 
-_TENSOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.default)?\.weight")
+_TENSOR = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.lora_"
+    r"(?:([AB])(?:\.default)?\.weight|embedding_([AB])(?:\.default)?)"
+)
+_COPY = re.compile(r"(?:base_model\.model\.)?(?!.+\.lora_)(.+?)(?:\.base_layer)?\.weight")
 _GGUF_TENSOR = re.compile(r"(.+)\.lora_([ab])")
 MAX_SCALE = 1e6  # of a low-rank product; those in use are below 100
 _GGUF_KEYS = ("adapter.type", "adapter.lora.alpha")
@@ -87,6 +93,8 @@ class AdapterFile:
     architecture: str = ""  # GGUF: general.architecture
     fan_in_fan_out: bool = False  # PEFT: the base layer stores [in, out], as gpt2's do
     targets: Callable[[str], bool] | None = None  # PEFT: whether the config targets a module
+    # PEFT: module -> the base model's weight (save_embedding_layers), for which the pairs were made
+    copies: dict[str, Tensor] = field(default_factory=dict)
 
 
 def read_adapter(path: str | Path) -> AdapterFile:
@@ -130,11 +138,21 @@ def _read_peft(path: Path) -> AdapterFile:
         raise ModelError(
             f"tensor {name} has the unsupported type {tensor.dtype}", file=str(path / WEIGHTS)
         )
+    copies: dict[str, Tensor] = {}
+    for name in [name for name in tensors if _COPY.fullmatch(name)]:
+        module = _COPY.sub(r"\1", name)
+        if module in copies:
+            raise ModelError(
+                f"{copies[module].name} and {name} are the same matrix", file=str(path / WEIGHTS)
+            )
+        copies[module] = tensors.pop(name)
     sides = _sides(tensors, _TENSOR.fullmatch, str(path / WEIGHTS))
     targets = PeftTargets(config, file)
     targets.check_file(sides, WEIGHTS)
     pairs: dict[str, LowRank] = {}
     for module, (a, b) in sides.items():
+        if ".lora_embedding_" in a.name:  # [rank, tokens] and [width, rank], of [tokens, width]
+            a, b = _transposed(b), _transposed(a)
         rank, alpha = targets.rank(module), targets.alpha(module)
         stored = _rank(module, a, b, str(path / WEIGHTS))
         if stored != rank:
@@ -144,7 +162,16 @@ def _read_peft(path: Path) -> AdapterFile:
         scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
         pairs[module] = LowRank(a, b, _checked_scale(scale, "lora_alpha", module, file))
     fan_in_fan_out = bool(config.get("fan_in_fan_out"))
-    return AdapterFile(path, "peft", pairs, fan_in_fan_out=fan_in_fan_out, targets=targets.has)
+    return AdapterFile(path, "peft", pairs, "", fan_in_fan_out, targets.has, copies)
+
+
+def _transposed(tensor: Tensor) -> Tensor:
+    if tensor.type not in FLOATS.values() or len(tensor.shape) != 2:
+        return tensor  # _rank refuses it
+    size = tensor.row_bytes // tensor.shape[1]  # bytes of a number
+    turned = np.ascontiguousarray(tensor.data.view(f"u{size}").reshape(tensor.shape).T)
+    data = turned.reshape(-1).view(np.uint8)
+    return Tensor(tensor.name, tensor.type, tensor.shape[::-1], data)
 
 
 def _check_config(config: dict[str, Any], file: str) -> None:
@@ -235,7 +262,7 @@ def _sides(
             )
         if tensor.type not in BLOCKS:
             raise ModelError(f"tensor {name} has the unsupported type {tensor.type}", file=file)
-        pair, side = found.setdefault(match[1], {}), match[2].lower()
+        pair, side = found.setdefault(match[1], {}), match[match.lastindex or 0].lower()
         if side in pair:
             raise ModelError(f"{pair[side].name} and {name} are the same matrix", file=file)
         pair[side] = tensor
@@ -249,8 +276,6 @@ def _sides(
 
 
 def _why(name: str) -> str:
-    if "lora_embedding" in name:
-        return "adapters of embeddings are not supported"
     if "magnitude" in name:
         return "DoRA is not supported"
     return "whole modules, biases and other tensors are not supported"
