@@ -160,7 +160,6 @@ def test_formats_are_kept_or_refused() -> None:
 @pytest.mark.parametrize(
     ("schema", "keyword"),
     [
-        ({"type": "object", "requierd": ["a"]}, "requierd.*did you mean 'required'"),
         ({"x-guidance": {"lenient": True}, "not": {}}, "x-guidance"),
         ({"$ref": "http://example.org/schema"}, r"\$ref"),
         ({"$dynamicRef": "#a"}, "dynamicRef"),
@@ -971,9 +970,13 @@ def test_a_temperature_inside_a_grammar_is_refused() -> None:
 
 def test_a_schema_inside_a_grammar_is_checked_too() -> None:
     assert takes(build(grammar='start: "<" %json {"type": "integer"} ">"'), "<12>")
-    with pytest.raises(UnsupportedError, match="requierd") as caught:
-        build(grammar='start: %json {"requierd": ["a"]}')
+    with pytest.raises(UnsupportedError, match="deepRequired") as caught:
+        build(grammar='start: %json {"deepRequired": ["a"]}')
     assert caught.value.param == "grammar"
+    assert build(grammar='start: %json {"item": {}} | %json {"item": 1}').warnings == (
+        "grammar: %json: these keywords assert nothing and were ignored: "
+        "item (at #; did you mean 'items'?)",
+    )
     with pytest.raises(ParameterError, match=r"grammar: %json: the key 'type' appears twice"):
         build(grammar='start: %json {"type": "integer", "type": "null"}')
 

@@ -595,3 +595,108 @@ def test_what_the_grammar_enforces_needs_no_check() -> None:
     schema = {"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"const": 2}]}}}
     assert not lower(normalise(schema).schema).checked
     assert build(schema).check is None
+
+
+# --- keywords that resemble others, and parts that no document satisfies
+
+
+@pytest.mark.parametrize(
+    ("schema", "warning"),
+    [
+        (
+            {"type": "array", "item": {"type": "string"}},
+            "item (at #; did you mean 'items'?)",
+        ),
+        (
+            {"type": "object", "properties": {"a": {"tsAdditionalProperties": False}}},
+            "tsAdditionalProperties (at #/properties/a; did you mean 'additionalProperties'?)",
+        ),
+        (
+            {"anyOf": [{"requierd": ["a"]}, {"requierd": ["b"]}], "cli": 1},
+            "cli, requierd (at #/anyOf/0; did you mean 'required'?)",
+        ),
+    ],
+)
+def test_a_keyword_that_resembles_an_assertion_is_ignored_with_its_likely_meaning(
+    schema: Any, warning: str
+) -> None:
+    """JSON Schema ignores unknown keywords, and published schemas have some by mistake."""
+    assert build(schema).warnings == (
+        f"json_schema: these keywords assert nothing and were ignored: {warning}",
+    )
+
+
+# Every alternative closes the object to a name that the definition requires, as in dbt's schemas.
+IMPOSSIBLE = {
+    "type": "object",
+    "anyOf": [{"properties": {"range": {}}, "required": ["range"], "additionalProperties": False}],
+    "properties": {"field": {"type": "string"}},
+    "required": ["field"],
+    "additionalProperties": False,
+}
+ENDLESS = {
+    "type": "object",
+    "properties": {"next": {"$ref": "#/definitions/endless"}},
+    "required": ["next"],
+}
+
+
+@pytest.mark.parametrize("name", ["impossible", "around", "endless"])
+@pytest.mark.parametrize(
+    ("part", "valid"),
+    [
+        ({"properties": {"p": "PART", "q": {"type": "null"}}}, ['{"q":null}', "{}"]),
+        ({"properties": {"p": {"anyOf": [{"type": "null"}, "PART"]}}}, ['{"p":null}']),
+        ({"properties": {"p": {"type": "array", "items": "PART"}}}, ['{"p":[]}']),
+        ({"additionalProperties": "PART"}, ["{}"]),
+    ],
+    ids=str,
+)
+def test_a_definition_that_no_document_satisfies_only_never_occurs(
+    part: Any, valid: list[str], name: str
+) -> None:
+    ref = json.dumps({"$ref": f"#/definitions/{name}"})
+    schema = {
+        "type": "object",
+        "additionalProperties": False,
+        **json.loads(json.dumps(part).replace('"PART"', ref)),
+        "definitions": {
+            "impossible": IMPOSSIBLE,
+            "around": {
+                "type": "array",
+                "items": {"$ref": "#/definitions/impossible"},
+                "minItems": 1,
+            },
+            "endless": ENDLESS,
+        },
+    }
+    structure = build(schema)
+    for text in valid:
+        assert takes(structure, text), text
+    for text in ('{"p":{', '{"p":[{', '{"p":[['):
+        assert not reaches(structure, text), text
+
+
+def reaches(structure: Structure, text: str) -> bool:
+    """Whether the masks allow these first bytes."""
+    matcher = structure.start()
+    for byte in text.encode():
+        if matcher.finished or byte not in allowed(matcher.mask()):
+            return False
+        matcher.advance(byte)
+    return True
+
+
+def test_a_schema_that_no_document_satisfies_is_refused_with_the_place() -> None:
+    schema = {
+        "type": "object",
+        "properties": {"p": {"$ref": "#/definitions/impossible"}},
+        "required": ["p"],
+        "definitions": {"impossible": IMPOSSIBLE},
+    }
+    with pytest.raises(ParameterError) as caught:
+        build(schema)
+    assert str(caught.value) == (
+        "json_schema: no document satisfies it: required property 'p' is unsatisfiable; "
+        "required property 'range' is unsatisfiable (at #/definitions/impossible)"
+    )

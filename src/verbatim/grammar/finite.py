@@ -33,6 +33,19 @@ _MANY_SCHEMAS = (
 
 def infinite_keyword(schema: Any) -> str | None:
     """The keyword whose recursion has no end, so that every document is infinite, or None."""
+    known = _finite_parts(schema)
+    return None if known(schema) else _blocked(schema, schema, known)
+
+
+def infinite_definitions(schema: Any) -> list[str]:
+    """The names under $defs of schemas without a finite document."""
+    known = _finite_parts(schema)
+    parts = schema.get("$defs", {}) if isinstance(schema, Mapping) else {}
+    return [name for name, part in parts.items() if not known(part)]
+
+
+def _finite_parts(schema: Any) -> Known:
+    """Whether a part of the schema has a finite document."""
     nodes = list(_nodes(schema))
     finite: dict[int, bool] = {id(node): False for node in nodes}
 
@@ -47,12 +60,8 @@ def infinite_keyword(schema: Any) -> str | None:
                 finite[id(node)] = changed = True
         visited += len(nodes)
         if visited > MAX_VISITS:
-            return None
-    return (
-        _blocked(schema, schema, known)
-        if isinstance(schema, Mapping) and not finite[id(schema)]
-        else None
-    )
+            return lambda _: True
+    return known
 
 
 def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:

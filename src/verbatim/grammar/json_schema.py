@@ -4,9 +4,10 @@ In: a schema of any draft from 4 on. Out: a Normal record:
 
     schema     the same assertions in 2020-12; every $ref is "#" or "#/$defs/NAME"
     ignored    keywords that assert nothing by the standard and are not well known ("$default")
+    places     name under $defs -> the $ref that names it in the given schema
 
-Invariant: no assertion is lost. An unknown keyword is an annotation, as the standard says, unless
-its name is close to that of an assertion ("requierd"), which is an error. Assertions that nothing
+Invariant: no assertion is lost. An unknown keyword is an annotation, as the standard says; the
+warning about one that resembles an assertion ("requierd") names that too. Assertions that nothing
 here can enforce are refused by name. lower.py then turns the result into what llguidance accepts.
 """
 
@@ -64,6 +65,7 @@ _MISTAKABLE = sorted({*ASSERTIONS, "$ref", "dependencies", "additionalItems"})
 class Normal:
     schema: Any
     ignored: tuple[str, ...] = ()
+    places: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -83,14 +85,15 @@ def normalise(schema: Any, field: str = "json_schema") -> Normal:
     normal = work.node(schema, "#", 0)
     if work.defs and isinstance(normal, dict):
         normal = {**normal, "$defs": work.finished_defs()}
-    return Normal(normal, tuple(sorted(work.ignored)))
+    return Normal(normal, tuple(sorted(work.ignored.values())), work.places)
 
 
 class _Normaliser:
     def __init__(self, schema: Any, field: str) -> None:
         self.field = field
         self.document = _read_document(schema)
-        self.ignored: set[str] = set()
+        self.ignored: dict[str, str] = {}  # keyword -> the keyword and its likely meaning
+        self.places: dict[str, str] = {}
         self.defs: dict[int, str] = {}  # id(target node) -> its name under $defs
         self._bodies: dict[str, Any] = {}
         self._queue: list[tuple[str, Any, str]] = []  # targets that are not normalised yet
@@ -159,13 +162,12 @@ class _Normaliser:
             )
         if keyword in ANNOTATIONS:
             return
+        if keyword in self.ignored:
+            return
         close = difflib.get_close_matches(keyword, _MISTAKABLE, 1, 0.85)
-        if close and not keyword.startswith(("x-", "$")):
-            raise UnsupportedError(
-                self.field,
-                f"the keyword {keyword!r} (at {path}) is not supported; did you mean {close[0]!r}?",
-            )
-        self.ignored.add(keyword)
+        similar = close and not keyword.startswith(("x-", "$"))
+        hint = f" (at {path}; did you mean {close[0]!r}?)" if similar else ""
+        self.ignored[keyword] = keyword + hint
 
     def _reference(self, node: Mapping[str, Any], path: str) -> str:
         """The new $ref. Its target gets a name under $defs, whatever its place was before."""
@@ -186,6 +188,7 @@ class _Normaliser:
             stem = re.sub(r"\W+", "_", unquote(ref.rsplit("/", 1)[-1])).strip("_")[:40]
             name = self.defs[id(target)] = f"{stem or 'part'}.{len(self.defs)}"
             self._queue.append((name, target, ref))
+            self.places[name] = ref
         return f"#/$defs/{self.defs[id(target)]}"
 
 

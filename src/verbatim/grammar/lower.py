@@ -14,7 +14,7 @@ document.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -282,6 +282,25 @@ class _Lowering:
 
 
 # --- reading a schema
+
+
+def without_definitions(node: Any, names: Collection[str]) -> Any:
+    """A lowered schema without these $defs, which no document satisfies: a $ref to one is false."""
+    if not isinstance(node, Mapping):
+        return node
+    if node.get("$ref", "").removeprefix("#/$defs/") in names:
+        return False
+    out = dict(node)
+    for keyword, value in node.items():
+        kind = DIRECT.get(keyword, "")
+        if kind == "one":
+            out[keyword] = without_definitions(value, names)
+        elif kind and isinstance(value, list):
+            out[keyword] = [without_definitions(part, names) for part in value]
+        elif kind:
+            kept = {n: p for n, p in value.items() if keyword != "$defs" or n not in names}
+            out[keyword] = {n: without_definitions(part, names) for n, part in kept.items()}
+    return out
 
 
 def finite_items(node: Mapping[str, Any], root: Any) -> list[Any] | None:

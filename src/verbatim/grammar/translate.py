@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.param_checks import no_key_twice
-from verbatim.grammar.finite import infinite_keyword
+from verbatim.grammar.finite import infinite_definitions, infinite_keyword
 from verbatim.grammar.gbnf import RULE, gbnf_to_lark
 from verbatim.grammar.json_schema import normalise
-from verbatim.grammar.lower import Options, lower
+from verbatim.grammar.lower import Options, lower, without_definitions
 
 WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON tokens; bounded, or a model may write blanks forever
 # Characters of a schema whose oneOf parts are tested for disjointness, which takes a second compile
@@ -42,9 +42,11 @@ def try_translate(field: str, value: Any, compiles: Callable[[str], None]) -> Tr
     try:
         if field == "json_schema":
             return _json_translation(value, compiles)
-        written = _TRANSLATORS[field](value)
-        compiles(written)
-        return Translation(written)
+        translation = (
+            _grammar_text(value) if field == "grammar" else Translation(_TRANSLATORS[field](value))
+        )
+        compiles(translation.grammar)
+        return translation
     except RequestError:
         raise
     except RecursionError:
@@ -61,17 +63,28 @@ def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation
     and the check can do."""
     normal = normalise(json.loads(text))
     options = Options(one_of=len(text) <= MAX_EXACT_ONE_OF)
+    dropped: dict[str, str] = {}  # $defs that no document satisfies -> why
     while True:
         lowered = lower(normal.schema, options)
         if lowered.schema is False:
             raise ParameterError("json_schema", "false: no text can satisfy it")
-        _check_finite(lowered.schema)
+        for name in _infinite(lowered.schema):
+            dropped.setdefault(name, "every document would contain itself")
+        schema = without_definitions(lowered.schema, dropped) if dropped else lowered.schema
         try:
-            written = _schema_grammar(lowered.schema)
+            written = _schema_grammar(schema)
             compiles(written)
         except (ValueError, RequestError) as error:
-            message = str(error)
-            if "oneOf" in message and options.one_of:
+            message = first_line(str(error))
+            if found := _UNSATISFIABLE.search(str(error)):
+                if found["name"] is None:
+                    places = [f"{why} (at {normal.places[n]})" for n, why in dropped.items()]
+                    why = "; ".join([found["why"], *places])
+                    raise ParameterError(
+                        "json_schema", f"no document satisfies it: {why}"
+                    ) from None
+                dropped[found["name"]] = found["why"]
+            elif "oneOf" in message and options.one_of:
                 options = replace(options, one_of=False)
             elif "not disjoint" in message and options.patterns:
                 options = replace(options, patterns=False)
@@ -88,6 +101,12 @@ def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation
         return Translation(written, check, _ignored(normal.ignored, lowered.ignored))
 
 
+# llguidance's message; without a name the root is meant.
+_UNSATISFIABLE = re.compile(
+    r"^Unsatisfiable schema: (?P<why>[^\n]*)(?:\n.*/\$defs/(?P<name>\S+))?", re.M
+)
+
+
 def _schema_grammar(schema: Any) -> str:
     from llguidance import LLMatcher
 
@@ -96,19 +115,23 @@ def _schema_grammar(schema: Any) -> str:
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
-def _check_finite(schema: Any) -> None:
+def _infinite(schema: Any) -> list[str]:
+    """The names under $defs that no finite document satisfies; an error if the schema is such."""
     try:
-        keyword = infinite_keyword(schema)
+        keyword, names = infinite_keyword(schema), infinite_definitions(schema)
     except (TypeError, ValueError, AttributeError):
-        keyword = None  # a keyword of a wrong type, which llguidance reports
+        keyword, names = None, []  # a keyword of a wrong type, which llguidance reports
     if keyword is not None:
         raise ParameterError(
             "json_schema",
             f"{keyword}: no finite text can satisfy it; every document would contain itself",
         )
+    return names
 
 
-def _ignored(keywords: Sequence[str], formats: set[str]) -> tuple[str, ...]:
+def _ignored(
+    keywords: Sequence[str], formats: set[str], field: str = "json_schema"
+) -> tuple[str, ...]:
     """The warning about keywords that assert nothing, if there are any.
 
     >>> _ignored(["$default"], {"format: path"})
@@ -117,7 +140,7 @@ def _ignored(keywords: Sequence[str], formats: set[str]) -> tuple[str, ...]:
     names = [*keywords, *sorted(formats)]
     if not names:
         return ()
-    return (f"json_schema: these keywords assert nothing and were ignored: {', '.join(names)}",)
+    return (f"{field}: these keywords assert nothing and were ignored: {', '.join(names)}",)
 
 
 # --- one translator per other kind of structure
@@ -141,24 +164,26 @@ _TEMPERATURE = re.compile(
 )
 
 
-def _grammar_text(grammar: str) -> str:
+def _grammar_text(grammar: str) -> Translation:
     """Lark in llguidance's dialect, or GBNF (llama.cpp), whose rules have `::=`."""
     from llguidance import LLMatcher
 
     if RULE.search(grammar):
-        return str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar)))
+        return Translation(str(LLMatcher.grammar_from_lark(gbnf_to_lark(grammar))))
     if _TEMPERATURE.search(grammar):
         raise UnsupportedError(
             "grammar",
             "the attribute `temperature` inside a grammar is not supported; set the parameter",
         )
-    return str(LLMatcher.grammar_from_lark(_lower_embedded(grammar)))
+    text, warnings = _lower_embedded(grammar)
+    return Translation(str(LLMatcher.grammar_from_lark(text)), warnings=warnings)
 
 
-def _lower_embedded(grammar: str) -> str:
-    """The grammar with its `%json` schemas lowered. They follow the same rules, but no document
-    check can follow them inside another text."""
+def _lower_embedded(grammar: str) -> tuple[str, tuple[str, ...]]:
+    """The grammar with its `%json` schemas lowered, and warnings. They follow the same rules, but
+    no document check can follow them inside another text."""
     parts, done = [], 0
+    warnings: dict[str, None] = {}
     for found in re.finditer(r"%json\s*(?=[{])", grammar):
         if found.start() < done:
             continue  # inside the schema before
@@ -170,7 +195,9 @@ def _lower_embedded(grammar: str) -> str:
             continue  # llguidance reports the error
         except ValueError as error:
             raise ParameterError("grammar", f"%json: {error}") from None
-        lowered = lower(normalise(schema, "grammar").schema)
+        normal = normalise(schema, "grammar")
+        lowered = lower(normal.schema)
+        warnings |= dict.fromkeys(_ignored(normal.ignored, lowered.ignored, "grammar: %json"))
         if lowered.checked:
             raise UnsupportedError(
                 "grammar",
@@ -179,7 +206,7 @@ def _lower_embedded(grammar: str) -> str:
             )
         parts += [grammar[done : found.end()], json.dumps(lowered.schema)]
         done = end
-    return "".join([*parts, grammar[done:]])
+    return "".join([*parts, grammar[done:]]), tuple(warnings)
 
 
 # Characters that a regular expression must escape to match literally.
@@ -196,7 +223,6 @@ def choice_text(choices: Sequence[str]) -> str:
 
 _TRANSLATORS: dict[str, Callable[[Any], str]] = {
     "regex": _regex_text,
-    "grammar": _grammar_text,
     "choice": choice_text,
 }
 
@@ -306,7 +332,7 @@ def try_compile(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         found = [matcher.get_error()] if matcher.is_error() else matcher.get_grammar_warnings()
         if found:
-            raise refusal(field, "\n".join(found))
+            raise ValueError("\n".join(found))
         matcher.compute_bitmask()  # the first mask is the most expensive
 
     try:
