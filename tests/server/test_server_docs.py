@@ -36,6 +36,8 @@ Generated from `src/verbatim/server/api/field_table.py`, the table that also val
 
 - **honoured**: has the effect that its protocol defines.
 - **label**: stored with the request (log, stored object); has no effect on the tokens.
+- **ignored**: cannot change the answer on this server: accepted, and listed in the answer's
+  `warnings`. Values in brackets hold anyway and get no warning.
 - **refused**: a field of the protocol that is not supported: 400, naming it. Values in brackets
   have no effect and are accepted.
 
@@ -190,7 +192,7 @@ def metric_names() -> set[str]:
         ledger.close("a", "stop", Usage(*(1,) * len(ledger_of.USAGE)))
         engine = Supervisor(Settings())
         engine.ledger, engine.metrics = ledger, EngineMetrics().registry.render()
-        return metrics.text({"m": engine}, 0, {"m": True})
+        return metrics.text({"m": engine}, 0, 0, {"m": True})
 
     return set(re.findall(r"# TYPE (verbatim_\w+)", asyncio.run(everything())))
 

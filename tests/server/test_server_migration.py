@@ -359,13 +359,8 @@ def test_a_misspelt_route_gets_the_nearest_one(fake: Live, path: str, meant: str
 @pytest.mark.parametrize(
     ("field", "route", "said"),
     [
-        ("guided_json", "/v1/chat/completions", "did you mean json_schema?"),
         ("guided_json", "/v1/messages", "did you mean output_config?"),
         ("guided_json", "/api/chat", "did you mean format?"),
-        ("guided_regex", "/v1/completions", "did you mean regex?"),
-        ("guided_choice", "/v1/chat/completions", "did you mean choice?"),
-        ("guided_grammar", "/v1/chat/completions", "did you mean grammar?"),
-        ("structured_outputs", "/v1/chat/completions", "json_schema, regex, grammar or choice"),
         ("skip_special_tokens", "/v1/chat/completions", "write skip_special"),
         ("include_stop_str_in_output", "/v1/completions", "write include_stop"),
         ("bad_words", "/v1/chat/completions", "write banned_token_ids, or logit_bias"),

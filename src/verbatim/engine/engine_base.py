@@ -22,7 +22,8 @@ from verbatim.text.thoughts import ThoughtFormat
 log = logging.getLogger("verbatim.engine")
 _OPTIONS = tuple(field.name for field in fields(EngineConfig))
 Message = Mapping[str, Any]
-RESERVED_OPTIONS = {"tokenizer", "template", "messages"}  # not allowed as template options
+# Not allowed as template options
+RESERVED_OPTIONS = {"tokenizer", "template", "messages", "warnings"}
 # A message with one of these needs no content.
 CONTENT_SUBSTITUTES = (
     "tool_calls",
@@ -246,7 +247,11 @@ class EngineBase(metaclass=AnsweringType):
                 "chat_template_kwargs", f"{name!r} is set by the engine; leave it out"
             )
         tokenizer: Any = self.parts.tokenizer
-        ids = EncodedText(encode_chat(tokenizer, self.parts.template, messages, **template))
+        warnings: list[str] = []
+        ids = EncodedText(
+            encode_chat(tokenizer, self.parts.template, messages, warnings=warnings, **template)
+        )
+        ids.warnings = tuple(warnings)
         ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
         ids.thoughts = thoughts_after(ids, self.thoughts, tokenizer)
         return ids

@@ -17,11 +17,13 @@ class EncodedText(list[int]):
 
     lost: characters of the text that the vocabulary cannot encode
     plain: the text itself, when its literal control tokens were encoded as plain text
-    thoughts: how the model marks its thoughts, in a conversation with a reasoning model"""
+    thoughts: how the model marks its thoughts, in a conversation with a reasoning model
+    warnings: about messages of a conversation, for the client"""
 
     lost: str = ""
     plain: str = ""
     thoughts: ThoughtFormat | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def thoughts_after(
@@ -53,7 +55,8 @@ def read_prompt(
         ids = tuple(parts.tokenizer.encode_prompt(prompt))
     else:
         ids = _prompt_ids(prompt, parts.backend.spec.vocab)
-    return ids, (*_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt))
+    warnings = (*_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt))
+    return ids, (*warnings, *getattr(prompt, "warnings", ()))
 
 
 def read_embed_input(

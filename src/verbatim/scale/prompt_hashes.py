@@ -69,7 +69,11 @@ class PromptHashes:
             raise ValueError("this model has no chat template")
         return list(
             encode_chat(
-                self._tokenizer, self._template, message.messages, **(message.template or {})
+                self._tokenizer,
+                self._template,
+                message.messages,
+                warnings=[],  # the engine reports them
+                **(message.template or {}),
             )
         )
 

@@ -115,23 +115,36 @@ def _tracked(message: dict[str, Any]) -> dict[str, Any]:
     return TrackedMessage(message)
 
 
-def check_keys_read(rendered: Sequence[dict[str, Any]], given: Sequence[Mapping[str, Any]]) -> None:
+def check_keys_read(
+    rendered: Sequence[dict[str, Any]],
+    given: Sequence[Mapping[str, Any]],
+    warnings: list[str] | None,
+) -> None:
     """After rendering: a key that the template did not read was ignored. That is an error, unless
-    the key is redundant."""
+    the key is redundant. A name, which some clients send with every message, is only a warning for
+    a caller that collects `warnings`."""
     redundant = redundant_names(given)
+    named: dict[str, None] = {}  # roles of messages whose name was not read, in order
     for index, message in enumerate(rendered):
         unread_keys = getattr(message, "unread_keys", None)
         for key in unread_keys() if unread_keys is not None else ():
-            if (
-                key not in UNTRACKED_KEYS
-                and given[index].get(key) is not None
-                and not (key == "name" and index in redundant)
-            ):
+            if key in UNTRACKED_KEYS or given[index].get(key) is None:
+                continue
+            if key == "name" and index in redundant:
+                continue
+            if key == "name" and warnings is not None:
+                named[str(given[index]["role"])] = None
+            else:
                 raise UnsupportedError(
                     f"messages[{index}].{key}",
                     f"the model's chat template does not read the {key} of such a message; "
                     "leave it out, or write it into content",
                 )
+    if named and warnings is not None:
+        warnings.append(
+            "messages[].name: has no effect; the model's chat template does not read the name of "
+            f"{' and '.join(named)} messages"
+        )
 
 
 def _part_text(part: Any, where: str) -> str:

@@ -3,7 +3,8 @@
 The template is a Jinja program from the model's files; sandbox.py runs it. Whatever it adds (a
 default system prompt, for instance) stays, and the engine adds nothing. `encode_chat` returns the
 ids of Hugging Face's `apply_chat_template(tokenize=True)`, except that a control token typed into a
-message stays text (control_tokens.py). A value that the template would ignore is an error.
+message stays text (control_tokens.py). A value that the template would ignore is an error; a name
+is a warning where the caller collects them.
 """
 
 from __future__ import annotations
@@ -66,10 +67,12 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         template: str | None = None,
+        warnings: list[str] | None = None,
         **variables: Any,
     ) -> str:
         """The prompt as a string. `continue_final` leaves the last message open for the model to
-        continue."""
+        continue. `warnings` collects sentences about names that the template does not read; without
+        it they are errors."""
         escaper = ControlEscaper(ControlFinder({}), [self.sources, messages])
         return self._render(
             escaper,
@@ -80,6 +83,7 @@ class ChatTemplate:
             continue_final,
             template,
             variables,
+            warnings,
         )
 
     def _render(
@@ -92,6 +96,7 @@ class ChatTemplate:
         continue_final: bool,
         template: str | None,
         variables: Mapping[str, Any],
+        warnings: list[str] | None,
     ) -> str:
         program = self._program(self._choose(template, tools))
         for key in variables:
@@ -120,7 +125,7 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt and not continue_final,
         }
         text = _continue(program, escaper, values) if continue_final else program.run(values)
-        check_keys_read(chat, messages)
+        check_keys_read(chat, messages, warnings)
         return text
 
     def _check_read(
@@ -217,10 +222,11 @@ def encode_chat(
     add_generation_prompt: bool = True,
     continue_final: bool = False,
     template_name: str | None = None,
+    warnings: list[str] | None = None,
     **variables: Any,
 ) -> list[int]:
     """Token ids of a conversation. The template's control tokens become control ids; typed ones
-    stay text."""
+    stay text. `warnings` as in render()."""
     escaper = ControlEscaper(
         tokenizer.finder, [template.sources, messages, tools, documents, variables]
     )
@@ -233,6 +239,7 @@ def encode_chat(
         continue_final,
         template_name,
         variables,
+        warnings,
     )
     if not escaper.used:
         return tokenizer.encode(text, special=True)

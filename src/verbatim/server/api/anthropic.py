@@ -24,6 +24,7 @@ from verbatim.server.api.generate import (
     observe_latency,
     speculation,
     usage_of,
+    warnings_of,
 )
 from verbatim.server.api.request_context import EventStream, Json, RequestContext, new_id, sse
 from verbatim.server.api.tools import plain_text
@@ -274,7 +275,7 @@ class MessagesReply:
             "seed": self.ask.params.get("seed"),
             "system_fingerprint": self.call.fingerprint,
             **speculation(runs),
-            **extra_fields(runs),
+            **extra_fields(self.call),
         }
 
     @property
@@ -442,4 +443,5 @@ async def create(call: RequestContext) -> Response:
 async def count(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body["model"])
-    return Json({"input_tokens": await count_tokens(call, as_chat(call, body), NAMES)})
+    count = await count_tokens(call, as_chat(call, body), NAMES)
+    return Json({"input_tokens": count, **warnings_of(call)})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field as P
 
 from verbatim.base.params import FIELDS
 from verbatim.server.api import anthropic_schemas, schemas
 from verbatim.server.api.field_rules import (
+    CACHE_HINT,
     LENGTH,
     MODEL,
     REPORT,
@@ -28,15 +29,13 @@ MESSAGES: dict[str, Rule] = {
         required=True,
     ),
     "max_tokens": Rule("honoured", "maximum number of output tokens", LENGTH, required=True),
-    "cache_control": Rule(
-        "refused", "the prefix cache matches prefixes by content", only=({"type": "ephemeral"},)
-    ),
+    "cache_control": CACHE_HINT,
     "container": Rule("refused", "the server runs no code"),
     "context_management": Rule("refused", "the server never compacts or truncates input"),
     "diagnostics": Rule("refused", "see the x-request-id header and the log"),
-    "speed": Rule("refused", "there is one speed", schemas.Text, only=("standard",)),
-    "user_profile_id": Rule("refused", "the server has no profiles"),
-    "workspace_id": Rule("refused", "the server has no workspaces"),
+    "speed": Rule("ignored", "there is one speed", Literal["standard", "fast"], only=("standard",)),
+    "user_profile_id": Rule("ignored", "the server has no profiles", schemas.Label),
+    "workspace_id": Rule("ignored", "the server has no workspaces", schemas.Label),
     "inference_geo": Rule("refused", "the model runs where this server runs"),
     "mcp_servers": Rule("refused", "the server contacts no address from a request", only=([],)),
     "metadata": Rule("label", "user_id is written to the log", anthropic_schemas.AnthropicMetadata),
@@ -51,7 +50,10 @@ MESSAGES: dict[str, Rule] = {
         anthropic_schemas.AnthropicFormat,
     ),
     "service_tier": Rule(
-        "refused", "there is one tier", schemas.Text, only=("auto", "standard_only")
+        "ignored",
+        "there is one tier",
+        Literal["auto", "standard_only"],
+        only=("auto", "standard_only"),
     ),
     "seed": SEED,
     "stop_sequences": Rule("honoured", FIELDS["stop"].help, list[schemas.Text]),

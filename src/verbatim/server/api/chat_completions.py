@@ -29,6 +29,7 @@ from verbatim.server.api.generate import (
     obfuscation,
     observe_latency,
     usage_of,
+    warnings_of,
 )
 from verbatim.server.api.request_context import (
     DONE,
@@ -58,6 +59,7 @@ class ChatReply:
         self.call = ask.call
         self.top = ask.body.get("top_logprobs") or 0
         self.with_logprobs = bool(ask.body.get("logprobs"))
+        self.with_reasoning = ask.body.get("include_reasoning", True)
         self.head: dict[str, Any] = {
             "id": new_id("chatcmpl-"),
             "object": "chat.completion",
@@ -83,7 +85,7 @@ class ChatReply:
         body = {
             "choices": choices,
             "usage": usage_of(self.call.runs),
-            **extra_fields(self.call.runs),
+            **extra_fields(self.call),
         }
         return self.head | body
 
@@ -99,7 +101,7 @@ class ChatReply:
             "content": text if text.strip() or not calls else None,
             "refusal": None,
         }
-        if choice.reasoning:
+        if choice.reasoning and self.with_reasoning:
             message["reasoning_content"] = choice.reasoning
         if calls:
             message["tool_calls"] = [tool_call_object(c) for c in calls]
@@ -129,7 +131,10 @@ class ChatReply:
             for choice in self._deltas(piece, parsers):
                 text = choice["delta"].get("content") or ""
                 padding = obfuscation(text) if options.padding else None
-                yield chunks.serialise(choice, padding, usage)
+                for chunk in chunks.add(choice, padding, usage):
+                    yield chunk
+        for chunk in chunks.end(**warnings_of(self.call)):
+            yield chunk
         done = self.call.runs[0].generated
         if done is not None:
             observe_latency(self.call)
@@ -148,7 +153,7 @@ class ChatReply:
         if piece.index not in parsers:
             parsers[piece.index] = self.ask.parser()
             deltas.append({"role": "assistant", "content": "", "refusal": None})
-        if piece.reasoning:
+        if piece.reasoning and self.with_reasoning:
             deltas.append({"reasoning_content": piece.reasoning})
         parser = parsers[piece.index]
         if parser is None:

@@ -39,6 +39,7 @@ RESERVED = (
     "eos_token",
     "tokenizer",
     "template",
+    "warnings",
 )
 NO_TEMPLATE = {  # task of ModelFacts -> why there is no chat, and what to use
     "generate": "this model has no chat template; use /v1/completions",
@@ -61,7 +62,7 @@ class ChatRequest:
     ) -> None:
         self.call = call
         self.body = body
-        self.names = dict(names or {})
+        self.names = {**(names or {}), **call.aliases}
         self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False
@@ -282,7 +283,8 @@ def conversation(
     made = template_messages(messages, tools, facts)
     for message in made:
         to_params.check_text_length(field_name, message["content"] or "", facts)
-    template = template_options(body) | thinking_variables(facts, body, names)
+    check_reserved(body)
+    template = thinking_variables(facts, body, names, call.notices)
     if tools and facts.template_tools:
         template["tools"] = tools
     if body.get("continue_final"):
@@ -330,15 +332,13 @@ def continued(body: dict[str, Any]) -> dict[str, Any]:
     return {**body, "continue_final": bool(wanted)}
 
 
-def template_options(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The client's template variables. The engine process rejects those that the template does not
-    read."""
-    template = dict(body.get("chat_template_kwargs") or {})
+def check_reserved(body: Mapping[str, Any]) -> None:
+    """Reject template variables that the server sets. The engine process rejects those that the
+    template does not read."""
     for name in RESERVED:
-        if name in template:
+        if name in (body.get("chat_template_kwargs") or ()):
             raise Problem(
                 "invalid_parameter",
                 f"chat_template_kwargs.{name}: is set by the server",
                 "chat_template_kwargs",
             )
-    return template

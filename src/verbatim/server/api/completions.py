@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from starlette.responses import Response
 
-from verbatim.base.records import loop_text
 from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_rules import NO_LIMIT
@@ -28,6 +27,7 @@ from verbatim.server.api.generate import (
     observe_latency,
     token_text,
     usage_of,
+    warnings_of,
 )
 from verbatim.server.api.openai_fields import COMPLETIONS
 from verbatim.server.api.request_context import (
@@ -160,8 +160,9 @@ class CompletionsReply:
                 "best_of",
             )
         state = self.call.state
+        names = self.call.names = self.call.aliases
         self.params = to_params.finish_params(
-            values, limits=state.limits, facts=state.facts, prompts=len(self.prompts)
+            values, limits=state.limits, facts=state.facts, prompts=len(self.prompts), names=names
         )
         self.rows = to_params.wants_logit_rows(self.body, self.params, len(self.prompts))
         if self.rows:
@@ -230,7 +231,7 @@ class CompletionsReply:
                 **self.head,
                 "choices": choices,
                 "usage": usage_of(self.call.runs),
-                **extra_fields(self.call.runs),
+                **extra_fields(self.call),
             }
         )
 
@@ -246,12 +247,13 @@ class CompletionsReply:
             if self.echo and key not in started:
                 started.add(key)
                 piece.text = self.call.runs[piece.run].text + piece.text
-            yield chunks.serialise(
-                self.delta(piece),
-                obfuscation(piece.text) if options.padding else None,
-                so_far.after(piece) if options.running_usage else None,
-            )
+            padding = obfuscation(piece.text) if options.padding else None
+            usage = so_far.after(piece) if options.running_usage else None
+            for chunk in chunks.add(self.delta(piece), padding, usage):
+                yield chunk
         observe_latency(self.call)
+        for chunk in chunks.end(**warnings_of(self.call)):
+            yield chunk
         for last in closing_events(self.call, self.head, options.usage):
             yield last
         yield DONE
@@ -271,20 +273,19 @@ class CompletionsReply:
 
 
 def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool) -> list[bytes]:
-    """Events after the last choice: a chunk without choices if the client requested usage, a
-    receipt or the parameters; otherwise warnings and loops as SSE comments."""
-    more = extra_fields(call.runs)
+    """A chunk without choices after the last choice, if the client requested usage, a receipt or
+    the parameters. The warnings are in the last choice's chunk, which every stream has."""
+    more = extra_fields(call)
+    more.pop("warnings", None)
     results = [run.generated for run in call.runs]
     choices = [choice for done in results if done is not None for choice in done.choices]
     loops, scores = [choice.loop for choice in choices], [choice.score for choice in choices]
-    if with_usage or "receipt" in more or "params" in more:
-        usage = {"usage": usage_of(call.runs)} if with_usage else {}
-        reports: dict[str, Any] = {"loops": loops} if any(loops) else {}
-        reports |= {"scores": scores} if any(score is not None for score in scores) else {}
-        return [sse({**head, "choices": [], **usage, **more, **reports})]
-    comments = [f": warning: {warning}\n\n" for warning in more.get("warnings", [])]
-    comments += [f": loop: choice {i} repeats {loop_text(n)}\n\n" for i, n in enumerate(loops) if n]
-    return [line.encode() for line in comments]
+    if not (with_usage or more):
+        return []
+    usage = {"usage": usage_of(call.runs)} if with_usage else {}
+    reports: dict[str, Any] = {"loops": loops} if any(loops) else {}
+    reports |= {"scores": scores} if any(score is not None for score in scores) else {}
+    return [sse({**head, "choices": [], **usage, **more, **reports})]
 
 
 def choice_reports(choice: WireChoice) -> dict[str, Any]:

@@ -38,7 +38,7 @@ async def embeddings(call: RequestContext) -> Response:
             "data": data,
             "model": model,
             "usage": _usage(results),
-            **extra_fields(call.runs),
+            **extra_fields(call),
         }
     )
 
@@ -157,6 +157,6 @@ async def rerank(call: RequestContext) -> Response:
             "model": model,
             "results": rows,
             "usage": _usage(results),
-            **extra_fields(call.runs),
+            **extra_fields(call),
         }
     )

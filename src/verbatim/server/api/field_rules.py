@@ -11,7 +11,8 @@ from verbatim.base.param_checks import MOST
 from verbatim.base.params import FIELDS
 from verbatim.server.api import schemas
 
-Kind = Literal["honoured", "label", "refused"]
+Kind = Literal["honoured", "label", "ignored", "refused"]
+CACHE = "the prefix cache matches prefixes by content and needs no hint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,10 @@ class Rule:
     required: bool = False
     param: str = ""  # the SamplingParams field that takes the value unchanged
     only: tuple[Any, ...] = ()
+
+    def holds(self, value: Any) -> bool:
+        """Whether the value asks for what holds anyway."""
+        return any(type(value) is type(other) and value == other for other in self.only)
 
 
 # 262 KB per token for a vocabulary of 49,152 ids: too much to send with every explanation
@@ -53,7 +58,40 @@ def extensions(*taken: str) -> dict[str, Rule]:
         "top_k": replace(top_k, help=f"{top_k.help}, and so is -1", type=top_k.type | Literal[-1])
     }
     made = {name: own.get(name) or sampling(name) for name in FIELDS if name not in taken}
-    return made | {"explain_rows": ROWS, "report_params": REPORT}
+    return made | {"explain_rows": ROWS, "report_params": REPORT} | _other_names()
+
+
+def _other_names() -> dict[str, Rule]:
+    """The fields of vLLM's and llama.cpp's clients (field_effects.py)."""
+
+    def same(name: str, type: Any = None) -> Rule:
+        return Rule("honoured", f"vLLM's name of {name}", type or schemas.type_of(name))
+
+    schema_or_text = schemas.type_of("json_schema") | schemas.Text
+    return {
+        "repeat_penalty": Rule(
+            "honoured",
+            "llama.cpp's name of repetition_penalty",
+            schemas.type_of("repetition_penalty"),
+        ),
+        "n_probs": Rule(
+            "honoured",
+            "llama.cpp's clients: report each token's log-probability and this many alternatives",
+            schemas.type_of("logprobs"),
+        ),
+        "cache_prompt": CACHE_PROMPT,
+        "guided_json": same("json_schema", schema_or_text),
+        "guided_regex": same("regex"),
+        "guided_choice": same("choice"),
+        "guided_grammar": same("grammar"),
+        "guided_decoding_backend": Rule("ignored", "there is one grammar engine", schemas.Label),
+        "guided_whitespace_pattern": Rule("refused", "white space between JSON tokens is fixed"),
+        "structured_outputs": Rule(
+            "honoured",
+            "one of vLLM's json, json_object, regex, choice, grammar",
+            schemas.StructuredOutputs,
+        ),
+    }
 
 
 INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
@@ -91,16 +129,23 @@ STREAM_OPTIONS = Rule(
     schemas.StreamOptions,
 )
 STOP = Rule("honoured", FIELDS["stop"].help, schemas.type_of("stop"))
-TIER = Rule("refused", "there is one tier", schemas.Text, only=("auto", "default"))
-CACHE_KEY = Rule(
-    "label", "the prefix cache matches prefixes by content and needs no hint", schemas.Label
+TIER = Rule(
+    "ignored",
+    "there is one tier",
+    Literal["auto", "default", "flex", "priority", "scale"],
+    only=("auto", "default"),
 )
+NO_METADATA = Rule("ignored", "it is not stored; metadata is", dict[str, Any])
+CACHE_HINT = Rule("ignored", CACHE)
+CACHE_KEY = Rule("ignored", CACHE, schemas.Label)
+CACHE_PROMPT = Rule("ignored", "the prefix cache is always on", TRUE_FALSE, only=(True,))
 RETENTION = Rule(
-    "refused",
+    "ignored",
     "cached prefixes stay in memory until they are evicted",
-    schemas.Text,
+    Literal["in_memory", "in-memory", "24h"],
     only=("in_memory", "in-memory"),
 )
+VERBOSITY = "no model here has such a setting; ask for a short or a long answer in a message"
 SAFETY = Rule("label", "written to the log", schemas.Label)
 METADATA = Rule(
     "label", "stored with the object; echoed where the protocol echoes it", schemas.Metadata

@@ -2,6 +2,7 @@
 
     honoured   has the effect that its protocol defines
     label      stored with the request (log, stored object, echo); has no effect on the tokens
+    ignored    cannot change the answer here: accepted with a warning, unless `only` lists the value
     refused    a field of the protocol that is not supported: 400, naming it; `only` lists the
                values that have no effect and are accepted
 

@@ -164,15 +164,21 @@ def speculation(runs: Sequence[Running]) -> dict[str, Any]:
     }
 
 
-def extra_fields(runs: Sequence[Running]) -> dict[str, Any]:
+def warnings_of(call: RequestContext) -> dict[str, list[str]]:
+    """`warnings` of a response, if any. Every response of every protocol has them, and the last
+    part of every stream."""
+    results = [run.done for run in call.runs]
+    found = sorted({warning for done in results for warning in getattr(done, "warnings", ())})
+    found += sorted({line for done in _generated(call.runs) for line in _loops(done)})
+    found += call.notices
+    return {"warnings": found} if found else {}
+
+
+def extra_fields(call: RequestContext) -> dict[str, Any]:
     """Verbatim's extra fields at the end of a response: warnings, parameters and receipts, if
     any."""
-    results = _generated(runs)
-    out: dict[str, Any] = {}
-    warnings = sorted({warning for done in results for warning in done.warnings})
-    warnings += sorted({line for done in results for line in _loops(done)})
-    if warnings:
-        out["warnings"] = warnings
+    results = _generated(call.runs)
+    out: dict[str, Any] = warnings_of(call)
     if results and results[0].params:  # the client asked for it; all prompts share them
         out["params"] = results[0].params
     receipts = [done.receipt for done in results if done.receipt is not None]

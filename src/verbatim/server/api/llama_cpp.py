@@ -24,6 +24,7 @@ from verbatim.server.api.generate import (
     choice_deltas,
     extra_fields,
     observe_latency,
+    warnings_of,
 )
 from verbatim.server.api.local_fields import LLAMA_COMPLETION
 from verbatim.server.api.request_context import (
@@ -132,7 +133,7 @@ class LlamaReply:
             },
             "seed": done.seed,
             "system_fingerprint": done.fingerprint,
-            **extra_fields(self.call.runs),
+            **extra_fields(self.call),
         }
 
     async def full_response(self) -> Response:
@@ -195,7 +196,7 @@ async def apply_template(call: RequestContext) -> Response:
         Tokenize(call.next_id(), call.tenant, messages=messages, template=template, render=True)
     )
     (done,) = await call.results(Detokenized)
-    return Json({"prompt": done.text})
+    return Json({"prompt": done.text, **warnings_of(call)})
 
 
 async def props(call: RequestContext) -> Response:

@@ -11,6 +11,7 @@ from verbatim.base.params import FIELDS
 from verbatim.server.api import ollama_schemas, schemas
 from verbatim.server.api.field_rules import (
     ADD_PROMPT,
+    CACHE_PROMPT,
     CONTINUE,
     INT64,
     KWARGS,
@@ -38,10 +39,9 @@ OLLAMA_OPTIONS = (
     "server chooses; any other negative seed is taken modulo 2**63"
 )
 KEEP_ALIVE = Rule(
-    "label",
-    "seconds, or a duration such as 5m; a model stays loaded until the server ends or needs its "
-    "memory, so a duration has no effect, and the answer has a warning; 0 without a prompt unloads "
-    "one of several models and is refused for the only one",
+    "ignored",
+    "a model stays loaded until the server ends or needs its memory (--model-idle-seconds); only "
+    "0 without a prompt unloads one of several models",
     ollama_schemas.KeepAlive,
 )
 _OLLAMA: dict[str, Rule] = {
@@ -61,7 +61,12 @@ _OLLAMA: dict[str, Rule] = {
     ),
     "logprobs": Rule("refused", "use /v1/chat/completions", only=(False,)),
     "top_logprobs": Rule("refused", "use /v1/chat/completions", only=(0,)),
-    "truncate": Rule("refused", "the server never truncates a prompt", only=(False,)),
+    "truncate": Rule(
+        "ignored",
+        "a prompt is never truncated; one that does not fit is refused",
+        TRUE_FALSE,
+        only=(False,),
+    ),
     "shift": Rule("refused", "the server never truncates a prompt", only=(False,)),
     "_debug_render_only": Rule("refused", "use /tokenize", only=(False,)),
     "report_params": REPORT,
@@ -71,8 +76,8 @@ OLLAMA_CHAT: dict[str, Rule] = {
     "messages": Rule(
         "honoured",
         "roles system, user, assistant, tool; a last message of the assistant is continued; "
-        "thinking that the model's template does not read is refused, and so is a tool_name that "
-        "it does not read and that differs from its call's",
+        "thinking that the model's template does not read is refused; a tool_name that it does not "
+        "read has no effect and gets a warning",
         list[ollama_schemas.OllamaMessage],
         required=True,
     ),
@@ -217,21 +222,19 @@ LLAMA_COMPLETION: dict[str, Rule] = {
         TRUE_FALSE,
     ),
     "return_tokens": Rule("honoured", "the token ids of the output (not streamed)", TRUE_FALSE),
-    "cache_prompt": Rule(
-        "refused", "the prefix cache is always on, and changes no token", only=(True,)
-    ),
-    "id_slot": Rule("refused", "the scheduler has no slots to choose from", only=(-1,)),
-    "n_keep": Rule("label", "the server never truncates a prompt", INT64),
+    "cache_prompt": CACHE_PROMPT,
+    "id_slot": Rule("ignored", "the scheduler has no slots to choose from", INT64, only=(-1,)),
+    "n_keep": Rule("ignored", "the server never truncates a prompt", INT64),
     "samplers": Rule("refused", "the order of the samplers is fixed (docs/sampling.md)"),
     "mirostat": Rule(
         "refused",
         "this sampler does not exist here; min_p, typical_p and top_n_sigma do",
         only=(0,),
     ),
-    "mirostat_tau": Rule("label", "without mirostat it has no effect", NUMBER),
-    "mirostat_eta": Rule("label", "without mirostat it has no effect", NUMBER),
+    "mirostat_tau": Rule("ignored", "there is no mirostat", NUMBER),
+    "mirostat_eta": Rule("ignored", "there is no mirostat", NUMBER),
     "dynatemp_range": Rule("refused", "the temperature is fixed", only=(0, 0.0)),
-    "dynatemp_exponent": Rule("label", "without dynatemp_range it has no effect", NUMBER),
+    "dynatemp_exponent": Rule("ignored", "there is no dynatemp_range", NUMBER),
     "min_keep": Rule("refused", "the filters keep at least one token", only=(0, 1)),
     "post_sampling_probs": Rule("refused", "use logprobs_mode on /v1/completions", only=(False,)),
     "timings_per_token": Rule("refused", "the last event has the timings", only=(False,)),

@@ -24,9 +24,10 @@ from verbatim.server.api.generate import (
     finish_reason,
     observe_latency,
     speculation,
+    warnings_of,
 )
 from verbatim.server.api.local_fields import OLLAMA_CHAT
-from verbatim.server.api.ollama_schemas import OLLAMA_MACHINE_OPTIONS, OLLAMA_PARAMS
+from verbatim.server.api.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.api.request_context import EventStream, Json, RequestContext, is_zero, new_id
 from verbatim.server.json_io import dumps, loads_lossless
 from verbatim.server.process.messages import Generate, Generated, WireFinish
@@ -41,11 +42,6 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "messages.reasoning_content": "thinking",
     "reasoning_effort": "think",
 }
-
-KEEP_ALIVE_IGNORED = (
-    "keep_alive: has no effect; a model stays loaded until the server ends or needs its memory"
-    " (--model-idle-seconds)"
-)
 
 
 def sampling(options: dict[str, Any]) -> dict[str, Any]:
@@ -109,20 +105,9 @@ def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def warnings_of(body: dict[str, Any]) -> list[str]:
-    """Warnings about options that have no effect."""
-    options = body.get("options") or {}
-    ignored = [
-        f"options.{name}: has no effect; {OLLAMA_MACHINE_OPTIONS[name]}"
-        for name in options
-        if name in OLLAMA_MACHINE_OPTIONS
-    ]
-    return [*ignored, KEEP_ALIVE_IGNORED] if "keep_alive" in body else ignored
-
-
 async def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
     """The answer to a request without a prompt, by which clients load or unload a model."""
-    reason, warnings = "load", warnings_of(body)
+    reason = "load"
     if is_zero(body.get("keep_alive")):
         pool = call.state.pool
         if pool is None:
@@ -142,9 +127,9 @@ async def load_only(call: RequestContext, body: dict[str, Any], model: str, empt
         if not await pool.unload(base):
             raise Problem("overloaded", "the model is in use; it is not unloaded", retry_after=2)
         reason = "unload"
-        warnings.remove(KEEP_ALIVE_IGNORED)
-    more = {"warnings": warnings} if warnings else {}
-    return Json({**_head(model), **empty, "done": True, "done_reason": reason, **more})
+        call.notices = [line for line in call.notices if not line.startswith("keep_alive:")]
+    done = {**empty, "done": True, "done_reason": reason, **warnings_of(call)}
+    return Json({**_head(model), **done})
 
 
 class OllamaReply:
@@ -156,7 +141,6 @@ class OllamaReply:
         self.call = call
         self.model = model
         self.ask = ask
-        self.warnings = warnings_of(body)
 
     def line(self, text: str, calls: list[Any], done: bool, thought: str = "") -> dict[str, Any]:
         thinking = {"thinking": thought} if thought else {}
@@ -179,9 +163,6 @@ class OllamaReply:
         assert done is not None
         usage, times = done.usage, done.timings
         observe_latency(self.call)
-        more = extra_fields(self.call.runs)
-        if self.warnings:
-            more["warnings"] = [*more.get("warnings", []), *self.warnings]
         return {
             "done_reason": finish_reason(finish) or "stop",
             "total_duration": int((self.call.load_seconds + times.total) * 1e9),
@@ -193,7 +174,7 @@ class OllamaReply:
             "seed": done.seed,
             "system_fingerprint": done.fingerprint,
             **speculation(self.call.runs),
-            **more,
+            **extra_fields(self.call),
         }
 
     async def full_response(self) -> Response:

@@ -20,7 +20,6 @@ from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.default_params import default_params
 from verbatim.server.api.embed_rerank import embed, unit_vector
 from verbatim.server.api.generate import extra_fields
-from verbatim.server.api.ollama import warnings_of
 from verbatim.server.api.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.api.request_context import Json, RequestContext
 from verbatim.server.json_io import dumps
@@ -184,7 +183,7 @@ async def embeddings_of_list(call: RequestContext) -> Response:
             "total_duration": int((call.state.clock() - call.arrived) * 1e9),
             "load_duration": int(call.load_seconds * 1e9),
             "prompt_eval_count": sum(done.usage.prompt_tokens for done in results),
-            **_more(call, body),
+            **extra_fields(call),
         }
     )
 
@@ -194,9 +193,4 @@ async def embedding_of_prompt(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body["model"])
     (done,) = await embed(call, body, "prompt")
-    return Json({"embedding": done.embedding or [], **_more(call, body)})
-
-
-def _more(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
-    more, warnings = extra_fields(call.runs), warnings_of(body)
-    return {**more, "warnings": [*more.get("warnings", []), *warnings]} if warnings else more
+    return Json({"embedding": done.embedding or [], **extra_fields(call)})

@@ -62,6 +62,9 @@ OLLAMA_MACHINE_OPTIONS = {
     "embedding_only": "every model generates and embeds",
     "num_keep": "the server never truncates a prompt, so no token has to be kept",
 }
+IGNORED_OPTIONS = OLLAMA_MACHINE_OPTIONS | dict.fromkeys(
+    ("mirostat_tau", "mirostat_eta"), "there is no mirostat"
+)
 
 
 # Option -> why it is refused. A value that _OllamaOptions allows is accepted all the same.

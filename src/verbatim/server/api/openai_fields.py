@@ -10,6 +10,7 @@ from pydantic import Field as P
 from verbatim.server.api import responses_schemas, schemas
 from verbatim.server.api.field_rules import (
     ADD_PROMPT,
+    CACHE_HINT,
     CACHE_KEY,
     CONTINUE,
     KWARGS,
@@ -17,6 +18,7 @@ from verbatim.server.api.field_rules import (
     LIST_SEED,
     METADATA,
     MODEL,
+    NO_METADATA,
     NO_MODERATION,
     NO_PARSE,
     PARSE,
@@ -30,6 +32,7 @@ from verbatim.server.api.field_rules import (
     TRUE_FALSE,
     TRUNCATE,
     USER,
+    VERBOSITY,
     Rule,
     extensions,
 )
@@ -73,9 +76,9 @@ CHAT: dict[str, Rule] = {
     "model": MODEL,
     "messages": Rule(
         "honoured",
-        "roles system, developer, user, assistant, tool; text parts; a name or reasoning_content "
-        "that the model's template does not read is refused (tool_call_id is accepted, because the "
-        "order of results implies it; so is the name of a result that repeats its call's)",
+        "roles system, developer, user, assistant, tool; text parts; reasoning_content that the "
+        "model's template does not read is refused; a name that it does not read, and "
+        "cache_control, have no effect and get a warning",
         Annotated[list[schemas.Message], P(min_length=1)],
         required=True,
     ),
@@ -83,10 +86,20 @@ CHAT: dict[str, Rule] = {
     "add_generation_prompt": ADD_PROMPT,
     "continue_final_message": CONTINUE,
     "chat_template_kwargs": KWARGS,
+    "client_metadata": NO_METADATA,
+    "enable_thinking": Rule(
+        "honoured",
+        "Qwen's clients: true switches thinking on, false off, where the chat template has the "
+        "switch",
+        TRUE_FALSE,
+    ),
     "function_call": Rule(
         "refused", "deprecated by OpenAI; use tool_choice", only=("none", "auto")
     ),
     "functions": Rule("refused", "deprecated by OpenAI; use tools", only=([],)),
+    "include_reasoning": Rule(
+        "honoured", "false: the response leaves the reasoning out, which it counts", TRUE_FALSE
+    ),
     "logprobs": Rule("honoured", "report each token's log-probability", TRUE_FALSE),
     "max_completion_tokens": Rule(
         "honoured",
@@ -102,14 +115,14 @@ CHAT: dict[str, Rule] = {
     "modalities": Rule("refused", "only text output is supported", only=(["text"],)),
     "moderation": NO_MODERATION,
     "parallel_tool_calls": Rule("honoured", "false: at most one call per response", TRUE_FALSE),
-    "prediction": Rule("refused", "speculative decoding needs no prediction (see speculate)"),
+    "prediction": Rule("ignored", "speculative decoding needs no prediction (see speculate)"),
     "prompt_cache_key": CACHE_KEY,
-    "prompt_cache_options": Rule("refused", "the prefix cache has no per-request options"),
+    "prompt_cache_options": CACHE_HINT,
     "prompt_cache_retention": RETENTION,
     "reasoning_effort": Rule(
         "honoured",
         "passed to a chat template that reads it; else none switches thinking off and any other "
-        "level on; refused where the template has no such switch",
+        "level on; no effect with a model that does not reason",
         schemas.Effort,
     ),
     "response_format": Rule(
@@ -138,12 +151,7 @@ CHAT: dict[str, Rule] = {
     ),
     "parse_special": NO_PARSE,
     "user": USER,
-    "verbosity": Rule(
-        "refused",
-        "leave it out, and ask for a short or a long answer in a message",
-        schemas.Text,
-        only=("medium",),
-    ),
+    "verbosity": Rule("ignored", VERBOSITY, schemas.Verbosity, only=("medium",)),
     "web_search_options": Rule("refused", "the server fetches nothing for a request"),
     **extensions("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
 }
@@ -160,6 +168,7 @@ RESPONSES: dict[str, Rule] = {
     "access_programs": Rule("refused", "there are no access programs"),
     "background": Rule("refused", "responses are generated while the client waits", only=(False,)),
     "chat_template_kwargs": KWARGS,
+    "client_metadata": NO_METADATA,
     "context_management": Rule("refused", "the server never compacts or truncates input"),
     "conversation": Rule("refused", "use previous_response_id, or send the whole input"),
     "image": Rule("refused", "only text input is supported"),
@@ -174,14 +183,14 @@ RESPONSES: dict[str, Rule] = {
     ),
     "instructions": Rule("honoured", "a system message before the input", schemas.Text),
     "max_output_tokens": Rule("honoured", "maximum number of output tokens", LENGTH),
-    "max_tool_calls": Rule("refused", "there are no built-in tools to count"),
+    "max_tool_calls": Rule("ignored", "there are no built-in tools to count", LENGTH),
     "metadata": METADATA,
     "moderation": NO_MODERATION,
     "parallel_tool_calls": Rule("honoured", "false: at most one call per response", TRUE_FALSE),
     "previous_response_id": Rule("honoured", "continue a stored response", schemas.Label),
     "prompt": Rule("refused", "the server stores no prompt templates"),
     "prompt_cache_key": CACHE_KEY,
-    "prompt_cache_options": Rule("refused", "the prefix cache has no per-request options"),
+    "prompt_cache_options": CACHE_HINT,
     "prompt_cache_retention": RETENTION,
     "reasoning": Rule(
         "honoured",
@@ -203,8 +212,7 @@ RESPONSES: dict[str, Rule] = {
     ),
     "text": Rule(
         "honoured",
-        "format: text, json_object, json_schema (enforced while sampling); verbosity other than "
-        "medium is refused: ask for a short or a long answer in the prompt",
+        "format: text, json_object, json_schema (enforced while sampling); verbosity has no effect",
         responses_schemas.ResponseText,
     ),
     "tool_choice": Rule(
@@ -219,7 +227,10 @@ RESPONSES: dict[str, Rule] = {
     ),
     "top_logprobs": Rule("honoured", "alternatives for each token", schemas.type_of("logprobs")),
     "truncation": Rule(
-        "refused", "the server never truncates a prompt", schemas.Text, only=("disabled",)
+        "ignored",
+        "a prompt is never truncated; one that does not fit is refused",
+        Literal["auto", "disabled"],
+        only=("disabled",),
     ),
     "parse_special": NO_PARSE,
     "user": USER,

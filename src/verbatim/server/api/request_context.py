@@ -20,6 +20,8 @@ from starlette.types import Receive, Scope, Send
 
 from verbatim.server.api.api_errors import Problem, problem_of
 from verbatim.server.api.default_params import with_defaults
+from verbatim.server.api.field_effects import take_ignored, translate
+from verbatim.server.api.field_table import PROTOCOLS
 from verbatim.server.api.json_body import parse_json
 from verbatim.server.api.to_params import check_finish, with_client_names
 from verbatim.server.api.validate import check
@@ -71,10 +73,12 @@ class RequestContext:
         self.query: dict[str, str] = {}  # validated against QUERIES
         # engine parameter name -> client field name, for errors that the engine reports
         self.names: Mapping[str, str] = {}
+        self.aliases: Mapping[str, str] = {}  # this server's field -> the client's (translate())
         self.shift = 0  # number of messages that the server put before the client's messages
         # the client's field behind each message, where it sends no messages in OpenAI's form
         self.places: Sequence[str] = ()
         self.given: Mapping[str, Any] = {}  # the validated body
+        self.notices: list[str] = []  # warnings about fields that have no effect here
         self.load_seconds = 0.0  # this request waited so long for its model to be loaded
         self.signal = Signal()
         self.runs: list[Running] = []
@@ -92,6 +96,8 @@ class RequestContext:
         if self.state.settings.log_prompts:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
         body = check(route or self.route, data)
+        table = PROTOCOLS[route or self.route][1]
+        self.notices, self.aliases = take_ignored(table, body), translate(table, body)
         self.request.scope["verbatim.labels"] = labels_of(body)
         if self.route.startswith("/api/") and "model" in body:
             body["model"] = self.state.served_case(body["model"])
@@ -376,23 +382,38 @@ class EventStream(Response):
 
 class Chunks:
     """Serialises the chunks of one stream. Everything but the choice and the running usage is
-    serialised once."""
+    serialised once.
+
+    The chunk with a choice's finish_reason is held back until the next one, so that the last of the
+    stream can have the warnings: clients read no chunk without choices."""
 
     def __init__(self, head: dict[str, Any], tail: dict[str, Any]) -> None:
+        self._held = b""  # without its closing brace
         self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._after = b"".join(
             b"," + dumps(name) + b":" + dumps(value) for name, value in tail.items()
         )
 
-    def serialise(
+    def add(
         self,
         choice: dict[str, Any],
         padding: str | None = None,
         usage: dict[str, int] | None = None,
-    ) -> bytes:
+    ) -> list[bytes]:
+        """The chunks that can be sent now: the one held back, and this one unless it is held."""
         pad = b"" if padding is None else b',"obfuscation":' + dumps(padding)
         after = self._after if usage is None else b',"usage":' + dumps(usage)
-        return b"%s%s]%s%s}\n\n" % (self._before, dumps(choice), after, pad)
+        made = b"%s%s]%s%s" % (self._before, dumps(choice), after, pad)
+        out, self._held = self.end(), b""
+        if choice["finish_reason"] is None:
+            return [*out, made + b"}\n\n"]
+        self._held = made
+        return out
+
+    def end(self, **more: Any) -> list[bytes]:
+        """The chunk held back, if any, with further fields."""
+        fields = b"".join(b"," + dumps(name) + b":" + dumps(v) for name, v in more.items())
+        return [self._held + fields + b"}\n\n"] if self._held else []
 
 
 Handler = Callable[[RequestContext], Awaitable[Response]]

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_request import ChatRequest, count_tokens
+from verbatim.server.api.generate import warnings_of
 from verbatim.server.api.openai_fields import RESPONSES
 from verbatim.server.api.request_context import EventStream, Json, RequestContext
 from verbatim.server.api.responses_input import NAMES, as_chat
@@ -42,4 +43,4 @@ async def count(call: RequestContext) -> Response:
     body = await call.body()
     call.state.check_model(body.get("model"))
     count = await count_tokens(call, as_chat(call, body), NAMES)
-    return Json({"object": "response.input_tokens", "input_tokens": count})
+    return Json({"object": "response.input_tokens", "input_tokens": count, **warnings_of(call)})

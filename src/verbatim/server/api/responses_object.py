@@ -87,7 +87,7 @@ class ResponsesReply:
             "tools": body.get("tools", []),
             "top_logprobs": body.get("top_logprobs", 0),
             "top_p": body.get("top_p", defaults.top_p),
-            "truncation": "disabled",
+            "truncation": body.get("truncation", "disabled"),
             "user": body.get("user"),
             "background": False,
             "seed": ask.params.get("seed"),
@@ -135,7 +135,7 @@ class ResponsesReply:
         made = self.object(
             "incomplete" if cut else "completed",
             usage=spelled_usage,
-            **extra_fields(self.call.runs),
+            **extra_fields(self.call),
             **self._reports(),
         )
         if cut:

@@ -15,6 +15,7 @@ from verbatim.server.api.schemas import (
     Strict,
     Text,
     TextFormat,
+    Verbosity,
 )
 
 
@@ -89,18 +90,11 @@ class ResponseSchema(Strict):
     strict: bool | None = None
 
 
-# Values of fields inside other fields that are refused, and what to do instead.
-REFUSED_VALUES = {
-    "text.verbosity": "only 'medium' is accepted, because no model here has such a setting; leave "
-    "it out, and ask for a short or a long answer in instructions or input",
-}
-
-
 class ResponseText(Strict):
     format: (
         Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None
     ) = None
-    verbosity: Literal["medium"] | None = None
+    verbosity: Verbosity | None = None
 
 
 class ResponseReasoning(Strict):

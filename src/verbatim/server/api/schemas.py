@@ -60,12 +60,18 @@ class Strict(BaseModel):
 # ------------------------------------------------------------------------ chat completions
 
 
-class TextPart(Strict):
+class Cached(Strict):
+    """What LiteLLM and others send with a cache breakpoint (field_effects.py)."""
+
+    cache_control: JsonObject | None = None
+
+
+class TextPart(Cached):
     type: Literal["text", "input_text", "output_text"]
     text: Text
     annotations: list[Any] | None = Field(None, max_length=0)
     logprobs: list[Any] | None = None
-    prompt_cache_breakpoint: None = None
+    prompt_cache_breakpoint: JsonObject | None = None
 
 
 class RefusalPart(Strict):
@@ -91,16 +97,17 @@ class ToolCall(Strict):
     index: Annotated[int, Field(ge=0, le=4096)] | None = None
 
 
+Verbosity = Literal["low", "medium", "high"]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
-class SystemMessage(Strict):
+class SystemMessage(Cached):
     role: Literal["system", "developer", "user"]
     content: Text | Parts
     name: Label | None = None
 
 
-class AssistantMessage(Strict):
+class AssistantMessage(Cached):
     role: Literal["assistant"]
     content: Text | Parts | None = None
     name: Label | None = None
@@ -110,7 +117,7 @@ class AssistantMessage(Strict):
     annotations: list[Any] | None = Field(None, max_length=0)
 
 
-class ToolMessage(Strict):
+class ToolMessage(Cached):
     role: Literal["tool"]
     content: Text | Parts
     tool_call_id: Text
@@ -120,14 +127,14 @@ class ToolMessage(Strict):
 Message = Annotated[SystemMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
 
 
-class Function(Strict):
+class Function(Cached):
     name: Name
     description: Text | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
 
 
-class Tool(Strict):
+class Tool(Cached):
     type: Literal["function"]
     function: Function
 
@@ -166,6 +173,16 @@ class JsonSchemaFormat(Strict):
 
 
 ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class StructuredOutputs(Strict):
+    """vLLM's. Its further members are refused by name."""
+
+    json_: JsonObject | bool | Text | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Text | None = None
+    choice: type_of("choice") | None = None  # type: ignore[valid-type]
+    grammar: Text | None = None
 
 
 class StreamOptions(Strict):

@@ -11,7 +11,14 @@ from verbatim.server.api import to_params
 from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.chat_request import continued, conversation
 from verbatim.server.api.completions import parses_special, prompts_of
-from verbatim.server.api.generate import extra_fields, floor, observe_latency, token_text, usage_of
+from verbatim.server.api.generate import (
+    extra_fields,
+    floor,
+    observe_latency,
+    token_text,
+    usage_of,
+    warnings_of,
+)
 from verbatim.server.api.request_context import Json, RequestContext
 from verbatim.server.process.messages import (
     Detokenize,
@@ -49,7 +56,7 @@ async def score(call: RequestContext) -> Response:
             "system_fingerprint": call.fingerprint,
             "data": [_scored(i, r) for i, r in enumerate(results)],
             "usage": usage_of(call.runs),
-            **extra_fields(call.runs),
+            **extra_fields(call),
         }
     )
 
@@ -106,8 +113,7 @@ async def tokenize(call: RequestContext) -> Response:
     (done,) = await call.results(Tokenized)
     ids, context = done.token_ids, call.state.facts.context
     answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
-    if done.warnings:
-        answer["warnings"] = done.warnings
+    answer |= warnings_of(call)
     if body.get("return_token_strs"):
         answer["token_strs"] = [token_text(raw) for raw in done.raw]
     return Json(answer)

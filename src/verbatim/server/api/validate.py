@@ -77,7 +77,7 @@ def check(route: str, data: Any) -> dict[str, Any]:
             )
         if value is None:
             continue
-        if rule.kind == "refused" and not _has_no_effect(rule, value):
+        if rule.kind == "refused" and not rule.holds(value):
             raise Problem(
                 "unsupported_parameter", f"{name}: not supported; {rule.help}", param=name
             )
@@ -127,10 +127,6 @@ def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> di
             )
         given[name] = value
     return given
-
-
-def _has_no_effect(rule: Rule, value: Any) -> bool:
-    return any(type(value) is type(harmless) and value == harmless for harmless in rule.only)
 
 
 def _options(table: Mapping[str, Rule]) -> Collection[str]:

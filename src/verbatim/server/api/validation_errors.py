@@ -14,7 +14,6 @@ from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.field_table import OTHER_NAMES
 from verbatim.server.api.json_body import format_path
 from verbatim.server.api.ollama_schemas import REFUSED_OPTIONS
-from verbatim.server.api.responses_schemas import REFUSED_VALUES
 
 SHOULD = "Input should be "  # how pydantic's messages start
 
@@ -86,9 +85,6 @@ def problem_of(error: ValidationError, data: Any, options: Collection[str] = ())
     if len(path) == 2 and path[0] == "options" and path[1] in REFUSED_OPTIONS:
         why = REFUSED_OPTIONS[str(path[1])]
         return Problem("unsupported_parameter", f"{param}: not supported; {why}", param)
-    if chosen["type"] == "literal_error" and param in REFUSED_VALUES:
-        why = f"{chosen['input']!r:.40} is not supported; {REFUSED_VALUES[param]}"
-        return Problem("unsupported_parameter", f"{param}: {why}", param)
     if chosen["type"] == "missing":
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":

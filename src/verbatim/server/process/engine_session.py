@@ -312,11 +312,11 @@ class EngineSession:
         assert message.messages is not None, "neither a text nor a conversation"
         return self._engine.encode_chat(message.messages, **(message.template or {}))
 
-    def _render_chat(self, message: Tokenize) -> str:
+    def _render_chat(self, message: Tokenize, warnings: list[str]) -> str:
         template = self._engine.parts.template
         if template is None:
             raise UnsupportedError("messages", "this model has no chat template")
-        text: str = template.render(message.messages, **(message.template or {}))
+        text: str = template.render(message.messages, warnings=warnings, **(message.template or {}))
         return text
 
     # ---------------------------------------------------------------------- tokenize and detokenize
@@ -324,11 +324,12 @@ class EngineSession:
     async def _tokenize(self, message: Tokenize) -> None:
         tokenizer, text = self._engine.tokenizer, message.text
         if message.render:
-            prompt = await asyncio.to_thread(self._render_chat, message)
-            self._outbox.put(Detokenized(message.request_id, prompt))
+            found: list[str] = []
+            prompt = await asyncio.to_thread(self._render_chat, message, found)
+            self._outbox.put(Detokenized(message.request_id, prompt, found))
             return
         ids = await asyncio.to_thread(self._encode_text, message)
-        warnings: Sequence[str] = ()
+        warnings: Sequence[str] = getattr(ids, "warnings", ())
         if text is not None and not message.parse_special and len(ids) <= self._engine.context:
             warnings = await asyncio.to_thread(typed_control, tokenizer, text)
         raw = [tokenizer.token_bytes(token) for token in ids]

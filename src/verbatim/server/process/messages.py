@@ -291,10 +291,11 @@ class Tokenized:
 
 @dataclass(frozen=True, slots=True)
 class Detokenized:
-    """The end of a Detokenize."""
+    """The end of a Detokenize, or of a Tokenize with render=True."""
 
     request_id: str
     text: str
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
