@@ -208,7 +208,7 @@ def metric_names() -> dict[str, tuple[str, str]]:
         )
         engines = [({}, EngineState(waiting=0, restarts=0, up=True))]
         supervisor = SimpleNamespace(ledger=ledger, reports=0, metrics="", engines=lambda: engines)
-        http = metrics.text({"model": supervisor}, 0, {"model": True})  # type: ignore[dict-item]
+        http = metrics.text({"model": supervisor}, 0, 0, {"model": True})  # type: ignore[dict-item]
         return http + engine_process.tasks_text()
 
     bandwidth = engine_process.Bandwidth.__new__(engine_process.Bandwidth)

@@ -34,13 +34,14 @@ async def test_open_requests_that_do_not_run_count_as_waiting() -> None:
     engine.ledger, engine.stats = ledger, {"requests_running": 1}
     engine.restarts, engine.metrics = 2, "verbatim_x 1\n"
     engine._running = dict.fromkeys("abc")  # type: ignore[arg-type]
-    found = scrape(metrics.text({"m": engine}, 5))
+    found = scrape(metrics.text({"m": engine}, 5, 2))
     assert found[("verbatim_requests_open",)] == 3
     assert found[("verbatim_requests_waiting",)] == 2
     assert found[("verbatim_requests_opened_total",)] == 4
     assert found[("verbatim_requests_ended_total", "stop")] == 1
     assert found[("verbatim_usage_tokens_total", "output")] == 2
     assert found[("verbatim_http_open_requests",)] == 5
+    assert found[("verbatim_http_unfinished_bodies",)] == 2
     assert found[("verbatim_http_answers_total", "/v1/models", "200")] == 2
     assert found[("verbatim_engine_restarts_total",)] == 2
     assert found[("verbatim_engine_up",)] == 0
@@ -49,7 +50,7 @@ async def test_open_requests_that_do_not_run_count_as_waiting() -> None:
     ledger.close("b", "stop")
     ledger.close("c", "stop")
     engine._running.clear()  # before the next heartbeat
-    assert scrape(metrics.text({"m": engine}, 5))[("verbatim_requests_waiting",)] == 0
+    assert scrape(metrics.text({"m": engine}, 5, 2))[("verbatim_requests_waiting",)] == 0
 
 
 def test_metrics_of_a_live_server_parse(fake: Live) -> None:

@@ -157,8 +157,9 @@ def _endpoint(
         handler, is_queued = methods["GET" if request.method == "HEAD" else request.method]
         response: Response | None = None
         try:
-            if is_queued:
-                call.admission.enter_context(state.admission.admit(call.tenant))
+            call.is_queued = is_queued
+            if request.method != "POST":  # a POST is admitted when its body has arrived
+                call.admit()
             call.query = check_query(
                 "GET" if request.method == "HEAD" else request.method,
                 path,

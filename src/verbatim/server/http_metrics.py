@@ -41,17 +41,20 @@ class Metrics:
         self,
         engines: Mapping[str, Supervisor],
         open_requests: int,
+        unfinished: int,
         loaded: Mapping[str, bool] | None = None,
     ) -> str:
-        """Prometheus text. `open_requests`: requests admitted and not yet answered. Of several
-        models, what an engine counts has a label `model`, and `loaded` says which have an engine:
-        a model that is not loaded has no `verbatim_engine_up`, because it is not a fault."""
+        """Prometheus text. `open_requests`: requests admitted and not yet answered; `unfinished`:
+        requests whose body is still arriving. Of several models, what an engine counts has a label
+        `model`, and `loaded` says which have an engine: a model that is not loaded has no
+        `verbatim_engine_up`, because it is not a fault."""
         ledger = next(iter(engines.values())).ledger  # one for all models
 
         def put(name: str, help: str, value: float, **labels: str) -> None:
             self._registry.number(f"verbatim_{name}", help, **labels).value = value
 
         put("http_open_requests", "requests admitted and not yet answered", open_requests)
+        put("http_unfinished_bodies", "requests whose body is still arriving", unfinished)
         put("http_tasks", "asyncio tasks of the HTTP process", len(asyncio.all_tasks()))
         put("requests_opened_total", "requests sent to the engine", ledger.opened)
         put("requests_open", "requests in the engine process", ledger.running)

@@ -21,6 +21,7 @@ from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Limits, Settings
+from verbatim.server.unfinished_bodies import UnfinishedBodies
 from verbatim.weights.hub_catalog import SYNONYMS
 
 # Concurrent requests with explain_rows. Each holds up to 64 rows of logits: 17 MB at a vocabulary
@@ -154,10 +155,18 @@ class State:
 
 
 class Admission:
-    """Admission control: counts the open requests of all models, accepts or rejects a new one."""
+    """Admission control: counts the open requests of all models, accepts or rejects a new one.
+    A request is open once its body has arrived.
+
+    When max_queue requests are open, a tenant is rejected unless it has fewer than max_queue / n of
+    them, where n tenants have requests open, this one included. So k keys have at most
+    max_queue * (1 + 1/2 + ... + 1/k) requests open, each term rounded up. No request that was
+    admitted is given up for another: its response may have begun.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
+        self.bodies = UnfinishedBodies(limits)
         self.draining = False
         self.open = 0
         self._with_rows = 0
@@ -167,14 +176,16 @@ class Admission:
         """The 429 or 503 for one more request of this tenant; None: it is admitted."""
         if self.draining:
             return Problem("unavailable", "the server is shutting down", retry_after=30)
-        if self.open >= self.limits.max_queue:
+        count = self._per_tenant.get(tenant, 0)
+        share = self.limits.max_queue / (len(self._per_tenant) + (count == 0))
+        if self.open >= self.limits.max_queue and count >= share:
             return Problem(
                 "overloaded",
-                f"{self.open} requests are open, which is this server's limit",
+                f"{self.open} requests are open, which is this server's limit"
+                + (f", {count} of them of this key" if count < self.open else ""),
                 retry_after=1,
             )
-        if self.limits.max_per_key and self._per_tenant[tenant] >= self.limits.max_per_key:
-            count = self._per_tenant[tenant]
+        if self.limits.max_per_key and count >= self.limits.max_per_key:
             return Problem(
                 "key_overloaded",
                 f"this key has {count} requests open, which is its limit",

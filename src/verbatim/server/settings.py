@@ -79,7 +79,10 @@ class Limits:
     )
     max_queue: int = field(
         default=512,
-        metadata={"help": "open requests, waiting and running", "error": "429 overloaded"},
+        metadata={
+            "help": "open requests, waiting and running; beyond it a key has its share",
+            "error": "429 overloaded",
+        },
     )
     max_per_key: int = field(
         default=0,
@@ -106,6 +109,13 @@ class Limits:
             "error": "error event slow_reader, or connection closed",
         },
     )
+    max_unfinished_bytes: int = field(
+        default=256 * MIB,
+        metadata={
+            "help": "bodies that are still arriving, all together, each as 64 KiB at least",
+            "error": "429 overloaded",
+        },
+    )
     max_store_bytes: int = field(
         default=64 * MIB,
         metadata={
@@ -130,6 +140,13 @@ class Limits:
     body_seconds: float = field(
         default=60.0, metadata={"help": "time for the body to arrive", "error": "408"}
     )
+    min_body_rate: int = field(
+        default=1024,
+        metadata={
+            "help": "bytes per second at which a body arrives, after 10 seconds; 0: any rate",
+            "error": "408",
+        },
+    )
     request_seconds: float = field(
         default=600.0,
         metadata={"help": "time for one whole request", "error": "408 or error event timeout"},
@@ -140,6 +157,12 @@ class Limits:
             value = getattr(self, f.name)
             if not value >= 0:
                 raise ParameterError(f.name, f"{value} is below 0")
+        if self.max_unfinished_bytes < self.max_body_bytes:
+            raise ParameterError(
+                "max_unfinished_bytes",
+                f"{self.max_unfinished_bytes} is below max_body_bytes, {self.max_body_bytes}; one "
+                "body must fit",
+            )
         if not 0 < self.max_cache_share <= 1:
             raise ParameterError(
                 "max_cache_share", f"{self.max_cache_share} is not above 0 and at most 1"

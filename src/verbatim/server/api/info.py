@@ -75,7 +75,10 @@ async def health(call: RequestContext) -> Response:
 
 
 async def metrics(call: RequestContext) -> Response:
+    state = call.state
     return Response(
-        call.state.metrics.text(call.state.engines(), call.state.open, call.state.loaded()),
+        state.metrics.text(
+            state.engines(), state.open, len(state.admission.bodies), state.loaded()
+        ),
         media_type="text/plain; version=0.0.4",
     )

@@ -70,6 +70,7 @@ class RequestContext:
         self.id: str = request.scope["verbatim.id"]
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
+        self.is_queued = False  # the route counts against max_queue
         self.query: dict[str, str] = {}  # validated against QUERIES
         # engine parameter name -> client field name, for errors that the engine reports
         self.names: Mapping[str, str] = {}
@@ -152,16 +153,14 @@ class RequestContext:
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise Problem("body_too_large", f"the body is larger than {limit} bytes")
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(self.state.limits.body_seconds):
-                async for piece in self.request.stream():
-                    raw += piece
-                    if len(raw) > limit:
-                        raise Problem("body_too_large", f"the body is larger than {limit} bytes")
-        except TimeoutError:
-            raise Problem("timeout", "the body did not arrive in time") from None
-        return bytes(raw)
+        raw = await self.state.admission.bodies.read(self.tenant, self.request.stream())
+        self.admit()
+        return raw
+
+    def admit(self) -> None:
+        """Take a place in the queue, on a route that needs one. Raises the rejection."""
+        if self.is_queued:
+            self.admission.enter_context(self.state.admission.admit(self.tenant))
 
     # ------------------------------------------------------------------------------ engine
 
