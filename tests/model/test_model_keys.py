@@ -274,6 +274,72 @@ def test_a_key_that_is_not_read_still_needs_a_value_of_its_type(
         read_config({**TINY_CONFIGS[family], key: value}, file="config.json")
 
 
+@pytest.mark.parametrize(
+    ("config", "what"),
+    [
+        ({"model_type": "t5", "is_encoder_decoder": True}, "an encoder-decoder model"),
+        ({"model_type": "mamba", "state_size": 16}, "it has state-space (Mamba) layers"),
+        ({"model_type": "jamba", "mamba_d_state": 16}, "it has state-space (Mamba) layers"),
+        ({"model_type": "rwkv"}, "it has state-space (Mamba) layers"),
+        (
+            {"model_type": "llava", "vision_config": {}, "text_config": {"model_type": "llama"}},
+            "a language model (llama) with an encoder of images or sound",
+        ),
+        ({"model_type": "llava", "vision_config": {}}, "a language model with an encoder of"),
+        ({"model_type": "qwen3moe"}, "the nearest name is qwen3_moe"),
+        ({"model_type": "Llama"}, "the nearest name is llama"),
+        ({"model_type": "gemma-3"}, "the nearest name is gemma3"),
+        ({"model_type": "deepseek_v3"}, ""),
+    ],
+)
+def test_an_unknown_family_is_described(config: dict[str, Any], what: str) -> None:
+    name = config["model_type"]
+    told = f": {what}" if what else "; "
+    with pytest.raises(ModelError, match=re.escape(f"model_type {name!r} is unknown{told}")) as e:
+        read_config(config)
+    text = str(e.value)
+    assert all(f" {kind}," in text for kind in ("arcee", "gemma3", "mistral3", "qwen3_5"))
+    assert text.endswith("; see docs/models.md")
+    assert all(w not in text for w in (": an encoder", "nearest")) or what
+
+
+@pytest.mark.parametrize(
+    ("architecture", "key", "what"),
+    [
+        ("t5", "t5.decoder_block_count", "an encoder-decoder model"),
+        ("mamba2", "mamba2.ssm.state_size", "it has state-space (Mamba) layers"),
+        ("clip", "clip.has_vision_encoder", "a language model with an encoder of images or sound"),
+        ("qwen3-moe", "qwen3-moe.block_count", "the nearest name is qwen3moe"),
+    ],
+)
+def test_an_unknown_architecture_is_described(architecture: str, key: str, what: str) -> None:
+    start = f"architecture {architecture!r} is unknown: {what}; known: "
+    with pytest.raises(ModelError, match=re.escape(start)):
+        read_header({"general.architecture": architecture, key: 1}, EMBED, file="a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("family", "types", "rule"),
+    [
+        ("granitehybrid", ["mamba", "mamba", "attention"], "2 Mamba layers, which are not"),
+        ("granitehybrid", ["linear_attention"] * 3, "3 Mamba layers, which are not"),
+        ("granitehybrid", ["attention"] * 2, "2 entries for 3 layers"),
+        ("qwen2", ["full_attention"] * 4, "4 entries for 3 layers"),
+        ("qwen2", ["full_attention", "chunked", 7], "'chunked' is not supported; full_attention"),
+        (
+            "lfm2",
+            ["conv", "full_attention", "mamba"],
+            "'mamba' is not supported; full_attention or",
+        ),
+        ("lfm2", ["conv"], "1 entries for 3 layers"),
+    ],
+)
+def test_wrong_layer_types_are_counted_or_named(family: str, types: list[Any], rule: str) -> None:
+    config = {**TINY_CONFIGS[family], "num_hidden_layers": 3}
+    with pytest.raises(ModelError, match=f"layer_types is .*: {re.escape(rule)}"):
+        read_config({**config, "layer_types": types})
+
+
 @pytest.mark.parametrize("key", ["5", "05", "0005"])
 def test_a_layer_number_may_have_leading_zeros(key: str) -> None:
     """transformers 5.22 pads the keys of per_layer_config to one width, and reads them by int()."""

@@ -20,7 +20,7 @@ from verbatim.model.families_layer_norm import LAYER_NORM_FAMILIES
 from verbatim.model.families_llama import LLAMA_FAMILIES, gemma3_records
 from verbatim.model.families_moe import MOE_FAMILIES
 from verbatim.model.families_recurrent import RECURRENT_FAMILIES
-from verbatim.model.family_parts import check_spec
+from verbatim.model.family_parts import check_spec, unknown_family
 from verbatim.model.keys import check_keys
 from verbatim.model.rope_record import Record, family_record
 from verbatim.model.spec import ModelSpec
@@ -64,9 +64,8 @@ def read_config(
             file=file,
         )
     if kind not in _FAMILIES:
-        raise ModelError(
-            f"model_type {kind!r} is unknown; known: {', '.join(sorted(_FAMILIES))}", file=file
-        )
+        more = f" (of {', '.join(WRAPPERS)} the language model alone)"
+        raise unknown_family("model_type", kind, {*_FAMILIES, *WRAPPERS}, config, file, more)
     if kind == "gemma3_text":
         _check_pattern(fields)
     spec = _FAMILIES[kind](_checked(fields, kind, warnings), context)

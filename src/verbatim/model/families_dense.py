@@ -24,7 +24,7 @@ def _smollm3(f: Fields, requested: int | None) -> ModelSpec:
     count, interval = len(base.layers), f.integer("no_rope_layer_interval")
     rotated = f.items("no_rope_layers") or [int((i + 1) % interval != 0) for i in range(count)]
     if len(rotated) < count or any(r not in (0, 1) for r in rotated):
-        raise f.fail("no_rope_layers", f"{count} entries are needed, each 0 or 1")
+        raise f.fail("no_rope_layers", f"{count} entries are needed, one per layer, each 0 or 1")
     sliding = f.boolean("use_sliding_window", False)
     window = window_of(f)
     windows = layer_windows(
@@ -52,6 +52,9 @@ def _granite(f: Fields, requested: int | None) -> ModelSpec:
 
 def _granite_hybrid(f: Fields, requested: int | None) -> ModelSpec:
     """The dense models of Granite 4, whose configs are those of hybrids without Mamba layers."""
+    mamba = sum(t in ("mamba", "linear_attention") for t in f.items("layer_types"))
+    if mamba:
+        raise f.fail("layer_types", f"{mamba} Mamba layers, which are not supported")
     if f.integer("num_local_experts", low=0):
         raise f.fail("num_local_experts", "only 0 is supported")
     if not f.has("layer_types"):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Literal
 
 from verbatim.model.config_fields import MAX_COUNT, Fields
-from verbatim.model.family_parts import rotary
+from verbatim.model.family_parts import check_types, rotary
 from verbatim.model.rope_record import family_record
 from verbatim.model.spec import DeltaSpec, LayerSpec, ModelSpec
 
@@ -17,8 +17,8 @@ MAX_TAPS = 64  # of a convolution: far above any real model
 def _mixers(f: Fields, layers: int, other: str, default: Callable[[int], bool]) -> list[bool]:
     """Whether each layer is attention: by `layer_types` if present, else by the family's rule."""
     types = f.items("layer_types")
-    if types and (len(types) != layers or any(t not in ("full_attention", other) for t in types)):
-        raise f.fail("layer_types", f"{layers} entries are needed, each full_attention or {other}")
+    if types:
+        check_types(f, types, layers, "full_attention", other)
     attention = [t == "full_attention" for t in types] or [default(i) for i in range(layers)]
     if not any(attention):
         key = "layer_types" if types else "full_attn_idxs or full_attention_interval"

@@ -5,12 +5,15 @@ In: a config with its defaults filled in. Out: fields of a ModelSpec. Every erro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from difflib import get_close_matches
 from typing import Any
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.model.config_fields import Fields
+from verbatim.model.config_fields import Fields, short
+from verbatim.model.keys import printable
 from verbatim.model.layout import HF_KEY_NAMES
 from verbatim.model.rope_record import Record, rope_of
 from verbatim.model.spec import LayerSpec, ModelSpec
@@ -29,6 +32,29 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
+
+
+def unknown_family(
+    what: str, kind: str, known: Iterable[str], keys: Mapping[str, Any], file: str, more: str = ""
+) -> ModelError:
+    """The error for an architecture that is not implemented. `what`: the key that names it.
+    `known`: those that are. `keys`: the file's, which tell what kind of model it is."""
+    known, inner, hint = sorted(known), keys.get("text_config"), ""
+    if keys.get("is_encoder_decoder") is True or f"{kind}.decoder_block_count" in keys:
+        hint = ": an encoder-decoder model"
+    elif kind == "clip" or {"vision_config", "audio_config", "text_config"} & set(keys):
+        text = inner.get("model_type") if isinstance(inner, Mapping) else None
+        of = f" ({printable(text)})" if isinstance(text, str) else ""
+        hint = f": a language model{of} with an encoder of images or sound"
+    elif re.search(r"mamba(?!_ssm)|\bssm|state_size|rwkv", " ".join((kind, *keys))):
+        hint = ": it has state-space (Mamba) layers"
+    elif near := get_close_matches(kind.lower(), known, 1, 0.8):
+        hint = f": the nearest name is {near[0]}"
+    return ModelError(
+        f"{what} {short(kind)} is unknown{hint}; known: {', '.join(known)}{more}; "
+        "see docs/models.md",
+        file=file,
+    )
 
 
 def check_spec(
@@ -108,12 +134,16 @@ def layer_types(f: Fields, layers: int) -> list[bool] | None:
     types = ["full_attention" if t == "attention" else t for t in f.items("layer_types")]
     if not types:
         return None
-    if len(types) != layers or any(t not in ("sliding_attention", "full_attention") for t in types):
-        raise f.fail(
-            "layer_types",
-            f"{layers} entries are needed, each full_attention (or attention) or sliding_attention",
-        )
+    check_types(f, types, layers, "full_attention", "sliding_attention")
     return [t == "sliding_attention" for t in types]
+
+
+def check_types(f: Fields, types: list[Any], layers: int, *known: str) -> None:
+    if len(types) != layers:
+        raise f.fail("layer_types", f"{len(types)} entries for {layers} layers")
+    if wrong := [t for t in types if t not in known]:
+        needed = " or ".join(known)
+        raise f.fail("layer_types", f"{short(wrong[0])} is not supported; {needed} is needed")
 
 
 def layer_windows(

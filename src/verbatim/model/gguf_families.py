@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
-from verbatim.model.family_parts import MAX_LAYERS, check_spec, pick_context
+from verbatim.model.family_parts import MAX_LAYERS, check_spec, pick_context, unknown_family
 from verbatim.model.gguf_families_gemma4 import gemma4
 from verbatim.model.gguf_families_newer import NEWER_ARCHITECTURES
 from verbatim.model.gguf_families_recurrent import RECURRENT_ARCHITECTURES
@@ -51,10 +50,7 @@ def read_header(
     """Check every metadata key and build the Header."""
     architecture = Fields(metadata, file).string("general.architecture")
     if architecture not in _ARCHITECTURES:
-        raise ModelError(
-            f"architecture {architecture!r} is unknown; known: {', '.join(sorted(_ARCHITECTURES))}",
-            file=file,
-        )
+        raise unknown_family("architecture", architecture, _ARCHITECTURES, metadata, file)
     prefix = f"{architecture}."
     warnings: list[str] = []
     others = {name: value for name, value in metadata.items() if not name.startswith(prefix)}
