@@ -20,6 +20,7 @@ from verbatim.engine.core import EngineCore
 from verbatim.grammar import compiler, private_matcher
 from verbatim.grammar import matcher as matcher_module
 from verbatim.grammar.compile_pool import CompilePool
+from verbatim.grammar.document_check import CheckState, DocumentCheck
 from verbatim.grammar.llguidance_tokenizer import import_llguidance, llguidance_tokenizer
 from verbatim.grammar.matcher import Matcher, Structure
 from verbatim.testing import fake_parts
@@ -411,3 +412,77 @@ def test_an_invalid_grammar_is_rejected_by_name_before_it_runs(
         llm.generate("x", SamplingParams(**asked))
     assert caught.value.param == param
     assert llm.stats()["requests_total"] == 0
+
+
+NUMBERS = {
+    "type": "array",
+    "items": {"type": "integer", "minimum": 0, "maximum": 400},
+    "uniqueItems": True,
+    "minItems": 3,
+    "maxItems": 3,
+}
+
+
+@pytest.mark.parametrize("mode", ["off", "ngram"])
+def test_other_sequences_continue_while_a_document_is_checked(
+    monkeypatch: pytest.MonkeyPatch, mode: str
+) -> None:
+    """The check of alice's documents ends only after the others have: her sequence waits for its
+    mask, bob's documents are checked meanwhile, and no step waits."""
+    slow = {**NUMBERS, "maxItems": 4}
+    asked = [
+        ("slow", SamplingParams(max_tokens=150, seed=1, json_schema=slow), "alice"),
+        ("also slow", SamplingParams(max_tokens=150, seed=2, json_schema=slow), "alice"),
+        ("neighbour", SamplingParams(max_tokens=40, seed=1), "bob"),
+        ("checked", SamplingParams(max_tokens=150, seed=3, json_schema=NUMBERS), "bob"),
+    ]
+    plain = [fake_llm().generate(name, params).choices for name, params, _ in asked]
+    engine, go, honest = threading.current_thread(), threading.Event(), DocumentCheck.filter
+    checks = []
+
+    def checked(self: DocumentCheck, mask: bytes, state: CheckState) -> Any:
+        assert threading.current_thread() is not engine, "a step must not wait for a check"
+        checks.append(self)
+        if self._schema["maxItems"] == 4:
+            assert go.wait(HANG_SECONDS)
+        return honest(self, mask, state)
+
+    core = fake_llm(speculate=mode).core
+    core.drafting.adaptive = False
+    requests = [
+        core.request(name, params, request_id=name, tenant=tenant) for name, params, tenant in asked
+    ]
+    monkeypatch.setattr(DocumentCheck, "filter", checked)
+    for request in requests:
+        core.add(request)
+    ended: dict[str, Any] = {}
+    while core.busy:
+        ended |= {out.request_id: out for out in core.step() if isinstance(out, Completion)}
+        assert go.is_set() or not {"slow", "also slow"} & set(ended)
+        if {"neighbour", "checked"} <= set(ended):
+            go.set()
+    core.check()
+    assert len(checks) > 3
+    assert [ended[name].choices for name, _, _ in asked] == plain
+
+
+def test_a_document_that_the_check_cannot_follow_ends_its_own_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error of a check in another thread reaches the request."""
+    neighbour = SamplingParams(max_tokens=40, seed=1)
+    plain = fake_llm().generate("neighbour", neighbour)
+    llm = fake_llm()
+    first = llm.generate("x", SamplingParams(max_tokens=150, seed=1, json_schema=NUMBERS))
+    assert first.finish.reason == "stop"
+
+    def fails(self: DocumentCheck, mask: bytes, state: CheckState) -> Any:
+        raise UnsupportedError("json_schema", "the document is too complex to check")
+
+    monkeypatch.setattr(DocumentCheck, "filter", fails)
+    bad, good = llm.generate(
+        ["x", "neighbour"], [SamplingParams(max_tokens=150, seed=1, json_schema=NUMBERS), neighbour]
+    )
+    assert bad.finish == Finish("error", "json_schema: the document is too complex to check")
+    assert good.choices == plain.choices
+    llm.check()

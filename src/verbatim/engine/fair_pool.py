@@ -9,14 +9,25 @@ thread while long work items of the first run.
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import cache
 from typing import TypeVar
 
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 
 T = TypeVar("T")
+
+
+@cache
+def mask_threads() -> FairThreadPool:
+    """The threads that check documents under schemas beside the steps, one per process. A tenant
+    uses one of two, so its slow masks delay its own sequences only."""
+    pool = FairThreadPool(2, "verbatim-masks")
+    atexit.register(pool.close)
+    return pool
 
 
 class FairThreadPool:

@@ -1,8 +1,10 @@
 """Structured output around a step: resume paused sequences before the plan, add masks after it.
 
 In: the running requests and a StepPlan. Out: the plan with one mask per draw of each structured
-sequence. A sequence pauses while its private matcher compiles in another thread, so that no other
-sequence waits for a compile. A grammar error ends its own request and never the step.
+sequence. A sequence pauses while another thread compiles its private matcher or checks its document
+under a schema: a step waits MASK_SECONDS for new work of this kind, all sequences together, and
+then runs without them. When a mask is ready decides when its token is drawn, never which. A grammar
+error ends its own request and never the step.
 """
 
 from __future__ import annotations
@@ -19,6 +21,9 @@ from verbatim.engine.running_request import RunningRequest
 # Seconds that a step waits for matchers when no sequence can run. New requests join between steps,
 # so this bounds the delay of their first step.
 WAIT_SECONDS = 0.05
+# Seconds that a step waits for masks that other threads began since the step before. Most are ready
+# within one, so their sequences lose no step.
+MASK_SECONDS = 0.005
 
 
 class GrammarSteps:
@@ -34,6 +39,7 @@ class GrammarSteps:
         self._by_seq = by_seq
         self._flush = flush
         self._structured = 0  # running requests with a grammar; 0 makes every method free
+        self._waited: set[int] = set()  # paused sequences that a step has waited for
 
     def add(self, running: RunningRequest) -> None:
         self._structured += bool(running.matchers)
@@ -45,14 +51,18 @@ class GrammarSteps:
         """Resume, or end, the paused sequences whose matchers are ready."""
         if not self._structured:
             return
-        for running in [r for r in self._requests.values() if r.paused]:
+        paused = [r for r in self._requests.values() if r.paused]
+        if new := [r.matchers[i].pending for r in paused for i in r.paused - self._waited]:
+            wait(new, MASK_SECONDS)
+        for running in paused:
             if running.resume():
                 self._flush(running)
+        self._waited = {seq_id for running in paused for seq_id in running.paused}
 
     def wait(self) -> None:
         """Wait for a paused sequence, when no sequence can run."""
         pending: list[Future[Any]] = [
-            running.matchers[seq_id].rebuilding
+            running.matchers[seq_id].pending
             for running in self._requests.values()
             for seq_id in running.paused
         ]

@@ -18,6 +18,7 @@ from verbatim.base.defaults import resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.embed_input import EmbedInput, check_task
+from verbatim.engine.fair_pool import mask_threads
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.read_prompt import read_embed_input, read_prompt
 from verbatim.engine.thought_matcher import ThoughtMatcher, allows, check_supported
@@ -57,6 +58,8 @@ class Request:
     def matcher(self, tokenizer: EngineTokenizer, ends: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a thought budget."""
         inner = self.grammar_matcher()
+        if inner is not None:
+            inner.submit = lambda work: mask_threads().submit(self.tenant, work)
         budget = self.params.thinking_budget
         if self.thoughts is None or (inner is None and budget is None):
             return inner

@@ -104,7 +104,7 @@ class RunningRequest:
         self.sequences: list[Sequence] = []  # the first one computes the prompt
         self.ids: list[int] = []  # of every sequence the request has had
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
-        self.paused: set[int] = set()  # sequences that wait for their matcher's compile
+        self.paused: set[int] = set()  # sequences that wait for their mask
         self._output_tokens = 0
         self._unfinished = 0  # choices without a finish reason
         self._cut: Finish | None = None  # set by end(): why the choices are not complete
@@ -182,7 +182,7 @@ class RunningRequest:
     def _prepare_mask(self, seq_id: int) -> None:
         """Compute the next mask now, also between accepted drafts: a grammar that cannot continue
         then ends the sequence at the same token with and without drafts. The sequence pauses while
-        the mask needs a compile."""
+        the mask needs a compile or a check in another thread."""
         matcher = self.matchers[seq_id]
         try:
             if not matcher.poll_mask():
@@ -196,7 +196,7 @@ class RunningRequest:
 
     def resume(self) -> bool:
         """Resume or end the paused sequences whose matchers are ready. False: there are none."""
-        ready = [seq_id for seq_id in self.paused if self.matchers[seq_id].rebuilding.done()]
+        ready = [seq_id for seq_id in self.paused if self.matchers[seq_id].pending.done()]
         for seq_id in sorted(ready):
             self.paused.discard(seq_id)
             self.scheduler.release(seq_id)

@@ -67,8 +67,8 @@ class ThoughtMatcher:
         return self._answering and (self._inner is None or self._inner.accepting)
 
     @property
-    def rebuilding(self) -> Future[Any] | None:
-        found: Future[Any] | None = None if self._inner is None else self._inner.rebuilding
+    def pending(self) -> Future[Any] | None:
+        found: Future[Any] | None = None if self._inner is None else self._inner.pending
         return found
 
     def poll_mask(self) -> bool:

@@ -9,15 +9,18 @@ A token is removed if it completes an invalid document, or an item of a `uniqueI
 there already; the model then continues with the other tokens. If none is left the sequence ends
 with an error that names the keyword. Invariant: a complete document that passes the masks is valid.
 
-States are immutable, so drafts and forks share them. The validator is jsonschema, with a limit on
+States are immutable, so drafts and forks share them, and sequences are checked in several threads
+at a time. The validator is jsonschema, with a limit on
 its work and with llguidance's regular expressions, which take linear time.
 """
 
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from verbatim.base.errors import UnsupportedError
@@ -82,7 +85,11 @@ class DocumentCheck:
 
     def after(self, token: int, state: CheckState) -> CheckState:
         """The state after a token that the mask allows."""
-        return state if token in self._eos else self._feed(state, self._tokens[token])
+        return state if token in self._eos else self._feed(state, self._tokens[token], known=True)
+
+    def has_work(self, mask: bytes, state: CheckState) -> bool:
+        """Whether filter() has tokens of this mask to check."""
+        return bool(int.from_bytes(mask, "little") & self._suspects(state))
 
     def filter(self, mask: bytes, state: CheckState) -> tuple[bytes, str]:
         """(the mask without the tokens that make the document invalid, the last reason)."""
@@ -126,8 +133,9 @@ class DocumentCheck:
 
     # ------------------------------------------------------------------------------ scanner
 
-    def _feed(self, state: CheckState, more: bytes) -> CheckState:
-        """The state after more bytes of JSON. Raises Invalid."""
+    def _feed(self, state: CheckState, more: bytes, known: bool = False) -> CheckState:
+        """The state after more bytes of JSON. Raises Invalid. `known`: a complete document is known
+        to be valid."""
         text, stack, starts, scalar, string, escape, complete = state
         before = len(text)
         text += more
@@ -145,11 +153,13 @@ class DocumentCheck:
                         name = json.loads(text[scalar : at + 1])
                         stack = (*stack[:-1], top._replace(key=name, wants_key=False))
                     else:
-                        stack, complete = self._value(text[scalar : at + 1], text, at + 1, stack)
+                        stack, complete = self._value(
+                            text[scalar : at + 1], text, at + 1, stack, known
+                        )
                     scalar = -1
                 continue
             if byte in b" \t\n\r,]}" and scalar >= 0:
-                stack, complete = self._value(text[scalar:at], text, at, stack)
+                stack, complete = self._value(text[scalar:at], text, at, stack, known)
                 scalar = -1
             if byte == 0x22:
                 scalar, string = at, True
@@ -158,24 +168,25 @@ class DocumentCheck:
                 starts = (*starts, at)
             elif byte in b"]}":
                 start, stack, starts = starts[-1], stack[:-1], starts[:-1]
-                stack, complete = self._value(text[start : at + 1], text, at + 1, stack)
+                stack, complete = self._value(text[start : at + 1], text, at + 1, stack, known)
             elif byte == 0x2C:
                 if not stack[-1].array:
                     stack = (*stack[:-1], stack[-1]._replace(wants_key=True))
             elif byte not in b" \t\n\r:" and scalar < 0:
                 scalar = at
         if scalar >= 0 and text[scalar:] in LITERALS:  # nothing can extend it
-            stack, complete = self._value(text[scalar:], text, len(text), stack)
+            stack, complete = self._value(text[scalar:], text, len(text), stack, known)
             scalar = -1
         _check_prefix(text, stack, scalar)
         return CheckState(text, stack, starts, scalar, string, escape, complete)
 
     def _value(
-        self, value: bytes, text: bytes, end: int, stack: tuple[Frame, ...]
+        self, value: bytes, text: bytes, end: int, stack: tuple[Frame, ...], known: bool
     ) -> tuple[tuple[Frame, ...], bool]:
         """A value is complete: the document, or an item, or a member."""
         if not stack:
-            self._complete(text[:end])
+            if not known:
+                self._complete(text[:end])
             return stack, True
         if stack[-1].unique:
             key = canonical(json.loads(value))
@@ -203,12 +214,13 @@ class DocumentCheck:
     def _complete(self, text: bytes) -> None:
         document = json.loads(text)
         key = canonical(document)  # tokens of one mask differ in white space only
-        if key not in self._verdicts:
+        verdict = self._verdicts.get(key)
+        if verdict is None:
             if len(self._verdicts) >= MAX_VERDICTS:
                 self._verdicts.clear()
-            self._verdicts[key] = self._validate(document)
-        if self._verdicts[key]:
-            raise Invalid(self._verdicts[key])
+            verdict = self._verdicts[key] = self._validate(document)
+        if verdict:
+            raise Invalid(verdict)
 
 
 def _check_prefix(text: bytes, stack: tuple[Frame, ...], scalar: int) -> None:
@@ -314,12 +326,12 @@ def validator(schema: Any) -> Callable[[Any], str]:
     from jsonschema.validators import extend
     from referencing import Registry
 
-    spent = [0]
+    spent = threading.local()  # .count: keywords evaluated in this document
 
     def counted(rule: Any) -> Any:
         def run(*arguments: Any) -> Any:
-            spent[0] += 1
-            if spent[0] > MAX_EVALUATIONS:
+            spent.count += 1
+            if spent.count > MAX_EVALUATIONS:
                 raise UnsupportedError(FIELD, "the document is too complex to check")
             return rule(*arguments)
 
@@ -333,7 +345,7 @@ def validator(schema: Any) -> Callable[[Any], str]:
     inner = kind(schema, registry=Registry(), format_checker=FormatChecker(()))
 
     def problem(document: Any) -> str:
-        spent[0] = 0
+        spent.count = 0
         error = next(inner.iter_errors(document), None)
         if error is None:
             return ""
@@ -352,15 +364,14 @@ def _pattern(_: Any, pattern: str, instance: Any, __: Any) -> Iterator[Any]:
 
 def _pattern_properties(check: Any, patterns: Any, instance: Any, _: Any) -> Iterator[Any]:
     for name, value in instance.items() if isinstance(instance, dict) else ():
-        for pattern, part in patterns.items():
-            if _searches(pattern, name):
-                yield from check.descend(value, part, path=name, schema_path=pattern)
+        for pattern in _found(tuple(patterns), name):
+            yield from check.descend(value, patterns[pattern], path=name, schema_path=pattern)
 
 
 def _additional_properties(check: Any, part: Any, instance: Any, schema: Any) -> Iterator[Any]:
-    known, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    known, patterns = schema.get("properties", {}), tuple(schema.get("patternProperties", ()))
     for name, value in instance.items() if isinstance(instance, dict) else ():
-        if name not in known and not any(_searches(pattern, name) for pattern in patterns):
+        if name not in known and not _found(patterns, name):
             yield from check.descend(value, part, path=name)
 
 
@@ -384,6 +395,11 @@ def _regex_format(_: Any, named: Any, instance: Any, __: Any) -> Iterator[Any]:
             re.compile(instance)
         except (re.error, RecursionError, OverflowError):
             yield ValidationError("is not a regular expression")
+
+
+@lru_cache(4096)  # the documents of one mask have the same names
+def _found(patterns: tuple[str, ...], name: str) -> tuple[str, ...]:
+    return tuple(pattern for pattern in patterns if _searches(pattern, name))
 
 
 def _searches(pattern: str, text: str) -> bool:

@@ -1,7 +1,7 @@
 """The grammar state of a sequence. In: the tokens of its output. Out: token masks.
 
     matcher = structure.start()                       # one matcher per sequence
-    matcher.poll_mask() -> bool                       # False: a rebuild is pending, poll again
+    matcher.poll_mask() -> bool                       # False: `pending` computes it, poll again
     matcher.mask() -> bytes                           # bit i % 8 of byte i // 8: id i is allowed
     matcher.advance(token);  matcher.finished         # finished: only an end token could follow
     matcher.allowed_drafts(drafts) -> (ids, ...)      # the longest prefix the grammar accepts
@@ -10,7 +10,8 @@
 
 compiler.py makes a Structure; llguidance parses. Invariant: an end token is allowed exactly where
 the output so far is a complete document. Where a grammar is wider than its JSON schema
-(uniqueItems, not), a DocumentCheck filters every mask.
+(uniqueItems, not), a DocumentCheck filters every mask. Its work on one mask has no small bound, so
+with `submit` it is done by another thread; when it is done changes no mask.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -157,6 +159,9 @@ class Matcher:
         # Number of tokens when the private lexer was created; None: the lexer is the shared one.
         self._lexer_start: int | None = None
         self.rebuilding: Future[PrivateMatcher] | None = None  # the private matcher in the making
+        self._checking: Future[bytes] | None = None  # the next mask, while it is filtered
+        # Runs the work of a document check in another thread; None: poll_mask() does it.
+        self.submit: Callable[[Callable[[], Any]], Future[Any]] | None = None
         # Drafts, and the mask before each of them and after the last.
         self._draft_masks: tuple[tuple[int, ...], tuple[bytes | None, ...]] = ((), ())
         self._tokens: list[int] = []
@@ -174,6 +179,11 @@ class Matcher:
         )
 
     @property
+    def pending(self) -> Future[Any] | None:
+        """What poll_mask() waits for; None: the mask is computed at once."""
+        return self._checking or self.rebuilding
+
+    @property
     def accepting(self) -> bool:
         """The output so far is a complete document; more may follow."""
         check = self._structure.check
@@ -182,10 +192,10 @@ class Matcher:
         )
 
     def mask(self) -> bytes:
-        """The token ids that may come next. Waits for a pending rebuild."""
+        """The token ids that may come next. Waits for what is pending."""
         while not self.poll_mask():
-            assert self.rebuilding is not None
-            self.rebuilding.exception()
+            assert self.pending is not None
+            self.pending.exception()
         if self._mask is None:
             self._mask = bytes(self._inner.compute_bitmask())
             self._check()
@@ -193,23 +203,25 @@ class Matcher:
 
     def poll_mask(self) -> bool:
         """Compute the next mask, unless the output is finished. False: a private matcher is being
-        built, and the sequence must wait. Raises UnsupportedError if the output is too complex."""
+        built, or the document checked, and the sequence must wait for `pending`. Raises
+        UnsupportedError if the output is too complex."""
+        if self.pending is not None and not self.pending.done():
+            return False
+        if self._checking is not None:
+            checked, self._checking = self._checking, None
+            self._mask = checked.result()
         if self.rebuilding is not None:
-            if not self.rebuilding.done():
-                return False
             (self._inner, self._origin, self._lexer_start, mask), self.rebuilding = (
                 self.rebuilding.result(),
                 None,
             )
             self._check()
-            self._mask = self._filtered(mask)
-        if self._mask is not None or self.finished:
-            return True
-        if not self._inner.is_error():
+            self._filter(mask)
+        if not (self._mask or self._checking or self.finished or self._inner.is_error()):
             self._inner, mask = compute_mask(self._inner, self._origin)
-            self._mask = self._filtered(mask)
-        if self._mask is not None:
-            return True
+            self._filter(mask)
+        if self._mask is not None or self._checking is not None or self.finished:
+            return self._checking is None
         if not can_rebuild(self._inner, self._lexer_start, len(self._tokens)):
             self._check()
         if self._lexer_start is None:
@@ -233,7 +245,7 @@ class Matcher:
     def advance(self, token: int) -> None:
         """Consume a token that the mask allows (end tokens included)."""
         assert not self.finished or token in self._eos, "a finished matcher accepts no more tokens"
-        assert self.rebuilding is None, "no token is drawn while a rebuild is pending"
+        assert self.pending is None, "no token is drawn before its mask is known"
         complete = self.accepting if self._mask is None else _allows(self._mask, token)
         self._mask = None
         if token in self._eos and complete:
@@ -275,10 +287,13 @@ class Matcher:
                 break
             if check is not None and mask is not None:
                 state = check.after(token, state)
-                try:
-                    mask, _ = check.filter(mask, state)
-                except UnsupportedError:
-                    break
+                if check.has_work(mask, state):
+                    if self.submit is not None:
+                        break  # no step waits for a check
+                    try:
+                        mask, _ = check.filter(mask, state)
+                    except UnsupportedError:
+                        break
                 if not any(mask):  # the sequence reports it, if it writes this token
                     break
             masks.append(mask)
@@ -326,14 +341,25 @@ class Matcher:
             self._ended,
             self._check_state,
         )
+        twin.submit = self.submit
         return twin
 
-    def _filtered(self, mask: bytes | None) -> bytes | None:
+    def _filter(self, mask: bytes | None) -> None:
+        """Set the mask without the tokens that the document check rejects, or begin to compute it
+        in another thread."""
+        check = self._structure.check
+        if check is None or mask is None or not check.has_work(mask, self._check_state):
+            self._mask = mask
+        elif self.submit is None:
+            self._mask = self._filtered(mask)
+        else:
+            self._checking = self.submit(partial(self._filtered, mask))
+
+    def _filtered(self, mask: bytes) -> bytes:
         """The mask without tokens that the document check rejects. Raises UnsupportedError if none
         is left: the text so far is not the start of a valid document."""
         check = self._structure.check
-        if check is None or mask is None:
-            return mask
+        assert check is not None
         mask, reason = check.filter(mask, self._check_state)
         if not any(mask):
             raise self._dead_end(reason)
