@@ -2,8 +2,9 @@
 
     python bench/random_model.py OUT.gguf --words FILE.gguf --type q4_0 --shape 1b
 
-The tokenizer comes from another GGUF file (its header is enough), so that this engine and
-llama.cpp both load the result. Matrices are random bytes with small scales: every kernel does
+The tokenizer comes from another whole GGUF file (a vocabulary without tensors, such as llama.cpp's
+models/ggml-vocab-*.gguf, is enough; a file that was cut is not), so that this engine and llama.cpp
+both load the result. Matrices are random bytes with small scales: every kernel does
 the same work as on a trained model, and the output is noise.
 """
 
@@ -82,7 +83,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out")
-    parser.add_argument("--words", required=True, help="a GGUF file whose tokenizer is taken")
+    parser.add_argument("--words", required=True, help="a whole GGUF file whose tokenizer is taken")
     parser.add_argument("--type", default="q4_0", choices=sorted(SCALES))
     parser.add_argument("--shape", default="1b", choices=sorted(SHAPES))
     args = parser.parse_args()
