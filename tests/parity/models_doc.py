@@ -94,6 +94,11 @@ The tests are listed at the end.
   `make test-gpu` runs these tests on a GPU. *(i)*: `make test` runs this weight type under Triton's
   interpreter, too, with fewer layers and 9 tokens.
 
+The bounds of cpu and cuda hold for these checkpoints, not for every legal one: where the router of
+a mixture is close to a tie, keys and values in float16 choose another expert. A tied mixture with
+other random weights differs by 0.0056 on average on cpu, another one by 0.12. transformers with
+float16 keys and values differs by as much (`{ROUNDED}`).
+
 On cpu and cuda the bits are also equal alone, in chunks and in a batch, and after generating and
 scoring again. A `config.json` may change any key: it is followed, checked or refused by name
 ([config-keys.md](config-keys.md)), which random mutations of every family's config test.
@@ -101,6 +106,11 @@ The `model_type`s `gemma3`, `gemma4`, `mistral3`, `qwen3_5` and `qwen3_5_moe` wr
 and encoders of images or sound; the language model is used.
 
 """
+# the test that compares with float16 keys and values in transformers
+ROUNDED = (
+    "tests/parity/test_families.py::"
+    "test_a_mixture_beyond_the_bound_is_as_far_as_transformers_with_float16_keys"
+)
 _FAMILIES = """
 ## Families
 
@@ -220,7 +230,7 @@ def document() -> str:
     gguf_types = (*TYPES.values(), *OTHER_TYPES.values())
     return "".join(
         (
-            _INTRO,
+            _INTRO.replace("{ROUNDED}", ROUNDED),
             _summary(),
             _FAMILIES,
             _rows(("`model_type`", "models", "file", *BACKENDS), *_family_rows()),
