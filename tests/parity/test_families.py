@@ -153,7 +153,7 @@ def test_a_mixture_beyond_the_bound_is_as_far_as_transformers_with_float16_keys(
 
     cache = pytest.importorskip("transformers.cache_utils")
 
-    class Float16Cache(cache.DynamicCache):  # type: ignore[name-defined,misc]
+    class Float16Cache(cache.DynamicCache):
         def update(self, keys: Any, values: Any, *more: Any, **named: Any) -> Any:
             return super().update(keys.half().float(), values.half().float(), *more, **named)
 
