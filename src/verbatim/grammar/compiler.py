@@ -21,6 +21,7 @@ from verbatim.base.errors import OverloadedError, ParameterError, UnsupportedErr
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.grammar.compile_pool import CompilePool, PoolBusy, TooExpensive
 from verbatim.grammar.document_check import DocumentCheck
+from verbatim.grammar.embedded_check import Document, EmbeddedCheck
 from verbatim.grammar.grammar_cache import GrammarCache, digest
 from verbatim.grammar.llguidance_tokenizer import (
     GrammarTokenizer,
@@ -120,6 +121,9 @@ def _document_check(field: str, schema: Any, tokenizer: GrammarTokenizer) -> Doc
         return None
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     try:
+        if field == "grammar":
+            documents = [Document(*document) for document in schema]
+            return EmbeddedCheck(documents, tokens, tokenizer.eos_ids)
         return DocumentCheck(schema, tokens, tokenizer.eos_ids)
     except ImportError:
         raise not_installed(field, "jsonschema") from None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -28,8 +28,8 @@ MAX_EXACT_ONE_OF = 64 * 1024
 
 
 class Translation(NamedTuple):
-    """`check`: the schema that finished documents must satisfy, if the grammar is wider than it.
-    `warnings`: sentences for the client."""
+    """`check`: the schema that finished documents must satisfy, if the grammar is wider than it; of
+    a grammar the Documents of embedded_check.py. `warnings`: sentences for the client."""
 
     grammar: str
     check: Any = None
@@ -43,7 +43,9 @@ def try_translate(field: str, value: Any, compiles: Callable[[str], None]) -> Tr
         if field == "json_schema":
             return _json_translation(value, compiles)
         translation = (
-            _grammar_text(value) if field == "grammar" else Translation(_TRANSLATORS[field](value))
+            _grammar_text(value, compiles)
+            if field == "grammar"
+            else Translation(_TRANSLATORS[field](value))
         )
         compiles(translation.grammar)
         return translation
@@ -59,8 +61,14 @@ def try_translate(field: str, value: Any, compiles: Callable[[str], None]) -> Tr
 
 
 def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation:
-    """Compile with everything in the grammar; leave to the document check what llguidance refuses
-    and the check can do."""
+    schema, check, warnings = _enforceable(text, compiles)
+    return Translation(_schema_grammar(schema), check, warnings)
+
+
+def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, tuple[str, ...]]:
+    """The schema that llguidance compiles, and `check` and `warnings` of its Translation. Compile
+    with everything in the grammar; leave to the document check what llguidance refuses and the
+    check can do."""
     normal = normalise(json.loads(text))
     options = Options(one_of=len(text) <= MAX_EXACT_ONE_OF)
     dropped: dict[str, str] = {}  # $defs that no document satisfies -> why
@@ -72,8 +80,7 @@ def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation
             dropped.setdefault(name, "every document would contain itself")
         schema = without_definitions(lowered.schema, dropped) if dropped else lowered.schema
         try:
-            written = _schema_grammar(schema)
-            compiles(written)
+            compiles(_schema_grammar(schema))
         except (ValueError, RequestError) as error:
             message = first_line(str(error))
             if found := _UNSATISFIABLE.search(str(error)):
@@ -98,7 +105,7 @@ def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation
                 raise
             continue
         check = normal.schema if lowered.checked else None
-        return Translation(written, check, _ignored(normal.ignored, lowered.ignored))
+        return schema, check, _ignored(normal.ignored, lowered.ignored)
 
 
 # llguidance's message; without a name the root is meant.
@@ -164,7 +171,12 @@ _TEMPERATURE = re.compile(
 )
 
 
-def _grammar_text(grammar: str) -> Translation:
+# A line of a Lark grammar that says where the documents of its %json rules start: a JSON list of
+# [text before it, its first characters, name of its rule] (Document of embedded_check.py)
+DOCUMENTS = "// documents: "
+
+
+def _grammar_text(grammar: str, compiles: Callable[[str], None]) -> Translation:
     """Lark in llguidance's dialect, or GBNF (llama.cpp), whose rules have `::=`."""
     from llguidance import LLMatcher
 
@@ -175,14 +187,25 @@ def _grammar_text(grammar: str) -> Translation:
             "grammar",
             "the attribute `temperature` inside a grammar is not supported; set the parameter",
         )
-    text, warnings = _lower_embedded(grammar)
-    return Translation(str(LLMatcher.grammar_from_lark(text)), warnings=warnings)
+    places: list[list[str]] = []
+    if grammar.startswith(DOCUMENTS):
+        places = json.loads(grammar.partition("\n")[0].removeprefix(DOCUMENTS))
+        if not isinstance(places, list) or any(
+            not isinstance(place, list) or [*map(type, place)] != [str] * 3 for place in places
+        ):
+            raise ParameterError("grammar", f"{DOCUMENTS!r}: lists of three strings are needed")
+    text, checks, warnings = _lower_embedded(grammar, compiles, {name for *_, name in places})
+    check = [[before, first, checks[name]] for before, first, name in places if name in checks]
+    return Translation(str(LLMatcher.grammar_from_lark(text)), check or None, warnings)
 
 
-def _lower_embedded(grammar: str) -> tuple[str, tuple[str, ...]]:
-    """The grammar with its `%json` schemas lowered, and warnings. They follow the same rules, but
-    no document check can follow them inside another text."""
+def _lower_embedded(
+    grammar: str, compiles: Callable[[str], None], placed: Collection[str]
+) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+    """The grammar with its `%json` schemas lowered, the schemas to check by rule, and warnings. A
+    document check can follow only the rules whose place is known (`placed`)."""
     parts, done = [], 0
+    checks: dict[str, Any] = {}
     warnings: dict[str, None] = {}
     for found in re.finditer(r"%json\s*(?=[{])", grammar):
         if found.start() < done:
@@ -195,6 +218,15 @@ def _lower_embedded(grammar: str) -> tuple[str, tuple[str, ...]]:
             continue  # llguidance reports the error
         except ValueError as error:
             raise ParameterError("grammar", f"%json: {error}") from None
+        rule = grammar[: found.start()].rpartition("\n")[2].partition(":")[0].strip()
+        if rule in placed:
+            lowered_schema, check, lines = _enforceable(grammar[found.end() : end], compiles)
+            warnings |= dict.fromkeys(lines)
+            if check is not None:
+                checks[rule] = check
+            parts += [grammar[done : found.end()], json.dumps(lowered_schema)]
+            done = end
+            continue
         normal = normalise(schema, "grammar")
         lowered = lower(normal.schema)
         warnings |= dict.fromkeys(_ignored(normal.ignored, lowered.ignored, "grammar: %json"))
@@ -206,7 +238,7 @@ def _lower_embedded(grammar: str) -> tuple[str, tuple[str, ...]]:
             )
         parts += [grammar[done : found.end()], json.dumps(lowered.schema)]
         done = end
-    return "".join([*parts, grammar[done:]]), tuple(warnings)
+    return "".join([*parts, grammar[done:]]), checks, tuple(warnings)
 
 
 # Characters that a regular expression must escape to match literally.

@@ -66,6 +66,7 @@ class ChatRequest:
         self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False
+        self.single = body.get("parallel_tool_calls") is False
         # The model continues the last message. Only protocols with this feature set it.
         self.continues = bool(body.get("continue_final"))
         self.values = to_params.sampling_values(body, table)
@@ -160,8 +161,9 @@ class ChatRequest:
                     field_name,
                 )
             self._check_single_grammar("tool_choice")
-            self.values["json_schema"] = forced_schema(self.tools, wanted)
-            self.names["json_schema"] = "tools"
+            self._name_tools(wanted)
+            many = wanted is None and not self.single
+            self.values["json_schema"] = forced_schema(self.tools, wanted, many=many)
             self.forced = True
 
     def _calls_or_text_grammar(self) -> None:
@@ -178,9 +180,8 @@ class ChatRequest:
                 f"{where}: cannot be combined with regex, grammar or choice",
                 where,
             )
-        single = self.body.get("parallel_tool_calls") is False
         grammar = call_or_text(
-            self.tools, self.call.state.facts.tool_format, single=single, text=schema
+            self.tools, self.call.state.facts.tool_format, single=self.single, text=schema
         )
         if grammar is None:
             where = (
@@ -196,6 +197,13 @@ class ChatRequest:
         self.values.pop("json_schema", None)
         self.values["grammar"] = grammar
         self.names["grammar"] = "tools"
+        self._name_tools(None)
+
+    def _name_tools(self, wanted: str | None) -> None:
+        """Errors about the schema are about the parameters of one of these tools."""
+        self.names["json_schema"] = "tools"
+        placed = [{**tool, "place": place} for place, tool in enumerate(self.tools)]
+        self.call.tools = [t for t in placed if wanted in (None, t["function"]["name"])]
 
     def _check_continued(self) -> None:
         if self.continues and any(name in self.values for name in STRUCTURE):
@@ -227,9 +235,10 @@ class ChatRequest:
             return None
         functions = (tool["function"] for tool in self.tools)
         tools = {function["name"]: function.get("parameters") for function in functions}
-        single = self.body.get("parallel_tool_calls") is False
         form = self.call.state.facts.tool_format
-        return ToolParser(form, tools, forced=self.forced, single=single, midway=self.continues)
+        return ToolParser(
+            form, tools, forced=self.forced, single=self.single, midway=self.continues
+        )
 
     def pieces(self, text: str) -> list[tuple[str, Any]]:
         """The texts and tool calls of a complete output, in its order."""

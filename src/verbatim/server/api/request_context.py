@@ -24,6 +24,7 @@ from verbatim.server.api.field_effects import take_ignored, translate
 from verbatim.server.api.field_table import PROTOCOLS
 from verbatim.server.api.json_body import parse_json
 from verbatim.server.api.to_params import check_finish, with_client_names
+from verbatim.server.api.tools import name_tool
 from verbatim.server.api.validate import check
 from verbatim.server.json_io import dumps
 from verbatim.server.model_pool import ModelPool, ServedModel
@@ -79,6 +80,7 @@ class RequestContext:
         # the client's field behind each message, where it sends no messages in OpenAI's form
         self.places: Sequence[str] = ()
         self.given: Mapping[str, Any] = {}  # the validated body
+        self.tools: Sequence[Mapping[str, Any]] = ()  # those whose schemas bind the output
         self.notices: list[str] = []  # warnings about fields that have no effect here
         self.load_seconds = 0.0  # this request waited so long for its model to be loaded
         self.signal = Signal()
@@ -201,7 +203,9 @@ class RequestContext:
         return facts.adapters.get(self.adapter, facts.fingerprint)
 
     def _with_client_names(self, problem: Problem) -> Problem:
-        return with_client_names(problem, self.names, self.shift, self.places)
+        return name_tool(
+            with_client_names(problem, self.names, self.shift, self.places), self.tools
+        )
 
     def _expire(self) -> None:
         for running in self.runs:

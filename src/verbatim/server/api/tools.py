@@ -15,11 +15,13 @@ certain. A call that cannot be parsed stays text, so nothing of the output is lo
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from verbatim.server.api.api_errors import Problem
 from verbatim.server.api.call_formats import CALL_FORMATS, HERMES, Tools
 from verbatim.server.json_io import dumps_lossless, loads_lossless, loads_strict
 from verbatim.server.process.messages import ModelFacts
@@ -27,6 +29,7 @@ from verbatim.text.tag_splitter import partial_tag_length
 from verbatim.text.tool_calls import redundant_names
 
 OPEN, CLOSE = HERMES.open, HERMES.close
+_NEXT_ITEM = re.compile(r"\s*[\[,]\s*")
 PREAMBLE = (
     "You can call these functions:\n{tools}\n"
     "To call one, answer with a JSON object between tags:\n"
@@ -128,16 +131,21 @@ def _call_json(function: Mapping[str, Any]) -> str:
     )
 
 
-def forced_schema(tools: Sequence[Mapping[str, Any]], name: str | None) -> dict[str, Any]:
-    """A JSON schema that allows only valid calls: of the named tool, or of any tool."""
+def forced_schema(
+    tools: Sequence[Mapping[str, Any]], name: str | None, *, place: str = "#", many: bool = False
+) -> dict[str, Any]:
+    """A JSON schema, to stand at `place`, that allows only valid calls: of the named tool, or of
+    any tool. `many`: a list of them, at least one."""
+    if many:
+        call = forced_schema(tools, name, place=f"{place}/items")
+        return {"type": "array", "items": call, "minItems": 1}
     functions = [
         tool["function"] for tool in tools if name is None or tool["function"]["name"] == name
     ]
     if len(functions) == 1:
-        return _call_schema(functions[0], "#")
-    return {
-        "anyOf": [_call_schema(function, f"#/anyOf/{i}") for i, function in enumerate(functions)]
-    }
+        return _call_schema(functions[0], place)
+    calls = [_call_schema(function, f"{place}/anyOf/{i}") for i, function in enumerate(functions)]
+    return {"anyOf": calls}
 
 
 def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -150,6 +158,29 @@ def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
         "required": ["name", "arguments"],
         "additionalProperties": False,
     }
+
+
+# The place of a tool's parameters in a forced schema, and the index among several tools
+_PARAMETERS = re.compile(
+    r"#(?:/anyOf/\d+(?=/items))?(?:/items)?(?:/anyOf/(\d+))?/properties/arguments"
+)
+
+
+def name_tool(problem: Problem, tools: Sequence[Mapping[str, Any]]) -> Problem:
+    """An error about the schema of calls as one about the parameters of a tool. `tools`: those that
+    may be called, with their places in the request as `place`."""
+    found = _PARAMETERS.search(problem.message)
+    index = int(found[1] or 0) if found else 0
+    if problem.param != "tools" or (found is None and len(tools) > 1):
+        return problem
+    where = f"tools[{tools[index]['place']}].function.parameters"
+    why = _PARAMETERS.sub("#", problem.message.removeprefix("tools: "))
+    for ours in ("grammar: ", "json_schema: ", "%json: "):
+        why = why.removeprefix(ours)
+    name = tools[index]["function"]["name"]
+    return Problem(
+        problem.code, f"{where}: of the tool {name!r}, {why}", where, problem.retry_after
+    )
 
 
 # keywords whose members are schemas
@@ -183,15 +214,35 @@ def call_or_text(
     tokens, which a grammar cannot express."""
     if CALL_FORMATS[form].control:
         return None
-    body = f"body: %json {json.dumps(forced_schema(tools, None))}\n"
-    plain = f"text: %json {json.dumps(text)}\n" if text is not None else "text: TEXT?\n"
-    if form == "llama3":
-        free = "" if text is not None else "TEXT: /[^{\\[](.|\\n)*/\n"
-        return f"start: text | body\n{body}{plain}{free}"
+    if form == "llama3":  # a call has no tags, and several are a list
+        options: list[Any] = [forced_schema(tools, None, place="#/anyOf/0")]
+        if not single:
+            options.append(forced_schema(tools, None, place="#/anyOf/1", many=True))
+        if text is not None:
+            options.append(_rebase_refs(text, f"#/anyOf/{len(options)}"))
+            return _lark([("", "", "body")], f"start: body\n{_json_rule('body', options)}")
+        free = "start: TEXT? | body\nTEXT: /[^{\\[](.|\\n)*/\n"
+        return _lark([("", "{[", "body")], f"{free}{_json_rule('body', options)}")
+    documents = [(f"{OPEN}\n", "", "body")]
+    if text is None:
+        plain = f"text: TEXT?\nTEXT: /[^<](.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n"
+    else:
+        plain = f"text: %json {json.dumps(text)}\n"
+        documents.append(("", "", "text"))
     calls = "calls: call\n" if single else 'calls: call ("\\n" call)*\n'
     call = f'call: "{OPEN}\\n" body "\\n{CLOSE}"\n'
-    free = "" if text is not None else f"TEXT: /[^<](.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n"
-    return f"start: text | calls\n{calls}{call}{body}{plain}{free}"
+    body = f"body: %json {json.dumps(forced_schema(tools, None))}\n"
+    return _lark(documents, f"start: text | calls\n{calls}{call}{body}{plain}")
+
+
+def _json_rule(name: str, options: list[Any]) -> str:
+    return f"{name}: %json {json.dumps({'anyOf': options})}\n"
+
+
+def _lark(documents: list[tuple[str, str, str]], rules: str) -> str:
+    """A grammar that names the places of its documents, whose schemas the engine then follows
+    beyond what a grammar can enforce: (text before, first characters, rule) of each."""
+    return f"// documents: {json.dumps(documents)}\n{rules}"
 
 
 # --------------------------------------------------------------------------- from the text
@@ -224,6 +275,21 @@ def read_calls(text: str, names: Container[str]) -> list[ParsedCall]:
     return calls
 
 
+def _end_of_items(text: str) -> int:
+    """Where the last complete item ends in a list that a token limit cut.
+
+    >>> _end_of_items('[{"a": 1}, {"b')
+    9
+    """
+    end, decoder = 0, json.JSONDecoder()
+    try:
+        while start := _NEXT_ITEM.match(text, end):
+            end = decoder.raw_decode(text, start.end())[1]
+    except (ValueError, RecursionError):
+        pass
+    return end
+
+
 class ToolParser:
     """Incremental parser. push(text) and finish() return ("text", str) and ("call", ParsedCall) in
     the order of the output. `tools`: name -> JSON schema of the parameters."""
@@ -240,7 +306,7 @@ class ToolParser:
         self._format = CALL_FORMATS[form]
         self._open, self._close = self._format.open, self._format.close
         self._tools = tools
-        self._single = single
+        self._single, self._forced = single, forced
         self._held = ""
         self._at = 0  # offset of `_held` in the output, in characters
         self._inside = False
@@ -268,10 +334,14 @@ class ToolParser:
             return []
         body = self._held.lstrip().removeprefix(self._open) if self._inside else self._held
         found = self._limit_calls(self._read(body)) if self._whole or self._inside else []
+        size = len(self._held)
+        if not found and self._forced:
+            size = _end_of_items(self._held)
+            found = self._limit_calls(read_calls(self._held[:size] + "]", self._tools))
         if not found:
             return [self._text(len(self._held))]
-        self._take(len(self._held))
-        return found
+        self._take(size)
+        return [*found, self._text(len(self._held))] if self._held else found
 
     def _read(self, body: str, *, closed: bool = False) -> list[ParsedCall]:
         """Parse the text of a call without its opening tag. `closed`: its closing tag follows."""
