@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 TEXT_TOKENS = 384  # scored tokens: the first ones of TEXT
 TOP = 512  # most likely tokens, compared one by one; the rest of the vocabulary is one event
 NOTABLE = 0.02  # nats per token for a note: twice fp8 on the default model (cpu: 0.0096)
+WORST = 0.5  # nats at one position for a note: seven times fp8 on the default model (cpu: 0.070)
 
 # Prose, dialogue, numbers and code, so that both sure and unsure positions occur.
 TEXT = """\
@@ -114,7 +115,8 @@ def divergence(p: Sequence[tuple[int, float]], q: Sequence[tuple[int, float]]) -
 
 
 def cost_findings(costs: Sequence[KvCost]) -> list[Finding]:
-    """One finding per type; a note if its cost is not negligible."""
+    """One finding per type; a note if its cost is not negligible, on average or at one position, or
+    if another type costs less in no more memory."""
     found = []
     for c in costs:
         text = (
@@ -125,10 +127,12 @@ def cost_findings(costs: Sequence[KvCost]) -> list[Finding]:
             f"{c.token_bytes:,} bytes per token instead of {c.f16_bytes:,}"
             f" ({1 - c.token_bytes / c.f16_bytes:.0%} saved); worst position {c.worst:.3f} nats"
         )
-        if c.kl < NOTABLE:
+        better = [other for other in costs if other.kl < c.kl and other.worst < c.worst]
+        smaller = any(other.token_bytes <= c.token_bytes for other in better)
+        if c.kl < NOTABLE and c.worst < WORST and not smaller:
             found.append(good("kv cache", text, evidence))
         else:
-            better = min(costs, key=lambda cost: cost.kl).kv_type
-            remedy = f"--kv-type {better} costs less" if better != c.kv_type else "keep f16"
+            best = min(better, key=lambda cost: cost.kl, default=None)
+            remedy = "keep f16" if best is None else f"--kv-type {best.kv_type} costs less"
             found.append(note("kv cache", text, evidence, remedy))
     return found
