@@ -23,7 +23,7 @@ def main(arguments: list[str] | None = None) -> dict[str, list[Finding]]:
     for model in parser.parse_args(arguments).models:
         files = read_files(resolve(model))
         found[model] = [*check_files(files), *check_weights(files)]
-        print(f"{model}: {'sound' if is_sound(found[model]) else 'NOT SOUND'}")
+        print(f"{model}: {'no fault found' if is_sound(found[model]) else 'FAULTS'}")
         for finding in found[model]:
             if finding.state != "good":
                 print(f"  {finding.state}: {finding.text} ({finding.evidence})")

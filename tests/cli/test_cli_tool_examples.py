@@ -28,7 +28,7 @@ def test_plan_table(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_check_models(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f.state == "good" for f in example("check_models").main([str(tiny)])[str(tiny)])
-    assert capsys.readouterr().out == f"{tiny}: sound\n"
+    assert capsys.readouterr().out == f"{tiny}: no fault found\n"
 
 
 def test_needle(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:

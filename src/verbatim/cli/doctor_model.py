@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import RequestError, VerbatimError
@@ -12,6 +13,8 @@ from verbatim.cli.terminal import Progress, note, write_json
 if TYPE_CHECKING:
     from verbatim.diagnose.findings import Finding
     from verbatim.diagnose.model_files import ModelFiles
+    from verbatim.diagnose.text_checks import Reading
+    from verbatim.model.load import Model
 
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
 
@@ -37,13 +40,21 @@ def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> i
         found += _live(flags, files, seed, as_json)
         if is_sound(found):
             found += _kv_types(flags, files, as_json)
-    sound = is_sound(found)
     if as_json:
         rows = [asdict(finding) for finding in found]
-        write_json({"model": flags["model"], "sound": sound, "seed": seed, "findings": rows})
+        faults = sum(finding.state == "bad" for finding in found)
+        write_json(
+            {
+                "model": flags["model"],
+                "faults": faults,
+                "live": live,
+                "seed": seed,
+                "findings": rows,
+            }
+        )
     else:
-        _print(flags["model"], files, found, sound)
-    return 0 if sound else 1
+        _print(flags["model"], files, found, live)
+    return 0 if is_sound(found) else 1
 
 
 def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) -> list[Finding]:
@@ -51,17 +62,49 @@ def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) ->
     from verbatim.cli.open_model import open_llm
     from verbatim.diagnose.findings import bad
     from verbatim.diagnose.live_checks import CONTEXT, check_live
+    from verbatim.diagnose.text_checks import check_copy, check_language, read_texts
+    from verbatim.model.load import Model
 
-    if files.model is None:
+    if not isinstance(files.model, Model):
         return []  # the error is among the findings already
     if not as_json:
         note("running the model for the live checks, a minute or more; --no-live leaves them out")
+    flags = _short_context(flags, files, CONTEXT)
     try:
-        with open_llm(_short_context(flags, files, CONTEXT), quiet=as_json) as llm:
-            return check_live(llm, seed=seed)
+        with open_llm(flags, quiet=as_json) as llm:
+            found, reading = check_live(llm, seed=seed), read_texts(llm)
+        if reading is None:
+            return found
+        language = check_language(reading)
+        found += [language, *check_copy(reading, files.model.spec.layers)]
+        if language.state != "bad":
+            found += _theta(flags, files.model, reading, as_json)
+        return found
     except VerbatimError as error:
         remedy = "repair what the other checks found, then run doctor again"
         return [bad("live", "the model does not run", error.message, remedy)]
+
+
+def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) -> list[Finding]:
+    """The file's rope_theta against others. The model is opened once per theta."""
+    from verbatim.base.config import EngineConfig
+    from verbatim.diagnose.text_checks import THETAS, check_theta, read_texts, with_theta
+    from verbatim.engine.llm import LLM
+    from verbatim.engine.loaded_model import load_parts
+
+    if not any(layer.rope for layer in model.spec.layers):
+        return []
+    settings, others = engine_of(flags), {}
+    progress = Progress(quiet=as_json)
+    for factor in THETAS:
+        progress(f"{factor:g} times rope_theta")
+        config, change = EngineConfig(**settings), partial(with_theta, factor=factor)
+        parts = load_parts(model.path, config, change=change)
+        with LLM.from_parts(parts, **settings) as llm:
+            if (reading := read_texts(llm)) is not None:
+                others[factor] = reading
+    progress.clear()
+    return [check_theta(stated, others)]
 
 
 def _live_encoder(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[Finding]:
@@ -114,7 +157,7 @@ def _kv_types(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[F
     return cost_findings([kv_cost(f16, other) for other in scores.values()])
 
 
-def _print(name: str, files: ModelFiles, found: list[Finding], sound: bool) -> None:
+def _print(name: str, files: ModelFiles, found: list[Finding], live: bool) -> None:
     from rich.text import Text
 
     from verbatim.cli.tables import console, section
@@ -135,12 +178,13 @@ def _print(name: str, files: ModelFiles, found: list[Finding], sound: bool) -> N
         rows.append((Text(mark, style=style), Text(finding.check), text))
     section(out, "", rows, wide=2)
     count = {state: sum(f.state == state for f in found) for state in MARKS}
-    verdict = "sound" if sound else "NOT SOUND"
+    faults = count["bad"]
+    verdict = f"{_many(faults, 'fault') if faults else 'no fault'} found by {len(found)} checks"
     out.print()
     out.print(
-        f"{verdict}: {len(found)} checks, {_many(count['bad'], 'fault')},"
-        f" {_many(count['note'], 'note')}",
-        style="bold green" if sound else "bold red",
+        f"{verdict}, {_many(count['note'], 'note')}"
+        f"{'' if live else '; the model was not run (--no-live)'}",
+        style="bold red" if faults else "bold green",
     )
 
 

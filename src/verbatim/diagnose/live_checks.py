@@ -40,7 +40,7 @@ GREEDY_LOOPS = 0.75  # share of greedy outputs that loop, from which on the mode
 SAMPLED_LOOPS = 0.25  # the same at temperature 1, where noise breaks most loops
 QUIZ_TOKENS = 12
 QUIZ_SAMPLES = 2
-CONTEXT = 1024  # tokens; enough for every request above
+CONTEXT = 2048  # tokens; enough for every request above, and for the texts of text_checks.py
 
 
 def check_live(llm: LLM, *, seed: int = 0) -> list[Finding]:

@@ -117,8 +117,10 @@ def load_parts(
     revision: str | None = None,
     offline: bool = False,
     progress: Progress | None = None,
+    change: Callable[[Model], Model] = lambda model: model,
 ) -> LoadedModel:
-    """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend."""
+    """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend.
+    `change` is applied to the loaded model before the backend opens."""
     from verbatim.backend import may_use_gpu, open_backend
     from verbatim.model.encoder_load import encoder_type
     from verbatim.model.load import load_model
@@ -128,7 +130,7 @@ def load_parts(
     if encoder_type(path) is not None:
         return _encoder_parts(os.fspath(model), path, config)
     gpu = may_use_gpu(config)
-    loaded = load_model(path, context=config.context, quant=config.quant, gpu=gpu)
+    loaded = change(load_model(path, context=config.context, quant=config.quant, gpu=gpu))
     if config.adapters:
         from verbatim.model.adapter_load import with_adapters
 
