@@ -486,3 +486,26 @@ def test_a_document_that_the_check_cannot_follow_ends_its_own_request(
     assert bad.finish == Finish("error", "json_schema: the document is too complex to check")
     assert good.choices == plain.choices
     llm.check()
+
+
+def test_names_do_not_repeat_with_and_without_drafts() -> None:
+    """Short names of two letters, so that a model that draws at random repeats most of them."""
+    schema = {
+        "type": "object",
+        "patternProperties": {"^[ab]+$": {"enum": [0, 1]}},
+        "additionalProperties": False,
+    }
+    asked = [SamplingParams(max_tokens=300, seed=seed, json_schema=schema) for seed in range(8)]
+    found = {}
+    for mode in ("off", "ngram", "suffix"):
+        llm = fake_llm(speculate=mode, context=512)
+        llm.core.drafting.adaptive = False
+        found[mode] = [done.choices for done in llm.generate(["x"] * len(asked), asked)]
+        llm.check()
+    assert found["ngram"] == found["suffix"] == found["off"]
+    most = 0
+    for (choice,) in found["off"]:
+        names = re.findall(r'"([ab]+)"', choice.text)
+        assert len(set(names)) == len(names), choice.text
+        most = max(most, len(names))
+    assert most > 5

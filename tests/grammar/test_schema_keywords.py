@@ -120,7 +120,7 @@ def test_unknown_annotations_are_ignored_and_listed(schema: Any, ignored: str) -
 def test_what_asks_for_nothing_needs_no_warning_and_no_check(schema: Any) -> None:
     structure = build(schema)
     assert structure.warnings == ()
-    assert structure.check is None
+    assert structure.check is None or structure.check.names_only
 
 
 def test_the_answer_lists_what_was_ignored() -> None:
@@ -594,7 +594,8 @@ def takes_or_raises(structure: Structure) -> None:
 def test_what_the_grammar_enforces_needs_no_check() -> None:
     schema = {"type": "object", "properties": {"a": {"oneOf": [{"type": "string"}, {"const": 2}]}}}
     assert not lower(normalise(schema).schema).checked
-    assert build(schema).check is None
+    check = build(schema).check
+    assert check is None or check.names_only
 
 
 # --- keywords that resemble others, and parts that no document satisfies
@@ -700,3 +701,128 @@ def test_a_schema_that_no_document_satisfies_is_refused_with_the_place() -> None
         "json_schema: no document satisfies it: required property 'p' is unsatisfiable; "
         "required property 'range' is unsatisfiable (at #/definitions/impossible)"
     )
+
+
+# --- names of an object
+
+
+def walk(structure: Structure, text: str) -> int:
+    """The number of bytes that the masks allow."""
+    matcher = structure.start()
+    for count, byte in enumerate(text.encode()):
+        if matcher.finished or byte not in allowed(matcher.mask()):
+            return count
+        matcher.advance(byte)
+    return len(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"type": "object"}, '{"a":1,"a'),
+        ({}, '[{"a":{"a":1,"b":{}}},{"a":1,"":0,"'),
+        ({"type": "object"}, '{"a":{"b":1},"c":[{"a":1}],"a'),
+        ({"type": "object"}, '{"é":1,"é'),
+        ({"type": "object"}, '{"\\n":1,"\\u000a'),
+        ({"type": "object"}, '{"a\\"b":1,"a\\"b'),
+        ({"properties": {"a": {"type": "integer"}}, "type": "object"}, '{"a":1,"b":2,"b'),
+        (
+            {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+            '{"a":1,"\\u0061',
+        ),
+        (
+            {"patternProperties": {"^x": {}}, "additionalProperties": False, "type": "object"},
+            '{"x1":1,"x1',
+        ),
+        ({"properties": {"deep": {"type": "array"}}}, '{"deep":[{"k":1,"k'),
+        ({"type": "array", "items": {}, "uniqueItems": True}, '[{"a":1,"a'),
+    ],
+    ids=str,
+)
+def test_a_name_never_repeats_within_an_object(schema: Any, text: str) -> None:
+    """RFC 8259 advises against it, and our own server refuses such bodies."""
+    structure = build(schema)
+    assert walk(structure, text + '"') == len(text.encode())
+    longer = text + 'z":1'
+    assert walk(structure, longer) == len(longer.encode()), "a longer name is always possible"
+
+
+def test_a_token_that_holds_a_whole_name_is_removed() -> None:
+    tokens = [
+        b'{"a"',
+        b":1",
+        b',"a"',
+        b',"b"',
+        b',"',
+        b'a"',
+        b'a":',
+        b'\\u0061"',
+        b"a",
+        b'"',
+        b'",',
+    ]
+    check = DocumentCheck(True, tokens, [])
+    every = bytes([0xFF, 0x07])
+
+    def after(*ids: int) -> list[int]:
+        state = CheckState()
+        for token in ids:
+            state = check.after(token, state)
+        return allowed(check.filter(every, state)[0])
+
+    assert 2 not in after(0, 1)
+    assert 3 in after(0, 1)
+    assert {5, 6, 7}.isdisjoint(after(0, 1, 4))
+    assert 8 in after(0, 1, 4)
+    assert {9, 10}.isdisjoint(after(0, 1, 4, 8))
+    assert {5, 6, 7, 9} <= set(after(0, 1, 4, 8, 8))
+    assert {2, 3}.isdisjoint(after(0, 1, 3, 1))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": False},
+        {"type": "array", "items": {"enum": [{"a": 1}, "b"]}},
+        {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]},
+        {
+            "type": "object",
+            "anyOf": [{"required": ["a"]}, {"required": ["b"]}],
+            "properties": {"a": {"$ref": "#/$defs/n"}, "b": {"type": "null"}},
+            "additionalProperties": False,
+            "$defs": {"n": {"type": ["integer", "null"]}},
+        },
+    ],
+    ids=str,
+)
+def test_objects_that_list_their_names_need_no_check(schema: Any) -> None:
+    assert build(schema).check is None
+
+
+@pytest.mark.parametrize("pattern", ["^(a|b)$", "^(?:a|b)$"])
+def test_an_object_closes_when_every_listed_name_is_there(pattern: str) -> None:
+    schema = {
+        "type": "object",
+        "patternProperties": {pattern: {"type": "integer"}, "^b$": {"minimum": 2}},
+        "additionalProperties": False,
+    }
+    structure = build(schema)
+    assert takes(structure, '{"a":1,"b":2}')
+    assert takes(structure, '{"b":2}')
+    assert not reaches(structure, '{"a":1,"b":2,')
+    assert not takes(structure, '{"b":1}')
+    assert structure.check is None
+
+
+def test_an_object_whose_names_run_out_ends_with_the_reason() -> None:
+    """The pattern admits one-digit names only, so a second "1" cannot go on."""
+    schema = {
+        "type": "object",
+        "patternProperties": {"^[0-9]$": {"type": "integer"}},
+        "additionalProperties": False,
+    }
+    matcher = build(schema).start()
+    for byte in b'{"1":1,"1':
+        matcher.advance(byte)
+    with pytest.raises(UnsupportedError, match="a name is there already"):
+        matcher.mask()

@@ -1,13 +1,15 @@
 """Check documents against the keywords that no grammar enforces, and filter token masks by it.
 
-    check = DocumentCheck(schema, tokens, eos_ids)     # one per structure; a normalised schema
+    check = DocumentCheck(schema, tokens, eos_ids)     # one per structure; a normalised schema,
+                                                       # or True: only names are checked
     state = CheckState()
     mask, reason = check.filter(mask, state)           # without tokens that make it invalid
     state = check.after(token, state)
 
-A token is removed if it completes an invalid document, or an item of a `uniqueItems` array that is
-there already; the model then continues with the other tokens. If none is left the sequence ends
-with an error that names the keyword. Invariant: a complete document that passes the masks is valid.
+A token is removed if it completes an invalid document, an item of a `uniqueItems` array that is
+there already, or a name that its object has already (RFC 8259: names should be unique); the model
+then continues with the other tokens. If none is left the sequence ends with an error that names the
+keyword. Invariant: a complete document that passes the masks is valid.
 
 States are immutable, so drafts and forks share them, and sequences are checked in several threads
 at a time. The validator is jsonschema, with a limit on
@@ -40,7 +42,7 @@ class Frame(NamedTuple):
     array: bool
     unique: bool = False
     choices: tuple[tuple[bytes, Any], ...] | None = None  # possible items: (JSON, key)
-    seen: frozenset[Any] = frozenset()  # keys of the items, if they must be unique
+    seen: frozenset[Any] = frozenset()  # names of an object; keys of items that must be unique
     key: str = ""  # of the member that is being written
     wants_key: bool = False
 
@@ -64,9 +66,12 @@ class Invalid(Exception):
 class DocumentCheck:
     def __init__(self, schema: Any, token_bytes: Sequence[bytes], eos_ids: Sequence[int]) -> None:
         self._schema, self._tokens, self._eos = schema, token_bytes, frozenset(eos_ids)
-        self._validate = validator(schema)
+        self._validate = None if schema is True else validator(schema)
+        self._names = NameTokens(token_bytes)
         self._rules: dict[tuple[Any, ...], Frame] = {}
         self._verdicts: dict[Any, str] = {}  # of the last documents, by key
+        if self._validate is None:
+            return
         # Tokens by what they can end: a string, a value, a number or literal that is open.
         self._closers = _by_closers(token_bytes)
         self._quotes, self._enders, self._blanks = (
@@ -83,13 +88,19 @@ class DocumentCheck:
             i for i, token in enumerate(token_bytes) if b"[" in token and b"," in token
         )
 
+    @property
+    def names_only(self) -> bool:
+        """Whether the grammar enforces all of the schema but the names."""
+        return self._validate is None
+
     def after(self, token: int, state: CheckState) -> CheckState:
         """The state after a token that the mask allows."""
         return state if token in self._eos else self._feed(state, self._tokens[token], known=True)
 
     def has_work(self, mask: bytes, state: CheckState) -> bool:
         """Whether filter() has tokens of this mask to check."""
-        return bool(int.from_bytes(mask, "little") & self._suspects(state))
+        allowed = int.from_bytes(mask, "little")
+        return bool(allowed & self._suspects(state) or self._repeats(allowed, state))
 
     def filter(self, mask: bytes, state: CheckState) -> tuple[bytes, str]:
         """(the mask without the tokens that make the document invalid, the last reason)."""
@@ -107,6 +118,8 @@ class DocumentCheck:
                 raise UnsupportedError(FIELD, "the document is too deep to check") from None
             except (ValueError, OverflowError):  # Python's limit of digits, or an infinite float
                 raise UnsupportedError(FIELD, "a number is too long to check") from None
+        if repeats := self._repeats(allowed & ~removed, state):
+            removed, reason = removed | repeats, "a name is there already"
         return (allowed & ~removed).to_bytes(len(mask), "little"), reason
 
     def accepts(self, state: CheckState) -> bool:
@@ -120,6 +133,8 @@ class DocumentCheck:
 
     def _suspects(self, state: CheckState) -> int:
         """The tokens that can complete the document, or an item that must be unique."""
+        if self._validate is None:
+            return 0
         if state.stack and state.stack[-1].choices is not None:
             return -1
         if state.string:
@@ -130,6 +145,29 @@ class DocumentCheck:
         outer = enumerate(reversed(state.stack))
         needed = next((i for i, frame in outer if frame.unique), len(state.stack))
         return (ends & self._closers[min(needed, len(self._closers) - 1)]) | self._always
+
+    def _repeats(self, allowed: int, state: CheckState) -> int:
+        """The allowed tokens that complete a name which the object has already."""
+        top = state.stack[-1] if state.stack else None
+        found = set(self._names.crossing)
+        if top is not None and top.wants_key and top.seen:
+            written = state.text[state.scalar + 1 :] if state.string else b""
+            ends = self._names.ends if state.string else self._names.whole
+            if b"\\" in written:
+                found |= self._names.closing
+            else:
+                rest = [n[len(written) :] for n in map(_utf8, top.seen) if n.startswith(written)]
+                found |= self._names.escaped if rest else set()
+                for name in rest:
+                    found.update(ends.get(name, ()))
+        removed = 0
+        for token in found:
+            if allowed >> token & 1:
+                try:
+                    self._feed(state, self._tokens[token], known=True)
+                except Invalid:
+                    removed |= 1 << token
+        return removed
 
     # ------------------------------------------------------------------------------ scanner
 
@@ -151,7 +189,10 @@ class DocumentCheck:
                     top = stack[-1] if stack else None
                     if top is not None and top.wants_key:
                         name = json.loads(text[scalar : at + 1])
-                        stack = (*stack[:-1], top._replace(key=name, wants_key=False))
+                        if name in top.seen:
+                            raise Invalid(f"the name {name!r:.40} is there already")
+                        top = top._replace(key=name, wants_key=False, seen=top.seen | {name})
+                        stack = (*stack[:-1], top)
                     else:
                         stack, complete = self._value(
                             text[scalar : at + 1], text, at + 1, stack, known
@@ -196,8 +237,8 @@ class DocumentCheck:
         return stack, False
 
     def _open(self, stack: tuple[Frame, ...], array: bool) -> Frame:
-        if not array:
-            return Frame(array=False, wants_key=True)
+        if not array or self._validate is None:
+            return Frame(array=array, wants_key=not array)
         path = tuple(None if frame.array else frame.key for frame in stack)
         if path not in self._rules:
             node = _unique_array(self._schema, path, self._schema)
@@ -212,6 +253,8 @@ class DocumentCheck:
         return self._rules[path]
 
     def _complete(self, text: bytes) -> None:
+        if self._validate is None:
+            return
         document = json.loads(text)
         key = canonical(document)  # tokens of one mask differ in white space only
         verdict = self._verdicts.get(key)
@@ -247,6 +290,34 @@ def _written(value: Any) -> bytes:
 
 
 # --- token sets
+
+
+class NameTokens:
+    """The tokens that can complete a name, by what they have before its closing quote."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.ends: dict[bytes, list[int]] = {}  # tokens that end an open name, by that part of it
+        self.whole: dict[bytes, list[int]] = {}  # tokens that hold a name, by the name
+        self.escaped: set[int] = set()  # the same with escapes before the quote
+        self.closing: set[int] = set()  # all tokens that may end an open name
+        self.crossing: set[int] = set()  # tokens that may end one value and hold the next name
+        for token, text in enumerate(tokens):
+            if b'"' not in text:
+                continue
+            end = text.index(b'"')
+            self.ends.setdefault(text[:end], []).append(token)
+            self.closing.add(token)
+            opened = text.lstrip(b" \t\n\r")
+            if opened[:1] == b'"' and b'"' in opened[1:]:
+                self.whole.setdefault(opened[1 : opened.index(b'"', 1)], []).append(token)
+            if b"\\" in text:
+                self.escaped.add(token)
+            if b"," in text and b'"' in text[text.index(b",") :].partition(b'"')[2]:
+                self.crossing.add(token)
+
+
+def _utf8(name: str) -> bytes:
+    return name.encode("utf-8", "surrogatepass")
 
 
 def _by_closers(tokens: Sequence[bytes]) -> list[int]:

@@ -14,6 +14,7 @@ document.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,6 +52,7 @@ CHECKED = (
     "not", "dependentRequired", "dependentSchemas", "contains", "minContains", "maxContains",
     "unevaluatedItems",
 )  # fmt: skip
+_LIST_OF_NAMES = re.compile(r"\^([\w-]+)\$|\^\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)\$")
 _IDLE: tuple[tuple[str, Any], ...] = (("unevaluatedItems", True), ("unevaluatedItems", {}))
 
 
@@ -179,6 +181,7 @@ class _Lowering:
             self._names(node, out)
         if "unevaluatedProperties" in node:
             self._unevaluated(node, out)
+        self._listed_names(out)
         patterns = _mapping(out.get("patternProperties"))
         if len(patterns) > 1 and len({str(part) for part in patterns.values()}) == 1:
             joined = "|".join(f"({pattern})" for pattern in patterns)
@@ -192,6 +195,25 @@ class _Lowering:
                 if out.pop(keyword, None) is not None:
                     self.result.checked.add(keyword)
         self._other_names(out)
+
+    def _listed_names(self, out: dict[str, Any]) -> None:
+        """Write a pattern that lists names, such as ^(a|b)$, as properties: the grammar writes each
+        once, and knows when none is left."""
+        patterns, properties = (
+            dict(out.get("patternProperties", {})),
+            dict(out.get("properties", {})),
+        )
+        for pattern in list(patterns):
+            if found := _LIST_OF_NAMES.fullmatch(pattern):
+                part = patterns.pop(pattern)
+                for name in (found[1] or found[2]).split("|"):
+                    parts = [properties[name], part] if name in properties else [part]
+                    properties[name] = {"allOf": parts} if len(parts) > 1 else part
+        if len(patterns) < len(out.get("patternProperties", {})):
+            out["properties"] = properties
+            out.pop("patternProperties")
+            if patterns:
+                out["patternProperties"] = patterns
 
     def _other_names(self, out: dict[str, Any]) -> None:
         """Names that are not declared: llguidance 1.9 compares them with the declared names as
@@ -301,6 +323,31 @@ def without_definitions(node: Any, names: Collection[str]) -> Any:
             kept = {n: p for n, p in value.items() if keyword != "$defs" or n not in names}
             out[keyword] = {n: without_definitions(part, names) for n, part in kept.items()}
     return out
+
+
+def has_free_names(schema: Any) -> bool:
+    """Whether a lowered schema may admit an object with names that it does not list. llguidance
+    writes listed names once, and others as often as the model likes."""
+    stack = [(schema, True, True)]  # may the schemas around each admit free names, free items?
+    while stack:
+        node, names, items = stack.pop()
+        if node is False or (isinstance(node, Mapping) and ("enum" in node or "const" in node)):
+            continue
+        if not isinstance(node, Mapping):
+            return True
+        for part in (node, *filter(_mapping, node.get("allOf", ()))):
+            types = part.get("type", ("object", "array"))
+            listed = part.get("additionalProperties") is False and not part.get("patternProperties")
+            names = names and "object" in types and not listed
+            items = items and "array" in types and "items" not in part and part.get("maxItems") != 0
+        inner = [p for keyword in ("allOf", "anyOf", "oneOf") for p in node.get(keyword, ())]
+        if (names or items) and "$ref" not in node and not inner:
+            return True
+        stack += [(part, names, items) for part in inner]
+        parts = [*_mapping(node.get("properties")).values(), *_mapping(node.get("$defs")).values()]
+        parts += [*node.get("prefixItems", ()), node.get("items", False)]
+        stack += [(part, True, True) for part in parts]
+    return False
 
 
 def finite_items(node: Mapping[str, Any], root: Any) -> list[Any] | None:

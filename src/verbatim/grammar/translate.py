@@ -19,7 +19,7 @@ from verbatim.base.param_checks import no_key_twice
 from verbatim.grammar.finite import infinite_definitions, infinite_keyword
 from verbatim.grammar.gbnf import RULE, gbnf_to_lark
 from verbatim.grammar.json_schema import normalise
-from verbatim.grammar.lower import Options, lower, without_definitions
+from verbatim.grammar.lower import Options, has_free_names, lower, without_definitions
 
 WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON tokens; bounded, or a model may write blanks forever
 # Characters of a schema whose oneOf parts are tested for disjointness, which takes a second compile
@@ -104,7 +104,7 @@ def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, 
             else:
                 raise
             continue
-        check = normal.schema if lowered.checked else None
+        check = normal.schema if lowered.checked else has_free_names(schema) or None
         return schema, check, _ignored(normal.ignored, lowered.ignored)
 
 
