@@ -711,6 +711,40 @@ def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> N
     assert has_ended(child)
 
 
+@pytest.mark.parametrize("name", ["SIGHUP", "SIGTERM", "SIGINT"])
+def test_every_signal_to_end_drains_and_is_logged(serve: Any, name: str) -> None:
+    """SIGHUP: the terminal of the server was closed."""
+    live = serve("--drain-seconds", NEVER)
+
+    async def draining() -> Any:
+        with frozen_engine(live):  # the stream does not end before the signal
+            running = asyncio.create_task(stream(live.port, "/v1/completions", completion(9)))
+            await until_metric(live, "verbatim_http_open_requests", 1)
+            os.kill(live.process.pid, signal.Signals[name])
+            await asyncio.to_thread(
+                eventually, lambda: f"{name}: draining 1 request" in live.log_text(), live.log_text
+            )
+        return await running
+
+    done = asyncio.run(draining())
+    assert done.finished
+    assert done.whole
+    assert live.process.wait(HANG_SECONDS) == 0, live.log_text()
+
+
+def test_a_server_under_nohup_ignores_sighup(serve: Any) -> None:
+    """nohup starts a program with SIGHUP ignored, so that it outlives its terminal."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        live = serve()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    os.kill(live.process.pid, signal.SIGHUP)
+    live.complete()
+    assert live.stop() == 0
+    assert "SIGHUP" not in live.log_text()
+
+
 def test_a_drain_that_takes_too_long_ends_streams_with_an_error_event(serve: Any) -> None:
     live = serve("--drain-seconds", "30", clock=True)
 

@@ -2,9 +2,9 @@
 
 Settings come in; an exit code goes out, after every stream has received its last event.
 
-    SIGTERM, SIGINT   new requests get 503; running requests have drain_seconds to finish, then get
-                      an error event; then exit 0 with no child process left
-    a second signal   ends the drain at once
+    SIGTERM, SIGINT, SIGHUP   new requests get 503; running requests have drain_seconds to finish,
+                              then get an error event; then exit 0 with no child process left
+    a second signal           ends the drain at once
 """
 
 from __future__ import annotations
@@ -106,11 +106,16 @@ async def serve(
     HttpProtocol.count_malformed = app.count_malformed
     HttpProtocol.max_connections = connection_limit(settings.limits.max_connections)
     server = Server(config)
-    stop = asyncio.Event()
+    stop: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
     drain_now = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, lambda: drain_now.set() if stop.is_set() else stop.set())
+
+    def on_signal(number: signal.Signals) -> None:
+        drain_now.set() if stop.done() else stop.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            loop.add_signal_handler(number, on_signal, number)
     gc.freeze()  # the modules and the app stay: no collection needs to visit them
     (supervisor if pool is None else pool).start()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -119,11 +124,11 @@ async def serve(
     unloading = None if pool is None else asyncio.create_task(pool.unload_idle())
     try:
         await asyncio.wait(
-            (asyncio.ensure_future(stop.wait()), supervisor.fatal, serving),
+            (stop, supervisor.fatal, serving),
             return_when=asyncio.FIRST_COMPLETED,
         )
         if not supervisor.fatal.done():
-            await drain(state, drain_now)
+            await drain(state, drain_now, stop.result().name if stop.done() else "ended")
     finally:
         keepalives.cancel()
         announcing.cancel()
@@ -163,12 +168,13 @@ async def announce(state: State, sock: socket.socket) -> None:
     )
 
 
-async def drain(state: State, drain_now: asyncio.Event) -> None:
+async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:
     """Wait until no request is open, drain_seconds have passed, or a second signal arrives.
     Requests that are still open then fail with a 503."""
     state.admission.draining = True
     log.info(
-        "draining %d requests, for at most %g s; a second Ctrl-C or SIGTERM ends them at once",
+        "%s: draining %d requests, for at most %g s; a second Ctrl-C or SIGTERM ends them at once",
+        why,
         state.open,
         state.settings.drain_seconds,
     )
