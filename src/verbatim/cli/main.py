@@ -20,6 +20,7 @@ import click
 
 from verbatim import __version__
 from verbatim.base.errors import ModelError, RequestError, VerbatimError
+from verbatim.cli.environment import unknown_variables
 from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS
 from verbatim.cli.interrupt import INTERRUPTED, exit_on_interrupt
 
@@ -150,6 +151,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = [*args[1:2], "--help"]
     _open_missing_streams()
     _replace_unencodable()
+    for warning in unknown_variables(os.environ):
+        print_error(f"warning: {warning}")
     try:
         code = _call(args)
     except BaseException as error:
