@@ -97,7 +97,8 @@ The tests are listed at the end.
 The bounds of cpu and cuda hold for these checkpoints, not for every legal one: where the router of
 a mixture is close to a tie, keys and values in float16 choose another expert. A tied mixture with
 other random weights differs by 0.0056 on average on cpu, another one by 0.12. transformers with
-float16 keys and values differs by as much (`{ROUNDED}`).
+float16 keys and values differs by as much
+(`{ROUNDED}`).
 
 On cpu and cuda the bits are also equal alone, in chunks and in a batch, and after generating and
 scoring again. A `config.json` may change any key: it is followed, checked or refused by name
@@ -107,10 +108,7 @@ and encoders of images or sound; the language model is used.
 
 """
 # the test that compares with float16 keys and values in transformers
-ROUNDED = (
-    "tests/parity/test_families.py::"
-    "test_a_mixture_beyond_the_bound_is_as_far_as_transformers_with_float16_keys"
-)
+ROUNDED = "tests/parity/test_families.py::test_a_mixture_beyond_the_bound"
 _FAMILIES = """
 ## Families
 
