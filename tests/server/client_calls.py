@@ -67,7 +67,12 @@ def openai_sync(url: str, model: str) -> None:
         next(iter(cancelled))
 
     called = client.chat.completions.create(
-        model=model, messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=60
+        model=model,
+        messages=ASK,
+        tools=[TOOL],
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=60,
     )
     call = called.choices[0].message.tool_calls[0]
     assert call.function.name == "get_weather"
@@ -137,7 +142,12 @@ def openai_async(url: str, model: str) -> None:
                 text += chunk.choices[0].delta.content or ""
             assert text == answers[0].choices[0].message.content
             async with client.chat.completions.stream(
-                model=model, messages=ASK, tools=[TOOL], tool_choice="required", max_tokens=60
+                model=model,
+                messages=ASK,
+                tools=[TOOL],
+                tool_choice="required",
+                parallel_tool_calls=False,
+                max_tokens=60,
             ) as events:
                 final = await events.get_final_completion()
             assert final.choices[0].message.tool_calls[0].function.name == "get_weather"
