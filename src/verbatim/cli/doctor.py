@@ -36,7 +36,7 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
     "--live/--no-live",
     cls=Option,
     default=True,
-    help="with MODEL: also run it: does a turn end, does it loop, a quiz, KV cache types [on]",
+    help="with MODEL: also run it: turns, loops, quiz, plain text, copies, rope, KV types [on]",
 )
 @click.option(
     "--seed",
