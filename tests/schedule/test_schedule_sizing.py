@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.records import CacheGroup
-from verbatim.schedule.sizing import CachePlan, available_memory, memory_limit, plan_cache
+from verbatim.schedule.sizing import (
+    STACKS,
+    CachePlan,
+    available_memory,
+    cgroup_memory,
+    memory_limit,
+    plan_cache,
+    process_memory,
+)
 
 FULL = (CacheGroup(None, (0, 1)),)
 MIXED = (CacheGroup(None, (0,)), CacheGroup(64, (1, 2, 3)))
@@ -134,3 +146,48 @@ def test_windows_shrink_before_a_full_context_does() -> None:
 
 def test_available_memory_is_found_on_this_machine() -> None:
     assert 2**20 < available_memory() <= memory_limit() < 2**50
+
+
+def test_the_limits_of_this_process_bound_the_available_memory() -> None:
+    """ulimit -v and -d: the limit less what the process has mapped."""
+    script = (
+        "import resource, sys\n"
+        "from verbatim.schedule.sizing import available_memory\n"
+        "which = getattr(resource, sys.argv[1])\n"
+        "resource.setrlimit(which, (3 << 30, resource.getrlimit(which)[1]))\n"
+        "print(available_memory())"
+    )
+    for name in ("RLIMIT_AS", "RLIMIT_DATA"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, name], capture_output=True, text=True, check=True
+        )
+        assert 0 < int(done.stdout) < 3 << 30, name
+
+
+def test_a_process_limit_counts_what_is_mapped() -> None:
+    status = "Name:\tpython\nVmSize:\t  1000 kB\nVmData:\t 400 kB\n"
+    unlimited = {"VmSize": -1, "VmData": -1}
+    assert process_memory(status, unlimited) == []
+    assert process_memory(status, {**unlimited, "VmSize": STACKS + 3000 * KIB}) == [2000 * KIB]
+    assert process_memory(status, {**unlimited, "VmData": 300 * KIB}) == [0]
+    assert process_memory("", {"VmSize": 3000 * KIB, "VmData": 1}) == []
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_cgroup_above_the_process_bounds_the_memory(version: int, tmp_path: Path) -> None:
+    """A service's limit is often that of its slice; the root has no limit."""
+    root = tmp_path if version == 2 else tmp_path / "memory"
+    limit, used = (
+        ("memory.max", "memory.current")
+        if version == 2
+        else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
+    for path, values in (("", ("max", 9000)), ("a", (5000, 1000)), ("a/b", ("max", 10))):
+        (root / path).mkdir(parents=True, exist_ok=True)
+        (root / path / limit).write_text(f"{values[0]}\n")
+        (root / path / used).write_text(f"{values[1]}\n")
+    line = "0::/a/b" if version == 2 else "4:memory:/a/b"
+    assert cgroup_memory(f"1:cpu:/other\n{line}\n", tmp_path) == [(5000, 1000)]
+    # a path that this container cannot see: its own cgroup is mounted as the root
+    (root / limit).write_text("7000\n")
+    assert cgroup_memory(line.replace("/a/b", "/host/c"), tmp_path) == [(7000, 9000)]

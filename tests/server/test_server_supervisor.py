@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,9 @@ from starlette.requests import Request
 
 from eventually import eventually_async
 from verbatim.server.api.request_context import EventStream, RequestContext
-from verbatim.server.process.messages import Ready, Tokenize, Tokenized
+from verbatim.server.process import engine_process, wire
+from verbatim.server.process.message_codec import decode_from_engine
+from verbatim.server.process.messages import Failed, Ready, Tokenize, Tokenized
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
@@ -44,6 +47,30 @@ async def test_an_engine_that_was_just_spawned_is_closed_at_once(
     await closing[0]
     assert "does not end" not in caplog.text
     assert supervisor.facts is None
+
+
+async def test_an_engine_without_memory_names_kv_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native code only says std::bad_alloc."""
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(engine_process, "open_engine", no_memory)
+    ours, theirs = socket.socketpair()
+    start = Supervisor(Settings(model="m"))._start_message()
+    ours.sendall(wire.pack(start))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        assert await engine_process.serve(theirs.detach()) == 3
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            asyncio.get_running_loop().remove_signal_handler(number)
+            signal.signal(number, handler)
+    reader, writer = await asyncio.open_connection(sock=ours)
+    message = await wire.read(reader, decode_from_engine)
+    writer.close()
+    assert isinstance(message, Failed)
+    assert "--kv-memory" in message.message
 
 
 async def test_a_closed_supervisor_does_not_become_ready() -> None:

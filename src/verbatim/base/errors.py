@@ -132,6 +132,11 @@ class BackendError(VerbatimError):
 
 
 OUT_OF_MEMORY = "out of GPU memory: "
+# for a MemoryError, which has no text of its own
+MAIN_MEMORY = (
+    "out of memory: the model and its KV cache do not fit in the free memory, or in a limit on it "
+    "(ulimit -v, a container's); try a smaller --kv-memory, --context or model"
+)
 # how the finish detail of a request starts whose logits or states are NaN or infinite
 NOT_FINITE = "the model computed values that are not finite numbers"
 

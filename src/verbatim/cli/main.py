@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from verbatim import __version__
-from verbatim.base.errors import ModelError, RequestError, VerbatimError
+from verbatim.base.errors import MAIN_MEMORY, ModelError, RequestError, VerbatimError
 from verbatim.cli.environment import unknown_variables
 from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS
 from verbatim.cli.interrupt import INTERRUPTED, exit_on_interrupt
@@ -204,10 +204,7 @@ def _report(error: BaseException) -> int:
         print_error(error.message)
         return exit_code_of(error)
     if isinstance(error, MemoryError):
-        print_error(
-            "out of memory: the model and its KV cache do not fit; "
-            "try a smaller --context, --kv-memory or model"
-        )
+        print_error(MAIN_MEMORY)
         return FAILED
     if isinstance(error, OSError) and error.errno in OS_REMEDIES:
         print_error(_system_line(error))

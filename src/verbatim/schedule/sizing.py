@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from verbatim.base.config import STEP_TOKENS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.records import CacheGroup
 from verbatim.base.units import size_text
+
+STACKS = 256 << 20  # bytes: 32 threads with the usual 8 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,29 +161,61 @@ def _counts(n: int, shrink: int, windows: Sequence[int], most: Sequence[int | No
 
 
 def available_memory() -> int:
-    """Bytes this process may still allocate: the machine's, or its cgroup's if that is less."""
-    free = _meminfo()
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        max_bytes = _number(limit)
-        if max_bytes is not None:
-            free = min(free, max(max_bytes - (_number(used) or 0), 0))
-    return free
+    """Bytes this process may still allocate: the least of the machine's free memory and of what the
+    limits of its cgroups and its own limits (ulimit -v and -d) leave."""
+    rooms = [max(limit - used, 0) for limit, used in cgroup_memory(_read("/proc/self/cgroup"))]
+    with contextlib.suppress(ImportError):  # Windows
+        import resource
+
+        limits = {"VmSize": resource.RLIMIT_AS, "VmData": resource.RLIMIT_DATA}
+        soft = {name: resource.getrlimit(which)[0] for name, which in limits.items()}
+        rooms += process_memory(_read("/proc/self/status"), soft)
+    return min(_meminfo(), *rooms)
 
 
 def memory_limit() -> int:
-    """Bytes that all processes together may allocate: the machine's memory, or the limit of the
+    """Bytes that all processes together may allocate: the machine's memory, or the limit of a
     cgroup if that is less. A very large number where neither is known."""
-    names = ("memory.max", "memory/memory.limit_in_bytes")  # cgroup v2 and v1
-    limits = [_number(f"/sys/fs/cgroup/{name}") for name in names]
+    limits = [limit for limit, _ in cgroup_memory(_read("/proc/self/cgroup"))]
     with contextlib.suppress(ValueError, OSError):
         limits.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    return min((limit for limit in limits if limit is not None), default=1 << 62)
+    return min(limits, default=1 << 62)
+
+
+def cgroup_memory(membership: str, mount: Path = Path("/sys/fs/cgroup")) -> list[tuple[int, int]]:
+    """(limit, bytes used) of the process's cgroup and of those above it that have a limit.
+    `membership`: /proc/self/cgroup. A container sees its own cgroup as the root, whatever its path
+    on the host."""
+    found = []
+    for line in membership.splitlines():
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, limit, used = mount, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            root, limit, used = (
+                mount / "memory",
+                "memory.limit_in_bytes",
+                "memory.usage_in_bytes",
+            )
+        else:
+            continue
+        own = root / path.lstrip("/")
+        for group in [own, *own.parents]:
+            if group.is_relative_to(root) and (_read(group / limit).strip().isdigit()):
+                found.append((int(_read(group / limit)), int(_read(group / used) or 0)))
+    return found
+
+
+def process_memory(status: str, limits: Mapping[str, int]) -> list[int]:
+    """Bytes that this process may still allocate under its limits, less the stacks of threads that
+    start later. `status`: /proc/self/status; `limits`: bytes by the name of its line, -1: none."""
+    lines = (line.split() for line in status.splitlines())
+    used = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1] == "kB"}
+    return [
+        max(limit - used[name] - STACKS, 0)
+        for name, limit in limits.items()
+        if limit >= 0 and name in used
+    ]
 
 
 def _meminfo() -> int:
@@ -198,9 +232,8 @@ def _meminfo() -> int:
         return 4 * 2**30
 
 
-def _number(path: str) -> int | None:
+def _read(path: str | Path) -> str:
     try:
-        text = Path(path).read_text().strip()
+        return Path(path).read_text()
     except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return ""

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from verbatim.base.errors import MAIN_MEMORY
 from verbatim.observe.engine_metrics import Registry
 from verbatim.server.logs import JsonLines
 from verbatim.server.process import wire
@@ -188,7 +189,8 @@ async def serve(fd: int) -> int:
     try:
         engine = await opening
     except Exception as error:
-        outbox.put(Failed(str(error)))  # the HTTP process reports it
+        text = MAIN_MEMORY if isinstance(error, MemoryError) else str(error)
+        outbox.put(Failed(text))  # the HTTP process reports it
         await outbox.drain()
         return 3
     session = EngineSession(engine, outbox, start)
