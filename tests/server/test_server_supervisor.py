@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from verbatim.server.process.message_codec import decode_from_engine
 from verbatim.server.process.messages import Failed, Ready, Tokenize, Tokenized
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
-from verbatim.server.settings import Settings
+from verbatim.server.settings import EXECUTOR_THREADS, Settings
 
 
 async def test_an_engine_that_was_just_spawned_is_closed_at_once(
@@ -49,16 +50,15 @@ async def test_an_engine_that_was_just_spawned_is_closed_at_once(
     assert supervisor.facts is None
 
 
-async def test_an_engine_without_memory_names_kv_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The native code only says std::bad_alloc."""
+async def engine_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -> str:
+    """The message of an engine process whose model cannot be loaded, run in this process."""
 
-    def no_memory(*_: Any) -> None:
-        raise MemoryError("std::bad_alloc")
+    def fail(*_: Any) -> None:
+        raise error
 
-    monkeypatch.setattr(engine_process, "open_engine", no_memory)
+    monkeypatch.setattr(engine_process, "open_engine", fail)
     ours, theirs = socket.socketpair()
-    start = Supervisor(Settings(model="m"))._start_message()
-    ours.sendall(wire.pack(start))
+    ours.sendall(wire.pack(Supervisor(Settings(model="m"))._start_message()))
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         assert await engine_process.serve(theirs.detach()) == 3
@@ -70,7 +70,31 @@ async def test_an_engine_without_memory_names_kv_memory(monkeypatch: pytest.Monk
     message = await wire.read(reader, decode_from_engine)
     writer.close()
     assert isinstance(message, Failed)
-    assert "--kv-memory" in message.message
+    return message.message
+
+
+async def test_an_engine_without_memory_names_kv_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The native code only says std::bad_alloc."""
+    message = await engine_that_fails(monkeypatch, MemoryError("std::bad_alloc"))
+    assert "--kv-memory" in message
+
+
+async def test_the_threads_of_a_process_do_not_grow_with_its_cpus(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """asyncio's own pool has one thread per CPU and four more, up to 32."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    await engine_that_fails(monkeypatch, ValueError("no model"))
+    submitted = threading.Event()
+
+    def name() -> str:
+        submitted.wait()
+        return threading.current_thread().name
+
+    named = asyncio.gather(*(asyncio.to_thread(name) for _ in range(50)))
+    await asyncio.sleep(0)
+    submitted.set()
+    assert len(set(await named)) == EXECUTOR_THREADS
 
 
 async def test_a_closed_supervisor_does_not_become_ready() -> None:

@@ -19,6 +19,7 @@ import socket
 import ssl
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
 
@@ -30,7 +31,7 @@ from verbatim.server.logs import AccessLog, set_up_logs
 from verbatim.server.model_pool import ModelPool
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
-from verbatim.server.settings import Settings
+from verbatim.server.settings import EXECUTOR_THREADS, Settings
 
 log = logging.getLogger("verbatim.server")
 SPARE_FILES = 100  # file descriptors reserved for the engine socket, the log and 503 responses
@@ -109,6 +110,7 @@ async def serve(
     stop: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
     drain_now = asyncio.Event()
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-http"))
 
     def on_signal(number: signal.Signals) -> None:
         drain_now.set() if stop.done() else stop.set_result(number)

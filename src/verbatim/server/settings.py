@@ -15,6 +15,9 @@ from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 
 MIB = 1 << 20
+# Threads of the HTTP process and of the engine process for work that would block its event loop,
+# such as tokenising. asyncio's default is one per CPU and four more.
+EXECUTOR_THREADS = 4
 
 
 @dataclass(frozen=True, slots=True)

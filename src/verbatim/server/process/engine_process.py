@@ -19,6 +19,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import MAIN_MEMORY
@@ -41,6 +42,7 @@ from verbatim.server.process.messages import (
     Start,
     Tokenize,
 )
+from verbatim.server.settings import EXECUTOR_THREADS
 
 if TYPE_CHECKING:
     from verbatim.engine.async_engine import AsyncEngine
@@ -170,6 +172,7 @@ class Bandwidth:
 
 async def serve(fd: int) -> int:
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-server"))
     # A service manager may signal every process; the parent decides when this process ends.
     loop.add_signal_handler(signal.SIGINT, lambda: None)
     loop.add_signal_handler(signal.SIGTERM, lambda: None)
