@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -807,6 +808,52 @@ def test_request_head_and_keepalive_timeouts(limited: Live) -> None:
         live.send_and_wait(sock, head + b"Content-Length: 100\r\n\r\n{")
         live.advance(60.1)
         assert b" 408 " in sock.recv(1000)
+    check_ledger(live.wait_at_rest())
+
+
+STREAMS = {
+    "/v1/completions": {"prompt": "x" * 400, "max_tokens": 2},
+    "/completion": {"prompt": "x" * 400, "n_predict": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x" * 400}], "max_tokens": 2},
+    "/v1/responses": {"input": "x" * 400, "max_output_tokens": 2},
+    "/v1/messages": {"messages": [{"role": "user", "content": "x" * 400}], "max_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", STREAMS)
+def test_a_stream_that_waits_for_its_first_token_gets_keep_alives(
+    path: str, serve: Any, tmp_path: Path
+) -> None:
+    """The prefill takes 13 steps or more and stops after four. Every protocol with events sends a
+    comment each time its stream was silent for a keep-alive interval; Anthropic's has an event for
+    it. --verbose logs the prefill."""
+    gate = Gate(tmp_path / "gate")
+    live = serve(
+        *("--step-tokens", "32", "--keepalive-seconds", "15", "--verbose"),
+        engine=f"hash,gate={gate.path}",
+        clock=True,
+    )
+
+    async def slow() -> Any:
+        head = asyncio.Event()
+        body = {**STREAMS[path], "stream": True}
+        running = asyncio.create_task(stream(live.port, path, body, on_head=head.set))
+        gate.allow(4)
+        await asyncio.wait_for(head.wait(), HANG_SECONDS)
+        logged = re.compile(r"request req_\w+: prefill (\d+) of (\d+) tokens")
+        found = await asyncio.to_thread(
+            eventually, lambda: logged.findall(live.log_text()), live.log_text
+        )
+        assert all(0 < int(done) <= 128 and 400 < int(tokens) < 600 for done, tokens in found)
+        for _ in range(3):
+            await asyncio.to_thread(live.advance, 15.1)
+        gate.open()
+        return await asyncio.wait_for(running, HANG_SECONDS)
+
+    got = asyncio.run(slow())
+    assert (got.status, got.whole) == (200, True)
+    pings = [e for e in got.events if e != "[DONE]" and e.get("type") == "ping"]
+    assert (got.comments, len(pings)) == ((0, 3) if path == "/v1/messages" else (3, 0))
     check_ledger(live.wait_at_rest())
 
 

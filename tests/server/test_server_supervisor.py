@@ -73,6 +73,17 @@ async def engine_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception) -
     return message.message
 
 
+def test_a_long_prefill_is_logged_once_per_tenth(caplog: pytest.LogCaptureFixture) -> None:
+    prefills = engine_process.PrefillLog()
+    with caplog.at_level("INFO"):
+        for computed in (10, 100, 150, 199, 200, 950):
+            prefills.add([("req_a", computed, 1000)])
+        prefills.add([])
+        prefills.add([("req_a", 500, 1000)])  # preempted, and started again
+    found = [record.getMessage().split()[3] for record in caplog.records]
+    assert found == ["10", "100", "200", "950", "500"]
+
+
 async def test_an_engine_without_memory_names_kv_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The native code only says std::bad_alloc."""
     message = await engine_that_fails(monkeypatch, MemoryError("std::bad_alloc"))

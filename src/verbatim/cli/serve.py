@@ -178,6 +178,13 @@ def limit_options(command: F) -> F:
     help="write request bodies to the log; without it no prompt text is ever logged",
 )
 @click.option(
+    "-v",
+    "--verbose",
+    cls=Option,
+    is_flag=True,
+    help="also log the progress of long prefills",
+)
+@click.option(
     "--test-engine",
     cls=Option,
     default="",
@@ -264,6 +271,7 @@ def command(
         store_items=flags["store_items"],
         log_format=flags["log_format"],
         log_prompts=flags["log_prompts"],
+        verbose=flags["verbose"],
         test_engine=flags["test_engine"],
         limits=Limits(**limits),
     )
@@ -271,6 +279,8 @@ def command(
         if flags["replicas"] is not None:
             raise ParameterError("replicas", "needs --ray; one server has one engine")
         return run(settings)
+    if flags["verbose"]:
+        raise ParameterError("verbose", "works without --ray; replicas log no prefills")
     from verbatim.scale.deploy import serve_on_ray
     from verbatim.scale.ray_options import RayOptions, parse_address, parse_replicas
 

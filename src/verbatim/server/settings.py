@@ -210,6 +210,7 @@ class Settings:
     store_items: int = 1000  # answers kept in memory; 0 rejects store: true
     log_format: str = "text"  # text | json
     log_prompts: bool = False
+    verbose: bool = False  # log the progress of prefills
     test_engine: str = ""  # tests only: options of verbatim.testing.server_parts
     # Key of the prefix cache's block hashes; empty: random. The replicas of one service share it.
     prefix_key: bytes = b""

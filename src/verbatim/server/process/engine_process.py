@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -110,14 +110,35 @@ def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
     return engine
 
 
+class PrefillLog:
+    """Log lines of long prefills: those in progress at a heartbeat, one line per tenth of the
+    prompt."""
+
+    def __init__(self) -> None:
+        self._tenths: dict[str, int] = {}
+
+    def add(self, prefills: Sequence[tuple[str, int, int]]) -> None:
+        before, self._tenths = self._tenths, {}
+        for request_id, computed, tokens in prefills:
+            self._tenths[request_id] = computed * 10 // tokens
+            if before.get(request_id, -1) < self._tenths[request_id]:
+                log.info("request %s: prefill %d of %d tokens", request_id, computed, tokens)
+
+
 async def beat(
-    engine: AsyncEngine, outbox: wire.Outbox, bandwidth: Bandwidth, metrics_every: int
+    engine: AsyncEngine,
+    outbox: wire.Outbox,
+    bandwidth: Bandwidth,
+    metrics_every: int,
+    prefills: PrefillLog | None,
 ) -> None:
     """Send heartbeats until the engine fails. The supervisor kills this process when they stop."""
     for count in itertools.count(1):
         await asyncio.sleep(BEAT_SECONDS)
         if engine.error is not None:
             break
+        if prefills is not None:
+            prefills.add(engine.core.prefills())
         outbox.put(heartbeat(engine, bandwidth if count % metrics_every == 0 else None))
     log.error("the engine failed: %r", engine.error, exc_info=engine.error)
 
@@ -201,7 +222,8 @@ async def serve(fd: int) -> int:
     outbox.put(heartbeat(engine, bandwidth))  # before Ready: /metrics is then complete at once
     outbox.put(Ready(session.facts()))
     every = 1 if start.test_engine else METRICS_EVERY  # tests wait for the next metrics
-    heartbeats = asyncio.create_task(beat(engine, outbox, bandwidth, every))
+    prefills = PrefillLog() if start.verbose else None
+    heartbeats = asyncio.create_task(beat(engine, outbox, bandwidth, every, prefills))
     dispatcher = asyncio.create_task(dispatch(reader, session))
     tasks = (heartbeats, dispatcher)
     try:

@@ -35,6 +35,7 @@ class Start:
     served_name: str  # the model's name in receipts
     cache_share: float  # share of the KV cache that one tenant's requests may claim
     prefix_key: bytes = b""  # key of the prefix cache's block hashes; empty: random
+    verbose: bool = False  # log the progress of prefills
 
 
 @dataclass(frozen=True, slots=True)

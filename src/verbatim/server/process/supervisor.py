@@ -278,6 +278,7 @@ class Supervisor:
             served_name=settings.served_name,
             cache_share=settings.limits.max_cache_share,
             prefix_key=settings.prefix_key,
+            verbose=settings.verbose,
         )
 
     def _handle(self, message: FromEngine) -> None:
