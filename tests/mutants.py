@@ -123,11 +123,15 @@ MUTANTS = (
     Mutant("step-budget", "schedule/scheduler.py", "seq, budget - behind,", "seq, budget,", RULES),
     Mutant(
         "fair-prefill", "schedule/scheduler.py",
-        "return half if prefilling or starting else paid", "return paid", RULES,
+        "return half if prefilling or self._could_admit(tenant) else paid", "return paid", RULES,
     ),
     Mutant(
-        "preempted-rank", "schedule/queues.py", "last = self.running[-1]", "last = self.running[0]",
-        RULES,
+        "preempted-rank", "schedule/queues.py", "left[-1] if left", "left[0] if left", RULES
+    ),
+    Mutant(
+        "tenant-share", "schedule/scheduler.py",
+        "budget -= self._reserved - self.", "budget -= 0 * self.",
+        "schedule/test_schedule_tenants.py",
     ),
     Mutant(
         "block-leak", "schedule/paged_cache.py", "pool.release(table.pop())", "table.pop()", RULES

@@ -538,8 +538,8 @@ async def test_a_submit_during_close_is_answered(ask: str, monkeypatch: pytest.M
     else:
         reserve = e._reserve
 
-        def then_close(request_id: str) -> None:
-            reserve(request_id)
+        def then_close(request_id: str, tenant: str) -> None:
+            reserve(request_id, tenant)
             monkeypatch.setattr(e, "_check_open", closed_behind)
 
         monkeypatch.setattr(e, "_reserve", then_close)

@@ -74,6 +74,7 @@ class Rig:
         params: SamplingParams | None = None,
         beam: int = 0,
         salt: str = "",
+        tenant: str = "",
     ) -> Sequence:
         seq = Sequence(
             self._next,
@@ -84,6 +85,7 @@ class Rig:
             ends={EOS: "eos"},
             beam=beam,
             salt=salt,
+            tenant=tenant,
         )
         self._next += 1
         self.all_sequences[seq.id] = seq
@@ -97,10 +99,13 @@ class Rig:
         n: int = 1,
         beam: int = 0,
         salt: str = "",
+        tenant: str = "",
         **params: int,
     ) -> list[Sequence]:
         family = [
-            self.sequence(prompt, more, params=SamplingParams(**params), beam=beam, salt=salt)
+            self.sequence(
+                prompt, more, params=SamplingParams(**params), beam=beam, salt=salt, tenant=tenant
+            )
             for _ in range(n)
         ]
         family[0].siblings = family[1:]

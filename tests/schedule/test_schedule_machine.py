@@ -58,17 +58,22 @@ class Traffic(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 5]),
         priority=st.integers(-2, 2),
         salt=st.sampled_from(["", "a"]),
+        tenant=st.sampled_from(["", "", "b", "c"]),
+        scored=st.sampled_from([{}, {}, {"prompt_logprobs": 0}]),
     )
-    def add(self, data, n, priority, salt) -> None:
+    def add(self, data, n, priority, salt, tenant, scored) -> None:
         length = data.draw(st.integers(1, min(self.longest - 1, 40)))
         prompt = data.draw(st.lists(st.sampled_from([1, 2]), min_size=length, max_size=length))
         more = data.draw(st.integers(0, min(self.longest - length, 40)))
-        self.rig.add(prompt, more, n=n, salt=salt, priority=priority, min_tokens=min(more, 12))
+        named = {"salt": salt, "tenant": tenant, "priority": priority, **scored}
+        self.rig.add(prompt, more, n=n, min_tokens=min(more, 12), **named)
 
-    @rule(length=st.integers(1, 12), more=st.integers(2, 10))
-    def add_beam(self, length, more) -> None:
+    @rule(
+        length=st.integers(1, 12), more=st.integers(2, 10), tenant=st.sampled_from(["", "b", "c"])
+    )
+    def add_beam(self, length, more, tenant) -> None:
         if length + more < self.longest:
-            self.rig.add([3] * length, more, beam=3)
+            self.rig.add([3] * length, more, beam=3, tenant=tenant)
 
     @rule(times=st.integers(1, 25), drafts=st.sampled_from([0, 0, 1, 4]))
     def step(self, times, drafts) -> None:
@@ -98,7 +103,10 @@ class Traffic(RuleBasedStateMachine):
                 continue
             if sum(1 for s in scheduler.sequences.values() if s.beam) < 4:
                 twin = self.rig.sequence(
-                    seq.tokens[: seq.prompt_len], seq.limit - seq.prompt_len, beam=3
+                    seq.tokens[: seq.prompt_len],
+                    seq.limit - seq.prompt_len,
+                    beam=3,
+                    tenant=seq.tenant,
                 )
                 scheduler.fork(seq, twin)
                 scheduler.extend(twin.id, 2)

@@ -17,7 +17,7 @@ import secrets
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -70,7 +70,7 @@ class AsyncEngine(AsyncLoop):
 
     def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
         super()._open(parts, config)
-        self._encoders = ThreadPoolExecutor(4, "verbatim-encode")
+        self._encoders = FairThreadPool(4, "verbatim-encode")
         # One thread per slot of the compile pool. One tenant occupies at most one of two, so an
         # expensive grammar delays another tenant's by one compile at most.
         self._compilers = FairThreadPool(SIZE, "verbatim-compile")
@@ -153,7 +153,7 @@ class AsyncEngine(AsyncLoop):
         hidden: bool = False,
     ) -> R:
         request_id = request_id or f"req-{secrets.token_hex(8)}"
-        self._reserve(request_id)
+        self._reserve(request_id, tenant)
         deadline = time.monotonic() + ARRIVAL_TIMEOUT
 
         def make() -> Request:
@@ -176,7 +176,7 @@ class AsyncEngine(AsyncLoop):
                 )
                 self._inbox.append(("add", request))
         except BaseException as error:
-            self._give_up(request_id)
+            self._give_up(request_id, tenant)
             if isinstance(error, asyncio.CancelledError) and self._cancelled_by_close():
                 raise UnavailableError("the engine is shutting down") from None
             raise
@@ -189,7 +189,7 @@ class AsyncEngine(AsyncLoop):
         """Run `make` in a thread pool. Grammar compiles have their own, so that no plain prompt
         queues behind them. Waiting for a thread counts towards ARRIVAL_TIMEOUT."""
         if not (isinstance(params, SamplingParams) and params.structured):
-            return await asyncio.get_running_loop().run_in_executor(self._encoders, make)
+            return await asyncio.wrap_future(self._encoders.submit(tenant, make))
         try:
             return await asyncio.wait_for(
                 asyncio.wrap_future(self._compilers.submit(tenant, make)), ARRIVAL_TIMEOUT + 0.1
@@ -212,13 +212,14 @@ class AsyncEngine(AsyncLoop):
         running anyway."""
         self._dropped.append((request_id, held))
 
-    def _reserve(self, request_id: str) -> None:
-        """Reserve a place in the queue before any work is done for the request."""
+    def _reserve(self, request_id: str, tenant: str) -> None:
+        """Reserve a place in the queue of the tenant before any work is done for the request."""
         with self._lock:
             self._check_open()
             if request_id in self._readers:
                 raise ParameterError("request_id", f"{request_id!r} is already running")
-            waiting = len(self.core.scheduler.waiting) + self._arriving
+            queues = self.core.scheduler.tenants.get(tenant)
+            waiting = len(queues.waiting if queues else ()) + self._arriving[tenant]
             if waiting >= self.config.max_waiting:
                 self.core.metrics.refused.add()
                 raise OverloadedError(
@@ -226,13 +227,13 @@ class AsyncEngine(AsyncLoop):
                     "; send it again later, or raise max_waiting"
                 )
             self._readers[request_id] = _no_reader
-            self._arriving += 1
+            self._arriving[tenant] += 1
             self._idle.clear()
 
-    def _give_up(self, request_id: str) -> None:
+    def _give_up(self, request_id: str, tenant: str) -> None:
         with self._lock:
             self._readers.pop(request_id, None)
-            self._arriving -= 1
+            self._arriving[tenant] -= 1
         self._awake.set()
 
     def abort(self, request_id: str) -> bool:
@@ -279,7 +280,7 @@ class AsyncEngine(AsyncLoop):
             # Both wait for running work items, and all of them end: the server bounds the length of
             # a text, a compile ends within ARRIVAL_TIMEOUT and the CPU limit, and prepare() walks
             # the vocabulary once.
-            self._encoders.shutdown(wait=True, cancel_futures=True)
+            self._encoders.close()
             self._compilers.close()
             self.core.close()
 

@@ -8,7 +8,7 @@ an error, which `error` keeps.
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -43,7 +43,8 @@ class AsyncLoop(AsyncCalls):
         self._dropped: deque[tuple[str, Any]] = deque()  # garbage-collected streams: id, weakref
         self._lock = threading.RLock()  # guards the inbox, the readers and the flags
         self._awake = threading.Event()
-        self._arriving = 0  # requests accepted by submit() that the loop has not added yet
+        # requests per tenant accepted by submit() that the loop has not added yet
+        self._arriving: Counter[str] = Counter()
         self._draining = self._closing = False
         self._error: BaseException | None = None
         self._idle = threading.Event()
@@ -94,7 +95,7 @@ class AsyncLoop(AsyncCalls):
     def _wait_for_work(self) -> None:
         """Sleep until a message arrives. After IDLE_CHECK_SECONDS, check the block accounting."""
         with self._lock:
-            if not self._inbox and not self._arriving:
+            if not self._inbox and not self._arriving.total():
                 self._idle.set()
         if not self._awake.wait(IDLE_CHECK_SECONDS):
             self.core.check()
@@ -135,7 +136,7 @@ class AsyncLoop(AsyncCalls):
                 reader._fail(error)
         finally:
             with self._lock:
-                self._arriving -= 1
+                self._arriving[request.tenant] -= 1
 
     def _call(self, work: Callable[[EngineCore], Any], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():  # the caller was cancelled

@@ -138,6 +138,7 @@ class RunningRequest:
             key=key,
             ends=self.ends,
             salt=prefix_salt(request.tenant, request.params.cache_salt, request.adapter_digest),
+            tenant=request.tenant,
             adapter=request.adapter,
             hidden=request.hidden,
             breakers=request.breakers,

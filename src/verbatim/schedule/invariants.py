@@ -45,6 +45,11 @@ def _check_queues(s: Scheduler) -> None:
         )
         ranks = [seq.rank for seq in queue]
         ensure(ranks == sorted(set(ranks)), "a queue is out of order")
+    for name, tenant in s.tenants.items():
+        ensure(bool(tenant.running or tenant.waiting), f"tenant {name!r} has no sequence")
+        for whole, part in ((s.running, tenant.running), (s.waiting, tenant.waiting)):
+            ensure(part == [q for q in whole if q.tenant == name], f"tenant {name!r}: wrong queue")
+    ensure({q.tenant for q in (*s.running, *s.waiting)} == set(s.tenants), "a tenant is missing")
     queued = {seq.id for seq in s.running} | {seq.id for seq in s.waiting}
     queued |= {child.id for seq in s.sequences.values() for child in seq.siblings}
     ensure(queued == set(s.sequences), "a sequence is in no queue")

@@ -7,6 +7,7 @@ nothing changes. The scheduler decides which sequence is served first.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 
 from verbatim.base.records import CacheGroup
@@ -105,15 +106,19 @@ class PagedCache:
             limits.append((len(table) + free) * size - seq.computed)
         return min(limits)
 
-    def can_admit(self, seq: Sequence, running: Iterable[Sequence]) -> bool:
+    def can_admit(
+        self, seq: Sequence, running: Iterable[Sequence], freed: Iterable[Sequence] = ()
+    ) -> bool:
         """All known tokens of a waiting sequence fit, with one block left per running sequence that
-        may need one."""
+        may need one. `freed`: sequences that would be preempted first."""
         need = self.blocks_for(len(seq.tokens))
         for g, (pool, table) in enumerate(zip(self.pools, seq.blocks, strict=True)):
             more, window = need - len(table), self.windows[g]
             if window is not None:  # a prefix hit holds a part of the window
                 more = min(more, self._window_blocks(window) - _held(seq, g))
-            if more + self._growing(g, running) > pool.available:
+            refs = Counter(block for other in freed for block in other.blocks[g] if block >= 0)
+            available = pool.available + sum(pool.refs[block] == n for block, n in refs.items())
+            if more + self._growing(g, running) > available:
                 return False
         return True
 
@@ -125,6 +130,14 @@ class PagedCache:
             return sum(1 for _ in sequences)
         whole = self._window_blocks(window)
         return sum(_held(seq, group) < whole for seq in sequences)
+
+    def held(self, seq: Sequence) -> int:
+        """Blocks of a running sequence in all groups."""
+        return sum(map(len, seq.blocks)) - sum(seq.released)
+
+    def needed(self, seq: Sequence) -> int:
+        """Blocks of all groups that the known tokens of a sequence take."""
+        return sum(self.blocks_needed(group, len(seq.tokens)) for group in self.groups)
 
     def blocks_needed(self, group: CacheGroup, positions: int) -> int:
         """Blocks that a sequence of this many computed positions holds in one group."""

@@ -3,13 +3,15 @@
 In: requests to add, abort, fork, extend, hold or preempt a sequence. Out: the two queues `running`
 and `waiting`, sorted by rank, and the block tables in `cache`. The scheduler plans over them.
 Invariant: every sequence in `sequences` is in exactly one queue, except siblings before their fork;
-a waiting sequence holds no blocks.
+a waiting sequence holds no blocks. The queues of each tenant are parts of these two.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
 from operator import attrgetter
 
 from verbatim.base.errors import CapacityError
@@ -23,6 +25,24 @@ from verbatim.schedule.sequence import ENDED, RUNNING, WAITING, Sequence
 
 PRIORITY_PLACES = 64  # places in the queue that one priority level is worth; docs/adr/0013
 _rank = attrgetter("rank")
+
+
+class Tenant:
+    """The queues of one tenant, and its share of the step that is being planned."""
+
+    __slots__ = ("refused", "reserved", "running", "scores", "turn", "waiting")
+
+    def __init__(self, turn: int) -> None:
+        self.running: list[Sequence] = []  # sorted by rank
+        self.waiting: list[Sequence] = []  # sorted by rank
+        self.turn = turn  # number of its last start; among equals, the smallest starts next
+        self.reserved = 0  # tokens of the step that other tenants leave to it
+        self.scores = 0  # prompt positions that it may still score in the step
+        self.refused: tuple[int, ...] = ()  # _admission_state() of its last refusal
+
+    @property
+    def next(self) -> Sequence | None:
+        return next((seq for seq in self.waiting if not seq.held), None)
 
 
 class SequenceQueues:
@@ -46,7 +66,8 @@ class SequenceQueues:
         self.sequences: dict[int, Sequence] = {}
         self.running: list[Sequence] = []  # sorted by rank
         self.waiting: list[Sequence] = []  # sorted by rank
-        self._arrivals = 0
+        self.tenants: dict[str, Tenant] = {}  # those with a sequence in a queue
+        self._arrivals = self._turns = 0
         self.preemptions = 0
         self.prefix_queries = 0  # tokens looked up in the prefix cache
         self.prefix_hits = 0  # tokens found in the prefix cache
@@ -61,11 +82,10 @@ class SequenceQueues:
             member.rank = (self._arrivals + PRIORITY_PLACES * seq.params.priority, member.id)
             ensure(member.id not in self.sequences, f"sequence {member.id} was added twice")
             self.sequences[member.id] = member
-            member.pending = member is not seq
-        insort(self.waiting, seq, key=_rank)
+        self._move(seq, WAITING)
         if not self.use_cache:  # no blocks to share: every choice computes its own prompt
             for sibling in seq.siblings:
-                self._enqueue(sibling)
+                self._move(sibling, WAITING)
             seq.siblings = []
 
     def check_capacity(self, seq: Sequence) -> None:
@@ -90,7 +110,7 @@ class SequenceQueues:
         if seq.siblings:  # the siblings still need the prompt: the first one computes it
             heir = seq.siblings.pop(0)
             heir.siblings, seq.siblings = seq.siblings, []
-            self._enqueue(heir)
+            self._move(heir, WAITING)
         for elder in self.sequences.values() if seq.pending else ():
             elder.siblings = [s for s in elder.siblings if s is not seq]
         self._end(seq, publish=publish)
@@ -104,11 +124,10 @@ class SequenceQueues:
             self.sequences[child.id] = child
         child.tokens, child.held = parent.tokens[:], parent.held
         if parent.state != RUNNING or len(self.running) >= self.max_running or not self.use_cache:
-            self._enqueue(child)
+            self._move(child, WAITING)
             return
         self.cache.fork(parent, child)
-        child.state, child.pending = RUNNING, False
-        insort(self.running, child, key=_rank)
+        self._move(child, RUNNING)
 
     def extend(self, seq_id: int, token: int) -> None:
         """Append the next token of a held beam and schedule it again."""
@@ -159,15 +178,31 @@ class SequenceQueues:
 
     # ----------------------------------------------------------------------------- state changes
 
-    def _enqueue(self, seq: Sequence) -> None:
-        seq.state, seq.pending = WAITING, False
-        insort(self.waiting, seq, key=_rank)
+    def _move(self, seq: Sequence, state: int) -> None:
+        """Move a sequence from the queues of its state to those of another; ENDED: to none."""
+        tenant = self.tenants.get(seq.tenant)
+        if tenant is None:
+            tenant = self.tenants[seq.tenant] = Tenant(self._next_turn())
+        for queues in (self, tenant):
+            if not seq.pending:
+                queue = queues.running if seq.state == RUNNING else queues.waiting
+                i = bisect_left(queue, seq.rank, key=_rank)
+                ensure(i < len(queue) and queue[i] is seq, f"sequence {seq.id} is in another queue")
+                del queue[i]
+            if state != ENDED:
+                insort(queues.running if state == RUNNING else queues.waiting, seq, key=_rank)
+        seq.state, seq.pending = state, state == ENDED
+        if not (tenant.running or tenant.waiting):
+            del self.tenants[seq.tenant]
+
+    def _next_turn(self) -> int:
+        self._turns += 1
+        return self._turns
 
     def _start(self, seq: Sequence) -> None:
         """Move a waiting sequence, after its prefix lookup, to `running`."""
-        self._remove(self.waiting, seq)
-        insort(self.running, seq, key=_rank)
-        seq.state = RUNNING
+        self._move(seq, RUNNING)
+        self.tenants[seq.tenant].turn = self._next_turn()
         if seq.preemptions == 0:
             seq.cached_tokens = min(seq.computed, seq.prompt_len)
             if self.cache.prefix is not None:
@@ -183,25 +218,52 @@ class SequenceQueues:
             self.fork(seq, child)
 
     def _preempt(self, seq: Sequence) -> None:
-        self._remove(self.running, seq)
+        self._move(seq, WAITING)
         self.cache.release_all(seq)
         seq.drafts = ()
         seq.preemptions += 1
         self.preemptions += 1
-        self._enqueue(seq)
 
     def _preempt_for(self, seq: Sequence) -> bool:
-        """Free blocks for `seq`: preempt a held beam, else the last in rank. False: `seq` itself is
-        the last and was preempted."""
-        if self._preempt_held():
-            return True
-        last = self.running[-1]
-        ensure(
-            last is not seq or len(self.running) > 1,
-            f"sequence {seq.id} does not fit an empty cache",
+        """Free blocks for `seq`: preempt a sequence of the tenant that holds most of them. False:
+        it was `seq` itself."""
+        found = (
+            self._last(tenant) for tenant, _ in _used(self.running, self.cache.held).most_common()
         )
-        self._preempt(last)
-        return last is not seq
+        victim = next((last for last in found if last is not None), None)
+        ensure(victim is not None, f"sequence {seq.id} does not fit an empty cache")
+        assert victim is not None
+        self._preempt(victim)
+        return victim is not seq
+
+    def _victims_for(self, seq: Sequence) -> list[Sequence] | None:
+        """The sequences to preempt so that `seq` can start; None: it waits. Another tenant gives up
+        a sequence only if it keeps as many places, or blocks, as the tenant of `seq` then has."""
+        running, victims, own = self.running[:], list[Sequence](), seq.tenant
+        while True:
+            if len(running) >= self.max_running:
+                size, need = _one_place, 1
+            elif self.cache.can_admit(seq, running, victims):
+                return victims
+            else:
+                size, need = self.cache.held, self.cache.needed(seq)
+            used = _used(running, size)
+            for tenant, count in used.most_common():
+                last = None if tenant == own else self._last(tenant, victims)
+                if last is not None and count - size(last) >= used[own] + need:
+                    break
+            else:
+                return None
+            running.remove(last)
+            victims.append(last)
+
+    def _last(self, tenant: str, victims: Seq[Sequence] = ()) -> Sequence | None:
+        """The sequence that a tenant gives up next: a held one, else its last in rank; never the
+        first in rank of all."""
+        first = next((s for s in self.running if not s.held), None)
+        queue = self.tenants[tenant].running
+        left = [s for s in queue if s is not first and s not in victims]
+        return next((s for s in reversed(left) if s.held), left[-1] if left else None)
 
     def _preempt_held(self) -> bool:
         held = next((s for s in reversed(self.running) if s.held), None)
@@ -213,22 +275,13 @@ class SequenceQueues:
         """`publish`: False withdraws the sequence's blocks from the prefix cache."""
         if not publish:
             self.cache.unpublish(seq)
-        if seq.state == RUNNING:
-            self._remove(self.running, seq)
-        elif not seq.pending:
-            self._remove(self.waiting, seq)
+        self._move(seq, ENDED)
         self.cache.release_all(seq)
-        seq.state = ENDED
         del self.sequences[seq.id]
 
     def _end_without_token(self, seq: Sequence, token: int) -> Finish:
         self._end(seq, publish=token != BROKEN)
         return finish_without_token(token, len(seq.tokens), seq.params.adapter)
-
-    def _remove(self, queue: list[Sequence], seq: Sequence) -> None:
-        i = bisect_left(queue, seq.rank, key=_rank)
-        ensure(i < len(queue) and queue[i] is seq, f"sequence {seq.id} is in the wrong queue")
-        del queue[i]
 
     def _allocate_next_blocks(self, steps: list[SeqStep]) -> None:
         """Allocate the next KV block one step early for decoding sequences, so that the GPU can
@@ -243,3 +296,15 @@ class SequenceQueues:
                 continue
             if self.cache.allocate(seq, len(step.tokens) + 1, []):
                 steps[i] = step._replace(blocks=seq.freeze_blocks())
+
+
+def _one_place(seq: Sequence) -> int:
+    return 1
+
+
+def _used(running: Iterable[Sequence], size: Callable[[Sequence], int]) -> Counter[str]:
+    """What the sequences of each tenant use. A shared block counts for each of its sequences."""
+    used: Counter[str] = Counter()
+    for seq in running:
+        used[seq.tenant] += size(seq)
+    return used

@@ -21,24 +21,35 @@ moves can change the output.
 
 Order
 -----
-The scheduler serves sequences by rank = arrival + PRIORITY_PLACES * priority: first come, first
-served, and one step of priority is worth that many places in the queue. A rank never changes and
-the arrivals count up, so no sequence starves.
+The scheduler serves the sequences of a tenant by rank = arrival + PRIORITY_PLACES * priority: first
+come, first served, and one step of priority is worth that many places in the queue. Tenants (API
+keys) share each step equally: its prompt tokens, the running places and the blocks. What one does
+not need goes to the others, so a tenant alone has all of it.
 
  1. Running sequences first, by rank. Each may use the step's token budget except one token per
-    running sequence behind it, so every decoding sequence gets a token in every step. A long prompt
-    takes the rest, chunk by chunk; half of the rest while other sequences have a prompt to prefill.
+    running sequence behind it, so every decoding sequence gets a token in every step. What decoding
+    leaves is divided among the tenants with prompts to prefill or drafts to verify. A long prompt
+    takes the share of its tenant, chunk by chunk; half of it while the tenant has another prompt.
     Beside other sequences its tokens are charged by depth (schedule/token_cost.py), so that the
     latency of a step does not grow with the prompt. Alone it takes whole chunks.
- 2. When blocks run out, the running sequence last in rank is preempted. The first in rank is never
-    preempted for another one and always fits the cache alone (see check_capacity): it always
-    advances, so there is no livelock.
- 3. Then waiting sequences start, by rank, while budget is left and their known tokens fit.
+ 2. When blocks run out, the tenant that holds most of them gives up its last running sequence in
+    rank, which is preempted.
+ 3. Then waiting sequences start while budget is left and their known tokens fit: the next one of
+    the tenant with the fewest places, among equals of the one whose last start is the longest ago.
+    Where no place or too few blocks are free, other tenants give up sequences as in 2, but only
+    while they keep at least as many places, or blocks, as the starting tenant then has. So equal
+    shares are reached once and kept: no preemption can be answered by another.
+
+The first in rank of all is never preempted for another one and always fits the cache alone (see
+check_capacity): it always advances, so there is no livelock. A sequence that does not fit is passed
+by those of other tenants only until it is the first in rank. A rank never changes, the arrivals
+count up and starts take turns, so no sequence starves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import itemgetter
 
 from verbatim.base.records import (
     CacheGroup,
@@ -52,7 +63,7 @@ from verbatim.base.records import (
 from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
 from verbatim.schedule.paged_cache import Copies
-from verbatim.schedule.queues import SequenceQueues
+from verbatim.schedule.queues import SequenceQueues, Tenant
 from verbatim.schedule.sequence import RUNNING, Sequence
 from verbatim.schedule.token_cost import MAX_SCORES, TokenCost
 
@@ -90,39 +101,82 @@ class Scheduler(SequenceQueues):
         self.overlap = overlap and use_cache  # the backend launches the next step early
         self._full_attention_only = len(groups) == 1 and groups[0].window is None
         self._step = 0
-        self._refused: tuple[int, int, int] | None = None  # _admission_state() of the last refusal
+        self._steps: dict[int, SeqStep] = {}  # the plan so far, by sequence id
+        self._copies: Copies = []
+        self._reserved = 0  # tokens of the step, the sum over the tenants
 
     # ----------------------------------------------------------------------------------- plan
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when no sequence can advance."""
-        budget, self._scores_left = self.step_tokens, MAX_SCORES
-        behind = len(self.running)
-        steps: list[SeqStep] = []
-        copies: Copies = []
+        self._steps = steps = {}
+        self._copies = copies = list[tuple[int, int, int]]()
+        budget, behind = self.step_tokens, len(self.running)
+        self._reserve(budget - behind)
         for at, seq in enumerate(self.running[:]):
             behind -= 1
             if seq.held or seq.state != RUNNING:  # preempted for a sequence before it
                 continue
-            step = self._plan_decode(seq) or self._plan_running(seq, budget - behind, at, copies)
+            step = self._plan_decode(seq) or self._plan_running(seq, budget - behind, at)
             if step is not None:
-                steps.append(step)
-                self._scores_left -= len(step.targets)
+                steps[seq.id] = step
                 one = len(step.tokens) == 1  # the common case spares a call per sequence
-                budget -= 1 if one else self.cost.of_step(step, self.cache.groups)
+                budget -= 1 if one else self._charge(seq, step, free=1)
         while budget > 0 and self.waiting:
-            step = self._admit(budget, alone=not steps)
-            if step is None:
+            started = self._admit(budget)
+            if started is None:
                 break
-            steps.append(step)
-            self._scores_left -= len(step.targets)
-            budget -= self.cost.of_step(step, self.cache.groups)
+            budget -= self._charge(started, steps[started.id])
         if not steps:
             return None
+        planned = list(steps.values())
         if self.overlap:
-            self._allocate_next_blocks(steps)
+            self._allocate_next_blocks(planned)
         self._step += 1
-        return StepPlan(self._step, tuple(steps), tuple(copies))
+        return StepPlan(self._step, tuple(planned), tuple(copies))
+
+    def _reserve(self, budget: int) -> None:
+        """Divide the tokens that decoding leaves, and MAX_SCORES, equally among the tenants that
+        have a use for them. Tokens that a tenant does not need go to the others."""
+        tenants = self.tenants.values()
+        asked = [(self._extra(t, budget), t) for t in tenants] if len(tenants) > 1 else []
+        asked = sorted([pair for pair in asked if pair[0]], key=itemgetter(0))
+        for tenant in tenants:
+            tenant.reserved, tenant.scores = 0, max(1, MAX_SCORES // max(1, len(asked)))
+        self._reserved = 0
+        for i, (extra, tenant) in enumerate(asked):
+            tenant.reserved = min(extra, (budget - self._reserved) // (len(asked) - i))
+            self._reserved += tenant.reserved
+
+    def _extra(self, tenant: Tenant, most: int) -> int:
+        """Tokens, up to `most`, that a tenant can use in a step beyond one per running sequence."""
+        extra, groups = 0, self.cache.groups
+        for seq in tenant.running:
+            n = len(seq.tokens) - seq.computed - 1
+            if n and not seq.held:
+                extra += self.cost.of_chunk(n, seq.computed, groups)
+            extra += len(seq.drafts)
+        for seq in tenant.waiting if self._could_admit(tenant) else ():
+            if extra >= most:
+                break
+            extra += len(seq.tokens)
+        return min(extra, most)
+
+    def _charge(self, seq: Sequence, step: SeqStep, free: int = 0) -> int:
+        """Cost of a planned step. What exceeds `free` uses up the reserve of its tenant."""
+        tenant, cost = self.tenants[seq.tenant], self.cost.of_step(step, self.cache.groups)
+        used = min(tenant.reserved, cost - free)
+        tenant.reserved -= used
+        self._reserved -= used
+        tenant.scores -= len(step.targets)
+        return cost
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Preempt a sequence, and drop its part of the plan in progress."""
+        if self._steps.pop(seq.id, None) is not None:
+            own = {(g, block) for g, table in enumerate(seq.blocks) for block in table}
+            self._copies[:] = [c for c in self._copies if (c[0], c[2]) not in own]
+        super()._preempt(seq)
 
     def _plan_decode(self, seq: Sequence) -> SeqStep | None:
         """Fast path: decode one token into the last block if it has room and is not shared."""
@@ -141,12 +195,13 @@ class Scheduler(SequenceQueues):
         token = (seq.tokens[-1],)
         return SeqStep(seq.id, token, start, blocks, 1, seq.draw_spec(), adapter=seq.adapter)
 
-    def _plan_running(self, seq: Sequence, budget: int, at: int, copies: Copies) -> SeqStep | None:
+    def _plan_running(self, seq: Sequence, budget: int, at: int) -> SeqStep | None:
         """The next chunk of running[at]. None: the sequence itself was preempted, or the step has
         no positions left to score."""
         want = len(seq.tokens) - seq.computed
+        budget -= self._reserved - self.tenants[seq.tenant].reserved
         n = self._chunk(seq, want, budget, self.running[:at])
-        while n and not self.cache.allocate(seq, n, copies):
+        while n and not self.cache.allocate(seq, n, self._copies):
             if n > 1:  # shorten the chunk before preempting another sequence
                 n = max(1, min(n - 1, self.cache.max_positions(seq)))
             elif not self._preempt_for(seq):
@@ -158,60 +213,88 @@ class Scheduler(SequenceQueues):
         free: they would preempt the sequence, though it is about to release blocks of its own."""
         n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
         if seq.unscored:
-            n = min(n, self._scores_left)
+            n = min(n, self.tenants[seq.tenant].scores)
         if n > 1 and self.cache.windowed:
             n = max(1, min(n, self.cache.max_positions(seq, others)))
         return n
 
-    def _admit(self, budget: int, *, alone: bool) -> SeqStep | None:
-        """Start the first waiting sequence if its known tokens fit beside the running ones.
-        `alone`: no other sequence advances in this step."""
-        seq = next((s for s in self.waiting if not s.held), None)
-        if seq is None or (not alone and self._refused == self._admission_state(seq)):
-            return None
-        if seq.unscored and not self._scores_left:
-            return None
+    def _admit(self, budget: int) -> Sequence | None:
+        """Start one waiting sequence: the next one of the tenant with the fewest places, and among
+        equals of the one whose last start is the longest ago. One that does not fit is passed by
+        those of other tenants, unless it is the first in rank of all."""
+        queues = (self.running, self.waiting)
+        ranks = [s.rank for s in (next((s for s in q if not s.held), None) for q in queues) if s]
+        for tenant in sorted(self.tenants.values(), key=lambda t: (len(t.running), t.turn)):
+            seq = tenant.next
+            if seq is not None:
+                if self._try_start(seq, tenant, budget):
+                    return seq
+                if seq.rank == min(ranks):
+                    break
+        return None
+
+    def _try_start(self, seq: Sequence, tenant: Tenant, budget: int) -> bool:
+        """Start a waiting sequence if its known tokens fit beside the running ones, of which those
+        in _victims_for() are preempted."""
+        alone = not self._steps  # no other sequence advances in this step
+        if not alone:
+            budget -= self._reserved - tenant.reserved
+            if budget <= 0 or tenant.refused == self._admission_state(seq):
+                return False
+        if seq.unscored and not tenant.scores:
+            return False
         self.cache.reuse_prefix(seq)
-        running = self.running
-        while len(running) >= self.max_running or not self.cache.can_admit(seq, running):
+        while (victims := self._victims_for(seq)) is None:
             # If every running sequence is a held beam that waits for this one, preempt the beams.
             if not (alone and self._preempt_held()):
-                ensure(bool(running), f"sequence {seq.id} does not fit an empty cache")
+                ensure(bool(self.running), f"sequence {seq.id} does not fit an empty cache")
                 self.cache.release_all(seq)
-                self._refused = self._admission_state(seq)
-                return None
-        others = running[:]
+                tenant.refused = self._admission_state(seq)
+                self._reserved -= tenant.reserved  # the tokens go to the tenants behind it
+                tenant.reserved = 0
+                return False
+        for victim in victims:
+            self._preempt(victim)
+        others = self.running[:]
         self._start(seq)
         want = len(seq.tokens) - seq.computed
         n = min(self._chunk(seq, want, budget, others), self.cache.max_positions(seq))
         ensure(self.cache.allocate(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
-        return seq.make_step(want, n)
+        self._steps[seq.id] = seq.make_step(want, n)
+        return True
 
-    def _admission_state(self, seq: Sequence) -> tuple[int, int, int]:
+    def _admission_state(self, seq: Sequence) -> tuple[int, ...]:
         """While this does not change, a refused sequence still does not fit: no retry per step."""
-        return seq.id, self.cache.available, len(self.running)
+        own = self.tenants[seq.tenant].running
+        return seq.id, self.cache.available, len(self.running), len(own)
 
-    def _could_admit(self) -> bool:
-        first = next((s for s in self.waiting if not s.held), None)
-        if first is None or len(self.running) >= self.max_running:
+    def _could_admit(self, tenant: Tenant) -> bool:
+        first = tenant.next
+        if first is None or tenant.refused == self._admission_state(first):
             return False
-        return self._refused != self._admission_state(first)
+        if len(self.running) < self.max_running:
+            return True
+        return max(len(t.running) for t in self.tenants.values()) >= len(tenant.running) + 2
 
     def _max_tokens(self, seq: Sequence, want: int, budget: int) -> int:
         """Most tokens of this sequence in the step: what `budget` pays for at their depth, and half
-        of it while others have a prompt to prefill. Alone, a long step delays no sequence."""
+        of it while the tenant has another prompt to prefill. Alone, a long step delays no
+        sequence."""
         if want == 1:
             return budget
-        starting = self._could_admit()
-        others = [] if starting else [s for s in self.running if s is not seq and not s.held]
-        if not others and not starting:
+        tenant = self.tenants[seq.tenant]
+        others = any(s is not seq and not s.held for s in self.running)
+        if not others and not any(map(self._could_admit, self.tenants.values())):
             return budget
         paid = self.cost.affordable(budget, seq.computed, self.cache.groups)
         half = (paid + 1) // 2
         if want <= half:
             return paid
-        prefilling = any(len(s.tokens) - s.computed > 1 and s.rank > seq.rank for s in others)
-        return half if prefilling or starting else paid
+        prefilling = any(
+            len(s.tokens) - s.computed > 1 and s.rank > seq.rank and not s.held
+            for s in tenant.running
+        )
+        return half if prefilling or self._could_admit(tenant) else paid
 
     # --------------------------------------------------------------------------------- commit
 

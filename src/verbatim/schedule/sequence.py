@@ -29,6 +29,7 @@ class Sequence:
     beam            > 0: report this many candidates and wait for extend(), instead of appending
                     the drawn token
     adapter         number of the LoRA adapter; -1: the base model. It is part of the salt
+    tenant          whose share of each step and of the running places it uses
     siblings        further choices of the same prompt; they fork from this sequence when all but
                     the last prompt token are computed
     """
@@ -68,6 +69,7 @@ class Sequence:
         "spec",
         "spec_withheld",
         "state",
+        "tenant",
         "tokens",
     )
 
@@ -82,6 +84,7 @@ class Sequence:
         key: int = 0,
         ends: Mapping[int, str] | None = None,
         salt: str = "",
+        tenant: str = "",
         hidden: bool = False,
         reuse: bool = True,
         beam: int = 0,
@@ -101,6 +104,7 @@ class Sequence:
         first_output = self.prompt_len - params.output_prefix
         self.min_len = first_output + params.min_tokens
         self.salt = salt
+        self.tenant = tenant
         self.hidden = hidden
         self.reuse = reuse and not hidden
         self.beam = beam
@@ -119,7 +123,7 @@ class Sequence:
         self.held = False  # not scheduled: a beam awaits extend(), or a grammar is being compiled
         self.scored = 0  # prompt positions whose next token has a log-probability
         self.state = WAITING
-        self.pending = False  # a sibling before its fork: in no queue
+        self.pending = True  # in no queue: before add() or, as a sibling, before its fork
         self.rank = (0, id)  # order of service: smaller first
 
         self.cached_tokens = 0

@@ -46,6 +46,8 @@ class TokenCost:
         """Budget that a step uses, in tokens at depth 0. A decoded token, drafts, and the one token
         that every running sequence gets cost one each at any depth: their place is guaranteed."""
         n = len(step.tokens)
-        if n in (1, step.draws):
-            return n
-        return -(-n * self.at(step.start, groups) // self.matrices)
+        return n if n in (1, step.draws) else self.of_chunk(n, step.start, groups)
+
+    def of_chunk(self, n: int, depth: int, groups: Sequence[CacheGroup]) -> int:
+        """Cost of n prompt tokens from `depth` on, in tokens at depth 0."""
+        return -(-n * self.at(depth, groups) // self.matrices)

@@ -2,16 +2,19 @@
 
 A Generate, Tokenize, Detokenize or Inspect message comes in; Accepted, Deltas and exactly one
 result (Generated, Tokenized, Detokenized, Inspected or Refused) go out. A Generate waits in the
-fair queue, then runs in the engine. All requests share one OutputSink, so the deltas of a step
-leave in one message.
+queue of its tenant, which bounds the prompts tokenised at once, then runs in the engine, whose
+scheduler shares each step among the tenants. All requests share one OutputSink, so the deltas of a
+step leave in one message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from verbatim.base.defaults import report
@@ -57,7 +60,7 @@ log = logging.getLogger("verbatim.engine")
 
 
 class AbortedInQueue(Exception):
-    """The request was aborted while it waited in the fair queue; the engine never saw it."""
+    """The request was aborted while it waited in its tenant's queue; the engine never saw it."""
 
 
 def fit_num_ctx(
@@ -92,7 +95,7 @@ class OpenRequest:
 
     def __init__(self) -> None:
         self.task: asyncio.Task[None] | None = None
-        self.scheduled: asyncio.Future[None] | None = None  # resolved when it leaves the fair queue
+        self.scheduled: asyncio.Future[None] | None = None  # resolved when it leaves its queue
         self.end: asyncio.Future[Completion] | None = None  # created when it enters the engine
         self.params = SamplingParams()
         self.explain_rows = False
@@ -111,7 +114,8 @@ class EngineSession:
         # A reserve of an eighth waits in the engine, so the batch refills as soon as a sequence
         # ends.
         slots = running + max(running // 8, 1)
-        self._fair = FairQueue(slots, self._cache_tokens(), start.cache_share)
+        make_queue = partial(FairQueue, slots, self._cache_tokens(), start.cache_share)
+        self._queues: defaultdict[str, FairQueue] = defaultdict(make_queue)  # by tenant
         self._sink = OutputSink(self._send_step)
 
     def _cache_tokens(self) -> int:
@@ -179,39 +183,40 @@ class EngineSession:
     async def _generate(self, request: OpenRequest, message: Generate) -> None:
         params = SamplingParams.from_mapping(message.params).with_origins(message.origins)
         request.params = params
-        entry = await self._wait_in_queue(request, message, params)
+        queue = self._queues[message.tenant]
+        entry = await self._wait_in_queue(queue, request, message, params)
         try:
             await self._run_in_engine(request, message)
         finally:
-            self._fair.release(entry)
-            self._release_from_queue()
+            queue.release(entry)
+            self._release_from(queue)
 
     async def _wait_in_queue(
-        self, request: OpenRequest, message: Generate, params: SamplingParams
+        self, queue: FairQueue, request: OpenRequest, message: Generate, params: SamplingParams
     ) -> Waiting:
         request.scheduled = asyncio.get_running_loop().create_future()
-        entry = self._fair.add(
+        entry = queue.add(
             request.scheduled,
-            tenant=message.tenant,
             priority=params.priority,
             width=params.width,
-            claim=await self._claim(message, params) if self._fair.share < 1 else 0,
+            claim=await self._claim(message, params) if queue.share < 1 else 0,
         )
-        self._release_from_queue()
+        self._release_from(queue)
         try:
             await request.scheduled
         except asyncio.CancelledError:
             entry.gone = True
-            self._release_from_queue()  # it may have blocked the requests behind it
+            self._release_from(queue)  # it may have blocked the requests behind it
             if not request.aborted:
                 raise
             raise AbortedInQueue from None
         return entry
 
-    def _release_from_queue(self) -> None:
-        while (entry := self._fair.take()) is not None:
+    @staticmethod
+    def _release_from(queue: FairQueue) -> None:
+        while (entry := queue.take()) is not None:
             if entry.item.done():  # aborted after the queue chose it
-                self._fair.release(entry)
+                queue.release(entry)
             else:
                 entry.item.set_result(None)
 
