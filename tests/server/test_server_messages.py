@@ -104,7 +104,7 @@ FROM_ENGINE: list[FromEngine] = [
         [0.5, 1.0],
     ),
     Tokenized("r", [1, 2], [b"\x80", b"b"], []),
-    Detokenized("r", "text"),
+    Detokenized("r", "text", []),
     Inspected("r", {"bytes": b"\xff", "lengths": [1]}),
     Refused("r", "invalid_parameter", "top_p: 2 is above 1", "top_p", None),
 ]

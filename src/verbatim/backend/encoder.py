@@ -27,6 +27,7 @@ F32 = np.float32
 # Settings of EngineConfig that change nothing here, so a value other than the default is refused.
 NO_EFFECT = (
     "step_tokens",
+    "step_ms",
     "max_running",
     "kv_memory",
     "kv_blocks",

@@ -23,6 +23,7 @@ SIZES = ("kv_memory", "cache_dir_size")  # settings in bytes, also given as text
 CACHE_DIR_SIZE = 8 << 30  # bytes
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 STEP_TOKENS = 512  # default of step_tokens on a CPU: a step takes a fraction of a second
+STEP_MS = 100  # default of step_ms on a CPU: ten tokens per second in a stream beside a prefill
 # on a GPU with memory for their activations; larger steps leave it idle less often
 GPU_STEP_TOKENS = 8192
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
@@ -59,6 +60,8 @@ class EngineConfig:
     context: int | None = None  # None: the model's limit
     # maximum tokens per step, the prefill chunk; None: STEP_TOKENS, or GPU_STEP_TOKENS
     step_tokens: int | None = None
+    # longest step with a prefill chunk beside other sequences; None: STEP_MS, on a GPU no limit
+    step_ms: int | None = None
     max_running: int = 256  # maximum sequences per step
     max_waiting: int = 4096  # maximum requests in the queue; further ones are refused
     # bytes of KV cache, a draft model's included; None: the rule in schedule/sizing.py
@@ -96,7 +99,7 @@ class EngineConfig:
         for name in ("max_running", "max_waiting", "cache_dir_size"):
             if getattr(self, name) < 1:
                 raise ParameterError(name, f"{getattr(self, name)} is below 1")
-        for name in ("threads", "context", "step_tokens", "kv_memory", "kv_blocks"):
+        for name in ("threads", "context", "step_tokens", "step_ms", "kv_memory", "kv_blocks"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ParameterError(name, f"{value} is below 1")

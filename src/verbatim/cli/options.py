@@ -30,6 +30,8 @@ ENGINE_HELP = {
     "threads": "threads of the CPU backend; default: the physical cores",
     "context": "maximum tokens of prompt and output; default: the model's own limit",
     "step_tokens": "maximum tokens computed in one step; default: 512, on a GPU up to 8,192",
+    "step_ms": "maximum milliseconds of a step that prefills beside other sequences; default: 100,"
+    " on a GPU no limit",
     "max_running": "maximum sequences in one step [256]",
     "max_waiting": "maximum requests in the engine's queue; a server's --max-queue comes first"
     " [4096]",

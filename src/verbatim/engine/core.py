@@ -37,6 +37,7 @@ from verbatim.engine.overlap import Overlap
 from verbatim.engine.receipts import receipt_of
 from verbatim.engine.request import Request, make_request
 from verbatim.engine.running_request import Output, RunningRequest
+from verbatim.engine.step_budget import StepBudget
 from verbatim.engine.step_parts import step_parts
 from verbatim.engine.step_results import store_results
 from verbatim.observe.engine_metrics import EngineMetrics
@@ -65,6 +66,7 @@ class EngineCore:
         self.metrics = EngineMetrics()
         self.step_log = StepLog()
         self.drafting = Drafting(parts, config, self.scheduler)
+        self._step_budget = StepBudget(parts, config, self.scheduler, self.drafting.cost)
         compile_ahead(parts, config)
         self.requests: dict[str, RunningRequest] = {}  # by request id, waiting ones included
         self._by_seq: dict[int, RunningRequest] = {}
@@ -185,6 +187,7 @@ class EngineCore:
         self._started = time.perf_counter()
         self._grammars.resume()
         self.drafting.propose(self._by_seq)
+        self._step_budget.set()
         plan = self.scheduler.plan()
         if plan is None:
             self._grammars.wait()
@@ -203,6 +206,7 @@ class EngineCore:
         if self.config.check:
             self.check()
         self.drafting.learn(plan, executed - self._planned)
+        self._step_budget.learn(plan, executed - self._planned)
         self.metrics.step(plan, self._started, self._planned, executed)
         if self.step_log.watched:
             parts = step_parts(plan, events, self._by_seq, self.drafting)

@@ -48,6 +48,7 @@ class EngineBase(metaclass=AnsweringType):
         threads: int | None = None,
         context: int | None = None,
         step_tokens: int | None = None,
+        step_ms: int | None = None,
         max_running: int = 256,
         max_waiting: int = 4096,
         kv_memory: int | str | None = None,
@@ -78,6 +79,8 @@ class EngineBase(metaclass=AnsweringType):
         threads: CPU threads; None: the physical cores that this process may use
         context: the longest prompt plus answer, in tokens; None: the model's limit
         step_tokens: the most tokens per step, the prefill chunk; None: 512, on a GPU up to 8,192
+        step_ms: the longest step with a prefill chunk beside other sequences, in milliseconds;
+            None: 100, on a GPU no limit
         max_running: the most sequences per step
         max_waiting: the most requests in the queue; further ones are refused
         kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits

@@ -31,7 +31,8 @@ not need goes to the others, so a tenant alone has all of it.
     leaves is divided among the tenants with prompts to prefill or drafts to verify. A long prompt
     takes the share of its tenant, chunk by chunk; half of it while the tenant has another prompt.
     Beside other sequences its tokens are charged by depth (schedule/token_cost.py), so that the
-    latency of a step does not grow with the prompt. Alone it takes whole chunks.
+    latency of a step does not grow with the prompt; the engine also limits them by measured time
+    (prompt_tokens). Alone it takes whole chunks, of LONE_STEPS times that limit.
  2. When blocks run out, the tenant that holds most of them gives up its last running sequence in
     rank, which is preempted.
  3. Then waiting sequences start while budget is left and their known tokens fit: the next one of
@@ -67,6 +68,10 @@ from verbatim.schedule.queues import SequenceQueues, Tenant
 from verbatim.schedule.sequence import RUNNING, Sequence
 from verbatim.schedule.token_cost import MAX_SCORES, TokenCost
 
+LONE_STEPS = (
+    10  # steps beside others that a step of one prompt alone may take, where they have a limit
+)
+
 EventSink = Callable[[TokenEvent], bool]  # True: the sequence ends with this event
 
 
@@ -97,6 +102,8 @@ class Scheduler(SequenceQueues):
             store=store,
         )
         self.step_tokens = step_tokens
+        # prompt tokens beside decoded ones in a step; set by the engine (engine/step_budget.py)
+        self.prompt_tokens: int | None = None
         self.cost = cost or TokenCost()
         self.overlap = overlap and use_cache  # the backend launches the next step early
         self._full_attention_only = len(groups) == 1 and groups[0].window is None
@@ -112,6 +119,8 @@ class Scheduler(SequenceQueues):
         self._steps = steps = {}
         self._copies = copies = list[tuple[int, int, int]]()
         budget, behind = self.step_tokens, len(self.running)
+        if self.prompt_tokens is not None and behind + len(self.waiting) > 1:
+            budget = min(budget, behind + self.prompt_tokens)
         self._reserve(budget - behind)
         for at, seq in enumerate(self.running[:]):
             behind -= 1
@@ -285,7 +294,10 @@ class Scheduler(SequenceQueues):
         tenant = self.tenants[seq.tenant]
         others = any(s is not seq and not s.held for s in self.running)
         if not others and not any(map(self._could_admit, self.tenants.values())):
-            return budget
+            if self.prompt_tokens is None:
+                return budget
+            most, groups = LONE_STEPS * self.prompt_tokens, self.cache.groups
+            return min(budget, self.cost.affordable(most, seq.computed, groups))
         paid = self.cost.affordable(budget, seq.computed, self.cache.groups)
         half = (paid + 1) // 2
         if want <= half:

@@ -37,6 +37,7 @@ NAMES = {
     "think": "thinking",
     "reasoning_effort": "output_config.effort",
     "thinking_budget": "thinking.budget_tokens",
+    "tools.parameters": "input_schema",
 }
 TYPES = {
     400: "invalid_request_error",

@@ -203,9 +203,8 @@ class RequestContext:
         return facts.adapters.get(self.adapter, facts.fingerprint)
 
     def _with_client_names(self, problem: Problem) -> Problem:
-        return name_tool(
-            with_client_names(problem, self.names, self.shift, self.places), self.tools
-        )
+        named = with_client_names(problem, self.names, self.shift, self.places)
+        return name_tool(named, self.tools, self.names)
 
     def _expire(self) -> None:
         for running in self.runs:

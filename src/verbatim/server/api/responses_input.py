@@ -19,6 +19,7 @@ NAMES = {
     "json_schema": "text",
     "response_format": "text",
     "reasoning_effort": "reasoning.effort",
+    "tools.parameters": "parameters",
 }
 
 

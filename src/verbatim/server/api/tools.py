@@ -166,14 +166,18 @@ _PARAMETERS = re.compile(
 )
 
 
-def name_tool(problem: Problem, tools: Sequence[Mapping[str, Any]]) -> Problem:
+def name_tool(
+    problem: Problem, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+) -> Problem:
     """An error about the schema of calls as one about the parameters of a tool. `tools`: those that
-    may be called, with their places in the request as `place`."""
+    may be called, with their places in the request as `place`. `names`: the client's field names.
+    """
     found = _PARAMETERS.search(problem.message)
     index = int(found[1] or 0) if found else 0
     if problem.param != "tools" or (found is None and len(tools) > 1):
         return problem
-    where = f"tools[{tools[index]['place']}].function.parameters"
+    field = names.get("tools.parameters", "function.parameters")
+    where = f"tools[{tools[index]['place']}].{field}"
     why = _PARAMETERS.sub("#", problem.message.removeprefix("tools: "))
     for ours in ("grammar: ", "json_schema: ", "%json: "):
         why = why.removeprefix(ours)
