@@ -185,7 +185,8 @@ def main() -> None:
         assert structure is not None
         count["accepted"] += 1
         count["with ignored keywords"] += bool(structure.warnings)
-        count["with a document check"] += structure.check is not None and not structure.check.names_only
+        checked = structure.check is not None and not structure.check.names_only
+        count["with a document check"] += checked
         for seed in range(options.documents):
             documents[judge(structure, published, seed)] += 1
     print(f"{count['accepted']} of {count['schemas']} schemas accepted")

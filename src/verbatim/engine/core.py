@@ -287,16 +287,6 @@ class EngineCore:
         )
         return self.metrics.registry.values()
 
-    def prefills(self) -> list[tuple[str, int, int]]:
-        """(request id, computed tokens, prompt tokens) of the prefills in progress. Safe to call
-        while another thread steps."""
-        found = []
-        for seq in list(self.scheduler.running):
-            owner = self._by_seq.get(seq.id)
-            if owner is not None and 0 < seq.computed < seq.prompt_len - 1:
-                found.append((owner.request.id, seq.computed, seq.prompt_len))
-        return found
-
     def close(self) -> None:
         if not self._closed:
             self._closed = True

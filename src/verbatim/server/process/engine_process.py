@@ -138,7 +138,9 @@ async def beat(
         if engine.error is not None:
             break
         if prefills is not None:
-            prefills.add(engine.core.prefills())
+            from verbatim.engine.step_parts import prefills as in_progress
+
+            prefills.add(in_progress(list(engine.core.requests.values())))
         outbox.put(heartbeat(engine, bandwidth if count % metrics_every == 0 else None))
     log.error("the engine failed: %r", engine.error, exc_info=engine.error)
 
