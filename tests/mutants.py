@@ -126,7 +126,7 @@ MUTANTS = (
         "return half if prefilling or self._could_admit(tenant) else paid", "return paid", RULES,
     ),
     Mutant(
-        "preempted-rank", "schedule/queues.py", "left[-1] if left", "left[0] if left", RULES
+        "preempted-rank", "schedule/shares.py", "left[-1] if left", "left[0] if left", RULES
     ),
     Mutant(
         "tenant-share", "schedule/scheduler.py",

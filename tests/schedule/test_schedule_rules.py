@@ -8,7 +8,7 @@ from schedule_rig import EOS, VOCAB, Rig
 
 from verbatim.base.errors import CapacityError
 from verbatim.base.params import SamplingParams
-from verbatim.schedule import scheduler
+from verbatim.schedule import shares
 from verbatim.schedule.prefix import PrefixChain, prefix_salt
 from verbatim.schedule.sequence import Sequence
 from verbatim.schedule.token_cost import ATTENTION_WEIGHT, TokenCost
@@ -415,7 +415,7 @@ def test_a_preempted_prompt_is_admitted_with_the_window_that_it_hits() -> None:
 
 def test_a_step_scores_few_positions_however_large_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A row of logits for each of 8,192 positions would not fit beside the cache of a GPU."""
-    monkeypatch.setattr(scheduler, "MAX_SCORES", 10)
+    monkeypatch.setattr(shares, "MAX_SCORES", 10)
     rig = Rig(step_tokens=200, blocks=200)
     scored = [rig.add([i] * 25, 4, min_tokens=4, prompt_logprobs=0)[0] for i in range(3)]
     (plain,) = rig.add([9] * 100, 4, min_tokens=4)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from schedule_rig import Rig
 
-from verbatim.schedule import scheduler as scheduler_module
+from verbatim.schedule import shares
 from verbatim.schedule.sequence import Sequence
 
 LATER = 5  # steps of the full token budget that a first token may wait for other tenants
@@ -184,7 +184,7 @@ def test_drafts_of_one_tenant_leave_another_its_share_of_the_step() -> None:
 def test_scored_prompts_of_one_tenant_leave_another_some_positions(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "MAX_SCORES", 64)
+    monkeypatch.setattr(shares, "MAX_SCORES", 64)
     rig = rig_of(256)
     crowd(rig, 40, prompt_logprobs=0)
     for _ in range(3):

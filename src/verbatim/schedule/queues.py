@@ -9,9 +9,7 @@ a waiting sequence holds no blocks. The queues of each tenant are parts of these
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
+from collections.abc import Iterable
 from operator import attrgetter
 
 from verbatim.base.errors import CapacityError
@@ -224,47 +222,6 @@ class SequenceQueues:
         seq.preemptions += 1
         self.preemptions += 1
 
-    def _preempt_for(self, seq: Sequence) -> bool:
-        """Free blocks for `seq`: preempt a sequence of the tenant that holds most of them. False:
-        it was `seq` itself."""
-        found = (
-            self._last(tenant) for tenant, _ in _used(self.running, self.cache.held).most_common()
-        )
-        victim = next((last for last in found if last is not None), None)
-        ensure(victim is not None, f"sequence {seq.id} does not fit an empty cache")
-        assert victim is not None
-        self._preempt(victim)
-        return victim is not seq
-
-    def _victims_for(self, seq: Sequence) -> list[Sequence] | None:
-        """The sequences to preempt so that `seq` can start; None: it waits. Another tenant gives up
-        a sequence only if it keeps as many places, or blocks, as the tenant of `seq` then has."""
-        running, victims, own = self.running[:], list[Sequence](), seq.tenant
-        while True:
-            if len(running) >= self.max_running:
-                size, need = _one_place, 1
-            elif self.cache.can_admit(seq, running, victims):
-                return victims
-            else:
-                size, need = self.cache.held, self.cache.needed(seq)
-            used = _used(running, size)
-            for tenant, count in used.most_common():
-                last = None if tenant == own else self._last(tenant, victims)
-                if last is not None and count - size(last) >= used[own] + need:
-                    break
-            else:
-                return None
-            running.remove(last)
-            victims.append(last)
-
-    def _last(self, tenant: str, victims: Seq[Sequence] = ()) -> Sequence | None:
-        """The sequence that a tenant gives up next: a held one, else its last in rank; never the
-        first in rank of all."""
-        first = next((s for s in self.running if not s.held), None)
-        queue = self.tenants[tenant].running
-        left = [s for s in queue if s is not first and s not in victims]
-        return next((s for s in reversed(left) if s.held), left[-1] if left else None)
-
     def _preempt_held(self) -> bool:
         held = next((s for s in reversed(self.running) if s.held), None)
         if held is not None:
@@ -296,15 +253,3 @@ class SequenceQueues:
                 continue
             if self.cache.allocate(seq, len(step.tokens) + 1, []):
                 steps[i] = step._replace(blocks=seq.freeze_blocks())
-
-
-def _one_place(seq: Sequence) -> int:
-    return 1
-
-
-def _used(running: Iterable[Sequence], size: Callable[[Sequence], int]) -> Counter[str]:
-    """What the sequences of each tenant use. A shared block counts for each of its sequences."""
-    used: Counter[str] = Counter()
-    for seq in running:
-        used[seq.tenant] += size(seq)
-    return used

@@ -50,7 +50,6 @@ count up and starts take turns, so no sequence starves.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import itemgetter
 
 from verbatim.base.records import (
     CacheGroup,
@@ -64,18 +63,16 @@ from verbatim.base.records import (
 from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
 from verbatim.schedule.paged_cache import Copies
-from verbatim.schedule.queues import SequenceQueues, Tenant
 from verbatim.schedule.sequence import RUNNING, Sequence
-from verbatim.schedule.token_cost import MAX_SCORES, TokenCost
+from verbatim.schedule.shares import TenantShares
+from verbatim.schedule.token_cost import TokenCost
 
-LONE_STEPS = (
-    10  # steps beside others that a step of one prompt alone may take, where they have a limit
-)
+LONE_STEPS = 10  # a prompt alone may take a step as long as this many beside other sequences
 
 EventSink = Callable[[TokenEvent], bool]  # True: the sequence ends with this event
 
 
-class Scheduler(SequenceQueues):
+class Scheduler(TenantShares):
     def __init__(
         self,
         groups: tuple[CacheGroup, ...],
@@ -144,42 +141,6 @@ class Scheduler(SequenceQueues):
         self._step += 1
         return StepPlan(self._step, tuple(planned), tuple(copies))
 
-    def _reserve(self, budget: int) -> None:
-        """Divide the tokens that decoding leaves, and MAX_SCORES, equally among the tenants that
-        have a use for them. Tokens that a tenant does not need go to the others."""
-        tenants = self.tenants.values()
-        asked = [(self._extra(t, budget), t) for t in tenants] if len(tenants) > 1 else []
-        asked = sorted([pair for pair in asked if pair[0]], key=itemgetter(0))
-        for tenant in tenants:
-            tenant.reserved, tenant.scores = 0, max(1, MAX_SCORES // max(1, len(asked)))
-        self._reserved = 0
-        for i, (extra, tenant) in enumerate(asked):
-            tenant.reserved = min(extra, (budget - self._reserved) // (len(asked) - i))
-            self._reserved += tenant.reserved
-
-    def _extra(self, tenant: Tenant, most: int) -> int:
-        """Tokens, up to `most`, that a tenant can use in a step beyond one per running sequence."""
-        extra, groups = 0, self.cache.groups
-        for seq in tenant.running:
-            n = len(seq.tokens) - seq.computed - 1
-            if n and not seq.held:
-                extra += self.cost.of_chunk(n, seq.computed, groups)
-            extra += len(seq.drafts)
-        for seq in tenant.waiting if self._could_admit(tenant) else ():
-            if extra >= most:
-                break
-            extra += len(seq.tokens)
-        return min(extra, most)
-
-    def _charge(self, seq: Sequence, step: SeqStep, free: int = 0) -> int:
-        """Cost of a planned step. What exceeds `free` uses up the reserve of its tenant."""
-        tenant, cost = self.tenants[seq.tenant], self.cost.of_step(step, self.cache.groups)
-        used = min(tenant.reserved, cost - free)
-        tenant.reserved -= used
-        self._reserved -= used
-        tenant.scores -= len(step.targets)
-        return cost
-
     def _preempt(self, seq: Sequence) -> None:
         """Preempt a sequence, and drop its part of the plan in progress."""
         if self._steps.pop(seq.id, None) is not None:
@@ -226,64 +187,6 @@ class Scheduler(SequenceQueues):
         if n > 1 and self.cache.windowed:
             n = max(1, min(n, self.cache.max_positions(seq, others)))
         return n
-
-    def _admit(self, budget: int) -> Sequence | None:
-        """Start one waiting sequence: the next one of the tenant with the fewest places, and among
-        equals of the one whose last start is the longest ago. One that does not fit is passed by
-        those of other tenants, unless it is the first in rank of all."""
-        queues = (self.running, self.waiting)
-        ranks = [s.rank for s in (next((s for s in q if not s.held), None) for q in queues) if s]
-        for tenant in sorted(self.tenants.values(), key=lambda t: (len(t.running), t.turn)):
-            seq = tenant.next
-            if seq is not None:
-                if self._try_start(seq, tenant, budget):
-                    return seq
-                if seq.rank == min(ranks):
-                    break
-        return None
-
-    def _try_start(self, seq: Sequence, tenant: Tenant, budget: int) -> bool:
-        """Start a waiting sequence if its known tokens fit beside the running ones, of which those
-        in _victims_for() are preempted."""
-        alone = not self._steps  # no other sequence advances in this step
-        if not alone:
-            budget -= self._reserved - tenant.reserved
-            if budget <= 0 or tenant.refused == self._admission_state(seq):
-                return False
-        if seq.unscored and not tenant.scores:
-            return False
-        self.cache.reuse_prefix(seq)
-        while (victims := self._victims_for(seq)) is None:
-            # If every running sequence is a held beam that waits for this one, preempt the beams.
-            if not (alone and self._preempt_held()):
-                ensure(bool(self.running), f"sequence {seq.id} does not fit an empty cache")
-                self.cache.release_all(seq)
-                tenant.refused = self._admission_state(seq)
-                self._reserved -= tenant.reserved  # the tokens go to the tenants behind it
-                tenant.reserved = 0
-                return False
-        for victim in victims:
-            self._preempt(victim)
-        others = self.running[:]
-        self._start(seq)
-        want = len(seq.tokens) - seq.computed
-        n = min(self._chunk(seq, want, budget, others), self.cache.max_positions(seq))
-        ensure(self.cache.allocate(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
-        self._steps[seq.id] = seq.make_step(want, n)
-        return True
-
-    def _admission_state(self, seq: Sequence) -> tuple[int, ...]:
-        """While this does not change, a refused sequence still does not fit: no retry per step."""
-        own = self.tenants[seq.tenant].running
-        return seq.id, self.cache.available, len(self.running), len(own)
-
-    def _could_admit(self, tenant: Tenant) -> bool:
-        first = tenant.next
-        if first is None or tenant.refused == self._admission_state(first):
-            return False
-        if len(self.running) < self.max_running:
-            return True
-        return max(len(t.running) for t in self.tenants.values()) >= len(tenant.running) + 2
 
     def _max_tokens(self, seq: Sequence, want: int, budget: int) -> int:
         """Most tokens of this sequence in the step: what `budget` pays for at their depth, and half
