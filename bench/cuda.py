@@ -21,20 +21,20 @@ from typing import Any
 import torch
 
 from verbatim import LLM, SamplingParams
-from verbatim.backend.cuda import quant
 from verbatim.backend.cuda.backend import CudaBackend
-from verbatim.backend.cuda.block_readers import E2M1_BIAS, E4M3_BIAS, HALVES
 from verbatim.backend.cuda.device_weights import unpack_blocks
+from verbatim.backend.cuda.kernels import quant
+from verbatim.backend.cuda.kernels.block_readers import E2M1_BIAS, E4M3_BIAS, HALVES
 from verbatim.backend.cuda.warm_up import compile_kernels
 from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, packing
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.model.families import spec_from_config
+from verbatim.files.safetensors import SafetensorsDir
+from verbatim.formats.tensor import Weights
+from verbatim.model.families.families import spec_from_config
 from verbatim.model.layout import layout
-from verbatim.model.load import Model
-from verbatim.testing import ByteTokenizer
-from verbatim.weights.safetensors import SafetensorsDir
-from verbatim.weights.tensor import Weights
+from verbatim.model.loading.load import Model
+from verbatim.testing.fakes import ByteTokenizer
 
 _COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
 SHAPES: dict[str, dict[str, Any]] = {
@@ -314,7 +314,7 @@ def main() -> None:
     parser.add_argument("--skip-crowd", action="store_true")
     parser.add_argument("--samplers", action="store_true", help="the crowd with each sampler")
     parser.add_argument(
-        "--type", choices=TYPES, help="random weights of this type (weights/checkpoint_blocks.py)"
+        "--type", choices=TYPES, help="random weights of this type (formats/checkpoint_blocks.py)"
     )
     parser.add_argument("--blocks", choices=("both", "only"), default="both")
     parser.add_argument("--kv-type", choices=CHOICES["kv_type"], default="f16")

@@ -26,8 +26,8 @@ import numpy as np
 import torch
 
 from verbatim import LLM, SamplingParams
-from verbatim.backend.cuda.device import device
-from verbatim.backend.cuda.gpu_sampler import GpuSampler
+from verbatim.backend.cuda.runtime.device import device
+from verbatim.backend.cuda.sampler.gpu_sampler import GpuSampler
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row, sample_rows
 

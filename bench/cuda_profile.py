@@ -24,9 +24,9 @@ import torch
 from cuda import SHAPES, crowd, open_shape  # bench/cuda.py
 
 from verbatim import LLM, SamplingParams
-from verbatim.backend.cuda.pending_tokens import PendingTokens
-from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
-from verbatim.backend.cuda.step_inputs import PaddedInputs
+from verbatim.backend.cuda.runtime.step_graph import GraphInputs, StepGraph
+from verbatim.backend.cuda.runtime.step_inputs import PaddedInputs
+from verbatim.backend.cuda.sampler.pending_tokens import PendingTokens
 from verbatim.base.config import CHOICES
 
 KERNELS = {  # a part of a kernel's name -> its row in the table

@@ -28,7 +28,7 @@ from verbatim import LLM, SamplingParams
 from verbatim.backend import open_backend
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.testing_models import tiny_model
+from verbatim.testing.tiny_models import tiny_model
 
 LENGTHS = (3, 17, 40, 129, 300, 700, 1500)
 SCORED = 2  # the prompt of LENGTHS that the reference scores

@@ -21,7 +21,7 @@ from typing import Any
 
 from verbatim import SamplingParams
 from verbatim.base.errors import VerbatimError
-from verbatim.engine.async_engine import AsyncEngine
+from verbatim.engine.calls.async_engine import AsyncEngine
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 
 Make = Callable[[int], dict[str, Any]]

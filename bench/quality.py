@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from verbatim.model.load import Model
+    from verbatim.model.loading.load import Model
 
 Scorer = Callable[[list[int]], np.ndarray]  # a window of n token ids -> logits [n, vocab]
 KEYS = ("logprob", "top1", "entropy")
@@ -96,8 +96,8 @@ def run_score(args: argparse.Namespace) -> None:
 def cut(args: argparse.Namespace) -> np.ndarray:
     """The first token ids of the text as [windows, window]; each window scores window - 1
     tokens."""
+    from verbatim.files.gguf import read_gguf
     from verbatim.text.tokenizer import from_gguf
-    from verbatim.weights.gguf import read_gguf
 
     ids = from_gguf(read_gguf(args.model).metadata).encode(args.text.read_text("utf-8"))
     count = -(-args.tokens // (args.window - 1))
@@ -120,13 +120,13 @@ def figures(logits: np.ndarray, window: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def reference_engine(args: argparse.Namespace) -> Scorer:
-    from verbatim.model.load import load_model
+    from verbatim.model.loading.load import load_model
 
     return batched(load_model(args.model), [])
 
 
 def simulated_engine(args: argparse.Namespace) -> Scorer:
-    from verbatim.model.load import load_model
+    from verbatim.model.loading.load import load_model
 
     rules = [(re.compile(rule.rpartition("=")[0]), rule.rpartition("=")[2]) for rule in args.rule]
     if not rules:
@@ -205,7 +205,7 @@ def cpu_engine(args: argparse.Namespace) -> Scorer:
     from verbatim.backend.cpu.backend import CpuBackend
     from verbatim.base.config import EngineConfig
     from verbatim.base.records import SeqStep, StepPlan
-    from verbatim.model.load import load_model
+    from verbatim.model.loading.load import load_model
 
     backend = CpuBackend(load_model(args.model), EngineConfig(threads=args.threads or None))
     blocks = tuple(range(-(-args.window // 16)))

@@ -31,7 +31,7 @@ from verbatim import SamplingParams
 from verbatim.base.errors import RequestError
 from verbatim.grammar.compiler import compile_structure
 from verbatim.grammar.matcher import Structure
-from verbatim.testing import ByteTokenizer
+from verbatim.testing.fakes import ByteTokenizer
 
 PACKAGES = """
     @angular-devkit/architect@0.2102.29 @angular-devkit/build-angular@21.2.24

@@ -44,7 +44,7 @@ CHUNK = 512  # tokens per step, the engine's default
 BARE = """
 import asyncio, json, sys, time
 from verbatim.base.params import SamplingParams
-from verbatim.engine.async_engine import AsyncEngine
+from verbatim.engine.calls.async_engine import AsyncEngine
 from verbatim.server.process.cpu_affinity import pin_threads, native_threads
 
 async def main(model, prompt, streams, tokens):

@@ -1,4 +1,4 @@
-"""Train a draft head (model/draft_head.py) for a llama-family model on its own conversations.
+"""Train a draft head (model/loading/draft_head.py) for a llama-family model on its own conversations.
 
     python bench/train_head.py [--model smollm2] [--out HEAD.gguf] [--conversations 28700]
                                [--steps 25000]
@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.model.draft_head import EPS, SCALES, read_head, write_head
-from verbatim.model.load import Model, load_model
-from verbatim.weights.catalog import resolve
+from verbatim.hub.catalog import resolve
+from verbatim.model.loading.draft_head import EPS, SCALES, read_head, write_head
+from verbatim.model.loading.load import Model, load_model
 
 DEPTH = 3  # consecutive drafts that are trained
 ROUNDED = 0.6  # fraction of the steps after which the matrices are rounded
@@ -115,8 +115,9 @@ class Turns:
 
 def turns_of(model: Model) -> Turns:
     """Rendered with the model's own template around a marker."""
-    from verbatim.text import chat_template, tokenizer
-    from verbatim.weights.gguf_file import GGUFFile
+    from verbatim.files.gguf_file import GGUFFile
+    from verbatim.text import tokenizer
+    from verbatim.text.templates import chat_template
 
     source = model.source
     if isinstance(source, GGUFFile):
@@ -228,7 +229,7 @@ def states_of(net: Any, texts: list[tuple[list[int], list[int]]], batch: int) ->
 
 
 def rounded(weight: Any) -> Any:
-    """q4_0 rounding as in weights/quantise.py, with a straight-through gradient."""
+    """q4_0 rounding as in formats/quantise.py, with a straight-through gradient."""
     import torch
 
     blocks = weight.detach().reshape(-1, 32)
@@ -262,7 +263,7 @@ def new_net(data: Data, inner: int) -> dict[str, Any]:
 
 
 def forward(net: dict[str, Any], h: Any, word: Any, round_it: bool) -> Any:
-    """The next state of model/draft_head.py: h [rows, hidden], and the embedding of the token
+    """The next state of model/loading/draft_head.py: h [rows, hidden], and the embedding of the token
     drawn from it."""
     import torch
 

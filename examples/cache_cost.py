@@ -19,8 +19,8 @@ from verbatim.backend import open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.testing import ByteTokenizer
-from verbatim.testing_models import tiny_model
+from verbatim.testing.fakes import ByteTokenizer
+from verbatim.testing.tiny_models import tiny_model
 
 PROMPT = "The cache"
 

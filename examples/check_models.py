@@ -11,7 +11,7 @@ from verbatim.diagnose.file_checks import check_files
 from verbatim.diagnose.findings import Finding, is_sound
 from verbatim.diagnose.model_files import read_files
 from verbatim.diagnose.weight_checks import check_weights
-from verbatim.weights.catalog import resolve
+from verbatim.hub.catalog import resolve
 
 
 def main(arguments: list[str] | None = None) -> dict[str, list[Finding]]:

@@ -22,9 +22,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The path of tiny.gguf."""
     from verbatim.convert.export_model import model_metadata, model_tensors
     from verbatim.convert.export_tokenizer import tokenizer_metadata
-    from verbatim.testing_models import tiny_model
+    from verbatim.files.gguf_write import write_gguf
+    from verbatim.testing.tiny_models import tiny_model
     from verbatim.text.tokenizer import from_directory
-    from verbatim.weights.gguf_write import write_gguf
 
     directory = tmp_path_factory.mktemp("tiny")
     train_tokenizer(directory)

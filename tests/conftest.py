@@ -75,8 +75,8 @@ def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def default_model() -> Path:
     """The default model's GGUF file; the catalog downloads it into the cache once."""
-    from verbatim.weights import catalog
-    from verbatim.weights.model_list import list_models
+    from verbatim.hub import catalog
+    from verbatim.hub.model_list import list_models
 
     if ON_GPU and not list_models()[0].ready:  # machines with a GPU may have no network
         pytest.skip(

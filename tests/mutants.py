@@ -208,16 +208,16 @@ MUTANTS = (
         "parity/test_families.py -k mistral",
     ),
     Mutant(
-        "config-key-dropped", "model/config_keys_dense.py", "        **BIASES,\n"
+        "config-key-dropped", "model/families/config_keys_dense.py", "        **BIASES,\n"
         '        "no_rope_layers"', '        "no_rope_layers"', "model/test_model_keys.py",
     ),
     # ---- server
     Mutant(
-        "server-seed", "server/api/to_params.py", 'if "seed" in body:', 'if "seeds" in body:',
+        "server-seed", "server/api/common/to_params.py", 'if "seed" in body:', 'if "seeds" in body:',
         "server/test_server_api.py -k seed",
     ),
     Mutant(
-        "server-stop", "server/api/to_params.py",
+        "server-stop", "server/api/common/to_params.py",
         '("stop", "thinking_budget")', '("thinking_budget",)', "server/test_server_api.py -k stop",
     ),
 )  # fmt: skip

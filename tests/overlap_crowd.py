@@ -10,10 +10,10 @@ import pytest
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, StepPlan
-from verbatim.engine.llm import LLM
+from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.overlap import Current, EarlyStep, Overlap
-from verbatim.testing import ByteTokenizer
+from verbatim.testing.fakes import ByteTokenizer
 
 
 def crowd(r: random.Random) -> list[tuple[int, list[int], SamplingParams]]:

@@ -6,7 +6,7 @@ the parity table that says "passes" is a test.
 
 from __future__ import annotations
 
-from verbatim.weights.codebook_formats import SCALED
+from verbatim.formats.codebook_formats import SCALED
 
 FLOATS = ("f32", "f16", "bf16")
 # Every tiny model has rows that divide into blocks of these types.
@@ -30,7 +30,7 @@ def interpreted_type(family: str) -> str:
 
 
 # Quantised safetensors that are read -> the test that compares them with their own dequantiser, all
-# in tests/weights/test_packed_checkpoint.py. They become floats or blocks while they are loaded.
+# in tests/formats/test_packed_checkpoint.py. They become floats or blocks while they are loaded.
 PACKED_FORMATS = {
     "AWQ": "test_awq_equals_autoawq",
     "GPTQ (with and without desc_act)": "test_gptq_equals_auto_round",

@@ -54,8 +54,8 @@ ALLOWED = {
     ("mutants.py", "subprocess.run"): "not a test: `make mutants` counts a hang as found",
     ("server/test_server_robust.py", "self._over.wait"): "between two polls of the server",
     ("server/test_server_schema.py", "subprocess.run"): "the callers pass 600 s",
-    ("weights/test_catalog.py", "hub.model_info"): "a fake hub ignores it",
-    ("weights/fuzz_worker.py", "time.process_time"): "CPU time, not wall-clock time, against a "
+    ("hub/test_catalog.py", "hub.model_info"): "a fake hub ignores it",
+    ("files/fuzz_worker.py", "time.process_time"): "CPU time, not wall-clock time, against a "
     "limit that only an endless loop reaches",
 }
 

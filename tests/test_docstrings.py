@@ -1,6 +1,6 @@
 """Every public name has a docstring, and the examples in them run.
 
-The examples load "smollm2"; here the fake model of verbatim.testing stands for it, so they may only
+The examples load "smollm2"; here the fake model of verbatim.testing.fakes stands for it, so they may only
 show what holds for every model."""
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import verbatim
-from verbatim.engine import engine_base
-from verbatim.testing import server_parts
+from verbatim.engine.calls import engine_base
+from verbatim.testing.fakes import server_parts
 
 MODULES = [
     "base.config", "base.errors", "base.migration_hints", "base.notebook", "base.params",

@@ -98,7 +98,7 @@ def cli() -> str:
 
 
 def _names_of_other_programs() -> list[str]:
-    aliases = importlib.import_module("verbatim.cli.flag_aliases")
+    aliases = importlib.import_module("verbatim.cli.lib.flag_aliases")
     here = ("here", "also taken")
     names: dict[str, list[str]] = {}
     for alias, words in aliases.COMMAND_ALIASES.items():
@@ -152,7 +152,7 @@ def _flags(rows: list[Row]) -> str:
 
 def engine_config() -> str:
     from verbatim import EngineConfig
-    from verbatim.cli.options import ENGINE_HELP
+    from verbatim.cli.lib.options import ENGINE_HELP
 
     rows = (
         (
@@ -229,7 +229,7 @@ def metric_names() -> dict[str, tuple[str, str]]:
 
 
 def routes() -> str:
-    from verbatim.server.api.field_table import PROTOCOLS
+    from verbatim.server.api.common.field_table import PROTOCOLS
     from verbatim.server.app import ROUTES
 
     rows = []
@@ -244,8 +244,8 @@ def routes() -> str:
 
 
 def families() -> str:
-    from verbatim.model.families import _FAMILIES
-    from verbatim.model.gguf_families import _ARCHITECTURES
+    from verbatim.model.families.families import _FAMILIES
+    from verbatim.model.families.gguf_families import _ARCHITECTURES
 
     plain = {name.replace("_", "").replace("text", ""): name for name in _FAMILIES}
     gguf = {name.replace("-", ""): name for name in _ARCHITECTURES}
@@ -259,7 +259,7 @@ def families() -> str:
 
 
 def formats() -> str:
-    from verbatim.weights.block_formats import BLOCKS
+    from verbatim.formats.block_formats import BLOCKS
 
     rows = (
         (code(name.upper()), str(values), str(size), f"{8 * size / values:.2f}")
@@ -273,8 +273,8 @@ def formats() -> str:
 
 def refused_adapters() -> str:
     """Modules whose LoRA is refused -> the model types that have them."""
-    from verbatim.model.adapter_load import refused_modules
-    from verbatim.testing_models import TINY_CONFIGS, tiny_model
+    from verbatim.lora.adapter_load import refused_modules
+    from verbatim.testing.tiny_models import TINY_CONFIGS, tiny_model
 
     found: dict[str, list[str]] = {}
     for family, config in TINY_CONFIGS.items():

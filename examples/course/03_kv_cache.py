@@ -17,8 +17,8 @@ from verbatim import LLM, EngineConfig, SamplingParams
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.testing import ByteTokenizer
-from verbatim.testing_models import tiny_model
+from verbatim.testing.fakes import ByteTokenizer
+from verbatim.testing.tiny_models import tiny_model
 
 PROMPT, LENGTHS = "The cache", (8, 16, 32, 64, 96)
 # layers, KV heads, head size

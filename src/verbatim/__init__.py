@@ -36,17 +36,17 @@ if TYPE_CHECKING:
         TokenLogprob,
         Usage,
     )
-    from verbatim.engine.async_calls import DeltaStream
-    from verbatim.engine.async_engine import AsyncEngine
-    from verbatim.engine.async_stream import AsyncStream
-    from verbatim.engine.blocking_engine import Stream
-    from verbatim.engine.call_inputs import ProgressBar, Prompt
-    from verbatim.engine.embed_calls import Ranked
-    from verbatim.engine.engine_base import Message
-    from verbatim.engine.llm import LLM, Vote
+    from verbatim.engine.calls.async_calls import DeltaStream
+    from verbatim.engine.calls.async_engine import AsyncEngine
+    from verbatim.engine.calls.async_stream import AsyncStream
+    from verbatim.engine.calls.blocking_engine import Stream
+    from verbatim.engine.calls.call_inputs import ProgressBar, Prompt
+    from verbatim.engine.calls.embed_calls import Ranked
+    from verbatim.engine.calls.engine_base import Message
+    from verbatim.engine.calls.llm import LLM, Vote
     from verbatim.engine.loaded_model import Progress
     from verbatim.engine.scoring import Score
-    from verbatim.observe.explained import Explanation, TokenExplanation, WhatIfs
+    from verbatim.explain.explained import Explanation, TokenExplanation, WhatIfs
 
 __version__ = "0.1.0"
 __all__ = [
@@ -125,15 +125,15 @@ _LAZY = {
         ),
         "verbatim.base.records",
     ),
-    **dict.fromkeys(("LLM", "Vote"), "verbatim.engine.llm"),
-    "Stream": "verbatim.engine.blocking_engine",
-    **dict.fromkeys(("ProgressBar", "Prompt"), "verbatim.engine.call_inputs"),
-    **dict.fromkeys(("Explanation", "TokenExplanation", "WhatIfs"), "verbatim.observe.explained"),
-    "AsyncEngine": "verbatim.engine.async_engine",
-    "DeltaStream": "verbatim.engine.async_calls",
-    "AsyncStream": "verbatim.engine.async_stream",
-    "Message": "verbatim.engine.engine_base",
-    "Ranked": "verbatim.engine.embed_calls",
+    **dict.fromkeys(("LLM", "Vote"), "verbatim.engine.calls.llm"),
+    "Stream": "verbatim.engine.calls.blocking_engine",
+    **dict.fromkeys(("ProgressBar", "Prompt"), "verbatim.engine.calls.call_inputs"),
+    **dict.fromkeys(("Explanation", "TokenExplanation", "WhatIfs"), "verbatim.explain.explained"),
+    "AsyncEngine": "verbatim.engine.calls.async_engine",
+    "DeltaStream": "verbatim.engine.calls.async_calls",
+    "AsyncStream": "verbatim.engine.calls.async_stream",
+    "Message": "verbatim.engine.calls.engine_base",
+    "Ranked": "verbatim.engine.calls.embed_calls",
     "Progress": "verbatim.engine.loaded_model",
     "Score": "verbatim.engine.scoring",
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verbatim.cli.interrupt import exit_on_interrupt
+from verbatim.cli.lib.interrupt import exit_on_interrupt
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from verbatim.backend import open_backend
 from verbatim.backend.protocol import Backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
 
 
 @pytest.fixture(params=BACKENDS)
@@ -39,6 +39,6 @@ def open_tiny(request: pytest.FixtureRequest) -> Iterator[Open]:
 @pytest.fixture(scope="session")
 def device() -> Any:
     """The device of the cuda backend's tensors: the GPU, or the CPU under Triton's interpreter."""
-    from verbatim.backend.cuda.device import device
+    from verbatim.backend.cuda.runtime.device import device
 
     return device()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from verbatim.backend.cpu.repack import repack
-from verbatim.weights.tensor import BLOCKS, Tensor
+from verbatim.formats.tensor import BLOCKS, Tensor
 
 # byte offsets of the float16 values (scales and minima) in a block
 HALVES = {

@@ -29,48 +29,44 @@ from overlap_crowd import count_rows, generate_all
 from parity_types import INTERPRETED, interpreted_type
 from verbatim.backend import gpu, gpu_layout, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
-from verbatim.backend.cuda import (
+from verbatim.backend.cuda import device_weights, warm_up
+from verbatim.backend.cuda.device_weights import _half as half_weight
+from verbatim.backend.cuda.device_weights import load
+from verbatim.backend.cuda.kernels import experts, kernels, matmul_tile, quant
+from verbatim.backend.cuda.kernels.block_readers import HALVES, READERS
+from verbatim.backend.cuda.kernels.kv_cache import KvLayer
+from verbatim.backend.cuda.kernels.lora import LowRankPart, add_low_rank
+from verbatim.backend.cuda.runtime import step_inputs
+from verbatim.backend.cuda.runtime.device import kernel_ran
+from verbatim.backend.cuda.runtime.step_graph import GraphInputs
+from verbatim.backend.cuda.sampler import (
     device_filters,
-    device_weights,
-    experts,
     gpu_sampler,
     jit_numerics,
     jit_sampling,
-    kernels,
-    matmul_tile,
-    quant,
     sampling_plan,
-    step_inputs,
-    warm_up,
 )
-from verbatim.backend.cuda.block_readers import HALVES, READERS
-from verbatim.backend.cuda.device import kernel_ran
-from verbatim.backend.cuda.device_weights import _half as half_weight
-from verbatim.backend.cuda.device_weights import load
-from verbatim.backend.cuda.gpu_sampler import GpuSampler
-from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.kv_cache import KvLayer
-from verbatim.backend.cuda.lora import LowRankPart, add_low_rank
-from verbatim.backend.cuda.step_graph import GraphInputs
-from verbatim.backend.cuda.token_counts import TokenCounts
+from verbatim.backend.cuda.sampler.gpu_sampler import GpuSampler
+from verbatim.backend.cuda.sampler.host_sampler import host_sampler
+from verbatim.backend.cuda.sampler.token_counts import TokenCounts
 from verbatim.backend.protocol import Backend
 from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, DeviceMemoryError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import BROKEN, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
-from verbatim.model.load import Model
+from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES, CheckpointType, to_type
+from verbatim.formats.packed_weight import without_checkpoint_blocks
+from verbatim.formats.requantise import requantise
+from verbatim.formats.tensor import SIZES as BLOCK_SIZES
+from verbatim.formats.tensor import Tensor
+from verbatim.model.loading.load import Model
 from verbatim.sampling.draw import gumbel
 from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.numerics import log
 from verbatim.sampling.pipeline import Row, sample_rows
-from verbatim.testing import FakeBackend, fake_spec
-from verbatim.testing_models import TINY_CONFIGS, tiny_adapter, tiny_model
-from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES, CheckpointType, to_type
-from verbatim.weights.packed_weight import without_checkpoint_blocks
-from verbatim.weights.requantise import requantise
-from verbatim.weights.tensor import SIZES as BLOCK_SIZES
-from verbatim.weights.tensor import Tensor
+from verbatim.testing.fakes import FakeBackend, fake_spec
+from verbatim.testing.tiny_models import TINY_CONFIGS, tiny_adapter, tiny_model
 
 # the interpreter warns about arithmetic with infinities, which the kernels mask
 pytestmark = pytest.mark.filterwarnings("ignore")

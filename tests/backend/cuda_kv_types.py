@@ -18,15 +18,15 @@ from cuda_kernels import FEW_HEADS, TOKENS, small
 from plans import BLOCKS, MARKS, Blocks, run, run_alone, same_bits
 
 from verbatim.backend import open_backend
-from verbatim.backend.cuda import kernels
-from verbatim.backend.cuda.jit_kv import store_heads, widen
-from verbatim.backend.cuda.kernels import QueryTiles
-from verbatim.backend.cuda.kv_cache import KvLayer, has_e4m3
+from verbatim.backend.cuda.kernels import kernels
+from verbatim.backend.cuda.kernels.jit_kv import store_heads, widen
+from verbatim.backend.cuda.kernels.kernels import QueryTiles
+from verbatim.backend.cuda.kernels.kv_cache import KvLayer, has_e4m3
 from verbatim.backend.reference.kv_types import E4M3_VALUES, e4m3_codes, q8_codes
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
 
 # the interpreter warns about arithmetic with infinities, which the kernels mask
 pytestmark = pytest.mark.filterwarnings("ignore")

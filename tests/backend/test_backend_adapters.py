@@ -10,7 +10,7 @@ import pytest
 from plans import Blocks, Open, run, run_alone, run_prompts, same_bits
 
 from verbatim.backend.reference import ReferenceBackend
-from verbatim.testing_models import tiny_adapter, tiny_model
+from verbatim.testing.tiny_models import tiny_adapter, tiny_model
 
 TOKENS = np.random.default_rng(2).integers(0, 260, 24).tolist()
 # biases; no gate and layer norms; one norm over all heads; a scaled residual; parallel blocks; a

@@ -19,10 +19,10 @@ from plans import BACKENDS, BLOCKS, Open, run_alone, same_bits
 
 from parity_types import FLOATS, PLAIN, WIDE, WIDE_QUANTISED
 from verbatim.backend.reference import ReferenceBackend
+from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_quantisable
-from verbatim.model.load import Model
-from verbatim.testing_models import FAMILIES, TINY_CONFIGS, tiny_model
-from verbatim.weights.tensor import Tensor
+from verbatim.model.loading.load import Model
+from verbatim.testing.tiny_models import FAMILIES, TINY_CONFIGS, tiny_model
 
 TOKENS = np.random.default_rng(1).integers(0, 260, 60).tolist()
 # The backends that are compared with the reference.

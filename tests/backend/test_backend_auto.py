@@ -17,7 +17,7 @@ from verbatim import backend as backends
 from verbatim.backend import gpu, may_use_gpu, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.testing_models import tiny_model
+from verbatim.testing.tiny_models import tiny_model
 
 # what auto opens without a GPU: reference if the C++ kernels are not built
 CPU = ("cpu", "reference")

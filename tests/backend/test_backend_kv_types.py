@@ -12,7 +12,7 @@ from verbatim.backend import open_backend
 from verbatim.backend.protocol import Backend
 from verbatim.backend.reference.kv_types import E4M3_VALUES, e4m3_codes, q8_codes, round_kv
 from verbatim.base.config import CHOICES, EngineConfig
-from verbatim.testing_models import tiny_model
+from verbatim.testing.tiny_models import tiny_model
 
 EIGHT_BITS = [kv_type for kv_type in CHOICES["kv_type"] if kv_type != "f16"]
 TOKENS = np.random.default_rng(5).integers(0, 260, 37).tolist()

@@ -11,8 +11,8 @@ from plans import Open
 
 import verbatim
 from verbatim.backend.protocol import Backend
-from verbatim.testing import FakeBackend
-from verbatim.testing_models import tiny_model
+from verbatim.testing.fakes import FakeBackend
+from verbatim.testing.tiny_models import tiny_model
 
 ROOT = Path(verbatim.__file__).parent
 METHODS = {name for name, member in vars(Backend).items() if inspect.isfunction(member)}

@@ -15,14 +15,14 @@ from plans import MARKS, NAMES, Blocks, Open, ScoredSeq, run, run_alone, run_pro
 from verbatim.base.config import CHOICES
 from verbatim.base.errors import ModelError
 from verbatim.base.records import BROKEN, SeqStep, StepPlan
-from verbatim.testing_models import (
+from verbatim.formats.quantise import quantise
+from verbatim.formats.tensor import Tensor
+from verbatim.testing.tiny_models import (
     FIRST_FAMILIES,
     NEWER_FAMILIES,
     RECURRENT_FAMILIES,
     tiny_model,
 )
-from verbatim.weights.quantise import quantise
-from verbatim.weights.tensor import Tensor
 
 LENGTH = 50
 

@@ -47,7 +47,8 @@ def test_the_kernels_of_the_sampler_compile(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from verbatim.backend.cuda import device_filters, gpu_sampler, launch, token_counts
+    from verbatim.backend.cuda.kernels import launch
+    from verbatim.backend.cuda.sampler import device_filters, gpu_sampler, token_counts
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")
@@ -156,7 +157,7 @@ def test_attention_over_8_bits_has_the_products_of_float16(
     torch = pytest.importorskip("torch")
     from triton.backends.nvidia.compiler import CUDABackend
 
-    from verbatim.backend.cuda import kernels, kv_cache, launch
+    from verbatim.backend.cuda.kernels import kernels, kv_cache, launch
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")
@@ -216,7 +217,7 @@ def test_the_tiles_of_attention_fit_into_shared_memory(
     """With 8 query heads per KV head, merged in one program, which needs the most."""
     pytest.importorskip("triton")
     torch = pytest.importorskip("torch")
-    from verbatim.backend.cuda import kernels, kv_cache, launch
+    from verbatim.backend.cuda.kernels import kernels, kv_cache, launch
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")
@@ -268,8 +269,8 @@ def test_a_matmul_in_blocks_has_the_products_of_half_precision(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from verbatim.backend.cuda import experts, launch, quant
-    from verbatim.weights.tensor import SIZES, Tensor
+    from verbatim.backend.cuda.kernels import experts, launch, quant
+    from verbatim.formats.tensor import SIZES, Tensor
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")

@@ -11,7 +11,7 @@ from plans import BLOCKS, Blocks, ScoredSeq, make_plan, run
 
 from verbatim.backend.reference import CacheFault, ReferenceBackend
 from verbatim.base.config import EngineConfig
-from verbatim.testing_models import tiny_model
+from verbatim.testing.tiny_models import tiny_model
 
 
 def opened(family: str) -> ReferenceBackend:

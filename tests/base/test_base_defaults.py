@@ -25,7 +25,7 @@ from verbatim.base.defaults import (
 )
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import DEFAULTED, FIELDS
-from verbatim.testing import fake_parts
+from verbatim.testing.fakes import fake_parts
 
 MODEL = catalog_defaults({"temperature": 0.25, "top_p": 0.5, "repetition_penalty": 1.1})
 

@@ -24,7 +24,7 @@ from verbatim import (
     UnsupportedError,
 )
 from verbatim.base.schema_types import schema_of
-from verbatim.testing import server_parts
+from verbatim.testing.fakes import server_parts
 
 SHORT = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
 

@@ -13,7 +13,7 @@ import pytest
 
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.records import SeqStep, StepPlan
-from verbatim.testing_models import tiny_model
+from verbatim.testing.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")

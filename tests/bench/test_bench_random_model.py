@@ -11,9 +11,9 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.base.params import SamplingParams
-from verbatim.engine.llm import LLM
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.gguf_write import write_gguf
+from verbatim.engine.calls.llm import LLM
+from verbatim.files.gguf import read_gguf
+from verbatim.files.gguf_write import write_gguf
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parents[2] / "src" / "verbatim"
-WHOLE = ("cli", "base", "diagnose", "weights/catalog.py", "weights/wheel_model.py")
-WHOLE += ("weights/hub.py", "observe")
+WHOLE = ("cli", "base", "diagnose", "hub/catalog.py", "hub/wheel_model.py")
+WHOLE += ("hub/hub.py", "observe")
 # Packages whose exceptions reach the terminal. The server's HTTP API answers clients, in the same
 # words.
 ERRORS = "text weights model schedule sampling grammar speculate backend engine convert bench scale"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from cli_result import Call
-from verbatim.testing_models import tiny_adapter
-from verbatim.weights.adapter_file import LowRank
-from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.tensor import Tensor
+from verbatim.files.gguf_write import write_gguf
+from verbatim.formats.tensor import Tensor
+from verbatim.lora.adapter_file import LowRank
+from verbatim.testing.tiny_models import tiny_adapter
 
 ASK = ("--max-tokens", "6", "--temperature", "0", "--json", "-q", "Hello")
 
@@ -19,7 +19,7 @@ ASK = ("--max-tokens", "6", "--temperature", "0", "--json", "-q", "Hello")
 @pytest.fixture(scope="session")
 def adapter(tiny: Path) -> Path:
     """A GGUF adapter of the attention outputs of tiny.gguf."""
-    from verbatim.model.load import load_model
+    from verbatim.model.loading.load import load_model
 
     made = tiny_adapter(load_model(tiny).spec, seed=3)
     parts = {name: part for name, part in made.parts.items() if name.endswith("attn.o")}

@@ -17,11 +17,11 @@ from cli_result import Call
 from machine_limits import CARD, LIMITS
 from verbatim.base.errors import VerbatimError
 from verbatim.bench import crowd, measure
-from verbatim.cli import bench_report
-from verbatim.engine.llm import LLM
+from verbatim.cli.lib import bench_report
+from verbatim.engine.calls.llm import LLM
 from verbatim.observe.roofline import load_limits
-from verbatim.testing import fake_parts
-from verbatim.testing_models import tiny_model
+from verbatim.testing.fakes import fake_parts
+from verbatim.testing.tiny_models import tiny_model
 
 
 @pytest.mark.parametrize(("rate", "result"), [(380.0, False), (390.0, True)])
@@ -29,7 +29,7 @@ def test_a_share_above_the_limit_is_explained(
     rate: float, result: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The limit of the first row is 387 tokens/s; the second row stays below its limit."""
-    from verbatim.cli import bench
+    from verbatim.cli.commands import bench
 
     rows = [
         measure.Job("decode", 1, 10, lambda _: 10 / rate),
@@ -79,7 +79,7 @@ def test_a_rival_is_refused_where_it_does_not_run(verbatim: Call) -> None:
 def test_the_crowd_of_a_gpu_stands_beside_that_of_a_rival(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from verbatim.cli import bench
+    from verbatim.cli.commands import bench
 
     asked = []
 

@@ -165,7 +165,7 @@ def test_continuation_lines_and_empty_lines(verbatim: Call, tiny: Path) -> None:
 
 
 def test_triple_quotes_hold_a_message_of_several_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    from verbatim.cli import chat
+    from verbatim.cli.commands import chat
 
     typed = iter(['"""first', "", 'a "quoted" \\', 'last"""', '"""', "x", '"""', '"""one"""', "y"])
     loop = chat.ChatLoop.__new__(chat.ChatLoop)

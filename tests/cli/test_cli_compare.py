@@ -9,7 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 from cli_result import Call
-from verbatim.cli.compare import read_settings
+from verbatim.cli.commands.compare import read_settings
 
 QUIZ = Path(__file__).parents[2] / "examples" / "quiz.jsonl"
 

@@ -153,7 +153,7 @@ def test_replay(verbatim: Call, tmp_path: Path, tiny: Path) -> None:
     assert again.code == 0
     assert again.out == "identical\n"
 
-    from verbatim.observe.receipt import digest_of
+    from verbatim.explain.receipt import digest_of
 
     receipt = json.loads(file.read_text())
     receipt["choices"][0]["token_ids"][4] ^= 1

@@ -8,22 +8,22 @@ import pytest
 
 from cli_result import Call
 from verbatim.base.params import FIELDS
-from verbatim.cli.command_class import Command, Option
-from verbatim.cli.flag_errors import with_flags
+from verbatim.cli.lib.command_class import Command, Option
+from verbatim.cli.lib.flag_errors import with_flags
+from verbatim.cli.lib.options import flag_name
+from verbatim.cli.lib.sampling_options import NOT_FLAGS
 from verbatim.cli.main import COMMANDS
-from verbatim.cli.options import flag_name
-from verbatim.cli.sampling_options import NOT_FLAGS
 
 
 def options_of(name: str) -> list[Option]:
-    command = import_module(f"verbatim.cli.{name}").command
+    command = import_module(f"verbatim.cli.commands.{name}").command
     return [param for param in command.params if isinstance(param, Option)]
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_flag_of_a_parameter_is_named_as_typed(name: str) -> None:
     if name != "models":  # a group; its commands are of the class too
-        assert isinstance(import_module(f"verbatim.cli.{name}").command, Command)
+        assert isinstance(import_module(f"verbatim.cli.commands.{name}").command, Command)
     options = options_of(name)
     for option in options:
         assert option.name is not None

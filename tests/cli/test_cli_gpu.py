@@ -18,11 +18,11 @@ from verbatim.backend import gpu
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.defaults import catalog_defaults
 from verbatim.base.errors import OUT_OF_MEMORY, BackendError, DeviceMemoryError
-from verbatim.cli import doctor
-from verbatim.engine import llm
-from verbatim.engine.llm import LLM
-from verbatim.testing import FakeBackend, fake_parts
-from verbatim.weights import catalog
+from verbatim.cli.commands import doctor
+from verbatim.engine.calls import llm
+from verbatim.engine.calls.llm import LLM
+from verbatim.hub import catalog
+from verbatim.testing.fakes import FakeBackend, fake_parts
 
 REAL = gpu.present()
 needs_card = pytest.mark.skipif(not REAL, reason="needs an NVIDIA GPU: `make test-gpu`")

@@ -36,7 +36,7 @@ def failing(monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
         def command() -> None:
             raise error
 
-        monkeypatch.setattr(import_module("verbatim.cli.version"), "command", command)
+        monkeypatch.setattr(import_module("verbatim.cli.commands.version"), "command", command)
 
     return install
 
@@ -154,7 +154,7 @@ def test_help_imports_no_command() -> None:
         "except SystemExit: pass\n"
     )
     code += (
-        "print([m for m in ('numpy', 'rich', 'tokenizers', 'verbatim.cli.run') if m in "
+        "print([m for m in ('numpy', 'rich', 'tokenizers', 'verbatim.cli.commands.run') if m in "
         "sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

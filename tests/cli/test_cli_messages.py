@@ -28,12 +28,12 @@ def without_values(text: str) -> str:
 def test_the_list_has_helps_errors_notes_and_migration_hints() -> None:
     texts = {(message.file, message.text) for message in messages()}
     for wanted in (
-        ("cli/run.py", "print one JSON object instead of text"),  # a help text
-        ("cli/flag_aliases.py", "use verbatim chat"),  # an answer to another program's flag
-        ("cli/batch.py", "needs --ray; without it one engine runs the batch"),  # an error
+        ("cli/commands/run.py", "print one JSON object instead of text"),  # a help text
+        ("cli/lib/flag_aliases.py", "use verbatim chat"),  # an answer to another program's flag
+        ("cli/commands/batch.py", "needs --ray; without it one engine runs the batch"),  # an error
         ("base/params.py", "{self.best_of} is less than n ({self.n})"),
-        ("weights/gguf.py", "tensors {name} and {other} overlap"),  # raised by a helper
-        ("engine/blocking_engine.py", "this LLM is closed; open a new one: LLM(model)"),
+        ("files/gguf.py", "tensors {name} and {other} overlap"),  # raised by a helper
+        ("engine/calls/blocking_engine.py", "this LLM is closed; open a new one: LLM(model)"),
     ):
         assert wanted in texts
     assert any(text.startswith("Answer PROMPT, streamed") for _, text in texts)  # a command's help

@@ -10,9 +10,14 @@ import pytest
 from cli_result import Call
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError
-from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS, FLAG_ALIASES, FLAG_ANSWERS
+from verbatim.cli.lib.flag_aliases import (
+    COMMAND_ALIASES,
+    COMMAND_ANSWERS,
+    FLAG_ALIASES,
+    FLAG_ANSWERS,
+)
 from verbatim.cli.main import COMMANDS
-from verbatim.weights import hub
+from verbatim.hub import hub
 
 SHORT = ["--raw", "--max-tokens", "4"]
 
@@ -139,7 +144,7 @@ def test_the_model_as_an_argument(verbatim: Call, tiny: Path) -> None:
 
 
 def test_models_rm_and_show(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
-    from verbatim.weights.catalog import CATALOG, catalog_path
+    from verbatim.hub.catalog import CATALOG, catalog_path
 
     path = catalog_path(CATALOG["smollm2"])
     path.parent.mkdir(parents=True)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from verbatim.base.config import EngineConfig, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli import options, sampling_options
+from verbatim.cli.lib import options, sampling_options
 
 # Per parameter: a valid value other than its default as typed, and the value the library gets.
 TYPED: dict[str, tuple[list[str], Any]] = {

@@ -74,7 +74,7 @@ def test_version_reports_why_the_native_kernels_are_missing(
     import sys
     from types import ModuleType
 
-    from verbatim.cli.version import cpu_facts
+    from verbatim.cli.commands.version import cpu_facts
 
     note = ModuleType("verbatim.backend.cpu._build")
     note.REASON = "no C++ compiler was found when it was installed"  # type: ignore[attr-defined]

@@ -367,7 +367,9 @@ def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
     assert b"output tokens" in err
 
 
-@pytest.mark.parametrize("module", ["click", "verbatim.cli.run", "verbatim.engine.llm"])
+@pytest.mark.parametrize(
+    "module", ["click", "verbatim.cli.commands.run", "verbatim.engine.calls.llm"]
+)
 def test_ctrl_c_during_an_import_ends_the_process(module: str, spawn: Spawn) -> None:
     """The signal arrives where Python drops a KeyboardInterrupt: in a destructor, as in the weak
     reference callbacks of its import system."""
@@ -482,8 +484,8 @@ def test_an_ascii_terminal_gets_question_marks(spawn: Spawn) -> None:
 def odd(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model without a chat template, and with an unknown metadata key whose value means
     off."""
-    from verbatim.weights.gguf import read_gguf
-    from verbatim.weights.gguf_write import write_gguf
+    from verbatim.files.gguf import read_gguf
+    from verbatim.files.gguf_write import write_gguf
 
     source = read_gguf(tiny)
     metadata = {k: v for k, v in source.metadata.items() if k != "tokenizer.chat_template"}

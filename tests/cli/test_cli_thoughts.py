@@ -10,16 +10,16 @@ import pytest
 
 from cli_result import Call
 from verbatim import LLM
-from verbatim.cli.command_class import with_values
-from verbatim.cli.run import command as run
-from verbatim.testing import (
+from verbatim.cli.commands.run import command as run
+from verbatim.cli.lib.command_class import with_values
+from verbatim.testing.fakes import (
     THINK_SOURCE,
     FakeBackend,
     ThinkByteTokenizer,
     fake_parts,
     fake_spec,
 )
-from verbatim.text.chat_template import ChatTemplate
+from verbatim.text.templates.chat_template import ChatTemplate
 
 FLAGS = ("--temperature", "1", "--thinking-budget", "6", "--max-tokens", "20", "--ignore-eos")
 
@@ -34,12 +34,12 @@ def thinking(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
         parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
         return LLM.from_parts(parts)
 
-    monkeypatch.setattr("verbatim.cli.open_model.open_llm", open_llm)
+    monkeypatch.setattr("verbatim.cli.lib.open_model.open_llm", open_llm)
     return verbatim
 
 
 def as_terminal(monkeypatch: pytest.MonkeyPatch, *, colour: bool) -> None:
-    monkeypatch.setattr("verbatim.cli.terminal.is_terminal", lambda stream: True)
+    monkeypatch.setattr("verbatim.cli.lib.terminal.is_terminal", lambda stream: True)
     monkeypatch.setenv("TERM", "xterm" if colour else "dumb")
 
 
@@ -114,7 +114,7 @@ def template_llm(source: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str,
         parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
         return Recorded.from_parts(parts)
 
-    monkeypatch.setattr("verbatim.cli.open_model.open_llm", open_llm)
+    monkeypatch.setattr("verbatim.cli.lib.open_model.open_llm", open_llm)
     return seen
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from cli_result import Call
 from verbatim.base.errors import ParameterError
-from verbatim.cli import open_model
-from verbatim.cli.batch import in_and_out
-from verbatim.cli.command_class import AnsweredFlag, Option
+from verbatim.cli.commands.batch import in_and_out
+from verbatim.cli.commands.serve import read_models
+from verbatim.cli.lib import open_model
+from verbatim.cli.lib.command_class import AnsweredFlag, Option
 from verbatim.cli.main import COMMANDS
-from verbatim.cli.serve import read_models
 
 NONE = ("-m", "no/such/model")
 
@@ -73,7 +73,7 @@ def test_a_flag_with_one_value_is_not_given_twice_with_two(
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_flag_is_of_the_class_that_refuses_two_values(name: str) -> None:
-    for param in import_module(f"verbatim.cli.{name}").command.params:
+    for param in import_module(f"verbatim.cli.commands.{name}").command.params:
         assert isinstance(param, click.Argument | Option | AnsweredFlag), param.name
 
 

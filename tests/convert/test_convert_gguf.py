@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 
 from verbatim.base.errors import ModelError
-from verbatim.cli import convert
+from verbatim.cli.commands import convert
 from verbatim.cli.main import main
 from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
 from verbatim.convert.export_tokenizer import tokenizer_metadata
-from verbatim.model.load import Model, load_model
-from verbatim.testing_models import FAMILIES, tiny_model
+from verbatim.files.gguf import read_gguf
+from verbatim.files.gguf_write import write_gguf
+from verbatim.model.loading.load import Model, load_model
+from verbatim.testing.tiny_models import FAMILIES, tiny_model
 from verbatim.text.gguf_vocab import UNUSED, USER_DEFINED
-from verbatim.text.template_files import template_from_directory, template_from_gguf
+from verbatim.text.templates.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.gguf_write import write_gguf
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -348,7 +348,7 @@ def save_directory(model: Model, directory: Path) -> None:
     """A llama-family model as a safetensors directory with a tokenizer."""
     from safetensors.numpy import save_file
 
-    from verbatim.weights.names import hf_source
+    from verbatim.model.loading.names import hf_source
 
     directory.mkdir(exist_ok=True)
     byte_level(directory, vocab=260)

@@ -20,11 +20,11 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ModelError, ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.diagnose.footprint import WEIGHT_TYPES, footprint_of_config, read_footprint
-from verbatim.engine.llm import LLM
-from verbatim.model.load import load_model
-from verbatim.testing_models import tiny_model
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.names import hf_source
+from verbatim.engine.calls.llm import LLM
+from verbatim.files.gguf import read_gguf
+from verbatim.model.loading.load import load_model
+from verbatim.model.loading.names import hf_source
+from verbatim.testing.tiny_models import tiny_model
 
 Arrays = dict[str, tuple[str, np.ndarray]]  # name -> safetensors dtype, values
 GROUP = 32

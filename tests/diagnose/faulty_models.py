@@ -130,10 +130,10 @@ def tiny_directory(path: Path) -> Path:
 
 def default_directory(gguf: Path, path: Path) -> Path:
     """The default model as a safetensors directory in float16, with its own tokenizer."""
-    from verbatim.model.load import load_model
+    from verbatim.files.gguf import read_gguf
+    from verbatim.model.loading.load import load_model
+    from verbatim.model.loading.names import hf_source
     from verbatim.text.tokenizer import from_gguf
-    from verbatim.weights.gguf import read_gguf
-    from verbatim.weights.names import hf_source
 
     path.mkdir()
     model, meta = load_model(gguf), read_gguf(gguf).metadata

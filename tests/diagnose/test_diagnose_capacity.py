@@ -15,7 +15,7 @@ from verbatim.diagnose.capacity import Plan, make_plan
 from verbatim.diagnose.devices import DEVICES, device_of, parse_device
 from verbatim.diagnose.footprint import Footprint, footprint_of_config, read_footprint
 from verbatim.observe.roofline import MachineLimits, cost_card, save_limits
-from verbatim.testing_models import TINY_CONFIGS
+from verbatim.testing.tiny_models import TINY_CONFIGS
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -184,7 +184,7 @@ def test_what_fits() -> None:
 @pytest.mark.parametrize("family", sorted(TINY_CONFIGS))
 def test_every_family_can_be_planned(family: str) -> None:
     found = footprint_of_config(TINY_CONFIGS[family], "config.json", quant="f32")
-    from verbatim.testing_models import tiny_model
+    from verbatim.testing.tiny_models import tiny_model
 
     tensors = tiny_model(family).weights
     assert found.weight_bytes == sum(tensor.data.nbytes for tensor in tensors.values())
@@ -242,7 +242,7 @@ def test_this_device_agrees_with_the_limits_that_bench_prints(
     """`bench` builds its limits from the opened engine, `plan` from the file's header. They differ
     by the norms, which the engine does not count: far below the stated margin of 1 %."""
     from verbatim.diagnose import this_device
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
     monkeypatch.setattr(this_device.gpu, "present", lambda: False)
     limits = MachineLimits(37.9e9, threads=2, method="native", int8_ops=638e9, when=1.0)

@@ -13,10 +13,10 @@ from faulty_models import tiny_directory
 
 from cli_result import Call
 from verbatim.base.defaults import catalog_defaults
-from verbatim.cli.drift import spark
+from verbatim.cli.commands.drift import spark
 from verbatim.diagnose.exposure import find_loop, measure_drift, smooth
-from verbatim.engine.llm import LLM
-from verbatim.testing import fake_parts
+from verbatim.engine.calls.llm import LLM
+from verbatim.testing.fakes import fake_parts
 
 
 def test_series_are_those_of_the_model() -> None:
@@ -57,7 +57,7 @@ def test_the_models_recommended_filters_do_not_apply() -> None:
 
 
 def logits(backend: object, tokens: list[int]) -> np.ndarray:
-    from verbatim.testing import FakeBackend, mix
+    from verbatim.testing.fakes import FakeBackend, mix
 
     assert isinstance(backend, FakeBackend)
     number = 1

@@ -26,11 +26,11 @@ from verbatim.diagnose.live_checks import OPEN, check_loops, check_turns
 from verbatim.diagnose.model_files import read_files
 from verbatim.diagnose.quiz import BUILT_IN
 from verbatim.diagnose.weight_checks import check_weights, not_finite
-from verbatim.engine.llm import LLM
-from verbatim.testing import fake_parts
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.tensor import BLOCKS, Tensor
+from verbatim.engine.calls.llm import LLM
+from verbatim.files.gguf import read_gguf
+from verbatim.files.gguf_write import write_gguf
+from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.testing.fakes import fake_parts
 
 
 @pytest.fixture(scope="session")

@@ -13,7 +13,7 @@ from verbatim.base.records import Choice, Finish, TokenLogprob
 from verbatim.diagnose.comparison import differences
 from verbatim.diagnose.quiz import Question, _judge, read_quiz, run_quiz
 from verbatim.diagnose.statistics import distinct, repetition, wilson
-from verbatim.engine.llm import LLM
+from verbatim.engine.calls.llm import LLM
 
 QUIZ = Path(__file__).parents[2] / "examples" / "quiz.jsonl"
 

@@ -23,13 +23,13 @@ from verbatim.diagnose.text_checks import (
     read_texts,
     with_theta,
 )
-from verbatim.engine.llm import LLM
+from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import load_parts
-from verbatim.model.load import load_model
+from verbatim.files.gguf import read_gguf
+from verbatim.files.gguf_write import write_gguf
+from verbatim.formats.tensor import Tensor
+from verbatim.model.loading.load import load_model
 from verbatim.model.spec import LayerSpec
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.tensor import Tensor
 
 Read = Callable[..., Reading]
 

@@ -30,7 +30,7 @@ def read_once(default_model: Path) -> Iterator[None]:
     """Every block that loads the default model gets one reading of its header and its tokenizer,
     which take three quarters of a load. Weights are packed and engines are started by each."""
     from verbatim.engine import loaded_model
-    from verbatim.model import load
+    from verbatim.model.loading import load
 
     read_gguf, read_text = load.read_gguf, loaded_model._read_text
     source, text = read_gguf(default_model), read_text(read_gguf(default_model))

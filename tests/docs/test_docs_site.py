@@ -23,7 +23,7 @@ from eventually import HANG_SECONDS
 from verbatim import EngineConfig
 from verbatim.base.params import FIELDS
 from verbatim.cli import main as cli_main
-from verbatim.server.api.field_table import PROTOCOLS
+from verbatim.server.api.common.field_table import PROTOCOLS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.soak

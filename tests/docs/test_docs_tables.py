@@ -12,8 +12,8 @@ from pathlib import Path
 import click
 import pytest
 
-from verbatim.cli import flag_aliases
 from verbatim.cli import main as cli_main
+from verbatim.cli.lib import flag_aliases
 
 ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "verbatim"

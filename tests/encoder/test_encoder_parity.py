@@ -14,9 +14,9 @@ import pytest
 
 from tiny_encoders import KINDS, write_encoder, write_modules, write_unigram
 from verbatim import LLM
-from verbatim.backend.encoder import erf
 from verbatim.base.errors import UnsupportedError
-from verbatim.model.encoder_keys import ENCODER_KEYS
+from verbatim.encoder.encoder import erf
+from verbatim.encoder.encoder_keys import ENCODER_KEYS
 
 pytestmark = pytest.mark.torch
 

@@ -117,7 +117,7 @@ def test_a_setting_without_effect_is_refused(setting: dict[str, Any], tiny: Path
 
 
 def test_the_loader_of_causal_models_names_the_commands_for_encoders(tiny: Path) -> None:
-    from verbatim.model.load import load_model
+    from verbatim.model.loading.load import load_model
 
     with pytest.raises(ModelError, match=r"'bert' is an encoder.*verbatim embed"):
         load_model(tiny)

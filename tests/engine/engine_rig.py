@@ -7,8 +7,8 @@ from typing import Any
 
 from verbatim.base.config import EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.testing import ByteTokenizer, fake_parts
-from verbatim.testing_models import tiny_model
+from verbatim.testing.fakes import ByteTokenizer, fake_parts
+from verbatim.testing.tiny_models import tiny_model
 
 BACKENDS = ["fake", "reference", "cpu"]
 

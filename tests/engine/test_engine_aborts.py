@@ -12,9 +12,9 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.engine.core import EngineCore
 from verbatim.engine.request import Request
-from verbatim.observe.receipt import compare
+from verbatim.explain.receipt import compare
 from verbatim.schedule.invariants import check_scheduler
-from verbatim.testing import fake_parts
+from verbatim.testing.fakes import fake_parts
 
 
 @pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.soak)])

@@ -22,9 +22,9 @@ from verbatim.base.errors import (
     UnavailableError,
 )
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.async_loop import IDLE_CHECK_SECONDS
-from verbatim.engine.fair_pool import FairThreadPool
-from verbatim.testing import PacedBackend, fake_parts, server_parts
+from verbatim.engine.calls.async_loop import IDLE_CHECK_SECONDS
+from verbatim.engine.calls.fair_pool import FairThreadPool
+from verbatim.testing.fakes import PacedBackend, fake_parts, server_parts
 
 OPTIONS: dict[str, Any] = {"kv_blocks": 128, "check": True}
 
@@ -477,7 +477,7 @@ async def test_close_waits_for_running_work_items(
 
     parts = fake_parts()
     if what == "prepare":
-        monkeypatch.setattr("verbatim.engine.async_engine.prepare", slow)
+        monkeypatch.setattr("verbatim.engine.calls.async_engine.prepare", slow)
     else:
         monkeypatch.setattr(parts.tokenizer, "encode", slow)
     e = AsyncEngine.from_parts(parts, **OPTIONS)
@@ -567,8 +567,8 @@ async def test_an_output_cut_inside_a_character_ends_before_it() -> None:
 
 
 async def test_llm_and_async_engine_open_a_model_alike() -> None:
-    """LLM and AsyncEngine share their constructor and properties (engine/engine_base.py)."""
-    from verbatim.engine.engine_base import EngineBase
+    """LLM and AsyncEngine share their constructor and properties (engine/calls/engine_base.py)."""
+    from verbatim.engine.calls.engine_base import EngineBase
 
     for name in (
         "__init__",

@@ -15,7 +15,7 @@ from verbatim.base.errors import OUT_OF_MEMORY, DeviceMemoryError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, SeqStep, StepPlan, StepResult
 from verbatim.engine.core import EngineCore
-from verbatim.testing import FakeBackend, fake_parts
+from verbatim.testing.fakes import FakeBackend, fake_parts
 
 CONFIG = EngineConfig(kv_blocks=60, step_tokens=64, max_running=8, check=True, speculate="off")
 PARAMS = SamplingParams(temperature=0.8, seed=4, max_tokens=20, ignore_eos=True)

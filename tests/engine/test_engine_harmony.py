@@ -16,9 +16,9 @@ from verbatim.engine.stream import ChoiceStream
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
 from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
-from verbatim.testing import ByteTokenizer, ChatByteTokenizer
-from verbatim.text.harmony import MARKERS
-from verbatim.text.thoughts import ThoughtFormat, find_format
+from verbatim.testing.fakes import ByteTokenizer, ChatByteTokenizer
+from verbatim.text.reasoning.harmony import MARKERS
+from verbatim.text.reasoning.thoughts import ThoughtFormat, find_format
 
 TEMPLATE = "<|channel|>analysis<|message|>"
 

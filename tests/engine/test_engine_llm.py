@@ -32,12 +32,12 @@ from verbatim.base.records import Completion, Finish
 from verbatim.engine.engine_setup import with_step_tokens
 from verbatim.engine.running_request import HiddenPool
 from verbatim.engine.stream import ChoiceStream
+from verbatim.explain.receipt import compare, read_receipt
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.model.spec import LayerSpec, ModelSpec
-from verbatim.observe.receipt import compare, read_receipt
 from verbatim.sampling.draw import noise_key
 from verbatim.schedule.no_token import NOTHING_LEFT
-from verbatim.testing import (
+from verbatim.testing.fakes import (
     ByteTokenizer,
     ChatByteTokenizer,
     FakeBackend,
@@ -749,7 +749,7 @@ def test_scores_survive_preemption() -> None:
 
 @pytest.mark.parametrize(("pooling", "row"), [("cls", 0), ("last", -1)])
 def test_embed_follows_the_models_pooling(pooling: str, row: int) -> None:
-    from verbatim.testing import mix
+    from verbatim.testing.fakes import mix
 
     number, rows = 1, []
     for token in (256, *b"hello"):
@@ -810,7 +810,7 @@ def test_embed_takes_a_list_a_prompt_name_dimensions_and_truncation() -> None:
 
 def test_embed_is_the_mean_of_all_positions(llm: LLM) -> None:
     backend = FakeBackend()
-    from verbatim.testing import mix
+    from verbatim.testing.fakes import mix
 
     number, rows = 1, []
     for token in (256, *b"hello"):
@@ -1216,7 +1216,7 @@ def test_an_unknown_option_is_named_with_the_closest_one() -> None:
     ],
 )
 def test_an_invalid_message_is_named_before_the_template_runs(messages: Any, wanted: str) -> None:
-    from verbatim.testing import server_parts
+    from verbatim.testing.fakes import server_parts
 
     with LLM.from_parts(server_parts("hash"), kv_blocks=64) as llm:
         with pytest.raises(VerbatimError, match=wanted) as caught:

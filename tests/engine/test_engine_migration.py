@@ -23,9 +23,9 @@ from verbatim import (
 from verbatim.base.config import STEP_TOKENS
 from verbatim.base.defaults import catalog_defaults
 from verbatim.base.errors import RequestError
-from verbatim.engine import engine_base
-from verbatim.observe.explained import Explanation
-from verbatim.testing import server_parts
+from verbatim.engine.calls import engine_base
+from verbatim.explain.explained import Explanation
+from verbatim.testing.fakes import server_parts
 
 SHORT = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
 ASK = [{"role": "user", "content": "hi"}]

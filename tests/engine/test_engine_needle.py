@@ -19,7 +19,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice, Completion, Delta
 from verbatim.engine.core import EngineCore
-from verbatim.testing_models import FAMILIES
+from verbatim.testing.tiny_models import FAMILIES
 
 # For each of the two temperatures. The runs 0, 50 and 100 preempt the needle often.
 RUNS = {"fake": 80, "overlapped": 60, "reference": 10, "cpu": 80}

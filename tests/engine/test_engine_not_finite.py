@@ -18,12 +18,12 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import NOT_FINITE, BackendError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.engine.async_engine import AsyncEngine
+from verbatim.engine.calls.async_engine import AsyncEngine
+from verbatim.engine.calls.llm import LLM
 from verbatim.engine.core import EngineCore
-from verbatim.engine.llm import LLM
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel
-from verbatim.testing import ByteTokenizer, FakeBackend, fake_parts, fake_spec
-from verbatim.testing_models import tiny_adapter, tiny_model
+from verbatim.testing.fakes import ByteTokenizer, FakeBackend, fake_parts, fake_spec
+from verbatim.testing.tiny_models import tiny_adapter, tiny_model
 
 BAD = 7  # the token whose values are NaN
 CONFIG = EngineConfig(kv_blocks=200, step_tokens=24, max_running=6, check=True)

@@ -11,8 +11,8 @@ import pytest
 from patient_compiles import patience, patient_pool  # noqa: F401
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
-from verbatim.engine.llm import LLM
-from verbatim.testing import fake_parts
+from verbatim.engine.calls.llm import LLM
+from verbatim.testing.fakes import fake_parts
 
 PROMPT = list(b"the cat sat on the mat and the ")
 SCHEMA = {

@@ -23,7 +23,7 @@ from verbatim.grammar.compile_pool import CompilePool
 from verbatim.grammar.document_check import CheckState, DocumentCheck
 from verbatim.grammar.llguidance_tokenizer import import_llguidance, llguidance_tokenizer
 from verbatim.grammar.matcher import Matcher, Structure
-from verbatim.testing import fake_parts
+from verbatim.testing.fakes import fake_parts
 
 pytest.importorskip("llguidance")
 

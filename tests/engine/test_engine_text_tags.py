@@ -18,10 +18,10 @@ from verbatim.engine.stream import ChoiceStream
 from verbatim.engine.thought_matcher import ThoughtMatcher
 from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
-from verbatim.testing import ChatByteTokenizer, FakeBackend, fake_parts, fake_spec
-from verbatim.text.chat_template import ChatTemplate
-from verbatim.text.tag_splitter import spellings
-from verbatim.text.thoughts import TAGS, ThoughtFormat, find_format
+from verbatim.testing.fakes import ChatByteTokenizer, FakeBackend, fake_parts, fake_spec
+from verbatim.text.reasoning.tag_splitter import spellings
+from verbatim.text.reasoning.thoughts import TAGS, ThoughtFormat, find_format
+from verbatim.text.templates.chat_template import ChatTemplate
 
 OPEN, CLOSE = TAGS[-1]
 # Pieces of both tags; pieces that cross their ends into the thought and into the answer.

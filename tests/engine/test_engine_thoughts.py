@@ -16,9 +16,15 @@ from verbatim.engine.stream import ChoiceStream
 from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
 from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
-from verbatim.testing import ByteTokenizer, FakeBackend, ThinkByteTokenizer, fake_parts, fake_spec
-from verbatim.text.chat_template import ChatTemplate
-from verbatim.text.thoughts import ThoughtFormat, find_format
+from verbatim.testing.fakes import (
+    ByteTokenizer,
+    FakeBackend,
+    ThinkByteTokenizer,
+    fake_parts,
+    fake_spec,
+)
+from verbatim.text.reasoning.thoughts import ThoughtFormat, find_format
+from verbatim.text.templates.chat_template import ChatTemplate
 
 OPEN, CLOSE, VOCAB = 260, 261, 262
 TEMPLATE = (

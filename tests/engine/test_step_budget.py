@@ -16,7 +16,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.engine import core as core_module
 from verbatim.engine.core import EngineCore
-from verbatim.testing import FakeBackend, fake_parts
+from verbatim.testing.fakes import FakeBackend, fake_parts
 
 BASE, TOKEN = 0.010, 0.002  # seconds of a step, and of a token at depth 0
 LONG = [3] * 300  # the last ones cost 30 tokens each: attention dominates in the fake model

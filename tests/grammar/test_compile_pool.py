@@ -25,9 +25,9 @@ import pytest
 from eventually import HANG_SECONDS, eventually
 from verbatim import SamplingParams
 from verbatim.base.errors import OverloadedError, UnsupportedError
-from verbatim.engine import async_engine
-from verbatim.engine.async_engine import AsyncEngine
-from verbatim.engine.fair_pool import FairThreadPool
+from verbatim.engine.calls import async_engine
+from verbatim.engine.calls.async_engine import AsyncEngine
+from verbatim.engine.calls.fair_pool import FairThreadPool
 from verbatim.grammar import compile_pool, compile_worker, compiler, grammar_cache, matcher
 from verbatim.grammar.compile_pool import (
     CompilePool,
@@ -39,7 +39,7 @@ from verbatim.grammar.compile_pool import (
 )
 from verbatim.grammar.grammar_cache import GrammarCache
 from verbatim.grammar.llguidance_tokenizer import _TOKENIZERS, llguidance_tokenizer
-from verbatim.testing import fake_parts
+from verbatim.testing.fakes import fake_parts
 
 llguidance = pytest.importorskip("llguidance")
 

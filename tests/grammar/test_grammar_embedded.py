@@ -12,7 +12,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.grammar.compiler import compile_structure
 from verbatim.grammar.document_check import CheckState
 from verbatim.grammar.embedded_check import Document, EmbeddedCheck
-from verbatim.testing import ByteTokenizer
+from verbatim.testing.fakes import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()  # the compiler keeps only a weak reference
 UNIQUE = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}

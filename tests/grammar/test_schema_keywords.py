@@ -36,7 +36,7 @@ from verbatim.grammar.document_check import CheckState, DocumentCheck
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import lower
 from verbatim.grammar.matcher import Structure
-from verbatim.testing import ByteTokenizer, fake_parts
+from verbatim.testing.fakes import ByteTokenizer, fake_parts
 
 TOKENIZER = ByteTokenizer()
 CLOSERS = b'"]}'

@@ -18,7 +18,7 @@ from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.engine.core import EngineCore
 from verbatim.observe.step_log import WATCH_SECONDS, StepLog, StepPart
 from verbatim.server.process.inspector import engine_report
-from verbatim.testing import fake_parts
+from verbatim.testing.fakes import fake_parts
 
 pytestmark = pytest.mark.server
 # lit-html 3.3.3 without its sourceMappingURL line
@@ -152,7 +152,7 @@ def test_a_step_refuses_what_it_cannot_explain(live: Live) -> None:
 
 
 def test_replay_tells_the_first_difference(live: Live) -> None:
-    from verbatim.observe.receipt import digest_of
+    from verbatim.explain.receipt import digest_of
 
     receipt = api(live, PROMPT, seed=4, max_tokens=8, temperature=2.0)["receipt"]
     same = live.client.post("/lens/api/replay", json={"receipt": receipt, "explain": 2}).json()

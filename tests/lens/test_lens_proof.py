@@ -12,7 +12,7 @@ import pytest
 from lens_page import LensPage, run_of
 from live_server import Live
 
-from verbatim.observe.receipt import digest_of, read_receipt
+from verbatim.explain.receipt import digest_of, read_receipt
 
 pytestmark = pytest.mark.server
 TOKENS = 12

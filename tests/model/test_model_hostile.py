@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from verbatim.base.errors import ModelError
-from verbatim.model.families import spec_from_config
-from verbatim.model.gguf_families import spec_from_gguf
-from verbatim.model.gguf_keys import GGUF_KEYS
+from verbatim.formats.tensor import Tensor
+from verbatim.model.families.families import spec_from_config
+from verbatim.model.families.gguf_families import spec_from_gguf
+from verbatim.model.families.gguf_keys import GGUF_KEYS
 from verbatim.model.layout import layout
-from verbatim.testing_models import FAMILIES, TINY_CONFIGS
-from verbatim.weights.tensor import Tensor
+from verbatim.testing.tiny_models import FAMILIES, TINY_CONFIGS
 
 HOSTILE: list[Any] = [
     *(None, True, False, 0, 1, -1, 2, 3, 7, 31, 10**6, 10**12, 2**63, -(2**63), 10**400),

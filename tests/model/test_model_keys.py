@@ -12,19 +12,19 @@ import pytest
 
 from rope_examples import rope_records
 from verbatim.base.errors import ModelError
-from verbatim.model.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
-from verbatim.model.encoder_keys import ENCODER_KEYS
-from verbatim.model.encoder_load import read_encoder_config
-from verbatim.model.families import WRAPPERS, read_config
-from verbatim.model.family_parts import MAX_VOCAB
-from verbatim.model.gguf_families import read_header
-from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
+from verbatim.encoder.encoder_keys import ENCODER_KEYS
+from verbatim.encoder.encoder_load import read_encoder_config
+from verbatim.formats.tensor import Tensor
+from verbatim.model.families.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
+from verbatim.model.families.families import WRAPPERS, read_config
+from verbatim.model.families.family_parts import MAX_VOCAB
+from verbatim.model.families.gguf_families import read_header
+from verbatim.model.families.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
 from verbatim.model.keys import Table, check_keys
 from verbatim.model.keys_doc import document
 from verbatim.model.spec import ModelSpec
 from verbatim.sampling import numerics
-from verbatim.testing_models import TINY_CONFIGS
-from verbatim.weights.tensor import Tensor
+from verbatim.testing.tiny_models import TINY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,16 +17,16 @@ from tiny_tokenizer import train_tokenizer
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.engine.load_check import check_load
-from verbatim.model.families import spec_from_config
+from verbatim.files.gguf_write import write_gguf
+from verbatim.files.safetensors import read_directory
+from verbatim.formats.quantise import quantise
+from verbatim.formats.requantise import dequantise
+from verbatim.formats.tensor import Tensor
+from verbatim.model.families.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout
-from verbatim.model.load import check_model, load_model
-from verbatim.testing_models import FAMILIES, TINY_CONFIGS, tiny_model
-from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.names import gguf_source, hf_source
-from verbatim.weights.quantise import quantise
-from verbatim.weights.requantise import dequantise
-from verbatim.weights.safetensors import read_directory
-from verbatim.weights.tensor import Tensor
+from verbatim.model.loading.load import check_model, load_model
+from verbatim.model.loading.names import gguf_source, hf_source
+from verbatim.testing.tiny_models import FAMILIES, TINY_CONFIGS, tiny_model
 
 State = dict[str, np.ndarray]
 
@@ -532,7 +532,7 @@ def test_quantising_needs_a_few_megabytes_of_extra_memory(
         tracemalloc.reset_peak()
         return source
 
-    monkeypatch.setattr("verbatim.model.load.read_directory", read_and_reset_peak)
+    monkeypatch.setattr("verbatim.model.loading.load.read_directory", read_and_reset_peak)
     tracemalloc.start()
     try:
         model = load_model(tmp_path, quant="q8_0")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_model_published import LLAMA3, sizes
 
-from verbatim.model.families import read_config
+from verbatim.model.families.families import read_config
 from verbatim.model.layout import layout
 
 COMMON = {

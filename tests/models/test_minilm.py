@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from verbatim import LLM
-from verbatim.weights.catalog import _catalog_model
-from verbatim.weights.wheel_model import CatalogEntry
+from verbatim.hub.catalog import _catalog_model
+from verbatim.hub.wheel_model import CatalogEntry
 
 pytestmark = [pytest.mark.models, pytest.mark.torch]
 

@@ -9,9 +9,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice, Completion, Finish, Timings, Usage
-from verbatim.engine.llm import LLM
+from verbatim.engine.calls.llm import LLM
 from verbatim.observe.engine_metrics import EngineMetrics, Registry
-from verbatim.testing import fake_parts
+from verbatim.testing.fakes import fake_parts
 
 LINE = re.compile(
     r'^[a-z_][a-z0-9_]*(\{[a-z_]+="(\\.|[^"\\])*"(,[a-z_]+="(\\.|[^"\\])*")*\})? [-+0-9.eInf]+$'

@@ -20,7 +20,7 @@ from verbatim.observe.roofline import (
     native_probes,
     save_limits,
 )
-from verbatim.testing_models import TINY_CONFIGS, tiny_model
+from verbatim.testing.tiny_models import TINY_CONFIGS, tiny_model
 
 
 def test_ceilings_match_values_computed_by_hand() -> None:

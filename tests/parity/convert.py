@@ -16,9 +16,9 @@ import numpy as np
 from gemma4_convert import GEMMA4_NAMES, gemma4_metadata
 from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
 
-from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.quantise import quantise
-from verbatim.weights.tensor import Tensor
+from verbatim.files.gguf_write import write_gguf
+from verbatim.formats.quantise import quantise
+from verbatim.formats.tensor import Tensor
 
 _NAMES = {
     r"model\.embed_tokens\.(\w+)": r"token_embd.\1",

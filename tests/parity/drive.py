@@ -15,9 +15,9 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
+from verbatim.files.gguf_write import write_gguf
 from verbatim.model.decoder import forward
-from verbatim.model.load import Model
-from verbatim.weights.gguf_write import write_gguf
+from verbatim.model.loading.load import Model
 
 
 class Driver:

@@ -19,11 +19,11 @@ from checkpoints import randomise
 from drive import Driver
 from mutations import BASE, ENCODERS, KIND, WRAPPERS, Mutation
 
-from verbatim.backend.encoder import encode
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.model.encoder_load import load_encoder, read_encoder_config
-from verbatim.model.families import read_config
-from verbatim.model.load import load_model
+from verbatim.encoder.encoder import encode
+from verbatim.encoder.encoder_load import load_encoder, read_encoder_config
+from verbatim.model.families.families import read_config
+from verbatim.model.loading.load import load_model
 
 TOLERANCE = 1e-4
 TOKENS = np.random.default_rng(7).integers(3, 96, 12).tolist()

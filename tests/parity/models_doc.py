@@ -29,7 +29,7 @@ from parity_table import (
     weight_type_cell,
 )
 
-from verbatim.weights.gguf_types import OTHER_TYPES, TYPES
+from verbatim.files.gguf_types import OTHER_TYPES, TYPES
 
 # transformers' class -> model_type, and published models of the family.
 MODELS: dict[str, tuple[str, str]] = {

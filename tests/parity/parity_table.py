@@ -24,15 +24,15 @@ from parity_types import (
     WIDE_QUANTISED,
     interpreted_type,
 )
-from verbatim.testing_models import TINY_CONFIGS
-from verbatim.weights.gguf_types import OTHER_TYPES, TYPES
+from verbatim.files.gguf_types import OTHER_TYPES, TYPES
+from verbatim.testing.tiny_models import TINY_CONFIGS
 
 BACKENDS = ("reference", "cpu", "cuda")
 KINDS = ("safetensors", "GGUF")
 STATES = ("passes", "refused by name")
 _FAMILIES = "tests/parity/test_families.py::"
 _AGREES = "tests/backend/test_backend_agrees.py::"
-_PACKED = "tests/weights/test_packed_checkpoint.py::"
+_PACKED = "tests/formats/test_packed_checkpoint.py::"
 _REFERENCE = {
     "safetensors": _FAMILIES + "test_logits_of_safetensors_equal_those_of_transformers",
     "GGUF": _FAMILIES + "test_logits_of_gguf_equal_those_of_transformers",
@@ -44,9 +44,9 @@ _TYPES = _AGREES + "test_every_family_and_weight_type_agrees_with_the_reference"
 _VALUES = _AGREES + "test_the_reference_computes_with_the_values_of_every_weight_type"
 _WIDE = _AGREES + "test_types_with_wide_blocks_a_table_or_codebook_agree_with_the_reference"
 _WIDE_QUANTISED = _AGREES + "test_types_with_blocks_of_256_weights_agree_with_the_reference"
-_BITS = "tests/weights/test_quant.py::test_dequantisation_has_the_bits_of_the_gguf_package"
-_Q8_K = "tests/weights/test_quant.py::test_q8_k_is_dequantised_by_its_definition"
-_OTHER = "tests/weights/test_gguf.py::test_a_tensor_of_another_type_is_refused_by_name"
+_BITS = "tests/formats/test_quant.py::test_dequantisation_has_the_bits_of_the_gguf_package"
+_Q8_K = "tests/formats/test_quant.py::test_q8_k_is_dequantised_by_its_definition"
+_OTHER = "tests/files/test_gguf.py::test_a_tensor_of_another_type_is_refused_by_name"
 INTERPRETER = "tests/backend/cuda_kernels.py::test_every_family_agrees_with_the_reference"
 
 

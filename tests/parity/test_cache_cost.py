@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from verbatim.testing import ByteTokenizer
+from verbatim.testing.fakes import ByteTokenizer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cache_cost.py"
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from mutations import BASE
 
-from verbatim.model.config_keys import CONFIG_KEYS, ROPE_KEYS, all_rope_keys
-from verbatim.model.families import read_config
+from verbatim.model.families.config_keys import CONFIG_KEYS, ROPE_KEYS, all_rope_keys
+from verbatim.model.families.families import read_config
 from verbatim.model.keys import Key
 
 pytestmark = pytest.mark.torch

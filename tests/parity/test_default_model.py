@@ -18,10 +18,10 @@ import pytest
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
-from verbatim.engine.llm import LLM
-from verbatim.model.load import load_model
+from verbatim.engine.calls.llm import LLM
+from verbatim.files.gguf import read_gguf
+from verbatim.model.loading.load import load_model
 from verbatim.text.tokenizer import from_gguf
-from verbatim.weights.gguf import read_gguf
 
 pytestmark = [pytest.mark.torch, pytest.mark.model, pytest.mark.slow]
 

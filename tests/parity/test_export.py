@@ -12,9 +12,9 @@ from drive import Driver, exported
 
 from verbatim.base.errors import ModelError
 from verbatim.convert.export_families import unscaled
-from verbatim.model.load import load_model
-from verbatim.testing_models import tiny_model
-from verbatim.weights.tensor import Tensor
+from verbatim.formats.tensor import Tensor
+from verbatim.model.loading.load import load_model
+from verbatim.testing.tiny_models import tiny_model
 
 TOKENS = np.random.default_rng(3).integers(0, 260, 40).tolist()
 CASES: dict[str, tuple[str, dict[str, Any]]] = {

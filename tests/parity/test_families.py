@@ -18,7 +18,7 @@ from parity_case import VOCAB, Case
 from convert import to_gguf
 from verbatim.backend import gpu
 from verbatim.base.errors import ModelError
-from verbatim.model.load import load_model
+from verbatim.model.loading.load import load_model
 
 pytestmark = pytest.mark.torch
 TOLERANCE = 1e-4

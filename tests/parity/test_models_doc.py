@@ -11,11 +11,11 @@ from models_doc import MODELS, ROUNDED, cases_of, document
 from parity_table import BACKENDS, INTERPRETER, all_cells
 
 from parity_types import PLAIN, WIDE, WIDE_QUANTISED
-from verbatim.model.config_keys import CONFIG_KEYS
-from verbatim.model.families import WRAPPERS
-from verbatim.model.gguf_keys import GGUF_KEYS
-from verbatim.testing_models import TINY_CONFIGS
-from verbatim.weights.gguf_types import TYPES
+from verbatim.files.gguf_types import TYPES
+from verbatim.model.families.config_keys import CONFIG_KEYS
+from verbatim.model.families.families import WRAPPERS
+from verbatim.model.families.gguf_keys import GGUF_KEYS
+from verbatim.testing.tiny_models import TINY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from checkpoints import CASES, VOCAB, build
 from drive import Driver
 from safetensors.torch import load_file, save_file
 
-from verbatim.model.load import load_model
+from verbatim.model.loading.load import load_model
 
 pytestmark = pytest.mark.torch
 

@@ -12,8 +12,8 @@ from verbatim.backend import gpu, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.testing import ByteTokenizer
-from verbatim.testing_models import (
+from verbatim.testing.fakes import ByteTokenizer
+from verbatim.testing.tiny_models import (
     FIRST_FAMILIES,
     NEWER_FAMILIES,
     RECURRENT_FAMILIES,

@@ -17,7 +17,7 @@ import pytest
 from sampling_rows import softmax
 from verbatim.base.errors import RequestError
 from verbatim.base.params import SamplingParams
-from verbatim.engine.llm import LLM
+from verbatim.engine.calls.llm import LLM
 from verbatim.sampling.draw import gumbel, noise_key
 
 pytestmark = [pytest.mark.model]

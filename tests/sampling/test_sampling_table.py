@@ -2,7 +2,7 @@
 names it.
 
 The table is part of docs/sampling.md; the test compares, and VERBATIM_WRITE_DOCS=1 rewrites it.
-Engine and sampler are real; the model is the fake of verbatim.testing (logits from a hash of all
+Engine and sampler are real; the model is the fake of verbatim.testing.fakes (logits from a hash of all
 tokens so far, a canary in every cache slot).
 """
 
@@ -18,8 +18,8 @@ import pytest
 from verbatim.base.errors import RequestError
 from verbatim.base.params import BEAM_REFUSES, FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Completion
-from verbatim.engine.llm import LLM
-from verbatim.testing import fake_parts
+from verbatim.engine.calls.llm import LLM
+from verbatim.testing.fakes import fake_parts
 
 DOC = Path(__file__).parents[2] / "docs" / "sampling.md"
 MARKS = ("<!-- table: made by tests/sampling/test_sampling_table.py -->", "<!-- end of table -->")
@@ -325,7 +325,7 @@ def table() -> list[list[str]]:
 
 def test_every_parameter_has_a_row(table: list[list[str]]) -> None:
     # thinking_budget needs a chat with a reasoning model (tests/engine/test_engine_thoughts.py),
-    # adapter a loaded adapter (tests/adapters)
+    # adapter a loaded adapter (tests/lora)
     assert set(VALUES) == set(FIELDS) - {"thinking_budget", "adapter"}
     assert {row[0] for row in table[1:]} == set(VALUES)
     refused = {row[0] for row in table[1:] if row[5] == "refused"}

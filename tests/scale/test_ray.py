@@ -25,8 +25,8 @@ from ray_watch import descendants, open_ports, processes, read_lines, stable_lin
 from eventually import HANG_SECONDS, eventually, eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.ray_start import LOCAL_RAY
-from verbatim.server.api.field_table import PROTOCOLS
-from verbatim.testing import server_parts
+from verbatim.server.api.common.field_table import PROTOCOLS
+from verbatim.testing.fakes import server_parts
 
 pytestmark = [pytest.mark.ray, pytest.mark.server, pytest.mark.slow]
 HERE = Path(__file__).parent

@@ -22,12 +22,12 @@ from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.cluster import Cluster, Listener
 from verbatim.scale.routing import HASH_BYTES
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_from_engine, encode
 from verbatim.server.process.messages import Generate, Generated
 from verbatim.server.process.running import Signal
-from verbatim.testing import server_parts
+from verbatim.testing.fakes import server_parts
 
 pytestmark = [pytest.mark.server, pytest.mark.asyncio(loop_scope="module")]
 ALL = "1000000"  # engine steps

@@ -11,7 +11,7 @@ from verbatim.schedule.invariants import check_scheduler
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 from verbatim.schedule.token_cost import TokenCost
-from verbatim.testing import FakeBackend, fake_spec, mix
+from verbatim.testing.fakes import FakeBackend, fake_spec, mix
 
 EOS = 7
 VOCAB = 40

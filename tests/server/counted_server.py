@@ -4,7 +4,7 @@ fake engine (to_params.count_seeds): a model's answers are then the same in ever
 from __future__ import annotations
 
 from verbatim.cli.main import main
-from verbatim.server.api.to_params import count_seeds
+from verbatim.server.api.common.to_params import count_seeds
 
 if __name__ == "__main__":
     count_seeds()

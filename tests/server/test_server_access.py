@@ -19,7 +19,7 @@ from live_server import Live
 from eventually import HANG_SECONDS, eventually
 from verbatim.base.errors import ParameterError
 from verbatim.server import app
-from verbatim.server.api.api_errors import CODES
+from verbatim.server.problem import CODES
 from verbatim.server.settings import Settings
 
 pytestmark = pytest.mark.server

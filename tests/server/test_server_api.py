@@ -93,7 +93,7 @@ def test_a_streamed_list_of_prompts_reports_each_seed(fake: Any) -> None:
 
 
 def test_a_list_with_a_seed_samples_as_in_the_library(fake: Any) -> None:
-    from verbatim.testing import server_parts
+    from verbatim.testing.fakes import server_parts
 
     answer = fake.complete(SAME, max_tokens=20)
     assert answer["seed"] == 7
@@ -338,7 +338,7 @@ def test_best_of_returns_the_best_and_is_rejected_in_a_stream(fake: Any) -> None
 
 
 def test_http_answers_are_the_librarys_token_for_token(fake: Any) -> None:
-    from verbatim.testing import server_parts
+    from verbatim.testing.fakes import server_parts
 
     with LLM.from_parts(server_parts("pipeline")) as llm:
         for values in (
@@ -716,7 +716,7 @@ def test_the_seed_that_anthropics_route_reports_gives_the_same_tokens(fake: Any)
 def test_a_final_assistant_message_is_continued(fake: Any, stream: bool) -> None:
     """Anthropic's prefill: the tokens equal the library's continue_final, and the answer is what
     follows."""
-    from verbatim.testing import server_parts
+    from verbatim.testing.fakes import server_parts
 
     ask = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I"}]
     body = {"messages": ask, "max_tokens": 9, "temperature": 0}
@@ -1100,7 +1100,9 @@ def test_an_exception_in_a_stream_becomes_an_error_event_and_is_logged(
     from collections.abc import AsyncIterator
     from types import SimpleNamespace
 
-    from verbatim.server.api import anthropic, ollama, request_context
+    from verbatim.server.api.anthropic import anthropic
+    from verbatim.server.api.common import request_context
+    from verbatim.server.api.ollama import ollama
 
     async def events() -> AsyncIterator[bytes]:
         yield b"one"

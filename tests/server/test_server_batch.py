@@ -14,11 +14,11 @@ import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError
-from verbatim.cli import batch as cli_batch
-from verbatim.cli.batch import open_answers, read_answers, read_requests
+from verbatim.cli.commands import batch as cli_batch
+from verbatim.cli.commands.batch import open_answers, read_answers, read_requests
 from verbatim.cli.main import main
-from verbatim.observe.receipt import compare, digest_of, read_receipt
-from verbatim.testing import fake_parts
+from verbatim.explain.receipt import compare, digest_of, read_receipt
+from verbatim.testing.fakes import fake_parts
 
 pytestmark = pytest.mark.server
 MODEL = "any"
@@ -219,7 +219,7 @@ def test_a_batch_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 
 
 def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:
-    from verbatim.testing import server_parts
+    from verbatim.testing.fakes import server_parts
 
     answer = fake.complete("receipts", max_tokens=30, n=2, temperature=0.8, receipt=True)
     receipt = read_receipt(json.loads(json.dumps(answer)))
@@ -310,7 +310,7 @@ ROUTES = {
 def test_every_token_is_explained_and_rows_are_sent_on_request(
     fake: Any, path: str, stream: bool
 ) -> None:
-    from verbatim.observe.explanation import what_if
+    from verbatim.explain.explanation import what_if
 
     params = {"explain": 3, "receipt": True, "seed": 4, "temperature": 0.9, "regex": "[a-z]{20}"}
     plain = explanations(fake, path, {**ROUTES[path], **params}, stream)

@@ -21,8 +21,8 @@ import pytest
 
 from eventually import HANG_SECONDS
 from verbatim.base.records import Usage
-from verbatim.server.api.api_errors import CODES
-from verbatim.server.api.field_table import PROTOCOLS, QUERIES
+from verbatim.server.api.common.field_table import PROTOCOLS, QUERIES
+from verbatim.server.problem import CODES
 from verbatim.server.process import ledger as ledger_of
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Settings, limits_table
@@ -32,7 +32,7 @@ WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
 
 HEAD = """# Every field of every protocol
 
-Generated from `src/verbatim/server/api/field_table.py`, the table that also validates requests.
+Generated from `src/verbatim/server/api/common/field_table.py`, the table that also validates requests.
 
 - **honoured**: has the effect that its protocol defines.
 - **label**: stored with the request (log, stored object); has no effect on the tokens.
@@ -214,7 +214,7 @@ def test_the_dashboard_queries_existing_metrics() -> None:
 def test_deployment_files_use_existing_flags() -> None:
     from click.testing import CliRunner
 
-    from verbatim.cli.serve import command
+    from verbatim.cli.commands.serve import command
 
     known = {o for p in command.params for o in p.opts}
     for name in ("Dockerfile", "verbatim.service"):

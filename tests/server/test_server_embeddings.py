@@ -16,8 +16,8 @@ from live_server import Live
 
 from tiny_encoders import write_encoder
 from verbatim import LLM
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.embed_rerank import rerank
+from verbatim.server.api.openai.embed_rerank import rerank
+from verbatim.server.problem import Problem
 from verbatim.server.settings import Limits
 
 TEXTS = ["the cat sat on the mat.", "why is the sky blue?", "paris"]

@@ -21,12 +21,12 @@ from verbatim import LLM, AsyncEngine, EngineConfig, SamplingParams
 from verbatim.backend import open_backend
 from verbatim.base.errors import BackendError, VerbatimError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.async_stream import OutputSink
+from verbatim.engine.calls.async_stream import OutputSink
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.server.process.engine_session import EngineSession
 from verbatim.server.process.messages import Generate, Start
-from verbatim.testing import FakeBackend, fake_parts
-from verbatim.testing_models import tiny_model
+from verbatim.testing.fakes import FakeBackend, fake_parts
+from verbatim.testing.tiny_models import tiny_model
 
 CORES = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 1
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
-from verbatim.server.api.field_table import PROTOCOLS
+from verbatim.server.api.common.field_table import PROTOCOLS
 
 pytestmark = pytest.mark.server
 HI = [{"role": "user", "content": "hi"}]

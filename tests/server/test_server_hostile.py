@@ -22,12 +22,12 @@ from live_server import Live
 from eventually import HANG_SECONDS
 from verbatim.base.errors import RequestError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.observe.receipt import digest_of, make_receipt
-from verbatim.server.api import lens_api
-from verbatim.server.api.api_errors import Problem, problem_of
-from verbatim.server.api.field_table import PROTOCOLS
-from verbatim.server.api.json_body import parse_json, too_many_values
-from verbatim.server.api.validate import check, request_model
+from verbatim.explain.receipt import digest_of, make_receipt
+from verbatim.server.api.common.field_table import PROTOCOLS
+from verbatim.server.api.common.json_body import parse_json, too_many_values
+from verbatim.server.api.common.validate import check, request_model
+from verbatim.server.api.lens import lens_api
+from verbatim.server.problem import Problem, problem_of
 from verbatim.server.settings import Limits
 
 pytestmark = pytest.mark.server

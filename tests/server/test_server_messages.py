@@ -13,9 +13,9 @@ import pytest
 from verbatim.base.errors import NOT_FINITE, OUT_OF_MEMORY
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish, Timings, Usage
-from verbatim.engine.async_engine import AsyncEngine
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.to_params import check_finish
+from verbatim.engine.calls.async_engine import AsyncEngine
+from verbatim.server.api.common.to_params import check_finish
+from verbatim.server.problem import Problem
 from verbatim.server.process import messages, wire
 from verbatim.server.process.engine_session import EngineSession
 from verbatim.server.process.message_codec import (
@@ -53,7 +53,7 @@ from verbatim.server.process.messages import (
     WireLogprob,
 )
 from verbatim.server.process.results import wire_finish
-from verbatim.testing import fake_parts
+from verbatim.testing.fakes import fake_parts
 
 FINISH = WireFinish("stop", "\n\n", stop_string=True)
 LOGPROBS = [

@@ -11,8 +11,8 @@ import pytest
 from live_server import Live
 
 import verbatim
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.validate import check
+from verbatim.server.api.common.validate import check
+from verbatim.server.problem import Problem
 from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
 

@@ -18,20 +18,20 @@ from starlette.requests import Request
 from eventually import HANG_SECONDS, eventually_async
 from tiny_encoders import POSITIONS, write_encoder
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.cli.serve import read_models
+from verbatim.cli.commands.serve import read_models
 from verbatim.convert.export_model import model_metadata, model_tensors
+from verbatim.files.gguf_write import write_gguf
+from verbatim.hub import catalog
+from verbatim.hub.hub import HubRef
 from verbatim.observe.merge_metrics import add_counters, merge
 from verbatim.server import model_pool
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.request_context import ClientDisconnected, RequestContext
+from verbatim.server.api.common.request_context import ClientDisconnected, RequestContext
 from verbatim.server.model_pool import ModelPool
+from verbatim.server.problem import Problem
 from verbatim.server.server_state import State
 from verbatim.server.settings import NamedModel, Settings
-from verbatim.testing_models import tiny_model
+from verbatim.testing.tiny_models import tiny_model
 from verbatim.text.vocabulary import BYTE_ALPHABET
-from verbatim.weights import catalog
-from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.hub import HubRef
 
 MODELS = ("--model", "a=first", "--model", "b=second", "--model", "c=third")
 SETTINGS = ("--model-setting", "b.context=512", "--model-setting", "c.context=256")

@@ -14,7 +14,7 @@ import pytest
 from starlette.requests import Request
 
 from eventually import eventually_async
-from verbatim.server.api.request_context import EventStream, RequestContext
+from verbatim.server.api.common.request_context import EventStream, RequestContext
 from verbatim.server.process import engine_process, wire
 from verbatim.server.process.message_codec import decode_from_engine
 from verbatim.server.process.messages import Failed, Ready, Tokenize, Tokenized

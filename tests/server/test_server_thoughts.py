@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from live_server import Live
 
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.responses_input import as_chat, chat_messages, earlier_messages
+from verbatim.server.api.openai.responses_input import as_chat, chat_messages, earlier_messages
+from verbatim.server.problem import Problem
 
 pytestmark = pytest.mark.server
 ASK = [{"role": "user", "content": "hi"}]

@@ -16,28 +16,28 @@ from hypothesis import strategies as st
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, Finish
 from verbatim.engine.stream import ChoiceStream
-from verbatim.server.api.anthropic import MessagesReply
-from verbatim.server.api.anthropic import as_chat as message_fields
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.call_formats import CALL_FORMATS, typed_value
-from verbatim.server.api.call_values import read_gemma, read_python
-from verbatim.server.api.chat_request import ChatRequest
-from verbatim.server.api.openai_fields import RESPONSES
-from verbatim.server.api.responses_input import NAMES as RESPONSES_NAMES
-from verbatim.server.api.responses_input import as_chat as response_fields
-from verbatim.server.api.tool_format import detect_format
-from verbatim.server.api.tools import (
+from verbatim.server.api.anthropic.anthropic import MessagesReply
+from verbatim.server.api.anthropic.anthropic import as_chat as message_fields
+from verbatim.server.api.common.chat_request import ChatRequest
+from verbatim.server.api.common.tools import (
     ToolParser,
     call_or_text,
     forced_schema,
     read_calls,
     template_messages,
 )
-from verbatim.server.api.validate import check
+from verbatim.server.api.common.validate import check
+from verbatim.server.api.openai.openai_fields import RESPONSES
+from verbatim.server.api.openai.responses_input import NAMES as RESPONSES_NAMES
+from verbatim.server.api.openai.responses_input import as_chat as response_fields
+from verbatim.server.problem import Problem
 from verbatim.server.process.message_codec import decode_to_engine, encode
 from verbatim.server.process.messages import Generate, ModelFacts, WireFinish
 from verbatim.server.settings import Limits
-from verbatim.testing import ByteTokenizer
+from verbatim.testing.fakes import ByteTokenizer
+from verbatim.text.tools.call_formats import CALL_FORMATS, typed_value
+from verbatim.text.tools.call_values import read_gemma, read_python
+from verbatim.text.tools.tool_format import detect_format
 
 NAMES: dict[str, Any] = {"get_weather": None, "add": None}  # name -> schema of the parameters
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'
@@ -538,7 +538,7 @@ def test_a_template_without_tools_gets_them_in_a_system_message() -> None:
 
 
 def test_reasoning_and_names_reach_the_template() -> None:
-    from verbatim.server.api.ollama import messages_of
+    from verbatim.server.api.ollama.ollama import messages_of
 
     said = [{"role": "assistant", "content": "yes", "reasoning_content": "hm", "name": "Ada"}]
     assert template_messages(said, [], ALL_TOOLS) == said
@@ -549,7 +549,7 @@ def test_reasoning_and_names_reach_the_template() -> None:
 
 
 def test_no_part_of_a_message_is_dropped() -> None:
-    from verbatim.server.api.anthropic import chat_messages
+    from verbatim.server.api.anthropic.anthropic import chat_messages
 
     def rendered(**message: Any) -> Any:
         return template_messages([{"role": "assistant", **message}], [], NO_TOOLS)[0]["content"]
@@ -670,8 +670,8 @@ def test_the_names_of_many_tool_results_are_compared_in_linear_time() -> None:
 
 
 def test_an_error_counts_messages_as_the_client_sent_them() -> None:
-    from verbatim.server.api.api_errors import Problem
-    from verbatim.server.api.to_params import with_client_names
+    from verbatim.server.api.common.to_params import with_client_names
+    from verbatim.server.problem import Problem
 
     problem = Problem("unsupported_parameter", "messages[2].name: why", "messages[2].name")
     assert (with_client_names(problem, {}, 1).param, with_client_names(problem, {}, 1).message) == (
@@ -900,7 +900,7 @@ def test_odd_arguments_lose_nothing_and_cost_no_5xx(fake: Any, arguments: str) -
 
 @pytest.mark.parametrize("arguments", ODD)
 def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
-    from verbatim.server.api import anthropic
+    from verbatim.server.api.anthropic import anthropic
 
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     talk = [{"role": "assistant", "tool_calls": [call]}]
@@ -969,7 +969,7 @@ def test_a_response_has_one_logprob_per_token_of_its_text(
 
 def test_anthropics_blocks_are_in_the_order_of_the_output() -> None:
     """Streamed and whole; an empty output is one empty text block."""
-    from verbatim.server.api import anthropic
+    from verbatim.server.api.anthropic import anthropic
 
     for text in (f"One {CALL}\n{CALL} two", "plain", ""):
         parser = ToolParser("hermes", NAMES)

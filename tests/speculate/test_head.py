@@ -22,9 +22,13 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, SeqResult, SeqStep, StepPlan, StepResult
-from verbatim.engine.llm import LLM
+from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.model.draft_head import (
+from verbatim.files.gguf import read_gguf
+from verbatim.files.gguf_write import write_gguf
+from verbatim.formats.quantise import quantise
+from verbatim.formats.tensor import Tensor
+from verbatim.model.loading.draft_head import (
     ARCHITECTURE,
     SCALES,
     DraftHead,
@@ -33,16 +37,12 @@ from verbatim.model.draft_head import (
     reference_draft,
     write_head,
 )
-from verbatim.model.load import Model, load_model
+from verbatim.model.loading.load import Model, load_model
 from verbatim.speculate.draft_policy import MARGIN, Speculator
 from verbatim.speculate.head import MAX_DEPTH, HeadProposer
 from verbatim.speculate.proposer import Draft, SeqView
-from verbatim.testing import ByteTokenizer
-from verbatim.testing_models import tiny_model
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.gguf_write import write_gguf
-from verbatim.weights.quantise import quantise
-from verbatim.weights.tensor import Tensor
+from verbatim.testing.fakes import ByteTokenizer
+from verbatim.testing.tiny_models import tiny_model
 
 HIDDEN, INNER, VOCAB = 32, 64, 260
 

@@ -19,13 +19,13 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish
-from verbatim.engine.llm import LLM
+from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.model.draft_head import DraftHead
+from verbatim.model.loading.draft_head import DraftHead
 from verbatim.schedule.no_token import NOTHING_LEFT
 from verbatim.speculate.draft_policy import Speculator
-from verbatim.testing import ByteTokenizer
-from verbatim.testing_models import tiny_model
+from verbatim.testing.fakes import ByteTokenizer
+from verbatim.testing.tiny_models import tiny_model
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 
@@ -48,8 +48,8 @@ def perturbed(model: Any, noise: float) -> Any:
 
     import numpy as np
 
-    from verbatim.weights.quantise import quantise
-    from verbatim.weights.tensor import Tensor, Weights
+    from verbatim.formats.quantise import quantise
+    from verbatim.formats.tensor import Tensor, Weights
 
     head = model.weights["head"]
     values = head.to_f32() + np.float32(noise) * np.random.default_rng(9).standard_normal(
@@ -69,8 +69,8 @@ def tiny_head() -> DraftHead:
     output of a random model often does."""
     import numpy as np
 
-    from verbatim.weights.quantise import quantise
-    from verbatim.weights.tensor import Tensor
+    from verbatim.formats.quantise import quantise
+    from verbatim.formats.tensor import Tensor
 
     hidden, inner, r = SHAPE["hidden_size"], 32, np.random.default_rng(4)
 
@@ -316,8 +316,8 @@ def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(
     def load(path: str, *, context: int | None = None, **_: Any) -> Any:
         return tiny_model("gpt2", context=context, n_positions=32)
 
-    monkeypatch.setattr("verbatim.weights.catalog.resolve", lambda name, **_: name)
-    monkeypatch.setattr("verbatim.model.load.load_model", load)
+    monkeypatch.setattr("verbatim.hub.catalog.resolve", lambda name, **_: name)
+    monkeypatch.setattr("verbatim.model.loading.load.load_model", load)
     for asked, opened in ((16, 16), (256, 32), (None, 32)):
         config = EngineConfig(backend="reference", context=asked, speculate="draft:small")
         draft, _ = _load_draft(config, 260, offline=True, progress=None)

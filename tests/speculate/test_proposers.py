@@ -21,7 +21,7 @@ from verbatim.speculate.ngram import MAX_NGRAM, MIN_NGRAM, NgramProposer, unroll
 from verbatim.speculate.proposer import Draft, SeqView
 from verbatim.speculate.step_cost import StepCost
 from verbatim.speculate.suffix import CHUNK, MAX_TENANTS, SuffixAutomaton, SuffixProposer
-from verbatim.testing import fake_spec
+from verbatim.testing.fakes import fake_spec
 
 texts = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 

@@ -12,7 +12,7 @@ from verbatim.text.tokenizer import Tokenizer, from_gguf
 
 @pytest.fixture(scope="session")
 def default_metadata(default_model: Path) -> dict[str, Any]:
-    from verbatim.weights.gguf import read_gguf
+    from verbatim.files.gguf import read_gguf
 
     return dict(read_gguf(default_model).metadata)
 
@@ -26,4 +26,4 @@ def default_tokenizer(default_metadata: dict[str, Any]) -> Tokenizer:
 def stopped_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """No time passes while a template runs, so only size limits can reject it, on a CPU of any
     speed."""
-    monkeypatch.setattr("verbatim.text.template_budget.clock", lambda: 0.0)
+    monkeypatch.setattr("verbatim.text.templates.template_budget.clock", lambda: 0.0)

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError
-from verbatim.text.chat_template import ChatTemplate, encode_chat
-from verbatim.text.template_files import template_from_directory, template_from_gguf
+from verbatim.text.templates.chat_template import ChatTemplate, encode_chat
+from verbatim.text.templates.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_gguf
-from verbatim.text.tool_calls import redundant_names
+from verbatim.text.tools.tool_calls import redundant_names
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
 TOOL = {
@@ -48,7 +48,7 @@ ASKED = [
 def no_time_passes() -> Iterator[None]:
     """No template here is rejected for its time, however slow the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verbatim.text.template_budget.clock", lambda: 0.0)
+        patch.setattr("verbatim.text.templates.template_budget.clock", lambda: 0.0)
         yield
 
 

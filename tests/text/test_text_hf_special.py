@@ -13,8 +13,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from verbatim.base.errors import ModelError
 from verbatim.convert.export_tokenizer import tokenizer_metadata
-from verbatim.text.chat_template import encode_chat
-from verbatim.text.template_files import template_from_directory
+from verbatim.text.templates.chat_template import encode_chat
+from verbatim.text.templates.template_files import template_from_directory
 from verbatim.text.tokenizer import from_directory
 
 TEXTS = ("hello world", "Hello WÖRLD", "a<s>b<new> c</s><extra>d", "[UNK] hello [SEP]")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from verbatim.base.errors import ModelError, RequestError
-from verbatim.text.template_files import template_from_directory, template_from_gguf
+from verbatim.text.templates.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
 from verbatim.text.vocabulary import BYTE_ALPHABET
 

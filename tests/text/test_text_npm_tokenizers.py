@@ -13,8 +13,8 @@ from npm_tokenizers import fetch, strings
 
 from verbatim.base.errors import ModelError
 from verbatim.convert.export_tokenizer import tokenizer_metadata
+from verbatim.hub.catalog import cache_dir
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
-from verbatim.weights.catalog import cache_dir
 
 pytestmark = [pytest.mark.soak]
 STRINGS = 2000

@@ -11,10 +11,10 @@ import threading
 import pytest
 
 from verbatim.base.errors import ModelError, RequestError
-from verbatim.text import template_budget
-from verbatim.text.chat_template import ChatTemplate
-from verbatim.text.sandbox import MAX_SOURCE
-from verbatim.text.template_budget import MAX_SECONDS
+from verbatim.text.templates import template_budget
+from verbatim.text.templates.chat_template import ChatTemplate
+from verbatim.text.templates.sandbox import MAX_SOURCE
+from verbatim.text.templates.template_budget import MAX_SECONDS
 
 HI = [{"role": "user", "content": "hello"}]
 
@@ -281,7 +281,7 @@ def test_compiling_the_longest_source_checks_the_time(
     """Without the time check it would compile for minutes. Here each check advances 10 ms, so 40
     checks are the whole budget."""
     looks = itertools.count()
-    monkeypatch.setattr("verbatim.text.template_budget.clock", lambda: next(looks) / 100)
+    monkeypatch.setattr("verbatim.text.templates.template_budget.clock", lambda: next(looks) / 100)
     with pytest.raises(ModelError, match="more time"):
         ChatTemplate("{{ a }}" * (MAX_SOURCE // 7)).render(HI)
 
@@ -304,7 +304,7 @@ def test_a_template_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPat
         now[0] += step
         return now[0]
 
-    monkeypatch.setattr("verbatim.text.template_budget.clock", clock)
+    monkeypatch.setattr("verbatim.text.templates.template_budget.clock", clock)
     step = 0.0
     assert ChatTemplate(source).render(HI).endswith("999")
     step = MAX_SECONDS

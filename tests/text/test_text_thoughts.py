@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from verbatim.text.harmony import HarmonySplitter
-from verbatim.text.tag_splitter import Piece, TagSplitter, spellings
-from verbatim.text.thoughts import TAGS, Splitter, ThoughtFormat, find_format
+from verbatim.text.reasoning.harmony import HarmonySplitter
+from verbatim.text.reasoning.tag_splitter import Piece, TagSplitter, spellings
+from verbatim.text.reasoning.thoughts import TAGS, Splitter, ThoughtFormat, find_format
 
 WORDS = (
     "So",

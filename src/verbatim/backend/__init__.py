@@ -16,7 +16,7 @@ from verbatim.base.errors import BackendError
 if TYPE_CHECKING:
     from verbatim.backend.protocol import Backend
     from verbatim.base.config import EngineConfig
-    from verbatim.model.load import Model
+    from verbatim.model.loading.load import Model
 
 
 def open_backend(model: Model, config: EngineConfig) -> Backend:
@@ -60,7 +60,7 @@ def may_use_gpu(config: EngineConfig) -> bool:
 
 def _unpacked(model: Model) -> Model:
     """The model without the block types that only the cuda backend computes with."""
-    from verbatim.weights.packed_weight import without_checkpoint_blocks
+    from verbatim.formats.packed_weight import without_checkpoint_blocks
 
     tensors = {name: without_checkpoint_blocks(t) for name, t in model.weights.items()}
     if all(tensor is model.weights[name] for name, tensor in tensors.items()):

@@ -2,7 +2,7 @@
 
 `backend=auto` runs this detection at every start, and importing PyTorch alone takes seconds.
 `present` therefore only looks for the driver's device files; `missing` looks for the packages.
-Whether a kernel runs on the GPU is checked in backend/cuda/device.py.
+Whether a kernel runs on the GPU is checked in backend/cuda/runtime/device.py.
 """
 
 from __future__ import annotations

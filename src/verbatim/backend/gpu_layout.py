@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES
+from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
 
 if TYPE_CHECKING:
     from verbatim.model.spec import ModelSpec

@@ -16,7 +16,7 @@ from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from verbatim.model.draft_head import DraftHead
+    from verbatim.model.loading.draft_head import DraftHead
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,7 +184,7 @@ class Drawn(NamedTuple):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    explain: dict[str, Any] | None = None  # observe/explanation.py documents the keys; plain data
+    explain: dict[str, Any] | None = None  # explain/explanation.py documents the keys; plain data
     candidates: tuple[tuple[int, float], ...] = ()  # beam: best ids, log-probabilities
     # beam with logprobs: log-probability of each candidate, by logprobs_mode
     reported: tuple[float, ...] = ()

@@ -14,7 +14,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
     from verbatim.observe.roofline import CostCard, MachineLimits
 
 SHORTEST, LONGEST = 100, 1024  # tokens of a prompt and of an output

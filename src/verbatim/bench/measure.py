@@ -20,7 +20,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
 MAX_REPEATED = 20.0  # seconds; a measurement that takes longer is not repeated
 # Rounds before the first that counts. The first on a GPU compiles kernels, and the second captures

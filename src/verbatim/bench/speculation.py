@@ -17,7 +17,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
     from verbatim.speculate.proposer import Proposer
 
 LENGTHS = (0, 1, 2, 3, 4, 6, 8, 12, 16)  # drafts per pass

@@ -21,8 +21,8 @@ import click
 from verbatim import __version__
 from verbatim.base.errors import MAIN_MEMORY, ModelError, RequestError, VerbatimError
 from verbatim.cli.environment import unknown_variables
-from verbatim.cli.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS
-from verbatim.cli.interrupt import INTERRUPTED, exit_on_interrupt
+from verbatim.cli.lib.flag_aliases import COMMAND_ALIASES, COMMAND_ANSWERS
+from verbatim.cli.lib.interrupt import INTERRUPTED, exit_on_interrupt
 
 OK, FAILED, USAGE, MODEL, BROKEN_PIPE = 0, 1, 2, 3, 141
 
@@ -74,7 +74,7 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             return None
         with exit_on_interrupt():
-            command: click.Command = import_module(f"verbatim.cli.{cmd_name}").command
+            command: click.Command = import_module(f"verbatim.cli.commands.{cmd_name}").command
         return command
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.model.loading.names import Source
 from verbatim.model.spec import DeltaSpec, ModelSpec
-from verbatim.weights.names import Source
-from verbatim.weights.tensor import BLOCKS, Tensor
 
 TILED = ("qwen35", "qwen35moe")  # architectures whose files order value heads as DeltaSpec.tiled
 _SECTIONS = [11, 11, 10, 0]  # rotary pairs of time, height, width; text has one position for all

@@ -25,16 +25,16 @@ from verbatim.convert.export_families import (
     tiled,
     unscaled,
 )
+from verbatim.formats.tensor import Tensor
 from verbatim.model.embedding import POOLINGS
-from verbatim.model.families import rope_records
-from verbatim.model.gguf_families import spec_from_gguf
-from verbatim.model.gguf_keys import POOLING
+from verbatim.model.families.families import rope_records
+from verbatim.model.families.gguf_families import spec_from_gguf
+from verbatim.model.families.gguf_keys import POOLING
 from verbatim.model.layout import layout
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
+from verbatim.model.loading.names import Source, gguf_source
 from verbatim.model.rope import STOPPED, plain_frequencies
 from verbatim.model.spec import DeltaSpec, ModelSpec, RopeSpec
-from verbatim.weights.names import Source, gguf_source
-from verbatim.weights.tensor import Tensor
 
 ARCHITECTURE = {
     "mixtral": "llama",

@@ -18,14 +18,14 @@ from pathlib import Path
 import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.files.safetensors import FLOATS, read_safetensors, shard_names
+from verbatim.formats.quantise import quantise
+from verbatim.formats.tensor import Tensor, Weights
+from verbatim.hub.hub import PATTERNS
+from verbatim.lora.adapter_file import LowRank, read_adapter
 from verbatim.model.adapter import Adapter, merged
-from verbatim.model.load import Model
-from verbatim.weights.adapter_file import LowRank, read_adapter
-from verbatim.weights.hf_names import HF_PREFIXES
-from verbatim.weights.hub import PATTERNS
-from verbatim.weights.quantise import quantise
-from verbatim.weights.safetensors import FLOATS, read_safetensors, shard_names
-from verbatim.weights.tensor import Tensor, Weights
+from verbatim.model.families.hf_names import HF_PREFIXES
+from verbatim.model.loading.load import Model
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")
 _DTYPES = {kind: dtype for dtype, kind in FLOATS.items()}

@@ -19,7 +19,7 @@ from verbatim.diagnose.statistics import distinct, repetition
 from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
 
 @dataclass(frozen=True, slots=True)

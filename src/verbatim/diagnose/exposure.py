@@ -20,7 +20,7 @@ from verbatim.engine.failed_step import raise_error
 from verbatim.engine.loop_detector import MIN_TOKENS, loop_length
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
 # The opening of "Alice's Adventures in Wonderland" (Lewis Carroll, 1865; public domain).
 GIVEN = """Alice was beginning to get very tired of sitting by her sister on the bank, and of \

@@ -12,9 +12,9 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
+from verbatim.encoder.encoder_spec import EncoderModel
+from verbatim.hub.catalog import sampling_defaults
 from verbatim.model.embedding import POOLINGS
-from verbatim.model.encoder_spec import EncoderModel
-from verbatim.weights.catalog import sampling_defaults
 
 # Warnings of the loader that a check below reports with more detail.
 _REPORTED = ("tie_word_embeddings is true", "rope_scaling and rope_parameters are both")

@@ -17,17 +17,17 @@ from verbatim.backend.cpu.repack import MEMORY
 from verbatim.backend.gpu_layout import block_mode, device_bytes, weight_bytes
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.model.collect_weights import PACKED
-from verbatim.model.families import read_config
-from verbatim.model.gguf_families import read_header
+from verbatim.files.gguf import read_gguf
+from verbatim.files.safetensors import read_json
+from verbatim.formats.packed_blocks import planned_gpu_type, planned_type
+from verbatim.formats.tensor import BLOCKS
+from verbatim.model.families.families import read_config
+from verbatim.model.families.gguf_families import read_header
 from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout
+from verbatim.model.loading.collect_weights import PACKED
+from verbatim.model.loading.names import FUSED_EXPERTS_GGUF, gguf_source
 from verbatim.model.spec import ModelSpec
 from verbatim.observe.roofline import cost_card, expert_share, layer_position_ops
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.names import FUSED_EXPERTS_GGUF, gguf_source
-from verbatim.weights.packed_blocks import planned_gpu_type, planned_type
-from verbatim.weights.safetensors import read_json
-from verbatim.weights.tensor import BLOCKS
 
 # Bytes per weight in memory. The cpu backend rewrites types with a codebook into larger ones. "fp8"
 # is no type of ours, but a common way to serve on a GPU.

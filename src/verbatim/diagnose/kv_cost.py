@@ -15,7 +15,7 @@ from verbatim.base.records import TokenLogprob
 from verbatim.diagnose.findings import Finding, good, note
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
 TEXT_TOKENS = 384  # scored tokens: the first ones of TEXT
 TOP = 512  # most likely tokens, compared one by one; the rest of the vocabulary is one event

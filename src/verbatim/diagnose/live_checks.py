@@ -23,7 +23,7 @@ from verbatim.diagnose.statistics import wilson
 from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
 # Questions with short answers: a sound chat model ends each within TURN_TOKENS.
 SHORT = ("Say hello.", "What is 2 + 2?", "Name a colour.", "Is the sun hot?")

@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import VerbatimError
-from verbatim.model.encoder_load import encoder_type, load_encoder
-from verbatim.model.encoder_spec import EncoderModel
-from verbatim.model.load import Model, load_model
+from verbatim.encoder.encoder_load import encoder_type, load_encoder
+from verbatim.encoder.encoder_spec import EncoderModel
+from verbatim.files.gguf import read_gguf
+from verbatim.files.safetensors import read_json
+from verbatim.formats.tensor import Tensor
+from verbatim.model.loading.load import Model, load_model
 from verbatim.text import hf_vocab
-from verbatim.text.chat_template import ChatTemplate
 from verbatim.text.hf_special import NAMED
 from verbatim.text.hf_vocab import special_texts
-from verbatim.text.template_files import template_from_directory, template_from_gguf
+from verbatim.text.templates.chat_template import ChatTemplate
+from verbatim.text.templates.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_directory, from_gguf
-from verbatim.weights.gguf import read_gguf
-from verbatim.weights.safetensors import read_json
-from verbatim.weights.tensor import Tensor
 
 K = "tokenizer.ggml."
 _GGUF_IDS = ("bos", "eos", "eot", "eom", "unknown", "padding", "seperator", "cls", "mask")

@@ -22,7 +22,7 @@ from verbatim.base.records import Completion
 from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
 # It repeats itself, so that the n-gram proposers find drafts, some of them wrong.
 TEXT = (

@@ -26,7 +26,7 @@ from verbatim.diagnose.statistics import wilson
 from verbatim.engine.failed_step import raise_error
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
+    from verbatim.engine.calls.llm import LLM
 
 MAX_QUESTIONS = 10_000
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")

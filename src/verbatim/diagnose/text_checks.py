@@ -20,8 +20,8 @@ from verbatim.diagnose.findings import Finding, bad, good, note
 from verbatim.diagnose.kv_cost import TEXT
 
 if TYPE_CHECKING:
-    from verbatim.engine.llm import LLM
-    from verbatim.model.load import Model
+    from verbatim.engine.calls.llm import LLM
+    from verbatim.model.loading.load import Model
     from verbatim.model.spec import LayerSpec
 
 TEXTS = {

@@ -46,7 +46,7 @@ def this_device(cache: Path, note: Callable[[str], None] = lambda text: None) ->
 
 def gpu_device() -> Device:
     """The first GPU, measured by the cuda backend (the only package that imports PyTorch)."""
-    limits = import_module("verbatim.backend.cuda.gpu_limits").measure_gpu()
+    limits = import_module("verbatim.backend.cuda.runtime.gpu_limits").measure_gpu()
     return Device(
         limits.name, limits.read_bytes, limits.ops, limits.memory, kind="measured", cuda=True
     )

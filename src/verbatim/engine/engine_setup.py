@@ -18,11 +18,11 @@ from verbatim.engine.disk_cache import DiskCache
 from verbatim.engine.drafting import cache_share
 from verbatim.engine.embed_input import can_embed
 from verbatim.engine.loaded_model import LoadedModel
+from verbatim.files.mapped_file import content_digest
 from verbatim.observe.roofline import cost_card
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sizing import CachePlan, plan_cache
 from verbatim.schedule.token_cost import TokenCost
-from verbatim.weights.mapped_file import content_digest
 
 log = logging.getLogger("verbatim.engine")
 
@@ -143,7 +143,7 @@ def prepare(parts: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, Engi
         parts = replace(parts, embedding=replace(parts.embedding, pooling=config.pooling))
     parts = replace(parts, file=replace(parts.file, embeds=can_embed(parts)))
     if parts.task != "generate":
-        from verbatim.backend.encoder import encoder_config
+        from verbatim.encoder.encoder import encoder_config
 
         config = encoder_config(config, parts.context or parts.backend.spec.context)
     return parts, config

@@ -24,10 +24,10 @@ def check_load(
     offline: bool = False,
 ) -> None:
     """Raise the error that loading `model` with these engine settings must end with, if any."""
-    from verbatim.model.adapter_load import load_adapter
-    from verbatim.model.draft_head import read_head
-    from verbatim.model.encoder_load import check_encoder, encoder_type
-    from verbatim.model.load import check_model
+    from verbatim.encoder.encoder_load import check_encoder, encoder_type
+    from verbatim.lora.adapter_load import load_adapter
+    from verbatim.model.loading.draft_head import read_head
+    from verbatim.model.loading.load import check_model
 
     path = _local_path(os.fspath(model), revision, offline)
     if path is None:
@@ -57,7 +57,7 @@ def can_use_gpu(settings: Mapping[str, Any]) -> bool:
 
 def _local_path(model: str, revision: str | None, offline: bool) -> Path | None:
     """The model's file or directory; None if it must be downloaded first."""
-    from verbatim.weights.catalog import check_known, check_listed, resolve
+    from verbatim.hub.catalog import check_known, check_listed, resolve
 
     check_known(model)
     try:
@@ -72,8 +72,8 @@ def _local_path(model: str, revision: str | None, offline: bool) -> Path | None:
 
 
 def _read_tokenizer(path: Path) -> None:
+    from verbatim.files.gguf import read_gguf
     from verbatim.text.tokenizer import from_directory, from_gguf
-    from verbatim.weights.gguf import read_gguf
 
     if path.is_dir():
         from_directory(path)

@@ -1,7 +1,7 @@
 """LoadedModel: a model name comes in; a backend, a tokenizer and a chat template go out.
 
 The engine calls code that knows about files and formats only from here, so that an engine can also
-run on the fakes of verbatim.testing.
+run on the fakes of verbatim.testing.fakes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.model.embedding import EmbeddingSpec
 
 if TYPE_CHECKING:
-    from verbatim.model.draft_head import DraftHead
-    from verbatim.model.load import Model
+    from verbatim.model.loading.draft_head import DraftHead
+    from verbatim.model.loading.load import Model
 
 # progress(task, done, total); total is 0 while it is unknown
 Progress = Callable[[str, int, int], None]
 
 
 class EngineTokenizer(Protocol):
-    """The tokenizer interface of the engine: text/tokenizer.py, verbatim.testing.ByteTokenizer."""
+    """The tokenizer interface of the engine: text/tokenizer.py, verbatim.testing.fakes.ByteTokenizer."""
 
     space_prefix: bool
     """Encoding adds a space before the first word, and decoding removes it."""
@@ -122,9 +122,9 @@ def load_parts(
     """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend.
     `change` is applied to the loaded model before the backend opens."""
     from verbatim.backend import may_use_gpu, open_backend
-    from verbatim.model.encoder_load import encoder_type
-    from verbatim.model.load import load_model
-    from verbatim.weights.catalog import resolve
+    from verbatim.encoder.encoder_load import encoder_type
+    from verbatim.hub.catalog import resolve
+    from verbatim.model.loading.load import load_model
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     if encoder_type(path) is not None:
@@ -132,7 +132,7 @@ def load_parts(
     gpu = may_use_gpu(config)
     loaded = change(load_model(path, context=config.context, quant=config.quant, gpu=gpu))
     if config.adapters:
-        from verbatim.model.adapter_load import with_adapters
+        from verbatim.lora.adapter_load import with_adapters
 
         loaded = with_adapters(loaded, config.adapters)
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
@@ -174,8 +174,8 @@ def adapter_infos(model: Model) -> tuple[AdapterInfo, ...]:
 
 
 def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
-    from verbatim.backend.encoder import EncoderBackend
-    from verbatim.model.encoder_load import load_encoder
+    from verbatim.encoder.encoder import EncoderBackend
+    from verbatim.encoder.encoder_load import load_encoder
     from verbatim.text import tokenizer as text
 
     model = load_encoder(path, context=config.context)
@@ -220,16 +220,16 @@ def load_text(
     model: str | os.PathLike[str], *, revision: str | None = None, offline: bool = False
 ) -> tuple[EngineTokenizer, Any]:
     """The tokenizer and the chat template of a model; no weight is read."""
-    from verbatim.weights.catalog import resolve
-    from verbatim.weights.gguf import read_gguf
-    from verbatim.weights.safetensors import read_directory
+    from verbatim.files.gguf import read_gguf
+    from verbatim.files.safetensors import read_directory
+    from verbatim.hub.catalog import resolve
 
     path = resolve(os.fspath(model), revision=revision, offline=offline)
     return _read_text(read_directory(path) if path.is_dir() else read_gguf(path))
 
 
 def _file_of(model: Model) -> ModelFile:
-    from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES
+    from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
 
     path = model.path
     stats = [p.stat() for p in weight_files(path)]
@@ -251,8 +251,8 @@ def _file_of(model: Model) -> ModelFile:
 def weight_files(path: Path) -> list[Path]:
     """The files that a load of the model at `path` reads its weights from: a directory may hold a
     second copy of them. Raises a ModelError if the directory's index is damaged."""
-    from verbatim.weights.safetensors import shard_names
-    from verbatim.weights.split import with_siblings
+    from verbatim.files.safetensors import shard_names
+    from verbatim.files.split import with_siblings
 
     if path.is_dir():
         return [path / name for name in shard_names(path)]
@@ -261,8 +261,8 @@ def weight_files(path: Path) -> list[Path]:
 
 def _sampling_defaults(name: str, path: Path, model: Model) -> ModelDefaults:
     """What the model's file states, else what the catalog knows about it."""
-    from verbatim.weights.catalog import sampling_defaults
-    from verbatim.weights.gguf_file import GGUFFile
+    from verbatim.files.gguf_file import GGUFFile
+    from verbatim.hub.catalog import sampling_defaults
 
     source = model.source
     stated = (
@@ -279,8 +279,9 @@ def _sampling_defaults(name: str, path: Path, model: Model) -> ModelDefaults:
 
 def _read_text(source: Any) -> tuple[Any, Any]:
     """The tokenizer and the chat template of a GGUF file or a safetensors directory."""
-    from verbatim.text import template_files, tokenizer
-    from verbatim.weights.gguf_file import GGUFFile
+    from verbatim.files.gguf_file import GGUFFile
+    from verbatim.text import tokenizer
+    from verbatim.text.templates import template_files
 
     if isinstance(source, GGUFFile):
         return tokenizer.from_gguf(source.metadata), template_files.template_from_gguf(
@@ -316,7 +317,7 @@ class _BackgroundTask(threading.Thread):
 
 def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
     """The draft head of `speculate=head:FILE`, or the one that ships with the engine."""
-    from verbatim.model.draft_head import find_head, read_head
+    from verbatim.model.loading.draft_head import find_head, read_head
 
     mode, colon, file = config.speculate.partition(":")
     if mode == "head" and colon and not file:
@@ -333,8 +334,8 @@ def _load_draft(
     """The draft model of `speculate=draft:MODEL`, and its warnings. It must have the target's
     vocabulary: drafts are token ids."""
     from verbatim.backend import may_use_gpu, open_backend
-    from verbatim.model.load import load_model
-    from verbatim.weights.catalog import resolve
+    from verbatim.hub.catalog import resolve
+    from verbatim.model.loading.load import load_model
 
     mode, _, name = config.speculate.partition(":")
     if mode != "draft":

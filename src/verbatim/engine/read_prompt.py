@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from verbatim.base.errors import ParameterError
 from verbatim.engine.embed_input import EmbedInput, cut_text, encode_pair
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
-from verbatim.text.thoughts import ThoughtFormat
+from verbatim.text.reasoning.thoughts import ThoughtFormat
 
 TAIL = 64  # last tokens of a prompt that show whether it ends inside a thought
 
@@ -98,7 +98,7 @@ def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
 
 
 def lost_in(tokenizer: EngineTokenizer, text: str) -> str:
-    """Characters of a text that the vocabulary cannot encode. The fakes of verbatim.testing encode
+    """Characters of a text that the vocabulary cannot encode. The fakes of verbatim.testing.fakes encode
     all of them and have no `lost`."""
     find_lost = getattr(tokenizer, "lost", None)
     return "" if find_lost is None else str(find_lost(text))

@@ -7,7 +7,7 @@ from typing import Any
 from verbatim.base.records import Completion
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
-from verbatim.observe.receipt import make_receipt
+from verbatim.explain.receipt import make_receipt
 
 
 def receipt_of(

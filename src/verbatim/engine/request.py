@@ -17,14 +17,14 @@ from verbatim.base.config import SPECULATE
 from verbatim.base.defaults import resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
+from verbatim.engine.calls.fair_pool import mask_threads
 from verbatim.engine.embed_input import EmbedInput, check_task
-from verbatim.engine.fair_pool import mask_threads
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.read_prompt import read_embed_input, read_prompt
 from verbatim.engine.thought_matcher import ThoughtMatcher, allows, check_supported
 from verbatim.engine.thought_tracker import make_tracker
 from verbatim.model.embedding import EmbeddingSpec
-from verbatim.text.thoughts import ThoughtFormat
+from verbatim.text.reasoning.thoughts import ThoughtFormat
 
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
 

@@ -23,9 +23,9 @@ from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob, lo
 from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.engine.loop_detector import LoopDetector
 from verbatim.text.decode import TextDecoder
+from verbatim.text.reasoning.tag_splitter import Piece
+from verbatim.text.reasoning.thoughts import ThoughtFormat
 from verbatim.text.stop import StopMatcher
-from verbatim.text.tag_splitter import Piece
-from verbatim.text.thoughts import ThoughtFormat
 
 
 class ChoiceStream:

@@ -17,8 +17,8 @@ from typing import Any
 
 from verbatim.base.errors import UnsupportedError
 from verbatim.engine.thought_tracker import ThoughtTracker
-from verbatim.text.harmony import CHANNEL, MESSAGE
-from verbatim.text.thoughts import ThoughtFormat
+from verbatim.text.reasoning.harmony import CHANNEL, MESSAGE
+from verbatim.text.reasoning.thoughts import ThoughtFormat
 
 
 def check_supported(thoughts: ThoughtFormat, field: str) -> None:

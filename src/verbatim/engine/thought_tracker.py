@@ -5,8 +5,8 @@ in the answer, and which tokens a grammar must forbid there. A grammar starts wi
 of the answer, so no token may hold the end of a thought and the start of an answer: such tokens
 are forbidden, except where only white space follows the marker, which the splitter drops.
 
-Invariant: a tracker changes to the answer at the token at which the splitter (text/tag_splitter.py,
-text/harmony.py) does, wherever the borders of the tokens are.
+Invariant: a tracker changes to the answer at the token at which the splitter (text/reasoning/tag_splitter.py,
+text/reasoning/harmony.py) does, wherever the borders of the tokens are.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any, Literal, Protocol
 from weakref import WeakKeyDictionary
 
 from verbatim.engine.loaded_model import EngineTokenizer
-from verbatim.text.harmony import HarmonySplitter
-from verbatim.text.tag_splitter import spellings
-from verbatim.text.thoughts import ThoughtFormat
+from verbatim.text.reasoning.harmony import HarmonySplitter
+from verbatim.text.reasoning.tag_splitter import spellings
+from verbatim.text.reasoning.thoughts import ThoughtFormat
 
 State = Literal["start", "thought", "answer"]
 Ids = Collection[int]

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verbatim.weights.adapter_file import LowRank
-from verbatim.weights.tensor import Tensor
+from verbatim.formats.tensor import Tensor
+from verbatim.lora.adapter_file import LowRank
 
 # Weights that an adapter may change, by the end of their names.
 ADAPTED = (

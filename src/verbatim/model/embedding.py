@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import ModelError
+from verbatim.files.safetensors import read_json
 from verbatim.model.config_fields import Fields, short
 from verbatim.model.keys import Table, check_keys, followed, must_equal, no_effect
-from verbatim.weights.safetensors import read_json
 
 POOLINGS = ("mean", "cls", "last")
 MAX_LIST = 1 << 20  # bytes of modules.json

@@ -6,12 +6,12 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from verbatim.model.config_key_parts import COMMON_KEYS
-from verbatim.model.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
+from verbatim.encoder.encoder_gguf import GGUF_ENCODER_KEYS
+from verbatim.encoder.encoder_keys import ENCODER_KEYS
 from verbatim.model.embedding import POOLING_KEYS
-from verbatim.model.encoder_gguf import GGUF_ENCODER_KEYS
-from verbatim.model.encoder_keys import ENCODER_KEYS
-from verbatim.model.gguf_keys import GENERAL_KEYS, GGUF_KEYS, NAMESPACES
+from verbatim.model.families.config_key_parts import COMMON_KEYS
+from verbatim.model.families.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
+from verbatim.model.families.gguf_keys import GENERAL_KEYS, GGUF_KEYS, NAMESPACES
 from verbatim.model.keys import Key, Table
 
 _INTRO = """\

@@ -1,6 +1,6 @@
 """ModelSpec: a model architecture as data. Families differ in these fields, not in code.
 
-model/decoder.py reads nothing else. Weights have internal names (weights/names.py maps the names
+model/decoder.py reads nothing else. Weights have internal names (model/loading/names.py maps the names
 of each file format to them):
 
     embed, positions, final_norm[.bias], head
@@ -97,7 +97,7 @@ class DeltaSpec:
 class ModelSpec:
     """Sizes and options of one decoder-only transformer."""
 
-    family: str  # llama, qwen2, gemma3, … (weights/hf_names.py lists all)
+    family: str  # llama, qwen2, gemma3, … (model/families/hf_names.py lists all)
     vocab: int
     hidden: int
     heads: int

@@ -1,7 +1,7 @@
 """Recorder behind `explain`: notes what each stage removes, in the same run that draws the token.
 
 In: the raw row and the RowState that the stages change. Out: one JSON-ready dict per token;
-observe/explanation.py documents its keys, prints it, and draws again under other settings.
+explain/explanation.py documents its keys, prints it, and draws again under other settings.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from verbatim.observe.engine_metrics import Registry
 from verbatim.observe.merge_metrics import merge
 from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.routing import Route
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_from_engine, encode
 from verbatim.server.process.messages import Generated, Refused, Result, Work

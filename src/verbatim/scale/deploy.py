@@ -56,7 +56,7 @@ def footprint_of(settings: Settings) -> Footprint | None:
     """None: a fake engine of the tests."""
     if settings.test_engine:
         return None
-    from verbatim.weights.catalog import resolve
+    from verbatim.hub.catalog import resolve
 
     engine = settings.engine
     return read_footprint(
@@ -72,7 +72,7 @@ def check_files(settings: Settings, options: RayOptions) -> Footprint | None:
     missing or broken file is an error before Ray starts."""
     footprint = footprint_of(settings)
     if footprint is not None and options.address == LOCAL:
-        from verbatim.weights.adapter_file import read_adapter
+        from verbatim.lora.adapter_file import read_adapter
 
         for entry in settings.engine.get("adapters", ()):
             read_adapter(split_adapter(entry)[1])

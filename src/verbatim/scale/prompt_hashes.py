@@ -62,7 +62,7 @@ class PromptHashes:
                 message.prompt, special=message.parse_special
             )
             return ids
-        from verbatim.text.chat_template import encode_chat
+        from verbatim.text.templates.chat_template import encode_chat
 
         assert message.messages is not None
         if self._template is None:

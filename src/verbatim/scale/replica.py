@@ -19,7 +19,7 @@ from verbatim.scale.channel import Channel
 from verbatim.scale.ray_start import has_token_authentication
 from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, REPORT_SECONDS, Route
 from verbatim.scale.start_error import did_not_start
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_to_engine, encode
 from verbatim.server.process.messages import Inspect, Inspected, Ready, Refused, Work

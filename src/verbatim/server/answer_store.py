@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any, Literal
 
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.json_io import dumps
+from verbatim.base.json_io import dumps
+from verbatim.server.problem import Problem
 
 Kind = Literal["chat", "response"]
 

@@ -24,24 +24,12 @@ from starlette.routing import Route
 from starlette.types import Message, Receive, Scope, Send
 
 from verbatim import __version__
-from verbatim.server.api import (
-    anthropic,
-    embed_rerank,
-    info,
-    lens_api,
-    llama_cpp,
-    ollama,
-    ollama_models,
-    responses,
-    score_tokenize,
-    stored,
-)
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.chat_completions import chat
-from verbatim.server.api.completions import completions
-from verbatim.server.api.docs_page import POLICY, page
-from verbatim.server.api.openapi import document
-from verbatim.server.api.request_context import (
+from verbatim.base.json_io import dumps
+from verbatim.server.api.anthropic import anthropic
+from verbatim.server.api.common import info, stored
+from verbatim.server.api.common.docs_page import POLICY, page
+from verbatim.server.api.common.openapi import document
+from verbatim.server.api.common.request_context import (
     ClientDisconnected,
     EventStream,
     Handler,
@@ -50,9 +38,15 @@ from verbatim.server.api.request_context import (
     new_id,
     to_problem,
 )
-from verbatim.server.api.to_params import count_seeds
-from verbatim.server.api.validate import check_query
-from verbatim.server.json_io import dumps
+from verbatim.server.api.common.to_params import count_seeds
+from verbatim.server.api.common.validate import check_query
+from verbatim.server.api.lens import lens_api
+from verbatim.server.api.llamacpp import llama_cpp
+from verbatim.server.api.ollama import ollama, ollama_models
+from verbatim.server.api.openai import embed_rerank, responses, score_tokenize
+from verbatim.server.api.openai.chat_completions import chat
+from verbatim.server.api.openai.completions import completions
+from verbatim.server.problem import Problem
 from verbatim.server.server_state import State
 from verbatim.server.traces import trace
 

@@ -24,11 +24,11 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.server.api.api_errors import Problem
 from verbatim.server.app import make_app
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
 from verbatim.server.model_pool import ModelPool
+from verbatim.server.problem import Problem
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
 from verbatim.server.settings import EXECUTOR_THREADS, Settings

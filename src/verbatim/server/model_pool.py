@@ -21,7 +21,7 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.units import size_text
 from verbatim.engine.load_check import can_use_gpu, check_load
 from verbatim.schedule.sizing import available_memory, memory_limit
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
@@ -268,8 +268,8 @@ def shared_settings(named: NamedModel, engine: Mapping[str, Any]) -> dict[str, A
     path = Path(named.model).expanduser()
     if not (engine and path.exists()):
         return dict(engine)
-    from verbatim.backend.encoder import NO_EFFECT
-    from verbatim.model.encoder_load import check_encoder, encoder_type
+    from verbatim.encoder.encoder import NO_EFFECT
+    from verbatim.encoder.encoder_load import check_encoder, encoder_type
 
     unused: list[str] = []
     try:
@@ -290,7 +290,7 @@ def file_bytes(model: ServedModel) -> int:
     if model.facts is not None and model.facts.file.get("bytes"):
         return int(model.facts.file["bytes"])
     from verbatim.engine.loaded_model import weight_files
-    from verbatim.weights.model_list import find_record
+    from verbatim.hub.model_list import find_record
 
     path = Path(model.settings.model).expanduser()
     if path.exists():

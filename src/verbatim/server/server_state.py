@@ -13,16 +13,16 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
+from verbatim.hub.hub_catalog import SYNONYMS
 from verbatim.server.answer_store import Store
-from verbatim.server.api.api_errors import Problem
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.logs import AccessLog
 from verbatim.server.model_pool import ModelPool, ServedModel
+from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Limits, Settings
 from verbatim.server.unfinished_bodies import UnfinishedBodies
-from verbatim.weights.hub_catalog import SYNONYMS
 
 # Concurrent requests with explain_rows. Each holds up to 64 rows of logits: 17 MB at a vocabulary
 # of 49,152, in three places (engine, socket, response).

@@ -211,7 +211,7 @@ class Settings:
     log_format: str = "text"  # text | json
     log_prompts: bool = False
     verbose: bool = False  # log the progress of prefills
-    test_engine: str = ""  # tests only: options of verbatim.testing.server_parts
+    test_engine: str = ""  # tests only: options of verbatim.testing.fakes.server_parts
     # Key of the prefix cache's block hashes; empty: random. The replicas of one service share it.
     prefix_key: bytes = b""
     limits: Limits = field(default_factory=Limits)

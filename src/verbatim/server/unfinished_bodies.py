@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.settings import Limits
 
 BODY_GRACE = 10.0  # seconds; a slow link may need some for its first packets

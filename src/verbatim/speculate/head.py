@@ -16,7 +16,7 @@ from verbatim.base.records import SeqStep, StepPlan, StepResult
 from verbatim.speculate.proposer import Draft, SeqView
 
 if TYPE_CHECKING:
-    from verbatim.model.draft_head import DraftHead
+    from verbatim.model.loading.draft_head import DraftHead
 
 MAX_DEPTH = 5  # drafts per sequence; the probabilities multiply, so more hardly ever pay
 COST_WEIGHT = 0.1  # weight of the newest measurement in token_cost

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from verbatim.backend.cpu.ops import record
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
 
 # in the order of OpType in engine.h
 OPS = ("embed", "positions", "qkv", "attend", "linear", "gateup", "norm", "normadd", "moe", "head")

@@ -29,8 +29,8 @@ from model_file import write_model
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
-from verbatim.model.load import Model, load_model
-from verbatim.testing_models import NEWER_FAMILIES, RECURRENT_FAMILIES, tiny_model
+from verbatim.model.loading.load import Model, load_model
+from verbatim.testing.tiny_models import NEWER_FAMILIES, RECURRENT_FAMILIES, tiny_model
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
 pytestmark = pytest.mark.native
@@ -479,7 +479,7 @@ def record(found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from verbatim.weights import catalog
+    from verbatim.hub import catalog
 
     path = catalog.resolve(catalog.DEFAULT)
     tokens, digest = generate(path, 200)

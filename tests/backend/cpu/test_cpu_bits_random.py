@@ -12,9 +12,9 @@ import pytest
 from cpu_blocks import matmul, random_blocks
 from cpu_isas import HAVE as ISAS
 
-from verbatim.model.load import Model
-from verbatim.testing_models import tiny_model
-from verbatim.weights.tensor import BLOCKS, Tensor
+from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.model.loading.load import Model
+from verbatim.testing.tiny_models import tiny_model
 
 pytest.importorskip("hypothesis")
 

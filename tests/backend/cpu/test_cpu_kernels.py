@@ -14,11 +14,11 @@ from cpu_blocks import HALVES, matmul, random_blocks
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import BROKEN, DrawSpec, SeqStep, StepPlan
-from verbatim.model.load import Model, load_model
+from verbatim.formats.codebook_formats import SCALED
+from verbatim.formats.requantise import dequantise
+from verbatim.formats.tensor import BLOCKS, Tensor, Weights
+from verbatim.model.loading.load import Model, load_model
 from verbatim.model.rope import make_rope, tables
-from verbatim.weights.codebook_formats import SCALED
-from verbatim.weights.requantise import dequantise
-from verbatim.weights.tensor import BLOCKS, Tensor, Weights
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
 pytestmark = pytest.mark.native
@@ -105,7 +105,7 @@ def test_a_weight_that_is_not_finite_is_rejected(kind: str) -> None:
 def test_a_position_beyond_the_learnt_table_is_rejected() -> None:
     """GPT-2's position embeddings are rows of a table; a step must not read beyond its end."""
     from verbatim.backend import open_backend
-    from verbatim.testing_models import tiny_model
+    from verbatim.testing.tiny_models import tiny_model
 
     backend = open_backend(
         tiny_model("gpt2", n_positions=20), EngineConfig(backend="cpu", threads=1)
@@ -123,7 +123,7 @@ def test_a_position_beyond_the_learnt_table_is_rejected() -> None:
 
 def test_a_rejected_step_leaves_no_logits_to_read() -> None:
     """The rows read before the invalid one were never computed, and the buffer may be smaller."""
-    from verbatim.testing_models import tiny_model
+    from verbatim.testing.tiny_models import tiny_model
 
     backend = cpu.CpuBackend(tiny_model("llama"), EngineConfig(threads=1))
     backend.allocate((4,))
@@ -141,7 +141,7 @@ def test_a_rejected_step_leaves_no_logits_to_read() -> None:
 def test_a_hidden_state_that_is_not_finite_ends_the_request(kind: str) -> None:
     """A finite norm weight that overflows: the head must not turn NaN into zeros when it rounds its
     input to 8 bits."""
-    from verbatim.testing_models import tiny_model
+    from verbatim.testing.tiny_models import tiny_model
 
     model = tiny_model("llama", type=kind, hidden_size=64, intermediate_size=96)
     weights = dict(model.weights.items())

@@ -13,7 +13,7 @@ import pytest
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.records import SeqStep, StepPlan
-from verbatim.testing_models import tiny_model
+from verbatim.testing.tiny_models import tiny_model
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="re
 RESIDENT_BYTES = """
 import os
 from verbatim import LLM, SamplingParams
-from verbatim.weights.catalog import resolve
+from verbatim.hub.catalog import resolve
 size = os.path.getsize(resolve("smollm2"))
 with LLM("smollm2", backend="cpu", kv_memory=64 << 20, threads=2) as llm:
     llm.generate("Once upon a time", SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))

@@ -24,13 +24,13 @@ from verbatim.backend.step_rows import collect, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.base.records import StepPlan, StepResult
+from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_expert
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
 from verbatim.sampling.pipeline import rows_of
-from verbatim.weights.tensor import Tensor
 
 if TYPE_CHECKING:
-    from verbatim.model.draft_head import DraftHead
+    from verbatim.model.loading.draft_head import DraftHead
 
 native: Any = import_module("verbatim.backend.cpu._native")
 
@@ -136,7 +136,7 @@ class CpuBackend:
     def load_head(self, head: DraftHead) -> None:
         """Pack a draft head. It scores its vocabulary with rows of the model's own output matrix,
         requantised to 4 bits: a draft must be fast and need not be exact."""
-        from verbatim.weights.quantise import quantise  # imported only for speculative decoding
+        from verbatim.formats.quantise import quantise  # imported only for speculative decoding
 
         rows = self._model.weights["embed" if self.spec.tied else "head"]
         output = Tensor(

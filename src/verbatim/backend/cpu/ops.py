@@ -24,7 +24,7 @@ from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.errors import ModelError
 from verbatim.base.records import CacheGroup
 from verbatim.model.decoder import forward
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec, RopeSpec
 

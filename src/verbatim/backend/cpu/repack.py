@@ -16,9 +16,9 @@ from math import prod
 
 import numpy as np
 
-from verbatim.weights.block_formats import BLOCKS, CHUNK_VALUES
-from verbatim.weights.codebook_formats import SCALED, scaled_integers
-from verbatim.weights.tensor import Tensor
+from verbatim.formats.block_formats import BLOCKS, CHUNK_VALUES
+from verbatim.formats.codebook_formats import SCALED, scaled_integers
+from verbatim.formats.tensor import Tensor
 
 NATIVE = ("iq4_nl", "iq4_xs", "mxfp4")  # types of SCALED that the kernels read themselves
 _TERNARY = ("tq1_0", "tq2_0")

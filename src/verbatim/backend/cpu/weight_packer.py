@@ -12,9 +12,9 @@ import numpy as np
 
 from verbatim.backend.cpu.repack import repack
 from verbatim.base.errors import ModelError
-from verbatim.model.load import Model
+from verbatim.formats.tensor import Tensor
+from verbatim.model.loading.load import Model
 from verbatim.model.spec import ModelSpec
-from verbatim.weights.tensor import Tensor
 
 
 class WeightPacker:

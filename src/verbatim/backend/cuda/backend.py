@@ -20,16 +20,14 @@ import numpy as np
 import torch
 import triton
 
-from verbatim.backend.cuda import kernels, quant, recurrent
-from verbatim.backend.cuda.device import device, kernel_ran
 from verbatim.backend.cuda.device_weights import Weight, load
-from verbatim.backend.cuda.gpu_sampler import GpuSampler
-from verbatim.backend.cuda.host_sampler import host_sampler
-from verbatim.backend.cuda.kv_cache import empty_kv, layer_bytes
-from verbatim.backend.cuda.lora import load_adapter
+from verbatim.backend.cuda.kernels import kernels, quant, recurrent
+from verbatim.backend.cuda.kernels.kv_cache import empty_kv, layer_bytes
+from verbatim.backend.cuda.kernels.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, DeviceStep, rope_tables
-from verbatim.backend.cuda.step_graph import GraphInputs, StepGraph
-from verbatim.backend.cuda.step_inputs import (
+from verbatim.backend.cuda.runtime.device import device, kernel_ran
+from verbatim.backend.cuda.runtime.step_graph import GraphInputs, StepGraph
+from verbatim.backend.cuda.runtime.step_inputs import (
     MAX_OUTPUTS,
     PaddedInputs,
     StepShape,
@@ -38,8 +36,10 @@ from verbatim.backend.cuda.step_inputs import (
     tile_lines,
     to_device,
 )
+from verbatim.backend.cuda.sampler.gpu_sampler import GpuSampler
+from verbatim.backend.cuda.sampler.host_sampler import host_sampler
+from verbatim.backend.cuda.sampler.token_counts import TokenCounts
 from verbatim.backend.cuda.step_launcher import CudaLauncher
-from verbatim.backend.cuda.token_counts import TokenCounts
 from verbatim.backend.gpu_layout import block_mode, is_matrix, weight_bytes
 from verbatim.backend.protocol import BackendInfo, kv_numerics
 from verbatim.backend.step_rows import (
@@ -55,7 +55,7 @@ from verbatim.base.errors import OUT_OF_MEMORY, BackendError, DeviceMemoryError
 from verbatim.base.records import CacheGroup, Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.layout import is_expert, is_read_by_row
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
 from verbatim.sampling.pipeline import Row, rows_of
 
 NUMERICS_VERSION = "cuda-2"

@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from verbatim.backend.cuda import quant
-from verbatim.backend.cuda.launch import unpacks_in_order
+from verbatim.backend.cuda.kernels import quant
+from verbatim.backend.cuda.kernels.launch import unpacks_in_order
 from verbatim.backend.gpu_layout import BlockMode, is_matrix, keeps_blocks
+from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
+from verbatim.formats.requantise import requantise
+from verbatim.formats.tensor import Tensor
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec
-from verbatim.weights.checkpoint_blocks import CHECKPOINT_TYPES
-from verbatim.weights.requantise import requantise
-from verbatim.weights.tensor import Tensor
 
 Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight
 

@@ -14,13 +14,13 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from verbatim.backend.cuda import experts, kernels, quant, recurrent
 from verbatim.backend.cuda.device_weights import Weight
-from verbatim.backend.cuda.experts import ExpertTiles
-from verbatim.backend.cuda.kernels import QueryTiles, SplitSums
-from verbatim.backend.cuda.kv_cache import KvLayer
-from verbatim.backend.cuda.lora import AdapterRows, DeviceAdapter, add_low_rank
-from verbatim.backend.cuda.recurrent import RecurrentStep
+from verbatim.backend.cuda.kernels import experts, kernels, quant, recurrent
+from verbatim.backend.cuda.kernels.experts import ExpertTiles
+from verbatim.backend.cuda.kernels.kernels import QueryTiles, SplitSums
+from verbatim.backend.cuda.kernels.kv_cache import KvLayer
+from verbatim.backend.cuda.kernels.lora import AdapterRows, DeviceAdapter, add_low_rank
+from verbatim.backend.cuda.kernels.recurrent import RecurrentStep
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 

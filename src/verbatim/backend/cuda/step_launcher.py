@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from verbatim.backend.cuda.gpu_sampler import GpuSampler
+from verbatim.backend.cuda.sampler.gpu_sampler import GpuSampler
 from verbatim.base.records import Drawn, SeqStep, StepPlan
 
 Forward = Callable[[StepPlan, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]

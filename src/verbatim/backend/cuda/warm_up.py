@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from verbatim.backend.cuda import kernels
-from verbatim.backend.cuda.matmul_tile import all_tiles
-from verbatim.backend.cuda.step_inputs import OUTPUTS, PaddedInputs, StepShape
+from verbatim.backend.cuda.kernels import kernels
+from verbatim.backend.cuda.kernels.matmul_tile import all_tiles
+from verbatim.backend.cuda.runtime.step_inputs import OUTPUTS, PaddedInputs, StepShape
 from verbatim.backend.gpu_layout import split_k
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.params import SamplingParams

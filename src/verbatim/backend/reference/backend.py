@@ -27,7 +27,7 @@ from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.layout import is_expert, is_read_by_row
-from verbatim.model.load import Model
+from verbatim.model.loading.load import Model
 
 NUMERICS_VERSION = "reference-1"
 

@@ -16,10 +16,10 @@ from verbatim.backend.reference.cache import AttentionCache, ConvCache, GroupCac
 from verbatim.backend.reference.kv_types import round_kv
 from verbatim.backend.reference.recurrent_layers import convolve, delta_states, l2_normed, softplus
 from verbatim.backend.step_rows import Batch
+from verbatim.formats.tensor import Tensor
 from verbatim.model.adapter import Adapter
 from verbatim.model.rope import query_scales, tables
 from verbatim.model.spec import ModelSpec, RopeSpec
-from verbatim.weights.tensor import Tensor
 
 F32 = np.float32
 # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verbatim.server.api.api_errors import Problem
-from verbatim.server.api.field_rules import CACHE, VERBOSITY, Rule
-from verbatim.server.api.ollama_schemas import IGNORED_OPTIONS
-from verbatim.server.json_io import loads_strict
+from verbatim.base.json_io import loads_strict
+from verbatim.server.api.common.field_rules import CACHE, VERBOSITY, Rule
+from verbatim.server.api.ollama.ollama_schemas import IGNORED_OPTIONS
+from verbatim.server.problem import Problem
 
 # Fields inside messages, content parts and tools that have no effect
 INSIDE = ("cache_control", "prompt_cache_breakpoint")

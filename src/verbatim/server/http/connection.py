@@ -32,9 +32,9 @@ from starlette.types import Scope
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from verbatim.server.api.api_errors import Problem
+from verbatim.base.json_io import dumps
 from verbatim.server.http.asgi_cycle import Exchange
-from verbatim.server.json_io import dumps
+from verbatim.server.problem import Problem
 from verbatim.server.settings import Limits
 
 log = logging.getLogger("verbatim.server")

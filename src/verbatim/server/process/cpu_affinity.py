@@ -16,7 +16,7 @@ import threading
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.calls.async_engine import AsyncEngine
 
 
 def native_threads() -> set[int]:

@@ -45,7 +45,7 @@ from verbatim.server.process.messages import (
 from verbatim.server.settings import EXECUTOR_THREADS
 
 if TYPE_CHECKING:
-    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.calls.async_engine import AsyncEngine
     from verbatim.engine.loaded_model import EngineTokenizer
 
 BEAT_SECONDS = 0.25  # heartbeat interval; also the age of the statistics in /metrics
@@ -68,7 +68,7 @@ def open_text(
     from verbatim.engine.loaded_model import load_text
 
     if test_engine:
-        from verbatim import testing
+        from verbatim.testing import fakes as testing
 
         parts = testing.server_parts(test_engine)
         return parts.tokenizer, parts.template
@@ -78,16 +78,16 @@ def open_text(
 def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
     """Load the model; blocks. Calls `found` when the name turns out to be a model's: its file
     exists, or the hub lists it. `test_engine` is a hidden flag for tests: a fake engine of
-    verbatim.testing."""
-    from verbatim.engine.async_engine import AsyncEngine
-    from verbatim.weights.catalog import LOOKING
+    verbatim.testing.fakes."""
+    from verbatim.engine.calls.async_engine import AsyncEngine
+    from verbatim.hub.catalog import LOOKING
 
     # Modules stay: collections need not visit them, nor do those at the exit. The engine is not
     # frozen, because nanobind reports a native object that the exit does not collect as a leak.
     gc.freeze()
     gc.enable()
     if start.test_engine:
-        from verbatim import testing
+        from verbatim.testing import fakes as testing
 
         found()
         return AsyncEngine.from_parts(testing.server_parts(start.test_engine), **start.engine)
@@ -166,8 +166,8 @@ class Bandwidth:
     `verbatim bench` measured."""
 
     def __init__(self, engine: AsyncEngine) -> None:
+        from verbatim.hub.catalog import cache_dir
         from verbatim.observe.roofline import cost_card, load_limits
-        from verbatim.weights.catalog import cache_dir
 
         info = engine.parts.backend.info
         self._card = cost_card(engine.parts.backend.spec, info)

@@ -27,11 +27,11 @@ from verbatim.base.errors import (
 )
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Delta, Timings, Usage
-from verbatim.engine.async_stream import OutputSink
+from verbatim.engine.calls.async_stream import OutputSink
 from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.read_prompt import conversation, encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
-from verbatim.server.api.api_errors import Problem, problem_of
+from verbatim.server.problem import Problem, problem_of
 from verbatim.server.process import wire
 from verbatim.server.process.inspector import Inspector
 from verbatim.server.process.messages import (
@@ -53,7 +53,7 @@ from verbatim.server.process.messages import (
 from verbatim.server.process.results import ResultEncoder, drop_rows, facts_of
 
 if TYPE_CHECKING:
-    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.calls.async_engine import AsyncEngine
     from verbatim.engine.running_request import Output
 
 log = logging.getLogger("verbatim.engine")

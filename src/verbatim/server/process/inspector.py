@@ -27,7 +27,7 @@ from verbatim.base.records import DrawSpec
 from verbatim.engine.request import Request
 
 if TYPE_CHECKING:
-    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.calls.async_engine import AsyncEngine
     from verbatim.engine.core import EngineCore
 
 TOP = 256  # candidates sent with a step; the page requests the rest when a cut lies outside
@@ -67,8 +67,8 @@ class Inspector:
     # --------------------------------------------------------------------------------------- facts
 
     def _facts(self) -> dict[str, Any]:
+        from verbatim.hub.catalog import cache_dir
         from verbatim.observe.roofline import cost_card, load_limits
-        from verbatim.weights.catalog import cache_dir
 
         engine, backend = self._engine, self._engine.parts.backend
         info, spec = backend.info, backend.spec

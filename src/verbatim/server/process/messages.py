@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from verbatim.base.records import Timings, Usage
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 
 Conversation = list[dict[str, Any]]
 
@@ -31,7 +31,9 @@ class Start:
     revision: str | None
     offline: bool
     engine: dict[str, Any]  # fields of EngineConfig that differ from their defaults
-    test_engine: str  # tests only: options of verbatim.testing.server_parts; empty: load the model
+    test_engine: (
+        str  # tests only: options of verbatim.testing.fakes.server_parts; empty: load the model
+    )
     served_name: str  # the model's name in receipts
     cache_share: float  # share of the KV cache that one tenant's requests may claim
     prefix_key: bytes = b""  # key of the prefix cache's block hashes; empty: random
@@ -140,7 +142,7 @@ class ModelFacts:
     longest_token: int  # bytes
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapter -> its fingerprint
     task: str = "generate"  # or embed, rerank: an encoder
-    thinks: bool = False  # the chat template marks thoughts (text/thoughts.py)
+    thinks: bool = False  # the chat template marks thoughts (text/reasoning/thoughts.py)
     template_thoughts: bool = False  # the chat template reads the thoughts of earlier turns
     # template variables that switch thinking, see api/thinking.py
     thinking_switches: list[str] = field(default_factory=list)

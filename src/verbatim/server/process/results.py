@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.base.errors import NOT_FINITE, OUT_OF_MEMORY
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, TokenLogprob
-from verbatim.observe.receipt import digest_of
-from verbatim.server.api.tool_format import detect_format
+from verbatim.explain.receipt import digest_of
 from verbatim.server.process.messages import (
     Generated,
     ModelFacts,
@@ -22,10 +21,11 @@ from verbatim.server.process.messages import (
     WireFinish,
     WireLogprob,
 )
-from verbatim.text.thinking_switches import switches_of
+from verbatim.text.reasoning.thinking_switches import switches_of
+from verbatim.text.tools.tool_format import detect_format
 
 if TYPE_CHECKING:
-    from verbatim.engine.async_engine import AsyncEngine
+    from verbatim.engine.calls.async_engine import AsyncEngine
 
 # Parameters that can mask every token, the narrowest first: the first one a client should relax.
 NO_BOUND = 1 << 40

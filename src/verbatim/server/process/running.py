@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.process.messages import Generated, Result, WireDelta
 
 log = logging.getLogger("verbatim.server")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.observe.merge_metrics import add_counters
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.message_codec import decode_from_engine

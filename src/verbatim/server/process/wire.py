@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from verbatim.server.api.api_errors import Problem
+from verbatim.server.problem import Problem
 from verbatim.server.process.message_codec import WireError, encode
 from verbatim.server.process.messages import Message
 

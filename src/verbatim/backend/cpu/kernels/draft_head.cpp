@@ -10,7 +10,7 @@ namespace verbatim {
 
 namespace {
 constexpr float EPS = 1e-6f;
-constexpr float MIN_TEMPERATURE = 0.05f;  // below: use 1; model/draft_head.py says why
+constexpr float MIN_TEMPERATURE = 0.05f;  // below: use 1; model/loading/draft_head.py says why
 // Typical probability of the next draft token. Drafting stops where even this would fall below the
 // floor.
 constexpr float TYPICAL_ACCEPT = 0.6f;

@@ -6,7 +6,7 @@
 //   scores = h' times the rows of the LM head that belong to the head's own vocabulary
 //
 // The best token and its probability are the draft; h' and that token are the input of the next
-// draft position. model/draft_head.py is the same in NumPy.
+// draft position. model/loading/draft_head.py is the same in NumPy.
 #pragma once
 #include <atomic>
 #include <cstdint>

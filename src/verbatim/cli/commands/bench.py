@@ -1,0 +1,358 @@
+"""`verbatim bench`: measures throughput on this machine. Prints the hardware limits first, then
+each result beside its limit and, with --against, beside another engine; the last line is JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.backend import gpu
+from verbatim.base.config import STEP_TOKENS
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.cli.lib.bench_report import (
+    WHY_ABOVE,
+    above_limit,
+    plot_rows,
+    print_header,
+    print_limits,
+    print_row,
+    summary,
+)
+from verbatim.cli.lib.command_class import AnsweredFlag
+from verbatim.cli.lib.common_options import check_plot, plot_option
+from verbatim.cli.lib.options import (
+    BASE_MODEL,
+    Command,
+    Option,
+    engine_options_without,
+    model_options,
+)
+
+if TYPE_CHECKING:
+    from verbatim.bench.measure import JobRow, Runner
+    from verbatim.bench.rivals.client import Rival
+    from verbatim.engine.calls.llm import LLM
+    from verbatim.observe.roofline import CostCard, MachineLimits
+
+SECTION = "What to measure"
+
+
+@click.command(cls=Command)
+@click.option(
+    "--quick",
+    cls=Option,
+    section=SECTION,
+    is_flag=True,
+    help="fewer sizes and rounds: one minute instead of several",
+)
+@click.option(
+    "--against",
+    cls=Option,
+    section=SECTION,
+    type=click.Choice(["llama.cpp", "transformers", "vllm"]),
+    help="another engine to compare with, in alternating rounds",
+)
+@click.option(
+    "--rival-python",
+    cls=Option,
+    section=SECTION,
+    metavar="PATH",
+    help="the Python in which the other engine is installed",
+)
+@click.option(
+    "--rival-model",
+    cls=Option,
+    section=SECTION,
+    metavar="FILE",
+    help="model file of the other engine, if not the same: its best format",
+)
+@click.option(
+    "--prefills", cls=Option, section=SECTION, metavar="N,N", help="prompt lengths [32,512,2000]"
+)
+@click.option(
+    "--contexts",
+    cls=Option,
+    section=SECTION,
+    metavar="N,N",
+    help="context lengths of decoding [32,512,2000]",
+)
+@click.option(
+    "--batches", cls=Option, section=SECTION, metavar="N,N", help="sequences at once [1,4,16,32]"
+)
+@click.option(
+    "--repeats",
+    cls=Option,
+    section=SECTION,
+    type=click.IntRange(1, 1000),
+    metavar="N",
+    help="rounds; the median is reported [5]",
+)
+@click.option(
+    *("-p", "--n-prompt", "-n", "--n-gen"),
+    cls=AnsweredFlag,
+    answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which decoding is"
+    " measured; how many tokens it decodes is fixed",
+)
+@click.option(*("-r", "--repetitions"), cls=AnsweredFlag, answer="rounds are --repeats N")
+@plot_option(section=SECTION)
+@click.option(
+    "--speculate",
+    cls=Option,
+    section=SECTION,
+    is_flag=False,
+    flag_value="suffix",
+    type=click.Choice(["ngram", "suffix"]),
+    help="measure speculative decoding instead: time and tokens per pass against draft length"
+    " [suffix]",
+)
+@model_options
+@engine_options_without("speculate", unused=BASE_MODEL)
+def command(
+    quick: bool,
+    against: str | None,
+    rival_python: str | None,
+    rival_model: str | None,
+    prefills: str | None,
+    contexts: str | None,
+    batches: str | None,
+    repeats: int | None,
+    plot: str | None,
+    speculate: str | None,
+    **flags: Any,
+) -> int:
+    """Measure throughput and compare it with the limits of this machine. In a pipe or a file the
+    last line is JSON.
+
+    Speculative decoding is off, and so is the prefix cache unless given: the numbers are those of
+    plain decoding.
+    """
+    from verbatim.bench.measure import first_token
+    from verbatim.cli.lib.open_model import open_llm
+
+    sizes = {
+        "prefills": _numbers("prefills", prefills or ("32,512" if quick else "32,512,2000")),
+        "contexts": _numbers("contexts", contexts or ("32,512" if quick else "32,512,2000")),
+        "batches": _numbers("batches", batches or ("1,4" if quick else "1,4,16,32")),
+    }
+    rounds = repeats or (2 if quick else 5)
+    check_plot(plot)
+    for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
+        if value and not against:
+            raise ParameterError(name, "needs --against, which names the other engine")
+    on_gpu = flags["e_backend"] == "cuda"
+    if against:
+        _check_rival(against, on_gpu)
+    if not on_gpu:
+        if gpu.present():
+            print("this measures the CPU; --backend cuda measures the GPU", file=sys.stderr)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto selects the cpu backend, even with a GPU
+    flags["e_speculate"] = "off"
+    flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
+    if speculate:
+        if against:
+            raise ParameterError(
+                "against", "--speculate compares with plain decoding; leave out --against"
+            )
+        for name, sizes_given in (
+            ("prefills", prefills),
+            ("contexts", contexts),
+            ("batches", batches),
+        ):
+            if sizes_given:
+                raise ParameterError(
+                    name, f"--speculate measures fixed sizes of one sequence; leave out --{name}"
+                )
+        with open_llm(flags, generates=True) as llm:
+            return _speculation(llm, speculate, rounds, plot)
+    with open_llm(flags, generates=True) as llm:
+        rival = (
+            _open_rival(against, rival_python, rival_model or flags["model"], flags, llm)
+            if against
+            else None
+        )
+        theirs = None
+        try:
+            limits, card, rows = _measure(llm, rival, sizes, rounds, quick)
+            if rival and against == "vllm":
+                theirs = _rival_crowd(llm, rival, quick)
+        finally:
+            if rival:
+                rival.close()
+        ready = first_token(llm, rounds)
+        print(f"{'first token':16} {ready * 1000:8.1f} ms")
+        out = summary(llm, limits, card, rows, rival)
+        if on_gpu:
+            out["crowd"] = _crowd(llm, limits, card, quick, theirs)
+    cold = _cold_start(flags, rounds)
+    if plot:
+        plot_rows(plot, rows, card, limits, rival)
+    _write_result({**out, "first_token_s": ready, "cold_start_s": cold})
+    return 0
+
+
+def _measure(
+    llm: LLM, rival: Rival | None, sizes: dict[str, list[int]], rounds: int, quick: bool
+) -> tuple[MachineLimits, CostCard, list[JobRow]]:
+    """Measure the limits, then every size in alternating rounds with the rival; print each row."""
+    from verbatim.bench.measure import GPU_WARM_UPS, Ours, jobs, measure
+
+    limits, card = print_limits(llm, quick)
+    runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
+    print_header(rival)
+    rows = []
+    warm_ups = GPU_WARM_UPS if llm.parts.backend.info.name == "cuda" else 1
+    for job in jobs(
+        **sizes,
+        steps=16 if quick else 32,
+        step_tokens=llm.config.step_tokens or STEP_TOKENS,
+        limit=llm.context,
+    ):
+        rows.append(measure(job, runners, rounds, warm_ups))
+        print_row(rows[-1], card, limits, rival)
+    if over := above_limit(rows, card, limits):
+        print(f"share above 100 % ({over}): {WHY_ABOVE}")
+    return limits, card, rows
+
+
+def _rival_crowd(llm: LLM, rival: Rival, quick: bool) -> float:
+    """Seconds that another engine takes for the requests of _crowd, after a warm-up."""
+    from verbatim.bench.crowd import make_crowd
+
+    for seed in (1, 0):
+        requests = make_crowd(llm, _requests(quick), seed)
+        seconds = rival.crowd([len(p) for p in requests.prompts], requests.lengths)
+    return seconds
+
+
+def _requests(quick: bool) -> int:
+    return 32 if quick else 256
+
+
+def _crowd(
+    llm: LLM, limits: MachineLimits, card: CostCard, quick: bool, theirs: float | None = None
+) -> dict[str, float]:
+    """nano-vllm's benchmark, beside its limit and the seconds of another engine."""
+    from verbatim.bench.crowd import make_crowd, run_crowd
+
+    requests = make_crowd(llm, _requests(quick))
+    run_crowd(llm, make_crowd(llm, len(requests.lengths), seed=1))  # compiles and captures
+    seconds = run_crowd(llm, requests)
+    limit = requests.least_seconds(limits, card)
+    rate = requests.tokens / seconds
+    label = f"{len(requests.lengths)} requests"
+    row = f"{label:16} {rate:10.1f} {requests.tokens / limit:8.0f} {limit / seconds:6.0%}"
+    if theirs is not None:
+        row += f"   {requests.tokens / theirs:18.1f} {theirs / seconds:6.2f}x"
+    print(row)
+    return {
+        **({} if theirs is None else {"rival_rate": requests.tokens / theirs}),
+        "requests": len(requests.lengths),
+        "seconds": seconds,
+        "rate": rate,
+        "ceiling": requests.tokens / limit,
+    }
+
+
+def _cold_start(flags: dict[str, Any], rounds: int) -> float:
+    from verbatim.bench.measure import cold_start
+    from verbatim.hub.catalog import resolve
+
+    path = str(resolve(flags["model"], revision=flags.get("revision"), offline=True))
+    extra = [
+        word
+        for name in ("threads", "backend")
+        if flags[f"e_{name}"]
+        for word in (f"--{name}", str(flags[f"e_{name}"]))
+    ]
+    cold = cold_start(path, extra, min(rounds, 3))
+    print(f"{'cold start':16} {cold * 1000:8.1f} ms   process start to first text, model on disk")
+    return cold
+
+
+def _numbers(name: str, text: str) -> list[int]:
+    try:
+        numbers = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise ParameterError(name, f"{text!r} is not a list of numbers such as 32,512") from None
+    if any(number < 1 for number in numbers):
+        raise ParameterError(name, f"{min(numbers)} is below 1, the smallest size")
+    return numbers
+
+
+def _check_rival(name: str, on_gpu: bool) -> None:
+    from verbatim.bench.rivals.client import DEVICES
+
+    if (device := "cuda" if on_gpu else "cpu") not in DEVICES[name]:
+        rule = "needs --backend cuda" if device == "cpu" else "runs on the CPU here"
+        raise UnsupportedError("against", f"{name} {rule}")
+
+
+def _open_rival(
+    name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM
+) -> Rival:
+    from verbatim.bench.rivals.client import Rival, find_python
+    from verbatim.files.split import with_siblings
+    from verbatim.hub.catalog import resolve
+
+    # llama.cpp takes the first part of a split file only.
+    path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[0]
+    rival = Rival(name, find_python(name, python))
+    try:
+        info = llm.parts.backend.info
+        device = "cuda" if info.name == "cuda" else "cpu"
+        rival.open(str(path), info.threads, min(llm.context, 2304), device)
+    except BaseException:
+        rival.close()
+        raise
+    return rival
+
+
+def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
+    from verbatim.bench.speculation import curve
+    from verbatim.observe.plot import Chart, Line, draw
+
+    found = curve(llm, mode, 4 * rounds)
+    info = llm.parts.backend.info
+    print(
+        f"engine    {info.name} {info.detail}; proposer {mode}; "
+        "a pass with k drafts yields 1 to k + 1 tokens"
+    )
+    names = list(found["tasks"])
+    print(
+        f"{'drafts':>6} {'ms/pass':>10}   "
+        + "   ".join(f"{name + ': tokens, ms/token':>26}" for name in names)
+    )
+    for i, cost in enumerate(found["pass_seconds"]):
+        cells = [found["tasks"][name][i] for name in names]
+        shown = "   ".join(
+            f"{c['tokens_a_pass']:14.2f} {c['seconds_a_token'] * 1e3:11.2f}" for c in cells
+        )
+        print(f"{cost['drafts']:6} {cost['seconds'] * 1e3:10.2f}   {shown}")
+    if plot:
+        passes = tuple(
+            Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n]))
+            for n in names
+        )
+        times = tuple(
+            Line(n, tuple((r["drafts"], r["seconds_a_token"] * 1e3) for r in found["tasks"][n]))
+            for n in names
+        )
+        draw(
+            [
+                Chart("tokens per pass", "drafts", "tokens", passes),
+                Chart("time per token", "drafts", "ms", times),
+            ],
+            plot,
+        )
+    _write_result({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found})
+    return 0
+
+
+def _write_result(result: dict[str, Any]) -> None:
+    """All figures as one line of JSON; not on a terminal, which has shown the table."""
+    if not sys.stdout.isatty():
+        sys.stdout.write(json.dumps(result) + "\n")

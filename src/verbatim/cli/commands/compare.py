@@ -1,0 +1,394 @@
+"""`verbatim compare PROMPT`: the same prompts under several settings, side by side; with --quiz,
+the accuracy of greedy, sampled, best-of-n and majority vote."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.cli.lib.common_options import check_plot, json_option, plot_option
+from verbatim.cli.lib.options import (
+    BASE_MODEL,
+    UNUSED,
+    Command,
+    Option,
+    engine_of,
+    engine_options_without,
+    engine_value,
+    model_options,
+)
+from verbatim.cli.lib.sampling_options import (
+    DEFAULTS,
+    given_sampling,
+    parse_parameter,
+    sampling_of,
+    sampling_options,
+)
+from verbatim.cli.lib.terminal import write_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from verbatim.diagnose.comparison import Outcome, Setting
+    from verbatim.diagnose.quiz import QuizResult
+    from verbatim.engine.calls.llm import LLM
+
+DEFAULT_SETTINGS = ("temperature=0", "temperature=1,seed=0")
+DEFAULT_TOKENS = 96
+QUIZ_TOKENS = 32
+ENGINE = {
+    field.name: str(field.type) for field in fields(EngineConfig) if field.name not in BASE_MODEL
+}
+COLUMN = 38  # characters: two texts side by side on 80 columns
+
+
+@click.command(cls=Command)
+@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
+@click.option(
+    "-s",
+    "--setting",
+    "texts",
+    cls=Option,
+    multiple=True,
+    metavar="NAME=VALUE,…",
+    help="one column: sampling parameters, engine settings (quant, speculate, backend, kv_type, …)"
+    " and model (may be repeated) [temperature=0 and temperature=1,seed=0]",
+)
+@click.option("--file", cls=Option, metavar="FILE", help="one prompt per line")
+@click.option(
+    "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
+)
+@click.option("--quiz", cls=Option, metavar="FILE", help="questions and answers, .jsonl or .csv")
+@click.option(
+    "--samples",
+    cls=Option,
+    type=click.IntRange(2, 1024),
+    default=8,
+    metavar="N",
+    help="with --quiz: sampled answers per question [8]",
+)
+@plot_option()
+@json_option()
+@model_options
+@engine_options_without(unused=BASE_MODEL)
+@sampling_options
+def command(
+    prompts: tuple[str, ...],
+    texts: tuple[str, ...],
+    file: str | None,
+    raw: bool,
+    quiz: str | None,
+    samples: int,
+    plot: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Run each PROMPT under several settings: texts side by side with their differences marked,
+    log-probability, repetition, diversity, speed.
+
+    Flags are common to all settings; a setting overrides them. Answers end after 96 tokens unless
+    --max-tokens is given. With --quiz FILE the questions of the file are answered greedily and by
+    sampling instead.
+    """
+    check_plot(plot)
+    if quiz is not None:
+        if prompts or texts or file:
+            raise ParameterError("quiz", "has its own prompts; leave out PROMPT, --file, --setting")
+        return _quiz(quiz, samples, plot, as_json, flags)
+    asked = [*prompts, *_lines(file)]
+    if not asked:
+        raise ParameterError("prompt", "is missing; type it in quotes, or give --file or --quiz")
+    if not texts:
+        _check_default_settings(flags)
+    settings = read_settings(texts or DEFAULT_SETTINGS, flags)
+    outcomes = _run(asked, settings, raw, as_json, flags)
+    if as_json:
+        write_json(outcomes_json(asked, outcomes))
+    else:
+        _print(asked, outcomes)
+    if plot:
+        _plot(outcomes, plot)
+    return 0
+
+
+# -------------------------------------------------------------------------------------- settings
+
+
+def _check_default_settings(flags: dict[str, Any]) -> None:
+    """Reject flags that the default settings would override, which would silently ignore them."""
+    for name in ("temperature", "seed"):
+        if name in given_sampling(flags):
+            raise ParameterError(
+                name,
+                f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves; give "
+                "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4",
+            )
+
+
+def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting]:
+    """`temperature=1,seed=4` as a Setting, over the flags that are common to all."""
+    from verbatim.diagnose.comparison import Setting
+
+    base = sampling_of(flags, max_tokens=DEFAULT_TOKENS)
+    out = []
+    for text in texts:
+        params: dict[str, Any] = {}
+        engine: dict[str, Any] = {}
+        model = ""
+        for part in text.split(","):
+            name, equals, value = part.partition("=")
+            name = name.strip().replace("-", "_")
+            if not equals:
+                raise ParameterError("setting", f"{part!r} is not NAME=VALUE, such as top_p=0.9")
+            if name == "model":
+                model = value
+            elif name in ENGINE:
+                engine[name] = engine_value(name, value)
+            else:
+                params[name] = parse_parameter(name, value)
+        if "adapter" in params:
+            raise ParameterError("adapter", UNUSED["adapters"])
+        EngineConfig(**engine)
+        out.append(Setting(text, _with(base, params), engine, model))
+    return out
+
+
+def _with(base: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
+    if changes.get("num_beams", 1) > 1:  # beam search refuses the command line's own defaults
+        plain = {
+            name: FIELDS[name].default
+            for name, value in DEFAULTS.items()
+            if getattr(base, name) == value
+        }
+        changes = {**plain, **changes}
+    return base.with_(**changes)
+
+
+def _lines(file: str | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        text = Path(file).read_text("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ParameterError("file", f"cannot read {file!r}: {why}") from None
+    return [line for line in text.split("\n") if line.strip()]
+
+
+def _run(
+    asked: list[str], settings: list[Setting], raw: bool, quiet: bool, flags: dict[str, Any]
+) -> list[Outcome]:
+    from verbatim.cli.lib.open_model import open_llm
+    from verbatim.diagnose.comparison import compare
+    from verbatim.diagnose.quiz import prompt_ids
+
+    def open_one(model: str, engine: dict[str, Any]) -> LLM:
+        own = {**flags, **{f"e_{name}": value for name, value in engine.items()}}
+        if model:
+            own["model"] = model
+        return open_llm(own, quiet=quiet)
+
+    def encode(llm: LLM, text: str) -> list[int]:
+        return llm.tokenizer.encode_prompt(text) if raw else prompt_ids(llm, text)
+
+    engine_of(flags)
+    return compare(open_one, asked, settings, encode)
+
+
+# -------------------------------------------------------------------------------------- printing
+
+
+def _print(asked: list[str], outcomes: list[Outcome]) -> None:
+    from verbatim.cli.lib.tables import console, section
+
+    out = console()
+    for at, prompt in enumerate(asked):
+        _print_texts(out, prompt, at, outcomes)
+    header = ("setting", "tokens", "nats", "repeats", "distinct", "loops", "same", "tokens/s")
+    rows = [
+        (
+            o.setting.name.replace(",", " "),
+            str(o.tokens),
+            f"{o.logprob:.3f}",
+            f"{o.repetition:.0%}",
+            f"{o.diversity:.0%}",
+            str(o.loops),
+            f"{o.same}/{len(asked)}",
+            f"{o.rate:.1f}",
+        )
+        for o in outcomes
+    ]
+    section(out, "Summary", rows, right=range(1, 8), header=header, wide=0)
+    out.print(
+        "nats: mean log-probability of a token; repeats: share of 4-grams seen before in their"
+        " text; distinct: different 2-grams of all texts; same: prompts with the tokens of the"
+        " first setting; tokens/s of the batch",
+        style="dim",
+    )
+
+
+def _print_texts(out: Console, prompt: str, at: int, outcomes: list[Outcome]) -> None:
+    from rich.table import Table
+
+    from verbatim.cli.lib.tables import put
+
+    out.print(prompt, style="bold")
+    columns = max(1, min(len(outcomes), out.width // COLUMN))
+    for low in range(0, len(outcomes), columns):
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), expand=columns > 1)
+        shown = outcomes[low : low + columns]
+        for outcome in shown:
+            head = f"{outcome.setting.name} ({outcome.finish[at]})"
+            table.add_column(head, header_style="cyan", ratio=1, overflow="fold")
+        table.add_row(*[_marked(outcomes[0].texts[at], o.texts[at], out) for o in shown])
+        put(out, table)
+        out.print()
+
+
+def _marked(first: str, other: str, out: Console) -> Text:
+    """The text with what differs from the first one in colour, or in ⟨⟩ where there is none."""
+    from rich.text import Text
+
+    from verbatim.cli.lib.tables import visible
+    from verbatim.diagnose.comparison import differences
+
+    text = Text()
+    colour = out.is_terminal and not out.no_color
+    for part, differs in differences(visible(first), visible(other)):
+        if differs and not colour and part.strip():
+            part = f"⟨{part}⟩"
+        text.append(part, style="yellow" if differs else "")
+    return text
+
+
+def outcomes_json(asked: list[str], outcomes: list[Outcome]) -> dict[str, Any]:
+    names = (
+        "texts",
+        "tokens",
+        "logprob",
+        "repetition",
+        "diversity",
+        "loops",
+        "same",
+        "seconds",
+        "rate",
+        "finish",
+        "seeds",
+        "fingerprint",
+    )
+    return {
+        "prompts": asked,
+        "settings": [
+            {
+                "name": o.setting.name,
+                "params": o.setting.params.to_mapping(),
+                "engine": o.setting.engine,
+                "model": o.setting.model,
+                **{name: getattr(o, name) for name in names},
+            }
+            for o in outcomes
+        ],
+    }
+
+
+def _plot(outcomes: list[Outcome], path: str) -> None:
+    from verbatim.observe.tool_plots import Panel, draw_bars
+
+    panels = [
+        Panel("log-probability, nats per token", tuple(o.logprob for o in outcomes)),
+        Panel("repeated 4-grams", tuple(o.repetition for o in outcomes), percent=True),
+        Panel("distinct 2-grams", tuple(o.diversity for o in outcomes), percent=True),
+        Panel("tokens per second", tuple(o.rate for o in outcomes)),
+    ]
+    draw_bars([o.setting.name for o in outcomes], panels, path)
+
+
+# ------------------------------------------------------------------------------------------ quiz
+
+
+def _quiz(file: str, samples: int, plot: str | None, as_json: bool, flags: dict[str, Any]) -> int:
+    from verbatim.cli.lib.open_model import open_llm
+    from verbatim.diagnose.quiz import read_quiz, run_quiz
+
+    questions = read_quiz(file)
+    given = {"temperature": 1.0, "max_tokens": QUIZ_TOKENS, **given_sampling(flags)}
+    seed = given.pop("seed", 0)
+    params = SamplingParams.from_mapping(given)
+    for name in ("n", "best_of", "num_beams"):
+        if getattr(params, name) != FIELDS[name].default:
+            raise ParameterError(name, "--quiz sets it itself; leave it out, and set --samples")
+    with open_llm(flags, quiet=as_json) as llm:
+        result = run_quiz(llm, questions, samples=samples, params=params, seed=seed)
+        fingerprint = llm.fingerprint
+    if as_json:
+        write_json(quiz_json(result, params, seed, fingerprint))
+    else:
+        _print_quiz(result, params, seed)
+    if plot:
+        from verbatim.observe.tool_plots import Panel, draw_bars
+
+        values = tuple(a.share for a in result.methods)
+        intervals = tuple(a.interval for a in result.methods)
+        title = f"{len(result.rows)} questions, 95 % intervals"
+        panel = Panel(title, values, intervals, percent=True)
+        draw_bars([a.method for a in result.methods], [panel], plot)
+    return 0
+
+
+def _print_quiz(result: QuizResult, params: SamplingParams, seed: int) -> None:
+    from rich.text import Text
+
+    from verbatim.cli.lib.tables import console, section
+
+    out = console()
+    mark = {True: Text("right", style="green"), False: Text("wrong", style="red")}
+    rows = [
+        (
+            row["question"],
+            row["answer"],
+            mark[row["greedy_right"]],
+            f"{row['sampled_right']:.0%}",
+            mark[row["best_right"]],
+            mark[row["vote_right"]],
+        )
+        for row in result.rows
+    ]
+    header = ("question", "answer", "greedy", "sampled", "best", "vote")
+    section(out, "", rows, right=(3,), header=header, wide=0)
+    width = 24
+    rows2 = []
+    for a in result.methods:
+        low, high = a.interval
+        bar = "█" * round(width * a.share)
+        rows2.append((a.method, f"{a.share:.1%}", f"{low:.0%} to {high:.0%}", bar))
+    title = f"Accuracy, {len(result.rows)} questions"
+    section(out, title, rows2, right=(1,), header=("", "right", "95 % interval", ""))
+    out.print(
+        f"{result.samples} samples per question at temperature {params.temperature:g}, seed {seed};"
+        " best: highest mean log-probability; intervals count questions",
+        style="dim",
+    )
+
+
+def quiz_json(
+    result: QuizResult, params: SamplingParams, seed: int, fingerprint: str
+) -> dict[str, Any]:
+    return {
+        "questions": len(result.rows),
+        "samples": result.samples,
+        "seed": seed,
+        "params": params.to_mapping(),
+        "fingerprint": fingerprint,
+        "methods": [
+            {"method": a.method, "right": a.right, "share": a.share, "interval": list(a.interval)}
+            for a in result.methods
+        ],
+        "rows": list(result.rows),
+    }

@@ -1,0 +1,234 @@
+"""`verbatim drift PROMPT`: log-probability and entropy along free-running texts, against the same
+model teacher-forced on a given text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.lib.common_options import check_plot, json_option, plot_option
+from verbatim.cli.lib.options import (
+    BASE_MODEL,
+    Command,
+    Option,
+    engine_options_without,
+    model_options,
+)
+from verbatim.cli.lib.terminal import write_json
+
+if TYPE_CHECKING:
+    from verbatim.diagnose.exposure import Series
+    from verbatim.engine.calls.llm import LLM
+
+SPARKS = "▁▂▃▄▅▆▇█"
+
+
+@click.command(cls=Command)
+@click.argument("prompt", nargs=-1, metavar="[PROMPT]")
+@click.option(
+    "--file",
+    cls=Option,
+    metavar="FILE",
+    help="the given text [the opening of Alice in Wonderland]; without PROMPT the free-running"
+    " texts start with its first tokens",
+)
+@click.option(
+    "--prefix",
+    cls=Option,
+    type=click.IntRange(1),
+    default=32,
+    metavar="N",
+    help="tokens of the given text that are read before the measurement starts [32]",
+)
+@click.option(
+    "--max-tokens",
+    "--tokens",
+    "tokens",
+    cls=Option,
+    type=click.IntRange(8),
+    default=192,
+    metavar="N",
+    help="length of each text [192]",
+)
+@click.option(
+    "--temperature",
+    cls=Option,
+    type=float,
+    default=1.0,
+    metavar="X",
+    help="temperature of the sampled text [1]; the other text is greedy",
+)
+@click.option(
+    "--seed",
+    cls=Option,
+    type=click.IntRange(0),
+    default=0,
+    metavar="N",
+    help="of the sampled text [0]",
+)
+@click.option(
+    "--window",
+    cls=Option,
+    type=click.IntRange(1),
+    default=16,
+    metavar="N",
+    help="tokens per printed mean [16]",
+)
+@plot_option()
+@json_option()
+@model_options
+@engine_options_without(unused=BASE_MODEL)
+def command(
+    prompt: tuple[str, ...],
+    file: str | None,
+    prefix: int,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    window: int,
+    plot: str | None,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """How a text drifts when the model reads its own output (exposure bias): log-probability and
+    entropy along a greedy and a sampled continuation of PROMPT, against a given text whose true
+    tokens the model reads. The loop detector marks where a text begins to repeat itself.
+    """
+    from verbatim.cli.lib.open_model import open_llm, read_prompt
+    from verbatim.diagnose.exposure import GIVEN, measure_drift
+
+    check_plot(plot)
+    if not temperature > 0:
+        raise ParameterError(
+            "temperature", f"{temperature:g} is not above 0; the greedy text is always included"
+        )
+    given = _read(file) if file is not None else GIVEN
+    start = read_prompt(prompt) if prompt or file is None else None
+    with open_llm(flags, quiet=as_json) as llm:
+        ids = llm.tokenizer.encode_prompt(given)
+        if len(ids) < prefix + 8:
+            raise ParameterError(
+                "file", f"{len(ids)} tokens are too few; give a text of {prefix + 8}"
+            )
+        first = ids[:prefix] if start is None else llm.tokenizer.encode_prompt(start)
+        found = measure_drift(
+            llm,
+            first,
+            ids,
+            tokens=_fitting(llm, len(first), prefix, tokens),
+            temperature=temperature,
+            seed=seed,
+            context=prefix,
+        )
+        fingerprint = llm.fingerprint
+    if as_json:
+        write_json(drift_json(found, seed, fingerprint))
+    else:
+        _print(found, window)
+    if plot:
+        _plot(found, window, plot)
+    return 0
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ParameterError("file", f"cannot read {file!r}: {why}") from None
+
+
+def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:
+    most = llm.context - max(start, prefix) - 1
+    if tokens > most:
+        raise ParameterError(
+            "max_tokens", f"{tokens} is more than the {most} that the context leaves"
+        )
+    return tokens
+
+
+# -------------------------------------------------------------------------------------- printing
+
+
+def _print(found: list[Series], window: int) -> None:
+    from verbatim.cli.lib.tables import console, section
+    from verbatim.diagnose.exposure import smooth
+
+    out = console()
+    rows = [
+        (
+            s.name,
+            str(len(s.token_ids)),
+            f"{s.mean(s.logprobs, 0):.2f} → {s.mean(s.logprobs, 2):.2f}",
+            f"{s.mean(s.entropies, 0):.2f} → {s.mean(s.entropies, 2):.2f}",
+            f"{s.repetition:.0%}",
+            "-" if s.loop_at is None else f"{s.loop}, from {_loop_start(s)}",
+        )
+        for s in found
+    ]
+    header = ("text", "tokens", "log-prob.", "entropy", "repeats", "loop")
+    section(out, "First third → last third, nats per token", rows, right=(1, 4), header=header)
+    width = max(20, out.width - 6)
+    for title, name in (("log-probability", "logprobs"), ("entropy", "entropies")):
+        lines = [smooth(getattr(s, name), window) for s in found]
+        low, high = min(map(min, lines)), max(map(max, lines))
+        out.print()
+        out.print(f"{title}, {low:.2f} (▁) to {high:.2f} (█)", style="bold")
+        for series, values in zip(found, lines, strict=True):
+            out.print(series.name, style="dim")
+            out.print("  " + spark(values, width, low, high))
+
+
+def spark(values: tuple[float, ...], width: int, low: float, high: float) -> str:
+    """A line of block characters: the means of `width` equal parts of the values."""
+    parts = min(width, len(values))
+    out = []
+    for at in range(parts):
+        some = values[len(values) * at // parts : len(values) * (at + 1) // parts]
+        share = (sum(some) / len(some) - low) / (high - low) if high > low else 0.0
+        out.append(SPARKS[min(len(SPARKS) - 1, int(share * len(SPARKS)))])
+    return "".join(out)
+
+
+def _plot(found: list[Series], window: int, path: str) -> None:
+    from verbatim.diagnose.exposure import smooth
+    from verbatim.observe.tool_plots import Curve, draw_curves
+
+    panels = [
+        (
+            title,
+            [Curve(s.name, smooth(getattr(s, name), window), _loop_start(s)) for s in found],
+        )
+        for title, name in (("log-probability, nats", "logprobs"), ("entropy, nats", "entropies"))
+    ]
+    draw_curves(panels, f"token (means of {window})", path)
+
+
+def _loop_start(series: Series) -> int | None:
+    """The detector needs 64 repeated tokens, or four repeats: the loop began that much earlier."""
+    if series.loop_at is None:
+        return None
+    return series.loop_at - max(64, 4 * series.loop)
+
+
+def drift_json(found: list[Series], seed: int, fingerprint: str) -> dict[str, Any]:
+    return {
+        "seed": seed,
+        "fingerprint": fingerprint,
+        "series": [
+            {
+                "name": s.name,
+                "text": s.text,
+                "tokens": list(s.token_ids),
+                "logprobs": list(s.logprobs),
+                "entropies": list(s.entropies),
+                "loop_at": s.loop_at,
+                "loop": s.loop,
+                "repetition": s.repetition,
+            }
+            for s in found
+        ],
+    }

@@ -1,0 +1,117 @@
+"""`verbatim embed TEXT...`: the embedding of each text, one JSON array per line."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.lib.common_options import json_option
+from verbatim.cli.lib.options import (
+    NO_SAMPLING,
+    Command,
+    Option,
+    engine_options_without,
+    model_options,
+)
+from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_option
+from verbatim.cli.lib.terminal import note, write, write_json
+
+
+@click.command(cls=Command)
+@click.argument("texts", nargs=-1, metavar="[TEXT]...")
+@click.option(
+    "--file", "file", cls=Option, metavar="FILE", help="read the texts from FILE, one per line"
+)
+@click.option(
+    "--prompt-name",
+    cls=Option,
+    metavar="NAME",
+    help="the model's prompt to put before each text, such as query or document",
+)
+@click.option(
+    "--dimensions",
+    cls=Option,
+    type=int,
+    metavar="N",
+    help="keep the first N numbers (Matryoshka models)",
+)
+@click.option("--truncate", cls=Option, is_flag=True, help="cut texts that are too long")
+@click.option(
+    "--similarity", cls=Option, is_flag=True, help="print the cosine similarity of all texts"
+)
+@json_option()
+@model_options
+@engine_options_without(unused=NO_SAMPLING)
+@use_adapter_option
+def command(
+    texts: tuple[str, ...],
+    file: str | None,
+    prompt_name: str | None,
+    dimensions: int | None,
+    truncate: bool,
+    similarity: bool,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Embedding of each TEXT: its hidden states, pooled as the model's files say.
+
+    Each argument is one text, in quotes; `-`, or no argument and a pipe, reads one text per line of
+    stdin. A model that states no pooling needs --pooling.
+    """
+    from verbatim.cli.lib.open_model import open_llm
+
+    given = read_lines(texts, file, "text")
+    adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
+    with open_llm(flags, quiet=as_json) as llm:
+        vectors = llm.embed(
+            given,
+            prompt_name=prompt_name,
+            dimensions=dimensions,
+            truncate=truncate,
+            adapter=adapter,
+        )
+        rows = [[round(float(x), 8) for x in vector] for vector in vectors]
+        if as_json:
+            out = {
+                "embeddings": rows,
+                "model": llm.parts.name,
+                "fingerprint": llm.fingerprint,
+                "pooling": llm.parts.embedding.pooling,
+            }
+            write_json(out)
+            return 0
+        if similarity:
+            import numpy as np
+
+            unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+            rows = [[round(float(x), 4) for x in row] for row in unit @ unit.T]
+        for row in rows:
+            write(json.dumps(row) + "\n")
+        note(f"{len(given)} texts · {vectors.shape[1]} dimensions")
+    return 0
+
+
+def read_lines(args: tuple[str, ...], file: str | None, param: str) -> list[str]:
+    """The texts: the arguments, the lines of `file`, or the lines of stdin."""
+    from verbatim.cli.lib.open_model import decode_argument, read_prompt, read_text
+
+    if file is not None and args:
+        raise ParameterError(
+            param, f"--file {file} and an argument contradict each other; give one"
+        )
+    if file is not None:
+        return _non_empty(read_text(file, param), param)
+    if args and args != ("-",):
+        return [decode_argument(text, param) for text in args]
+    return _non_empty(read_prompt(args, param), param)
+
+
+def _non_empty(text: str, param: str) -> list[str]:
+    # not splitlines(), which ends a line at U+2028, U+0085 and form feeds too
+    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
+    if not lines:
+        raise ParameterError(param, "no line has text; give one text per line")
+    return lines

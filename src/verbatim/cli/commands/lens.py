@@ -1,0 +1,79 @@
+"""`verbatim lens`: `verbatim serve`, and a browser that opens its page once the server listens."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import threading
+import time
+import webbrowser
+from typing import Any
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.commands import serve
+from verbatim.cli.lib.options import Command, Option
+
+OPEN_SECONDS = 60.0  # until a server that does not listen is given up; binding takes milliseconds
+
+
+def free_port(host: str, port: int) -> int:
+    """`port` (0: any), if a server can listen on it: show_page() would open the page of another
+    program that does."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            sock.bind((host, port))
+            return int(sock.getsockname()[1])
+    except OverflowError:
+        return port  # not a port; the server's settings reject it
+    except OSError as error:
+        where = f"{host}:{port}" if port else host
+        raise ParameterError(
+            "port" if port else "host",
+            f"cannot listen on {where}: {error.strerror}; choose another --port or --host",
+        ) from None
+
+
+def page_address(flags: dict[str, Any]) -> str:
+    host = flags["host"]
+    scheme = "https" if flags["tls_cert"] else "http"
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{flags['port']}/"
+
+
+def show_page(address: str, host: str, port: int, browser: bool) -> None:
+    """Print the address, and open it when the port accepts connections."""
+    target = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    deadline = time.monotonic() + OPEN_SECONDS
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((target, port), timeout=1).close()
+        except OSError:
+            time.sleep(0.05)
+            continue
+        opened = browser and webbrowser.open(address)
+        sys.stderr.write(f"the Lens: {address}{'' if opened else '  (open it in a browser)'}\n")
+        return
+
+
+def start(no_browser: bool, **flags: Any) -> int:
+    flags["port"] = free_port(flags["host"], flags["port"])
+    arguments = (page_address(flags), flags["host"], flags["port"], not no_browser)
+    threading.Thread(target=show_page, args=arguments, daemon=True).start()
+    code: int = serve.command.callback(**flags)  # type: ignore[misc]
+    return code
+
+
+command = Command(
+    "lens",
+    callback=start,
+    params=[
+        Option(["--no-browser"], is_flag=True, help="print the address, and do not open a browser"),
+        *serve.command.params,
+    ],
+    help="""Start the server and open the Lens, the page that shows how each token is made.
+
+    The flags are those of `verbatim serve`. Ctrl-C ends the server.
+    """,
+)

@@ -1,0 +1,56 @@
+"""`verbatim pull MODEL`: downloads a model into the cache, so that later runs need no network; with
+--warm-up also compiles its GPU kernels, so that later starts need not."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import click
+
+from verbatim.cli.lib.common_options import revision_option
+from verbatim.cli.lib.options import DEFAULT_MODEL, Command, Option
+from verbatim.cli.lib.terminal import Progress, note
+
+
+@click.command(cls=Command)
+@click.argument("model", default=DEFAULT_MODEL)
+@revision_option()
+@click.option(
+    "--warm-up",
+    cls=Option,
+    is_flag=True,
+    help="also compile the GPU kernels of the model into Triton's cache; needs a GPU",
+)
+@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress")
+def command(model: str, revision: str | None, warm_up: bool, quiet: bool) -> None:
+    """Download MODEL (a catalog name or org/name on the hub) into the cache and print its path.
+
+    A file that is already in the cache is verified, and downloaded again if it is damaged.
+    """
+    from verbatim.hub.catalog import pull
+
+    progress = Progress(quiet=quiet)
+    try:
+        path = pull(model, revision=revision, progress=progress)
+    finally:
+        progress.clear()
+    if warm_up:
+        compile_kernels(str(path), progress)
+    sys.stdout.write(f"{path}\n")
+
+
+def compile_kernels(path: str, progress: Progress) -> None:
+    """Open the model on the GPU once, with the default settings."""
+    from verbatim.engine.calls.llm import LLM
+
+    if progress.live:
+        progress("compiling GPU kernels")
+    began = time.perf_counter()
+    try:
+        with LLM(path, backend="cuda", warm_up=True, offline=True):
+            pass
+    finally:
+        progress.clear()
+    if not progress.quiet:
+        note(f"the GPU kernels are compiled ({time.perf_counter() - began:.1f} s)")

@@ -1,0 +1,62 @@
+"""`verbatim rerank QUERY DOCUMENT...`: documents by their relevance to a query, best first."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import click
+
+from verbatim.cli.lib.common_options import json_option
+from verbatim.cli.lib.options import (
+    NO_SAMPLING,
+    Command,
+    Option,
+    engine_options_without,
+    model_options,
+)
+from verbatim.cli.lib.terminal import write, write_json
+
+
+@click.command(cls=Command)
+@click.argument("query")
+@click.argument("documents", nargs=-1, metavar="[DOCUMENT]...")
+@click.option(
+    "--file", "file", cls=Option, metavar="FILE", help="read the documents from FILE, one per line"
+)
+@click.option(
+    "--top-n", cls=Option, type=int, metavar="N", help="print only the best N [all documents]"
+)
+@click.option("--truncate", cls=Option, is_flag=True, help="cut documents that are too long")
+@json_option()
+@model_options
+@engine_options_without(unused=("pooling", *NO_SAMPLING))
+def command(
+    query: str,
+    documents: tuple[str, ...],
+    file: str | None,
+    top_n: int | None,
+    truncate: bool,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Score each DOCUMENT by its relevance to QUERY with a cross-encoder, best first.
+
+    Each argument is one text, in quotes; `-`, or no document and a pipe, reads one per line of
+    stdin. A line of output is the score, the document's index and the document, with tabs between.
+    """
+    from verbatim.cli.commands.embed import read_lines
+    from verbatim.cli.lib.open_model import decode_argument, open_llm
+
+    given = read_lines(documents, file, "document")
+    with open_llm(flags, quiet=as_json) as llm:
+        ranked = llm.rerank(decode_argument(query, "query"), given, top_n=top_n, truncate=truncate)
+        if as_json:
+            results = [asdict(row) for row in ranked]
+            write_json(
+                {"results": results, "model": llm.parts.name, "fingerprint": llm.fingerprint}
+            )
+            return 0
+        for row in ranked:
+            write(f"{row.score:.6f}\t{row.index}\t{row.document}\n")
+    return 0

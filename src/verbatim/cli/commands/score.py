@@ -1,0 +1,133 @@
+"""`verbatim score TEXT`: the log-probability of each token of a text, from prefill alone, and the
+perplexity."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from verbatim.base.errors import ContextError
+from verbatim.cli.lib.common_options import json_option
+from verbatim.cli.lib.options import (
+    NO_SAMPLING,
+    Command,
+    Option,
+    engine_options_without,
+    model_options,
+)
+from verbatim.cli.lib.report import token_logprobs
+from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_option
+from verbatim.cli.lib.terminal import note, warn, write, write_json
+
+if TYPE_CHECKING:
+    from verbatim.engine.calls.llm import LLM
+    from verbatim.engine.scoring import Score
+
+
+@click.command(cls=Command)
+@click.argument("text", nargs=-1, metavar="[TEXT]")
+@click.option("--file", "file", cls=Option, metavar="FILE", help="read the text from FILE")
+@click.option(
+    "--top",
+    cls=Option,
+    type=click.IntRange(0, 1024),
+    default=0,
+    metavar="N",
+    help="alternatives reported per token [0]",
+)
+@click.option(
+    "--tokens", cls=Option, is_flag=True, help="one line per token: log-probability, token"
+)
+@click.option(
+    "--window",
+    cls=Option,
+    type=int,
+    metavar="N",
+    help="score a text of any length in windows of N tokens",
+)
+@click.option(
+    "--stride",
+    cls=Option,
+    type=int,
+    metavar="N",
+    help="tokens from one window to the next [half a window]",
+)
+@json_option()
+@model_options
+@engine_options_without(unused=("pooling", *NO_SAMPLING))
+@use_adapter_option
+def command(
+    text: tuple[str, ...],
+    file: str | None,
+    top: int,
+    tokens: bool,
+    window: int | None,
+    stride: int | None,
+    as_json: bool,
+    **flags: Any,
+) -> int:
+    """Log-probability of every token of TEXT, and its perplexity.
+
+    TEXT is one argument, in quotes; @FILE or --file FILE reads a file; `-`, or no argument and a
+    pipe, reads stdin. Plain output is `perplexity`, a tab, and the number. Log-probabilities are
+    natural logarithms. With --window each token is scored once, in the first window that contains
+    it, after at least window - stride tokens of context (fewer in the first window).
+    """
+    from verbatim.cli.lib.open_model import open_llm, read_prompt
+
+    named = text[0][1:] if len(text) == 1 and text[0].startswith("@") else None
+    content = read_prompt(() if named and not file else text, "text", file or named)
+    adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
+    with open_llm(flags, quiet=as_json) as llm:
+        try:
+            score = llm.score(content, top=top, window=window, stride=stride, adapter=adapter)
+        except ContextError as error:
+            raise ContextError(
+                f"{error.message}, or score it in windows (--window {llm.context})",
+                param=error.param,
+            ) from None
+        if as_json:
+            out = {
+                # None: a single token has no perplexity.
+                "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
+                "total_logprob": score.total,
+                "tokens": list(score.token_ids),
+                "logprobs": token_logprobs(score.logprobs),
+                "model": llm.parts.name,
+                "fingerprint": llm.core.fingerprints[0 if adapter else -1],
+                "warnings": list(score.warnings),
+            }
+            write_json(out)
+            return 0
+        if tokens or top:
+            _table(llm, score)
+        write(f"perplexity\t{score.perplexity:.4f}\n")
+        for line in score.warnings:
+            warn(line)
+        scored = sum(row is not None for row in score.logprobs)
+        if not scored:
+            note(
+                "a text of one token has no perplexity: no token before it predicts it; "
+                "give a longer text"
+            )
+        else:
+            note(
+                f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · "
+                f"{score.total / scored:.4f} nats per token"
+            )
+    return 0
+
+
+def _table(llm: LLM, score: Score) -> None:
+    from verbatim.explain.explanation import quoted
+
+    for token, row in zip(score.token_ids, score.logprobs, strict=True):
+        number = "       -" if row is None else f"{row.logprob:8.4f}"
+        others = (
+            ""
+            if row is None
+            else "".join(f"\t{quoted(llm.tokenizer.token_bytes(t))} {lp:.3f}" for t, lp in row.top)
+        )
+        write(f"{number}\t{token}\t{quoted(llm.tokenizer.token_bytes(token))}{others}\n")

@@ -1,0 +1,202 @@
+"""What `verbatim bench` prints and draws: the limits of the machine, a row per size beside its
+limit, the JSON summary, and the plot.
+
+In: measured rows (bench/measure.py), the limits and the model's cost card (observe/roofline.py).
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from verbatim.cli.lib.terminal import columns, note, use_colour
+
+if TYPE_CHECKING:
+    from verbatim.bench.measure import JobRow
+    from verbatim.bench.rivals.client import Rival
+    from verbatim.engine.calls.llm import LLM
+    from verbatim.observe.roofline import CostCard, MachineLimits
+
+WHY_ABOVE = (
+    "the machine was slower while its limits were measured, or part of the model stayed in a"
+    " cache; the limits are not exact here"
+)
+
+
+def print_limits(llm: LLM, quick: bool) -> tuple[MachineLimits, CostCard]:
+    """Measure and print the limits of the machine, and the cost of the model's tokens."""
+    from verbatim.observe.roofline import cost_card
+
+    info = llm.parts.backend.info
+    limits = _gpu_limits() if info.name == "cuda" else _cpu_limits(info.threads, quick)
+    card = cost_card(llm.parts.backend.spec, info)
+    _head(f"engine    {info.name} {info.detail}")
+    _head(
+        f"model     {llm.parts.name}: {card.read_bytes() / 1e6:.1f} MB of weights read per token, "
+        f"{card.kv_token_bytes / 1e3:.1f} kB of KV cache per token, "
+        f"{card.ops_token / 1e9:.3f} GOP per token ({card.prompt_ops_token / 1e9:.3f} in prefill)"
+    )
+    prompt = card.prefill_ceiling(limits, 1)
+    _head(
+        f"ceiling   {card.decode_ceiling(limits, 0):.0f} tokens per second, decode of one sequence"
+        + (f"; {prompt:.0f} tokens per second, prefill" if prompt else "")
+    )
+    return limits, card
+
+
+def _head(text: str) -> None:
+    """A line above the table: a word and its facts, wrapped below the facts on a terminal."""
+    if use_colour(sys.stdout):
+        import textwrap
+
+        text = textwrap.fill(text, columns(), subsequent_indent=" " * 10)
+    print(text)
+
+
+def _cpu_limits(threads: int, quick: bool) -> MachineLimits:
+    from verbatim.hub.catalog import cache_dir
+    from verbatim.observe.roofline import (
+        forget_buffers,
+        measure_limits,
+        native_probes,
+        save_limits,
+    )
+
+    read, ops = native_probes()
+    limits = measure_limits(threads, native_read=read, native_ops=ops, repeats=3 if quick else 7)
+    forget_buffers()
+    try:
+        save_limits(cache_dir(), limits)
+    except OSError as error:
+        note(f"warning: the limits could not be saved: {error.strerror}")
+    one = (
+        f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
+        if limits.one_thread_bytes and threads > 1
+        else ""
+    )
+    peak = (
+        f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
+        if limits.int8_ops
+        else "integer peak not measured (no native kernels)"
+    )
+    _head(
+        f"machine   {platform.system()} {platform.machine()}, {threads} threads: "
+        f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
+    )
+    return limits
+
+
+def _gpu_limits() -> MachineLimits:
+    """The limits of the GPU. Its peak is that of half precision; they are not saved, because
+    limits.json describes the CPU."""
+    from verbatim.observe.roofline import MachineLimits
+
+    gpu = import_module("verbatim.backend.cuda.runtime.gpu_limits").measure_gpu()
+    _head(
+        f"machine   {gpu.name}: reads {gpu.read_bytes / 1e9:.0f} GB/s; "
+        f"{gpu.ops / 1e12:.0f} bfloat16 TFLOP/s; {gpu.memory / 1e9:.0f} GB of memory"
+    )
+    return MachineLimits(gpu.read_bytes, 1, "gpu", int8_ops=gpu.ops)
+
+
+def print_header(rival: Rival | None) -> None:
+    theirs = f"   {rival.name + ' ' + rival.version:>18} {'ratio':>7}" if rival else ""
+    print(f"\n{'':16} {'tokens/s':>10} {'limit':>8} {'share':>6}{theirs}")
+
+
+def print_row(row: JobRow, card: CostCard, limits: MachineLimits, rival: Rival | None) -> None:
+    rate = row.rate("verbatim")
+    ceiling = ceiling_of(row, card, limits)
+    share = f"{ceiling:8.0f} {rate / ceiling:6.0%}" if ceiling else f"{'-':>8} {'-':>6}"
+    theirs = f"   {row.rate(rival.name):18.1f} {rate / row.rate(rival.name):6.2f}x" if rival else ""
+    print(f"{label(row):16} {rate:10.1f} {share}{theirs}", flush=True)
+
+
+def label(row: JobRow) -> str:
+    return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[
+        row.job.kind
+    ] + f" {row.job.size}"
+
+
+def ceiling_of(row: JobRow, card: CostCard, limits: MachineLimits) -> float | None:
+    match row.job.kind:
+        case "prefill":
+            return card.prefill_ceiling(limits, row.job.size)
+        case "decode":
+            return card.decode_ceiling(limits, row.job.size)
+    return card.decode_ceiling(limits, 32, row.job.size)
+
+
+def summary(
+    llm: LLM, limits: MachineLimits, card: CostCard, rows: list[JobRow], rival: Rival | None
+) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    info = llm.parts.backend.info
+    measured = []
+    for row in rows:
+        entry: dict[str, Any] = {
+            "kind": row.job.kind,
+            "size": row.job.size,
+            "rate": row.rate("verbatim"),
+        }
+        entry["ceiling"] = ceiling_of(row, card, limits)
+        entry["seconds"] = row.seconds["verbatim"]
+        if rival:
+            entry["rival_rate"], entry["rival_seconds"] = (
+                row.rate(rival.name),
+                row.seconds[rival.name],
+            )
+        measured.append(entry)
+    return {
+        "model": llm.parts.name,
+        "fingerprint": llm.fingerprint,
+        "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
+        "limits": asdict(limits),
+        "card": asdict(card),
+        "rival": {"name": rival.name, "version": rival.version, "file": rival.file}
+        if rival
+        else None,
+        "rows": measured,
+    }
+
+
+def plot_rows(
+    path: str, rows: list[JobRow], card: CostCard, limits: MachineLimits, rival: Rival | None
+) -> None:
+    from verbatim.observe.plot import Chart, Line, draw
+
+    charts = []
+    for kind, title, label in (
+        ("decode", "one sequence", "context, tokens"),
+        ("batch", "several sequences", "sequences"),
+        ("prefill", "prompt", "prompt tokens"),
+    ):
+        chosen = [row for row in rows if row.job.kind == kind]
+        if not chosen:
+            continue
+        names = ["verbatim", *([rival.name] if rival else [])]
+        lines = [
+            Line(name, tuple((row.job.size, row.rate(name)) for row in chosen)) for name in names
+        ]
+        roof = [(row.job.size, ceiling_of(row, card, limits)) for row in chosen]
+        if all(y for _, y in roof):
+            lines.append(
+                Line(
+                    "limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True
+                )
+            )
+        charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
+    draw(charts, path)
+
+
+def above_limit(rows: list[JobRow], card: CostCard, limits: MachineLimits) -> str:
+    """Labels of the rows above their limit."""
+    over = [
+        row
+        for row in rows
+        if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling
+    ]
+    return ", ".join(label(row) for row in over)

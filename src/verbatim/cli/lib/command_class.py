@@ -1,0 +1,189 @@
+"""The click classes of this command line: flags with sections and aliases, and answers to flags of
+other programs (flag_aliases.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import SequenceMatcher
+from itertools import takewhile
+from typing import Any
+
+import click
+
+from verbatim.base.errors import RequestError
+from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
+from verbatim.cli.lib.flag_errors import flag_in, with_flags
+
+ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
+
+
+class Option(click.Option):
+    """A flag with a section of the help, and with aliases (flag_aliases.py) that the help omits.
+
+    A flag with one value that is given twice must have the same value both times: click itself
+    would drop the first one without a message."""
+
+    def __init__(self, decls: Sequence[str], *, section: str = "Options", **kwargs: Any) -> None:
+        self.aliases = [name for flag in decls for name in FLAG_ALIASES.get(flag, ())]
+        super().__init__([*decls, *self.aliases], **kwargs)
+        self.section = section
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        """Make the parser collect every value of the flag, in a list. handle_parse_result() reads
+        the list."""
+        multiple, self.multiple = self.multiple, not self.count
+        try:
+            super().add_to_parser(parser, ctx)
+        finally:
+            self.multiple = multiple
+
+    def handle_parse_result(
+        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+    ) -> tuple[Any, list[str]]:
+        values = opts.get(self.name or "")
+        if isinstance(values, list) and not self.multiple:
+            # a value that may be missing (`--ray`) is a sentinel of click here
+            typed = [v if isinstance(v, str | bool) else self.flag_value for v in values]
+            if len(set(typed)) > 1 and not ctx.resilient_parsing:
+                raise click.UsageError(self._two_values(ctx, typed), ctx)
+            opts = {**opts, self.name or "": values[-1]}
+        return super().handle_parse_result(ctx, opts, args)
+
+    def _two_values(self, ctx: click.Context, typed: Sequence[Any]) -> str:
+        if self.is_flag:
+            return f"{self.opts[0]} and {self.secondary_opts[0]} contradict each other; give one"
+        first, other = list(dict.fromkeys(typed))[:2]
+        name = self.get_error_hint(ctx).strip("'")
+        return f"{name}: is given twice, as {first!r:.60} and {other!r:.60}; give it once"
+
+    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
+        every = self.opts
+        self.opts = [name for name in every if name not in self.aliases]
+        try:
+            return super().get_help_record(ctx)
+        finally:
+            self.opts = every
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        if typed := flag_in(() if ctx is None else ctx.meta.get(ARGUMENTS, ()), self):
+            return f"'{typed}'"
+        names = [name for name in self.opts if name not in self.aliases]
+        return " / ".join(f"'{name}'" for name in names)
+
+
+class OptionalValue(Option):
+    """A flag whose value may be missing: `--think` is `--think=true`. The next argument is its
+    value only if it is one of `words`, so that a prompt may follow the flag, as in Ollama."""
+
+    def __init__(
+        self, decls: Sequence[str], *, words: Sequence[str], bare: str, **kwargs: Any
+    ) -> None:
+        super().__init__(decls, **kwargs)
+        self.words, self.bare = words, bare
+
+
+def with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
+    """The arguments with a value behind each OptionalValue: `--think` becomes `--think=true`."""
+    options = [param for param in params if isinstance(param, click.Option)]
+    flags = {n: o for o in options if isinstance(o, OptionalValue) for n in o.opts}
+    valued = {n for o in options if not o.is_flag for n in o.opts} - flags.keys()
+    out: list[str] = []
+    rest = list(args)
+    while rest and rest[0] != "--":
+        arg = rest.pop(0)
+        if arg in flags and not (out and out[-1] in valued):
+            flag = flags[arg]
+            arg += "=" + (rest.pop(0) if rest and rest[0] in flag.words else flag.bare)
+        out.append(arg)
+    return out + rest
+
+
+def _alike(one: str, other: str) -> bool:
+    """click compares the names with their dashes, which makes --metrics resemble --replicas."""
+    return SequenceMatcher(None, one.lstrip("-"), other.lstrip("-")).ratio() >= 0.6
+
+
+class AnsweredFlag(click.Option):
+    """A flag of another program without a counterpart: an error that names what to type."""
+
+    def __init__(self, names: Sequence[str], answer: str) -> None:
+        super().__init__(
+            [*names, "answered_" + names[0].lstrip("-").replace("-", "_")],
+            is_flag=True,
+            is_eager=True,
+            hidden=True,
+            expose_value=False,
+            callback=self.refuse,
+        )
+        self.answer = answer
+
+    def refuse(self, ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        if value:
+            typed = flag_in(ctx.meta.get(ARGUMENTS, ()), self) or self.opts[0]
+            raise click.UsageError(f"no such option: {typed}; {self.answer}", ctx)
+
+
+class Command(click.Command):
+    """A command whose help groups its flags by section: the few general flags come before the fifty
+    sampling flags. Flags of other programs are answered (flag_aliases.py).
+    An error names the flag that the user typed (flag_errors.py)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        taken = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        for names, answer in FLAG_ANSWERS.items():
+            if free := [name for name in names if name not in taken]:
+                self.params.append(AnsweredFlag(free, answer))
+        arguments = {param.name for param in self.params if isinstance(param, click.Argument)}
+        if arguments & {"model", "source"} and "--model" not in taken:
+            answer = "the model is an argument of this command, without a flag"
+            self.params.append(AnsweredFlag(["-m", "--model"], answer))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except RequestError as error:
+            options = [param for param in self.params if isinstance(param, Option)]
+            error.message = with_flags(error.message, error.param, options, ctx.meta[ARGUMENTS])
+            raise
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[ARGUMENTS] = tuple(args)  # with_flags() reads which names the user typed
+        ours = {
+            name: param.opts[0] if name in param.aliases else name
+            for param in self.params
+            if isinstance(param, Option)
+            for name in (*param.opts, *param.secondary_opts)
+        }
+        for arg in takewhile(lambda arg: arg != "--", args):  # -model x is not -m odel x
+            if arg.startswith("-") and len(arg) > 2 and f"-{arg.partition('=')[0]}" in ours:
+                near = [ours[f"-{arg.partition('=')[0]}"]]
+                raise click.NoSuchOption(arg, possibilities=near, ctx=ctx)
+        try:
+            return super().parse_args(ctx, with_values(args, self.params))
+        except click.NoSuchOption as error:  # suggest flags of ours only
+            near = [
+                name
+                for name in error.possibilities or ()
+                if ours.get(name) == name and _alike(name, error.option_name)
+            ]
+            if (hyphened := error.option_name.replace("_", "-")) in ours:  # --top_k
+                near = [ours[hyphened]]
+            raise click.NoSuchOption(
+                error.option_name, error.message, possibilities=near, ctx=error.ctx
+            ) from None
+        except click.BadOptionUsage as error:  # --n-gpu-layers=99
+            for param in self.params:
+                if isinstance(param, AnsweredFlag) and error.option_name in param.opts:
+                    param.refuse(ctx, param, True)
+            raise
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
+            if record is not None:
+                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)

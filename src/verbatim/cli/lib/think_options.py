@@ -1,0 +1,97 @@
+"""Flags of a reasoning model: --think, --no-think and --reasoning-effort.
+
+In: the flags, or a word of /set think in a chat. Out: variables for the chat template, by the
+mapping that the server uses (text/reasoning/thinking_switches.py). A switch that the template does not have
+is refused by the name of its flag.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.cli.lib.command_class import Option, OptionalValue
+from verbatim.text.reasoning.thinking_switches import (
+    EFFORTS,
+    effort_variables,
+    switch_variables,
+    switches_of,
+)
+
+if TYPE_CHECKING:
+    from verbatim.engine.calls.llm import LLM
+
+F = TypeVar("F", bound=Callable[..., Any])
+SECTION = "Thoughts"
+LEVELS = ("true", "false", *EFFORTS)
+
+
+@dataclass(frozen=True, slots=True)
+class Thinking:
+    """level: one of LEVELS; field: the flag that said so, for errors."""
+
+    level: str
+    field: str = "think"
+
+    def variables(self, llm: LLM) -> dict[str, Any]:
+        """Variables for the model's chat template; raises where it has no such switch."""
+        switches, thinks = switches_of(llm.parts.template), llm.thoughts is not None
+        if self.level in ("true", "false"):
+            return switch_variables(switches, thinks, self.level == "true", self.field)
+        return effort_variables(switches, thinks, self.level, self.field)
+
+
+def think_options(command: F) -> F:
+    """Add the flags. thinking_of() reads them."""
+    add = [
+        click.option(
+            "--think",
+            cls=OptionalValue,
+            section=SECTION,
+            type=click.Choice(LEVELS),
+            words=LEVELS,
+            bare="true",
+            metavar="[LEVEL]",
+            help="let a reasoning model think: true, false, or an effort as in"
+            " --reasoning-effort; alone: true",
+        ),
+        click.option(
+            "--no-think", cls=Option, section=SECTION, is_flag=True, help="same as --think=false"
+        ),
+        click.option(
+            "--reasoning-effort",
+            cls=Option,
+            section=SECTION,
+            type=click.Choice(EFFORTS),
+            metavar="LEVEL",
+            help="none, minimal, low, medium, high or xhigh; a chat template without levels gets"
+            " none as off, any other as on",
+        ),
+    ]
+    for option in reversed(add):
+        command = option(command)
+    return command
+
+
+def thinking_of(flags: dict[str, Any]) -> Thinking | None:
+    """Remove the three flags from `flags`. None: none of them was given."""
+    think, off, effort = (flags.pop(n) for n in ("think", "no_think", "reasoning_effort"))
+    given = [
+        Thinking(level, field)
+        for level, field in (
+            (think, "think"),
+            ("false" if off else None, "no_think"),
+            (effort, "reasoning_effort"),
+        )
+        if level is not None
+    ]
+    for one in given[1:]:
+        before = given[0].level
+        if one.level != before and (before != "true" or one.level in ("false", "none")):
+            flag = "--no-think" if given[0].field == "no_think" else f"--think={before}"
+            raise ParameterError(one.field, f"contradicts {flag}; leave one out")
+    return given[-1] if given else None

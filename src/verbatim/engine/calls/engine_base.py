@@ -1,0 +1,298 @@
+"""EngineBase: what LLM and AsyncEngine share. A model name and options come in; a loaded model with
+its EngineCore goes out."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Never, Self
+
+from verbatim.base.config import EngineConfig, split_adapter
+from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.migration_hints import METHODS, OPTIONS, AnsweringType, attribute
+from verbatim.engine.core import EngineCore
+from verbatim.engine.engine_setup import prepare
+from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
+from verbatim.engine.read_prompt import EncodedText, encoded, lost_in, thoughts_after
+from verbatim.text.reasoning.thoughts import ThoughtFormat
+
+log = logging.getLogger("verbatim.engine")
+_OPTIONS = tuple(field.name for field in fields(EngineConfig))
+Message = Mapping[str, Any]
+# Not allowed as template options
+RESERVED_OPTIONS = {"tokenizer", "template", "messages", "warnings"}
+# A message with one of these needs no content.
+CONTENT_SUBSTITUTES = (
+    "tool_calls",
+    "function_call",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)
+
+
+class EngineBase(metaclass=AnsweringType):
+    """A loaded model: what LLM and AsyncEngine have in common."""
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str] = "smollm2",
+        *,
+        revision: str | None = None,
+        offline: bool = False,
+        progress: Progress | None = None,
+        backend: str = "auto",
+        threads: int | None = None,
+        context: int | None = None,
+        step_tokens: int | None = None,
+        step_ms: int | None = None,
+        max_running: int = 256,
+        max_waiting: int = 4096,
+        kv_memory: int | str | None = None,
+        kv_blocks: int | None = None,
+        kv_type: str = "f16",
+        prefix_cache: bool = True,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_dir_size: int | str = 8 << 30,
+        use_cache: bool = True,
+        speculate: str = "auto",
+        suffix_tenants: tuple[str, ...] = (),
+        quant: str | None = None,
+        check: bool = False,
+        warm_up: bool = False,
+        defaults: str = "model",
+        adapters: Mapping[str, str] | Sequence[str] = (),
+        pooling: str | None = None,
+        **unknown: Never,
+    ) -> None:
+        """Load a model. Blocks until it is ready.
+
+        model: a path to a .gguf file or a safetensors directory, a catalog name (`smollm2`), or
+            `org/name` on the hub
+        revision: a branch, tag or commit on the hub
+        offline: use only files that are on this machine
+        progress: called as progress(task, done, total) while files are fetched and read
+        backend: auto, cpu, cuda or reference
+        threads: CPU threads; None: the physical cores that this process may use
+        context: the longest prompt plus answer, in tokens; None: the model's limit
+        step_tokens: the most tokens per step, the prefill chunk; None: 512, on a GPU up to 8,192
+        step_ms: the longest step with a prefill chunk beside other sequences, in milliseconds;
+            None: 100, on a GPU no limit
+        max_running: the most sequences per step
+        max_waiting: the most requests in the queue; further ones are refused
+        kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits
+        kv_blocks: the exact number of KV blocks per group, for tests
+        kv_type: element type of the KV cache: f16, q8 or fp8
+        prefix_cache: reuse the KV blocks of equal prefixes
+        cache_dir: a directory for the KV blocks of prompts; a prefix hit then survives a restart
+        cache_dir_size: the most bytes in cache_dir, or as text ("8G"); the oldest blocks leave
+        use_cache: False: compute all tokens again in each step, for measurements
+        speculate: off, ngram, suffix, head[:FILE], draft:MODEL or auto
+        suffix_tenants: tenants whose recent outputs the suffix proposer may reuse; "*": all
+        quant: quantise float weights while loading: q8_0 or q4_0; packed: compute the integers of
+            quantised safetensors in blocks
+        check: check the block accounting after every step
+        warm_up: on a GPU, compile the kernels now and not when the first crowd needs them
+        defaults: sampling parameters that a request does not give: model, protocol or greedy
+        adapters: LoRA adapters, name -> PEFT directory or GGUF file; SamplingParams(adapter=name)
+            chooses one for a request
+        pooling: how a text's hidden states become one embedding: mean, cls or last; None: as the
+            model's files say, and embed() refuses if they do not
+
+        An unknown option is a TypeError that names the right one.
+        """
+        given = locals()
+        if not isinstance(model, (str, os.PathLike)):
+            raise ParameterError(
+                "model", f"{model!r:.40} is not a model; give a name or a path, such as 'smollm2'"
+            )
+        config = _config(
+            type(self).__name__, {name: given[name] for name in _OPTIONS if name in given} | unknown
+        )
+        parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
+        for line in parts.warnings:
+            log.warning("%s: %s", parts.name, line)
+        self._open(parts, config)
+
+    @classmethod
+    def from_parts(cls, parts: LoadedModel, **options: Any) -> Self:
+        """An engine for an already loaded model, or for the fakes of verbatim.testing.fakes."""
+        self = cls.__new__(cls)
+        config = _config(cls.__name__, options)
+        named = [split_adapter(entry)[0] for entry in config.adapters]
+        if named and named != [adapter.name for adapter in parts.adapters]:
+            raise ParameterError("adapters", "the model was loaded without them; use load_parts()")
+        self._open(parts, config)
+        return self
+
+    if not TYPE_CHECKING:  # a type checker reports unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise attribute(self, name, METHODS)
+
+        def __call__(self, *_: Any, **__: Any) -> Any:
+            raise TypeError("an engine is not a function; use generate(prompt) or chat(messages)")
+
+    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
+        """Subclasses extend this with their own state: locks, streams, a thread."""
+        parts, config = prepare(parts, config)
+        self.parts = parts
+        self.core = EngineCore(parts, config)
+        self.config = self.core.config
+        self._backend_name = parts.backend.info.name  # a closed backend has no info
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.parts.name!r}, backend={self._backend_name!r},"
+            f" context={self.context})"
+        )
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer. `encode`, `decode` and `encode_chat` of this object are simpler.
+
+        >>> llm.tokenizer.decode(llm.encode("hi"))
+        'hi'
+        """
+        return self.parts.tokenizer
+
+    @property
+    def context(self) -> int:
+        """Maximum number of tokens of prompt and completion together.
+
+        >>> llm.context > 1000
+        True
+        """
+        return self.core.context
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Keys of the model's files that are ignored, or that transformers reads differently.
+        Logged when the model is loaded.
+
+        >>> llm.warnings
+        ()
+        """
+        return self.parts.warnings
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model has a chat template, which chat() needs.
+
+        >>> llm.has_template
+        True
+        """
+        return self.parts.template is not None
+
+    @cached_property
+    def thoughts(self) -> ThoughtFormat | None:
+        """How a reasoning model marks its thoughts, from its chat template; None without any."""
+        from verbatim.text.reasoning.thoughts import find_format
+
+        if self.parts.template is None:
+            return None
+        return find_format(self.parts.template.sources.values(), self.parts.tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of model, backend and numerics: equal fingerprints promise equal tokens.
+
+        >>> llm.fingerprint[:3]
+        'vb-'
+        """
+        return self.core.fingerprint
+
+    def encode(self, text: str, *, parse_special: bool = False) -> list[int]:
+        """Token ids of a plain prompt.
+
+        text: the prompt
+        parse_special: the literal text of a control token ("<|im_start|>") becomes that token, for
+            prompts that are already in the model's chat format; without it, the text stays text
+
+        >>> llm.decode(llm.encode("hi"))
+        'hi'
+        """
+        return encoded(self.parts.tokenizer, text, special=parse_special)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, without control tokens.
+
+        >>> llm.decode(llm.encode("Paris"))
+        'Paris'
+        """
+        return self.parts.tokenizer.decode(ids)
+
+    def encode_chat(self, messages: Sequence[Message], /, **template: Any) -> list[int]:
+        """Token ids of a conversation, rendered by the model's chat template. A control token typed
+        by a user stays text.
+
+        messages: a list such as [{"role": "user", "content": "Hello"}]
+        template: options of the chat template (tools, enable_thinking, ...)
+
+        >>> ids = llm.encode_chat([{"role": "user", "content": "Hello"}])
+        >>> "Hello" in llm.decode(ids)
+        True
+        """
+        if self.parts.template is None:
+            raise UnsupportedError(
+                "messages",
+                f"{self.parts.name} has no chat template; use generate() with plain text",
+            )
+        from verbatim.text.control_tokens import strings_in
+        from verbatim.text.templates.chat_template import encode_chat
+
+        check_messages(messages)
+        for name in RESERVED_OPTIONS & template.keys():
+            raise ParameterError(
+                "chat_template_kwargs", f"{name!r} is set by the engine; leave it out"
+            )
+        tokenizer: Any = self.parts.tokenizer
+        warnings: list[str] = []
+        ids = EncodedText(
+            encode_chat(tokenizer, self.parts.template, messages, warnings=warnings, **template)
+        )
+        ids.warnings = tuple(warnings)
+        ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
+        ids.thoughts = thoughts_after(ids, self.thoughts, tokenizer)
+        return ids
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges of the engine (running, waiting, blocks, tokens in and out, ...).
+
+        >>> llm.stats()["requests_running"]
+        0
+        """
+        return self.core.stats()
+
+
+def check_messages(messages: Any) -> None:
+    """Check that a conversation is a list of messages with content. text/templates/chat_template.py checks
+    the rest."""
+    shape = "[{'role': 'user', 'content': 'Hello'}]"
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
+        raise ParameterError(
+            "messages", f"{type(messages).__name__} is not a list of messages, such as {shape}"
+        )
+    if not messages:
+        raise ParameterError("messages", f"the list is empty; give at least one, such as {shape}")
+    for index, message in enumerate(messages):
+        empty = (
+            isinstance(message, Mapping) and "role" in message and message.get("content") is None
+        )
+        if empty and not any(message.get(name) for name in CONTENT_SUBSTITUTES):
+            raise ParameterError("messages", f"messages[{index}] has no content; give it text")
+
+
+def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
+    for name in options:
+        if name not in _OPTIONS:
+            from difflib import get_close_matches
+
+            near = get_close_matches(name, _OPTIONS, 1, cutoff=0.7)
+            known = f"known options: {', '.join(_OPTIONS)}"
+            hint = OPTIONS.get(name) or (f"did you mean {near[0]!r}?" if near else known)
+            raise TypeError(f"{caller} has no option {name!r}; {hint}")
+    return EngineConfig(**options)

@@ -1,0 +1,454 @@
+"""POST /v1/messages: the Anthropic Messages API, streamed or not.
+
+In: a checked Anthropic request, translated into OpenAI chat fields. Out: a message object, or
+Anthropic's stream events. If the last message has the assistant role, the model continues it.
+Images, documents and server tools are not supported; a request that sends one gets a
+400 that names the field.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.base.json_io import loads_lossless
+from verbatim.server.api.anthropic.anthropic_fields import MESSAGES
+from verbatim.server.api.common.chat_request import ChatRequest, count_tokens
+from verbatim.server.api.common.generate import (
+    choice_deltas,
+    extra_fields,
+    finish_reason,
+    observe_latency,
+    speculation,
+    usage_of,
+    warnings_of,
+)
+from verbatim.server.api.common.request_context import (
+    EventStream,
+    Json,
+    RequestContext,
+    new_id,
+    sse,
+)
+from verbatim.server.api.common.tools import plain_text
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import Generated, WireFinish
+
+FAILED = "Error: "  # prefix of a tool result with is_error
+NAMES = {
+    "stop": "stop_sequences",
+    "think": "thinking",
+    "reasoning_effort": "output_config.effort",
+    "thinking_budget": "thinking.budget_tokens",
+    "tools.parameters": "input_schema",
+}
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    500: "api_error",
+    503: "overloaded_error",
+}
+
+
+def error_body(problem: Problem) -> dict[str, Any]:
+    kind = TYPES.get(problem.status, "invalid_request_error")
+    return {
+        "type": "error",
+        "error": {
+            "type": kind,
+            "message": problem.message,
+            "param": problem.param,
+            "code": problem.code,
+        },
+    }
+
+
+def error_event(problem: Problem) -> bytes:
+    return sse(error_body(problem), "error")
+
+
+def chat_messages(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of the chat template, and for each the field that it comes from."""
+    out: list[dict[str, Any]] = []
+    places: list[str] = []
+    if "system" in body:
+        out.append({"role": "system", "content": plain_text(body["system"])})
+        places.append("system")
+    for index, message in enumerate(body["messages"]):
+        content = message["content"]
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        _check_blocks(message["role"], blocks, f"messages[{index}].content")
+        results = [b for b in blocks if b["type"] == "tool_result"]
+        out += [
+            {"role": "tool", "content": _result(b), "tool_call_id": b["tool_use_id"]}
+            for b in results
+        ]
+        split = _template_messages(
+            message["role"], [b for b in blocks if b["type"] != "tool_result"]
+        )
+        out += split if split or results else [{"role": message["role"], "content": ""}]
+        places += [f"messages[{index}].content"] * (len(out) - len(places))
+    return out, places
+
+
+def _template_messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Split one message into template messages, each with text followed by tool calls.
+
+    Text after a call starts a new message, so that the order of text and calls is kept."""
+    out: list[dict[str, Any]] = []
+    for block in blocks:
+        if block["type"] == "thinking":
+            out.append({"role": role, "content": "", "reasoning_content": block["thinking"]})
+            continue
+        if block["type"] == "text":
+            if not block["text"]:
+                continue
+            if not out or "tool_calls" in out[-1]:
+                out.append({"role": role, "content": ""})
+            out[-1]["content"] += block["text"]
+            continue
+        if not out:
+            out.append({"role": role, "content": ""})
+        function = {
+            "name": block["name"],
+            "arguments": json.dumps(block["input"], ensure_ascii=False),
+        }
+        out[-1].setdefault("tool_calls", []).append(
+            {"id": block["id"], "type": "function", "function": function}
+        )
+    return out
+
+
+def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
+    """Enforce Anthropic's rules about block order and roles. A chat template would drop or reorder
+    blocks that break them."""
+    wrong_types, reason = (
+        (("tool_use", "thinking"), "belongs to the assistant")
+        if role == "user"
+        else (("tool_result",), "belongs to the user")
+    )
+    text_seen = False
+    for number, block in enumerate(blocks):
+        if block["type"] in wrong_types:
+            raise Problem(
+                "invalid_parameter",
+                f"{where}[{number}]: a {block['type']} block {reason}",
+                f"{where}[{number}]",
+            )
+        if block["type"] == "tool_result" and text_seen:
+            raise Problem(
+                "invalid_parameter",
+                f"{where}[{number}]: tool_result blocks come before text",
+                f"{where}[{number}]",
+            )
+        text_seen = text_seen or block["type"] == "text"
+
+
+def _result(block: dict[str, Any]) -> str:
+    """The text of a tool result. Templates have no is_error field, so a prefix marks a failure."""
+    text = plain_text(block.get("content"))
+    return f"{FAILED}{text}" if block.get("is_error") else text
+
+
+def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
+    chat: dict[str, Any] = {
+        name: body[name]
+        for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")
+        if name in body
+    }
+    chat["messages"], call.places = chat_messages(body)
+    if body["messages"][-1]["role"] == "assistant":
+        _check_prefill(chat["messages"][-1])
+        chat["continue_final"] = True
+    if "stop_sequences" in body:
+        chat["stop"] = body["stop_sequences"]
+    if "tools" in body:
+        chat["tools"] = [
+            {"type": "function", "function": _function(tool)} for tool in body["tools"]
+        ]
+    choice = body.get("tool_choice", {"type": "auto"})
+    if choice["type"] == "tool":
+        if "name" not in choice:
+            raise Problem("missing_parameter", "tool_choice.name: is required", "tool_choice.name")
+        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+    else:
+        if "name" in choice:
+            raise Problem(
+                "invalid_parameter",
+                f"tool_choice.name: only with type tool, not {choice['type']}",
+                "tool_choice.name",
+            )
+        chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
+    if choice.get("disable_parallel_tool_use"):
+        chat["parallel_tool_calls"] = False
+    if thinking := body.get("thinking"):
+        chat["think"] = thinking["type"] != "disabled"
+        if thinking["type"] == "disabled" and thinking.get("budget_tokens") is not None:
+            raise Problem(
+                "invalid_parameter",
+                "thinking.budget_tokens: thinking is disabled; leave one of them out",
+                "thinking.budget_tokens",
+            )
+        if "budget_tokens" in thinking:
+            chat["thinking_budget"] = thinking["budget_tokens"]
+    if effort := (body.get("output_config") or {}).get("effort"):
+        chat["reasoning_effort"] = {"max": "xhigh"}.get(effort, effort)
+    form = (body.get("output_config") or {}).get("format")
+    if form and "output_format" in body:
+        raise Problem(
+            "invalid_parameter",
+            "output_format: output_config.format is set too; send one of them",
+            "output_format",
+        )
+    form = form or body.get("output_format")
+    if form:
+        chat["response_format"] = {
+            "type": "json_schema",
+            "json_schema": {"name": "output", "schema": form["schema"]},
+        }
+    return chat
+
+
+def _check_prefill(last: dict[str, Any]) -> None:
+    """Enforce Anthropic's rules for a continued message. Trailing white space is rejected because
+    templates trim it, and the model would continue a different text."""
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        raise Problem(
+            "invalid_parameter",
+            "messages: the last message has the assistant role and no text to continue",
+            "messages",
+        )
+    if last["content"] != last["content"].rstrip():
+        raise Problem(
+            "invalid_parameter",
+            "messages: the last message has the assistant role and cannot end in white space",
+            "messages",
+        )
+
+
+def _function(tool: dict[str, Any]) -> dict[str, Any]:
+    made = {
+        "name": tool["name"],
+        "description": tool.get("description", ""),
+        "parameters": tool["input_schema"],
+    }
+    return {**made, "strict": True} if tool.get("strict") else made
+
+
+class MessagesReply:
+    def __init__(self, ask: ChatRequest, model: str) -> None:
+        self.ask = ask
+        self.call = ask.call
+        self.base: dict[str, Any] = {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "model": model,
+        }
+
+    def stop(self, finish: WireFinish | None, called: bool) -> dict[str, Any]:
+        reason = finish_reason(finish)
+        if called and reason == "stop":
+            return {"stop_reason": "tool_use", "stop_sequence": None}
+        if finish is not None and finish.stop_string:
+            return {"stop_reason": "stop_sequence", "stop_sequence": finish.detail}
+        return {
+            "stop_reason": "max_tokens" if reason == "length" else "end_turn",
+            "stop_sequence": None,
+        }
+
+    def usage(self) -> dict[str, Any]:
+        usage = usage_of(self.call.runs)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            # Anthropic counts only the tokens that were not in the cache
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "output_tokens": usage["completion_tokens"],
+            "cache_read_input_tokens": cached,
+            "cache_creation_input_tokens": 0,
+        }
+
+    def extension_fields(self) -> dict[str, Any]:
+        runs = self.call.runs
+        return {
+            "seed": self.ask.params.get("seed"),
+            "system_fingerprint": self.call.fingerprint,
+            **speculation(runs),
+            **extra_fields(self.call),
+        }
+
+    @property
+    def omits_thoughts(self) -> bool:
+        """Whether the request asks for thinking blocks without their text."""
+        return (self.call.given.get("thinking") or {}).get("display") == "omitted"
+
+    async def full_response(self) -> Response:
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        found = self.ask.pieces(choice.text)
+        content: list[dict[str, Any]] = []
+        if choice.reasoning:
+            shown = "" if self.omits_thoughts else choice.reasoning
+            content.append({"type": "thinking", "thinking": shown, "signature": ""})
+        content += content_blocks(found)
+        calls = any(kind == "call" for kind, _ in found)
+        observe_latency(self.call)
+        made = {
+            **self.base,
+            "content": content or [{"type": "text", "text": ""}],
+            **self.stop(choice.finish, calls),
+            "usage": self.usage(),
+        }
+        return Json({**made, **self.extension_fields()})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        known = {
+            # What the prefix cache holds of it is known at the end: message_delta counts it apart.
+            # 0: the request still queues, so that its prompt is not tokenised yet.
+            "input_tokens": sum(run.prompt_tokens for run in self.call.runs),
+            "output_tokens": 0,
+            "cache_read_input_tokens": 0,
+            "cache_creation_input_tokens": 0,
+        }
+        start = {
+            **self.base,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": known,
+        }
+        yield sse({"type": "message_start", "message": start}, "message_start")
+        parser, finish, blocks = self.ask.parser(), None, BlockEvents()
+        async for piece in choice_deltas(self.call):
+            if piece is None:
+                yield sse({"type": "ping"}, "ping")
+                continue
+            finish = piece.finish or finish
+            for made in blocks.thought(piece.reasoning, omit=self.omits_thoughts):
+                yield made
+            found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+            if parser is not None and piece.finish is not None:
+                found += parser.finish()
+            for kind, value in found:
+                for made in blocks.text(value) if kind == "text" else blocks.call(value):
+                    yield made
+        if not all(run.done is not None for run in self.call.runs):
+            return
+        for made in blocks.end():
+            yield made
+        observe_latency(self.call)
+        called = parser is not None and parser.calls > 0
+        last = {
+            "type": "message_delta",
+            "delta": self.stop(finish, called),
+            "usage": self.usage(),
+            **self.extension_fields(),
+        }
+        yield sse(last, "message_delta")
+        yield sse({"type": "message_stop"}, "message_stop")
+
+
+def content_blocks(found: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    """The blocks of an output's texts and tool calls, in its order."""
+    out: list[dict[str, Any]] = []
+    for kind, value in found:
+        if kind == "call":
+            given = loads_lossless(value.arguments)
+            out.append({"type": "tool_use", "id": value.id, "name": value.name, "input": given})
+        elif out and out[-1]["type"] == "text":
+            out[-1]["text"] += value
+        else:
+            out.append({"type": "text", "text": value})
+    return out
+
+
+class BlockEvents:
+    """Numbers the content blocks of a stream; at most one block is open at a time."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.kind = ""  # of the open block: text or thinking; empty: none is open
+
+    def _event(self, kind: str, **data: Any) -> bytes:
+        return sse({"type": kind, "index": self.number, **data}, kind)
+
+    def text(self, text: str) -> list[bytes]:
+        return self._add("text", {"type": "text", "text": ""}, {"type": "text_delta"}, text)
+
+    def thought(self, text: str, omit: bool = False) -> list[bytes]:
+        """`omit`: a block without the text."""
+        blank = {"type": "thinking", "thinking": "", "signature": ""}
+        made = self._add("thinking", blank, {"type": "thinking_delta"}, text)
+        return made[:-1] if omit else made
+
+    def _add(
+        self, kind: str, blank: dict[str, Any], delta: dict[str, Any], text: str
+    ) -> list[bytes]:
+        if not text:
+            return []
+        out: list[bytes] = []
+        if self.kind != kind:
+            out = [*self.close(), self._event("content_block_start", content_block=blank)]
+            self.kind = kind
+        return [*out, self._event("content_block_delta", delta={**delta, kind: text})]
+
+    def call(self, call: Any) -> list[bytes]:
+        block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
+        out = [
+            *self.close(),
+            self._event("content_block_start", content_block=block),
+            self._event(
+                "content_block_delta",
+                delta={"type": "input_json_delta", "partial_json": call.arguments},
+            ),
+            self._event("content_block_stop"),
+        ]
+        self.number += 1
+        return out
+
+    def end(self) -> list[bytes]:
+        """An empty output is one empty text block."""
+        if self.number or self.kind:
+            return self.close()
+        self.kind = "text"
+        blank = {"type": "text", "text": ""}
+        return [self._event("content_block_start", content_block=blank), *self.close()]
+
+    def close(self) -> list[bytes]:
+        if not self.kind:
+            return []
+        out = [self._event("content_block_stop")]
+        self.kind = ""
+        self.number += 1
+        return out
+
+
+async def create(call: RequestContext) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    form = "output_format" if "output_format" in body else "output_config"
+    ask = ChatRequest(
+        call, as_chat(call, body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form}
+    )
+    answer = MessagesReply(ask, model)
+    stream = bool(body.get("stream"))
+    ask.submit(stream)
+    await call.accepted()
+    return (
+        EventStream(call, answer.events(), error_event) if stream else await answer.full_response()
+    )
+
+
+async def count(call: RequestContext) -> Response:
+    body = await call.body()
+    call.state.check_model(body["model"])
+    count = await count_tokens(call, as_chat(call, body), NAMES)
+    return Json({"input_tokens": count, **warnings_of(call)})

@@ -1,0 +1,90 @@
+"""Pydantic models of the Anthropic API: messages, content blocks, tools, thinking."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from verbatim.server.api.common.schemas import JsonObject, Label, Name, Strict, Text
+
+
+class CacheControl(Strict):
+    type: Literal["ephemeral"]
+    ttl: Literal["5m", "1h"] | None = None
+
+
+class AnthropicText(Strict):
+    type: Literal["text"]
+    text: Text
+    cache_control: CacheControl | None = None
+    citations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+
+class AnthropicToolUse(Strict):
+    type: Literal["tool_use"]
+    id: Text
+    name: Text
+    input: JsonObject
+    cache_control: CacheControl | None = None
+    caller: None = None
+
+
+class AnthropicToolResult(Strict):
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Text | list[AnthropicText] | None = None
+    is_error: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class AnthropicThought(Strict):
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Text | None = None
+
+
+AnthropicBlock = Annotated[
+    AnthropicText | AnthropicToolUse | AnthropicToolResult | AnthropicThought,
+    Field(discriminator="type"),
+]
+
+
+class AnthropicMessage(Strict):
+    role: Literal["user", "assistant"]
+    content: Text | Annotated[list[AnthropicBlock], Field(min_length=1, max_length=4096)]
+
+
+class AnthropicTool(Strict):
+    name: Name
+    description: Text | None = None
+    input_schema: JsonObject
+    type: Literal["custom"] | None = None
+    strict: bool | None = None
+    cache_control: CacheControl | None = None
+
+
+class AnthropicChoice(Strict):
+    type: Literal["auto", "any", "tool", "none"]
+    name: Text | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicThinking(Strict):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Field(strict=True, ge=1, le=2**31 - 1)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class AnthropicMetadata(Strict):
+    user_id: Label | None = None
+
+
+class AnthropicFormat(Strict):
+    type: Literal["json_schema"]
+    schema_: JsonObject = Field(alias="schema")
+
+
+class AnthropicOutputConfig(Strict):
+    format: AnthropicFormat | None = None
+    effort: Literal["low", "medium", "high", "max"] | None = None

@@ -1,0 +1,353 @@
+"""ChatRequest: chat fields become one message to the engine process.
+
+In: a checked request in the fields of OpenAI's chat completions. Out: a Generate message, and the
+parser of its output. The Responses, Anthropic and Ollama routes share it: they translate their
+fields into chat fields first, and format the output themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.base.params import STRUCTURE
+from verbatim.server.api.common import to_params
+from verbatim.server.api.common.field_rules import NO_LIMIT, Rule
+from verbatim.server.api.common.request_context import RequestContext
+from verbatim.server.api.common.thinking import thinking_variables
+from verbatim.server.api.common.tools import (
+    ParsedCall,
+    ToolParser,
+    call_or_text,
+    forced_schema,
+    template_messages,
+)
+from verbatim.server.api.openai.openai_fields import CHAT
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import Generate, Tokenize, Tokenized
+from verbatim.text.tools.call_formats import CALL_FORMATS
+
+# Template variables that encode_chat sets itself; chat_template_kwargs must not override them.
+RESERVED = (
+    "messages",
+    "tools",
+    "documents",
+    "add_generation_prompt",
+    "continue_final",
+    "template_name",
+    "bos_token",
+    "eos_token",
+    "tokenizer",
+    "template",
+    "warnings",
+)
+NO_TEMPLATE = {  # task of ModelFacts -> why there is no chat, and what to use
+    "generate": "this model has no chat template; use /v1/completions",
+    "embed": "this model is an encoder and generates no text; use /v1/embeddings",
+    "rerank": "this model is an encoder and generates no text; use /v1/rerank",
+}
+
+
+class ChatRequest:
+    """A chat request after validation: what the engine gets, and how to parse its output.
+
+    `names` maps the engine's parameter names to the client's field names, for error messages."""
+
+    def __init__(
+        self,
+        call: RequestContext,
+        body: Mapping[str, Any],
+        table: Mapping[str, Rule] = CHAT,
+        names: Mapping[str, str] | None = None,
+    ) -> None:
+        self.call = call
+        self.body = body
+        self.names = {**(names or {}), **call.aliases}
+        self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
+        self.choice = body.get("tool_choice", "auto")
+        self.forced = False
+        self.single = body.get("parallel_tool_calls") is False
+        # The model continues the last message. Only protocols with this feature set it.
+        self.continues = bool(body.get("continue_final"))
+        self.values = to_params.sampling_values(body, table)
+        self._length()
+        self._logprobs()
+        self._structure()
+        self._tools()
+        self._check_continued()
+        self.messages, self.template = conversation(call, body, self.tools, self.names)
+        state = call.state
+        self.params = to_params.finish_params(
+            self.values, limits=state.limits, facts=state.facts, names=self.names
+        )
+        self.rows = to_params.wants_logit_rows(body, self.params)
+        if self.rows:
+            call.admission.enter_context(state.admission.admit_rows())
+
+    def _client_name(self, name: str) -> str:
+        return self.names.get(name, name)
+
+    def _length(self) -> None:
+        old, new = self.body.get("max_tokens"), self.body.get("max_completion_tokens")
+        if old is not None and new is not None and old != new:
+            raise Problem(
+                "invalid_parameter",
+                "max_tokens: differs from max_completion_tokens; send one of them",
+                "max_tokens",
+            )
+        if new is not None:
+            self.names = {"max_tokens": "max_completion_tokens", **self.names}
+        length = new if new is not None else old
+        if length is not None and length != NO_LIMIT:
+            self.values["max_tokens"] = length
+
+    def _logprobs(self) -> None:
+        top = self.body.get("top_logprobs")
+        if top and not self.body.get("logprobs"):
+            raise Problem(
+                "invalid_parameter",
+                f"{self._client_name('top_logprobs')}: needs logprobs: true",
+                self._client_name("top_logprobs"),
+            )
+        if self.body.get("logprobs"):
+            self.values["logprobs"] = top or 0
+            self.names = {"logprobs": "top_logprobs", **self.names}
+
+    def _structure(self) -> None:
+        form = self.body.get("response_format") or {"type": "text"}
+        if form["type"] == "text":
+            return
+        self._check_single_grammar("response_format")
+        default: Any = {"type": "object"}
+        schema = form.get("schema")  # llama.cpp's json_object has one
+        if form["type"] == "json_schema":
+            default, schema = True, form["json_schema"].get("schema")
+        self.values["json_schema"] = default if schema is None else schema
+        self.names = {"json_schema": "response_format", **self.names}
+
+    def _check_single_grammar(self, name: str) -> None:
+        field_name = self._client_name(name)
+        for other in STRUCTURE:
+            if other in self.values:
+                raise Problem(
+                    "invalid_parameter",
+                    f"{field_name}: cannot be combined with {self._client_name(other)}",
+                    field_name,
+                )
+
+    def _tools(self) -> None:
+        check_tools(self.call, self.tools)
+        names = [tool["function"]["name"] for tool in self.tools]
+        wanted = self.choice["function"]["name"] if isinstance(self.choice, dict) else None
+        field_name = self._client_name("tool_choice")
+        if self.choice == "none":
+            self.tools = []
+        elif self.choice == "auto":
+            self._calls_or_text_grammar()
+            if self.tools and CALL_FORMATS[self.call.state.facts.tool_format].control:
+                # The tags of a call are control tokens, and the parser needs their text.
+                self.values.setdefault("skip_special", False)
+        else:
+            if not self.tools:
+                raise Problem(
+                    "invalid_parameter",
+                    f"{field_name}: requires a call, but the request has no tools",
+                    field_name,
+                )
+            if wanted is not None and wanted not in names:
+                raise Problem(
+                    "invalid_parameter",
+                    f"{field_name}: names a function that is not in tools",
+                    field_name,
+                )
+            self._check_single_grammar("tool_choice")
+            self._name_tools(wanted)
+            many = wanted is None and not self.single
+            self.values["json_schema"] = forced_schema(self.tools, wanted, many=many)
+            self.forced = True
+
+    def _calls_or_text_grammar(self) -> None:
+        """For strict tools or a JSON response format, set a grammar that allows valid calls or the
+        constrained text."""
+        schema = self.values.get("json_schema")
+        strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
+        if not self.tools or not (strict or schema is not None):
+            return
+        if strict and any(name in self.values for name in STRUCTURE if name != "json_schema"):
+            where = f"tools[{strict[0]}].function.strict"
+            raise Problem(
+                "invalid_parameter",
+                f"{where}: cannot be combined with regex, grammar or choice",
+                where,
+            )
+        grammar = call_or_text(
+            self.tools, self.call.state.facts.tool_format, single=self.single, text=schema
+        )
+        if grammar is None:
+            where = (
+                f"tools[{strict[0]}].function.strict"
+                if strict
+                else self._client_name("response_format")
+            )
+            raise Problem(
+                "unsupported_parameter",
+                f"{where}: not supported with tool_choice auto for this model's tool format",
+                where,
+            )
+        self.values.pop("json_schema", None)
+        self.values["grammar"] = grammar
+        self.names["grammar"] = "tools"
+        self._name_tools(None)
+
+    def _name_tools(self, wanted: str | None) -> None:
+        """Errors about the schema are about the parameters of one of these tools."""
+        self.names["json_schema"] = "tools"
+        placed = [{**tool, "place": place} for place, tool in enumerate(self.tools)]
+        self.call.tools = [t for t in placed if wanted in (None, t["function"]["name"])]
+
+    def _check_continued(self) -> None:
+        if self.continues and any(name in self.values for name in STRUCTURE):
+            field_name = self._client_name("messages")
+            raise Problem(
+                "invalid_parameter",
+                f"{field_name}: structured output and tool_choice are not supported when the last "
+                "message is continued",
+                field_name,
+            )
+
+    def submit(self, stream: bool, num_ctx: int | None = None, open_end: bool = False) -> None:
+        message = Generate(
+            self.call.next_id(),
+            self.call.tenant,
+            self.params,
+            stream,
+            messages=self.messages,
+            template=self.template,
+            num_ctx=num_ctx,
+            open_end=open_end,
+            explain_rows=self.rows,
+        )
+        self.call.submit(message)
+
+    def parser(self) -> ToolParser | None:
+        """A tool-call parser for one choice; None if the request has no tools."""
+        if not self.tools:
+            return None
+        functions = (tool["function"] for tool in self.tools)
+        tools = {function["name"]: function.get("parameters") for function in functions}
+        form = self.call.state.facts.tool_format
+        return ToolParser(
+            form, tools, forced=self.forced, single=self.single, midway=self.continues
+        )
+
+    def pieces(self, text: str) -> list[tuple[str, Any]]:
+        """The texts and tool calls of a complete output, in its order."""
+        parser = self.parser()
+        if parser is None:
+            return [("text", text)] if text else []
+        return [*parser.push(text), *parser.finish()]
+
+    def read(self, text: str) -> tuple[str, list[ParsedCall]]:
+        """Split a complete output into text and tool calls."""
+        found = self.pieces(text)
+        return "".join(v for kind, v in found if kind == "text"), [
+            v for kind, v in found if kind == "call"
+        ]
+
+
+def check_tools(call: RequestContext, tools: Sequence[Mapping[str, Any]]) -> None:
+    limit = call.state.limits.max_tools
+    if len(tools) > limit:
+        raise Problem(
+            "invalid_parameter",
+            f"tools: {len(tools)} tools are above this server's limit of {limit}",
+            "tools",
+        )
+    if len({tool["function"]["name"] for tool in tools}) < len(tools):
+        raise Problem("invalid_parameter", "tools: two tools have the same name", "tools")
+
+
+def conversation(
+    call: RequestContext,
+    body: Mapping[str, Any],
+    tools: Sequence[Mapping[str, Any]],
+    names: Mapping[str, str],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Messages and options for the chat template, after checking the server's limits.
+
+    Also sets the client's field names on the request context, so that later errors of the engine
+    name the right field."""
+    messages, facts = body["messages"], call.state.facts
+    limit, field_name = call.state.limits.max_messages, names.get("messages", "messages")
+    if len(messages) > limit:
+        raise Problem(
+            "invalid_parameter",
+            f"{field_name}: {len(messages)} messages are above this server's limit of {limit}",
+            field_name,
+        )
+    if not facts.has_template:
+        raise Problem(
+            "unsupported_parameter", f"{field_name}: {NO_TEMPLATE[facts.task]}", field_name
+        )
+    made = template_messages(messages, tools, facts)
+    for message in made:
+        to_params.check_text_length(field_name, message["content"] or "", facts)
+    check_reserved(body)
+    template = thinking_variables(facts, body, names, call.notices)
+    if tools and facts.template_tools:
+        template["tools"] = tools
+    if body.get("continue_final"):
+        template["continue_final"] = True
+    elif body.get("add_generation_prompt") is False:
+        template["add_generation_prompt"] = False
+    # The engine's prompt is made from the messages, so errors about it name that field.
+    call.names = {"prompt": field_name, **names}
+    call.shift = len(made) - len(messages)
+    return made, template
+
+
+async def count_tokens(
+    call: RequestContext, body: Mapping[str, Any], names: Mapping[str, str]
+) -> int:
+    """Number of prompt tokens of a request in chat fields."""
+    tools = [] if body.get("tool_choice") == "none" else body.get("tools", [])
+    check_tools(call, tools)
+    messages, template = conversation(call, body, tools, names)
+    call.submit(Tokenize(call.next_id(), call.tenant, messages=messages, template=template))
+    (done,) = await call.results(Tokenized)
+    return len(done.token_ids)
+
+
+def continued(body: dict[str, Any]) -> dict[str, Any]:
+    """The body with `continue_final` set if the model continues the last message.
+
+    A last message of the assistant is continued, unless the request asks for a new turn."""
+    last = body["messages"][-1]
+    wanted, new_turn = body.get("continue_final_message"), body.get("add_generation_prompt")
+    if wanted and new_turn:
+        raise Problem(
+            "invalid_parameter",
+            "continue_final_message: cannot be combined with add_generation_prompt: true",
+            "continue_final_message",
+        )
+    if wanted and last["role"] != "assistant":
+        raise Problem(
+            "invalid_parameter",
+            "continue_final_message: the last message is not one of the assistant",
+            "continue_final_message",
+        )
+    if wanted is None and new_turn is None:
+        wanted = last["role"] == "assistant" and not last.get("tool_calls")
+    return {**body, "continue_final": bool(wanted)}
+
+
+def check_reserved(body: Mapping[str, Any]) -> None:
+    """Reject template variables that the server sets. The engine process rejects those that the
+    template does not read."""
+    for name in RESERVED:
+        if name in (body.get("chat_template_kwargs") or ()):
+            raise Problem(
+                "invalid_parameter",
+                f"chat_template_kwargs.{name}: is set by the server",
+                "chat_template_kwargs",
+            )

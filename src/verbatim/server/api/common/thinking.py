@@ -1,0 +1,56 @@
+"""Switches of a reasoning model: `reasoning_effort`, `think` and `thinking` as template variables.
+
+In: the request in chat fields and the model's facts. Out: variables for the chat template, or an
+error that names the field: what the template cannot switch is refused (text/reasoning/thinking_switches.py),
+and what holds anyway becomes a notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import ModelFacts
+from verbatim.text.reasoning.thinking_switches import (
+    BOOLEAN_SWITCHES,
+    LEVEL,
+    SWITCHES,
+    effort_variables,
+    switch_variables,
+)
+
+
+def thinking_variables(
+    facts: ModelFacts, body: Mapping[str, Any], names: Mapping[str, str], notices: list[str]
+) -> dict[str, Any]:
+    """Template variables of a request: chat_template_kwargs, `reasoning_effort` and `think`."""
+    made: dict[str, Any] = {}
+    switches, thinks = facts.thinking_switches, facts.thinks
+    given = dict(body.get("chat_template_kwargs") or {})
+    why = "always reasons" if thinks else "does not reason"
+    said = []  # fields without an effect
+    if (effort := body.get("reasoning_effort")) is not None:
+        field = names.get("reasoning_effort", "reasoning_effort")
+        if switches or thinks:
+            made |= effort_variables(switches, thinks, effort, field)
+        said += [] if switches else [field]
+    if (think := body.get("think")) is not None:
+        field = names.get("think", "think")
+        made |= switch_variables(switches, thinks, think, field)
+        said += [] if switches else [field]
+    for name in SWITCHES if not switches else ():
+        if name in given and (given[name] == thinks or (name == LEVEL and not thinks)):
+            del given[name]
+            said.append(f"chat_template_kwargs.{name}")
+    notices += [f"{field}: has no effect; this model {why}" for field in said]
+    for name in BOOLEAN_SWITCHES:  # in a template the text "false" would be true
+        if isinstance(given.get(name), str):
+            field = f"chat_template_kwargs.{name}"
+            raise Problem("invalid_parameter", f"{field}: true or false is needed", field)
+    for name, value in made.items():
+        if given.get(name, value) != value:
+            field = f"chat_template_kwargs.{name}"
+            message = f"{field}: contradicts reasoning_effort or think; send one of them"
+            raise Problem("invalid_parameter", message, field)
+    return given | made

@@ -1,0 +1,412 @@
+"""Tool calls: render tools into the prompt, and parse calls out of the output.
+
+In: the request's tools and messages, the model's format (tool_format.py), then the output text,
+delta by delta. Out: messages for the chat template, then text and calls, each as soon as it is
+certain. A call that cannot be parsed stays text, so nothing of the output is lost.
+
+    hermes   <tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>, or the XML of Qwen3-Coder
+             or GLM between the tags
+    mistral  [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...], or [TOOL_CALLS]NAME[ARGS]{...}
+    llama3   {"name": ..., "parameters": {...}}
+    further  tags and notations of their own (call_formats.py)
+    any      an output that consists of one such object, or a list of them
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.base.json_io import dumps_lossless, loads_lossless, loads_strict
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import ModelFacts
+from verbatim.text.reasoning.tag_splitter import partial_tag_length
+from verbatim.text.tools.call_formats import CALL_FORMATS, HERMES, Tools
+from verbatim.text.tools.tool_calls import redundant_names
+
+OPEN, CLOSE = HERMES.open, HERMES.close
+_NEXT_ITEM = re.compile(r"\s*[\[,]\s*")
+PREAMBLE = (
+    "You can call these functions:\n{tools}\n"
+    "To call one, answer with a JSON object between tags:\n"
+    '<tool_call>\n{{"name": NAME, "arguments": {{...}}}}\n</tool_call>'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCall:
+    name: str
+    arguments: str  # JSON text, as in OpenAI's API
+    id: str = field(default_factory=lambda: "call_" + secrets.token_hex(12))
+
+    @property
+    def text(self) -> str:
+        name = json.dumps(self.name, ensure_ascii=False)
+        return f'{{"name": {name}, "arguments": {self.arguments}}}'
+
+
+# ------------------------------------------------------------------------- to the template
+
+
+def plain_text(content: Any) -> str:
+    """Content as one string. Text parts are joined without a separator, as OpenAI does."""
+    if isinstance(content, list):
+        return "".join(part.get("text", part.get("refusal", "")) for part in content)
+    return content or ""
+
+
+def template_messages(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], facts: ModelFacts
+) -> list[dict[str, Any]]:
+    """OpenAI messages in the form that chat templates expect.
+
+    If the template does not support tools, a system message describes them. If it does not support
+    earlier calls, they are rendered as text. So nothing that the client sent is dropped."""
+    out: list[dict[str, Any]] = []
+    redundant = redundant_names(messages)
+    for message in messages:
+        role = "system" if message["role"] == "developer" else message["role"]
+        made: dict[str, Any] = {
+            "role": role,
+            "content": plain_text(message.get("content")) + message.get("refusal", ""),
+        }
+        # Templates that do not read these keys reject them (text/templates/chat_template.py).
+        for key in ("name", "reasoning_content"):
+            if key in message:
+                made[key] = message[key]
+        calls = message.get("tool_calls") or []
+        if calls and facts.template_calls:
+            made["tool_calls"] = [
+                {
+                    "id": c["id"],
+                    "type": "function",
+                    "function": {
+                        "name": c["function"]["name"],
+                        "arguments": _object(c["function"]["arguments"]),
+                    },
+                }
+                for c in calls
+            ]
+            if message.get("content") is None:
+                made["content"] = None  # some templates detect calls by content None
+        elif calls:
+            made["content"] += "".join(
+                f"{OPEN}\n{_call_json(c['function'])}\n{CLOSE}" for c in calls
+            )
+        if "tool_call_id" in message and facts.template_calls:
+            made["tool_call_id"] = message["tool_call_id"]
+        elif len(out) in redundant:
+            del made["name"]  # the rendered call already has the name
+        out.append(made)
+    if tools and not facts.template_tools:
+        _add_tools_preamble(out, tools)
+    return out
+
+
+def _add_tools_preamble(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+    text = PREAMBLE.format(
+        tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
+    )
+    if messages and messages[0]["role"] == "system":
+        messages[0] = {**messages[0], "content": f"{messages[0]['content']}\n\n{text}"}
+    else:
+        messages.insert(0, {"role": "system", "content": text})
+
+
+def _object(arguments: str) -> Any:
+    """Arguments as a JSON value for the template; the original text if parsing would lose data."""
+    try:
+        return loads_strict(arguments)
+    except ValueError:
+        return arguments
+
+
+def _call_json(function: Mapping[str, Any]) -> str:
+    return json.dumps(
+        {"name": function["name"], "arguments": _object(function["arguments"])}, ensure_ascii=False
+    )
+
+
+def forced_schema(
+    tools: Sequence[Mapping[str, Any]], name: str | None, *, place: str = "#", many: bool = False
+) -> dict[str, Any]:
+    """A JSON schema, to stand at `place`, that allows only valid calls: of the named tool, or of
+    any tool. `many`: a list of them, at least one."""
+    if many:
+        call = forced_schema(tools, name, place=f"{place}/items")
+        return {"type": "array", "items": call, "minItems": 1}
+    functions = [
+        tool["function"] for tool in tools if name is None or tool["function"]["name"] == name
+    ]
+    if len(functions) == 1:
+        return _call_schema(functions[0], place)
+    calls = [_call_schema(function, f"{place}/anyOf/{i}") for i, function in enumerate(functions)]
+    return {"anyOf": calls}
+
+
+def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+    arguments = _rebase_refs(
+        function.get("parameters") or {"type": "object"}, f"{place}/properties/arguments"
+    )
+    return {
+        "type": "object",
+        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
+        "required": ["name", "arguments"],
+        "additionalProperties": False,
+    }
+
+
+# The place of a tool's parameters in a forced schema, and the index among several tools
+_PARAMETERS = re.compile(
+    r"#(?:/anyOf/\d+(?=/items))?(?:/items)?(?:/anyOf/(\d+))?/properties/arguments"
+)
+
+
+def name_tool(
+    problem: Problem, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]
+) -> Problem:
+    """An error about the schema of calls as one about the parameters of a tool. `tools`: those that
+    may be called, with their places in the request as `place`. `names`: the client's field names.
+    """
+    found = _PARAMETERS.search(problem.message)
+    index = int(found[1] or 0) if found else 0
+    if problem.param != "tools" or (found is None and len(tools) > 1):
+        return problem
+    field = names.get("tools.parameters", "function.parameters")
+    where = f"tools[{tools[index]['place']}].{field}"
+    why = _PARAMETERS.sub("#", problem.message.removeprefix("tools: "))
+    for ours in ("grammar: ", "json_schema: ", "%json: "):
+        why = why.removeprefix(ours)
+    name = tools[index]["function"]["name"]
+    return Problem(
+        problem.code, f"{where}: of the tool {name!r}, {why}", where, problem.retry_after
+    )
+
+
+# keywords whose members are schemas
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("const", "enum", "default", "examples")  # keywords whose value is never a schema
+
+
+def _rebase_refs(schema: Any, place: str) -> Any:
+    """Rebase the references (`#`, `#/$defs/X`) of a root schema that is now nested at `place`."""
+    if isinstance(schema, list):
+        return [_rebase_refs(item, place) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    out: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            out[key] = place + value[1:]
+        elif key in BY_NAME and isinstance(value, dict):
+            out[key] = {name: _rebase_refs(item, place) for name, item in value.items()}
+        else:
+            out[key] = value if key in VALUES else _rebase_refs(value, place)
+    return out
+
+
+def call_or_text(
+    tools: Sequence[Mapping[str, Any]], form: str, *, single: bool, text: Any = None
+) -> str | None:
+    """A grammar that allows valid calls in the model's format, or text without calls.
+
+    With `text`, the alternative is JSON under that schema. None for formats whose tags are control
+    tokens, which a grammar cannot express."""
+    if CALL_FORMATS[form].control:
+        return None
+    if form == "llama3":  # a call has no tags, and several are a list
+        options: list[Any] = [forced_schema(tools, None, place="#/anyOf/0")]
+        if not single:
+            options.append(forced_schema(tools, None, place="#/anyOf/1", many=True))
+        if text is not None:
+            options.append(_rebase_refs(text, f"#/anyOf/{len(options)}"))
+            return _lark([("", "", "body")], f"start: body\n{_json_rule('body', options)}")
+        free = "start: TEXT? | body\nTEXT: /[^{\\[](.|\\n)*/\n"
+        return _lark([("", "{[", "body")], f"{free}{_json_rule('body', options)}")
+    documents = [(f"{OPEN}\n", "", "body")]
+    if text is None:
+        plain = f"text: TEXT?\nTEXT: /[^<](.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n"
+    else:
+        plain = f"text: %json {json.dumps(text)}\n"
+        documents.append(("", "", "text"))
+    calls = "calls: call\n" if single else 'calls: call ("\\n" call)*\n'
+    call = f'call: "{OPEN}\\n" body "\\n{CLOSE}"\n'
+    body = f"body: %json {json.dumps(forced_schema(tools, None))}\n"
+    return _lark(documents, f"start: text | calls\n{calls}{call}{body}{plain}")
+
+
+def _json_rule(name: str, options: list[Any]) -> str:
+    return f"{name}: %json {json.dumps({'anyOf': options})}\n"
+
+
+def _lark(documents: list[tuple[str, str, str]], rules: str) -> str:
+    """A grammar that names the places of its documents, whose schemas the engine then follows
+    beyond what a grammar can enforce: (text before, first characters, rule) of each."""
+    return f"// documents: {json.dumps(documents)}\n{rules}"
+
+
+# --------------------------------------------------------------------------- from the text
+
+
+def read_calls(text: str, names: Container[str]) -> list[ParsedCall]:
+    """Parse JSON into calls: an object, or a list of objects, with a known name and an object of
+    arguments. [] if it is anything else."""
+    try:
+        data = loads_lossless(text)
+    except ValueError:
+        return []
+    calls = []
+    for item in data if isinstance(data, list) else [data]:
+        if (
+            not isinstance(item, dict)
+            or not isinstance(item.get("name"), str)
+            or item["name"] not in names
+        ):
+            return []
+        arguments = item.get("arguments", item.get("parameters", {}))
+        if isinstance(arguments, str):  # some models write the arguments as a JSON string
+            try:
+                arguments = loads_lossless(arguments)
+            except ValueError:
+                return []
+        if not isinstance(arguments, dict):
+            return []
+        calls.append(ParsedCall(item["name"], dumps_lossless(arguments)))
+    return calls
+
+
+def _end_of_items(text: str) -> int:
+    """Where the last complete item ends in a list that a token limit cut.
+
+    >>> _end_of_items('[{"a": 1}, {"b')
+    9
+    """
+    end, decoder = 0, json.JSONDecoder()
+    try:
+        while start := _NEXT_ITEM.match(text, end):
+            end = decoder.raw_decode(text, start.end())[1]
+    except (ValueError, RecursionError):
+        pass
+    return end
+
+
+class ToolParser:
+    """Incremental parser. push(text) and finish() return ("text", str) and ("call", ParsedCall) in
+    the order of the output. `tools`: name -> JSON schema of the parameters."""
+
+    def __init__(
+        self,
+        form: str,
+        tools: Tools,
+        *,
+        forced: bool = False,
+        single: bool = False,
+        midway: bool = False,
+    ) -> None:
+        self._format = CALL_FORMATS[form]
+        self._open, self._close = self._format.open, self._format.close
+        self._tools = tools
+        self._single, self._forced = single, forced
+        self._held = ""
+        self._at = 0  # offset of `_held` in the output, in characters
+        self._inside = False
+        self._called = False  # the last thing parsed was a call
+        self._fresh = True  # no text yet, or none since the last call
+        self._whole = forced  # hold all text: only the end shows whether it is a call
+        self._begun = forced or midway  # midway: the output continues a given message
+        self.calls = 0
+        # (start, end) offset in the output of each text that was returned
+        self.spans: list[tuple[int, int]] = []
+
+    def push(self, text: str) -> list[tuple[str, Any]]:
+        self._held += text
+        if not self._begun:
+            start = self._held.lstrip()
+            if not start or (len(start) < len(self._open) and self._open.startswith(start)):
+                return []  # too short to tell text from a call
+            self._begun = True
+            self._whole = start[0] in "{[" and not start.startswith(self._open)
+        return [] if self._whole else self._scan()
+
+    def finish(self) -> list[tuple[str, Any]]:
+        """Parse what is held at the end of the output: a complete call, or text."""
+        if not self._held or (self._fresh and self.calls and not self._held.strip()):
+            return []
+        body = self._held.lstrip().removeprefix(self._open) if self._inside else self._held
+        found = self._limit_calls(self._read(body)) if self._whole or self._inside else []
+        size = len(self._held)
+        if not found and self._forced:
+            size = _end_of_items(self._held)
+            found = self._limit_calls(read_calls(self._held[:size] + "]", self._tools))
+        if not found:
+            return [self._text(len(self._held))]
+        self._take(size)
+        return [*found, self._text(len(self._held))] if self._held else found
+
+    def _read(self, body: str, *, closed: bool = False) -> list[ParsedCall]:
+        """Parse the text of a call without its opening tag. `closed`: its closing tag follows."""
+        body = body.strip()
+        found = read_calls(body, self._tools)
+        read = self._format.read
+        if found or not self._inside or read is None or (self._format.needs_close and not closed):
+            return found
+        made = read(body, self._tools)
+        return [ParsedCall(name, dumps_lossless(arguments)) for name, arguments in made]
+
+    def _take(self, size: int) -> str:
+        taken, self._held = self._held[:size], self._held[size:]
+        self._at += size
+        return taken
+
+    def _text(self, size: int) -> tuple[str, str]:
+        self._fresh = False
+        self.spans.append((self._at, self._at + size))
+        return "text", self._take(size)
+
+    def _scan(self) -> list[tuple[str, Any]]:
+        out: list[tuple[str, Any]] = []
+        while self._held:
+            if self._called:  # line ends between calls belong to the format
+                self._take(len(self._held) - len(self._held.lstrip("\n")))
+                if not self._held:
+                    break
+                self._called = False
+            if not self._inside:
+                at = self._held.find(self._open)
+                safe = (
+                    at if at >= 0 else len(self._held) - partial_tag_length(self._held, self._open)
+                )
+                # White space before a call belongs to the format, so it waits for what follows.
+                if safe and not (self._fresh and not self._held[:safe].strip()):
+                    out.append(self._text(safe))
+                if at < 0:
+                    break
+                self._inside = True
+            end = self._held.find(self._close) if self._close else -1
+            if end < 0:
+                break
+            body = self._held[:end].lstrip().removeprefix(self._open)
+            found = self._limit_calls(self._read(body, closed=True))
+            size = end + len(self._close)
+            if found:
+                self._take(size)
+                self._fresh = True
+            out += found or [self._text(size)]
+            self._inside, self._called = False, bool(found)
+        return out
+
+    def _limit_calls(self, calls: list[ParsedCall]) -> list[tuple[str, Any]]:
+        """Limit to one call for parallel_tool_calls: false. Further calls stay text."""
+        if self._single and self.calls:
+            return []
+        kept = calls[:1] if self._single else calls
+        self.calls += len(kept)
+        # Calls rendered back to text contain no output token: empty spans.
+        self.spans += [(self._at, self._at)] * (len(calls) - len(kept))
+        return [("call", call) for call in kept] + [
+            ("text", call.text) for call in calls[len(kept) :]
+        ]

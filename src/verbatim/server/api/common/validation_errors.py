@@ -1,0 +1,175 @@
+"""Turn the errors of pydantic into one Problem: the most useful one, in the client's own terms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from verbatim.base.migration_hints import PARAMETERS
+from verbatim.server.api.common.field_table import OTHER_NAMES
+from verbatim.server.api.common.json_body import format_path
+from verbatim.server.api.ollama.ollama_schemas import REFUSED_OPTIONS
+from verbatim.server.problem import Problem
+
+SHOULD = "Input should be "  # how pydantic's messages start
+
+TYPE_MISMATCHES = (
+    "string_type",
+    "int_type",
+    "float_type",
+    "bool_type",
+    "list_type",
+    "dict_type",
+    "model_type",
+    "literal_error",
+)
+
+# content part types that are not text, in all protocols
+MEDIA = (
+    "image_url",
+    "input_image",
+    "image",
+    "image_file",
+    "input_audio",
+    "audio",
+    "video_url",
+    "input_video",
+    "video",
+    "file",
+    "input_file",
+    "document",
+)
+
+
+def problem_of(error: ValidationError, data: Any, options: Collection[str] = ()) -> Problem:
+    """Choose the most useful of pydantic's errors. `options`: the names of Ollama's options.
+
+    The deepest path wins, because a union reports errors for every branch. At equal depth, an error
+    that is not a mere type mismatch wins."""
+    paths = [(_path(e, data), e) for e in error.errors(include_url=False)]
+    # A built-in tool: report its type, not the function fields that it lacks.
+    for path, complaint in paths:
+        if path[:1] == ["tools"] and path[2:] == ["type"] and isinstance(complaint["input"], str):
+            kind = complaint["input"][:64]
+            where = format_path(path)
+            return Problem(
+                "unsupported_parameter",
+                f"{where}: {kind!r} tools are not supported; {_message(complaint)}",
+                where,
+            )
+    media = next((found for path, _ in paths if (found := _media_at(path, data))), None)
+    if media is not None:
+        where, kind = media
+        return Problem(
+            "unsupported_parameter", f"only text input is supported; {where} is {kind}", where
+        )
+    path, chosen = max(
+        paths, key=lambda item: (len(item[0]), item[1]["type"] not in TYPE_MISMATCHES)
+    )
+    if chosen["type"].startswith("union_tag_"):  # a missing or unknown role or type
+        path.append(chosen["ctx"]["discriminator"].strip("'"))
+        if chosen["type"] == "union_tag_invalid":
+            expected, got = chosen["ctx"]["expected_tags"], chosen["ctx"]["tag"]
+            param = format_path(path)
+            return Problem(
+                "invalid_parameter",
+                f"{param}: input should be one of {expected} (got {got!r:.40})",
+                param,
+            )
+        chosen["type"] = "missing"
+    param = format_path(path)
+    if len(path) == 2 and path[0] == "options" and path[1] in REFUSED_OPTIONS:
+        why = REFUSED_OPTIONS[str(path[1])]
+        return Problem("unsupported_parameter", f"{param}: not supported; {why}", param)
+    if chosen["type"] == "missing":
+        return Problem("missing_parameter", f"{param}: is required", param=param)
+    if chosen["type"] == "extra_forbidden":
+        near = suggestion(str(path[1]), options) if path[:-1] == ["options"] else ""
+        return Problem("unknown_parameter", f"{param}: unknown field{near}", param=param)
+    accepted = ""
+    # The branches of a union: all that would be accepted.
+    kinds = dict.fromkeys(
+        _kind(e) for where, e in paths if where == path and e["type"] in TYPE_MISMATCHES
+    )
+    if chosen["type"] in TYPE_MISMATCHES and all(kind.startswith(SHOULD) for kind in kinds):
+        accepted = SHOULD + " or ".join(kind.removeprefix(SHOULD) for kind in kinds)
+    return Problem("invalid_parameter", f"{param}: {_message(chosen, accepted)}", param=param)
+
+
+def suggestion(name: str, table: Collection[str]) -> str:
+    """The field of `table` that an unknown name may have meant, as the end of a sentence."""
+    from difflib import get_close_matches
+
+    near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
+    # The library's answer to the name, if this route has every field that the answer names
+    hint = PARAMETERS.get(name, "")
+    words = set(re.findall(r"\w+", hint.removeprefix("write "))) - {"or"}
+    if not near and hint.startswith("write ") and words <= set(table):
+        return f"; {hint}"
+    near = near or get_close_matches(name[:64], table, 1, cutoff=0.7)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:
+    """(path, kind) of a non-text part on the path of an error. pydantic only reports that it is not
+    a text part."""
+    if path[:1] not in (["messages"], ["input"], ["system"]):
+        return None
+    here = data
+    for i, step in enumerate(path):
+        part = isinstance(here, list)
+        here = here[step] if part else here.get(step)  # None: a missing key, which is the last step
+        if part and isinstance(here, dict) and here.get("type") in MEDIA:
+            return format_path(
+                path[: i + 1]
+            ), f"{'an' if here['type'][0] in 'aeiou' else 'a'} {here['type']}"
+        if step == "images" and here:
+            return format_path(path[: i + 1]), "a list of images"
+    return None
+
+
+def _path(error: ErrorDetails, data: Any) -> list[str | int]:
+    """pydantic's location without union branch names: only steps that exist in the data."""
+    out: list[str | int] = []
+    here = data
+    location = error["loc"]
+    for i, step in enumerate(location):
+        last = i == len(location) - 1
+        if isinstance(here, dict) and not last and _is_tag(here, step, location[i + 1]):
+            continue
+        if (isinstance(here, dict) and step in here) or (
+            isinstance(here, list) and isinstance(step, int) and step < len(here)
+        ):
+            here = here[step]  # type: ignore[index]
+            out.append(step)
+        elif error["type"] == "missing" and last:
+            out.append(step)
+    return out
+
+
+def _is_tag(here: dict[str, Any], step: int | str, following: int | str) -> bool:
+    """Whether a step of pydantic's location is the tag of a union's branch, and not a field. A part
+    {"type": "text", "text": ..} has both; the value of the field shows where the next step is."""
+    if not isinstance(step, str) or step != here.get("type"):
+        return False
+    value = here.get(step)
+    inside = isinstance(value, dict) and following in value
+    return isinstance(value, str) or (following in here and not inside)
+
+
+def _kind(error: ErrorDetails) -> str:
+    """pydantic's message, without the name of our class."""
+    if error["type"] in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{SHOULD}an object"
+    return error["msg"]
+
+
+def _message(error: ErrorDetails, message: str = "") -> str:
+    value = repr(error["input"])
+    shown = value if len(value) <= 40 else value[:37] + "..."
+    message = message or _kind(error)
+    return f"{message[0].lower()}{message[1:]} (got {shown})"

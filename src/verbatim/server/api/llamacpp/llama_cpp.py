@@ -1,0 +1,219 @@
+"""llama.cpp's /completion, /props and /apply-template.
+
+In: a checked request by llama.cpp's field names, translated into SamplingParams. Out: llama.cpp's
+JSON objects, or events with one of them each. A prompt is in the model's own format, as llama.cpp
+takes it: the text of a control token is that token, unless parse_special is false.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim import __version__
+from verbatim.base.params import SamplingParams
+from verbatim.server.api.common import to_params
+from verbatim.server.api.common.chat_request import check_tools, continued, conversation
+from verbatim.server.api.common.default_params import default_params
+from verbatim.server.api.common.generate import (
+    chat_logprobs,
+    choice_deltas,
+    extra_fields,
+    observe_latency,
+    warnings_of,
+)
+from verbatim.server.api.common.request_context import (
+    KEEP_ALIVE,
+    EventStream,
+    Json,
+    RequestContext,
+    sse,
+)
+from verbatim.server.api.llamacpp.local_fields import LLAMA_COMPLETION
+from verbatim.server.api.openai.completions import prompts_of
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import (
+    Detokenized,
+    Generate,
+    Generated,
+    Tokenize,
+    WireFinish,
+)
+
+# our parameter -> llama.cpp's field, for error messages
+NAMES = {
+    rule.param: name for name, rule in LLAMA_COMPLETION.items() if rule.param and rule.param != name
+} | {"max_tokens": "n_predict", "logprobs": "n_probs"}
+STOP_TYPES = {"length": "limit", "loop": "eos", "cancel": "none"}
+
+
+def sampling(body: dict[str, Any]) -> dict[str, Any]:
+    values = to_params.sampling_values(body, LLAMA_COMPLETION)
+    values |= to_params.penalty_window(body.get("repeat_last_n"))
+    if body.get("dry_penalty_last_n", -1) == 0:
+        values["dry_multiplier"] = 0.0
+    elif body.get("dry_penalty_last_n", -1) > 0:
+        values["dry_range"] = body["dry_penalty_last_n"]
+    if body.get("seed") == -1:  # the server chooses
+        del values["seed"]
+    if body.get("n_predict", -1) >= 0:
+        values["max_tokens"] = body["n_predict"]
+    if body.get("n_probs"):
+        values["logprobs"] = body["n_probs"]
+    bias = body.get("logit_bias")
+    if bias:
+        values["logit_bias"] = {str(token): value for token, value in bias if value is not False}
+        values["banned_token_ids"] = [token for token, value in bias if value is False]
+    return values
+
+
+def generation_settings(params: SamplingParams) -> dict[str, Any]:
+    """The parameters in force by llama.cpp's names."""
+
+    def plain(name: str) -> Any:
+        value = getattr(params, name)
+        return list(value) if isinstance(value, tuple) else value
+
+    return {
+        "n_predict": params.max_tokens or -1,
+        "seed": -1 if params.seed is None else params.seed,
+        **{name: plain(rule.param) for name, rule in LLAMA_COMPLETION.items() if rule.param},
+        "repeat_last_n": params.penalty_range or -1,
+        "dry_penalty_last_n": params.dry_range or -1,
+        "stop": plain("stop"),
+        "n_probs": params.logprobs or 0,
+        "logit_bias": [[token, value] for token, value in dict(params.logit_bias).items()]
+        + [[token, False] for token in params.banned_token_ids],
+    }
+
+
+class LlamaReply:
+    def __init__(self, call: RequestContext, body: dict[str, Any], params: SamplingParams) -> None:
+        self.call = call
+        self.body = body
+        self.params = params
+        self.model = call.state.check_model(body.get("model"))
+
+    def probabilities(self, logprobs: Any) -> dict[str, Any]:
+        """llama.cpp's completion_probabilities: log-probabilities in the shape of chat."""
+        top = self.body.get("n_probs")
+        return {"completion_probabilities": chat_logprobs(logprobs, top)} if top else {}
+
+    def closing(self, finish: WireFinish | None) -> dict[str, Any]:
+        """Everything after the text: why it ended, settings, counts and times."""
+        done = self.call.runs[0].generated
+        assert done is not None
+        observe_latency(self.call)
+        usage, times = done.usage, done.timings
+        computed = usage.prompt_tokens - usage.cached_tokens
+        prompt_ms = max(times.first_token - times.queued, 0) * 1e3
+        predicted_ms = max(times.total - times.first_token, 0) * 1e3
+        word = finish.detail if finish is not None and finish.stop_string else ""
+        reason = "stop" if finish is None else finish.reason
+        return {
+            "id_slot": -1,
+            "model": self.model,
+            "tokens_predicted": usage.output_tokens,
+            "tokens_evaluated": usage.prompt_tokens,
+            "generation_settings": generation_settings(self.params),
+            "has_new_line": any("\n" in choice.text for choice in done.choices),
+            "truncated": False,
+            "stop_type": "word" if word else STOP_TYPES.get(reason, "eos"),
+            "stopping_word": word,
+            "tokens_cached": usage.cached_tokens,
+            "timings": {
+                "prompt_n": computed,
+                "prompt_ms": prompt_ms,
+                "prompt_per_second": computed / prompt_ms * 1e3 if prompt_ms else 0.0,
+                "predicted_n": usage.output_tokens,
+                "predicted_ms": predicted_ms,
+                "predicted_per_second": times.decode_rate(usage.output_tokens),
+            },
+            "seed": done.seed,
+            "system_fingerprint": done.fingerprint,
+            **extra_fields(self.call),
+        }
+
+    async def full_response(self) -> Response:
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        ids = list(choice.token_ids) if self.body.get("return_tokens") else []
+        return Json(
+            {
+                "index": 0,
+                "content": choice.text,
+                "tokens": ids,
+                "stop": True,
+                **self.closing(choice.finish),
+                **self.probabilities(choice.logprobs),
+            }
+        )
+
+    async def events(self) -> AsyncIterator[bytes]:
+        finish: WireFinish | None = None
+        async for piece in choice_deltas(self.call):
+            if piece is None:
+                yield KEEP_ALIVE
+                continue
+            finish = piece.finish or finish
+            if piece.text or piece.logprobs:
+                part = {"index": 0, "content": piece.text, "tokens": [], "stop": False}
+                yield sse({**part, **self.probabilities(piece.logprobs)})
+        if all(run.done is not None for run in self.call.runs):
+            last = {"index": 0, "content": "", "tokens": [], "stop": True}
+            yield sse({**last, **self.closing(finish)})
+
+
+async def completion(call: RequestContext) -> Response:
+    body = await call.body()
+    state = call.state
+    stream = bool(body.get("stream"))
+    if stream and body.get("return_tokens"):
+        raise Problem("unsupported_parameter", "return_tokens: cannot be streamed", "return_tokens")
+    (prompt,) = prompts_of(body["prompt"], "prompt", call)
+    params = to_params.finish_params(
+        sampling(body), limits=state.limits, facts=state.facts, names=NAMES
+    )
+    call.names = NAMES
+    in_force = default_params(state, SamplingParams.from_mapping(params), call.route)
+    made = LlamaReply(call, body, in_force)
+    parse = isinstance(prompt, str) and body.get("parse_special", True)
+    call.submit(Generate(call.next_id(), call.tenant, params, stream, prompt, parse_special=parse))
+    await call.accepted()
+    return EventStream(call, made.events()) if stream else await made.full_response()
+
+
+async def apply_template(call: RequestContext) -> Response:
+    """Render the chat template; return the prompt without generating."""
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    tools = body.get("tools", [])
+    check_tools(call, tools)
+    messages, template = conversation(call, continued(body), tools, {})
+    call.submit(
+        Tokenize(call.next_id(), call.tenant, messages=messages, template=template, render=True)
+    )
+    (done,) = await call.results(Detokenized)
+    return Json({"prompt": done.text, **warnings_of(call)})
+
+
+async def props(call: RequestContext) -> Response:
+    """Facts of the server and its model. The model has its served name, never a path."""
+    facts, name = call.state.facts, call.state.names()[0]
+    settings = generation_settings(default_params(call.state, route="/completion"))
+    return Json(
+        {
+            "default_generation_settings": {"n_ctx": facts.context, "params": settings},
+            "total_slots": facts.slots,
+            "model_alias": name,
+            "model_path": name,
+            "modalities": {"vision": False, "audio": False},
+            "chat_template": facts.template,
+            "bos_token": facts.special_tokens.get("bos_token", ""),
+            "eos_token": facts.special_tokens.get("eos_token", ""),
+            "build_info": f"verbatim {__version__}",
+            "system_fingerprint": facts.fingerprint,
+        }
+    )

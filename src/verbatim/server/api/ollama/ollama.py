@@ -1,0 +1,353 @@
+"""Ollama's /api/chat and /api/generate.
+
+In: a checked Ollama request, translated into OpenAI chat fields. Out: Ollama's JSON objects, one
+per line when streamed. Sampling defaults are the model's, else Ollama's documented ones
+(base/defaults.py). Machine options (num_gpu, num_thread, ...) and a duration as keep_alive cannot
+change a token here: they are accepted, and the answer has a warning that they have no effect.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.base.json_io import dumps, loads_lossless
+from verbatim.server.api.common import to_params
+from verbatim.server.api.common.chat_request import ChatRequest
+from verbatim.server.api.common.generate import (
+    choice_deltas,
+    extra_fields,
+    finish_reason,
+    observe_latency,
+    speculation,
+    warnings_of,
+)
+from verbatim.server.api.common.request_context import (
+    EventStream,
+    Json,
+    RequestContext,
+    is_zero,
+    new_id,
+)
+from verbatim.server.api.llamacpp.local_fields import OLLAMA_CHAT
+from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import Generate, Generated, WireFinish
+
+OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama option -> SamplingParams field
+NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
+    "max_tokens": "options.num_predict",
+    "seed": "options.seed",
+    "json_schema": "format",
+    "response_format": "format",
+    "messages.name": "tool_name",
+    "messages.reasoning_content": "thinking",
+    "reasoning_effort": "think",
+}
+
+
+def sampling(options: dict[str, Any]) -> dict[str, Any]:
+    values = {
+        ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None
+    }
+    values |= to_params.penalty_window(options.get("repeat_last_n"))
+    if options.get("seed", -1) not in (None, -1):  # -1: the server chooses the seed
+        values["seed"] = to_params.positive_seed(options["seed"])
+    length = options.get("num_predict")
+    if length is not None and length > 0:  # -1 and -2 mean up to the context length: the default
+        values["max_tokens"] = length
+    elif length == 0:
+        raise Problem(
+            "invalid_parameter",
+            "options.num_predict: must be at least 1, or negative for no limit",
+            "options.num_predict",
+        )
+    return values
+
+
+def window(call: RequestContext, options: dict[str, Any]) -> tuple[int | None, bool]:
+    """options.num_ctx, and whether num_predict is unset, so that num_ctx limits the output."""
+    num_ctx: int | None = options.get("num_ctx")
+    if num_ctx is None:
+        return None, False
+    context = call.state.facts.context
+    if num_ctx > context:
+        where = "options.num_ctx"
+        raise Problem(
+            "invalid_parameter",
+            f"{where}: {num_ctx} is above this server's context of {context}",
+            where,
+        )
+    return num_ctx, (options.get("num_predict") or -1) < 0
+
+
+def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    out = []
+    for row in rows:
+        made: dict[str, Any] = {"role": row["role"], "content": row.get("content", "")}
+        if row.get("tool_calls"):
+            made["tool_calls"] = [
+                {
+                    "id": c.get("id") or new_id("call_"),
+                    "type": "function",
+                    "function": {
+                        "name": c["function"]["name"],
+                        "arguments": json.dumps(c["function"]["arguments"], ensure_ascii=False),
+                    },
+                }
+                for c in row["tool_calls"]
+            ]
+        if "thinking" in row:
+            made["reasoning_content"] = row["thinking"]
+        if row["role"] == "tool":
+            made["tool_call_id"] = row.get("tool_call_id", "")
+            if "tool_name" in row:
+                made["name"] = row["tool_name"]
+        out.append(made)
+    return out
+
+
+async def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
+    """The answer to a request without a prompt, by which clients load or unload a model."""
+    reason = "load"
+    if is_zero(body.get("keep_alive")):
+        pool = call.state.pool
+        if pool is None:
+            raise Problem(
+                "unsupported_parameter",
+                "keep_alive: this server has one model and does not unload it; stop the server to"
+                " free the memory",
+                "keep_alive",
+            )
+        base = pool.adapters.get(model, model)  # an adapter is unloaded with its model
+        if pool.models[base].pinned:
+            raise Problem(
+                "invalid_parameter",
+                "keep_alive: the model is pinned (--pin) and is not unloaded",
+                "keep_alive",
+            )
+        if not await pool.unload(base):
+            raise Problem("overloaded", "the model is in use; it is not unloaded", retry_after=2)
+        reason = "unload"
+        call.notices = [line for line in call.notices if not line.startswith("keep_alive:")]
+    done = {**empty, "done": True, "done_reason": reason, **warnings_of(call)}
+    return Json({**_head(model), **done})
+
+
+class OllamaReply:
+    """Builds the response lines. The text is in message.content (chat) or response (generate)."""
+
+    def __init__(
+        self, call: RequestContext, body: dict[str, Any], model: str, ask: ChatRequest | None
+    ) -> None:
+        self.call = call
+        self.model = model
+        self.ask = ask
+
+    def line(self, text: str, calls: list[Any], done: bool, thought: str = "") -> dict[str, Any]:
+        thinking = {"thinking": thought} if thought else {}
+        head = {
+            "model": self.model,
+            "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
+        }
+        if self.ask is None or "prompt" in self.ask.body:
+            return {**head, "response": text, **thinking, "done": done}
+        message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
+        if calls:
+            message["tool_calls"] = [
+                {"id": c.id, "function": {"name": c.name, "arguments": loads_lossless(c.arguments)}}
+                for c in calls
+            ]
+        return {**head, "message": message, "done": done}
+
+    def closing(self, finish: WireFinish | None) -> dict[str, Any]:
+        done = self.call.runs[0].generated
+        assert done is not None
+        usage, times = done.usage, done.timings
+        observe_latency(self.call)
+        return {
+            "done_reason": finish_reason(finish) or "stop",
+            "total_duration": int((self.call.load_seconds + times.total) * 1e9),
+            "load_duration": int(self.call.load_seconds * 1e9),
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": int(max(times.first_token - times.queued, 0) * 1e9),
+            "eval_count": usage.output_tokens,
+            "eval_duration": int(max(times.total - times.first_token, 0) * 1e9),
+            "seed": done.seed,
+            "system_fingerprint": done.fingerprint,
+            **speculation(self.call.runs),
+            **extra_fields(self.call),
+        }
+
+    async def full_response(self) -> Response:
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        text, calls = self.ask.read(choice.text) if self.ask is not None else (choice.text, [])
+        line = self.line(text, calls, True, choice.reasoning)
+        return Json({**line, **self.closing(choice.finish)})
+
+    async def events(self) -> AsyncIterator[bytes]:
+        parser = self.ask.parser() if self.ask is not None else None
+        finish: WireFinish | None = None
+        async for piece in choice_deltas(self.call):
+            if piece is None:
+                continue  # a keep-alive: JSON lines have no comment syntax for it
+            finish = piece.finish or finish
+            if piece.reasoning:
+                yield dumps(self.line("", [], False, piece.reasoning)) + b"\n"
+            found = [("text", piece.text)] if parser is None else parser.push(piece.text)
+            if parser is not None and piece.finish is not None:
+                found += parser.finish()
+            for kind, value in found:
+                if value:
+                    line = self.line(
+                        value if kind == "text" else "", [value] if kind == "call" else [], False
+                    )
+                    yield dumps(line) + b"\n"
+        if all(run.done is not None for run in self.call.runs):
+            yield dumps({**self.line("", [], True), **self.closing(finish)}) + b"\n"
+
+
+def error_line(problem: Problem) -> bytes:
+    return dumps({"error": problem.message}) + b"\n"
+
+
+def structure(body: dict[str, Any]) -> dict[str, Any]:
+    form = body.get("format")
+    if not form:
+        return {}
+    if form == "json":
+        return {"response_format": {"type": "json_object"}}
+    return {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "format", "schema": form},
+        }
+    }
+
+
+def thinking(body: dict[str, Any]) -> dict[str, Any]:
+    """`think` in chat fields: true, false, or a level."""
+    think = body.get("think")
+    if isinstance(think, str):
+        return {"reasoning_effort": think}
+    return {} if think is None else {"think": think}
+
+
+async def chat(call: RequestContext) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    if not body["messages"]:
+        return await load_only(call, body, model, {"message": {"role": "assistant", "content": ""}})
+    fields = {
+        **sampling(body.get("options") or {}),
+        **structure(body),
+        **thinking(body),
+        "messages": messages_of(body["messages"]),
+    }
+    last = fields["messages"][-1]
+    fields["continue_final"] = last["role"] == "assistant" and not last.get("tool_calls")
+    if body.get("tools"):
+        fields["tools"] = body["tools"]
+    ask = ChatRequest(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
+    return await _reply(
+        call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
+    )
+
+
+async def generate(call: RequestContext) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    prompt = body.get("prompt", "")
+    if not prompt:
+        return await load_only(call, body, model, {"response": ""})
+    values = sampling(body.get("options") or {})
+    if body.get("raw"):
+        return await _raw(call, body, model, prompt, values)
+    if body.get("parse_special"):
+        raise Problem(
+            "invalid_parameter",
+            "parse_special: only with raw; the chat template adds the control tokens",
+            "parse_special",
+        )
+    system = [{"role": "system", "content": body["system"]}] if "system" in body else []
+    fields = {
+        **values,
+        **structure(body),
+        **thinking(body),
+        "messages": [*system, {"role": "user", "content": prompt}],
+        "prompt": prompt,
+    }
+    ask = ChatRequest(call, fields, _params(), {**NAMES, "messages": "prompt"})
+    return await _reply(
+        call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
+    )
+
+
+async def _raw(
+    call: RequestContext, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]
+) -> Response:
+    if "system" in body:
+        raise Problem(
+            "invalid_parameter",
+            "system: only without raw; a raw prompt has no system message",
+            "system",
+        )
+    if body.get("think") is not None:
+        raise Problem(
+            "invalid_parameter",
+            "think: only without raw; a raw prompt has no chat template to switch it",
+            "think",
+        )
+    form = structure(body).get("response_format")
+    if form:
+        values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
+    to_params.check_text_length("prompt", prompt, call.state.facts)
+    state = call.state
+    params = to_params.finish_params(values, limits=state.limits, facts=state.facts, names=NAMES)
+    call.names = NAMES
+    num_ctx, open_end = window(call, body.get("options") or {})
+    message = Generate(
+        call.next_id(),
+        call.tenant,
+        params,
+        body.get("stream", True),
+        prompt,
+        parse_special=bool(body.get("parse_special")),
+        num_ctx=num_ctx,
+        open_end=open_end,
+    )
+    call.submit(message)
+    await call.accepted()
+    return await _reply(call, body, OllamaReply(call, body, model, None))
+
+
+async def _reply(
+    call: RequestContext,
+    body: dict[str, Any],
+    answer: OllamaReply,
+    window: tuple[int | None, bool] = (None, False),
+) -> Response:
+    stream = body.get("stream", True)
+    if answer.ask is not None:
+        answer.ask.submit(stream, *window)
+        await call.accepted()
+    return (
+        EventStream(call, answer.events(), error_line, "application/x-ndjson")
+        if stream
+        else await answer.full_response()
+    )
+
+
+def _params() -> dict[str, Any]:
+    from verbatim.server.api.openai.openai_fields import CHAT
+
+    return {name: CHAT[name] for name in (*OPTIONS.values(), "penalty_range") if name in CHAT}
+
+
+def _head(model: str) -> dict[str, Any]:
+    return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}

@@ -1,0 +1,321 @@
+"""POST /v1/completions: OpenAI's older text endpoint.
+
+In: a checked request. Out: a completion object, or a stream of chunks. Each prompt of a list is
+one engine request; the scheduler batches them. Choices are numbered prompt by prompt.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from starlette.responses import Response
+
+from verbatim.server.api.common import to_params
+from verbatim.server.api.common.field_rules import NO_LIMIT
+from verbatim.server.api.common.generate import (
+    ChoiceDelta,
+    RunningUsage,
+    TokenOffsets,
+    choice_deltas,
+    completion_logprobs,
+    extra_fields,
+    finish_reason,
+    obfuscation,
+    observe_latency,
+    token_text,
+    usage_of,
+    warnings_of,
+)
+from verbatim.server.api.common.request_context import (
+    DONE,
+    KEEP_ALIVE,
+    Chunks,
+    EventStream,
+    Json,
+    RequestContext,
+    new_id,
+    sse,
+)
+from verbatim.server.api.openai.openai_fields import COMPLETIONS
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import Generate, Generated, WireChoice
+
+DEFAULT_MAX_TOKENS = 16
+
+
+def prompts_of(
+    value: Any, name: str, call: RequestContext, *, truncate: bool = False
+) -> list[str | list[int]]:
+    """The four forms of `prompt` as a list. Prompts that are empty, too long (unless the engine may
+    `truncate` them) or have invalid token ids are rejected here, before they reach the engine."""
+    many = isinstance(value, list) and not isinstance(value[0], int)
+    prompts: list[str | list[int]] = list(value) if many else [value]
+    limit = call.state.limits.max_prompts
+    if len(prompts) > limit:
+        raise Problem(
+            "invalid_parameter",
+            f"{name}: {len(prompts)} prompts are above this server's limit of {limit}",
+            name,
+        )
+    for i, prompt in enumerate(prompts):
+        where = f"{name}[{i}]" if many else name
+        if not prompt:
+            raise Problem(
+                "invalid_parameter",
+                f"{where}: is empty; give at least one character or token",
+                where,
+            )
+        if isinstance(prompt, str):
+            if not truncate:
+                to_params.check_text_length(where, prompt, call.state.facts)
+        else:
+            if not truncate:
+                to_params.check_id_count(where, prompt, call.state.facts)
+            to_params.check_vocabulary(where, prompt, call.state.facts)
+    return prompts
+
+
+def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool:
+    if body.get("parse_special") and not isinstance(prompts[0], str):
+        raise Problem(
+            "invalid_parameter",
+            "parse_special: only with text; token ids are not parsed",
+            "parse_special",
+        )
+    return bool(body.get("parse_special"))
+
+
+class StreamExtras(NamedTuple):
+    """What a stream has besides the text."""
+
+    usage: bool  # a last chunk with the usage
+    padding: bool  # random padding of each chunk: OpenAI's include_obfuscation
+    running_usage: bool  # the usage so far in every chunk
+
+
+def stream_options(body: dict[str, Any]) -> StreamExtras:
+    options = body.get("stream_options")
+    if options is not None and not body.get("stream"):
+        raise Problem(
+            "invalid_parameter", "stream_options: only with stream: true", "stream_options"
+        )
+    options = options or {}
+    running = bool(options.get("continuous_usage_stats"))
+    if running and not options.get("include_usage"):
+        where = "stream_options.continuous_usage_stats"
+        raise Problem("invalid_parameter", f"{where}: needs include_usage: true", where)
+    return StreamExtras(
+        bool(options.get("include_usage")), bool(options.get("include_obfuscation")), running
+    )
+
+
+class CompletionsReply:
+    """Builds the response of one request. Id, time and model are the same in every chunk."""
+
+    def __init__(
+        self, call: RequestContext, body: dict[str, Any], model: str, prompts: list[str | list[int]]
+    ) -> None:
+        self.call = call
+        self.body = body
+        self.prompts = prompts
+        self.head = {
+            "id": new_id("cmpl-"),
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": call.fingerprint,
+        }
+        self.echo = bool(body.get("echo"))
+        self.parse = parses_special(body, prompts)
+        self.top = body.get("logprobs")
+        self.params: dict[str, Any] = {}
+        self.prompt_params: list[dict[str, Any]] = []  # params of each prompt
+        self.seed_per_prompt = False
+        self.n = body.get("num_return_sequences") or (
+            1 if body.get("num_beams", 1) > 1 else body.get("n", 1)
+        )
+        self.places: dict[tuple[int, int], TokenOffsets] = {}
+
+    def prepare(self) -> None:
+        values = to_params.sampling_values(self.body, COMPLETIONS)
+        length = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
+        if length != NO_LIMIT:
+            values["max_tokens"] = length
+        if self.top is not None:
+            values["logprobs"] = self.top
+            if self.echo:
+                values["prompt_logprobs"] = self.top
+        if self.echo and self.top is not None and self.body.get("stream"):
+            raise Problem(
+                "unsupported_parameter",
+                "echo: cannot be streamed together with logprobs",
+                "echo",
+            )
+        if self.body.get("stream") and (self.body.get("best_of") or 1) > self.body.get("n", 1):
+            raise Problem(
+                "invalid_parameter",
+                "best_of: cannot be streamed, because the best choice is known only at the end",
+                "best_of",
+            )
+        state = self.call.state
+        names = self.call.names = self.call.aliases
+        self.params = to_params.finish_params(
+            values, limits=state.limits, facts=state.facts, prompts=len(self.prompts), names=names
+        )
+        self.rows = to_params.wants_logit_rows(self.body, self.params, len(self.prompts))
+        if self.rows:
+            self.call.admission.enter_context(state.admission.admit_rows())
+        self.prompt_params = to_params.for_each_prompt(self.params, self.body, len(self.prompts))
+        self.seed_per_prompt = len({params.get("seed") for params in self.prompt_params}) > 1
+        self.head["seed"] = None if self.seed_per_prompt else self.params.get("seed")
+
+    def seed_of(self, run: int) -> dict[str, Any]:
+        """The seed field of a choice, if each prompt has its own seed."""
+        return {"seed": self.prompt_params[run]["seed"]} if self.seed_per_prompt else {}
+
+    def choice(self, run: int, choice: WireChoice, done: Generated, echo: str) -> dict[str, Any]:
+        logprobs = None
+        if self.top is not None:
+            logprobs = self.echoed(run, done)
+            places = self.output_offsets(len(echo))
+            for name, values in completion_logprobs(choice.logprobs, self.top, places).items():
+                logprobs[name] = [*logprobs[name], *values] if values is not None else None
+        out = {
+            "text": echo + choice.text,
+            "index": run * self.n + choice.index,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(choice.finish),
+        }
+        return out | self.seed_of(run) | choice_reports(choice)
+
+    def echoed(self, run: int, done: Generated) -> dict[str, Any]:
+        """Log-probabilities of the echoed prompt; empty lists without echo. A prompt of token ids
+        is shown with its control tokens; a text prompt without those that the tokenizer adds."""
+        assert self.top is not None
+        items, prompt, facts = (
+            done.prompt_logprobs if self.echo else [],
+            self.prompts[run],
+            self.call.state.facts,
+        )
+        places = TokenOffsets(
+            facts, skip_special=isinstance(prompt, str) and not self.parse, start=True
+        )
+        # With parse_special the prompt's own control tokens are visible; those added before it
+        # are not.
+        if self.parse and isinstance(prompt, str):
+            typed = (
+                n
+                for n, item in enumerate(items)
+                if item.token not in facts.control or prompt.startswith(token_text(item.raw))
+            )
+            places.unseen = next(typed, len(items))
+        return completion_logprobs(items, self.top, places)
+
+    def output_offsets(self, before: int = 0) -> TokenOffsets:
+        places = TokenOffsets(self.call.state.facts, self.params.get("skip_special", True))
+        places.at = before
+        return places
+
+    async def full_response(self) -> Response:
+        results = await self.call.results(Generated)
+        choices = [
+            self.choice(number, choice, done, self.call.runs[number].text)
+            for number, done in enumerate(results)
+            for choice in done.choices
+        ]
+        observe_latency(self.call)
+        return Json(
+            {
+                **self.head,
+                "choices": choices,
+                "usage": usage_of(self.call.runs),
+                **extra_fields(self.call),
+            }
+        )
+
+    async def events(self, options: StreamExtras) -> AsyncIterator[bytes]:
+        started: set[tuple[int, int]] = set()
+        chunks = Chunks(self.head, {"usage": None} if options.usage else {})
+        so_far = RunningUsage(self.call.runs)
+        async for piece in choice_deltas(self.call):
+            if piece is None:
+                yield KEEP_ALIVE
+                continue
+            key = (piece.run, piece.index)
+            if self.echo and key not in started:
+                started.add(key)
+                piece.text = self.call.runs[piece.run].text + piece.text
+            padding = obfuscation(piece.text) if options.padding else None
+            usage = so_far.after(piece) if options.running_usage else None
+            for chunk in chunks.add(self.delta(piece), padding, usage):
+                yield chunk
+        observe_latency(self.call)
+        for chunk in chunks.end(**warnings_of(self.call)):
+            yield chunk
+        for last in closing_events(self.call, self.head, options.usage):
+            yield last
+        yield DONE
+
+    def delta(self, piece: ChoiceDelta) -> dict[str, Any]:
+        logprobs = None
+        if self.top is not None:
+            places = self.places.setdefault((piece.run, piece.index), self.output_offsets())
+            logprobs = completion_logprobs(piece.logprobs, self.top, places)
+        out = {
+            "text": piece.text,
+            "index": piece.run * self.n + piece.index,
+            "logprobs": logprobs,
+            "finish_reason": finish_reason(piece.finish),
+        }
+        return out | ({"explain": piece.explain} if piece.explain else {}) | self.seed_of(piece.run)
+
+
+def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool) -> list[bytes]:
+    """A chunk without choices after the last choice, if the client requested usage, a receipt or
+    the parameters. The warnings are in the last choice's chunk, which every stream has."""
+    more = extra_fields(call)
+    more.pop("warnings", None)
+    results = [run.generated for run in call.runs]
+    choices = [choice for done in results if done is not None for choice in done.choices]
+    loops, scores = [choice.loop for choice in choices], [choice.score for choice in choices]
+    if not (with_usage or more):
+        return []
+    usage = {"usage": usage_of(call.runs)} if with_usage else {}
+    reports: dict[str, Any] = {"loops": loops} if any(loops) else {}
+    reports |= {"scores": scores} if any(score is not None for score in scores) else {}
+    return [sse({**head, "choices": [], **usage, **more, **reports})]
+
+
+def choice_reports(choice: WireChoice) -> dict[str, Any]:
+    """Verbatim's extra fields of a choice, if set."""
+    reports = {"explain": choice.explain, "loop": choice.loop}
+    score = {} if choice.score is None else {"score": choice.score}
+    return score | {name: value for name, value in reports.items() if value}
+
+
+async def completions(call: RequestContext) -> Response:
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    options = stream_options(body)
+    prompts = prompts_of(body["prompt"], "prompt", call)
+    made = CompletionsReply(call, body, model, prompts)
+    made.prepare()
+    stream = bool(body.get("stream"))
+    for prompt, params in zip(prompts, made.prompt_params, strict=True):
+        message = Generate(
+            call.next_id(),
+            call.tenant,
+            params,
+            stream,
+            prompt,
+            parse_special=made.parse,
+            echo=made.echo,
+            explain_rows=made.rows,
+        )
+        call.submit(message)
+    await call.accepted()
+    if stream:
+        return EventStream(call, made.events(options))
+    return await made.full_response()

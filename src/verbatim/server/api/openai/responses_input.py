@@ -1,0 +1,174 @@
+"""Input of the Responses API: items become chat messages, request fields become chat fields."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.server.api.common.request_context import RequestContext, new_id
+from verbatim.server.api.common.tools import plain_text
+from verbatim.server.api.openai.openai_fields import RESPONSES
+from verbatim.server.problem import Problem
+
+LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # `include`
+# engine parameter or chat field -> field of the Responses API, for error messages
+NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "json_schema": "text",
+    "response_format": "text",
+    "reasoning_effort": "reasoning.effort",
+    "tools.parameters": "parameters",
+}
+
+
+def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
+    """Input items as chat messages, and for each the item that it starts with. Consecutive calls
+    belong to one assistant message."""
+    if isinstance(items, str):
+        return [{"role": "user", "content": items}], ["input"]
+    out: list[dict[str, Any]] = []
+    places: list[str] = []
+    thought = False  # the last message is a thought, which the next answer or call completes
+    for index, item in enumerate(items):
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            text = _thought(item, f"input[{index}]")
+            if not text:
+                continue
+            out.append({"role": "assistant", "content": "", "reasoning_content": text})
+        elif kind == "message":
+            message = {"role": item["role"], "content": plain_text(item["content"])}
+            if thought and item["role"] == "assistant":
+                out[-1] |= message
+            else:
+                out.append(message)
+        elif kind == "function_call":
+            call = {
+                "id": item["call_id"],
+                "type": "function",
+                "function": {"name": item["name"], "arguments": item["arguments"]},
+            }
+            if not thought and not (out and "tool_calls" in out[-1]):
+                out.append({"role": "assistant", "content": ""})
+            out[-1].setdefault("tool_calls", []).append(call)
+        else:
+            out.append(
+                {
+                    "role": "tool",
+                    "content": plain_text(item["output"]),
+                    "tool_call_id": item["call_id"],
+                }
+            )
+        thought = kind == "reasoning"
+        if len(places) < len(out):
+            places.append(f"input[{index}]")
+    return out, places
+
+
+def sealed(thought: str) -> str:
+    """A thought as `encrypted_content`: one word that clients send back as it is."""
+    return base64.b64encode(thought.encode()).decode()
+
+
+def _thought(item: Mapping[str, Any], place: str) -> str:
+    """The text of a reasoning item, from its content or from what sealed() made of it."""
+    found, text = item.get("encrypted_content"), ""
+    try:
+        text = base64.b64decode(found or "", validate=True).decode()
+    except ValueError:
+        name = f"{place}.encrypted_content"
+        why = "is none that this server made; leave it out"
+        raise Problem("invalid_parameter", f"{name}: {why}", name) from None
+    return "".join(part["text"] for part in item.get("content") or []) or text
+
+
+def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
+    """The conversation of a stored response. Its thoughts are the server's own, so they are left
+    out where the chat template reads none."""
+    try:
+        found = list(call.state.store.get(call.tenant, "response", name)["messages"])
+    except Problem as problem:  # add the field name, which the store does not know
+        field_name = "previous_response_id"
+        raise Problem(problem.code, f"{field_name}: {problem.message}", field_name) from None
+    if call.state.facts.template_thoughts:
+        return found
+    return [{k: v for k, v in message.items() if k != "reasoning_content"} for message in found]
+
+
+def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
+    """The request in chat fields: instructions, earlier messages, then the new input."""
+    items = body.get("input", "")
+    if not isinstance(items, str) and not call.state.facts.template_thoughts:
+        # thoughts that the server itself has sent; the chat template reads none
+        items = [{"type": "reasoning"} if i.get("encrypted_content") else i for i in items]
+    messages, places = chat_messages(items)
+    if not messages:
+        messages, places = [{"role": "user", "content": ""}], ["input"]
+    if "previous_response_id" in body:
+        earlier = earlier_messages(call, body["previous_response_id"])
+        messages = [*earlier, *messages]
+        places = ["previous_response_id"] * len(earlier) + places
+    if "instructions" in body:
+        messages.insert(0, {"role": "system", "content": body["instructions"]})
+        places.insert(0, "instructions")
+    call.places = places
+    chat: dict[str, Any] = {
+        name: body[name]
+        for name in body
+        if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
+    }
+    chat |= {
+        "messages": messages,
+        "logprobs": LOGPROBS in (body.get("include") or ()) or bool(body.get("top_logprobs")),
+    }
+    for ours, theirs in (
+        ("max_tokens", "max_output_tokens"),
+        ("top_logprobs", "top_logprobs"),
+        ("parallel_tool_calls", "parallel_tool_calls"),
+    ):
+        if theirs in body:
+            chat[ours] = body[theirs]
+    if "tools" in body:
+        chat["tools"] = [
+            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
+            for tool in body["tools"]
+        ]
+    choice = body.get("tool_choice", "auto")
+    chat["tool_choice"] = (
+        {"type": "function", "function": {"name": choice["name"]}}
+        if isinstance(choice, dict)
+        else choice
+    )
+    effort = (body.get("reasoning") or {}).get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+    form = (body.get("text") or {}).get("format") or {"type": "text"}
+    if form["type"] == "json_schema":
+        form = {
+            "type": "json_schema",
+            "json_schema": {k: v for k, v in form.items() if k != "type"},
+        }
+    chat["response_format"] = form
+    return chat
+
+
+def input_rows(body: dict[str, Any]) -> list[dict[str, Any]]:
+    items = body.get("input", "")
+    rows = [{"role": "user", "content": items}] if isinstance(items, str) else items
+    out = []
+    for row in rows:
+        made = {"id": new_id("msg_"), "type": "message", **row}
+        if made["type"] == "message":
+            kind = "output_text" if made["role"] == "assistant" else "input_text"
+            made["content"] = [
+                {
+                    "type": kind,
+                    "text": plain_text(made["content"]),
+                    **({"annotations": []} if kind == "output_text" else {}),
+                }
+            ]
+            made.setdefault("status", "completed")
+        out.append(made)
+    return out

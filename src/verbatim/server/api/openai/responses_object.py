@@ -1,0 +1,236 @@
+"""The response object of the Responses API and its output items.
+
+In: the results of one ChatRequest. Out: the object as JSON, in progress or finished; a finished one
+goes into the store unless store is false.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.api.common.chat_request import ChatRequest
+from verbatim.server.api.common.default_params import default_params
+from verbatim.server.api.common.generate import (
+    TokenOffsets,
+    chat_logprobs,
+    extra_fields,
+    finish_reason,
+    observe_latency,
+    usage_of,
+)
+from verbatim.server.api.common.request_context import Json, new_id
+from verbatim.server.api.common.tools import ParsedCall
+from verbatim.server.api.openai.completions import choice_reports
+from verbatim.server.api.openai.responses_input import ENCRYPTED, chat_messages, input_rows, sealed
+from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
+
+
+class TextLogprobs:
+    """Assigns log-probabilities to the text parts of an output with tool calls.
+
+    A message gets the tokens that start inside its text; tokens of tool calls are dropped."""
+
+    def __init__(self, ask: ChatRequest) -> None:
+        self._places = TokenOffsets(ask.call.state.facts, ask.params.get("skip_special", True))
+        self._waiting: list[tuple[int, WireLogprob]] = []  # (start offset, token)
+
+    def add(self, items: Sequence[WireLogprob]) -> None:
+        self._waiting += [(self._places.place(item.token, item.raw), item) for item in items]
+
+    def within(self, start: int, end: int) -> list[WireLogprob]:
+        """Tokens of the next text part. Earlier tokens belong to a call and are dropped."""
+        taken = [item for at, item in self._waiting if start <= at < end]
+        self._waiting = [(at, item) for at, item in self._waiting if at >= end]
+        return taken
+
+    def rest(self) -> list[WireLogprob]:
+        """Tokens after the last text part: hidden end tokens."""
+        taken, self._waiting = [item for _, item in self._waiting], []
+        return taken
+
+
+class ResponsesReply:
+    """Builds the response object; output items are in the order of the output."""
+
+    def __init__(self, ask: ChatRequest, body: dict[str, Any], model: str) -> None:
+        self.ask = ask
+        self.call = ask.call
+        self.body = body
+        self.id = new_id("resp_")
+        # OpenAI's default is true; a server that stores nothing reports false
+        self.stored: bool = body.get("store", self.call.state.store.enabled)
+        self.output: list[dict[str, Any]] = []
+        defaults = default_params(self.call.state)
+        self.base: dict[str, Any] = {
+            "id": self.id,
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.get("instructions"),
+            "max_output_tokens": body.get("max_output_tokens"),
+            "metadata": body.get("metadata", {}),
+            "parallel_tool_calls": body.get("parallel_tool_calls", True),
+            "previous_response_id": body.get("previous_response_id"),
+            "reasoning": {"effort": None, "summary": None, **(body.get("reasoning") or {})},
+            "service_tier": "default",
+            "store": self.stored,
+            "temperature": body.get("temperature", defaults.temperature),
+            "text": body.get("text") or {"format": {"type": "text"}},
+            "tool_choice": body.get("tool_choice", "auto"),
+            "tools": body.get("tools", []),
+            "top_logprobs": body.get("top_logprobs", 0),
+            "top_p": body.get("top_p", defaults.top_p),
+            "truncation": body.get("truncation", "disabled"),
+            "user": body.get("user"),
+            "background": False,
+            "seed": ask.params.get("seed"),
+            "system_fingerprint": self.call.fingerprint,
+        }
+        self.base["text"].setdefault("format", {"type": "text"})
+
+    def object(self, status: str, **more: Any) -> dict[str, Any]:
+        return {**self.base, "status": status, "output": self.output, "usage": None, **more}
+
+    def message(
+        self, text: str, logprobs: Sequence[WireLogprob], status: str = "completed"
+    ) -> dict[str, Any]:
+        part = {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": self.logprobs(logprobs),
+        }
+        return {
+            "id": new_id("msg_"),
+            "type": "message",
+            "role": "assistant",
+            "status": status,
+            "content": [part],
+        }
+
+    def logprobs(self, items: Sequence[WireLogprob]) -> list[dict[str, Any]]:
+        return chat_logprobs(items, self.body.get("top_logprobs", 0))
+
+    def finished(self, finish: WireFinish | None) -> dict[str, Any]:
+        """The final response object: completed, or incomplete when a token limit ended it."""
+        usage = usage_of(self.call.runs)
+        spelled_usage = {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": usage["completion_tokens_details"],
+            "total_tokens": usage["total_tokens"],
+        }
+        cut = finish_reason(finish) == "length"
+        made = self.object(
+            "incomplete" if cut else "completed",
+            usage=spelled_usage,
+            **extra_fields(self.call),
+            **self._reports(),
+        )
+        if cut:
+            made["incomplete_details"] = {"reason": "max_output_tokens"}
+        else:
+            made["completed_at"] = int(time.time())
+        self._store(made)
+        return made
+
+    def _reports(self) -> dict[str, Any]:
+        """Score, explanations and loop of the choice, if set. A stream sends them at its end."""
+        done = self.call.runs[0].generated
+        assert done is not None
+        return choice_reports(done.choices[0])
+
+    def _store(self, made: dict[str, Any]) -> None:
+        if self.stored:
+            # Instructions are not stored: they apply to one response only.
+            messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
+            item = {
+                "object": made,
+                "messages": [*messages, *chat_messages(self.output)[0]],
+                "input": input_rows(self.body),
+            }
+            self.call.state.store.put(self.call.tenant, "response", self.id, item)
+
+    # ------------------------------------------------------------------------ not streamed
+
+    async def full_response(self) -> Response:
+        (done,) = await self.call.results(Generated)
+        choice = done.choices[0]
+        thought = done.usage.reasoning_tokens  # their log-probabilities belong to no message
+        choice = replace(choice, logprobs=choice.logprobs[thought:])
+        found = self._read(choice)
+        status = "incomplete" if choice.finish.reason == "length" else "completed"
+        if choice.reasoning:
+            item = reasoning_item(choice.reasoning, "completed" if found else status)
+            self.output.append(self.with_sealed(item))
+        elif not found:  # an empty output is one empty message
+            found = [("", list(choice.logprobs))]
+        for number, piece in enumerate(found, 1):
+            if isinstance(piece, ParsedCall):
+                self.output.append(function_call_item(piece, "completed"))
+            else:
+                last = number == len(found)
+                self.output.append(self.message(*piece, status if last else "completed"))
+        observe_latency(self.call)
+        return Json(self.finished(choice.finish))
+
+    def with_sealed(self, item: dict[str, Any]) -> dict[str, Any]:
+        """A finished reasoning item, with `encrypted_content` if the request includes it."""
+        if ENCRYPTED not in (self.body.get("include") or ()):
+            return item
+        return {**item, "encrypted_content": sealed(item["content"][0]["text"])}
+
+    def _read(self, choice: WireChoice) -> list[ParsedCall | tuple[str, list[WireLogprob]]]:
+        """The calls and texts of a complete output, in its order; a text with its tokens."""
+        parser = self.ask.parser()
+        if parser is None:
+            return [(choice.text, list(choice.logprobs))] if choice.text else []
+        tokens = TextLogprobs(self.ask)
+        tokens.add(choice.logprobs)
+        out: list[ParsedCall | tuple[str, list[WireLogprob]]] = []
+        for kind, value in [*parser.push(choice.text), *parser.finish()]:
+            if kind == "call":
+                out.append(value)
+                continue
+            text, logprobs = value, tokens.within(*parser.spans.pop(0))
+            if out and isinstance(out[-1], tuple):
+                before = out.pop()
+                assert isinstance(before, tuple)
+                text, logprobs = before[0] + text, before[1] + logprobs
+            out.append((text, logprobs))
+        if out and isinstance(out[-1], tuple):
+            out[-1][1].extend(tokens.rest())
+        return out
+
+
+def reasoning_item(text: str, status: str) -> dict[str, Any]:
+    """The thought of a reasoning model as an output item."""
+    return {
+        "id": new_id("rs_"),
+        "type": "reasoning",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": text}],
+        "status": status,
+    }
+
+
+def function_call_item(call: Any, status: str) -> dict[str, Any]:
+    return {
+        "id": new_id("fc_"),
+        "type": "function_call",
+        "call_id": call.id,
+        "name": call.name,
+        "arguments": call.arguments,
+        "status": status,
+    }

@@ -1,0 +1,107 @@
+"""Pydantic models of the Responses API: input items, tools, text formats."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from verbatim.server.api.common.schemas import (
+    Effort,
+    JsonFormat,
+    JsonObject,
+    Name,
+    Parts,
+    Strict,
+    Text,
+    TextFormat,
+    Verbosity,
+)
+
+
+class InputMessage(Strict):
+    """Clients send `id` and `status` back with earlier output items. The server ignores them."""
+
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | Parts
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    phase: None = None
+
+
+class InputCall(Strict):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputCallOutput(Strict):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | Parts
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class ReasoningText(Strict):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class InputReasoning(Strict):
+    type: Literal["reasoning"]
+    id: Text | None = None
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+ResponseInput = (
+    Text
+    | Annotated[
+        list[InputMessage | InputCall | InputCallOutput | InputReasoning], Field(max_length=4096)
+    ]
+)
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ResponseNamedTool(Strict):
+    type: Literal["function"]
+    name: Text
+
+
+class ResponseSchema(Strict):
+    type: Literal["json_schema"]
+    name: Name
+    schema_: JsonObject = Field(alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class ResponseText(Strict):
+    format: (
+        Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None
+    ) = None
+    verbosity: Verbosity | None = None
+
+
+class ResponseReasoning(Strict):
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool | None = None

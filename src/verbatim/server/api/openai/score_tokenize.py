@@ -1,0 +1,130 @@
+"""/v1/score, /tokenize and /detokenize: text or token ids in, numbers out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.api.common import to_params
+from verbatim.server.api.common.chat_request import continued, conversation
+from verbatim.server.api.common.generate import (
+    extra_fields,
+    floor,
+    observe_latency,
+    token_text,
+    usage_of,
+    warnings_of,
+)
+from verbatim.server.api.common.request_context import Json, RequestContext
+from verbatim.server.api.openai.completions import parses_special, prompts_of
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import (
+    Detokenize,
+    Detokenized,
+    Generate,
+    Generated,
+    Tokenize,
+    Tokenized,
+)
+
+
+async def score(call: RequestContext) -> Response:
+    """Teacher-forced log-probability of every prompt token, and the perplexity."""
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    top = body.get("top_logprobs", 0)
+    prompts = prompts_of(body["prompt"], "prompt", call)
+    parse = parses_special(body, prompts)
+    values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
+    names = call.names = {"prompt_logprobs": "top_logprobs"}
+    state = call.state
+    params = to_params.finish_params(
+        values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names
+    )
+    for prompt in prompts:
+        call.submit(
+            Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse)
+        )
+    results = await call.results(Generated)
+    observe_latency(call)
+    return Json(
+        {
+            "object": "list",
+            "model": model,
+            "system_fingerprint": call.fingerprint,
+            "data": [_scored(i, r) for i, r in enumerate(results)],
+            "usage": usage_of(call.runs),
+            **extra_fields(call),
+        }
+    )
+
+
+def _scored(index: int, done: Generated) -> dict[str, Any]:
+    tokens: list[dict[str, Any]] = []
+    for item in done.prompt_logprobs:
+        logprob = None if item.logprob is None else floor(item.logprob)
+        tokens.append({"id": item.token, "token": token_text(item.raw), "logprob": logprob})
+        if item.top:
+            tokens[-1]["top_logprobs"] = [
+                {"id": t, "token": token_text(r), "logprob": floor(lp)} for t, lp, r in item.top
+            ]
+    known = [t["logprob"] for t in tokens if t["logprob"] is not None]
+    total = math.fsum(known)
+    perplexity = math.exp(min(-total / len(known), 700)) if known else None
+    return {
+        "object": "score",
+        "index": index,
+        "tokens": tokens,
+        "total": total,
+        "perplexity": perplexity,
+    }
+
+
+async def tokenize(call: RequestContext) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    if ("prompt" in body) == ("messages" in body):
+        raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        if "prompt" in body and name in body:
+            raise Problem("invalid_parameter", f"{name}: only with messages", name)
+    for name in ("add_special_tokens", "parse_special"):
+        if "messages" in body and name in body:
+            raise Problem(
+                "invalid_parameter",
+                f"{name}: only with prompt; the chat template adds its own special tokens",
+                name,
+            )
+    if "prompt" in body:
+        to_params.check_text_length("prompt", body["prompt"], call.state.facts)
+        # lm-eval asks for the id of a special token by its text
+        alone = body["prompt"] in call.state.facts.special_tokens.values()
+        parse = body.get("parse_special", alone)
+        special = body.get("add_special_tokens", True)
+        message = Tokenize(
+            call.next_id(), call.tenant, body["prompt"], add_special=special, parse_special=parse
+        )
+    else:
+        messages, template = conversation(call, continued(body), [], {})
+        message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)
+    call.submit(message)
+    (done,) = await call.results(Tokenized)
+    ids, context = done.token_ids, call.state.facts.context
+    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
+    answer |= warnings_of(call)
+    if body.get("return_token_strs"):
+        answer["token_strs"] = [token_text(raw) for raw in done.raw]
+    return Json(answer)
+
+
+async def detokenize(call: RequestContext) -> Response:
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    if len(body["tokens"]) > 8 * call.state.facts.context:
+        raise Problem("invalid_parameter", "tokens: more than eight times the context", "tokens")
+    to_params.check_vocabulary("tokens", body["tokens"], call.state.facts)
+    call.submit(Detokenize(call.next_id(), call.tenant, body["tokens"]))
+    (done,) = await call.results(Detokenized)
+    return Json({"prompt": done.text})

@@ -1,0 +1,191 @@
+"""Check the messages of a conversation against what the chat template can show.
+
+In: messages as the client sent them. Out: plain dicts for the template, with typed control tokens
+escaped. A role, key or part that the template would ignore is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verbatim.base.errors import RequestError, UnsupportedError
+from verbatim.text.control_tokens import ControlEscaper
+from verbatim.text.templates.template_program import TemplateProgram
+from verbatim.text.tools.tool_calls import redundant_names
+
+MAX_DEPTH = 64  # nesting levels of messages and tools
+REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms in templates and clients
+ROLES = ("system", "developer", "user", "assistant", "tool")
+KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+# Keys that a template need not read in every message. Every template knows role and content. A
+# call's id only repeats the order of calls and results. Calls and reasoning are checked once per
+# template instead, because templates drop those of earlier turns on purpose.
+UNTRACKED_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
+
+
+def prepare_message(
+    program: TemplateProgram, escaper: ControlEscaper, message: Any, index: int
+) -> dict[str, Any]:
+    """Check one message and copy it as plain JSON types that the template may read."""
+    where = f"messages[{index}]"
+    if not isinstance(message, Mapping):
+        raise RequestError(
+            f"{where} is {type(message).__name__}, not an object with a role", param="messages"
+        )
+    if not isinstance(message.get("role"), str):
+        raise RequestError(f"{where} has no role", param="messages")
+    _check_role_and_keys(program, message, where)
+    content = message.get("content")
+    if isinstance(content, (list, tuple)):
+        texts = [_part_text(part, where) for part in content]
+        if not program.accepts_content_parts:
+            message = {**message, "content": "\n".join(texts)}
+    elif content is None:
+        message = _without_content(program, message, where)
+    elif not isinstance(content, str):
+        raise RequestError(
+            f"{where}.content is {type(content).__name__}, not text or a list of parts",
+            param="messages",
+        )
+    plain: dict[str, Any] = plain_copy(message, escaper, where)
+    if plain.get("tool_calls") and not program.reads.may_read("tool_calls"):
+        raise UnsupportedError(
+            f"{where}.tool_calls", "the model's chat template does not support tool calls"
+        )
+    thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
+    if thought is not None:
+        if thought and not any(program.reads.may_read(key) for key in REASONING):
+            own = next(key for key in REASONING if plain.get(key) is not None)
+            why = "the model's chat template does not support thoughts"
+            remedy = "leave it out, or write it into content"
+            raise UnsupportedError(f"{where}.{own}", f"{why}; {remedy}")
+        plain = {"thinking": thought, **plain, "reasoning_content": thought}  # as transformers does
+        if not any(program.reads.may_read(key) for key in ("thinking", "reasoning_content")):
+            plain["reasoning"] = thought  # a template that reads only this name would drop it
+    return plain if all(key in UNTRACKED_KEYS for key in plain) else _tracked(plain)
+
+
+def _without_content(
+    program: TemplateProgram, message: Mapping[str, Any], where: str
+) -> Mapping[str, Any]:
+    """A message with tool calls or reasoning needs no content. A template that does not handle
+    missing content would print "None" or fail, so it gets an empty string. A message with
+    nothing at all is an error."""
+    role = message["role"]
+    if role not in ROLES or (
+        role == "assistant" and program.accepts_missing_content("content" not in message)
+    ):
+        return message
+    if role == "assistant" and any(message.get(key) for key in ("tool_calls", *REASONING)):
+        return {**message, "content": ""}
+    raise RequestError(
+        f"{where} has no content, "
+        "and the model's chat template does not take this conversation without it",
+        param="messages",
+    )
+
+
+def _check_role_and_keys(program: TemplateProgram, message: Mapping[str, Any], where: str) -> None:
+    """Most templates print any role and ignore unknown keys, so a typo would be ignored
+    silently or reach the model as an unknown role. Accept only the usual ones and those that
+    the template names."""
+    role = message["role"]
+    if role not in ROLES and role not in program.reads.texts:
+        raise RequestError(
+            f"{where}.role is {role[:40]!r}; known are {', '.join(ROLES)}", param="messages"
+        )
+    for key in message:
+        if key not in KEYS and not (isinstance(key, str) and program.reads.may_read(key)):
+            raise RequestError(
+                f"{where} has the key {str(key)[:40]!r}; known are {', '.join(KEYS)}",
+                param="messages",
+            )
+
+
+def as_list(value: Any, what: str) -> Sequence[Any]:
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        raise RequestError(f"{what} is {type(value).__name__}, not a list", param=what)
+    return value
+
+
+def _tracked(message: dict[str, Any]) -> dict[str, Any]:
+    from verbatim.text.templates.template_reads import TrackedMessage
+
+    return TrackedMessage(message)
+
+
+def check_keys_read(
+    rendered: Sequence[dict[str, Any]],
+    given: Sequence[Mapping[str, Any]],
+    warnings: list[str] | None,
+) -> None:
+    """After rendering: a key that the template did not read was ignored. That is an error, unless
+    the key is redundant. A name, which some clients send with every message, is only a warning for
+    a caller that collects `warnings`."""
+    redundant = redundant_names(given)
+    named: dict[str, None] = {}  # roles of messages whose name was not read, in order
+    for index, message in enumerate(rendered):
+        unread_keys = getattr(message, "unread_keys", None)
+        for key in unread_keys() if unread_keys is not None else ():
+            if key in UNTRACKED_KEYS or given[index].get(key) is None:
+                continue
+            if key == "name" and index in redundant:
+                continue
+            if key == "name" and warnings is not None:
+                named[str(given[index]["role"])] = None
+            else:
+                raise UnsupportedError(
+                    f"messages[{index}].{key}",
+                    f"the model's chat template does not read the {key} of such a message; "
+                    "leave it out, or write it into content",
+                )
+    if named and warnings is not None:
+        warnings.append(
+            "messages[].name: has no effect; the model's chat template does not read the name of "
+            f"{' and '.join(named)} messages"
+        )
+
+
+def _part_text(part: Any, where: str) -> str:
+    if (
+        isinstance(part, Mapping)
+        and part.get("type") == "text"
+        and isinstance(part.get("text"), str)
+    ):
+        text: str = part["text"]
+        return text
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    raise UnsupportedError(
+        "messages",
+        f"{where} has a content part of type {str(kind)[:40]!r}; only text is supported",
+    )
+
+
+def plain_copy(value: Any, escaper: ControlEscaper, where: str, depth: int = 0) -> Any:
+    """Copy a value as plain JSON types with typed control tokens escaped. The template gets nothing
+    else."""
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return escaper.escape(str(value))
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value)
+    if depth >= MAX_DEPTH:
+        raise RequestError(
+            f"{where} is nested deeper than {MAX_DEPTH} levels", param=where.partition("[")[0]
+        )
+    if isinstance(value, Mapping):
+        if not all(isinstance(key, str) for key in value):
+            raise RequestError(f"{where} has a key that is not text", param=where.partition("[")[0])
+        return {
+            escaper.escape(str(k)): plain_copy(v, escaper, where, depth + 1)
+            for k, v in value.items()
+        }
+    if isinstance(value, (list, tuple)):
+        return [plain_copy(v, escaper, where, depth + 1) for v in value]
+    raise RequestError(
+        f"{where} holds a {type(value).__name__}, which is not JSON", param=where.partition("[")[0]
+    )
