@@ -113,7 +113,7 @@ tables: $(VENV)/.dev config-keys models
 
 # docs/config-keys.md from the key tables; a test checks that it is current
 config-keys: $(VENV)/.installed
-	$(BIN)/python -m verbatim.model.keys_doc > docs/config-keys.md
+	$(BIN)/python docs/_site/key_tables.py > docs/config-keys.md
 
 # docs/model-parity.md, the parity table, from the test cases; a test checks that it is current
 models: $(VENV)/.dev

@@ -1,4 +1,4 @@
-"""Train a draft head (model/loading/draft_head.py) for a llama-family model on its own conversations.
+"""Train a draft head (model/loading/draft_head.py) on the conversations of a llama-family model.
 
     python bench/train_head.py [--model smollm2] [--out HEAD.gguf] [--conversations 28700]
                                [--steps 25000]
@@ -263,7 +263,7 @@ def new_net(data: Data, inner: int) -> dict[str, Any]:
 
 
 def forward(net: dict[str, Any], h: Any, word: Any, round_it: bool) -> Any:
-    """The next state of model/loading/draft_head.py: h [rows, hidden], and the embedding of the token
+    """The next state of the draft head: h [rows, hidden], and the embedding of the token
     drawn from it."""
     import torch
 

@@ -213,7 +213,8 @@ MUTANTS = (
     ),
     # ---- server
     Mutant(
-        "server-seed", "server/api/common/to_params.py", 'if "seed" in body:', 'if "seeds" in body:',
+        "server-seed", "server/api/common/to_params.py",
+        'if "seed" in body:', 'if "seeds" in body:',
         "server/test_server_api.py -k seed",
     ),
     Mutant(

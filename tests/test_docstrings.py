@@ -1,6 +1,6 @@
 """Every public name has a docstring, and the examples in them run.
 
-The examples load "smollm2"; here the fake model of verbatim.testing.fakes stands for it, so they may only
+The examples load "smollm2"; here the fake model of verbatim.testing stands for it, so they may only
 show what holds for every model."""
 
 from __future__ import annotations
@@ -22,12 +22,13 @@ from verbatim.testing.fakes import server_parts
 
 MODULES = [
     "base.config", "base.errors", "base.migration_hints", "base.notebook", "base.params",
-    "base.records", "base.schema_types", "engine.async_calls", "engine.async_engine",
-    "engine.async_stream",
-    "engine.blocking_engine", "engine.call_inputs", "engine.embed_calls", "engine.engine_base",
-    "engine.llm",
+    "base.records", "base.schema_types", "engine.calls.async_calls", "engine.calls.async_engine",
+    "engine.calls.async_stream",
+    "engine.calls.blocking_engine", "engine.calls.call_inputs", "engine.calls.embed_calls",
+    "engine.calls.engine_base",
+    "engine.calls.llm",
     "engine.scoring", "grammar.ecma_pattern", "grammar.lower", "grammar.translate",
-    "observe.explained", "observe.explanation",
+    "explain.explained", "explain.explanation",
 ]  # fmt: skip
 # Aliases of types, which cannot have a docstring.
 ALIASES = {"FinishReason", "Message", "Progress", "Prompt", "__version__"}
@@ -56,7 +57,7 @@ def test_the_examples_run(name: str, names: dict[str, Any]) -> None:
         if test.name.endswith("SeqStep"):  # shows a record, not its repr
             continue
         runner.run(test)
-    assert runner.tries or name in ("engine.call_inputs",), "this module has no example"
+    assert runner.tries or name in ("engine.calls.call_inputs",), "this module has no example"
     assert not runner.failures
 
 

@@ -10,7 +10,7 @@ import pytest
 from cli_result import Call
 from verbatim.files.gguf_write import write_gguf
 from verbatim.formats.tensor import Tensor
-from verbatim.lora.adapter_file import LowRank
+from verbatim.model.adapter import LowRank
 from verbatim.testing.tiny_models import tiny_adapter
 
 ASK = ("--max-tokens", "6", "--temperature", "0", "--json", "-q", "Hello")

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SRC = ROOT / "src" / "verbatim"
 sys.path.insert(0, str(ROOT / "docs" / "_site"))
 
+import key_tables  # noqa: E402
 import tables  # noqa: E402
 
 PAGES = tables.pages()
@@ -34,6 +35,11 @@ def test_a_page_has_its_tables_current(page: Path) -> None:
     opened = re.findall(r"^<!-- generate: ([\w-]+) -->$", text, re.MULTILINE)
     assert opened == [match["name"] for match in tables.PART.finditer(text)], "a part has no end"
     assert text == tables.filled(text), "run `make tables`"
+
+
+def test_the_page_of_config_keys_is_current() -> None:
+    written = (ROOT / "docs/config-keys.md").read_text("utf-8")
+    assert written == key_tables.document(), "run `make config-keys`"
 
 
 def test_every_table_is_on_a_page() -> None:

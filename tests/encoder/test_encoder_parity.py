@@ -17,6 +17,7 @@ from verbatim import LLM
 from verbatim.base.errors import UnsupportedError
 from verbatim.encoder.encoder import erf
 from verbatim.encoder.encoder_keys import ENCODER_KEYS
+from verbatim.model.families.families import ENCODERS
 
 pytestmark = pytest.mark.torch
 
@@ -62,7 +63,7 @@ def pooled(states: np.ndarray, pooling: str) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 def test_embeddings_equal_transformers(kind: str, tmp_path: Path) -> None:
     directory = write_encoder(tmp_path, kind, pooling="mean", normalise=False)
-    assert set(ENCODER_KEYS) == set(KINDS)
+    assert set(ENCODER_KEYS) == set(KINDS) == set(ENCODERS)
     for text in TEXTS[:3]:
         with LLM(directory) as llm:
             ids = llm.encode(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import gguf
@@ -21,23 +20,15 @@ from verbatim.model.families.family_parts import MAX_VOCAB
 from verbatim.model.families.gguf_families import read_header
 from verbatim.model.families.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
 from verbatim.model.keys import Table, check_keys
-from verbatim.model.keys_doc import document
 from verbatim.model.spec import ModelSpec
 from verbatim.sampling import numerics
 from verbatim.testing.tiny_models import TINY_CONFIGS
-
-ROOT = Path(__file__).parents[2]
 
 
 def read(
     family: str, context: int | None = None, **changes: Any
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     return read_config({**TINY_CONFIGS[family], **changes}, context=context)
-
-
-def test_docs_config_keys_is_up_to_date() -> None:
-    written = (ROOT / "docs/config-keys.md").read_text("utf-8")
-    assert written == document(), "run `make config-keys`"
 
 
 def test_every_key_has_a_note_and_only_the_fields_of_its_treatment() -> None:

@@ -2,7 +2,7 @@
 names it.
 
 The table is part of docs/sampling.md; the test compares, and VERBATIM_WRITE_DOCS=1 rewrites it.
-Engine and sampler are real; the model is the fake of verbatim.testing.fakes (logits from a hash of all
+Engine and sampler are real; the model is the fake of verbatim.testing (logits from a hash of all
 tokens so far, a canary in every cache slot).
 """
 

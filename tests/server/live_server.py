@@ -1,4 +1,4 @@
-"""A live server for tests: a real process on loopback, with a fake engine of verbatim.testing.fakes or a
+"""A live server for tests: a real process on loopback, with a fake engine of verbatim.testing or a
 model."""
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
 
 HEAD = """# Every field of every protocol
 
-Generated from `src/verbatim/server/api/common/field_table.py`, the table that also validates requests.
+Generated from the field tables of `src/verbatim/server/api`, which also validate requests.
 
 - **honoured**: has the effect that its protocol defines.
 - **label**: stored with the request (log, stored object); has no effect on the tokens.

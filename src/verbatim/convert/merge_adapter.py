@@ -22,8 +22,8 @@ from verbatim.files.safetensors import FLOATS, read_safetensors, shard_names
 from verbatim.formats.quantise import quantise
 from verbatim.formats.tensor import Tensor, Weights
 from verbatim.hub.hub import PATTERNS
-from verbatim.lora.adapter_file import LowRank, read_adapter
-from verbatim.model.adapter import Adapter, merged
+from verbatim.lora.adapter_file import read_adapter
+from verbatim.model.adapter import Adapter, LowRank, merged
 from verbatim.model.families.hf_names import HF_PREFIXES
 from verbatim.model.loading.load import Model
 

@@ -36,7 +36,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class EngineTokenizer(Protocol):
-    """The tokenizer interface of the engine: text/tokenizer.py, verbatim.testing.fakes.ByteTokenizer."""
+    """The tokenizer interface of the engine: text/tokenizer.py, verbatim.testing.ByteTokenizer."""
 
     space_prefix: bool
     """Encoding adds a space before the first word, and decoding removes it."""

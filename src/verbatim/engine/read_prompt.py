@@ -98,7 +98,7 @@ def _prompt_ids(prompt: Sequence[int], vocab: int) -> tuple[int, ...]:
 
 
 def lost_in(tokenizer: EngineTokenizer, text: str) -> str:
-    """Characters of a text that the vocabulary cannot encode. The fakes of verbatim.testing.fakes encode
+    """Characters of a text that the vocabulary cannot encode. The fakes of verbatim.testing encode
     all of them and have no `lost`."""
     find_lost = getattr(tokenizer, "lost", None)
     return "" if find_lost is None else str(find_lost(text))

@@ -5,8 +5,9 @@ in the answer, and which tokens a grammar must forbid there. A grammar starts wi
 of the answer, so no token may hold the end of a thought and the start of an answer: such tokens
 are forbidden, except where only white space follows the marker, which the splitter drops.
 
-Invariant: a tracker changes to the answer at the token at which the splitter (text/reasoning/tag_splitter.py,
-text/reasoning/harmony.py) does, wherever the borders of the tokens are.
+Invariant: a tracker changes to the answer at the token at which the splitter
+(text/reasoning/tag_splitter.py, text/reasoning/harmony.py) does, wherever the borders of the tokens
+are.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ CPU_SECONDS = 0.75
 # Wall-clock seconds per compile. The CPU limit is the real bound: on a loaded machine 0.75 s of CPU
 # time may take ten times as long, and an ordinary compile must not time out.
 TIMEOUT = 20.0
-# Concurrent compiles. A tenant has one (engine/calls/fair_pool.py), so an expensive grammar of one tenant
-# does not block the compiles of another.
+# Concurrent compiles. A tenant has one (engine/calls/fair_pool.py), so an expensive grammar of one
+# tenant does not block the compiles of another.
 SIZE = 2
 # Until a process that died or was killed is reaped. Only a hang reaches it; on a loaded machine an
 # exit may take seconds, and its code says why the compile is refused.

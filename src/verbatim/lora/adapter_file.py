@@ -24,6 +24,7 @@ from verbatim.files.gguf import read_gguf
 from verbatim.files.safetensors import FLOATS, read_json, read_safetensors
 from verbatim.formats.tensor import BLOCKS, Tensor
 from verbatim.lora.peft_targets import PeftTargets, is_number
+from verbatim.model.adapter import LowRank
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -67,19 +68,6 @@ _COPY = re.compile(r"(?:base_model\.model\.)?(?!.+\.lora_)(.+?)(?:\.base_layer)?
 _GGUF_TENSOR = re.compile(r"(.+)\.lora_([ab])")
 MAX_SCALE = 1e6  # of a low-rank product; those in use are below 100
 _GGUF_KEYS = ("adapter.type", "adapter.lora.alpha")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LowRank:
-    """One adapted matrix: x · Wᵀ + scale · (x · Aᵀ) · Bᵀ."""
-
-    a: Tensor  # [rank, in]
-    b: Tensor  # [out, rank]
-    scale: float
-
-    @property
-    def rank(self) -> int:
-        return self.a.shape[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -18,8 +18,8 @@ from verbatim.base.config import split_adapter
 from verbatim.base.errors import ModelError
 from verbatim.formats.block_formats import dequantise
 from verbatim.formats.tensor import Tensor
-from verbatim.lora.adapter_file import AdapterFile, LowRank, read_adapter
-from verbatim.model.adapter import Adapter, is_adapted
+from verbatim.lora.adapter_file import AdapterFile, read_adapter
+from verbatim.model.adapter import Adapter, LowRank, is_adapted
 from verbatim.model.families.gguf_names import GGUF_LAYER
 from verbatim.model.families.hf_names import HF_LAYER, HF_PREFIXES
 from verbatim.model.layout import HF_KEY_NAMES, Shape, deciding_keys, layout

@@ -14,13 +14,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from verbatim.formats.tensor import Tensor
-from verbatim.lora.adapter_file import LowRank
 
 # Weights that an adapter may change, by the end of their names.
 ADAPTED = (
     *("attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "mlp.gate", "mlp.up", "mlp.down"),
     *("shared.gate", "shared.up", "shared.down"),
 )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LowRank:
+    """One adapted matrix: x · Wᵀ + scale · (x · Aᵀ) · Bᵀ."""
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[0]
 
 
 def is_adapted(name: str) -> bool:

@@ -1,7 +1,7 @@
 """ModelSpec: a model architecture as data. Families differ in these fields, not in code.
 
-model/decoder.py reads nothing else. Weights have internal names (model/loading/names.py maps the names
-of each file format to them):
+model/decoder.py reads nothing else. Weights have internal names (model/loading/names.py maps the
+names of each file format to them):
 
     embed, positions, final_norm[.bias], head
     layers.{i}.attn_norm[.bias]    layers.{i}.attn.{q,k,v,o}[.bias]

@@ -2,9 +2,9 @@
 
 In: add(item, tenant=...), release(entry). Out: take() returns the next entry that may start, or
 None. A tenant with ten thousand waiting entries delays another tenant's single entry by one turn.
-The thread pools of the engine (engine/calls/fair_pool.py) admit their work items through it, and the
-server the requests of each tenant to the engine, whose scheduler shares the steps. Not thread-safe:
-callers hold their own lock.
+The thread pools of the engine (engine/calls/fair_pool.py) admit their work items through it, and
+the server the requests of each tenant to the engine, whose scheduler shares the steps. Not
+thread-safe: callers hold their own lock.
 
     width   slots an entry occupies while it runs; `slots` bounds their sum
     claim   tokens an entry may need; the running entries of one tenant claim at most `share` of

@@ -21,8 +21,7 @@ import numpy as np
 from verbatim.files.safetensors import SafetensorsDir
 from verbatim.formats.quantise import quantise
 from verbatim.formats.tensor import BLOCKS, Tensor, Weights
-from verbatim.lora.adapter_file import LowRank
-from verbatim.model.adapter import Adapter, is_adapted
+from verbatim.model.adapter import Adapter, LowRank, is_adapted
 from verbatim.model.families.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.loading.load import Model

@@ -24,8 +24,9 @@ from verbatim.backend.cuda.device_weights import Weight, load
 from verbatim.backend.cuda.kernels import kernels, quant, recurrent
 from verbatim.backend.cuda.kernels.kv_cache import empty_kv, layer_bytes
 from verbatim.backend.cuda.kernels.lora import load_adapter
-from verbatim.backend.cuda.ops import CudaOps, DeviceStep, rope_tables
+from verbatim.backend.cuda.ops import CudaOps, rope_tables
 from verbatim.backend.cuda.runtime.device import device, kernel_ran
+from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.backend.cuda.runtime.step_graph import GraphInputs, StepGraph
 from verbatim.backend.cuda.runtime.step_inputs import (
     MAX_OUTPUTS,

@@ -17,31 +17,14 @@ import torch
 from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import experts, kernels, quant, recurrent
 from verbatim.backend.cuda.kernels.experts import ExpertTiles
-from verbatim.backend.cuda.kernels.kernels import QueryTiles, SplitSums
+from verbatim.backend.cuda.kernels.kernels import SplitSums
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
-from verbatim.backend.cuda.kernels.lora import AdapterRows, DeviceAdapter, add_low_rank
-from verbatim.backend.cuda.kernels.recurrent import RecurrentStep
+from verbatim.backend.cuda.kernels.lora import DeviceAdapter, add_low_rank
+from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 
 Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DeviceStep:
-    """The integers of one step on the device (int32), and the sizes of the kernels' grids."""
-
-    tokens: torch.Tensor  # [rows]
-    positions: torch.Tensor  # [rows]
-    slots: tuple[torch.Tensor, ...]  # per cache group [rows]: cache slot of the row's key and value
-    tiles: tuple[tuple[QueryTiles, ...], ...]  # per cache group: tiles of few query lines, of many
-    outputs: torch.Tensor | None  # rows whose final state is needed; None: all rows
-    logits: torch.Tensor | None  # outputs whose logits are needed; None: all outputs
-    spans: int  # attention spans of the longest sequence
-    logits_out: torch.Tensor | None = None  # [logits, vocabulary]: where to write the logits
-    adapters: AdapterRows = ()  # rows of each LoRA adapter in this step
-    output_adapters: AdapterRows = ()  # the same for the output rows
-    recurrent: RecurrentStep | None = None  # of a model with recurrent layers
 
 
 @dataclass(slots=True, eq=False)

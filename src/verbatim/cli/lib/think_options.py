@@ -1,8 +1,8 @@
 """Flags of a reasoning model: --think, --no-think and --reasoning-effort.
 
 In: the flags, or a word of /set think in a chat. Out: variables for the chat template, by the
-mapping that the server uses (text/reasoning/thinking_switches.py). A switch that the template does not have
-is refused by the name of its flag.
+mapping that the server uses (text/reasoning/thinking_switches.py). A switch that the template does
+not have is refused by the name of its flag.
 """
 
 from __future__ import annotations

@@ -269,8 +269,9 @@ class EngineBase(metaclass=AnsweringType):
 
 
 def check_messages(messages: Any) -> None:
-    """Check that a conversation is a list of messages with content. text/templates/chat_template.py checks
-    the rest."""
+    """Check that a conversation is a list of messages with content.
+
+    text/templates/chat_template.py checks the rest."""
     shape = "[{'role': 'user', 'content': 'Hello'}]"
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ParameterError(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.base.errors import ModelError
-from verbatim.encoder.encoder_keys import ENCODER_KEYS
 from verbatim.model.config_fields import Fields, short
 from verbatim.model.families.config_keys import CONFIG_KEYS
 from verbatim.model.families.families_dense import DENSE_FAMILIES, olmo3_records
@@ -25,6 +24,8 @@ from verbatim.model.families.rope_record import Record, family_record
 from verbatim.model.keys import check_keys
 from verbatim.model.spec import ModelSpec
 
+# model_types that encoder/ loads; a test compares them with its key tables.
+ENCODERS = ("bert", "nomic_bert", "roberta", "xlm-roberta")
 # Multi-modal wrappers, of which only the language model is used: the model_types that their
 # text_config may have, the first where it has none.
 WRAPPERS = {
@@ -57,7 +58,7 @@ def read_config(
         kind, text = _text_config(outer, kind)
         tied = outer.boolean("tie_word_embeddings", True)
         fields = Fields({**text, "tie_word_embeddings": tied}, file)
-    if kind in ENCODER_KEYS:
+    if kind in ENCODERS:
         raise ModelError(
             f"model_type {kind!r} is an encoder, which generates no text; "
             "`verbatim embed`, `verbatim rerank` and `verbatim serve` run it",

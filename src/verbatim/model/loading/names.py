@@ -1,7 +1,7 @@
 """Map internal weight names to the tensor names of safetensors and GGUF files.
 
 In: a family and an internal name (model/spec.py). Out: a Source: the tensors of the file that hold
-the weight, and which rows of them. No bytes are read here; model/loading/load.py applies the Source.
+the weight, and which rows of them. No bytes are read here; model/loading/load.py applies it.
 """
 
 from __future__ import annotations

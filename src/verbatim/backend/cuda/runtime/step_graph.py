@@ -14,7 +14,7 @@ import torch
 
 from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.kernels import QueryTiles
-from verbatim.backend.cuda.ops import DeviceStep
+from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.records import SeqStep
 

@@ -17,7 +17,7 @@ import torch
 from verbatim.backend.cuda.kernels import kernels, recurrent
 from verbatim.backend.cuda.kernels.kernels import QueryTiles
 from verbatim.backend.cuda.kernels.lora import adapter_rows
-from verbatim.backend.cuda.ops import DeviceStep
+from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.backend.step_rows import Batch
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.model.spec import ModelSpec

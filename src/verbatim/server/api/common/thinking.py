@@ -1,8 +1,8 @@
 """Switches of a reasoning model: `reasoning_effort`, `think` and `thinking` as template variables.
 
 In: the request in chat fields and the model's facts. Out: variables for the chat template, or an
-error that names the field: what the template cannot switch is refused (text/reasoning/thinking_switches.py),
-and what holds anyway becomes a notice.
+error that names the field: what the template cannot switch is refused
+(text/reasoning/thinking_switches.py), and what holds anyway becomes a notice.
 """
 
 from __future__ import annotations
