@@ -33,7 +33,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
 .PHONY: run chat test browser smoke test-slow-machine test-models test-gpu test-ray lint format soak \
-        tokenizers clients bench clean tables config-keys models docs pictures docs-outputs
+        tokenizers clients bench clean docs pictures docs-outputs
 
 run: $(VENV)/.installed
 	@$(BIN)/verbatim run "$$PROMPT"
@@ -105,24 +105,20 @@ tokenizers: $(VENV)/.dev
 clients: $(VENV)/.dev
 	$(BIN)/python tests/server/client_setup.py
 
-# Every table of docs/ that is made from the code; tests check that they are current
-tables: $(VENV)/.dev config-keys models
-	$(BIN)/python docs/_site/tables.py
-	VERBATIM_WRITE_DOCS=1 $(BIN)/python -m pytest tests/server/test_server_docs.py \
-		tests/sampling/test_sampling_table.py
-
-# docs/config-keys.md from the key tables; a test checks that it is current
-config-keys: $(VENV)/.installed
-	$(BIN)/python docs/_site/key_tables.py > docs/config-keys.md
-
-# docs/model-parity.md, the parity table, from the test cases; a test checks that it is current
-models: $(VENV)/.dev
-	$(BIN)/python tests/parity/models_doc.py > docs/model-parity.md
-
 # The documentation site in build/site; open build/site/index.html. A warning of MkDocs is an error.
-docs: $(VENV)/.dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+# It needs neither the kernels nor PyTorch, so a fresh clone builds it in an environment of its own.
+docs: $(VENV)-docs/.installed
+	NO_MKDOCS_2_WARNING=1 PYTHONPATH=src $(VENV)-docs/bin/mkdocs build --strict
 	@echo "build/site/index.html"
+
+$(VENV)-docs/.installed: pyproject.toml constraints.txt
+	@echo "installing what the documentation needs into $(VENV)-docs (once)"
+	@$(PYTHON) -m venv $(VENV)-docs
+	@$(VENV)-docs/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
+		$$($(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+		print(*p["dependencies"], *(x for e in ("server", "grammar", "docs") \
+		for x in p["optional-dependencies"][e]), sep="\n")' | sed "s/;.*//; s/ //g")
+	@touch $@
 
 # Every picture of README.md and docs/, or those named: make pictures PICTURES="explain lens". The
 # plots of the course have the times of this machine.
@@ -137,7 +133,7 @@ bench: $(VENV)/.installed
 	@$(BIN)/verbatim bench
 
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) $(VENV)-docs build
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

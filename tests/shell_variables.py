@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 
 # VERBATIM_CACHE holds the default model; VERBATIM_ISA chooses the kernels under test.
-KEPT = ("VERBATIM_CACHE", "VERBATIM_ISA", "VERBATIM_TEST_", "VERBATIM_WRITE_DOCS")
+KEPT = ("VERBATIM_CACHE", "VERBATIM_ISA", "VERBATIM_TEST_")
 # make's variables are those of `make test`: with -B or -n its tests of the Makefile would see them.
 REMOVED = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR", "MAKEFLAGS", "MFLAGS")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

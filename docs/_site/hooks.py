@@ -1,7 +1,8 @@
 """MkDocs hooks of the documentation site.
 
-Pages come in as Markdown; two things change before MkDocs renders them:
+Pages come in as Markdown; three things change before MkDocs renders them:
 
+- Tables and pages that are made from the code (tables.py) are put in.
 - `<!-- ::: verbatim.NAME -->` becomes the entry of mkdocstrings. It is a comment in the file, so
   that a reader of the file sees the tables beside it and no directive.
 - A link that leaves docs/ (README.md, a source file) points to a page that is generated here from
@@ -15,6 +16,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import tables
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -46,6 +48,8 @@ FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from files outside docs/."""
+    for name in tables.MADE_PAGES:
+        files.append(File.generated(config, name, content=tables.page(name)))
     for name, page in ROOT_PAGES.items():
         text = (ROOT / name).read_text("utf-8")
         files.append(File.generated(config, page, content=text))
@@ -64,7 +68,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         made = _site_target(target)
         return posixpath.relpath(made, posixpath.dirname(here) or ".") + (match[2] or "")
 
-    text = ENTRY.sub(lambda match: match[1], markdown)
+    text = ENTRY.sub(lambda match: match[1], tables.filled(markdown))
     return _outside_code(text, lambda part: LINK.sub(link, part))
 
 

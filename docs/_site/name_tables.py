@@ -91,9 +91,5 @@ def records() -> str:
 def other_names() -> str:
     """Entries of public names that no page shows: a new export is never missing."""
     text = "".join(page.read_text("utf-8") for page in REFERENCE.glob("*.md"))
-    # without the part that this function makes
-    text = re.sub(
-        r"<!-- generate: other-names -->.*?<!-- end of other-names -->", "", text, flags=re.S
-    )
     shown = set(ENTRY.findall(text))
     return "\n\n".join(f"<!-- ::: verbatim.{name} -->" for name in _names() if name not in shown)

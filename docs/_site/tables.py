@@ -1,8 +1,7 @@
-"""Tables of the documentation that are made from the code: flags, settings, parameters, metrics.
+"""What the documentation shows of the code: flags, settings, parameters, metrics, whole pages.
 
-A page holds each table between `<!-- generate: NAME -->` and `<!-- end of NAME -->`, so that it can
-be read without the site. `make tables` writes them all; tests/docs/test_docs_tables.py fails when
-one is not current.
+A line `<!-- generate: NAME -->` of a page stands for the table of that name; MADE_PAGES are pages
+without a file. Both are made when the site is built (`make docs`), and nothing made is in git.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ import dataclasses
 import importlib
 import inspect
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
 import click
@@ -24,30 +25,57 @@ SHARED = ("Model and engine", "Sampling")  # sections of flags that many command
 
 
 DOCS = Path(__file__).parents[1]
-PART = re.compile(
-    r"^(?P<head><!-- generate: (?P<name>[\w-]+) -->\n).*?^(?P<tail><!-- end of (?P=name) -->)$",
-    re.MULTILINE | re.DOTALL,
-)
+ROOT = DOCS.parent
+PART = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests/parity"), str(ROOT / "tests/sampling")]
 
 
+@cache
 def generate(name: str) -> str:
-    return GENERATORS[name]()
+    return re.sub(r"\n{3,}", "\n\n", GENERATORS[name]().strip())
 
 
 def filled(text: str) -> str:
-    """A page with its tables made again."""
-
-    def part(match: re.Match[str]) -> str:
-        made = re.sub(r"\n{3,}", "\n\n", generate(match["name"]).strip())
-        return f"{match['head']}\n{made}\n\n{match['tail']}"
-
-    return PART.sub(part, text)
+    """A page with its tables."""
+    return PART.sub(lambda match: f"\n{generate(match[1])}\n", text)
 
 
-def pages() -> list[Path]:
-    """The pages with generated parts."""
-    found = sorted(DOCS.rglob("*.md"))
-    return [page for page in found if "<!-- generate: " in page.read_text("utf-8")]
+@cache
+def page(name: str) -> str:
+    """The whole text of a page of docs/, also of one that has no file."""
+    if name in MADE_PAGES:
+        return MADE_PAGES[name]()
+    return filled((DOCS / name).read_text("utf-8"))
+
+
+def page_names() -> list[str]:
+    files = (path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+    return sorted({*files, *MADE_PAGES})
+
+
+def config_keys() -> str:
+    import key_tables
+
+    return key_tables.document()
+
+
+def model_parity() -> str:
+    import models_doc  # in tests/parity: the table is made from the test cases
+
+    return models_doc.document()
+
+
+def api_fields() -> str:
+    import server_tables
+
+    return server_tables.fields_page()
+
+
+MADE_PAGES: dict[str, Callable[[], str]] = {
+    "api-fields.md": api_fields,
+    "config-keys.md": config_keys,
+    "model-parity.md": model_parity,
+}
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -240,6 +268,26 @@ def routes() -> str:
     return table(("route", "methods", ""), rows)
 
 
+def limits() -> str:
+    import server_tables
+
+    return server_tables.limits()
+
+
+def errors() -> str:
+    import server_tables
+
+    return server_tables.errors()
+
+
+def modes() -> str:
+    """Every sampling parameter in every mode, found by running them."""
+    import parameter_modes  # in tests/sampling
+
+    head, *rows = parameter_modes.mode_table()
+    return table(head, rows)
+
+
 # ------------------------------------------------------------------------------------------- models
 
 
@@ -341,16 +389,7 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "records": name_tables.records,
     "other-names": name_tables.other_names,
     "refused-adapters": refused_adapters,
+    "limits": limits,
+    "errors": errors,
+    "modes": modes,
 }
-
-
-def main() -> None:
-    for page in pages():
-        text = page.read_text("utf-8")
-        if (new := filled(text)) != text:
-            page.write_text(new, "utf-8")
-            print(page.relative_to(DOCS.parent))
-
-
-if __name__ == "__main__":
-    main()

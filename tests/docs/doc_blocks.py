@@ -66,10 +66,7 @@ class Block:
 
 
 def pages() -> list[Path]:
-    generated = {
-        ROOT / "docs" / name for name in ("api-fields.md", "config-keys.md", "terminal.md")
-    }
-    return [ROOT / "README.md", *sorted({*(ROOT / "docs").rglob("*.md")} - generated)]
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def name(page: Path) -> str:

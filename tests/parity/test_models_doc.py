@@ -1,4 +1,4 @@
-"""docs/model-parity.md is current, and every family has the tests that the table promises."""
+"""Every family has the tests that the table of docs/model-parity.md promises."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from checkpoints import CASES
-from models_doc import MODELS, ROUNDED, cases_of, document
+from models_doc import MODELS, ROUNDED, cases_of
 from parity_table import BACKENDS, INTERPRETER, all_cells
 
 from parity_types import PLAIN, WIDE, WIDE_QUANTISED
@@ -18,10 +18,6 @@ from verbatim.model.families.gguf_keys import GGUF_KEYS
 from verbatim.testing.tiny_models import TINY_CONFIGS
 
 ROOT = Path(__file__).parents[2]
-
-
-def test_docs_models_is_up_to_date() -> None:
-    assert (ROOT / "docs/model-parity.md").read_text("utf-8") == document(), "run `make models`"
 
 
 def test_every_model_type_has_a_checkpoint_and_runs_on_every_backend() -> None:

@@ -1,15 +1,11 @@
-"""Generated documents are up to date: docs/api-fields.md, the tables of docs/serving.md, the
-index in SECURITY.md, deploy/.
-
-`VERBATIM_WRITE_DOCS=1 pytest tests/server/test_server_docs.py` regenerates them.
-"""
+"""The request fields of the installed SDK have their rows; the index in SECURITY.md and the files
+in deploy/ name what exists."""
 
 from __future__ import annotations
 
 import asyncio
 import configparser
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -21,115 +17,12 @@ import pytest
 
 from eventually import HANG_SECONDS
 from verbatim.base.records import Usage
-from verbatim.server.api.common.field_table import PROTOCOLS, QUERIES
-from verbatim.server.problem import CODES
+from verbatim.server.api.common.field_table import PROTOCOLS
 from verbatim.server.process import ledger as ledger_of
 from verbatim.server.process.supervisor import Supervisor
-from verbatim.server.settings import Settings, limits_table
+from verbatim.server.settings import Settings
 
 ROOT = Path(__file__).parents[2]
-WRITE = os.environ.get("VERBATIM_WRITE_DOCS") == "1"
-
-HEAD = """# Every field of every protocol
-
-Generated from the field tables of `src/verbatim/server/api`, which also validate requests.
-
-- **honoured**: has the effect that its protocol defines.
-- **label**: stored with the request (log, stored object); has no effect on the tokens.
-- **ignored**: cannot change the answer on this server: accepted, and listed in the answer's
-  `warnings`. Values in brackets hold anyway and get no warning.
-- **refused**: a field of the protocol that is not supported: 400, naming it. Values in brackets
-  have no effect and are accepted.
-
-Any other field is unknown: 400, naming it. `null` means "not given". Ranges of Verbatim's own
-parameters are in [sampling.md](sampling.md).
-"""
-
-USAGE = """
-## Usage fields of a response
-
-| member of `usage` | |
-|---|---|
-| `prompt_tokens`, `completion_tokens`, `total_tokens` | tokens of all prompts and choices |
-| `prompt_tokens_details.cached_tokens` | prompt tokens found in the prefix cache |
-| `completion_tokens_details.accepted_prediction_tokens` | accepted draft tokens |
-| `completion_tokens_details.rejected_prediction_tokens` | rejected draft tokens |
-| `completion_tokens_details.mean_accepted_length` | mean tokens per step; 1 without drafts |
-| `completion_tokens_details.saved_seconds` | time saved by drafts; negative: lost |
-
-The Responses API calls them `input_tokens`, `output_tokens`, `output_tokens_details`. The usage
-objects of `/v1/messages` and `/api/` have no fields for drafts; a response of these routes that
-used drafts has `speculation`: `drafted_tokens`, `accepted_tokens`, `mean_accepted_length`,
-`saved_seconds`.
-"""
-
-QUERY_HEAD = """
-## Query parameters
-
-Any other query parameter is unknown: 400, naming it. Only `/health`, `/metrics` and `/openapi.json`
-ignore unknown ones.
-"""
-
-
-def fields_page() -> str:
-    parts = [HEAD]
-    for route, (_, table) in PROTOCOLS.items():
-        rows = ["| field | | |", "|---|---|---|"]
-        for name, rule in table.items():
-            passes = f" [{', '.join(json.dumps(v) for v in rule.only)}]" if rule.only else ""
-            needed = " **required**" if rule.required else ""
-            text = (rule.help + passes).replace("|", "\\|")
-            rows.append(f"| `{name}` | {rule.kind}{needed} | {text} |")
-        parts.append(f"\n## POST {route}\n\n" + "\n".join(rows) + "\n")
-    parts.append(USAGE)
-    parts.append(QUERY_HEAD)
-    for route, queries in QUERIES.items():
-        rows = [f"| `{name}` | {rule.help} |" for name, rule in queries.items()]
-        parts.append(
-            f"\n### {route}\n\n" + "\n".join(["| parameter | |", "|---|---|", *rows]) + "\n"
-        )
-    return "".join(parts)
-
-
-def between(text: str, name: str) -> tuple[str, str, str]:
-    begin, end = (
-        f"<!-- {name}: made by tests/server/test_server_docs.py -->\n",
-        f"<!-- end of {name} -->",
-    )
-    head, rest = text.split(begin)
-    body, tail = rest.split(end)
-    return head + begin, body, end + tail
-
-
-def check_part(path: Path, name: str, made: str) -> None:
-    head, body, tail = between(path.read_text(), name)
-    if WRITE and body != made:
-        path.write_text(head + made + tail)
-        body = made
-    assert body == made, f"{name} in {path.name} is out of date; see this file's docstring"
-
-
-def test_the_field_table_is_documented() -> None:
-    path = ROOT / "docs" / "api-fields.md"
-    if WRITE:
-        path.write_text(fields_page())
-    assert path.read_text() == fields_page(), (
-        "docs/api-fields.md is out of date; see this file's docstring"
-    )
-
-
-def test_limits_and_errors_are_documented() -> None:
-    path = ROOT / "docs" / "serving.md"
-    rows = "\n".join(
-        f"| `{flag}` | {default} | {meaning} | {error} |"
-        for flag, default, meaning, error in limits_table()
-    )
-    check_part(
-        path, "limits", f"| flag | default | bounds | what happens |\n|---|---|---|---|\n{rows}\n"
-    )
-    codes = "\n".join(f"| `{code}` | {status} | {text} |" for code, (status, text) in CODES.items())
-    check_part(path, "errors", f"| code | status | |\n|---|---|---|\n{codes}\n")
-
 
 SDK_FIELDS = [
     (

@@ -2,7 +2,7 @@
 
 Defaults and the set of keys are those of transformers' config classes;
 tests/parity/test_config_keys.py compares them. Keys marked private occur in published configs but
-in no config class. docs/config-keys.md is generated from these tables by `make config-keys`.
+in no config class. `make docs` makes docs/config-keys.md from these tables.
 """
 
 from __future__ import annotations
