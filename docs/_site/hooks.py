@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,11 @@ LANGUAGES = {
 ENTRY = re.compile(r"^<!-- (::: .*?) -->$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    sys.path += tables.FOLDERS
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

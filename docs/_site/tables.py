@@ -10,7 +10,6 @@ import dataclasses
 import importlib
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -27,7 +26,8 @@ SHARED = ("Model and engine", "Sampling")  # sections of flags that many command
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
 PART = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
-sys.path += [str(ROOT / "tests"), str(ROOT / "tests/parity"), str(ROOT / "tests/sampling")]
+# Folders of the modules that make pages and tables; MkDocs restores sys.path after it loads a hook.
+FOLDERS = [str(ROOT / name) for name in ("docs/_site", "tests", "tests/parity", "tests/sampling")]
 
 
 @cache

@@ -20,6 +20,8 @@ sys.path.insert(0, str(ROOT / "docs" / "_site"))
 
 import tables  # noqa: E402
 
+sys.path += tables.FOLDERS
+
 
 @pytest.mark.parametrize("name", tables.GENERATORS)
 def test_every_table_is_made_and_on_one_page(name: str) -> None:
