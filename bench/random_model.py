@@ -17,7 +17,7 @@ import numpy as np
 
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_write import LazyTensor, write_gguf
-from verbatim.formats.tensor import BLOCKS
+from verbatim.formats.registry import BLOCKS
 
 # layers, hidden, inner, heads, key/value heads
 SHAPES = {"135m": (30, 576, 1536, 9, 3), "1b": (16, 2048, 8192, 32, 8)}

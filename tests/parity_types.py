@@ -6,16 +6,15 @@ the parity table that says "passes" is a test.
 
 from __future__ import annotations
 
-from verbatim.formats.codebook_formats import SCALED
+from verbatim.formats.registry import BLOCKS
 
 FLOATS = ("f32", "f16", "bf16")
 # Every tiny model has rows that divide into blocks of these types.
 PLAIN = (*FLOATS, "q8_0", "q4_0", "q4_1", "q5_0", "q5_1")
-# Types with blocks of 256 weights, a table or a codebook: random blocks in a wide llama. The matrix
-# products are the same for every family.
-WIDE = ("q2_k", "q3_k", "q5_k", "q8_k", *SCALED)
 # Types with blocks of 256 weights that `quantise` writes: a dense model and a mixture.
 WIDE_QUANTISED = {"q4_k": ("llama", "qwen3moe"), "q6_k": ("llama", "qwen3moe")}
+# All others: random blocks in a wide llama. The matrix products are the same for every family.
+WIDE = tuple(sorted(set(BLOCKS) - {*PLAIN, *WIDE_QUANTISED}))
 # Families that together launch every kernel of the cuda backend, for Triton's interpreter.
 INTERPRETED = (
     *("llama", "gpt2", "gemma2", "gemma3", "qwen3moe", "granite", "olmo2", "hunyuan-dense"),

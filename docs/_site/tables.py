@@ -307,7 +307,7 @@ def families() -> str:
 
 
 def formats() -> str:
-    from verbatim.formats.block_formats import BLOCKS
+    from verbatim.formats.registry import BLOCKS
 
     rows = (
         (code(name.upper()), str(values), str(size), f"{8 * size / values:.2f}")

@@ -8,42 +8,18 @@ from __future__ import annotations
 import numpy as np
 
 from verbatim.backend.cpu.repack import repack
-from verbatim.formats.tensor import BLOCKS, Tensor
-
-# byte offsets of the float16 values (scales and minima) in a block
-HALVES = {
-    "q4_0": (0,),
-    "q4_1": (0, 2),
-    "q5_0": (0,),
-    "q5_1": (0, 2),
-    "q8_0": (0,),
-    "q4_k": (0, 2),
-    "q5_k": (0, 2),
-    "q6_k": (208,),
-    "q3_k": (108,),
-    "q2_k": (80, 82),
-    "f16": (0,),
-    "iq4_nl": (0,),
-    "iq4_xs": (0,),
-    "iq3_s": (0,),
-    "iq3_xxs": (0,),
-    "iq2_s": (0,),
-    "iq2_xs": (0,),
-    "iq2_xxs": (0,),
-    "iq1_s": (0,),
-    "tq1_0": (52,),
-    "tq2_0": (64,),
-}
+from verbatim.formats.registry import FORMATS
+from verbatim.formats.tensor import Tensor
 
 
 def random_blocks(
     kind: str, random: np.random.Generator, rows: int, k: int, scale: float = 0.03
 ) -> np.ndarray:
     """The bytes of a [rows, k] matrix, flat uint8. `scale`: of the blocks' float16 scales."""
-    values, size = BLOCKS[kind]
-    count = rows * k // values
-    out = random.integers(0, 256, (count, size), dtype=np.uint8)
-    for at in HALVES.get(kind, ()):
+    form = FORMATS[kind]
+    count = rows * k // form.values
+    out = random.integers(0, 256, (count, form.size), dtype=np.uint8)
+    for at in form.scales if form.scale_type == "<f2" else ():
         out[:, at : at + 2] = (
             (random.standard_normal(count) * scale).astype("<f2").view(np.uint8).reshape(count, 2)
         )

@@ -56,9 +56,9 @@ from verbatim.base.errors import BackendError, DeviceMemoryError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import BROKEN, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES, CheckpointType, to_type
-from verbatim.formats.packed_weight import without_checkpoint_blocks
+from verbatim.formats.packed.packed_weight import without_checkpoint_blocks
+from verbatim.formats.registry import SIZES as BLOCK_SIZES
 from verbatim.formats.requantise import requantise
-from verbatim.formats.tensor import SIZES as BLOCK_SIZES
 from verbatim.formats.tensor import Tensor
 from verbatim.model.loading.load import Model
 from verbatim.sampling.draw import gumbel

@@ -15,7 +15,7 @@ from plans import MARKS, NAMES, Blocks, Open, ScoredSeq, run, run_alone, run_pro
 from verbatim.base.config import CHOICES
 from verbatim.base.errors import ModelError
 from verbatim.base.records import BROKEN, SeqStep, StepPlan
-from verbatim.formats.quantise import quantise
+from verbatim.formats.conversion import quantise
 from verbatim.formats.tensor import Tensor
 from verbatim.testing.tiny_models import (
     FIRST_FAMILIES,

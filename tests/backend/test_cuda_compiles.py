@@ -270,7 +270,8 @@ def test_a_matmul_in_blocks_has_the_products_of_half_precision(
     from triton.compiler import ASTSource
 
     from verbatim.backend.cuda.kernels import experts, launch, quant
-    from verbatim.formats.tensor import SIZES, Tensor
+    from verbatim.formats.registry import SIZES
+    from verbatim.formats.tensor import Tensor
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError
 from verbatim.base.name_patterns import NamePatterns
-from verbatim.formats.packed_config import ConfigGroups
+from verbatim.formats.packed.packed_config import ConfigGroups
 
 LINEAR: dict[str, Any] = {"targets": ["Linear"], "weights": {"group_size": 32}}
 HOSTILE = ("re:(a+)+$", "re:.*.*.*.*.*.*.*.*.*.*.*.*x", "re:((a?b?){1000}(a|b)*){1000}x")

@@ -29,7 +29,8 @@ from verbatim.diagnose.weight_checks import check_weights, not_finite
 from verbatim.engine.calls.llm import LLM
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_write import write_gguf
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 from verbatim.testing.fakes import fake_parts
 
 

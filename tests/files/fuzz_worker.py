@@ -35,8 +35,9 @@ from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_file import GGUFFile
 from verbatim.files.gguf_write import write_gguf
 from verbatim.files.safetensors import read_directory, read_safetensors
-from verbatim.formats.requantise import nbytes
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.conversion import nbytes
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 
 ALLOWANCE = 64 << 20  # bytes
 MAX_CPU = 60  # seconds of CPU time per case, to detect endless loops; chosen, not measured

@@ -21,8 +21,9 @@ from verbatim.files import split
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_types import OTHER_TYPES, TYPES
 from verbatim.files.gguf_write import LazyTensor, converted, write_gguf
-from verbatim.formats.requantise import nbytes
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.conversion import nbytes
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 
 METADATA: dict[str, Any] = {
     "general.architecture": "llama",

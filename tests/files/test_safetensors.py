@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 
 from verbatim.base.errors import ModelError
 from verbatim.files.safetensors import read_directory, read_json, read_safetensors
-from verbatim.formats.requantise import dequantise, quantise
+from verbatim.formats.conversion import dequantise, quantise
 
 RNG = np.random.default_rng(0)
 A = RNG.standard_normal((3, 8), dtype=np.float32)

@@ -18,10 +18,11 @@ from parity_types import REFUSED_FORMATS
 from verbatim.base.errors import ModelError
 from verbatim.files.gguf_write import write_gguf
 from verbatim.files.safetensors import read_directory
-from verbatim.formats.checkpoint_blocks import CHECKPOINT_BLOCKS, E4M3, to_type
-from verbatim.formats.packed_checkpoint import RawTensor, unpack_checkpoint
-from verbatim.formats.packed_config import check_keys
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES, E4M3, to_type
+from verbatim.formats.packed.packed_checkpoint import RawTensor, unpack_checkpoint
+from verbatim.formats.packed.packed_config import check_keys
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 
 DATA = Path(__file__).parents[1] / "data"
 TYPES = {"float16": "f16", "float32": "f32", "bfloat16": "bf16"}
@@ -641,7 +642,7 @@ def test_a_type_that_exists_in_memory_only_is_not_written(tmp_path: Path) -> Non
     tensor = Tensor("w", "i8_32_f16", (1, 32), np.zeros(34, np.uint8))
     with pytest.raises(ModelError, match="unknown type 'i8_32_f16'"):
         write_gguf(tmp_path / "x.gguf", {}, [tensor])
-    assert set(CHECKPOINT_BLOCKS).isdisjoint(BLOCKS)
+    assert set(CHECKPOINT_TYPES).isdisjoint(BLOCKS)
 
 
 @pytest.mark.parametrize(("config", "why"), REFUSED_FORMATS)

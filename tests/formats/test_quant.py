@@ -10,9 +10,10 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.formats.codebooks import LEVELS, codebook
-from verbatim.formats.quantise import WRITABLE
-from verbatim.formats.requantise import broken_block, dequantise, nbytes, quantise, requantise
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.conversion import dequantise, nbytes, quantise
+from verbatim.formats.registry import BLOCKS, WRITABLE
+from verbatim.formats.requantise import broken_block, requantise
+from verbatim.formats.tensor import Tensor
 
 WRITTEN_BY_BOTH = ("f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 # RMS error relative to the RMS of normally distributed values. Measured, plus a margin smaller than

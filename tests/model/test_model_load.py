@@ -19,8 +19,7 @@ from verbatim.convert.export_model import model_metadata, model_tensors
 from verbatim.engine.load_check import check_load
 from verbatim.files.gguf_write import write_gguf
 from verbatim.files.safetensors import read_directory
-from verbatim.formats.quantise import quantise
-from verbatim.formats.requantise import dequantise
+from verbatim.formats.conversion import dequantise, quantise
 from verbatim.formats.tensor import Tensor
 from verbatim.model.families.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout

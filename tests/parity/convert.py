@@ -17,7 +17,7 @@ from gemma4_convert import GEMMA4_NAMES, gemma4_metadata
 from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
 
 from verbatim.files.gguf_write import write_gguf
-from verbatim.formats.quantise import quantise
+from verbatim.formats.conversion import quantise
 from verbatim.formats.tensor import Tensor
 
 _NAMES = {

@@ -26,7 +26,7 @@ from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_write import write_gguf
-from verbatim.formats.quantise import quantise
+from verbatim.formats.conversion import quantise
 from verbatim.formats.tensor import Tensor
 from verbatim.model.loading.draft_head import (
     ARCHITECTURE,

@@ -48,7 +48,7 @@ def perturbed(model: Any, noise: float) -> Any:
 
     import numpy as np
 
-    from verbatim.formats.quantise import quantise
+    from verbatim.formats.conversion import quantise
     from verbatim.formats.tensor import Tensor, Weights
 
     head = model.weights["head"]
@@ -69,7 +69,7 @@ def tiny_head() -> DraftHead:
     output of a random model often does."""
     import numpy as np
 
-    from verbatim.formats.quantise import quantise
+    from verbatim.formats.conversion import quantise
     from verbatim.formats.tensor import Tensor
 
     hidden, inner, r = SHAPE["hidden_size"], 32, np.random.default_rng(4)

@@ -60,7 +60,7 @@ def may_use_gpu(config: EngineConfig) -> bool:
 
 def _unpacked(model: Model) -> Model:
     """The model without the block types that only the cuda backend computes with."""
-    from verbatim.formats.packed_weight import without_checkpoint_blocks
+    from verbatim.formats.packed.packed_weight import without_checkpoint_blocks
 
     tensors = {name: without_checkpoint_blocks(t) for name, t in model.weights.items()}
     if all(tensor is model.weights[name] for name, tensor in tensors.items()):

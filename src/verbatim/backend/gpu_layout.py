@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 
-from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
+from verbatim.formats.registry import FORMATS
 
 if TYPE_CHECKING:
     from verbatim.model.spec import ModelSpec
@@ -48,45 +48,12 @@ class StoredWeight(Protocol):
     def type(self) -> str: ...
 
 
-class BlockFormat(NamedTuple):
-    """A quantised type on the GPU."""
-
-    bits: int
-    group: int  # inputs per scale
-    scale_bytes: int  # per group, of scale and offset or zero point
-    code: str = "int"  # or e4m3, e2m1
-    offset: str = "none"  # added to scale * code; or zero: subtracted from the code
-    result: str = "f16"  # type of the unpacked weights; or bf16
-
-
 class DeviceBytes(NamedTuple):
     held: int
     read: int  # by a decode step of few rows
 
 
-BLOCK_FORMATS = {
-    "q4_0": BlockFormat(4, 32, 2),
-    "q4_1": BlockFormat(4, 32, 4, offset="add"),
-    "q4_k": BlockFormat(4, 32, 8, offset="add"),
-    "q5_0": BlockFormat(8, 32, 2),
-    "q5_1": BlockFormat(8, 32, 4, offset="add"),
-    "q5_k": BlockFormat(8, 32, 8, offset="add"),
-    "q6_k": BlockFormat(8, 16, 4),
-    "q8_0": BlockFormat(8, 32, 2),
-    "mxfp4": BlockFormat(4, 32, 2, code="e2m1", result="bf16"),
-} | {
-    name: BlockFormat(
-        kind.bits,
-        kind.group,
-        # float32 for large groups: a copy to shared memory that the kernel does not wait for needs
-        # 4 bytes per thread
-        4 * (2 if kind.zero else 1) if kind.group == 128 else kind.codes_at,
-        code="e4m3" if kind.code == "e4m3" else "int",
-        offset="zero" if kind.zero else "none",
-        result="bf16" if kind.result == "bf16" else "f16",
-    )
-    for name, kind in CHECKPOINT_TYPES.items()
-}
+BLOCK_FORMATS = {name: form.gpu for name, form in FORMATS.items() if form.gpu is not None}
 
 
 def is_matrix(name: str) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 from verbatim.model.loading.names import Source
 from verbatim.model.spec import DeltaSpec, ModelSpec
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.files.safetensors import FLOATS, read_safetensors, shard_names
-from verbatim.formats.quantise import quantise
+from verbatim.formats.conversion import quantise
 from verbatim.formats.tensor import Tensor, Weights
 from verbatim.hub.hub import PATTERNS
 from verbatim.lora.adapter_file import read_adapter

@@ -14,8 +14,9 @@ from verbatim.backend.cpu.repack import MEMORY
 from verbatim.diagnose.file_checks import text_config
 from verbatim.diagnose.findings import Finding, bad, good, guarded, note
 from verbatim.diagnose.model_files import ModelFiles
+from verbatim.formats.registry import BLOCKS
 from verbatim.formats.requantise import broken_scales
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.tensor import Tensor
 from verbatim.model.loading.load import Model, has_own_head
 from verbatim.model.loading.names import find_prefix, hf_source
 

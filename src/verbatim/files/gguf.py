@@ -42,7 +42,8 @@ from verbatim.files.gguf_types import (
 )
 from verbatim.files.mapped_file import hash_samples, map_file, samples_per_tensor
 from verbatim.files.split import join, split_info
-from verbatim.formats.block_formats import BLOCKS, nbytes
+from verbatim.formats.conversion import nbytes
+from verbatim.formats.registry import BLOCKS
 from verbatim.formats.tensor import Tensor
 
 MAX_ALIGNMENT = 1 << 20  # bytes

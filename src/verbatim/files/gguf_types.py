@@ -3,39 +3,14 @@ metadata values."""
 
 from __future__ import annotations
 
+from verbatim.formats.registry import FORMATS
+
 DEFAULT_ALIGNMENT = 32  # bytes
 MAX_DIMS = 4
 MAX_NESTING = 4  # arrays inside arrays
 
 # Tensor types by number. OTHER_TYPES are not supported; their names are for the error text.
-TYPES: dict[int, str] = {
-    0: "f32",
-    1: "f16",
-    2: "q4_0",
-    3: "q4_1",
-    6: "q5_0",
-    7: "q5_1",
-    8: "q8_0",
-    10: "q2_k",
-    11: "q3_k",
-    12: "q4_k",
-    13: "q5_k",
-    14: "q6_k",
-    15: "q8_k",
-    16: "iq2_xxs",
-    17: "iq2_xs",
-    18: "iq3_xxs",
-    19: "iq1_s",
-    20: "iq4_nl",
-    21: "iq3_s",
-    22: "iq2_s",
-    23: "iq4_xs",
-    29: "iq1_m",
-    30: "bf16",
-    34: "tq1_0",
-    35: "tq2_0",
-    39: "mxfp4",
-}
+TYPES = {form.number: name for name, form in FORMATS.items() if form.number is not None}
 OTHER_TYPES: dict[int, str] = {
     9: "q8_1",
     24: "i8",

@@ -31,8 +31,10 @@ from verbatim.files.gguf_types import (
     STRING,
     TYPES,
 )
-from verbatim.formats.requantise import nbytes, requantise
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.conversion import nbytes
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.requantise import requantise
+from verbatim.formats.tensor import Tensor
 
 _KIND_NUMBERS = {name: number for number, name in KINDS.items()}
 _TYPE_NUMBERS = {name: number for number, name in TYPES.items()}

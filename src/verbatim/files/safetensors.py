@@ -30,8 +30,9 @@ from verbatim.files.mapped_file import (
     samples_per_tensor,
 )
 from verbatim.files.split import group_parts
-from verbatim.formats.packed_checkpoint import RawTensor, unpack_checkpoint
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.packed.packed_checkpoint import RawTensor, unpack_checkpoint
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

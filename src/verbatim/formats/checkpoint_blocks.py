@@ -15,9 +15,12 @@ format's own dequantiser. A name states all of this: i4z_128_bf16 has 4-bit code
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
+
+from verbatim.formats.format import Format, GpuBlocks
 
 GROUPS = (128, 32)  # values per block; the first that a checkpoint's groups allow
 _SIZES = {"f32": 4, "f16": 2, "bf16": 2}
@@ -63,8 +66,6 @@ _ALL = [
     for result in _SIZES
 ]
 CHECKPOINT_TYPES = {kind.name: kind for kind in _ALL}
-# type -> (values per block, bytes per block), as BLOCKS of block_formats.py
-CHECKPOINT_BLOCKS = {kind.name: (kind.group, kind.block_bytes) for kind in _ALL}
 
 
 def _e4m3_table() -> np.ndarray:
@@ -113,9 +114,8 @@ def from_type(data: np.ndarray, type: str) -> np.ndarray:
     return (data.view("<u2").astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def unpack_blocks(type: str, blocks: np.ndarray, out: np.ndarray) -> None:
+def _unpack(kind: CheckpointType, blocks: np.ndarray, out: np.ndarray) -> None:
     """Blocks uint8 [n, bytes per block] -> out, float32 [n, values per block]."""
-    kind = CHECKPOINT_TYPES[type]
     head = np.ascontiguousarray(blocks[:, : kind.codes_at])
     scale = from_type(head[:, : kind.scale_bytes].reshape(-1), kind.scale_type)
     values = code_values(kind.code, np.ascontiguousarray(blocks[:, kind.codes_at :]))
@@ -124,3 +124,26 @@ def unpack_blocks(type: str, blocks: np.ndarray, out: np.ndarray) -> None:
     np.multiply(values, scale[:, None], out=out)
     if kind.result != "f32":
         out[:] = from_type(to_type(out, kind.result), kind.result).reshape(out.shape)
+
+
+def _gpu_blocks(kind: CheckpointType) -> GpuBlocks:
+    # float32 for large groups: a copy to shared memory that the kernel does not wait for needs
+    # 4 bytes per thread
+    scale_bytes = 4 * (2 if kind.zero else 1) if kind.group == 128 else kind.codes_at
+    return GpuBlocks(
+        kind.bits,
+        kind.group,
+        scale_bytes,
+        code="e4m3" if kind.code == "e4m3" else "int",
+        offset="zero" if kind.zero else "none",
+        result="bf16" if kind.result == "bf16" else "f16",
+    )
+
+
+FORMATS = tuple(
+    Format(
+        kind.name, kind.group, kind.block_bytes, unpack=partial(_unpack, kind),
+        gpu=_gpu_blocks(kind),
+    )
+    for kind in _ALL
+)  # fmt: skip

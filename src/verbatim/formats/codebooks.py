@@ -25,6 +25,13 @@ LEVELS: dict[str, tuple[int, ...]] = {
     "iq3_s": (1, 3, 5, 7, 9, 11, 13, 15),
 }
 
+# All eight signs (bit set: minus) from seven bits.
+EVEN_SIGNS = np.array([i | (i.bit_count() & 1) << 7 for i in range(128)], dtype=np.uint8)
+# Signs of 8 elements, as factors, from their bits.
+_FACTORS = (1 - 2 * np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1)[:, ::-1]).astype(
+    np.int8
+)
+
 
 @cache
 def codebook(name: str) -> np.ndarray:
@@ -39,6 +46,17 @@ def codebook(name: str) -> np.ndarray:
     vectors: np.ndarray = levels[digits]
     vectors.setflags(write=False)
     return vectors
+
+
+def signed(name: str, indices: np.ndarray, signs: np.ndarray) -> np.ndarray:
+    """Codebook vectors [n, m] with the signs of 8 elements each [n, 256 / 8]."""
+    n = len(indices)
+    vectors: np.ndarray = codebook(name)[indices].reshape(n, -1, 8) * _FACTORS[signs]
+    return vectors.reshape(n, -1)
+
+
+def offset_scale(scales: np.ndarray) -> np.ndarray:
+    return scales.astype(np.float32) + np.float32(0.5)
 
 
 _MEMBERS = {

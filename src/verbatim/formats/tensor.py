@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from verbatim.formats.block_formats import BLOCKS, SIZES, dequantise
-
-__all__ = ["BLOCKS", "SIZES", "Tensor", "Weights"]
+from verbatim.formats.conversion import dequantise
+from verbatim.formats.registry import SIZES
 
 
 @dataclass(frozen=True, slots=True, eq=False)

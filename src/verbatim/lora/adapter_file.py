@@ -22,7 +22,8 @@ import numpy as np
 from verbatim.base.errors import ModelError
 from verbatim.files.gguf import read_gguf
 from verbatim.files.safetensors import FLOATS, read_json, read_safetensors
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 from verbatim.lora.peft_targets import PeftTargets, is_number
 from verbatim.model.adapter import LowRank
 

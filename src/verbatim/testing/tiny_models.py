@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 
 from verbatim.files.safetensors import SafetensorsDir
-from verbatim.formats.quantise import quantise
-from verbatim.formats.tensor import BLOCKS, Tensor, Weights
+from verbatim.formats.conversion import quantise
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor, Weights
 from verbatim.model.adapter import Adapter, LowRank, is_adapted
 from verbatim.model.families.families import spec_from_config
 from verbatim.model.layout import is_quantisable, layout

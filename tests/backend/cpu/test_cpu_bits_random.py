@@ -12,7 +12,8 @@ import pytest
 from cpu_blocks import matmul, random_blocks
 from cpu_isas import HAVE as ISAS
 
-from verbatim.formats.tensor import BLOCKS, Tensor
+from verbatim.formats.registry import BLOCKS
+from verbatim.formats.tensor import Tensor
 from verbatim.model.loading.load import Model
 from verbatim.testing.tiny_models import tiny_model
 

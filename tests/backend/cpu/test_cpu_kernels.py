@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cpu_blocks import HALVES, matmul, random_blocks
+from cpu_blocks import matmul, random_blocks
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import BROKEN, DrawSpec, SeqStep, StepPlan
-from verbatim.formats.codebook_formats import SCALED
-from verbatim.formats.requantise import dequantise
-from verbatim.formats.tensor import BLOCKS, Tensor, Weights
+from verbatim.formats.conversion import dequantise
+from verbatim.formats.registry import BLOCKS, FORMATS
+from verbatim.formats.tensor import Tensor, Weights
 from verbatim.model.loading.load import Model, load_model
 from verbatim.model.rope import make_rope, tables
 
@@ -46,20 +46,7 @@ def test_a_matmul_of_8_bit_activations_is_exact() -> None:
     random = np.random.default_rng(6)
     x = random.integers(-127, 128, (4, 256)).astype(np.float32)
     x[:, ::32] = 127.0  # every block's scale is 1
-    for kind in (
-        "q4_0",
-        "q4_1",
-        "q5_0",
-        "q5_1",
-        "q8_0",
-        "q4_k",
-        "q5_k",
-        "q6_k",
-        "q2_k",
-        "q3_k",
-        "q8_k",
-        *SCALED,
-    ):
+    for kind in set(BLOCKS) - set(FLOATS):
         weights = random_blocks(kind, random, 20, 256)
         exact = x.astype(np.float64) @ dequantise(kind, weights, (20, 256)).astype(np.float64).T
         ours = matmul(cpu.native.best_isa(), kind, weights, 20, x)
@@ -85,7 +72,7 @@ def test_a_weight_that_is_not_finite_is_rejected(kind: str) -> None:
     }.get(kind, (0x7C00, 0xFE00))
     values, size = BLOCKS[kind]
     x = np.zeros((1, 512), np.float32)
-    for bits, place, row in product(not_finite, HALVES.get(kind, (0,)), (0, 18, 39)):
+    for bits, place, row in product(not_finite, FORMATS[kind].scales or (0,), (0, 18, 39)):
         weights = random_blocks(kind, np.random.default_rng(9), 40, 512)
         at = (row * (512 // values) + 512 // values - 1) * size + place  # the row's last block
         weights[at : at + width] = np.frombuffer(bits.to_bytes(width, "little"), np.uint8)

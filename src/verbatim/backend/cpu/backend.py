@@ -136,7 +136,7 @@ class CpuBackend:
     def load_head(self, head: DraftHead) -> None:
         """Pack a draft head. It scores its vocabulary with rows of the model's own output matrix,
         requantised to 4 bits: a draft must be fast and need not be exact."""
-        from verbatim.formats.quantise import quantise  # imported only for speculative decoding
+        from verbatim.formats.conversion import quantise  # imported only for speculative decoding
 
         rows = self._model.weights["embed" if self.spec.tied else "head"]
         output = Tensor(

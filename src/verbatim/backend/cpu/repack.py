@@ -16,19 +16,12 @@ from math import prod
 
 import numpy as np
 
-from verbatim.formats.block_formats import BLOCKS, CHUNK_VALUES
-from verbatim.formats.codebook_formats import SCALED, scaled_integers
+from verbatim.formats.conversion import CHUNK_VALUES, scaled_integers
+from verbatim.formats.registry import FORMATS
 from verbatim.formats.tensor import Tensor
 
-NATIVE = ("iq4_nl", "iq4_xs", "mxfp4")  # types of SCALED that the kernels read themselves
-_TERNARY = ("tq1_0", "tq2_0")
 # Bytes per weight in memory, of the types that are rewritten or whose scales are widened to f32.
-MEMORY: dict[str, float] = {
-    **dict.fromkeys(NATIVE, 20 / 32),
-    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq3_xxs", "iq3_s"), 36 / 32),
-    **dict.fromkeys(("iq1_m", "iq2_xs", "iq2_s"), 40 / 32),
-    **dict.fromkeys(_TERNARY, 100 / 256),
-}
+MEMORY = {name: f.cpu_bytes for name, f in FORMATS.items() if f.cpu_bytes is not None}
 _CRUMB_SHIFTS = np.array([0, 2, 4, 6], np.uint8)[:, None]
 
 
@@ -40,20 +33,19 @@ def memory_bytes(t: Tensor) -> int:
 def repack(t: Tensor) -> tuple[str, np.ndarray]:
     """The type of the native engine, and flat uint8 bytes."""
     data = np.ascontiguousarray(t.data).reshape(-1).view(np.uint8)
-    if t.type not in SCALED or t.type in NATIVE:
+    form = FORMATS[t.type]
+    if not form.cpu_type:
         return t.type, data
-    values, size = BLOCKS[t.type]
-    blocks = data.reshape(-1, size)
-    step = max(1, CHUNK_VALUES // values)
-    write = _q2_k if t.type in _TERNARY else _q8
+    blocks = data.reshape(-1, form.size)
+    step = max(1, CHUNK_VALUES // form.values)
+    write = _WRITERS[form.cpu_type]
     # A damaged file may hold infinite scales: the engine rejects them with the tensor's name.
     with np.errstate(all="ignore"):
         parts = [
             write(*scaled_integers(t.type, blocks[start : start + step]))
             for start in range(0, len(blocks), step)
         ]
-    kind = "q2_k" if t.type in _TERNARY else ("q8_f" if parts[0].shape[1] == 36 else "q8_h")
-    return kind, np.concatenate(parts).reshape(-1)
+    return form.cpu_type, np.concatenate(parts).reshape(-1)
 
 
 def _q8(scale: np.ndarray, integers: np.ndarray) -> np.ndarray:
@@ -69,3 +61,6 @@ def _q2_k(scale: np.ndarray, integers: np.ndarray) -> np.ndarray:
     packed = np.bitwise_or.reduce(crumbs, axis=2).reshape(n, 64)
     d = scale.astype("<f2").view(np.uint8)
     return np.concatenate([np.full((n, 16), 0x11, np.uint8), packed, d, d], axis=1)
+
+
+_WRITERS = {"q8_f": _q8, "q8_h": _q8, "q2_k": _q2_k}

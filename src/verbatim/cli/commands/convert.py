@@ -20,36 +20,18 @@ from verbatim.base.errors import ParameterError
 from verbatim.cli.lib.common_options import check_output, offline_option
 from verbatim.cli.lib.options import Command, Option
 from verbatim.cli.lib.terminal import Progress, note, warn, write
+from verbatim.formats.registry import FORMATS
 
 if TYPE_CHECKING:
     from verbatim.files.gguf_write import LazyTensor
     from verbatim.formats.tensor import Tensor
     from verbatim.model.loading.load import Model
 
-TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q4_k", "q5_k", "q6_k")
-FILE_TYPES = {  # values of general.file_type, as llama.cpp numbers them
-    "f32": 0,
-    "f16": 1,
-    "q4_0": 2,
-    "q4_1": 3,
-    "q8_0": 7,
-    "q5_0": 8,
-    "q5_1": 9,
-    "q4_k": 14,
-    "q5_k": 16,
-    "q6_k": 18,
-    "bf16": 32,
-}
+# Types that `convert` writes, by value of general.file_type as llama.cpp numbers them.
+FILE_TYPES = {name: f.file_type for name, f in FORMATS.items() if f.file_type is not None}
 # llama.cpp's names of mixtures -> the type that most of their matrices have.
-MIXTURES = {
-    "q4_k_s": "q4_k",
-    "q4_k_m": "q4_k",
-    "q5_k_s": "q5_k",
-    "q5_k_m": "q5_k",
-}
+MIXTURES = {mixture: name for name, f in FILE_TYPES.items() for mixture in f.mixtures}
 FLOATS = ("f32", "f16", "bf16")
-# Types with blocks of 32, for rows whose length is not a multiple of the K-quants' 256.
-SMALL_BLOCK_TYPES = {"q4_k": "q5_0", "q5_k": "q5_1", "q6_k": "q8_0"}
 # Ends of the names of small matrices that decide much: routers and gates.
 UNQUANTISED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_alpha", "ssm_beta", "ssm_ba")
 KERNELS = ("shortconv.conv", "ssm_conv1d")  # llama.cpp's convolution takes float32 only
@@ -64,7 +46,7 @@ class ConvertCommand(Command):
         try:
             return super().parse_args(ctx, args)
         except click.UsageError as error:
-            types = [word for word in given[2:] if word.lower() in (*TYPES, *MIXTURES)]
+            types = [word for word in given[2:] if word.lower() in (*FILE_TYPES, *MIXTURES)]
             if not types or "extra argument" not in error.message:
                 raise
             raise click.UsageError(
@@ -79,7 +61,7 @@ class ConvertCommand(Command):
     "--quant",
     cls=Option,
     metavar="TYPE",
-    help=f"type of the weight matrices: {', '.join(TYPES)}; default: unchanged",
+    help=f"type of the weight matrices: {', '.join(FILE_TYPES)}; default: unchanged",
 )
 @click.option(
     "--head",
@@ -144,7 +126,7 @@ def command(
     if quant:
         metadata = {
             **metadata,
-            "general.file_type": FILE_TYPES[quant],
+            "general.file_type": FILE_TYPES[quant].number,
             "general.quantization_version": 2,
         }
         kinds = {**kinds, "general.file_type": "u32", "general.quantization_version": "u32"}
@@ -162,11 +144,11 @@ def command(
 
 
 def _type_name(param: str, given: str | None) -> str | None:
-    """One of TYPES, from a name in any case. A mixture of llama.cpp becomes its main type."""
+    """One of FILE_TYPES, from a name in any case. A mixture of llama.cpp becomes its main type."""
     if given is None:
         return None
     name = given.lower()
-    if name in TYPES:
+    if name in FILE_TYPES:
         return name
     if name in MIXTURES:
         note(
@@ -174,7 +156,7 @@ def _type_name(param: str, given: str | None) -> str | None:
             f"is written as {MIXTURES[name]}, embedding and head as --head says"
         )
         return MIXTURES[name]
-    raise ParameterError(param, f"{given!r} is not one of {', '.join((*TYPES, *MIXTURES))}")
+    raise ParameterError(param, f"{given!r} is not one of {', '.join((*FILE_TYPES, *MIXTURES))}")
 
 
 def _check_source(tensors: dict[str, Tensor], chosen: dict[str, str]) -> None:
@@ -283,8 +265,6 @@ def _type_for(
 ) -> str:
     """The type to write a tensor as. Matrices become `quant`; routers and position embeddings
     keep their type; convolutions and 1-D tensors (norms, biases, rope tables) become f32."""
-    from verbatim.formats.tensor import BLOCKS
-
     stem = name.removesuffix(".weight")
     if len(shape) < 2 or stem.endswith(KERNELS):
         return "f32" if type in ("f16", "bf16") else type
@@ -292,10 +272,12 @@ def _type_for(
         return head or type if stem in ("token_embd", "output") else type
     chosen = quant
     if stem in ("token_embd", "output"):
-        chosen = head or (quant if BLOCKS[quant][1] / BLOCKS[quant][0] >= 34 / 32 else "q8_0")
-    if shape[-1] % BLOCKS[chosen][0]:
-        chosen = SMALL_BLOCK_TYPES.get(chosen, type)
-    return chosen if shape[-1] % BLOCKS[chosen][0] == 0 else type
+        chosen = head or (
+            quant if FORMATS[quant].size / FORMATS[quant].values >= 34 / 32 else "q8_0"
+        )
+    if shape[-1] % FORMATS[chosen].values:
+        chosen = FILE_TYPES[chosen].small or type
+    return chosen if shape[-1] % FORMATS[chosen].values == 0 else type
 
 
 def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: str | None) -> None:

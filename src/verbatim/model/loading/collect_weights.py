@@ -12,9 +12,10 @@ from dataclasses import replace
 import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.formats.packed_weight import without_checkpoint_blocks
+from verbatim.formats.packed.packed_weight import without_checkpoint_blocks
+from verbatim.formats.registry import BLOCKS, SIZES
 from verbatim.formats.requantise import requantise
-from verbatim.formats.tensor import BLOCKS, SIZES, Tensor
+from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import (
     HF_KEY_NAMES,
     deciding_keys,

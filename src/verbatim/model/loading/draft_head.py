@@ -116,7 +116,7 @@ def write_head(
     `arrays`: up, down, the four scales and words, as trained. `about`: further metadata, such as
     the training data."""
     from verbatim.files.gguf_write import write_gguf
-    from verbatim.formats.quantise import quantise
+    from verbatim.formats.conversion import quantise
 
     tensors = [
         Tensor(n, type, arrays[n].shape, quantise(type, arrays[n].astype(np.float32)).reshape(-1))

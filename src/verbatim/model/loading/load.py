@@ -25,7 +25,7 @@ from verbatim.files.safetensors import (
     read_json,
     read_safetensors,
 )
-from verbatim.formats.packed_checkpoint import RawTensor
+from verbatim.formats.packed.packed_checkpoint import RawTensor
 from verbatim.formats.tensor import Tensor, Weights
 from verbatim.model.adapter import Adapter
 from verbatim.model.embedding import EmbeddingSpec, read_embedding

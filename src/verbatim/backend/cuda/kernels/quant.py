@@ -29,11 +29,12 @@ from verbatim.backend.gpu_layout import (
     MAX_BUFFER,
     PACKS,
     TILE,
-    BlockFormat,
     packing,
     split_k,
 )
-from verbatim.formats.tensor import SIZES, Tensor
+from verbatim.formats.format import GpuBlocks
+from verbatim.formats.registry import SIZES
+from verbatim.formats.tensor import Tensor
 
 ROWS = (16, 32)  # of a matmul that unpacks weights in its kernel; more are multiplied with float16
 CHUNK_VALUES = 1 << 26  # values converted at a time while loading
@@ -50,7 +51,7 @@ class BlockWeight:
     codes: torch.Tensor  # uint8: n rounded up to a multiple of 64, times wide * bits / 8
     scales: torch.Tensor  # float16 or float32, one per group
     offsets: torch.Tensor | None
-    form: BlockFormat
+    form: GpuBlocks
     pack: int  # inputs that the kernel reads at once
     unpacked: torch.Tensor | None = None  # [n, k] of `dtype`
     buffer: torch.Tensor | None = None  # float16, shared by all weights

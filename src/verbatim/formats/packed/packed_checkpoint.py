@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.formats.block_formats import dequantise
-from verbatim.formats.packed_config import (
+from verbatim.formats.conversion import dequantise
+from verbatim.formats.packed.packed_config import (
     ConfigGroups,
     block_sizes,
     check_keys,
@@ -29,7 +29,7 @@ from verbatim.formats.packed_config import (
     mapping,
     scale_groups,
 )
-from verbatim.formats.packed_weight import PackedWeight
+from verbatim.formats.packed.packed_weight import PackedWeight
 from verbatim.formats.tensor import Tensor
 
 _INTEGERS = {"U8": "u1", "I8": "i1", "I32": "<i4", "I64": "<i8", "F8_E4M3": "u1", "F8_E8M0": "u1"}

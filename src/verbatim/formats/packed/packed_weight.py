@@ -14,7 +14,6 @@ from math import prod
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.formats.block_formats import dequantise
 from verbatim.formats.checkpoint_blocks import (
     CHECKPOINT_TYPES,
     GROUPS,
@@ -22,7 +21,8 @@ from verbatim.formats.checkpoint_blocks import (
     code_values,
     to_type,
 )
-from verbatim.formats.packed_blocks import to_blocks
+from verbatim.formats.conversion import dequantise
+from verbatim.formats.packed.packed_blocks import to_blocks
 from verbatim.formats.tensor import Tensor
 
 CHUNK_VALUES = 1 << 18  # converted at a time: temporaries stay in the CPU cache
