@@ -229,7 +229,7 @@ def states_of(net: Any, texts: list[tuple[list[int], list[int]]], batch: int) ->
 
 
 def rounded(weight: Any) -> Any:
-    """q4_0 rounding as in formats/quantise.py, with a straight-through gradient."""
+    """q4_0 rounding as in formats/blocks_of_32.py, with a straight-through gradient."""
     import torch
 
     blocks = weight.detach().reshape(-1, 32)

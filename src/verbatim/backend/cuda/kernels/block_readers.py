@@ -1,8 +1,7 @@
 """Read the blocks of quantised weights on the device: codes, scales and offsets.
 
-In: blocks [n, k / values, bytes per block], as a file has them (formats/block_formats.py,
-codebook_formats.py) or a checkpoint's weights are packed (formats/checkpoint_blocks.py). Out:
-Values, whose meaning gpu_layout.BLOCK_FORMATS states.
+In: blocks [n, k / values, bytes per block], as a file has them or a checkpoint's weights are packed
+(formats/). Out: Values, whose meaning GpuBlocks of the format states.
 """
 
 from __future__ import annotations
