@@ -3,14 +3,11 @@ compressed-tensors as the library chooses them."""
 
 from __future__ import annotations
 
-import operator
 import re
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from verbatim.base.errors import ModelError
 from verbatim.base.name_patterns import NamePatterns
@@ -21,69 +18,40 @@ HOSTILE = ("re:(a+)+$", "re:.*.*.*.*.*.*.*.*.*.*.*.*x", "re:((a?b?){1000}(a|b)*)
 
 
 @pytest.mark.parametrize("pattern", HOSTILE)
-def test_a_pattern_that_backtracks_for_ever_cannot_hang_the_load(pattern: str) -> None:
+def test_a_pattern_that_backtracks_for_ever_is_refused(pattern: str) -> None:
     """Python's re needs 2^60 steps for the first one; the suite's time limit is the judge."""
     groups = ConfigGroups({"config_groups": {"a": {"targets": [pattern]}, "b": LINEAR}})
-    assert groups.weights("a" * 60 + "!") == LINEAR["weights"]
+    with pytest.raises(ModelError, match="takes too long"):
+        groups.weights("a" * 60 + "!")
 
 
-def test_the_operations_of_all_patterns_of_a_file_are_limited() -> None:
-    patterns = NamePatterns(operations=1000)
-    with pytest.raises(ModelError, match=r"'\(a\|b\)\*' takes too long"):
-        all(patterns.match("(a|b)*", f"{'ab' * 20}{i}") for i in range(1000))
+def test_a_refused_pattern_stays_refused() -> None:
+    patterns = NamePatterns()
+    for _ in range(2):
+        with pytest.raises(ModelError, match="takes too long"):
+            patterns.match("(a+)+$", "a" * 60 + "!")
+
+
+def test_a_plain_pattern_starts_no_child() -> None:
+    patterns = NamePatterns()
+    assert patterns.ends("self_attn.q_proj", "model.layers.3.self_attn.q_proj")
+    assert not patterns.ends("attn.q_proj", "model.layers.3.self_attn.q_proj")
+    assert patterns._child is None
+    assert patterns.ends("q_proj|k_proj", "model.layers.3.self_attn.q_proj")
+    assert patterns._child is not None
 
 
 @pytest.mark.parametrize(
-    ("pattern", "name"),
+    ("pattern", "name", "why"),
     [
-        ("(?:(?=(?:(?=(?:(?=.*!)a?.)*).)*).)*x", "ab" * 500),
-        ("(?:(?=(?:(?=(?:(?=.*!)a?.)*).)*).)*x", "model.layers.10.self_attn.q_proj" * 3 + "!"),
-        (f"(?:{'(?=a)' * 80}a)*x", "a" * 1000),
+        ("(", "a", "not a regular expression"),
+        ("a" * 501, "a", "more than 500 characters"),
+        ("a", "a" * 1001, "more than 1000 characters"),
     ],
 )
-def test_a_hostile_pattern_is_refused_after_few_operations(pattern: str, name: str) -> None:
-    """The first one took 4 million operations, 30 µs each: two minutes."""
-    patterns = NamePatterns()
-    with pytest.raises(ModelError, match="takes too long"):
-        patterns.match(pattern, name)
-    assert patterns._spent < 110_000
-
-
-def test_a_large_model_has_enough_operations_for_patterns_that_look_ahead() -> None:
-    patterns = NamePatterns()
-    for i in range(2_000):
-        name = f"model.layers.{i}.mlp.experts.127.down_proj"
-        assert patterns.fullmatch("(?:(?!visual|vision|lm_head).)*", name)
-
-
-def test_looking_ahead_counts_for_every_position() -> None:
-    assert NamePatterns().match("(?:(?=)(?=).)*", "a" * 100)
-    with pytest.raises(ModelError, match="takes too long"):
-        NamePatterns(operations=300).match("(?:(?=)(?=).)*$", "a" * 100 + "!")
-    with pytest.raises(ModelError, match="takes too long"):
-        NamePatterns(operations=500).match(".*(?=)(?=)(?=)(?=)(?=)(?=)", "a" * 100)
-
-
-@pytest.mark.parametrize(
-    ("pattern", "why"),
-    [
-        ("(", "not a regular expression"),
-        ("a" * 501, "more than 500 characters"),
-        (r"(a)\1", "GROUPREF is not supported"),
-        ("a*+", "POSSESSIVE_REPEAT is not supported"),
-        ("(?>a)", "ATOMIC_GROUP is not supported"),
-        ("(?m)a", "flags i, s and x only"),
-        ("(" * 240 + "a" + ")" * 240, ""),
-    ],
-)
-def test_a_pattern_that_needs_backtracking_is_refused_by_name(pattern: str, why: str) -> None:
-    if not why:
-        assert NamePatterns().match(pattern, "a")
-        return
+def test_a_wrong_pattern_or_name_is_refused(pattern: str, name: str, why: str) -> None:
     with pytest.raises(ModelError, match=why):
-        NamePatterns().match(pattern, "a")
-    with pytest.raises(ModelError, match="more than 1000 characters"):
-        NamePatterns().match("a", "a" * 1001)
+        NamePatterns().match(pattern, name)
 
 
 MODULES = [
@@ -124,57 +92,10 @@ def test_the_group_of_a_module_is_the_one_of_the_library() -> None:
                 assert groups.weights(name)["group_size"] == chosen.index(matched[0]) + 1, name
 
 
-def _has_one_width(pattern: str) -> bool:
-    try:
-        return bool(re.compile(f"(?<={pattern})"))
-    except re.error:
-        return False
-
-
-def _pattern_texts() -> st.SearchStrategy[str]:
-    atoms = st.sampled_from(
-        [
-            "a",
-            "b",
-            ".",
-            r"\d",
-            r"\.",
-            "[ab]",
-            "[^a]",
-            r"\w",
-            "[a-c0-9]",
-            r"\b",
-            r"\B",
-            "^",
-            "$",
-            r"\D",
-        ]
-    )
-    repeats = st.sampled_from(["*", "+", "?", "{2}", "{1,3}", "{2,}", "*?", "{,2}"])
-    return st.recursive(
-        atoms,
-        lambda inner: st.one_of(
-            st.builds(operator.add, inner, inner),
-            st.builds("(?:{}){}".format, inner, repeats),
-            st.builds("({}|{})".format, inner, inner),
-            st.builds("(?={})".format, inner),
-            st.builds("(?!{})".format, inner),
-            st.builds("(?<={})".format, inner.filter(_has_one_width)),
-            st.builds("(?i:{})".format, inner),
-        ),
-        max_leaves=6,
-    )
-
-
-@settings(max_examples=150, deadline=None)
-@given(_pattern_texts(), st.text("abA.0", max_size=8))
+@pytest.mark.parametrize("pattern", ["a.b", r"\w+\.\d", "(?i:A)|b", "(?!a).*", r"(a)\1", ""])
+@pytest.mark.parametrize("name", ["", "a", "a.b", "aa", "b.1", "axb"])
 def test_patterns_match_as_in_python(pattern: str, name: str) -> None:
     patterns = NamePatterns()
     assert patterns.match(pattern, name) is (re.match(pattern, name) is not None)
     assert patterns.fullmatch(pattern, name) is (re.fullmatch(pattern, name) is not None)
-
-
-@pytest.mark.parametrize("pattern", [r"\b", r"\B", r"\B.*", r"(?!\B)", r"(?<=\B)a?", "(?!a)"])
-def test_an_empty_name(pattern: str) -> None:
-    """Whether \\B matches there depends on the version of Python."""
-    assert NamePatterns().match(pattern, "") is (re.match(pattern, "") is not None)
+    assert patterns.ends(pattern, name) is bool(re.fullmatch(rf"(.*\.)?({pattern})", name))

@@ -91,9 +91,11 @@ class PeftTargets:
             return self._matches(key, names, module)
         return any(module == name or module.endswith(f".{name}") for name in names)
 
-    def _matches(self, key: str, pattern: str, module: str) -> bool:
+    def _matches(self, key: str, pattern: str, module: str, *, end: bool = False) -> bool:
+        """`end`: of the whole name, or of what follows one of its dots."""
         try:
-            return self._patterns.fullmatch(pattern, module)
+            find = self._patterns.ends if end else self._patterns.fullmatch
+            return find(pattern, module)
         except ModelError as error:
             raise self.wrong(f"{key}: {error}") from None
 
@@ -125,7 +127,7 @@ class PeftTargets:
             if i > 1 and not self._layers_pattern:
                 return int(parts[i][:9])
             for pattern in self._layers_pattern:
-                if self._matches("layers_pattern", rf"(.*\.)?({pattern})", before):
+                if self._matches("layers_pattern", pattern, before, end=True):
                     return int(parts[i][:9])
         return None
 
@@ -138,6 +140,6 @@ class PeftTargets:
             whole = key == "rank_pattern"
             if not is_number(value) or (whole and (type(value) is not int or value < 1)):
                 raise self.wrong(f"{key}[{pattern!r:.60}] is {value!r:.40}, not a number")
-            if self._matches(key, rf"(.*\.)?({pattern})", module):
+            if self._matches(key, pattern, module, end=True):
                 return float(value) if not whole else int(value)
         return default
