@@ -11,9 +11,8 @@ from __future__ import annotations
 import numpy as np
 from course_plot import BLUE, arguments, panels, save
 
+from verbatim.formats.conversion import dequantise, quantise
 from verbatim.formats.registry import BLOCKS
-from verbatim.formats.conversion import dequantise
-from verbatim.formats.conversion import quantise
 
 TYPES = ("q4_0", "q4_1", "q4_k", "q5_0", "q5_1", "q5_k", "q6_k", "q8_0", "f16")
 ROWS, COLUMNS = 64, 1024

@@ -16,7 +16,7 @@ import numpy as np
 
 from verbatim.base.config import split_adapter
 from verbatim.base.errors import ModelError
-from verbatim.formats.block_formats import dequantise
+from verbatim.formats.conversion import dequantise
 from verbatim.formats.tensor import Tensor
 from verbatim.lora.adapter_file import AdapterFile, read_adapter
 from verbatim.model.adapter import Adapter, LowRank, is_adapted
