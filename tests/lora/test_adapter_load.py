@@ -255,17 +255,13 @@ def test_targets_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_module_that_the_document_lists_is_refused_by_name(
-    family: str, tmp_path: Path
-) -> None:
+def test_every_refused_module_is_refused_by_name(family: str, tmp_path: Path) -> None:
     """And every other matrix of the model can have an adapter. The table of docs/adapters.md is
-    generated from refused_modules; tests/docs checks that it is current."""
+    made from refused_modules."""
     spec = tiny_model(family).spec
     refused = refused_modules(spec)
-    document = (Path(__file__).parents[2] / "docs" / "adapters.md").read_text("utf-8")
     zeros = np.zeros((1, 1), np.float32)
     for module, kind in {kind: (name, kind) for name, kind in refused.items()}.values():
-        assert f"| `{kind}` |" in document
         last = module.rsplit(".", 1)[-1]
         folder = write_peft(tmp_path / kind, spec, targets=[last], r=1)
         stem = f"base_model.model.{module}"
