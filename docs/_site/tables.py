@@ -6,7 +6,6 @@ without a file. Both are made when the site is built (`make docs`), and nothing 
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import re
@@ -179,17 +178,11 @@ def _flags(rows: list[Row]) -> str:
 
 
 def engine_config() -> str:
-    from verbatim import EngineConfig
-    from verbatim.cli.lib.options import ENGINE_HELP
+    from verbatim.base.config import SETTINGS, TYPES
 
     rows = (
-        (
-            code(field.name),
-            code(field.type),
-            code(repr(field.default)),
-            cell(ENGINE_HELP.get(field.name, "")),
-        )
-        for field in dataclasses.fields(EngineConfig)
+        (code(name), code(TYPES[name]), code(repr(rule.default)), cell(rule.help))
+        for name, rule in SETTINGS.items()
     )
     return table(("field", "type", "default", "meaning"), rows)
 

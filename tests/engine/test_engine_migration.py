@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import inspect
 import pickle
 import typing
@@ -20,7 +19,7 @@ from verbatim import (
     SamplingParams,
     UnknownParameterError,
 )
-from verbatim.base.config import STEP_TOKENS
+from verbatim.base.config import SETTINGS, STEP_TOKENS, EngineOptions
 from verbatim.base.defaults import catalog_defaults
 from verbatim.base.errors import RequestError
 from verbatim.engine.calls import engine_base
@@ -43,9 +42,22 @@ def llm() -> Any:
 def test_the_options_are_keyword_arguments_with_the_defaults_of_the_config() -> None:
     parameters = inspect.signature(LLM.__init__).parameters
     assert inspect.signature(AsyncEngine.__init__).parameters == parameters
-    for field in dataclasses.fields(EngineConfig):
-        assert parameters[field.name].default == field.default, field.name
-        assert f"{field.name}:" in (LLM.__init__.__doc__ or ""), field.name
+    documented = " ".join((LLM.__init__.__doc__ or "").split())
+    for name, rule in SETTINGS.items():
+        assert parameters[name].default == getattr(EngineConfig(), name), name
+        assert f"{name}: {rule.help}" in documented, name
+    assert not any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def test_a_type_checker_sees_each_option_with_the_type_of_its_setting_or_a_wider_one() -> None:
+    record, options = typing.get_type_hints(EngineConfig), typing.get_type_hints(EngineOptions)
+    assert list(options) == list(SETTINGS)
+    wider = {name: kind for name, kind in options.items() if kind != record[name]}
+    assert set(wider) == {"kv_memory", "cache_dir", "cache_dir_size", "adapters"}
+    for name in ("kv_memory", "cache_dir", "cache_dir_size"):
+        assert set(typing.get_args(record[name]) or {record[name]}) < set(
+            typing.get_args(wider[name])
+        )
 
 
 def test_the_options_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:

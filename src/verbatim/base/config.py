@@ -1,32 +1,50 @@
 """EngineConfig: the settings of an engine, checked once when the record is made. An unknown setting
-is a TypeError, since the record is a frozen dataclass."""
+is a TypeError, since the record is a frozen dataclass.
+
+Each setting is declared once, as a field of EngineConfig with its default, help and range. SETTINGS
+is the table of these rules; the checks, the signature and docstring of LLM and AsyncEngine, the
+command line's flags, the server's defaults and the table in the documentation are made from it.
+"""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import SupportsIndex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, SupportsIndex, TypedDict
 
 from verbatim.base.errors import ParameterError
 
-# Values of the settings that are names.
-CHOICES: dict[str, tuple[str, ...]] = {
-    "backend": ("auto", "cpu", "cuda", "reference"),
-    "kv_type": ("f16", "q8", "fp8"),
-    "quant": ("q8_0", "q4_0", "packed"),
-    "defaults": ("model", "protocol", "greedy"),
-    "pooling": ("mean", "cls", "last"),
-}
-SIZES = ("kv_memory", "cache_dir_size")  # settings in bytes, also given as text: 512M
-CACHE_DIR_SIZE = 8 << 30  # bytes
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 STEP_TOKENS = 512  # default of step_tokens on a CPU: a step takes a fraction of a second
 STEP_MS = 100  # default of step_ms on a CPU: ten tokens per second in a stream beside a prefill
 # on a GPU with memory for their activations; larger steps leave it idle less often
 GPU_STEP_TOKENS = 8192
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRule:
+    """One setting's rule. The type is the field's annotation."""
+
+    default: Any
+    help: str
+    low: int | None = None  # inclusive
+    choices: tuple[str, ...] = ()
+    size: bool = False  # in bytes, also given as text: 512M
+    served: Any = None  # default of a server, where it differs
+    encoders: bool = True  # whether it has an effect on an encoder, which refuses the others
+    # command line
+    flag: str = ""  # where it is not --NAME
+    metavar: str = "NAME"
+    hidden: bool = False  # a flag for tests
+
+
+def setting(default: Any, help: str, **rule: Any) -> Any:
+    """A field of EngineConfig with its rule. Returns Any, so that the field keeps its
+    annotation."""
+    return field(default=default, metadata={"rule": SettingRule(default, help, **rule)})
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
@@ -48,68 +66,145 @@ def parse_size(name: str, text: str) -> int:
 class EngineConfig:
     """Every setting of an engine, with its default. Sizes are in bytes, lengths in tokens.
 
-    The fields are the keyword arguments of LLM and AsyncEngine, which document them. A size may be
-    text, as on the command line.
+    The fields are the keyword arguments of LLM and AsyncEngine. A size may be text, as on the
+    command line; adapters may be a mapping from name to path.
 
     >>> EngineConfig(kv_memory="512M").kv_memory
     536870912
     """
 
-    backend: str = "auto"  # auto: cuda if a GPU can run the model, else cpu, else reference
-    threads: int | None = None  # None: the physical cores this process may use
-    context: int | None = None  # None: the model's limit
-    # maximum tokens per step, the prefill chunk; None: STEP_TOKENS, or GPU_STEP_TOKENS
-    step_tokens: int | None = None
-    # longest step with a prefill chunk beside other sequences; None: STEP_MS, on a GPU no limit
-    step_ms: int | None = None
-    max_running: int = 256  # maximum sequences per step
-    max_waiting: int = 4096  # maximum requests in the queue; further ones are refused
-    # bytes of KV cache, a draft model's included; None: the rule in schedule/sizing.py
-    kv_memory: int | None = None
-    kv_blocks: int | None = None  # exact number of blocks per group (for tests)
-    kv_type: str = "f16"  # f16 | q8 | fp8; f16 is float32 on the reference backend (ADR 24)
-    prefix_cache: bool = True
-    cache_dir: str | None = None  # directory for the KV blocks of prompts (engine/disk_cache.py)
-    cache_dir_size: int = CACHE_DIR_SIZE  # most bytes in cache_dir
-    use_cache: bool = True  # False: recompute all tokens in each step (examples/cache_cost.py)
-    # off | ngram | suffix | head[:FILE] | draft:MODEL | auto; see docs/adr/0018
-    speculate: str = "auto"
-    # tenants whose recent outputs the suffix proposer may reuse for them; "*": every tenant
-    suffix_tenants: tuple[str, ...] = ()
-    quant: str | None = None  # quantise float weights: q8_0 | q4_0; packed: keep integers
-    # model | protocol | greedy: sampling parameters that a request does not give (base/defaults.py)
-    defaults: str = "model"
-    pooling: str | None = None  # of embeddings: mean | cls | last; None: as the model's files say
-    check: bool = False  # check the block accounting after every step
-    warm_up: bool = False  # compile the GPU kernels before the first request; no effect on a CPU
-    # LoRA adapters to load, as NAME=PATH; a mapping from name to path is accepted, too
-    adapters: tuple[str, ...] = ()
+    backend: str = setting(
+        "auto",
+        "auto, cpu, cuda or reference; auto: cuda where a GPU can run the model, else cpu",
+        choices=("auto", "cpu", "cuda", "reference"),
+    )
+    threads: int | None = setting(
+        None, "threads of the CPU backend; default: the physical cores", low=1
+    )
+    context: int | None = setting(
+        None, "maximum tokens of prompt and output; default: the model's own limit", low=1
+    )
+    step_tokens: int | None = setting(  # None: STEP_TOKENS, or up to GPU_STEP_TOKENS
+        None,
+        "maximum tokens computed in one step; default: 512, on a GPU up to 8,192",
+        low=1,
+        encoders=False,
+    )
+    step_ms: int | None = setting(  # None: STEP_MS, on a GPU no limit
+        None,
+        "maximum milliseconds of a step that prefills beside other sequences; default: 100, on a"
+        " GPU no limit",
+        low=1,
+        encoders=False,
+    )
+    max_running: int = setting(256, "maximum sequences in one step", low=1, encoders=False)
+    max_waiting: int = setting(
+        4096, "maximum requests in the engine's queue; a server's --max-queue comes first", low=1
+    )
+    kv_memory: int | None = setting(  # a draft model's included; None: schedule/sizing.py
+        None,
+        "memory for the KV cache, such as 512M or 2G; default: a quarter of the free memory, half"
+        " of a GPU's",
+        low=1,
+        size=True,
+        encoders=False,
+    )
+    kv_blocks: int | None = setting(  # per group
+        None, "exact number of KV cache blocks (tests)", low=1, hidden=True, encoders=False
+    )
+    kv_type: str = setting(  # f16 is float32 on the reference backend (ADR 24)
+        "f16",
+        "element type of the KV cache: f16, q8 or fp8; doctor MODEL measures what the 8-bit types"
+        " cost",
+        choices=("f16", "q8", "fp8"),
+        encoders=False,
+    )
+    prefix_cache: bool = setting(
+        True, "reuse the KV cache of a shared prompt prefix", encoders=False
+    )
+    cache_dir: str | None = setting(
+        None,
+        "directory that keeps the KV cache of prompts, so that a prefix hit survives a restart",
+        encoders=False,
+    )
+    cache_dir_size: int = setting(
+        8 << 30,
+        "maximum size of --cache-dir, such as 512M or 8G; each engine counts what it found at its"
+        " start and what it wrote",
+        low=1,
+        size=True,
+    )
+    use_cache: bool = setting(
+        True,
+        "use a KV cache; without it every step recomputes the whole sequence, and --speculate auto"
+        " drafts nothing",
+        encoders=False,
+    )
+    speculate: str = setting(  # docs/adr/0018
+        "auto",
+        "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto; changes"
+        " the speed, never the output",
+        encoders=False,
+    )
+    suffix_tenants: tuple[str, ...] = setting(
+        (),
+        "tenant whose recent outputs --speculate suffix (and auto) may use for its drafts; *: every"
+        " tenant, at most 256",
+    )
+    quant: str | None = setting(
+        None,
+        "quantise float weights while loading: q8_0 or q4_0; packed: compute AWQ, GPTQ and "
+        "compressed-tensors in blocks",
+        choices=("q8_0", "q4_0", "packed"),
+        encoders=False,
+    )
+    defaults: str = setting(  # base/defaults.py
+        "model",
+        "sampling parameters that are not given: model (what the model states, else the"
+        " protocol's), protocol, or greedy (temperature 0)",
+        choices=("model", "protocol", "greedy"),
+    )
+    pooling: str | None = setting(
+        None,
+        "how a text's hidden states become one embedding: mean, cls or last; default: as the"
+        " model's files say",
+        choices=("mean", "cls", "last"),
+    )
+    check: bool = setting(False, "verify the KV block accounting after every step", hidden=True)
+    warm_up: bool = setting(
+        False,
+        "on a GPU: compile the kernels before the first request, not during it; `verbatim serve`"
+        " does unless --no-warm-up is given",
+        served=True,
+    )
+    adapters: tuple[str, ...] = setting(  # NAME=PATH
+        (),
+        "load a LoRA adapter, a PEFT directory or a GGUF file",
+        flag="--adapter",
+        metavar="NAME=PATH",
+        encoders=False,
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "adapters", _adapters(self.adapters))
-        for name in SIZES:
-            size: object = getattr(self, name)
-            if isinstance(size, str):
-                object.__setattr__(self, name, parse_size(name, size))
         folder: object = self.cache_dir
         if isinstance(folder, os.PathLike):
             object.__setattr__(self, "cache_dir", os.fspath(folder))
-        for field in fields(self):
-            _check_type(field.name, str(field.type), getattr(self, field.name))
-        for name in ("max_running", "max_waiting", "cache_dir_size"):
-            if getattr(self, name) < 1:
-                raise ParameterError(name, f"{getattr(self, name)} is below 1")
-        for name in ("threads", "context", "step_tokens", "step_ms", "kv_memory", "kv_blocks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ParameterError(name, f"{value} is below 1")
-        for name, choices in CHOICES.items():
-            value = getattr(self, name)
-            if value is not None and value not in choices:
-                raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(choices)}")
+        for name, rule in SETTINGS.items():
+            value: object = getattr(self, name)
+            if rule.size and isinstance(value, str):
+                object.__setattr__(self, name, parse_size(name, value))
+        for name, annotation in TYPES.items():
+            _check_type(name, annotation, getattr(self, name))
+        for name, rule in SETTINGS.items():
+            _check_range(name, rule, getattr(self, name))
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Rules of one setting's text, and between settings."""
         if self.cache_dir == "":
             raise ParameterError("cache_dir", "is empty; give the path of a directory")
-        if self.cache_dir is None and self.cache_dir_size != CACHE_DIR_SIZE:
+        if self.cache_dir is None and self.cache_dir_size != SETTINGS["cache_dir_size"].default:
             raise ParameterError(
                 "cache_dir_size", "has an effect only with cache_dir; give that, too"
             )
@@ -124,15 +219,51 @@ class EngineConfig:
                 f"{self.speculate!r} is not one of "
                 "off, ngram, suffix, head, head:FILE, draft:MODEL, auto",
             )
-        processors = os.cpu_count() or 1
-        max_threads = max(64, 4 * processors)
-        if self.threads is not None and self.threads > max_threads:
-            plural = "s" if processors > 1 else ""
-            raise ParameterError(
-                "threads",
-                f"{self.threads} is more than the {max_threads} that are possible; this machine "
-                f"has {processors} processor{plural}, and more threads than that only wait",
-            )
+        _check_threads(self.threads)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The settings as keyword arguments, for type checkers: EngineConfig's fields, with the types
+    that are accepted for each. A test compares the two."""
+
+    backend: str
+    threads: int | None
+    context: int | None
+    step_tokens: int | None
+    step_ms: int | None
+    max_running: int
+    max_waiting: int
+    kv_memory: int | str | None
+    kv_blocks: int | None
+    kv_type: str
+    prefix_cache: bool
+    cache_dir: str | os.PathLike[str] | None
+    cache_dir_size: int | str
+    use_cache: bool
+    speculate: str
+    suffix_tenants: tuple[str, ...]
+    quant: str | None
+    defaults: str
+    pooling: str | None
+    check: bool
+    warm_up: bool
+    adapters: Mapping[str, str] | Sequence[str]
+
+
+SETTINGS: dict[str, SettingRule] = {f.name: f.metadata["rule"] for f in fields(EngineConfig)}
+# setting -> its annotation: "int | None"
+TYPES: dict[str, str] = {f.name: str(f.type) for f in fields(EngineConfig)}
+CHOICES = {name: rule.choices for name, rule in SETTINGS.items() if rule.choices}
+
+
+def served(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a server's engine: its own defaults, and those that are given.
+
+    >>> served({"context": 512})
+    {'warm_up': True, 'context': 512}
+    """
+    own = {name: rule.served for name, rule in SETTINGS.items() if rule.served is not None}
+    return {**own, **given}
 
 
 def split_adapter(entry: str) -> tuple[str, str]:
@@ -190,3 +321,24 @@ def _check_type(name: str, annotation: str, value: object) -> None:
         isinstance(value, (tuple, list)) and not all(isinstance(item, str) for item in value)
     ):
         raise ParameterError(name, f"{value!r:.60} is not {words}")
+
+
+def _check_range(name: str, rule: SettingRule, value: Any) -> None:
+    if value is None:
+        return
+    if rule.low is not None and value < rule.low:
+        raise ParameterError(name, f"{value} is below {rule.low}")
+    if rule.choices and value not in rule.choices:
+        raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(rule.choices)}")
+
+
+def _check_threads(threads: int | None) -> None:
+    processors = os.cpu_count() or 1
+    most = max(64, 4 * processors)
+    if threads is not None and threads > most:
+        plural = "s" if processors > 1 else ""
+        raise ParameterError(
+            "threads",
+            f"{threads} is more than the {most} that are possible; this machine "
+            f"has {processors} processor{plural}, and more threads than that only wait",
+        )

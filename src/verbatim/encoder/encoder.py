@@ -16,7 +16,7 @@ import numpy as np
 from verbatim.backend.protocol import BackendInfo
 from verbatim.backend.reference.blas import one_thread
 from verbatim.backend.reference.ops import activate, sigmoid, softmax
-from verbatim.base.config import BLOCK_SIZE, EngineConfig
+from verbatim.base.config import BLOCK_SIZE, SETTINGS, EngineConfig
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.base.records import SeqResult, StepPlan, StepResult
 from verbatim.encoder.encoder_spec import EncoderModel, EncoderSpec
@@ -24,30 +24,14 @@ from verbatim.encoder.encoder_spec import EncoderModel, EncoderSpec
 NUMERICS_VERSION = "encoder-1"
 Array = np.ndarray
 F32 = np.float32
-# Settings of EngineConfig that change nothing here, so a value other than the default is refused.
-NO_EFFECT = (
-    "step_tokens",
-    "step_ms",
-    "max_running",
-    "kv_memory",
-    "kv_blocks",
-    "kv_type",
-    "prefix_cache",
-    "use_cache",
-    "speculate",
-    "quant",
-    "cache_dir",
-    "adapters",
-)
 
 
 def encoder_config(config: EngineConfig, context: int) -> EngineConfig:
     """The engine's settings for an encoder: one whole text per step, and no cache memory."""
     from dataclasses import replace
 
-    default = EngineConfig()
-    for name in NO_EFFECT:
-        if getattr(config, name) != getattr(default, name):
+    for name, rule in SETTINGS.items():
+        if not rule.encoders and getattr(config, name) != rule.default:
             raise ParameterError(name, "has no effect on an encoder; leave it out")
     return replace(
         config,

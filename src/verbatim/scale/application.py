@@ -7,6 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.base.config import served
 from verbatim.base.errors import ParameterError
 from verbatim.scale.ray_options import RayOptions, parse_replicas, require_ray
 from verbatim.server.settings import Limits, Settings
@@ -34,8 +35,8 @@ def deployment(
     keys: API keys of clients. None: those of VERBATIM_API_KEY, which must then exist. Pass () only
         if Serve's proxy listens on loopback.
     target_requests: open requests per replica that autoscaling aims at
-    engine: the settings of LLM (context, threads, kv_memory, ...); warm_up is on, as in `verbatim
-        serve`
+    engine: the settings of LLM (context, threads, kv_memory, ...); the defaults are those of
+        `verbatim serve`
     """
     require_ray()
     if keys is None:
@@ -49,7 +50,7 @@ def deployment(
     settings = Settings(
         model=model,
         served_names=tuple(served_names),
-        engine={"warm_up": True, **engine},
+        engine=served(engine),
         keys=tuple(keys),
         allowed_hosts=tuple(allowed_hosts),
         limits=limits or Limits(),

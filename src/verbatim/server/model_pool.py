@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from verbatim.base.config import SETTINGS
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.units import size_text
 from verbatim.engine.load_check import can_use_gpu, check_load
@@ -268,13 +269,12 @@ def shared_settings(named: NamedModel, engine: Mapping[str, Any]) -> dict[str, A
     path = Path(named.model).expanduser()
     if not (engine and path.exists()):
         return dict(engine)
-    from verbatim.encoder.encoder import NO_EFFECT
     from verbatim.encoder.encoder_load import check_encoder, encoder_type
 
     unused: list[str] = []
     try:
         if encoder_type(path) is not None:
-            unused = [name for name in engine if name in NO_EFFECT]
+            unused = [name for name in engine if not SETTINGS[name].encoders]
             spec = check_encoder(path)
             unused += ["pooling"] if spec.scores and "pooling" in engine else []
             unused += ["context"] if (engine.get("context") or 0) > spec.context else []

@@ -3,13 +3,12 @@ the accuracy of greedy, sampled, best-of-n and majority vote."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.lib.common_options import check_plot, json_option, plot_option
@@ -43,9 +42,7 @@ if TYPE_CHECKING:
 DEFAULT_SETTINGS = ("temperature=0", "temperature=1,seed=0")
 DEFAULT_TOKENS = 96
 QUIZ_TOKENS = 32
-ENGINE = {
-    field.name: str(field.type) for field in fields(EngineConfig) if field.name not in BASE_MODEL
-}
+ENGINE = [name for name in SETTINGS if name not in BASE_MODEL]
 COLUMN = 38  # characters: two texts side by side on 80 columns
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from verbatim.base.config import EngineConfig
+from verbatim.base.config import SETTINGS, EngineConfig, served
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.cli.lib.options import (
     DEFAULT_MODEL,
@@ -253,7 +253,7 @@ def command(
         max_loaded_models=flags["max_loaded_models"],
         model_idle_seconds=flags["model_idle_seconds"],
         served_names=names,
-        engine={"warm_up": True, **engine_of(flags)},
+        engine=served(engine_of(flags)),
         revision=flags.get("revision"),
         offline=bool(flags.get("offline")),
         host=flags["host"],
@@ -342,7 +342,7 @@ def _model_setting(text: str, names: tuple[str, ...]) -> tuple[str, str, Any]:
     where, equals, value = text.partition("=")
     name, dot, key = where.rpartition(".")
     key = key.replace("-", "_")
-    if not (equals and dot) or key not in {field.name for field in fields(EngineConfig)}:
+    if not (equals and dot) or key not in SETTINGS:
         raise ParameterError(
             "model_setting", f"{text!r} is not NAME.KEY=VALUE with an engine setting as KEY"
         )

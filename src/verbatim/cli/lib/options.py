@@ -1,4 +1,4 @@
-"""Flags of the model and the engine: one per setting of base.config.EngineConfig.
+"""Flags of the model and the engine: one per row of base.config.SETTINGS.
 
 In: values that click parsed. Out: the keyword arguments of an engine. A new setting is a flag
 without further code. Only flags that the user gave are passed on, so each default is defined in
@@ -8,12 +8,11 @@ one place.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any, TypeVar
 
 import click
 
-from verbatim.base.config import SIZES, EngineConfig, parse_size
+from verbatim.base.config import SETTINGS, TYPES, EngineConfig, SettingRule, parse_size
 from verbatim.base.errors import ParameterError
 from verbatim.cli.lib.command_class import AnsweredFlag
 from verbatim.cli.lib.command_class import Command as Command
@@ -24,47 +23,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 Values = dict[str, Any]
 
 DEFAULT_MODEL = "smollm2"
-# Help of the engine flags. base.config documents the same fields for programmers.
-ENGINE_HELP = {
-    "backend": "auto, cpu, cuda or reference; auto: cuda where a GPU can run the model, else cpu",
-    "threads": "threads of the CPU backend; default: the physical cores",
-    "context": "maximum tokens of prompt and output; default: the model's own limit",
-    "step_tokens": "maximum tokens computed in one step; default: 512, on a GPU up to 8,192",
-    "step_ms": "maximum milliseconds of a step that prefills beside other sequences; default: 100,"
-    " on a GPU no limit",
-    "max_running": "maximum sequences in one step [256]",
-    "max_waiting": "maximum requests in the engine's queue; a server's --max-queue comes first"
-    " [4096]",
-    "kv_memory": "memory for the KV cache, such as 512M or 2G; default: a quarter of the free"
-    " memory, half of a GPU's",
-    "kv_blocks": "exact number of KV cache blocks (tests)",
-    "kv_type": "element type of the KV cache: f16, q8 or fp8; doctor MODEL measures what the"
-    " 8-bit types cost [f16]",
-    "prefix_cache": "reuse the KV cache of a shared prompt prefix [on]",
-    "cache_dir": "directory that keeps the KV cache of prompts, so that a prefix hit survives a"
-    " restart",
-    "cache_dir_size": "maximum size of --cache-dir, such as 512M or 8G; each engine counts what it"
-    " found at its start and what it wrote [8G]",
-    "use_cache": "use a KV cache; without it every step recomputes the whole sequence, and"
-    " --speculate auto drafts nothing",
-    "speculate": "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto;"
-    " changes the speed, never the output [auto]",
-    "suffix_tenants": "tenant whose recent outputs --speculate suffix (and auto) may use for its"
-    " drafts; *: every tenant, at most 256 (may be repeated)",
-    "defaults": "sampling parameters that are not given: model (what the model states, else the"
-    " protocol's), protocol, or greedy (temperature 0)",
-    "pooling": "how a text's hidden states become one embedding: mean, cls or last; default: as the"
-    " model's files say",
-    "quant": "quantise float weights while loading: q8_0 or q4_0; packed: compute AWQ, GPTQ and "
-    "compressed-tensors in blocks",
-    "check": "verify the KV block accounting after every step",
-    "warm_up": "on a GPU: compile the kernels before the first request, not during it; `verbatim"
-    " serve` does unless --no-warm-up is given",
-    "adapters": "load a LoRA adapter, a PEFT directory or a GGUF file (may be repeated)",
-}
-# Flags whose names are not those of their fields: --adapter loads, --use-adapter chooses.
-FLAG_NAMES = {"adapters": "--adapter", "adapter": "--use-adapter"}
-HIDDEN = {"kv_blocks", "check"}
+# Flag whose name is not that of its parameter: --adapter loads, --use-adapter chooses.
+FLAG_NAMES = {"adapter": "--use-adapter"}
 # Settings without effect on a kind of command, which refuses their flags by name.
 ONE_ANSWER = ("pooling", "max_waiting", "suffix_tenants")
 NO_SAMPLING = ("max_waiting", "suffix_tenants", "speculate", "defaults")
@@ -80,7 +40,9 @@ UNUSED = {
 
 
 def flag_name(field: str) -> str:
-    return FLAG_NAMES.get(field, "--" + field.replace("_", "-"))
+    """The flag of a setting or a parameter."""
+    own = SETTINGS[field].flag if field in SETTINGS else FLAG_NAMES.get(field)
+    return own or "--" + field.replace("_", "-")
 
 
 def positional_model(flags: Values, name: str | None) -> None:
@@ -145,41 +107,55 @@ def engine_options_without(*own: str, unused: tuple[str, ...] = ()) -> Callable[
 
 
 def _engine_flags(command: F, own: tuple[str, ...], unused: tuple[str, ...]) -> F:
-    for field in reversed(fields(EngineConfig)):
-        if field.name in own:
-            continue
-        flag, dest, kind = flag_name(field.name), "e_" + field.name, str(field.type)
-        if field.name in unused:
-            command = click.option(flag, cls=AnsweredFlag, answer=UNUSED[field.name])(command)
-            continue
-        common: Values = {
-            "cls": Option,
-            "section": "Model and engine",
-            "default": None,
-            "hidden": field.name in HIDDEN,
-        }
-        common["help"] = ENGINE_HELP.get(field.name, "")
-        if field.name in SIZES:
-            option = click.option(flag, dest, metavar="SIZE", **common)
-        elif kind.startswith("bool"):
-            option = click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
-        elif kind.startswith("tuple"):
-            metavar = "NAME=PATH" if field.name == "adapters" else "NAME"
-            option = click.option(
-                flag, dest, multiple=True, metavar=metavar, **{**common, "default": ()}
-            )
-        elif kind.startswith("int"):
-            option = click.option(flag, dest, type=int, metavar="N", **common)
-        else:
-            option = click.option(flag, dest, metavar="NAME", **common)
-        command = option(command)
+    for name in reversed(SETTINGS):
+        if name in unused:
+            option = click.option(flag_name(name), cls=AnsweredFlag, answer=UNUSED[name])
+            command = option(command)
+        elif name not in own:
+            command = _engine_flag(name, SETTINGS[name])(command)
     return command
+
+
+def _engine_flag(name: str, rule: SettingRule) -> Callable[[F], F]:
+    flag, kind = flag_name(name), TYPES[name]
+    shape: Values = {"metavar": rule.metavar, "default": None}
+    if rule.size:
+        shape["metavar"] = "SIZE"
+    elif kind.startswith("bool"):
+        flag, shape = f"{flag}/--no-{flag[2:]}", {"default": None}
+    elif kind.startswith("tuple"):
+        shape.update(multiple=True, default=())
+    elif kind.startswith("int"):
+        shape.update(type=int, metavar="N")
+    return click.option(
+        flag,
+        "e_" + name,
+        cls=Option,
+        section="Model and engine",
+        help=_engine_help(rule),
+        hidden=rule.hidden,
+        **shape,
+    )
+
+
+def _engine_help(rule: SettingRule) -> str:
+    """The setting's help, with its default in brackets."""
+    match rule.default:
+        case None:
+            return rule.help
+        case bool():
+            return f"{rule.help} [{'on' if rule.default else 'off'}]"
+        case tuple():
+            return f"{rule.help} (may be repeated)"
+        case int() if rule.size:
+            return f"{rule.help} [{rule.default >> 30}G]"
+    return f"{rule.help} [{rule.default}]"
 
 
 def engine_value(name: str, text: str) -> Any:
     """Parse the value of one engine setting, as in `verbatim compare -s threads=2`."""
-    kind = {field.name: str(field.type) for field in fields(EngineConfig)}[name]
-    if name in SIZES:
+    kind = TYPES[name]
+    if SETTINGS[name].size:
         return parse_size(name, text)
     try:
         if kind.startswith("int"):
@@ -195,9 +171,9 @@ def engine_value(name: str, text: str) -> Any:
 def engine_of(flags: Values) -> Values:
     """Keyword arguments of an engine: only the given flags, validated by EngineConfig."""
     settings: Values = {}
-    for field in fields(EngineConfig):
-        value = flags.get("e_" + field.name)
+    for name, rule in SETTINGS.items():
+        value = flags.get("e_" + name)
         if value is not None and value != ():
-            settings[field.name] = parse_size(field.name, value) if field.name in SIZES else value
+            settings[name] = parse_size(name, value) if rule.size else value
     EngineConfig(**settings)
     return settings

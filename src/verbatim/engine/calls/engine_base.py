@@ -3,14 +3,15 @@ its EngineCore goes out."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, Never, Self
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ParamSpec, Self, Unpack
 
-from verbatim.base.config import EngineConfig, split_adapter
+from verbatim.base.config import SETTINGS, EngineConfig, EngineOptions, split_adapter
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.migration_hints import METHODS, OPTIONS, AnsweringType, attribute
 from verbatim.engine.core import EngineCore
@@ -20,7 +21,7 @@ from verbatim.engine.read_prompt import EncodedText, encoded, lost_in, thoughts_
 from verbatim.text.reasoning.thoughts import ThoughtFormat
 
 log = logging.getLogger("verbatim.engine")
-_OPTIONS = tuple(field.name for field in fields(EngineConfig))
+P = ParamSpec("P")
 Message = Mapping[str, Any]
 # Not allowed as template options
 RESERVED_OPTIONS = {"tokenizer", "template", "messages", "warnings"}
@@ -34,9 +35,31 @@ CONTENT_SUBSTITUTES = (
 )
 
 
+def with_settings(init: Callable[P, None]) -> Callable[P, None]:
+    """Put every engine setting into the signature and the docstring of a constructor, in place of
+    its `**settings`: help(LLM) and an editor's hint list them."""
+    signature = inspect.signature(init)
+    *own, _ = signature.parameters.values()
+    types = {name: kind.__forward_arg__ for name, kind in EngineOptions.__annotations__.items()}
+    kind = inspect.Parameter.KEYWORD_ONLY
+    listed = [
+        inspect.Parameter(name, kind, default=rule.default, annotation=types[name])
+        for name, rule in SETTINGS.items()
+    ]
+    init.__signature__ = signature.replace(parameters=[*own, *listed])  # type: ignore[attr-defined]
+    init.__annotations__ = {**init.__annotations__, **types}
+    del init.__annotations__["settings"]
+    lines = [f"{name}: {rule.help}" for name, rule in SETTINGS.items()]
+    wrap = partial(textwrap.fill, width=96, initial_indent=" " * 8, subsequent_indent=" " * 12)
+    text = "\n".join(wrap(line, break_on_hyphens=False) for line in lines)
+    init.__doc__ = (init.__doc__ or "").replace("        settings: see EngineConfig", text)
+    return init
+
+
 class EngineBase(metaclass=AnsweringType):
     """A loaded model: what LLM and AsyncEngine have in common."""
 
+    @with_settings
     def __init__(
         self,
         model: str | os.PathLike[str] = "smollm2",
@@ -44,29 +67,7 @@ class EngineBase(metaclass=AnsweringType):
         revision: str | None = None,
         offline: bool = False,
         progress: Progress | None = None,
-        backend: str = "auto",
-        threads: int | None = None,
-        context: int | None = None,
-        step_tokens: int | None = None,
-        step_ms: int | None = None,
-        max_running: int = 256,
-        max_waiting: int = 4096,
-        kv_memory: int | str | None = None,
-        kv_blocks: int | None = None,
-        kv_type: str = "f16",
-        prefix_cache: bool = True,
-        cache_dir: str | os.PathLike[str] | None = None,
-        cache_dir_size: int | str = 8 << 30,
-        use_cache: bool = True,
-        speculate: str = "auto",
-        suffix_tenants: tuple[str, ...] = (),
-        quant: str | None = None,
-        check: bool = False,
-        warm_up: bool = False,
-        defaults: str = "model",
-        adapters: Mapping[str, str] | Sequence[str] = (),
-        pooling: str | None = None,
-        **unknown: Never,
+        **settings: Unpack[EngineOptions],
     ) -> None:
         """Load a model. Blocks until it is ready.
 
@@ -75,43 +76,15 @@ class EngineBase(metaclass=AnsweringType):
         revision: a branch, tag or commit on the hub
         offline: use only files that are on this machine
         progress: called as progress(task, done, total) while files are fetched and read
-        backend: auto, cpu, cuda or reference
-        threads: CPU threads; None: the physical cores that this process may use
-        context: the longest prompt plus answer, in tokens; None: the model's limit
-        step_tokens: the most tokens per step, the prefill chunk; None: 512, on a GPU up to 8,192
-        step_ms: the longest step with a prefill chunk beside other sequences, in milliseconds;
-            None: 100, on a GPU no limit
-        max_running: the most sequences per step
-        max_waiting: the most requests in the queue; further ones are refused
-        kv_memory: KV cache in bytes, or as text ("512M", "8G"); None: what fits
-        kv_blocks: the exact number of KV blocks per group, for tests
-        kv_type: element type of the KV cache: f16, q8 or fp8
-        prefix_cache: reuse the KV blocks of equal prefixes
-        cache_dir: a directory for the KV blocks of prompts; a prefix hit then survives a restart
-        cache_dir_size: the most bytes in cache_dir, or as text ("8G"); the oldest blocks leave
-        use_cache: False: compute all tokens again in each step, for measurements
-        speculate: off, ngram, suffix, head[:FILE], draft:MODEL or auto
-        suffix_tenants: tenants whose recent outputs the suffix proposer may reuse; "*": all
-        quant: quantise float weights while loading: q8_0 or q4_0; packed: compute the integers of
-            quantised safetensors in blocks
-        check: check the block accounting after every step
-        warm_up: on a GPU, compile the kernels now and not when the first crowd needs them
-        defaults: sampling parameters that a request does not give: model, protocol or greedy
-        adapters: LoRA adapters, name -> PEFT directory or GGUF file; SamplingParams(adapter=name)
-            chooses one for a request
-        pooling: how a text's hidden states become one embedding: mean, cls or last; None: as the
-            model's files say, and embed() refuses if they do not
+        settings: see EngineConfig
 
         An unknown option is a TypeError that names the right one.
         """
-        given = locals()
         if not isinstance(model, (str, os.PathLike)):
             raise ParameterError(
                 "model", f"{model!r:.40} is not a model; give a name or a path, such as 'smollm2'"
             )
-        config = _config(
-            type(self).__name__, {name: given[name] for name in _OPTIONS if name in given} | unknown
-        )
+        config = _config(type(self).__name__, settings)
         parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
         for line in parts.warnings:
             log.warning("%s: %s", parts.name, line)
@@ -289,11 +262,11 @@ def check_messages(messages: Any) -> None:
 
 def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
     for name in options:
-        if name not in _OPTIONS:
+        if name not in SETTINGS:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, _OPTIONS, 1, cutoff=0.7)
-            known = f"known options: {', '.join(_OPTIONS)}"
+            near = get_close_matches(name, SETTINGS, 1, cutoff=0.7)
+            known = f"known options: {', '.join(SETTINGS)}"
             hint = OPTIONS.get(name) or (f"did you mean {near[0]!r}?" if near else known)
             raise TypeError(f"{caller} has no option {name!r}; {hint}")
     return EngineConfig(**options)
