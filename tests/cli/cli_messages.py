@@ -10,6 +10,7 @@ formats appear as {expression}. Texts of asserts are for bugs of ours and are le
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ WHOLE = ("cli", "base", "diagnose", "hub/catalog.py", "hub/wheel_model.py")
 WHOLE += ("hub/hub.py", "observe")
 # Packages whose exceptions reach the terminal. The server's HTTP API answers clients, in the same
 # words.
-ERRORS = "text weights model schedule sampling grammar speculate backend engine convert bench scale"
+ERRORS = "text files formats hub encoder lora model schedule sampling grammar speculate"
+ERRORS += " backend engine convert bench scale"
 # Calls that build or raise an error: classes, and the helpers of the file readers.
 RAISES = ("Error", "Exit", "Problem", "warn", "warning", "fail", "need", "check", "wrong", "refuse")
 
@@ -44,7 +46,18 @@ def messages() -> list[Message]:
         for path in (file for name in paths for file in _files(SOURCE / name)):
             for message in _of(path, collect):
                 found[message.file, message.line, message.text] = message
+    for message in _hints():
+        found[message.file, message.line, message.text] = message
     return sorted(found.values(), key=lambda message: (message.file, message.line))
+
+
+def _hints() -> Iterator[Message]:
+    """The hints for names of other programs, which are data: one per line."""
+    path = SOURCE / "base" / "migration_hints.json"
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), 1):
+        _, colon, text = line.strip().partition(": ")
+        if colon and text.startswith('"') and is_prose(text):
+            yield Message("base/migration_hints.json", number, json.loads(text.rstrip(",")))
 
 
 def _files(path: Path) -> list[Path]:

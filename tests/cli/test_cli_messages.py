@@ -29,7 +29,7 @@ def test_the_list_has_helps_errors_notes_and_migration_hints() -> None:
     texts = {(message.file, message.text) for message in messages()}
     for wanted in (
         ("cli/commands/run.py", "print one JSON object instead of text"),  # a help text
-        ("cli/lib/flag_aliases.py", "use verbatim chat"),  # an answer to another program's flag
+        ("base/migration_hints.json", "use verbatim chat"),  # an answer to another program's flag
         ("cli/commands/batch.py", "needs --ray; without it one engine runs the batch"),  # an error
         ("base/params.py", "{self.best_of} is less than n ({self.n})"),
         ("files/gguf.py", "tensors {name} and {other} overlap"),  # raised by a helper

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
-from verbatim.base.migration_hints import PARAMETERS
+from verbatim.base.migration_hints import hints
 from verbatim.base.param_checks import MAX_LOGPROBS, MOST, Field, Kind, checked
 
 
@@ -441,7 +441,7 @@ def _checked_init(self: SamplingParams, *args: Any, **values: Any) -> None:
     """Raise for an unknown name with a suggestion, which Python's own TypeError does not make."""
     for name in values:
         if name not in FIELDS:
-            raise UnknownParameterError(name, FIELDS, PARAMETERS.get(name, ""))
+            raise UnknownParameterError(name, FIELDS, hints("parameters").get(name, ""))
     _generated_init(self, *args, **values)
     given = {*values, *tuple(FIELDS)[: len(args)]}
     origins = tuple((name, "request") for name in sorted(DEFAULTED) if name in given)

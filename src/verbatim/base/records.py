@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
-from verbatim.base.migration_hints import COMPLETION, attribute
+from verbatim.base.migration_hints import attribute
 from verbatim.base.notebook import box, token_span
 from verbatim.base.parsed import parse_answer
 
@@ -397,7 +397,7 @@ class Completion:
     if not TYPE_CHECKING:  # a type checker reports unknown names itself
 
         def __getattr__(self, name: str) -> Any:
-            raise attribute(self, name, COMPLETION)
+            raise attribute(self, name, "completion")
 
         def __getitem__(self, _: object) -> Any:
             raise TypeError(

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError, RequestError
-from verbatim.base.migration_hints import TOKENIZER, attribute
+from verbatim.base.migration_hints import attribute
 from verbatim.text import gguf_vocab, hf_vocab
 from verbatim.text.control_tokens import ControlFinder
 from verbatim.text.decode import decode_all
@@ -42,7 +42,7 @@ class Tokenizer:
     if not TYPE_CHECKING:  # a type checker reports unknown names itself
 
         def __getattr__(self, name: str) -> Any:
-            raise attribute(self, name, TOKENIZER)
+            raise attribute(self, name, "tokenizer")
 
     def fit(self, size: int) -> None:
         """Set the number of ids to the rows of the model's embedding. Most models pad it: ids

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.migration_hints import PARAMETERS, argument
+from verbatim.base.migration_hints import argument, hints
 from verbatim.base.params import FIELDS, SamplingParams
 
 Prompt = str | Sequence[int]
@@ -93,7 +93,7 @@ def refuse_unknown(call: str, unknown: Mapping[str, Any]) -> None:
 def refuse_foreign(call: str, template: Mapping[str, Any]) -> None:
     """TypeError for a template option that is a sampling parameter elsewhere or here."""
     for name in template:
-        if name in FIELDS or name in PARAMETERS or name in FOREIGN:
+        if name in FIELDS or name in hints("parameters") or name in FOREIGN:
             refuse_unknown(call, {name: None})
 
 

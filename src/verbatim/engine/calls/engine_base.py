@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Self, Unpack
 
 from verbatim.base.config import SETTINGS, EngineConfig, EngineOptions, split_adapter
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.base.migration_hints import METHODS, OPTIONS, AnsweringType, attribute
+from verbatim.base.migration_hints import AnsweringType, attribute, hints
 from verbatim.engine.core import EngineCore
 from verbatim.engine.engine_setup import prepare
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
@@ -104,7 +104,7 @@ class EngineBase(metaclass=AnsweringType):
     if not TYPE_CHECKING:  # a type checker reports unknown names itself
 
         def __getattr__(self, name: str) -> Any:
-            raise attribute(self, name, METHODS)
+            raise attribute(self, name, "methods")
 
         def __call__(self, *_: Any, **__: Any) -> Any:
             raise TypeError("an engine is not a function; use generate(prompt) or chat(messages)")
@@ -267,6 +267,6 @@ def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
 
             near = get_close_matches(name, SETTINGS, 1, cutoff=0.7)
             known = f"known options: {', '.join(SETTINGS)}"
-            hint = OPTIONS.get(name) or (f"did you mean {near[0]!r}?" if near else known)
+            hint = hints("options").get(name) or (f"did you mean {near[0]!r}?" if near else known)
             raise TypeError(f"{caller} has no option {name!r}; {hint}")
     return EngineConfig(**options)

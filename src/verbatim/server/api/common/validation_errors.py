@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from verbatim.base.migration_hints import PARAMETERS
+from verbatim.base.migration_hints import hints
 from verbatim.server.api.common.field_table import OTHER_NAMES
 from verbatim.server.api.common.json_body import format_path
 from verbatim.server.api.ollama.ollama_schemas import REFUSED_OPTIONS
@@ -106,7 +106,7 @@ def suggestion(name: str, table: Collection[str]) -> str:
 
     near = [other for other in OTHER_NAMES.get(name, ()) if other in table]
     # The library's answer to the name, if this route has every field that the answer names
-    hint = PARAMETERS.get(name, "")
+    hint = hints("parameters").get(name, "")
     words = set(re.findall(r"\w+", hint.removeprefix("write "))) - {"or"}
     if not near and hint.startswith("write ") and words <= set(table):
         return f"; {hint}"
