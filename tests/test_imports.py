@@ -154,6 +154,13 @@ def test_imports_run_downward_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_commands_share_imports_no_command() -> None:
+    above = ("verbatim.cli.commands", "verbatim.cli.main")
+    for path in (ROOT / "cli" / "lib").rglob("*.py"):
+        found = [module for _, module in imports(path) if module.startswith(above)]
+        assert not found, f"{path.name} imports {found}"
+
+
 def test_the_import_rules_have_no_cycle() -> None:
     """No two packages may import each other."""
     for package, below in MAY_IMPORT.items():

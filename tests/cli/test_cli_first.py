@@ -255,7 +255,8 @@ def test_an_impossible_what_if_fails_before_the_model_runs(
     verbatim: Call, flags: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "verbatim.cli.lib.open_model.open_llm", lambda *_, **__: pytest.fail("the model was opened")
+        "verbatim.cli.commands.explain.open_llm",
+        lambda *_, **__: pytest.fail("the model was opened"),
     )
     result = verbatim("explain", *flags, "the")
     assert result.code == 2

@@ -8,8 +8,7 @@ import pytest
 
 from cli_result import Call
 from verbatim.base.params import FIELDS
-from verbatim.cli.lib.command_class import Command, Option
-from verbatim.cli.lib.flag_errors import with_flags
+from verbatim.cli.lib.command_class import Command, Option, with_flags
 from verbatim.cli.lib.options import flag_name
 from verbatim.cli.lib.sampling_options import NOT_FLAGS
 from verbatim.cli.main import COMMANDS

@@ -11,8 +11,8 @@ import pyte
 import pytest
 from rich.console import Console
 
-from verbatim.cli.lib.chat_input import candidates
-from verbatim.cli.lib.markdown_stream import MarkdownStream, split_blocks
+from verbatim.cli.lib.chat.chat_input import candidates
+from verbatim.cli.lib.chat.markdown_stream import MarkdownStream, split_blocks
 
 ROOT = Path(__file__).parents[2]
 ANSWER = """\
@@ -49,7 +49,7 @@ def screen_of(pieces: list[str], columns: int = 40, rows: int = 60) -> list[str]
 
 
 def test_the_screen_does_not_depend_on_the_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verbatim.cli.lib.markdown_stream.INTERVAL", 0.0)  # redraw at every piece
+    monkeypatch.setattr("verbatim.cli.lib.chat.markdown_stream.INTERVAL", 0.0)  # redraw at each
     whole = screen_of([ANSWER])
     assert screen_of(list(ANSWER)) == whole
     assert screen_of([ANSWER[i : i + 7] for i in range(0, len(ANSWER), 7)]) == whole
@@ -68,7 +68,7 @@ def test_every_word_is_on_the_screen_and_lines_are_wrapped_between_words() -> No
 def test_a_block_higher_than_the_screen_leaves_no_rest_of_its_drafts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("verbatim.cli.lib.markdown_stream.INTERVAL", 0.0)
+    monkeypatch.setattr("verbatim.cli.lib.chat.markdown_stream.INTERVAL", 0.0)
     tall = "\n".join(f"line {i}" for i in range(30))
     shown = screen_of(list(tall), rows=12)
     assert [line for line in shown if line] == [f"line {i}" for i in range(19, 30)]

@@ -13,66 +13,52 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verbatim.base.config import SETTINGS, parse_size
+from verbatim.base.config import SETTINGS, TYPES, parse_size
 from verbatim.base.errors import ParameterError
+from verbatim.base.param_checks import Field
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.lib import options, sampling_options
+from verbatim.cli.lib.command_class import Command
 
-# Per parameter: a valid value other than its default as typed, and the value the library gets.
-TYPED: dict[str, tuple[list[str], Any]] = {
-    "max_tokens": (["7"], 7),
-    "min_tokens": (["3"], 3),
-    "stop": (["END", "--stop", "two words"], ("END", "two words")),
-    "stop_token_ids": (["5,9"], (5, 9)),
-    "on_loop": (["stop"], "stop"),
-    "logit_bias": (["42=-5", "--logit-bias", "7=2.5"], ((7, 2.5), (42, -5.0))),
-    "allowed_token_ids": (["1,2,3"], (1, 2, 3)),
-    "banned_token_ids": (["4"], (4,)),
-    "repetition_penalty": (["1.1"], 1.1),
-    "frequency_penalty": (["0.5"], 0.5),
-    "presence_penalty": (["-0.5"], -0.5),
-    "penalty_range": (["64"], 64),
-    "dry_multiplier": (["0.8"], 0.8),
-    "dry_base": (["2"], 2.0),
-    "dry_allowed_length": (["4"], 4),
-    "dry_range": (["128"], 128),
-    "dry_breakers": (["."], (".",)),
-    "no_repeat_ngram": (["3"], 3),
-    "temperature": (["0.7"], 0.7),
-    "top_k": (["40"], 40),
-    "top_p": (["0.9"], 0.9),
-    "min_p": (["0.05"], 0.05),
-    "typical_p": (["0.95"], 0.95),
-    "top_n_sigma": (["1.5"], 1.5),
-    "xtc_probability": (["0.5"], 0.5),
-    "xtc_threshold": (["0.2"], 0.2),
-    "seed": (["12345"], 12345),
-    "n": (["2"], 2),
-    "best_of": (["4"], 4),
-    "num_beams": (["4"], 4),
-    "num_return_sequences": (["2", "--num-beams", "4"], 2),
-    "length_penalty": (["0.6", "--num-beams", "4"], 0.6),
-    "early_stopping": (["true", "--num-beams", "4"], True),
-    "num_beam_groups": (["2", "--num-beams", "4"], 2),
-    "diversity_penalty": (["0.5", "--num-beams", "4", "--num-beam-groups", "2"], 0.5),
-    "json_schema": (['{"type": "object"}'], '{"type": "object"}'),
-    "regex": (["[ab]+"], "[ab]+"),
-    "grammar": (['start: "a"'], 'start: "a"'),
-    "choice": (["yes", "--choice", "no"], ("yes", "no")),
-    "output_prefix": (["3"], 3),
-    "logprobs": (["5"], 5),
-    "prompt_logprobs": (["2"], 2),
-    "logprobs_mode": (["processed"], "processed"),
-    "explain": (["3"], 3),
-    "priority": (["-1"], -1),
-    "cache_salt": (["me"], "me"),
-    "adapter": (["sql", "--adapter", "sql=x"], "sql"),
-    "thinking_budget": (["64"], 64),
+# Flags that a parameter needs beside it.
+COMPANIONS = {
+    "num_return_sequences": ["--num-beams", "4"],
+    "length_penalty": ["--num-beams", "4"],
+    "early_stopping": ["--num-beams", "4"],
+    "num_beam_groups": ["--num-beams", "4"],
+    "diversity_penalty": ["--num-beams", "4", "--num-beam-groups", "2"],
+    "adapter": ["--adapter", "sql=x"],
 }
 
 
-@click.command(cls=options.Command)
-@options.engine_options
+def typed(flag: str, rule: Field) -> tuple[list[str], Any]:
+    """Words after a flag, and the value that the library gets: valid, and not the default."""
+    match rule.kind:
+        case "int":
+            number = (rule.default or 0) + 3
+            return [str(number)], number
+        case "float":
+            up, down = rule.default + 0.5, rule.default - 0.5
+            value = up if rule.high is None or up <= rule.high else down
+            return [str(value)], value
+        case "choice":
+            other = next(choice for choice in rule.choices if choice != rule.default)
+            return [str(other).lower()], other
+        case "strings":
+            return ["END", flag, "two words"], ("END", "two words")
+        case "ids":
+            return ["5,9"], (5, 9)
+        case "bias":
+            return ["42=-5", flag, "7=2.5"], ((7, 2.5), (42, -5.0))
+        case "schema":
+            return ['{"type": "object"}'], '{"type": "object"}'
+        case "str":
+            return ["sql"], "sql"
+    raise AssertionError(rule.kind)
+
+
+@click.command(cls=Command)
+@options.engine_options()
 @sampling_options.sampling_options
 def probe(**flags: Any) -> None:
     params = sampling_options.sampling_of(flags)
@@ -92,21 +78,15 @@ def call(*words: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", [n for n in FIELDS if n not in sampling_options.NOT_FLAGS])
 def test_every_parameter_is_a_flag(name: str) -> None:
-    flag = options.flag_name(name)
-    if FIELDS[name].kind == "bool":
-        words, wanted = (
-            ([flag] if not FIELDS[name].default else [f"--no-{flag[2:]}"]),
-            not FIELDS[name].default,
-        )
+    flag, rule = options.flag_name(name), FIELDS[name]
+    if rule.kind == "bool":
+        words, wanted = [f"--no-{flag[2:]}" if rule.default else flag], not rule.default
     else:
-        assert name in TYPED, f"add {name!r} to TYPED: words after {flag}, and their value"
-        rest, wanted = TYPED[name]
+        rest, wanted = typed(flag, rule)
         words = [flag, *rest]
-    got = call(*words)["params"][name]
+    got = call(*words, *COMPANIONS.get(name, ()))["params"][name]
     assert json.loads(json.dumps(wanted)) == got
-    assert got != json.loads(json.dumps(FIELDS[name].default)), (
-        "the test must type something that is not the default"
-    )
+    assert got != json.loads(json.dumps(rule.default))
 
 
 def test_without_flags_the_defaults_and_a_fixed_seed_apply() -> None:
@@ -159,18 +139,26 @@ def test_a_schema_may_come_from_a_file(tmp_path: Path) -> None:
     assert call("--json-schema", f"@{file}")["params"]["json_schema"] == '{"type": "string"}'
 
 
-def test_every_engine_setting_is_a_flag_with_help() -> None:
-    flags = {flag for param in probe.params for flag in param.opts}
-    assert {options.flag_name(name) for name in SETTINGS} <= flags
-    assert all(rule.help for rule in SETTINGS.values())
-    assert call("--threads", "3", "--kv-memory", "1.5G", "--no-prefix-cache", "--speculate", "off")[
-        "engine"
-    ] == {
-        "threads": 3,
-        "kv_memory": 3 << 29,
-        "prefix_cache": False,
-        "speculate": "off",
-    }
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_engine_setting_is_a_flag_with_help(name: str) -> None:
+    rule, flag = SETTINGS[name], options.flag_name(name)
+    words, value = [flag, "off"], "off"  # a name: speculate and cache_dir take this one
+    if rule.size:
+        words, value = [flag, "1.5G"], 3 << 29
+    elif rule.choices:
+        value = next(choice for choice in rule.choices if choice != rule.default)
+        words = [flag, value]
+    elif TYPES[name] == "bool":
+        words, value = [f"--no-{flag[2:]}" if rule.default else flag], not rule.default
+    elif TYPES[name].startswith("int"):
+        words, value = [flag, "3"], 3
+    elif TYPES[name].startswith("tuple"):
+        words, value = [flag, "a=x", flag, "b=y"], ["a=x", "b=y"]
+    use = ["--use-adapter", "a"] if name == "adapters" else []
+    kept = ["--cache-dir", "kept"] if name == "cache_dir_size" else []
+    assert call(*words, *use, *kept)["engine"][name] == value
+    assert value != rule.default
+    assert rule.help
 
 
 @settings(derandomize=True, max_examples=200)

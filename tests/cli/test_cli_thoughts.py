@@ -30,11 +30,12 @@ def thinking(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
     backend = FakeBackend(fake_spec(vocab=ThinkByteTokenizer.vocab_size), pipeline=True)
     template = ChatTemplate(THINK_SOURCE, "<s>", "</s>")
 
-    def open_llm(flags: Any, *, quiet: bool = False, interruptible: bool = False) -> LLM:
+    def open_llm(*_: Any, **__: Any) -> LLM:
         parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
         return LLM.from_parts(parts)
 
-    monkeypatch.setattr("verbatim.cli.lib.open_model.open_llm", open_llm)
+    for command in ("run", "chat", "explain", "replay"):
+        monkeypatch.setattr(f"verbatim.cli.commands.{command}.open_llm", open_llm)
     return verbatim
 
 
@@ -110,11 +111,12 @@ def template_llm(source: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str,
             seen.append(variables)
             return super().encode_chat(messages, **variables)
 
-    def open_llm(flags: Any, *, quiet: bool = False, interruptible: bool = False) -> LLM:
+    def open_llm(*_: Any, **__: Any) -> LLM:
         parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
         return Recorded.from_parts(parts)
 
-    monkeypatch.setattr("verbatim.cli.lib.open_model.open_llm", open_llm)
+    for command in ("run", "chat", "explain", "replay"):
+        monkeypatch.setattr(f"verbatim.cli.commands.{command}.open_llm", open_llm)
     return seen
 
 

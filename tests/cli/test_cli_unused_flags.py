@@ -14,7 +14,7 @@ from cli_result import Call
 from verbatim.base.errors import ParameterError
 from verbatim.cli.commands.batch import in_and_out
 from verbatim.cli.commands.serve import read_models
-from verbatim.cli.lib import open_model
+from verbatim.cli.lib import texts
 from verbatim.cli.lib.command_class import AnsweredFlag, Option
 from verbatim.cli.main import COMMANDS
 
@@ -111,6 +111,6 @@ def test_a_pipe_beside_an_argument_is_reported(monkeypatch: pytest.MonkeyPatch) 
     reads, writes = os.pipe()
     with os.fdopen(reads) as stdin, os.fdopen(writes, "wb", 0) as out:
         monkeypatch.setattr("sys.stdin", stdin)
-        assert not open_model.stdin_has_text()
+        assert not texts.stdin_has_text()
         out.write(b"text")
-        assert open_model.stdin_has_text()
+        assert texts.stdin_has_text()

@@ -14,10 +14,10 @@ import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError
-from verbatim.cli.commands import batch as cli_batch
-from verbatim.cli.commands.batch import open_answers, read_answers, read_requests
 from verbatim.cli.main import main
 from verbatim.explain.receipt import compare, digest_of, read_receipt
+from verbatim.server import batch_files
+from verbatim.server.batch_files import open_answers, read_answers, read_requests
 from verbatim.testing.fakes import fake_parts
 
 pytestmark = pytest.mark.server
@@ -467,7 +467,7 @@ def test_a_file_that_another_batch_replaces_before_the_lock_is_not_changed(
     target = tmp_path / "out.jsonl"
     target.touch()
     writing = b'{"id": "batch_req_2", "custom_id": "a", "resp'
-    lock = cli_batch._lock
+    lock = batch_files._lock
     locked: list[Path] = []
 
     def replace_then_lock(file: TextIO, path: Path) -> None:
@@ -479,7 +479,7 @@ def test_a_file_that_another_batch_replaces_before_the_lock_is_not_changed(
         new.replace(target)
         lock(file, path)
 
-    monkeypatch.setattr(cli_batch, "_lock", replace_then_lock)
+    monkeypatch.setattr(batch_files, "_lock", replace_then_lock)
     with pytest.raises(ParameterError, match="another batch"):
         open_answers(target, {"a"})
     assert target.read_bytes() == writing

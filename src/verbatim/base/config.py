@@ -11,10 +11,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import Any, SupportsIndex, TypedDict
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from verbatim.base.errors import ParameterError
+from verbatim.base.setting_rules import (
+    check_range,
+    check_type,
+    parse_size,
+    rules_of,
+    setting,
+    types_of,
+)
 
 SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
 STEP_TOKENS = 512  # default of step_tokens on a CPU: a step takes a fraction of a second
@@ -22,44 +30,6 @@ STEP_MS = 100  # default of step_ms on a CPU: ten tokens per second in a stream 
 # on a GPU with memory for their activations; larger steps leave it idle less often
 GPU_STEP_TOKENS = 8192
 BLOCK_SIZE = 16  # positions per KV block; one vector of attention scores on every CPU path
-
-
-@dataclass(frozen=True, slots=True)
-class SettingRule:
-    """One setting's rule. The type is the field's annotation."""
-
-    default: Any
-    help: str
-    low: int | None = None  # inclusive
-    choices: tuple[str, ...] = ()
-    size: bool = False  # in bytes, also given as text: 512M
-    served: Any = None  # default of a server, where it differs
-    encoders: bool = True  # whether it has an effect on an encoder, which refuses the others
-    # command line
-    flag: str = ""  # where it is not --NAME
-    metavar: str = "NAME"
-    hidden: bool = False  # a flag for tests
-
-
-def setting(default: Any, help: str, **rule: Any) -> Any:
-    """A field of EngineConfig with its rule. Returns Any, so that the field keeps its
-    annotation."""
-    return field(default=default, metadata={"rule": SettingRule(default, help, **rule)})
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)", re.IGNORECASE)
-
-
-def parse_size(name: str, text: str) -> int:
-    """Bytes from 512M, 1.5G, 2GiB or a plain number. K, M, G, T are powers of 1024.
-
-    >>> parse_size("kv_memory", "1.5G")
-    1610612736
-    """
-    match = _SIZE.fullmatch(str(text).strip())
-    if match is None:
-        raise ParameterError(name, f"{text!r} is not a size such as 512M or 2G")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " "))
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,9 +165,9 @@ class EngineConfig:
             if rule.size and isinstance(value, str):
                 object.__setattr__(self, name, parse_size(name, value))
         for name, annotation in TYPES.items():
-            _check_type(name, annotation, getattr(self, name))
+            check_type(name, annotation, getattr(self, name))
         for name, rule in SETTINGS.items():
-            _check_range(name, rule, getattr(self, name))
+            check_range(name, rule, getattr(self, name))
         self._check_together()
 
     def _check_together(self) -> None:
@@ -250,9 +220,8 @@ class EngineOptions(TypedDict, total=False):
     adapters: Mapping[str, str] | Sequence[str]
 
 
-SETTINGS: dict[str, SettingRule] = {f.name: f.metadata["rule"] for f in fields(EngineConfig)}
-# setting -> its annotation: "int | None"
-TYPES: dict[str, str] = {f.name: str(f.type) for f in fields(EngineConfig)}
+SETTINGS = rules_of(EngineConfig)
+TYPES = types_of(EngineConfig)
 CHOICES = {name: rule.choices for name, rule in SETTINGS.items() if rule.choices}
 
 
@@ -301,35 +270,6 @@ def _adapters(given: object) -> object:
             raise ParameterError("adapters", f"the name {name!r} is given twice")
         names.add(name)
     return tuple(given)
-
-
-# annotation -> (accepted types, name in errors); NumPy integers have __index__
-_TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
-    "int": (SupportsIndex, "a whole number"),
-    "str": (str, "a string"),
-    "bool": (bool, "True or False"),
-    "tuple[str, ...]": ((tuple, list), "a list of strings"),
-}
-
-
-def _check_type(name: str, annotation: str, value: object) -> None:
-    if value is None and annotation.endswith(" | None"):
-        return
-    types, words = _TYPES[annotation.removesuffix(" | None")]
-    wrong = not isinstance(value, types) or (isinstance(value, bool) and types is not bool)
-    if wrong or (
-        isinstance(value, (tuple, list)) and not all(isinstance(item, str) for item in value)
-    ):
-        raise ParameterError(name, f"{value!r:.60} is not {words}")
-
-
-def _check_range(name: str, rule: SettingRule, value: Any) -> None:
-    if value is None:
-        return
-    if rule.low is not None and value < rule.low:
-        raise ParameterError(name, f"{value} is below {rule.low}")
-    if rule.choices and value not in rule.choices:
-        raise ParameterError(name, f"{value!r:.60} is not one of {', '.join(rule.choices)}")
 
 
 def _check_threads(threads: int | None) -> None:

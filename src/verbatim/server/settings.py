@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ipaddress
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
+from verbatim.base.setting_rules import check_range, rules_of, setting
 
 MIB = 1 << 20
 # Threads of the HTTP process and of the engine process for work that would block its event loop,
@@ -20,146 +21,71 @@ MIB = 1 << 20
 EXECUTOR_THREADS = 4
 
 
+def limit(default: float, help: str, error: str) -> Any:
+    """A limit on clients, with the error that enforces it."""
+    return setting(default, help, error=error, low=0, metavar="N")
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Limits on clients. Each field is a flag of `verbatim serve` (underscores become dashes) and
     is named by the error that it causes. Sizes in bytes, times in seconds."""
 
-    max_header_bytes: int = field(
-        default=64 * 1024, metadata={"help": "request line and headers together", "error": "431"}
+    max_header_bytes: int = limit(64 * 1024, "request line and headers together", "431")
+    max_body_bytes: int = limit(8 * MIB, "request body", "413 body_too_large")
+    max_json_depth: int = limit(64, "nesting of the JSON body", "400 json_too_deep")
+    max_json_values: int = limit(
+        65_536,
+        "values in the JSON body, plus one per token of the longest context",
+        "400 json_too_large",
     )
-    max_body_bytes: int = field(
-        default=8 * MIB, metadata={"help": "request body", "error": "413 body_too_large"}
+    max_prompts: int = limit(128, "prompts in one request", "400 on prompt or input")
+    max_messages: int = limit(4096, "messages in one conversation", "400 on messages")
+    max_width: int = limit(
+        64, "the largest of n, best_of and num_beams, times the prompts of one request", "400 on n"
     )
-    max_json_depth: int = field(
-        default=64, metadata={"help": "nesting of the JSON body", "error": "400 json_too_deep"}
+    max_logprobs: int = limit(20, "alternatives reported per token", "400 on logprobs")
+    max_stop: int = limit(16, "stop strings", "400 on stop")
+    max_bias: int = limit(1024, "entries of logit_bias or a list of token ids", "400 on the field")
+    max_schema_bytes: int = limit(1 << 20, "a schema, regex or grammar", "400 on the field")
+    max_tools: int = limit(128, "tools in one request", "400 on tools")
+    max_output_tokens: int = limit(
+        0, "output tokens of one request; 0: up to the context", "400 on max_tokens"
     )
-    max_json_values: int = field(
-        default=65_536,
-        metadata={
-            "help": "values in the JSON body, plus one per token of the longest context",
-            "error": "400 json_too_large",
-        },
+    max_queue: int = limit(
+        512, "open requests, waiting and running; beyond it a key has its share", "429 overloaded"
     )
-    max_prompts: int = field(
-        default=128, metadata={"help": "prompts in one request", "error": "400 on prompt or input"}
+    max_per_key: int = limit(0, "open requests of one key; 0: no limit", "429 key_overloaded")
+    max_cache_share: float = limit(
+        1.0, "share of the KV cache that one key's running requests may claim", "requests wait"
     )
-    max_messages: int = field(
-        default=4096, metadata={"help": "messages in one conversation", "error": "400 on messages"}
+    max_connections: int = limit(
+        20_000, "open connections; capped by the limit on open files", "503 unavailable"
     )
-    max_width: int = field(
-        default=64,
-        metadata={
-            "help": "the largest of n, best_of and num_beams, times the prompts of one request",
-            "error": "400 on n",
-        },
+    max_stream_bytes: int = limit(
+        4 * MIB, "unread output of a slow client", "error event slow_reader, or connection closed"
     )
-    max_logprobs: int = field(
-        default=20,
-        metadata={"help": "alternatives reported per token", "error": "400 on logprobs"},
+    max_unfinished_bytes: int = limit(
+        256 * MIB,
+        "bodies that are still arriving, all together, each as 64 KiB at least",
+        "429 overloaded",
     )
-    max_stop: int = field(default=16, metadata={"help": "stop strings", "error": "400 on stop"})
-    max_bias: int = field(
-        default=1024,
-        metadata={
-            "help": "entries of logit_bias or a list of token ids",
-            "error": "400 on the field",
-        },
+    max_store_bytes: int = limit(64 * MIB, "stored answers, all together", "the oldest are evicted")
+    idle_seconds: float = limit(75.0, "time a connection may stay idle", "connection closed")
+    header_seconds: float = limit(
+        20.0, "time for the headers to arrive, from their first byte", "connection closed"
     )
-    max_schema_bytes: int = field(
-        default=1 << 20,
-        metadata={"help": "a schema, regex or grammar", "error": "400 on the field"},
+    body_seconds: float = limit(60.0, "time for the body to arrive", "408")
+    min_body_rate: int = limit(
+        1024, "bytes per second at which a body arrives, after 10 seconds; 0: any rate", "408"
     )
-    max_tools: int = field(
-        default=128, metadata={"help": "tools in one request", "error": "400 on tools"}
-    )
-    max_output_tokens: int = field(
-        default=0,
-        metadata={
-            "help": "output tokens of one request; 0: up to the context",
-            "error": "400 on max_tokens",
-        },
-    )
-    max_queue: int = field(
-        default=512,
-        metadata={
-            "help": "open requests, waiting and running; beyond it a key has its share",
-            "error": "429 overloaded",
-        },
-    )
-    max_per_key: int = field(
-        default=0,
-        metadata={"help": "open requests of one key; 0: no limit", "error": "429 key_overloaded"},
-    )
-    max_cache_share: float = field(
-        default=1.0,
-        metadata={
-            "help": "share of the KV cache that one key's running requests may claim",
-            "error": "requests wait",
-        },
-    )
-    max_connections: int = field(
-        default=20_000,
-        metadata={
-            "help": "open connections; capped by the limit on open files",
-            "error": "503 unavailable",
-        },
-    )
-    max_stream_bytes: int = field(
-        default=4 * MIB,
-        metadata={
-            "help": "unread output of a slow client",
-            "error": "error event slow_reader, or connection closed",
-        },
-    )
-    max_unfinished_bytes: int = field(
-        default=256 * MIB,
-        metadata={
-            "help": "bodies that are still arriving, all together, each as 64 KiB at least",
-            "error": "429 overloaded",
-        },
-    )
-    max_store_bytes: int = field(
-        default=64 * MIB,
-        metadata={
-            "help": "stored answers, all together",
-            "error": "the oldest are evicted",
-        },
-    )
-    idle_seconds: float = field(
-        default=75.0,
-        metadata={
-            "help": "time a connection may stay idle",
-            "error": "connection closed",
-        },
-    )
-    header_seconds: float = field(
-        default=20.0,
-        metadata={
-            "help": "time for the headers to arrive, from their first byte",
-            "error": "connection closed",
-        },
-    )
-    body_seconds: float = field(
-        default=60.0, metadata={"help": "time for the body to arrive", "error": "408"}
-    )
-    min_body_rate: int = field(
-        default=1024,
-        metadata={
-            "help": "bytes per second at which a body arrives, after 10 seconds; 0: any rate",
-            "error": "408",
-        },
-    )
-    request_seconds: float = field(
-        default=600.0,
-        metadata={"help": "time for one whole request", "error": "408 or error event timeout"},
+    request_seconds: float = limit(
+        600.0, "time for one whole request", "408 or error event timeout"
     )
 
     def __post_init__(self) -> None:
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if not value >= 0:
-                raise ParameterError(f.name, f"{value} is below 0")
+        for name, rule in rules_of(Limits).items():
+            check_range(name, rule, getattr(self, name))
         if self.max_unfinished_bytes < self.max_body_bytes:
             raise ParameterError(
                 "max_unfinished_bytes",
@@ -188,29 +114,55 @@ class Settings:
     served_names: tuple[str, ...] = ()  # model names for clients; empty: the model's own
     engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
     models: tuple[NamedModel, ...] = ()  # several models; empty: `model` alone
-    max_loaded_models: int = 0  # 0: as many as fit in memory
-    model_idle_seconds: float = 0.0  # unload a model that was not used for so long; 0: never
     revision: str | None = None
     offline: bool = False
-    host: str = "127.0.0.1"
-    port: int = 8000
+    host: str = setting(
+        "127.0.0.1", "address to listen on; beyond loopback a key is needed", metavar="TEXT"
+    )
+    port: int = setting(8000, "port to listen on; 0: any")
+    max_loaded_models: int = setting(
+        0,
+        "of several models: maximum number loaded at once; 0: as many as fit in memory",
+        low=0,
+        metavar="N",
+    )
+    model_idle_seconds: float = setting(
+        0.0, "of several models: unload one after this time without a request; 0: never", low=0
+    )
     keys: tuple[str, ...] = ()
-    # Further names accepted in the Host header. Loopback and --host are always allowed.
-    allowed_hosts: tuple[str, ...] = ()
-    cors_origins: tuple[str, ...] = ()
-    tls_cert: str | None = None
-    tls_key: str | None = None
-    drain_seconds: float = 30.0  # from SIGTERM until running requests fail
-    keepalive_seconds: float = 15.0  # silence of a stream before it sends a comment line
-    # Watchdog: the engine is killed after this long without a heartbeat, or without a step although
-    # it has work.
-    engine_silence_seconds: float = 60.0
-    backoff_seconds: float = 0.5  # before the first restart; doubles up to backoff_limit
-    backoff_limit: float = 30.0  # seconds
-    store_items: int = 1000  # answers kept in memory; 0 rejects store: true
-    log_format: str = "text"  # text | json
-    log_prompts: bool = False
-    verbose: bool = False  # log the progress of prefills
+    # loopback and --host are always allowed
+    allowed_hosts: tuple[str, ...] = setting(
+        (), "further name accepted in the Host header", flag="--allow-host"
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (),
+        "origin allowed to call from a browser; default: none",
+        flag="--cors-origin",
+        metavar="ORIGIN",
+    )
+    tls_cert: str | None = setting(None, "certificate chain (PEM)", metavar="FILE")
+    tls_key: str | None = setting(None, "its private key (PEM)", metavar="FILE")
+    drain_seconds: float = setting(30.0, "time for running requests to finish after SIGTERM")
+    keepalive_seconds: float = setting(
+        15.0, "silence of a stream after which it sends a keep-alive comment"
+    )
+    engine_silence_seconds: float = setting(
+        60.0, "time without heartbeat or progress until the engine is killed"
+    )
+    backoff_seconds: float = setting(
+        0.5, "wait before a dead engine is restarted; doubles each time"
+    )
+    backoff_limit: float = setting(30.0, "maximum wait before a restart")
+    store_items: int = setting(
+        1000, "answers kept in memory, for previous_response_id; 0 keeps none"
+    )
+    log_format: str = setting(
+        "text", "format of the log on stderr: text or json", choices=("text", "json")
+    )
+    log_prompts: bool = setting(
+        False, "write request bodies to the log; without it no prompt text is ever logged"
+    )
+    verbose: bool = setting(False, "also log the progress of long prefills", short="-v")
     test_engine: str = ""  # tests only: options of verbatim.testing.fakes.server_parts
     # Key of the prefix cache's block hashes; empty: random. The replicas of one service share it.
     prefix_key: bytes = b""
@@ -234,9 +186,8 @@ class Settings:
                 "a key, also that of VERBATIM_API_KEY, needs at least 8 printable ASCII characters"
                 " without spaces",
             )
-        for name in ("max_loaded_models", "model_idle_seconds"):
-            if getattr(self, name) < 0:
-                raise ParameterError(name, f"{getattr(self, name)} is below 0")
+        for name, rule in rules_of(Settings).items():
+            check_range(name, rule, getattr(self, name))
         if self.models and self.engine.get("adapters"):
             raise ParameterError(
                 "adapters", "belong to one model; write --model-setting NAME.adapters=NAME=PATH"
@@ -281,13 +232,12 @@ def is_loopback(host: str) -> bool:
 
 def limits_table() -> list[tuple[str, str, str, str]]:
     """(flag, default, meaning, error) of every limit, for docs/serving.md."""
-    values = asdict(Limits())
     return [
         (
-            "--" + f.name.replace("_", "-"),
-            f"{values[f.name]:g}" if isinstance(values[f.name], float) else str(values[f.name]),
-            f.metadata["help"],
-            f.metadata["error"],
+            "--" + name.replace("_", "-"),
+            f"{rule.default:g}" if isinstance(rule.default, float) else str(rule.default),
+            rule.help,
+            rule.error,
         )
-        for f in fields(Limits)
+        for name, rule in rules_of(Limits).items()
     ]

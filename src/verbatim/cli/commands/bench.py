@@ -6,12 +6,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from verbatim.backend import gpu
-from verbatim.base.config import STEP_TOKENS
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.lib.bench_report import (
     WHY_ABOVE,
@@ -22,15 +22,10 @@ from verbatim.cli.lib.bench_report import (
     print_row,
     summary,
 )
-from verbatim.cli.lib.command_class import AnsweredFlag
-from verbatim.cli.lib.common_options import check_plot, plot_option
-from verbatim.cli.lib.options import (
-    BASE_MODEL,
-    Command,
-    Option,
-    engine_options_without,
-    model_options,
-)
+from verbatim.cli.lib.command_class import Command, answered, option
+from verbatim.cli.lib.open_model import open_llm
+from verbatim.cli.lib.options import BASE_MODEL, Values, engine_options, model_options, plot_option
+from verbatim.cli.lib.texts import check_plot
 
 if TYPE_CHECKING:
     from verbatim.bench.measure import JobRow, Runner
@@ -38,71 +33,41 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
     from verbatim.observe.roofline import CostCard, MachineLimits
 
-SECTION = "What to measure"
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def measured(*decls: str, **rule: Any) -> Callable[[F], F]:
+    return option(*decls, section="What to measure", **rule)
 
 
 @click.command(cls=Command)
-@click.option(
-    "--quick",
-    cls=Option,
-    section=SECTION,
-    is_flag=True,
-    help="fewer sizes and rounds: one minute instead of several",
-)
-@click.option(
+@measured("--quick", is_flag=True, help="fewer sizes and rounds: one minute instead of several")
+@measured(
     "--against",
-    cls=Option,
-    section=SECTION,
     type=click.Choice(["llama.cpp", "transformers", "vllm"]),
     help="another engine to compare with, in alternating rounds",
 )
-@click.option(
-    "--rival-python",
-    cls=Option,
-    section=SECTION,
-    metavar="PATH",
-    help="the Python in which the other engine is installed",
+@measured(
+    "--rival-python", metavar="PATH", help="the Python in which the other engine is installed"
 )
-@click.option(
+@measured(
     "--rival-model",
-    cls=Option,
-    section=SECTION,
     metavar="FILE",
     help="model file of the other engine, if not the same: its best format",
 )
-@click.option(
-    "--prefills", cls=Option, section=SECTION, metavar="N,N", help="prompt lengths [32,512,2000]"
-)
-@click.option(
-    "--contexts",
-    cls=Option,
-    section=SECTION,
-    metavar="N,N",
-    help="context lengths of decoding [32,512,2000]",
-)
-@click.option(
-    "--batches", cls=Option, section=SECTION, metavar="N,N", help="sequences at once [1,4,16,32]"
-)
-@click.option(
-    "--repeats",
-    cls=Option,
-    section=SECTION,
-    type=click.IntRange(1, 1000),
-    metavar="N",
-    help="rounds; the median is reported [5]",
-)
-@click.option(
+@measured("--prefills", metavar="N,N", help="prompt lengths [32,512,2000]")
+@measured("--contexts", metavar="N,N", help="context lengths of decoding [32,512,2000]")
+@measured("--batches", metavar="N,N", help="sequences at once [1,4,16,32]")
+@measured("--repeats", least=1, most=1000, help="rounds; the median is reported [5]")
+@answered(
     *("-p", "--n-prompt", "-n", "--n-gen"),
-    cls=AnsweredFlag,
     answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which decoding is"
     " measured; how many tokens it decodes is fixed",
 )
-@click.option(*("-r", "--repetitions"), cls=AnsweredFlag, answer="rounds are --repeats N")
-@plot_option(section=SECTION)
-@click.option(
+@answered("-r", "--repetitions", answer="rounds are --repeats N")
+@plot_option(section="What to measure")
+@measured(
     "--speculate",
-    cls=Option,
-    section=SECTION,
     is_flag=False,
     flag_value="suffix",
     type=click.Choice(["ngram", "suffix"]),
@@ -110,7 +75,7 @@ SECTION = "What to measure"
     " [suffix]",
 )
 @model_options
-@engine_options_without("speculate", unused=BASE_MODEL)
+@engine_options(("speculate",), unused=BASE_MODEL)
 def command(
     quick: bool,
     against: str | None,
@@ -130,19 +95,37 @@ def command(
     Speculative decoding is off, and so is the prefix cache unless given: the numbers are those of
     plain decoding.
     """
-    from verbatim.bench.measure import first_token
-    from verbatim.cli.lib.open_model import open_llm
-
-    sizes = {
-        "prefills": _numbers("prefills", prefills or ("32,512" if quick else "32,512,2000")),
-        "contexts": _numbers("contexts", contexts or ("32,512" if quick else "32,512,2000")),
-        "batches": _numbers("batches", batches or ("1,4" if quick else "1,4,16,32")),
-    }
+    sizes = _sizes(quick, prefills=prefills, contexts=contexts, batches=batches)
     rounds = repeats or (2 if quick else 5)
     check_plot(plot)
     for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
         if value and not against:
             raise ParameterError(name, "needs --against, which names the other engine")
+    _choose_device(flags, against)
+    flags["e_speculate"] = "off"
+    flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
+    if speculate:
+        _check_speculate(against, prefills=prefills, contexts=contexts, batches=batches)
+        with open_llm(flags, generates=True) as llm:
+            return _speculation(llm, speculate, rounds, plot)
+    with open_llm(flags, generates=True) as llm:
+        model = rival_model or flags["model"]
+        rival = _open_rival(against, rival_python, model, flags, llm) if against else None
+        out = _run(llm, rival, sizes, rounds, quick, plot)
+    _write_result({**out, "cold_start_s": _cold_start(flags, rounds)})
+    return 0
+
+
+def _sizes(quick: bool, **given: str | None) -> dict[str, list[int]]:
+    """prefills, contexts and batches: as given, or the default of each."""
+    default = {"batches": "1,4" if quick else "1,4,16,32"}
+    lengths = "32,512" if quick else "32,512,2000"
+    return {
+        name: _numbers(name, text or default.get(name, lengths)) for name, text in given.items()
+    }
+
+
+def _choose_device(flags: Values, against: str | None) -> None:
     on_gpu = flags["e_backend"] == "cuda"
     if against:
         _check_rival(against, on_gpu)
@@ -150,48 +133,47 @@ def command(
         if gpu.present():
             print("this measures the CPU; --backend cuda measures the GPU", file=sys.stderr)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # auto selects the cpu backend, even with a GPU
-    flags["e_speculate"] = "off"
-    flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
-    if speculate:
-        if against:
-            raise ParameterError(
-                "against", "--speculate compares with plain decoding; leave out --against"
-            )
-        for name, sizes_given in (
-            ("prefills", prefills),
-            ("contexts", contexts),
-            ("batches", batches),
-        ):
-            if sizes_given:
-                raise ParameterError(
-                    name, f"--speculate measures fixed sizes of one sequence; leave out --{name}"
-                )
-        with open_llm(flags, generates=True) as llm:
-            return _speculation(llm, speculate, rounds, plot)
-    with open_llm(flags, generates=True) as llm:
-        rival = (
-            _open_rival(against, rival_python, rival_model or flags["model"], flags, llm)
-            if against
-            else None
+
+
+def _check_speculate(against: str | None, **sizes: str | None) -> None:
+    if against:
+        raise ParameterError(
+            "against", "--speculate compares with plain decoding; leave out --against"
         )
-        theirs = None
-        try:
-            limits, card, rows = _measure(llm, rival, sizes, rounds, quick)
-            if rival and against == "vllm":
-                theirs = _rival_crowd(llm, rival, quick)
-        finally:
-            if rival:
-                rival.close()
-        ready = first_token(llm, rounds)
-        print(f"{'first token':16} {ready * 1000:8.1f} ms")
-        out = summary(llm, limits, card, rows, rival)
-        if on_gpu:
-            out["crowd"] = _crowd(llm, limits, card, quick, theirs)
-    cold = _cold_start(flags, rounds)
+    for name, given in sizes.items():
+        if given:
+            raise ParameterError(
+                name, f"--speculate measures fixed sizes of one sequence; leave out --{name}"
+            )
+
+
+def _run(
+    llm: LLM,
+    rival: Rival | None,
+    sizes: dict[str, list[int]],
+    rounds: int,
+    quick: bool,
+    plot: str | None,
+) -> dict[str, Any]:
+    """Measure and print every row; returns the summary, and draws it with `plot`."""
+    from verbatim.bench.measure import first_token
+
+    theirs = None
+    try:
+        limits, card, rows = _measure(llm, rival, sizes, rounds, quick)
+        if rival and rival.name == "vllm":
+            theirs = _rival_crowd(llm, rival, quick)
+    finally:
+        if rival:
+            rival.close()
+    ready = first_token(llm, rounds)
+    print(f"{'first token':16} {ready * 1000:8.1f} ms")
+    out = summary(llm, limits, card, rows, rival)
+    if llm.parts.backend.info.name == "cuda":
+        out["crowd"] = _crowd(llm, limits, card, quick, theirs)
     if plot:
         plot_rows(plot, rows, card, limits, rival)
-    _write_result({**out, "first_token_s": ready, "cold_start_s": cold})
-    return 0
+    return {**out, "first_token_s": ready}
 
 
 def _measure(
@@ -205,11 +187,9 @@ def _measure(
     print_header(rival)
     rows = []
     warm_ups = GPU_WARM_UPS if llm.parts.backend.info.name == "cuda" else 1
+    assert llm.config.step_tokens is not None, "an opened engine has resolved it"
     for job in jobs(
-        **sizes,
-        steps=16 if quick else 32,
-        step_tokens=llm.config.step_tokens or STEP_TOKENS,
-        limit=llm.context,
+        **sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context
     ):
         rows.append(measure(job, runners, rounds, warm_ups))
         print_row(rows[-1], card, limits, rival)
@@ -257,7 +237,7 @@ def _crowd(
     }
 
 
-def _cold_start(flags: dict[str, Any], rounds: int) -> float:
+def _cold_start(flags: Values, rounds: int) -> float:
     from verbatim.bench.measure import cold_start
     from verbatim.hub.catalog import resolve
 
@@ -291,9 +271,7 @@ def _check_rival(name: str, on_gpu: bool) -> None:
         raise UnsupportedError("against", f"{name} {rule}")
 
 
-def _open_rival(
-    name: str, python: str | None, model: str, flags: dict[str, Any], llm: LLM
-) -> Rival:
+def _open_rival(name: str, python: str | None, model: str, flags: Values, llm: LLM) -> Rival:
     from verbatim.bench.rivals.client import Rival, find_python
     from verbatim.files.split import with_siblings
     from verbatim.hub.catalog import resolve

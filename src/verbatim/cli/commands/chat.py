@@ -16,19 +16,23 @@ import click
 from verbatim.base.errors import ContextError, ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.lib.chat_commands import COMMANDS, run_command
-from verbatim.cli.lib.chat_input import enable_line_editing
-from verbatim.cli.lib.chat_session import Conversation, check_supported
+from verbatim.cli.lib.chat.chat_commands import COMMANDS, run_command
+from verbatim.cli.lib.chat.chat_input import enable_line_editing, model_names
+from verbatim.cli.lib.chat.chat_session import Conversation, check_supported
+from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     ONE_ANSWER,
-    Command,
-    Option,
-    engine_options_without,
+    Values,
+    engine_options,
     model_options,
     positional_model,
+    quiet_option,
 )
+from verbatim.cli.lib.report import broken_structure, error_text, length_line, loop_line, short_line
 from verbatim.cli.lib.sampling_options import sampling_of, sampling_options
 from verbatim.cli.lib.terminal import BOLD, RED, Thoughts, note, paint, use_colour, warn, write
+from verbatim.cli.lib.texts import check_structure, decode_argument
 from verbatim.cli.lib.think_options import think_options, thinking_of
 
 if TYPE_CHECKING:
@@ -40,14 +44,12 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 
 @click.command(cls=Command)
 @click.argument("name", required=False, metavar="[MODEL]")
-@click.option("--system", cls=Option, metavar="TEXT", help="system message")
-@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no closing lines, no greeting")
-@click.option(
-    "--plain", cls=Option, is_flag=True, help="answers as they are, without rendered Markdown"
-)
+@option("--system", metavar="TEXT", help="system message")
+@quiet_option("no closing lines, no greeting")
+@switch("--plain", help="answers as they are, without rendered Markdown")
 @think_options
 @model_options
-@engine_options_without(unused=ONE_ANSWER)
+@engine_options(unused=ONE_ANSWER)
 @sampling_options
 def command(name: str | None, system: str | None, quiet: bool, plain: bool, **flags: Any) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.
@@ -58,8 +60,6 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
     thought is shown dimmed on a terminal, never in a pipe, and is not part of the conversation.
     --no-think switches it off, /think and /nothink during the chat.
     """
-    from verbatim.cli.lib.open_model import check_structure, decode_argument
-
     positional_model(flags, name)
     thinking = thinking_of(flags)
     params = sampling_of(flags)
@@ -79,17 +79,14 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
         chat.talk.llm.close()
 
 
-def _open(flags: dict[str, Any], quiet: bool, *, interruptible: bool = False) -> LLM:
+def _open(flags: Values, quiet: bool, *, interruptible: bool = False) -> LLM:
     """`interruptible`: a chat is running, whose history is written when the process exits."""
-    from verbatim.cli.lib.open_model import open_llm
-
     llm = open_llm(flags, quiet=quiet, interruptible=interruptible)
     if llm.has_template:
         return llm
     llm.close()
     raise UnsupportedError(
-        "model",
-        f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text",
+        "model", f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text"
     )
 
 
@@ -107,7 +104,7 @@ class ChatLoop:
 
     def run(self) -> int:
         if self.interactive:
-            enable_line_editing(list(COMMANDS), _model_names)
+            enable_line_editing(list(COMMANDS), model_names)
             if not self.quiet:
                 note(
                     f"{self.talk.llm.parts.name}, context {self.talk.llm.context} tokens. "
@@ -180,7 +177,7 @@ class ChatLoop:
             return done
         from rich.console import Console
 
-        from verbatim.cli.lib.markdown_stream import MarkdownStream
+        from verbatim.cli.lib.chat.markdown_stream import MarkdownStream
 
         stream = MarkdownStream(Console(highlight=False))
         try:
@@ -208,14 +205,6 @@ class ChatLoop:
 
     def _close(self, code: int, completion: Completion) -> None:
         """Print warnings and one line of counts after an answer; /stats prints the rest."""
-        from verbatim.cli.lib.report import (
-            broken_structure,
-            error_text,
-            length_line,
-            loop_line,
-            short_line,
-        )
-
         loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")
         full = length_line(completion) if completion.finish.detail == "context" else None
         room = "/drop makes room" if len(self.talk.turns) > 2 else "a larger --context makes room"
@@ -246,9 +235,3 @@ def _next_line() -> str:
         raise ParameterError(
             "stdin", f"a line is not UTF-8 text (byte {error.start}); convert it first"
         ) from None
-
-
-def _model_names() -> list[str]:
-    from verbatim.hub.model_list import list_models
-
-    return [record.name for record in list_models() if record.ready]

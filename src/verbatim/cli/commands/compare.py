@@ -3,7 +3,7 @@ the accuracy of greedy, sampled, best-of-n and majority vote."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,25 +11,31 @@ import click
 from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli.lib.common_options import check_plot, json_option, plot_option
+from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     BASE_MODEL,
     UNUSED,
-    Command,
-    Option,
+    Values,
     engine_of,
-    engine_options_without,
+    engine_options,
     engine_value,
+    json_option,
     model_options,
+    plot_option,
+    raw_option,
 )
 from verbatim.cli.lib.sampling_options import (
     DEFAULTS,
     given_sampling,
+    pairs,
     parse_parameter,
     sampling_of,
     sampling_options,
 )
+from verbatim.cli.lib.tables import console, put, section, visible
 from verbatim.cli.lib.terminal import write_json
+from verbatim.cli.lib.texts import check_plot, file_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,33 +54,25 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
 
 @click.command(cls=Command)
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@click.option(
+@option(
     "-s",
     "--setting",
     "texts",
-    cls=Option,
     multiple=True,
     metavar="NAME=VALUE,…",
     help="one column: sampling parameters, engine settings (quant, speculate, backend, kv_type, …)"
-    " and model (may be repeated) [temperature=0 and temperature=1,seed=0]",
+    " and model [temperature=0 and temperature=1,seed=0]",
 )
-@click.option("--file", cls=Option, metavar="FILE", help="one prompt per line")
-@click.option(
-    "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
-)
-@click.option("--quiz", cls=Option, metavar="FILE", help="questions and answers, .jsonl or .csv")
-@click.option(
-    "--samples",
-    cls=Option,
-    type=click.IntRange(2, 1024),
-    default=8,
-    metavar="N",
-    help="with --quiz: sampled answers per question [8]",
+@option("--file", metavar="FILE", help="one prompt per line")
+@raw_option()
+@option("--quiz", metavar="FILE", help="questions and answers, .jsonl or .csv")
+@option(
+    "--samples", least=2, most=1024, default=8, help="with --quiz: sampled answers per question"
 )
 @plot_option()
 @json_option()
 @model_options
-@engine_options_without(unused=BASE_MODEL)
+@engine_options(unused=BASE_MODEL)
 @sampling_options
 def command(
     prompts: tuple[str, ...],
@@ -99,7 +97,8 @@ def command(
         if prompts or texts or file:
             raise ParameterError("quiz", "has its own prompts; leave out PROMPT, --file, --setting")
         return _quiz(quiz, samples, plot, as_json, flags)
-    asked = [*prompts, *_lines(file)]
+    lines = file_text(file, "file", "utf-8-sig").split("\n") if file else []
+    asked = [*prompts, *(line for line in lines if line.strip())]
     if not asked:
         raise ParameterError("prompt", "is missing; type it in quotes, or give --file or --quiz")
     if not texts:
@@ -118,7 +117,7 @@ def command(
 # -------------------------------------------------------------------------------------- settings
 
 
-def _check_default_settings(flags: dict[str, Any]) -> None:
+def _check_default_settings(flags: Values) -> None:
     """Reject flags that the default settings would override, which would silently ignore them."""
     for name in ("temperature", "seed"):
         if name in given_sampling(flags):
@@ -129,7 +128,7 @@ def _check_default_settings(flags: dict[str, Any]) -> None:
             )
 
 
-def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting]:
+def read_settings(texts: tuple[str, ...], flags: Values) -> list[Setting]:
     """`temperature=1,seed=4` as a Setting, over the flags that are common to all."""
     from verbatim.diagnose.comparison import Setting
 
@@ -139,11 +138,7 @@ def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting
         params: dict[str, Any] = {}
         engine: dict[str, Any] = {}
         model = ""
-        for part in text.split(","):
-            name, equals, value = part.partition("=")
-            name = name.strip().replace("-", "_")
-            if not equals:
-                raise ParameterError("setting", f"{part!r} is not NAME=VALUE, such as top_p=0.9")
+        for name, value in pairs(text, "setting", "top_p=0.9").items():
             if name == "model":
                 model = value
             elif name in ENGINE:
@@ -157,7 +152,7 @@ def read_settings(texts: tuple[str, ...], flags: dict[str, Any]) -> list[Setting
     return out
 
 
-def _with(base: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
+def _with(base: SamplingParams, changes: Values) -> SamplingParams:
     if changes.get("num_beams", 1) > 1:  # beam search refuses the command line's own defaults
         plain = {
             name: FIELDS[name].default
@@ -168,21 +163,9 @@ def _with(base: SamplingParams, changes: dict[str, Any]) -> SamplingParams:
     return base.with_(**changes)
 
 
-def _lines(file: str | None) -> list[str]:
-    if file is None:
-        return []
-    try:
-        text = Path(file).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ParameterError("file", f"cannot read {file!r}: {why}") from None
-    return [line for line in text.split("\n") if line.strip()]
-
-
 def _run(
-    asked: list[str], settings: list[Setting], raw: bool, quiet: bool, flags: dict[str, Any]
+    asked: list[str], settings: list[Setting], raw: bool, quiet: bool, flags: Values
 ) -> list[Outcome]:
-    from verbatim.cli.lib.open_model import open_llm
     from verbatim.diagnose.comparison import compare
     from verbatim.diagnose.quiz import prompt_ids
 
@@ -203,8 +186,6 @@ def _run(
 
 
 def _print(asked: list[str], outcomes: list[Outcome]) -> None:
-    from verbatim.cli.lib.tables import console, section
-
     out = console()
     for at, prompt in enumerate(asked):
         _print_texts(out, prompt, at, outcomes)
@@ -234,8 +215,6 @@ def _print(asked: list[str], outcomes: list[Outcome]) -> None:
 def _print_texts(out: Console, prompt: str, at: int, outcomes: list[Outcome]) -> None:
     from rich.table import Table
 
-    from verbatim.cli.lib.tables import put
-
     out.print(prompt, style="bold")
     columns = max(1, min(len(outcomes), out.width // COLUMN))
     for low in range(0, len(outcomes), columns):
@@ -253,7 +232,6 @@ def _marked(first: str, other: str, out: Console) -> Text:
     """The text with what differs from the first one in colour, or in ⟨⟩ where there is none."""
     from rich.text import Text
 
-    from verbatim.cli.lib.tables import visible
     from verbatim.diagnose.comparison import differences
 
     text = Text()
@@ -266,33 +244,12 @@ def _marked(first: str, other: str, out: Console) -> Text:
 
 
 def outcomes_json(asked: list[str], outcomes: list[Outcome]) -> dict[str, Any]:
-    names = (
-        "texts",
-        "tokens",
-        "logprob",
-        "repetition",
-        "diversity",
-        "loops",
-        "same",
-        "seconds",
-        "rate",
-        "finish",
-        "seeds",
-        "fingerprint",
-    )
-    return {
-        "prompts": asked,
-        "settings": [
-            {
-                "name": o.setting.name,
-                "params": o.setting.params.to_mapping(),
-                "engine": o.setting.engine,
-                "model": o.setting.model,
-                **{name: getattr(o, name) for name in names},
-            }
-            for o in outcomes
-        ],
-    }
+    rows = []
+    for o in outcomes:
+        row = asdict(o)
+        own = {**row.pop("setting"), "params": o.setting.params.to_mapping()}
+        rows.append({**own, **row, "rate": o.rate})
+    return {"prompts": asked, "settings": rows}
 
 
 def _plot(outcomes: list[Outcome], path: str) -> None:
@@ -310,8 +267,7 @@ def _plot(outcomes: list[Outcome], path: str) -> None:
 # ------------------------------------------------------------------------------------------ quiz
 
 
-def _quiz(file: str, samples: int, plot: str | None, as_json: bool, flags: dict[str, Any]) -> int:
-    from verbatim.cli.lib.open_model import open_llm
+def _quiz(file: str, samples: int, plot: str | None, as_json: bool, flags: Values) -> int:
     from verbatim.diagnose.quiz import read_quiz, run_quiz
 
     questions = read_quiz(file)
@@ -341,8 +297,6 @@ def _quiz(file: str, samples: int, plot: str | None, as_json: bool, flags: dict[
 
 def _print_quiz(result: QuizResult, params: SamplingParams, seed: int) -> None:
     from rich.text import Text
-
-    from verbatim.cli.lib.tables import console, section
 
     out = console()
     mark = {True: Text("right", style="green"), False: Text("wrong", style="red")}
@@ -384,7 +338,7 @@ def quiz_json(
         "params": params.to_mapping(),
         "fingerprint": fingerprint,
         "methods": [
-            {"method": a.method, "right": a.right, "share": a.share, "interval": list(a.interval)}
+            {"method": a.method, "right": a.right, "share": a.share, "interval": a.interval}
             for a in result.methods
         ],
         "rows": list(result.rows),

@@ -17,9 +17,10 @@ from verbatim.base.defaults import (
     without_gguf_key,
 )
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.common_options import check_output, offline_option
-from verbatim.cli.lib.options import Command, Option
+from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.options import offline_option
 from verbatim.cli.lib.terminal import Progress, note, warn, write
+from verbatim.cli.lib.texts import check_output, file_text
 from verbatim.formats.registry import FORMATS
 
 if TYPE_CHECKING:
@@ -57,32 +58,20 @@ class ConvertCommand(Command):
 @click.command(cls=ConvertCommand)
 @click.argument("source")
 @click.argument("target", type=click.Path(dir_okay=False))
-@click.option(
+@option(
     "--quant",
-    cls=Option,
     metavar="TYPE",
     help=f"type of the weight matrices: {', '.join(FILE_TYPES)}; default: unchanged",
 )
-@click.option(
+@option(
     "--head",
     "head",
-    cls=Option,
     metavar="TYPE",
     help="type of embedding and output head [q8_0 if --quant is smaller]",
 )
-@click.option(
-    "--requantise",
-    cls=Option,
-    is_flag=True,
-    help="quantise a source that is quantised already, which adds to its error",
-)
-@click.option(
-    "--perplexity",
-    cls=Option,
-    metavar="FILE",
-    help="compare the perplexity of this text before and after",
-)
-@click.option("--force", cls=Option, is_flag=True, help="overwrite TARGET")
+@switch("--requantise", help="quantise a source that is quantised already, which adds to its error")
+@option("--perplexity", metavar="FILE", help="compare the perplexity of this text before and after")
+@switch("--force", help="overwrite TARGET")
 @offline_option()
 def command(
     source: str,
@@ -110,7 +99,7 @@ def command(
     check_output("target", target)
     if out.exists() and not force:
         raise ParameterError("target", f"{target!r} exists; --force overwrites it")
-    text = _read(perplexity) if perplexity else None
+    text = file_text(perplexity, "perplexity") if perplexity else None
     progress = Progress()
     path = resolve(source, offline=offline, progress=progress)
     if out.exists() and any(file.exists() and out.samefile(file) for file in with_siblings(path)):
@@ -169,16 +158,6 @@ def _check_source(tensors: dict[str, Tensor], chosen: dict[str, str]) -> None:
             f"{again[0].type}), and quantising it again adds to its error; start from the original "
             "weights, or use --requantise",
         )
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(
-            "perplexity",
-            f"cannot read {file!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}",
-        ) from None
 
 
 def write_merged(path: Path, target: Path, change: Callable[[Model], Model]) -> None:

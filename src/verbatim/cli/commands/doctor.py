@@ -17,8 +17,14 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.cli.commands.version import cpu_facts, cuda_facts
-from verbatim.cli.lib.common_options import json_option, offline_option, revision_option
-from verbatim.cli.lib.options import BASE_MODEL, Command, Option, engine_options_without
+from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.options import (
+    BASE_MODEL,
+    engine_options,
+    json_option,
+    offline_option,
+    revision_option,
+)
 from verbatim.cli.lib.terminal import GREEN, RED, YELLOW, paint, write_json
 
 EXTRAS = {
@@ -32,24 +38,16 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
 
 @click.command(cls=Command)
 @click.argument("model", required=False, metavar="[MODEL]")
-@click.option(
+@option(
     "--live/--no-live",
-    cls=Option,
     default=True,
-    help="with MODEL: also run it: turns, loops, quiz, plain text, copies, rope, KV types [on]",
+    help="with MODEL: also run it: turns, loops, quiz, plain text, copies, rope, KV types",
 )
-@click.option(
-    "--seed",
-    cls=Option,
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
-    help="seed of the live checks [0]",
-)
+@option("--seed", least=0, default=0, help="seed of the live checks")
 @json_option("print the result as JSON")
 @revision_option()
 @offline_option()
-@engine_options_without(unused=BASE_MODEL)
+@engine_options(unused=BASE_MODEL)
 def command(
     model: str | None,
     live: bool,

@@ -3,21 +3,24 @@ model teacher-forced on a given text."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.common_options import check_plot, json_option, plot_option
+from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     BASE_MODEL,
-    Command,
-    Option,
-    engine_options_without,
+    engine_options,
+    json_option,
     model_options,
+    plot_option,
 )
+from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import write_json
+from verbatim.cli.lib.texts import check_plot, file_text, read_prompt
 
 if TYPE_CHECKING:
     from verbatim.diagnose.exposure import Series
@@ -28,59 +31,28 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 @click.command(cls=Command)
 @click.argument("prompt", nargs=-1, metavar="[PROMPT]")
-@click.option(
+@option(
     "--file",
-    cls=Option,
     metavar="FILE",
     help="the given text [the opening of Alice in Wonderland]; without PROMPT the free-running"
     " texts start with its first tokens",
 )
-@click.option(
+@option(
     "--prefix",
-    cls=Option,
-    type=click.IntRange(1),
+    least=1,
     default=32,
-    metavar="N",
-    help="tokens of the given text that are read before the measurement starts [32]",
+    help="tokens of the given text that are read before the measurement starts",
 )
-@click.option(
-    "--max-tokens",
-    "--tokens",
-    "tokens",
-    cls=Option,
-    type=click.IntRange(8),
-    default=192,
-    metavar="N",
-    help="length of each text [192]",
+@option("--max-tokens", "--tokens", "tokens", least=8, default=192, help="length of each text")
+@option(
+    "--temperature", default=1.0, help="temperature of the sampled text; the other text is greedy"
 )
-@click.option(
-    "--temperature",
-    cls=Option,
-    type=float,
-    default=1.0,
-    metavar="X",
-    help="temperature of the sampled text [1]; the other text is greedy",
-)
-@click.option(
-    "--seed",
-    cls=Option,
-    type=click.IntRange(0),
-    default=0,
-    metavar="N",
-    help="of the sampled text [0]",
-)
-@click.option(
-    "--window",
-    cls=Option,
-    type=click.IntRange(1),
-    default=16,
-    metavar="N",
-    help="tokens per printed mean [16]",
-)
+@option("--seed", least=0, default=0, help="of the sampled text")
+@option("--window", least=1, default=16, help="tokens per printed mean")
 @plot_option()
 @json_option()
 @model_options
-@engine_options_without(unused=BASE_MODEL)
+@engine_options(unused=BASE_MODEL)
 def command(
     prompt: tuple[str, ...],
     file: str | None,
@@ -97,7 +69,6 @@ def command(
     entropy along a greedy and a sampled continuation of PROMPT, against a given text whose true
     tokens the model reads. The loop detector marks where a text begins to repeat itself.
     """
-    from verbatim.cli.lib.open_model import open_llm, read_prompt
     from verbatim.diagnose.exposure import GIVEN, measure_drift
 
     check_plot(plot)
@@ -105,7 +76,7 @@ def command(
         raise ParameterError(
             "temperature", f"{temperature:g} is not above 0; the greedy text is always included"
         )
-    given = _read(file) if file is not None else GIVEN
+    given = file_text(file, "file") if file is not None else GIVEN
     start = read_prompt(prompt) if prompt or file is None else None
     with open_llm(flags, quiet=as_json) as llm:
         ids = llm.tokenizer.encode_prompt(given)
@@ -133,14 +104,6 @@ def command(
     return 0
 
 
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ParameterError("file", f"cannot read {file!r}: {why}") from None
-
-
 def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:
     most = llm.context - max(start, prefix) - 1
     if tokens > most:
@@ -154,7 +117,6 @@ def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:
 
 
 def _print(found: list[Series], window: int) -> None:
-    from verbatim.cli.lib.tables import console, section
     from verbatim.diagnose.exposure import smooth
 
     out = console()
@@ -198,10 +160,7 @@ def _plot(found: list[Series], window: int, path: str) -> None:
     from verbatim.observe.tool_plots import Curve, draw_curves
 
     panels = [
-        (
-            title,
-            [Curve(s.name, smooth(getattr(s, name), window), _loop_start(s)) for s in found],
-        )
+        (title, [Curve(s.name, smooth(getattr(s, name), window), _loop_start(s)) for s in found])
         for title, name in (("log-probability, nats", "logprobs"), ("entropy, nats", "entropies"))
     ]
     draw_curves(panels, f"token (means of {window})", path)
@@ -215,20 +174,7 @@ def _loop_start(series: Series) -> int | None:
 
 
 def drift_json(found: list[Series], seed: int, fingerprint: str) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "fingerprint": fingerprint,
-        "series": [
-            {
-                "name": s.name,
-                "text": s.text,
-                "tokens": list(s.token_ids),
-                "logprobs": list(s.logprobs),
-                "entropies": list(s.entropies),
-                "loop_at": s.loop_at,
-                "loop": s.loop,
-                "repetition": s.repetition,
-            }
-            for s in found
-        ],
-    }
+    rows = [asdict(s) | {"repetition": s.repetition} for s in found]
+    for row in rows:
+        row["tokens"] = row.pop("token_ids")
+    return {"seed": seed, "fingerprint": fingerprint, "series": rows}

@@ -8,43 +8,28 @@ from typing import Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.common_options import json_option
-from verbatim.cli.lib.options import (
-    NO_SAMPLING,
-    Command,
-    Option,
-    engine_options_without,
-    model_options,
-)
+from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.open_model import open_llm
+from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_option, model_options
 from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_option
 from verbatim.cli.lib.terminal import note, write, write_json
+from verbatim.cli.lib.texts import decode_argument, read_prompt, read_text
 
 
 @click.command(cls=Command)
 @click.argument("texts", nargs=-1, metavar="[TEXT]...")
-@click.option(
-    "--file", "file", cls=Option, metavar="FILE", help="read the texts from FILE, one per line"
-)
-@click.option(
+@option("--file", "file", metavar="FILE", help="read the texts from FILE, one per line")
+@option(
     "--prompt-name",
-    cls=Option,
     metavar="NAME",
     help="the model's prompt to put before each text, such as query or document",
 )
-@click.option(
-    "--dimensions",
-    cls=Option,
-    type=int,
-    metavar="N",
-    help="keep the first N numbers (Matryoshka models)",
-)
-@click.option("--truncate", cls=Option, is_flag=True, help="cut texts that are too long")
-@click.option(
-    "--similarity", cls=Option, is_flag=True, help="print the cosine similarity of all texts"
-)
+@option("--dimensions", type=int, help="keep the first N numbers (Matryoshka models)")
+@switch("--truncate", help="cut texts that are too long")
+@switch("--similarity", help="print the cosine similarity of all texts")
 @json_option()
 @model_options
-@engine_options_without(unused=NO_SAMPLING)
+@engine_options(unused=NO_SAMPLING)
 @use_adapter_option
 def command(
     texts: tuple[str, ...],
@@ -61,8 +46,6 @@ def command(
     Each argument is one text, in quotes; `-`, or no argument and a pipe, reads one text per line of
     stdin. A model that states no pooling needs --pooling.
     """
-    from verbatim.cli.lib.open_model import open_llm
-
     given = read_lines(texts, file, "text")
     adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
     with open_llm(flags, quiet=as_json) as llm:
@@ -96,8 +79,6 @@ def command(
 
 def read_lines(args: tuple[str, ...], file: str | None, param: str) -> list[str]:
     """The texts: the arguments, the lines of `file`, or the lines of stdin."""
-    from verbatim.cli.lib.open_model import decode_argument, read_prompt, read_text
-
     if file is not None and args:
         raise ParameterError(
             param, f"--file {file} and an argument contradict each other; give one"

@@ -10,24 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.defaults import report
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.cli.lib.common_options import check_output, json_option
-from verbatim.cli.lib.options import (
-    ONE_ANSWER,
-    Command,
-    Option,
-    engine_options_without,
-    model_options,
+from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_options
+from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.open_model import open_llm
+from verbatim.cli.lib.options import ONE_ANSWER, Values, engine_options, json_option, model_options
+from verbatim.cli.lib.report import (
+    choice_head,
+    closing_line,
+    completion_json,
+    is_sampled,
+    loop_line,
+    params_in_force,
 )
-from verbatim.cli.lib.sampling_options import (
-    PARSE_HELP,
-    parse_parameter,
-    sampling_of,
-    sampling_options,
-)
+from verbatim.cli.lib.sampling_options import parse_changes, sampling_of, sampling_options
 from verbatim.cli.lib.terminal import (
     BOLD,
     columns,
@@ -38,61 +36,47 @@ from verbatim.cli.lib.terminal import (
     write,
     write_json,
 )
-from verbatim.cli.lib.think_options import think_options, thinking_of
+from verbatim.cli.lib.texts import check_output, check_structure
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
-    from verbatim.explain.explained import WhatIfs
+    from verbatim.explain.explained import Explanation, WhatIfs
 
 DEFAULT_TOP = 5
 DEFAULT_TOKENS = 16
 
 
+# changes as typed, what they give, and the text of --continue
+WhatIf = tuple[str, "WhatIfs", Completion | None]
+
+
 @click.command(cls=Command)
-@click.argument("prompt", nargs=-1, metavar="[PROMPT]")
-@click.option(
-    "--raw", cls=Option, is_flag=True, help="continue the text as it is, without the chat template"
-)
-@click.option("--parse-special", cls=Option, is_flag=True, help=PARSE_HELP)
-@click.option("--file", "file", cls=Option, metavar="FILE", help="read the prompt from FILE")
-@click.option("--system", cls=Option, metavar="TEXT", help="system message of the chat turn")
-@click.option("--brief", cls=Option, is_flag=True, help="one line per token")
-@click.option(
+@prompt_options
+@switch("--brief", help="one line per token")
+@option(
     "--token",
     "wanted",
-    cls=Option,
     multiple=True,
     metavar="N|TEXT",
-    help="only token number N, or tokens that contain TEXT (may be repeated)",
+    help="only token number N, or tokens that contain TEXT",
 )
-@click.option("--bars/--no-bars", cls=Option, default=None, help="draw bars [on a terminal]")
-@click.option(
+@option("--bars/--no-bars", help="draw bars [on a terminal]")
+@option(
     "--what-if",
     "what_ifs",
-    cls=Option,
     multiple=True,
     metavar="NAME=VALUE,…",
-    help="sample the same logits with other parameters, without the model (may be repeated)",
+    help="sample the same logits with other parameters, without the model",
 )
-@click.option(
-    "--continue",
-    "continues",
-    cls=Option,
-    is_flag=True,
-    help="with --what-if: also write the text that those parameters give",
+@switch(
+    "--continue", "continues", help="with --what-if: also write the text that those parameters give"
 )
-@click.option("--html", "page", cls=Option, metavar="FILE", help="write one page for a browser")
+@option("--html", "page", metavar="FILE", help="write one page for a browser")
 @json_option()
-@think_options
 @model_options
-@engine_options_without(unused=ONE_ANSWER)
+@engine_options(unused=ONE_ANSWER)
 @sampling_options
 def command(
-    prompt: tuple[str, ...],
-    raw: bool,
-    parse_special: bool,
-    file: str | None,
-    system: str | None,
     brief: bool,
     wanted: tuple[str, ...],
     bars: bool | None,
@@ -108,73 +92,64 @@ def command(
     scores, and the distance to the runner-up. --explain N sets the number of candidates [5];
     without --max-tokens the answer ends after 16 tokens.
     """
-    from verbatim.cli.commands.run import check_shown, collect, start
-    from verbatim.cli.lib.open_model import check_structure, open_llm, read_prompt, split_model
-    from verbatim.explain.explained import Explanation
-
-    thinking = thinking_of(flags)
-    params = sampling_of(
-        flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=bool(what_ifs)
-    )
-    if not params.explain:
-        raise ParameterError("explain", "0 explains nothing; ask for 1 or more candidates")
-    if not as_json:
-        check_shown(params, ("logprobs", "prompt_logprobs", *(() if what_ifs else ("receipt",))))
+    params = _params(flags, as_json, bool(what_ifs))
     changes = [_changes(text) for text in what_ifs]
-    if what_ifs:
-        _check_what_if(params)
-    elif continues:
+    if continues and not what_ifs:
         raise ParameterError("continue", "needs --what-if NAME=VALUE, the parameters to change")
     if page is not None:
         check_output("html", page)
     check_structure(params)
-    text = read_prompt(split_model(prompt, flags), file=file)
+    asked = PromptFlags.of(flags)
     with open_llm(flags, quiet=as_json) as llm:
-
-        def run(request: SamplingParams) -> tuple[int, Completion]:
-            stream = start(
-                llm,
-                text,
-                request,
-                raw=raw,
-                system=system,
-                parse_special=parse_special,
-                thinking=thinking,
-            )
-            return collect(stream, show=None)
-
-        code, completion = run(params)
-        in_force = completion.params
-        assert in_force is not None, "the engine reports the parameters in force"
-        report_what_if = [
-            (
-                words,
-                Explanation(completion, in_force, llm.tokenizer).what_if(**change),
-                # The same seed gives the same noise, so the texts are equal up to the difference.
-                run(_unexplained(in_force, completion, change))[1] if continues else None,
-            )
-            for words, change in zip(what_ifs, changes, strict=True)
-        ]
+        code, completion = collect(asked.start(llm, params), show=None)
+        found = []
+        for words, change in zip(what_ifs, changes, strict=True):
+            results = _explanation(llm, completion).what_if(**change)
+            other = _other(llm, asked, completion, change) if continues else None
+            found.append((words, results, other))
         if page is not None:
-            _write_page(page, llm, completion, text)
+            _write_page(page, llm, completion, asked.text)
         if as_json:
-            _print_json(llm, completion, report_what_if)
+            _print_json(llm, completion, found)
         else:
             drawn = use_colour(sys.stdout) if bars is None else bars
-            _print(llm, completion, brief, wanted, columns() if drawn else 0, report_what_if)
+            _print(llm, completion, brief, wanted, columns() if drawn else 0, found)
     return code
+
+
+def _params(flags: Values, as_json: bool, what_if: bool) -> SamplingParams:
+    """The sampling parameters, checked before the model loads."""
+    params = sampling_of(flags, max_tokens=DEFAULT_TOKENS, explain=DEFAULT_TOP, receipt=what_if)
+    if not params.explain:
+        raise ParameterError("explain", "0 explains nothing; ask for 1 or more candidates")
+    if not as_json:
+        check_shown(params, ("logprobs", "prompt_logprobs", *(() if what_if else ("receipt",))))
+    if what_if:
+        _check_what_if(params)
+    return params
+
+
+def _explanation(llm: LLM, completion: Completion) -> Explanation:
+    from verbatim.explain.explained import Explanation
+
+    assert completion.params is not None, "the engine reports the parameters in force"
+    return Explanation(completion, completion.params, llm.tokenizer)
+
+
+def _other(llm: LLM, asked: PromptFlags, completion: Completion, change: Values) -> Completion:
+    """The text that `change` gives. The same seed gives the same noise, so the texts are equal up
+    to the first difference."""
+    assert completion.params is not None, "the engine reports the parameters in force"
+    unexplained = {"seed": completion.seed, "explain": 0, "receipt": False}
+    params = completion.params.with_(**{**unexplained, **change})
+    return collect(asked.start(llm, params), show=None)[1]
 
 
 def _changes(text: str) -> dict[str, Any]:
     """`top_p=0.5,temperature=1.2` as parameters."""
     from verbatim.explain.explanation import CHANGEABLE
 
-    changes: dict[str, Any] = {}
-    for part in text.split(","):
-        name, equals, value = part.partition("=")
-        if not equals:
-            raise ParameterError("what_if", f"{part!r} is not NAME=VALUE, such as top_p=0.5")
-        changes[name.strip().replace("-", "_")] = parse_parameter(name, value)
+    changes = parse_changes(text, "what_if", "top_p=0.5")
     for name in changes:
         if name not in CHANGEABLE:
             raise ParameterError(
@@ -197,13 +172,6 @@ def _check_what_if(params: SamplingParams) -> None:
         raise ParameterError(
             "what_if", f"records at most {WHOLE_ROWS} tokens; set --max-tokens to that or less"
         )
-
-
-def _unexplained(
-    params: SamplingParams, completion: Completion, changes: dict[str, Any]
-) -> SamplingParams:
-    """The request of the answer with `changes`, without its reports."""
-    return params.with_(**{"seed": completion.seed, "explain": 0, "receipt": False, **changes})
 
 
 def _chosen(
@@ -231,9 +199,8 @@ def _print(
     brief: bool,
     wanted: tuple[str, ...],
     screen: int,
-    what_ifs: list[tuple[str, WhatIfs, Completion | None]],
+    what_ifs: list[WhatIf],
 ) -> None:
-    from verbatim.cli.lib.report import choice_head, closing_line, is_sampled, loop_line
     from verbatim.explain.explanation import LEGEND, headline, render, render_what_if
 
     show = llm.tokenizer.token_bytes
@@ -265,26 +232,19 @@ def _print(
 def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> None:
     from verbatim.explain.explain_html import explain_page
 
-    assert completion.params is not None, "the engine reports the parameters in force"
     Path(page).write_text(
         explain_page(
             completion.choices[0].explain,
             llm.tokenizer.token_bytes,
             title=f"Why {llm.parts.name} chose each token",
             prompt=prompt,
-            params=report(completion.params, completion.seed),
+            params=params_in_force(completion),
         ),
         "utf-8",
     )
 
 
-def _print_json(
-    llm: LLM,
-    completion: Completion,
-    what_ifs: list[tuple[str, WhatIfs, Completion | None]],
-) -> None:
-    from verbatim.cli.lib.report import completion_json
-
+def _print_json(llm: LLM, completion: Completion, what_ifs: list[WhatIf]) -> None:
     out = completion_json(llm, completion)
     if what_ifs:
         out["what_if"] = [

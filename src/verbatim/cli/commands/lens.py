@@ -11,8 +11,11 @@ from typing import Any
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.commands import serve
-from verbatim.cli.lib.options import Command, Option
+from verbatim.cli.lib.command_class import Command, Option
+from verbatim.cli.lib.options import Values
+from verbatim.server.settings import Settings
 
+HOST, PORT = Settings().host, Settings().port
 OPEN_SECONDS = 60.0  # until a server that does not listen is given up; binding takes milliseconds
 
 
@@ -35,8 +38,8 @@ def free_port(host: str, port: int) -> int:
         ) from None
 
 
-def page_address(flags: dict[str, Any]) -> str:
-    host = flags["host"]
+def page_address(flags: Values) -> str:
+    host = flags["host"] or HOST
     scheme = "https" if flags["tls_cert"] else "http"
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{flags['port']}/"
@@ -58,8 +61,9 @@ def show_page(address: str, host: str, port: int, browser: bool) -> None:
 
 
 def start(no_browser: bool, **flags: Any) -> int:
-    flags["port"] = free_port(flags["host"], flags["port"])
-    arguments = (page_address(flags), flags["host"], flags["port"], not no_browser)
+    host, port = flags["host"] or HOST, flags["port"]
+    flags["port"] = free_port(host, PORT if port is None else port)
+    arguments = (page_address(flags), host, flags["port"], not no_browser)
     threading.Thread(target=show_page, args=arguments, daemon=True).start()
     code: int = serve.command.callback(**flags)  # type: ignore[misc]
     return code

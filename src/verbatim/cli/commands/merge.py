@@ -8,30 +8,25 @@ from pathlib import Path
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.common_options import check_output, offline_option
-from verbatim.cli.lib.options import Command, Option
+from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.options import offline_option
 from verbatim.cli.lib.terminal import Progress, note
+from verbatim.cli.lib.texts import check_output
 
 
 @click.command(cls=Command)
 @click.argument("model")
 @click.argument("adapter", type=click.Path())
-@click.option(
+@option(
     "-o",
     "--out",
     "out",
-    cls=Option,
     required=True,
     metavar="OUT",
     help="a directory (safetensors), or a file that ends in .gguf",
 )
-@click.option(
-    "--requantise",
-    cls=Option,
-    is_flag=True,
-    help="merge into a quantised GGUF file, which adds to its error",
-)
-@click.option("--force", cls=Option, is_flag=True, help="overwrite a file OUT")
+@switch("--requantise", help="merge into a quantised GGUF file, which adds to its error")
+@switch("--force", help="overwrite a file OUT")
 @offline_option()
 def command(
     model: str, adapter: str, out: str, requantise: bool, force: bool, offline: bool

@@ -12,8 +12,8 @@ import click
 
 from verbatim.base.errors import ModelError
 from verbatim.base.units import download_text
-from verbatim.cli.lib.common_options import json_option
-from verbatim.cli.lib.options import Command
+from verbatim.cli.lib.command_class import Command
+from verbatim.cli.lib.options import json_option
 from verbatim.cli.lib.terminal import note, write_json
 
 if TYPE_CHECKING:
@@ -81,18 +81,7 @@ def _row(record: ModelRecord) -> dict[str, Any]:
     """One model as plain data: from its file if it is in the cache, else from the catalog."""
     from verbatim.files.describe import describe
 
-    row: dict[str, Any] = {
-        "name": record.name,
-        "kind": record.kind,
-        "bytes": record.bytes,
-        "ready": record.ready,
-        "path": "" if record.path == Path() else str(record.path),
-        "note": record.note,
-        "family": record.family,
-        "quant": record.quant,
-        "context": record.context,
-        "licence": record.licence,
-    }
+    row = asdict(record) | {"path": "" if record.path == Path() else str(record.path)}
     if record.ready:
         try:
             found = describe(record.path)

@@ -3,7 +3,6 @@ alone."""
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.cli.lib.command_class import AnsweredFlag
-from verbatim.cli.lib.common_options import json_option
-from verbatim.cli.lib.options import DEFAULT_MODEL, Command, Option
+from verbatim.cli.lib.command_class import Command, answered, option
+from verbatim.cli.lib.options import json_option, model_or_default
+from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import note, write_json
 
 if TYPE_CHECKING:
@@ -25,42 +24,26 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("model", required=False, metavar="[MODEL]")
-@click.option(
+@option(
     "--device",
-    cls=Option,
     default="this",
     metavar="NAME",
     help="h200, h100, a100, a10, l4, 4090, or GB/s,TFLOPS[,GB]; this: the GPU of this machine if"
-    " the cuda backend can use it, else its CPU [this]",
+    " the cuda backend can use it, else its CPU",
 )
-@click.option("--gpu", cls=AnsweredFlag, answer="write --device NAME, such as --device h100")
-@click.option(
-    "--context",
-    cls=Option,
-    type=int,
-    metavar="N",
-    help="tokens of prompt and output together [4096]",
-)
-@click.option(
-    "--output", cls=Option, type=int, metavar="N", help="how many of these are output [256]"
-)
-@click.option("--batch", cls=Option, type=int, default=1, metavar="N", help="sequences at once [1]")
-@click.option(
+@answered("--gpu", answer="write --device NAME, such as --device h100")
+@option("--context", type=int, help="tokens of prompt and output together [4096]")
+@option("--output", type=int, help="how many of these are output [256]")
+@option("--batch", default=1, help="sequences at once")
+@option(
     "--quant",
-    cls=Option,
     metavar="TYPE",
     help="type of the weights; packed: the blocks of quantised safetensors [as the config or file"
     " says]",
 )
-@click.option(
-    "--kv-type", cls=Option, default="f16", metavar="TYPE", help="type of the KV cache [f16]"
-)
-@click.option(
-    "--tp", cls=Option, type=int, default=1, metavar="N", help="devices that share each matrix [1]"
-)
-@click.option(
-    "--price", cls=Option, type=float, metavar="X", help="price of one device for one hour"
-)
+@option("--kv-type", default="f16", metavar="TYPE", help="type of the KV cache")
+@option("--tp", default=1, help="devices that share each matrix")
+@option("--price", type=float, help="price of one device for one hour")
 @json_option()
 def command(
     model: str | None,
@@ -86,7 +69,7 @@ def command(
 
     if price is not None and not 0 < price < 1e9:
         raise ParameterError("price", f"{price:g} is not a price above 0 and below 1e9")
-    name = model or os.environ.get("VERBATIM_MODEL") or DEFAULT_MODEL
+    name = model_or_default(model)
     footprint = read_footprint(name, quant=quant, kv_type=kv_type, resolve=_local)
     if context is None:
         context = min(4096, footprint.context or 4096)
@@ -95,15 +78,7 @@ def command(
     on = _device(device, quiet=as_json)
     if on.cuda and on.memory is not None:
         footprint = footprint.on_gpu(on.memory * tp)
-    plan = make_plan(
-        footprint,
-        on,
-        context=context,
-        output=output,
-        batch=batch,
-        tp=tp,
-        price=price,
-    )
+    plan = make_plan(footprint, on, context=context, output=output, batch=batch, tp=tp, price=price)
     if as_json:
         write_json(plan_json(plan))
     else:
@@ -141,8 +116,6 @@ def _device(name: str, *, quiet: bool) -> Device:
 
 
 def _print(plan: Plan) -> None:
-    from verbatim.cli.lib.tables import console, section
-
     f, d, out = plan.footprint, plan.device, console()
     peak = "peak unknown" if d.ops is None else f"{_number(d.ops / 1e12)} T{d.unit}"
     size = "" if d.memory is None else f", {_number(d.memory / 1e9)} GB"

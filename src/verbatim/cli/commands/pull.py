@@ -8,21 +8,18 @@ import time
 
 import click
 
-from verbatim.cli.lib.common_options import revision_option
-from verbatim.cli.lib.options import DEFAULT_MODEL, Command, Option
+from verbatim.cli.lib.command_class import Command, switch
+from verbatim.cli.lib.options import DEFAULT_MODEL, quiet_option, revision_option
 from verbatim.cli.lib.terminal import Progress, note
 
 
 @click.command(cls=Command)
 @click.argument("model", default=DEFAULT_MODEL)
 @revision_option()
-@click.option(
-    "--warm-up",
-    cls=Option,
-    is_flag=True,
-    help="also compile the GPU kernels of the model into Triton's cache; needs a GPU",
+@switch(
+    "--warm-up", help="also compile the GPU kernels of the model into Triton's cache; needs a GPU"
 )
-@click.option("-q", "--quiet", cls=Option, is_flag=True, help="no progress")
+@quiet_option("no progress")
 def command(model: str, revision: str | None, warm_up: bool, quiet: bool) -> None:
     """Download MODEL (a catalog name or org/name on the hub) into the cache and print its path.
 

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.common_options import json_option
-from verbatim.cli.lib.options import ONE_ANSWER, Command, engine_options_without, model_options
+from verbatim.cli.lib.command_class import Command
+from verbatim.cli.lib.open_model import open_llm
+from verbatim.cli.lib.options import ONE_ANSWER, engine_options, json_option, model_options
 
 DIFFERENT = 1
 CANDIDATES = 20  # best tokens per position that an explanation of a mismatch can name
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 @click.argument("file")
 @json_option()
 @model_options
-@engine_options_without(unused=(*ONE_ANSWER, "defaults"))
+@engine_options(unused=(*ONE_ANSWER, "defaults"))
 def command(file: str, as_json: bool, **flags: Any) -> int:
     """Repeat the answer of the receipt FILE and compare token by token.
 
@@ -39,7 +40,6 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     differs.
     """
     from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
-    from verbatim.cli.lib.open_model import open_llm
     from verbatim.engine.read_prompt import conversation
     from verbatim.explain.receipt import compare, read_receipt
 

@@ -7,30 +7,22 @@ from typing import Any
 
 import click
 
-from verbatim.cli.lib.common_options import json_option
-from verbatim.cli.lib.options import (
-    NO_SAMPLING,
-    Command,
-    Option,
-    engine_options_without,
-    model_options,
-)
+from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.open_model import open_llm
+from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_option, model_options
 from verbatim.cli.lib.terminal import write, write_json
+from verbatim.cli.lib.texts import decode_argument, read_lines
 
 
 @click.command(cls=Command)
 @click.argument("query")
 @click.argument("documents", nargs=-1, metavar="[DOCUMENT]...")
-@click.option(
-    "--file", "file", cls=Option, metavar="FILE", help="read the documents from FILE, one per line"
-)
-@click.option(
-    "--top-n", cls=Option, type=int, metavar="N", help="print only the best N [all documents]"
-)
-@click.option("--truncate", cls=Option, is_flag=True, help="cut documents that are too long")
+@option("--file", "file", metavar="FILE", help="read the documents from FILE, one per line")
+@option("--top-n", type=int, help="print only the best N [all documents]")
+@switch("--truncate", help="cut documents that are too long")
 @json_option()
 @model_options
-@engine_options_without(unused=("pooling", *NO_SAMPLING))
+@engine_options(unused=("pooling", *NO_SAMPLING))
 def command(
     query: str,
     documents: tuple[str, ...],
@@ -45,9 +37,6 @@ def command(
     Each argument is one text, in quotes; `-`, or no document and a pipe, reads one per line of
     stdin. A line of output is the score, the document's index and the document, with tabs between.
     """
-    from verbatim.cli.commands.embed import read_lines
-    from verbatim.cli.lib.open_model import decode_argument, open_llm
-
     given = read_lines(documents, file, "document")
     with open_llm(flags, quiet=as_json) as llm:
         ranked = llm.rerank(decode_argument(query, "query"), given, top_n=top_n, truncate=truncate)

@@ -9,17 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ContextError
-from verbatim.cli.lib.common_options import json_option
-from verbatim.cli.lib.options import (
-    NO_SAMPLING,
-    Command,
-    Option,
-    engine_options_without,
-    model_options,
-)
+from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.open_model import open_llm
+from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_option, model_options
 from verbatim.cli.lib.report import token_logprobs
 from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_option
 from verbatim.cli.lib.terminal import note, warn, write, write_json
+from verbatim.cli.lib.texts import read_prompt
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
@@ -28,35 +24,14 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @click.argument("text", nargs=-1, metavar="[TEXT]")
-@click.option("--file", "file", cls=Option, metavar="FILE", help="read the text from FILE")
-@click.option(
-    "--top",
-    cls=Option,
-    type=click.IntRange(0, 1024),
-    default=0,
-    metavar="N",
-    help="alternatives reported per token [0]",
-)
-@click.option(
-    "--tokens", cls=Option, is_flag=True, help="one line per token: log-probability, token"
-)
-@click.option(
-    "--window",
-    cls=Option,
-    type=int,
-    metavar="N",
-    help="score a text of any length in windows of N tokens",
-)
-@click.option(
-    "--stride",
-    cls=Option,
-    type=int,
-    metavar="N",
-    help="tokens from one window to the next [half a window]",
-)
+@option("--file", "file", metavar="FILE", help="read the text from FILE")
+@option("--top", least=0, most=1024, default=0, help="alternatives reported per token")
+@switch("--tokens", help="one line per token: log-probability, token")
+@option("--window", type=int, help="score a text of any length in windows of N tokens")
+@option("--stride", type=int, help="tokens from one window to the next [half a window]")
 @json_option()
 @model_options
-@engine_options_without(unused=("pooling", *NO_SAMPLING))
+@engine_options(unused=("pooling", *NO_SAMPLING))
 @use_adapter_option
 def command(
     text: tuple[str, ...],
@@ -75,8 +50,6 @@ def command(
     natural logarithms. With --window each token is scored once, in the first window that contains
     it, after at least window - stride tokens of context (fewer in the first window).
     """
-    from verbatim.cli.lib.open_model import open_llm, read_prompt
-
     named = text[0][1:] if len(text) == 1 and text[0].startswith("@") else None
     content = read_prompt(() if named and not file else text, "text", file or named)
     adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
@@ -89,35 +62,41 @@ def command(
                 param=error.param,
             ) from None
         if as_json:
-            out = {
-                # None: a single token has no perplexity.
-                "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
-                "total_logprob": score.total,
-                "tokens": list(score.token_ids),
-                "logprobs": token_logprobs(score.logprobs),
-                "model": llm.parts.name,
-                "fingerprint": llm.core.fingerprints[0 if adapter else -1],
-                "warnings": list(score.warnings),
-            }
-            write_json(out)
-            return 0
-        if tokens or top:
-            _table(llm, score)
-        write(f"perplexity\t{score.perplexity:.4f}\n")
-        for line in score.warnings:
-            warn(line)
-        scored = sum(row is not None for row in score.logprobs)
-        if not scored:
-            note(
-                "a text of one token has no perplexity: no token before it predicts it; "
-                "give a longer text"
+            fingerprint = llm.core.fingerprints[0 if adapter else -1]
+            write_json(
+                {
+                    # None: a single token has no perplexity
+                    "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
+                    "total_logprob": score.total,
+                    "tokens": list(score.token_ids),
+                    "logprobs": token_logprobs(score.logprobs),
+                    "model": llm.parts.name,
+                    "fingerprint": fingerprint,
+                    "warnings": list(score.warnings),
+                }
             )
         else:
-            note(
-                f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · "
-                f"{score.total / scored:.4f} nats per token"
-            )
+            _print(llm, score, table=tokens or bool(top))
     return 0
+
+
+def _print(llm: LLM, score: Score, *, table: bool) -> None:
+    if table:
+        _table(llm, score)
+    write(f"perplexity\t{score.perplexity:.4f}\n")
+    for line in score.warnings:
+        warn(line)
+    scored = sum(row is not None for row in score.logprobs)
+    if not scored:
+        note(
+            "a text of one token has no perplexity: no token before it predicts it; "
+            "give a longer text"
+        )
+        return
+    note(
+        f"{len(score.token_ids)} tokens, {scored} scored · {score.total:.4f} nats · "
+        f"{score.total / scored:.4f} nats per token"
+    )
 
 
 def _table(llm: LLM, score: Score) -> None:

@@ -6,277 +6,100 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import click
 
 from verbatim.base.config import SETTINGS, EngineConfig, served
-from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.errors import ParameterError
+from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
-    DEFAULT_MODEL,
-    Command,
-    Option,
+    Values,
+    all_of,
     engine_of,
     engine_options,
     engine_value,
+    fake_engine_option,
+    given_of,
+    model_or_default,
+    ray_options,
+    record_flags,
     several_model_options,
 )
-
-if TYPE_CHECKING:
-    from verbatim.server.settings import NamedModel
+from verbatim.server.settings import Limits, NamedModel, Settings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def limit_options(command: F) -> F:
-    """Add one flag per limit. Values arrive as `l_<name>`; None: not given."""
-    from verbatim.server.settings import Limits
-
-    for field in reversed(fields(Limits)):
-        kind = float if isinstance(field.default, float) else int
-        default = field.default if kind is int else format(field.default, "g")
-        text = f"{field.metadata['help']} [{default}]"
-        flag, dest = "--" + field.name.replace("_", "-"), "l_" + field.name
-        command = click.option(
-            flag,
-            dest,
-            type=kind,
-            default=None,
-            cls=Option,
-            section="Limits",
-            help=text,
-            metavar="N",
-        )(command)
-    return command
+def server_options(command: F) -> F:
+    """Flags of one server: values arrive by the names of Settings, and as `l_<name>` of Limits."""
+    settings = record_flags(Settings, "", "Options")
+    ray = ray_options("engines", "engines behind this server; MIN-MAX scales with the load")
+    return all_of(*settings, ray, *record_flags(Limits, "l_", "Limits"))(command)
 
 
 @click.command(cls=Command)
 @click.argument("name", required=False, metavar="[MODEL]")
-@click.option(
-    "--host",
-    cls=Option,
-    default="127.0.0.1",
-    help="address to listen on; beyond loopback a key is needed [127.0.0.1]",
-)
-@click.option("--port", cls=Option, default=8000, type=int, help="port to listen on; 0: any [8000]")
-@click.option(
+@option(
     "--served-model-name",
     "names",
-    cls=Option,
     multiple=True,
     metavar="NAME",
-    help="name that clients may use for the model, such as llama3.2 (may be repeated)",
+    help="name that clients may use for the model, such as llama3.2",
 )
-@click.option(
+@option(
     "--pin",
     "pinned",
-    cls=Option,
     multiple=True,
     metavar="NAME",
-    help="of several models: load this one at the start and never unload it (may be repeated)",
+    help="of several models: load this one at the start and never unload it",
 )
-@click.option(
+@option(
     "--model-setting",
     "model_settings",
-    cls=Option,
     multiple=True,
     metavar="NAME.KEY=VALUE",
-    help="engine setting of one of several models, such as code.context=4096 (may be repeated)",
+    help="engine setting of one of several models, such as code.context=4096",
 )
-@click.option(
-    "--max-loaded-models",
-    cls=Option,
-    default=0,
-    type=int,
-    metavar="N",
-    help="of several models: maximum number loaded at once; 0: as many as fit in memory [0]",
-)
-@click.option(
-    "--model-idle-seconds",
-    cls=Option,
-    default=0.0,
-    type=float,
-    help="of several models: unload one after this time without a request; 0: never [0]",
-)
-@click.option(
-    "--api-key-file",
-    cls=Option,
-    metavar="FILE",
-    help="API keys, one per line; VERBATIM_API_KEY adds one",
-)
-@click.option(
-    "--allow-host",
-    cls=Option,
-    multiple=True,
-    metavar="NAME",
-    help="further name accepted in the Host header",
-)
-@click.option(
-    "--cors-origin",
-    cls=Option,
-    multiple=True,
-    metavar="ORIGIN",
-    help="origin allowed to call from a browser; default: none",
-)
-@click.option("--tls-cert", cls=Option, metavar="FILE", help="certificate chain (PEM)")
-@click.option("--tls-key", cls=Option, metavar="FILE", help="its private key (PEM)")
-@click.option(
-    "--drain-seconds",
-    cls=Option,
-    default=30.0,
-    type=float,
-    help="time for running requests to finish after SIGTERM [30]",
-)
-@click.option(
-    "--keepalive-seconds",
-    cls=Option,
-    default=15.0,
-    type=float,
-    help="silence of a stream after which it sends a keep-alive comment [15]",
-)
-@click.option(
-    "--engine-silence-seconds",
-    cls=Option,
-    default=60.0,
-    type=float,
-    help="time without heartbeat or progress until the engine is killed [60]",
-)
-@click.option(
-    "--backoff-seconds",
-    cls=Option,
-    default=0.5,
-    type=float,
-    help="wait before a dead engine is restarted; doubles each time [0.5]",
-)
-@click.option(
-    "--backoff-limit",
-    cls=Option,
-    default=30.0,
-    type=float,
-    help="maximum wait before a restart [30]",
-)
-@click.option(
-    "--store-items",
-    cls=Option,
-    default=1000,
-    type=int,
-    help="answers kept in memory, for previous_response_id; 0 keeps none [1000]",
-)
-@click.option(
-    "--log-format",
-    cls=Option,
-    type=click.Choice(["text", "json"]),
-    default="text",
-    help="format of the log on stderr [text]",
-)
-@click.option(
-    "--log-prompts",
-    cls=Option,
-    is_flag=True,
-    help="write request bodies to the log; without it no prompt text is ever logged",
-)
-@click.option(
-    "-v",
-    "--verbose",
-    cls=Option,
-    is_flag=True,
-    help="also log the progress of long prefills",
-)
-@click.option(
-    "--test-engine",
-    cls=Option,
-    default="",
-    hidden=True,
-    help="tests: an engine of verbatim.testing.fakes instead of a model",
-)
-@click.option(
-    "--ray",
-    cls=Option,
-    section="Replicas",
-    is_flag=False,
-    flag_value="local",
-    default=None,
-    metavar="[ADDRESS]",
-    help="run the engines on Ray: HOST:PORT, auto (this machine's cluster), or a new local one",
-)
-@click.option(
-    "--replicas",
-    cls=Option,
-    section="Replicas",
-    default=None,
-    metavar="N|MIN-MAX",
-    help="engines behind this server; MIN-MAX scales with the load; needs --ray [1]",
-)
-@limit_options
+@option("--api-key-file", metavar="FILE", help="API keys, one per line; VERBATIM_API_KEY adds one")
+@fake_engine_option
+@server_options
 @several_model_options
-@engine_options
+@engine_options()
 def command(
     name: str | None,
     names: tuple[str, ...],
     pinned: tuple[str, ...],
     model_settings: tuple[str, ...],
     api_key_file: str | None,
+    ray: str | None,
+    replicas: str | None,
     **flags: Any,
 ) -> int:
     """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP until SIGTERM or Ctrl-C.
 
     HTTP and the engine are two processes: an engine that dies is restarted, and HTTP stays up.
     """
-    try:
-        from verbatim.server.http_process import run
-        from verbatim.server.settings import Limits, Settings
-    except ImportError as error:
-        raise BackendError(
-            f"the server needs {error.name}; install the extra 'server': "
-            "pip install '.[server]' in the checkout"
-        ) from None
-    models = read_models(name, flags["model"], pinned, model_settings)
-    if len(models) == 1 and not models[0].name and not (pinned or model_settings):
-        model, models = models[0].model, ()
-    else:
-        model = models[0].model
-    if models and not flags["test_engine"]:
-        from verbatim.hub.catalog import check_known
-
-        for named in models:
-            check_known(named.model)
+    run = _server()
+    model, models = _models_of(name, flags, pinned, model_settings)
     if models and names:
         raise ParameterError("served_model_name", "belongs to one model; write --model NAME=MODEL")
-    limits = {
-        f.name: flags["l_" + f.name] for f in fields(Limits) if flags["l_" + f.name] is not None
-    }
     settings = Settings(
         model=model,
         models=models,
-        max_loaded_models=flags["max_loaded_models"],
-        model_idle_seconds=flags["model_idle_seconds"],
         served_names=names,
         engine=served(engine_of(flags)),
-        revision=flags.get("revision"),
-        offline=bool(flags.get("offline")),
-        host=flags["host"],
-        port=flags["port"],
+        revision=flags["revision"],
+        offline=flags["offline"],
         keys=read_keys(api_key_file),
-        allowed_hosts=flags["allow_host"],
-        cors_origins=flags["cors_origin"],
-        tls_cert=flags["tls_cert"],
-        tls_key=flags["tls_key"],
-        drain_seconds=flags["drain_seconds"],
-        keepalive_seconds=flags["keepalive_seconds"],
-        engine_silence_seconds=flags["engine_silence_seconds"],
-        backoff_seconds=flags["backoff_seconds"],
-        backoff_limit=flags["backoff_limit"],
-        store_items=flags["store_items"],
-        log_format=flags["log_format"],
-        log_prompts=flags["log_prompts"],
-        verbose=flags["verbose"],
         test_engine=flags["test_engine"],
-        limits=Limits(**limits),
+        limits=Limits(**given_of(Limits, flags, "l_")),
+        **given_of(Settings, flags, ""),
     )
-    if flags["ray"] is None:
-        if flags["replicas"] is not None:
+    if ray is None:
+        if replicas is not None:
             raise ParameterError("replicas", "needs --ray; one server has one engine")
         return run(settings)
     if flags["verbose"]:
@@ -284,8 +107,31 @@ def command(
     from verbatim.scale.deploy import serve_on_ray
     from verbatim.scale.ray_options import RayOptions, parse_address, parse_replicas
 
-    replicas = parse_replicas(flags["replicas"] or 1)
-    return serve_on_ray(settings, RayOptions(parse_address(flags["ray"]), replicas))
+    return serve_on_ray(settings, RayOptions(parse_address(ray), parse_replicas(replicas or 1)))
+
+
+def _server() -> Callable[[Settings], int]:
+    try:
+        from verbatim.server.http_process import run
+    except ImportError as error:
+        raise missing_extra("the server", error) from None
+    return run
+
+
+def _models_of(
+    name: str | None, flags: Values, pinned: tuple[str, ...], settings: tuple[str, ...]
+) -> tuple[str, tuple[NamedModel, ...]]:
+    """(the model, all models); of a single one without NAME=: (it, none)."""
+    models = read_models(name, flags["model"], pinned, settings)
+    model = models[0].model
+    if len(models) == 1 and not models[0].name and not (pinned or settings):
+        return model, ()
+    from verbatim.hub.catalog import check_known
+
+    if not flags["test_engine"]:
+        for named in models:
+            check_known(named.model)
+    return model, models
 
 
 NAMED = re.compile(r"([\w.:+-]+)=(.+)")
@@ -298,8 +144,6 @@ def read_models(
     model_settings: tuple[str, ...],
 ) -> tuple[NamedModel, ...]:
     """The models to serve, in order. A single one without NAME= has the name ""."""
-    from verbatim.server.settings import NamedModel
-
     if positional and len(given) == 1 and given[0] != positional and "=" not in given[0]:
         raise ParameterError(
             "model",
@@ -309,7 +153,7 @@ def read_models(
     if positional and positional not in given:
         given = (positional, *given)
     if not given:
-        return (NamedModel("", os.environ.get("VERBATIM_MODEL", DEFAULT_MODEL)),)
+        return (NamedModel("", model_or_default(None)),)
     several = len(given) > 1
     models: dict[str, str] = {}
     for text in given:

@@ -3,22 +3,25 @@ beside it and however the engine is set?"""
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.cli.lib.common_options import json_option, offline_option, revision_option
+from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.open_model import refuse_encoder
 from verbatim.cli.lib.options import (
     BASE_MODEL,
-    DEFAULT_MODEL,
-    Command,
-    Option,
+    Values,
     engine_of,
-    engine_options_without,
+    engine_options,
+    json_option,
+    model_or_default,
+    offline_option,
+    revision_option,
 )
+from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import Progress, write_json
 
 if TYPE_CHECKING:
@@ -30,17 +33,16 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
 
 @click.command(cls=Command)
 @click.argument("model", required=False, metavar="[MODEL]")
-@click.option(
+@option(
     "--backends",
-    cls=Option,
     default="auto",
     metavar="NAME,NAME",
-    help="backends to verify, each by itself: cpu, cuda, reference [auto]",
+    help="backends to verify, each by itself: cpu, cuda, reference",
 )
 @json_option()
 @revision_option()
 @offline_option()
-@engine_options_without(*VARIED, unused=BASE_MODEL)
+@engine_options(VARIED, unused=BASE_MODEL)
 def command(
     model: str | None,
     backends: str,
@@ -53,11 +55,10 @@ def command(
     threads, instruction sets and proposers, and compare every token and every bit of its
     log-probabilities. About a minute. Exit code 1 if anything differs.
     """
-    from verbatim.cli.lib.open_model import refuse_encoder
     from verbatim.hub.catalog import resolve
 
     settings = engine_of(flags)
-    name = model or os.environ.get("VERBATIM_MODEL") or DEFAULT_MODEL
+    name = model_or_default(model)
     where = resolve(name, revision=revision, offline=offline)
     refuse_encoder(name, where)
     path = str(where)
@@ -78,14 +79,14 @@ def command(
     return 0 if same else 1
 
 
-def _verify(path: str, backend: str, settings: dict[str, Any], quiet: bool) -> dict[str, Any]:
+def _verify(path: str, backend: str, settings: Values, quiet: bool) -> dict[str, Any]:
     from verbatim.diagnose.needle import verify
     from verbatim.engine.calls.llm import LLM
 
     about: dict[str, str] = {}
     progress = Progress(quiet=quiet)
 
-    def open_llm(changes: dict[str, Any]) -> LLM:
+    def open_llm(changes: Values) -> LLM:
         llm = LLM(path, **{**settings, **changes})
         info = llm.parts.backend.info
         about.setdefault("backend", f"{info.name} {info.detail}".strip())
@@ -106,8 +107,6 @@ def _verify(path: str, backend: str, settings: dict[str, Any], quiet: bool) -> d
 def _print(rows: list[CaseResult], about: dict[str, str]) -> None:
     from rich.text import Text
 
-    from verbatim.cli.lib.tables import console, section
-
     out = console()
     shown = []
     for row in rows:
@@ -122,8 +121,6 @@ def _print(rows: list[CaseResult], about: dict[str, str]) -> None:
 
 
 def _print_verdict(rows: list[CaseResult], seconds: float) -> None:
-    from verbatim.cli.lib.tables import console
-
     wrong = sum(not row.same for row in rows)
     tokens = sum(row.tokens for row in rows)
     verdict = "identical" if not wrong else "NOT IDENTICAL"

@@ -10,8 +10,8 @@ from typing import Any
 import click
 
 from verbatim import __version__
-from verbatim.cli.lib.common_options import json_option
-from verbatim.cli.lib.options import Command
+from verbatim.cli.lib.command_class import Command
+from verbatim.cli.lib.options import json_option
 from verbatim.cli.lib.terminal import write_json
 
 

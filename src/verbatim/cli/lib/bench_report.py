@@ -57,12 +57,7 @@ def _head(text: str) -> None:
 
 def _cpu_limits(threads: int, quick: bool) -> MachineLimits:
     from verbatim.hub.catalog import cache_dir
-    from verbatim.observe.roofline import (
-        forget_buffers,
-        measure_limits,
-        native_probes,
-        save_limits,
-    )
+    from verbatim.observe.roofline import forget_buffers, measure_limits, native_probes, save_limits
 
     read, ops = native_probes()
     limits = measure_limits(threads, native_read=read, native_ops=ops, repeats=3 if quick else 7)

@@ -1,20 +1,64 @@
-"""The click classes of this command line: flags with sections and aliases, and answers to flags of
-other programs (flag_aliases.py)."""
+"""The click classes of this command line: flags with sections and aliases, answers to flags of
+other programs (flag_aliases.py), and errors that name the flag.
+
+The library says `top_p: 3 is above 1`; the command line says `--top-p: 3 is above 1`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from verbatim.base.errors import RequestError
 from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
-from verbatim.cli.lib.flag_errors import flag_in, with_flags
 
+F = TypeVar("F", bound=Callable[..., Any])
 ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
+
+
+def option(
+    *decls: str, least: int | None = None, most: int | None = None, **rule: Any
+) -> Callable[[F], F]:
+    """click.option with our class. `least` and `most` are the inclusive range of a whole number."""
+    if least is not None or most is not None:
+        rule["type"] = click.IntRange(least, most)
+    kind = rule.get("type", type(rule.get("default")))
+    if kind is int or isinstance(kind, click.IntRange):
+        rule.setdefault("metavar", "N")
+    elif kind is float:
+        rule.setdefault("metavar", "X")
+    return click.option(*decls, **{"cls": Option, **rule})
+
+
+def switch(*decls: str, help: str, **rule: Any) -> Callable[[F], F]:
+    """A flag without a value."""
+    return option(*decls, is_flag=True, help=help, **rule)
+
+
+def answered(*names: str, answer: str) -> Callable[[F], F]:
+    """A flag of another program on one command: an error that names what to type."""
+    return click.option(*names, cls=AnsweredFlag, answer=answer)
+
+
+def with_default(help: str, default: Any, size: bool = False) -> str:
+    """A help text with the default in brackets: [256], [on], [8G]."""
+    match default:
+        case None | "":
+            return help
+        case bool():
+            return f"{help} [{'on' if default else 'off'}]"
+        case tuple():
+            return f"{help} (may be repeated)"
+        case int() if size:
+            return f"{help} [{default >> 30}G]"
+        case float():
+            return f"{help} [{default:g}]"
+    return f"{help} [{default}]"
 
 
 class Option(click.Option):
@@ -23,8 +67,14 @@ class Option(click.Option):
     A flag with one value that is given twice must have the same value both times: click itself
     would drop the first one without a message."""
 
-    def __init__(self, decls: Sequence[str], *, section: str = "Options", **kwargs: Any) -> None:
+    def __init__(
+        self, decls: Sequence[str], *, section: str = "Options", show: bool = True, **kwargs: Any
+    ) -> None:
+        """`show`: end the help with the default."""
         self.aliases = [name for flag in decls for name in FLAG_ALIASES.get(flag, ())]
+        if show:
+            default = () if kwargs.get("multiple") else kwargs.get("default")
+            kwargs["help"] = with_default(kwargs.get("help", ""), default)
         super().__init__([*decls, *self.aliases], **kwargs)
         self.section = section
 
@@ -126,7 +176,7 @@ class AnsweredFlag(click.Option):
 class Command(click.Command):
     """A command whose help groups its flags by section: the few general flags come before the fifty
     sampling flags. Flags of other programs are answered (flag_aliases.py).
-    An error names the flag that the user typed (flag_errors.py)."""
+    An error names the flag that the user typed."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -187,3 +237,55 @@ class Command(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+# --------------------------------------------------------------------------- errors that name flags
+
+
+def option_of(param: str, options: Sequence[click.Option]) -> click.Option | None:
+    """The option of a parameter: p_NAME is a sampling parameter, e_NAME a setting of the engine."""
+    for name in (f"p_{param}", f"e_{param}", param):
+        if found := [option for option in options if option.name == name]:
+            return found[0]
+    flag = "--" + param.replace("_", "-")
+    return next((option for option in options if flag in option.opts), None)
+
+
+def flag_in(args: Sequence[str], option: click.Option) -> str:
+    """The name of the option that the arguments contain, an alias included; empty: none of them."""
+    names = (*option.opts, *option.secondary_opts)
+    for arg in args:
+        if arg == "--":
+            break
+        for name in names:
+            short = not name.startswith("--") and len(name) == 2  # -n5
+            if arg == name or arg.startswith(name if short else f"{name}="):
+                return name
+    return ""
+
+
+def with_flags(
+    message: str, param: str | None, options: Sequence[click.Option], args: Sequence[str]
+) -> str:
+    """The message with flags in place of parameters: the one at fault, which starts the message,
+    and others that it mentions."""
+    rest = message
+    start = ""
+    if param is not None and message.startswith(f"{param}: "):
+        option = option_of(param, options)
+        flag = "" if option is None else flag_in(args, option)
+        if option is not None and not flag and not _assigned(param, args):
+            flag = next((name for name in option.opts if name.startswith("--")), option.opts[0])
+        if not flag:  # an argument, or NAME=VALUE of --what-if and --setting
+            return message
+        start, rest = f"{flag}: ", message.removeprefix(f"{param}: ")
+    for option in options:
+        name = (option.name or "").removeprefix("p_").removeprefix("e_")
+        if "_" in name and (flag := flag_in(args, option)):
+            rest = re.sub(rf"(?<![\w./'\"-]){name}(?![\w./'\"=-])", flag, rest)
+    return start + rest
+
+
+def _assigned(param: str, args: Sequence[str]) -> bool:
+    names = (param, param.replace("_", "-"))
+    return any(re.search(rf"(^|[,= ]){name}=", arg) for arg in args for name in names)

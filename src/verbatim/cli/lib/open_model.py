@@ -1,20 +1,15 @@
-"""Opens the model and reads the prompt of a command: flags and arguments come in, an LLM and a text
-go out. Loading shows progress on stderr."""
+"""Opens the model of a command: flags come in, an LLM goes out. Loading shows its progress."""
 
 from __future__ import annotations
 
 import logging
-import os
-import stat
-import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.base.params import STRUCTURE, SamplingParams
+from verbatim.base.errors import UnsupportedError
 from verbatim.cli.lib.interrupt import exit_on_interrupt
-from verbatim.cli.lib.options import engine_of
+from verbatim.cli.lib.options import Values, engine_of
 from verbatim.cli.lib.terminal import Progress, note, warn
 
 if TYPE_CHECKING:
@@ -26,11 +21,7 @@ MAX_RECEIPT = 16_000_000  # bytes; a prompt of a million tokens fits
 
 
 def open_llm(
-    flags: dict[str, Any],
-    *,
-    quiet: bool = False,
-    generates: bool = False,
-    interruptible: bool = False,
+    flags: Values, *, quiet: bool = False, generates: bool = False, interruptible: bool = False
 ) -> LLM:
     """Load the model. Flags are validated before NumPy and the engine are imported, so that a typo
     fails at once. `generates`: refuse an encoder. `interruptible`: Ctrl-C raises KeyboardInterrupt
@@ -47,9 +38,7 @@ def open_llm(
     return llm
 
 
-def _load(
-    flags: dict[str, Any], settings: dict[str, Any], progress: Progress, *, generates: bool
-) -> LLM:
+def _load(flags: Values, settings: Values, progress: Progress, *, generates: bool) -> LLM:
     from verbatim.engine.calls.llm import LLM
 
     model, revision, offline = flags["model"], flags.get("revision"), bool(flags.get("offline"))
@@ -91,194 +80,6 @@ class _LoadWarnings(logging.Handler):
         if not self._progress.quiet:
             self._progress.clear()
             warn(record.getMessage())
-
-
-def split_model(args: tuple[str, ...], flags: dict[str, Any]) -> tuple[str, ...]:
-    """`verbatim run MODEL PROMPT`, as Ollama's users type it: the first argument is the model if it
-    is the name of one and -m is not given. The rest is returned."""
-    import click
-
-    source = click.get_current_context().get_parameter_source("model")
-    if source is not None and source.name == "COMMANDLINE":
-        return args
-    if not 1 <= len(args) <= 2 or not _is_model_name(args[0]):
-        return args
-    if len(args) == 1 and sys.stdin.isatty():
-        raise ParameterError(
-            "prompt",
-            f"{args[0]!r} is a model, and there is no prompt; to chat with it: "
-            f"verbatim chat {args[0]}",
-        )
-    flags["model"] = args[0]
-    return args[1:]
-
-
-def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None = None) -> str:
-    """The prompt: the only argument of the command, the content of `file`, or stdin if the argument
-    is `-` or missing with a pipe.
-
-    Several arguments are an error and are not joined: one of them may be a model name or a separate
-    prompt."""
-    if file is not None:
-        if args:
-            raise ParameterError(
-                param, f"--file {file} and an argument contradict each other; give one"
-            )
-        return read_text(file, param)
-    if len(args) > 1:
-        raise ParameterError(param, _too_many_arguments(args, param))
-    if args and args != ("-",):
-        if not args[0]:
-            raise ParameterError(
-                param, f'is empty; type the {param} in quotes, or "-" to read stdin'
-            )
-        if names_file(args[0]):
-            warn(_file_hint(args[0], param))
-        if stdin_has_text():
-            warn(
-                f"the pipe into stdin is not read, because the {param} is an argument; to use"
-                ' both: "… $(cat)"'
-            )
-        return decode_argument(args[0], param)
-    if not args and sys.stdin.isatty():
-        raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
-    try:
-        text = sys.stdin.buffer.read().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ParameterError(
-            param, f"stdin is not UTF-8 text (byte {error.start}); convert it first"
-        ) from None
-    text = text.removesuffix("\n")  # as $(...) does: the shell's final newline is not the prompt's
-    if not text:
-        raise ParameterError(
-            param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
-        )
-    return text
-
-
-def stdin_has_text() -> bool:
-    """Whether stdin is a pipe that holds bytes. They are not read: in a shell's `while read` loop
-    they are the lines of the loop."""
-    try:
-        if not stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode):
-            return False
-        import fcntl
-        import termios
-
-        waiting = fcntl.ioctl(sys.stdin.fileno(), termios.FIONREAD, b"\0" * 4)
-        return int.from_bytes(waiting, sys.byteorder) > 0
-    except (OSError, ValueError, ImportError):  # no file behind it (tests), or not Unix
-        return False
-
-
-def names_file(text: str) -> bool:
-    """Whether a text on the command line is also the name of an existing file."""
-    try:
-        return len(text) < 1000 and os.path.isfile(text)
-    except ValueError:  # a null byte
-        return False
-
-
-def _file_hint(file: str, param: str) -> str:
-    if _is_receipt(file):
-        return (
-            f"the {param} is the name of a receipt; verbatim replay {file} repeats its answer, and "
-            "verbatim explain with the same prompt, seed and flags explains it"
-        )
-    return f"the {param} is the name of a file; --file {file} reads the file"
-
-
-def _is_receipt(file: str) -> bool:
-    import json
-
-    from verbatim.explain.receipt import read_receipt
-
-    try:
-        if os.path.getsize(file) > MAX_RECEIPT:
-            return False
-        with open(file, encoding="utf-8") as handle:
-            read_receipt(json.load(handle))
-    except (OSError, ValueError, RecursionError, ParameterError):
-        return False
-    return True
-
-
-def read_text(file: str, param: str) -> str:
-    """The content of a text file, without its final newline."""
-    try:
-        with open(file, encoding="utf-8", newline="") as handle:
-            text = handle.read().removesuffix("\n")
-    except OSError as error:
-        raise ParameterError(param, f"cannot read {file!r}: {error.strerror}") from None
-    except (UnicodeDecodeError, ValueError):
-        raise ParameterError(param, f"{file!r} is not UTF-8 text; convert it first") from None
-    if not text:
-        raise ParameterError(param, f"{file!r} is empty; give a file with text")
-    return text
-
-
-def check_structure(params: SamplingParams) -> None:
-    """Compile a grammar once before the model loads, so that a typo fails at once. The engine
-    compiles it again, with the model's vocabulary; large ones are left to its worker processes."""
-    for field in STRUCTURE:
-        value = getattr(params, field)
-        if value is None or len(str(value)) > MAX_CHECKED:
-            continue
-        try:
-            from verbatim.grammar.matcher import LIMITS
-            from verbatim.grammar.translate import byte_tokenizer, parser_limits, try_compile
-
-            found = try_compile(field, value, byte_tokenizer(), parser_limits(LIMITS))
-        except ImportError:  # the engine names the missing extra
-            return
-        if "error" in found:
-            kind = {"UnsupportedError": UnsupportedError}.get(found["error"], ParameterError)
-            raise kind(field, found["message"])
-
-
-def decode_argument(text: str, param: str) -> str:
-    """Decode an argument as UTF-8. In another locale Python passes its bytes as lone surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        try:
-            return os.fsencode(text).decode("utf-8")
-        except UnicodeError:
-            raise ParameterError(
-                param,
-                "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe",
-            ) from None
-    return text
-
-
-def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
-    """The error for several arguments, with the remedy: `verbatim run smollm2 "Hi"` needs -m, and
-    `verbatim run why is the sky blue` needs quotes."""
-    import shlex
-
-    import click
-
-    called = click.get_current_context().command_path
-    from verbatim.hub.catalog import CATALOG
-    from verbatim.hub.hub_catalog import suggestion
-
-    error = f"{len(args)} arguments were given, and the {param} is one argument"
-    if _is_model_name(args[0]):
-        return f"{error}; pass the model with -m: {called} -m {shlex.quote(args[0])} …"
-    if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
-        return f"the {param} is one argument, in quotes, and there is no model {args[0]!r}{hint}"
-    joined = shlex.quote(" ".join(args))
-    return (
-        f"{error}; put it in quotes: {called} {joined}"
-        if len(joined) <= 100
-        else f"{error}; put it in quotes"
-    )
-
-
-def _is_model_name(word: str) -> bool:
-    from verbatim.hub.catalog import is_known
-
-    return is_known(word) or word.endswith(".gguf") or word.startswith("hf.co/")
 
 
 def speed_limit(llm: LLM, context: int) -> float | None:

@@ -1,28 +1,28 @@
-"""Flags of the model and the engine: one per row of base.config.SETTINGS.
+"""Flags that many commands have: the model, the engine, JSON, plots.
 
-In: values that click parsed. Out: the keyword arguments of an engine. A new setting is a flag
-without further code. Only flags that the user gave are passed on, so each default is defined in
-one place.
+The flags of a record of settings (EngineConfig, the server's Settings and Limits) are made from its
+rules: a new setting is a flag without further code. Only flags that the user gave are passed on, so
+each default is defined in one place.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 
-from verbatim.base.config import SETTINGS, TYPES, EngineConfig, SettingRule, parse_size
+from verbatim.base.config import SETTINGS, TYPES, EngineConfig
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import AnsweredFlag
-from verbatim.cli.lib.command_class import Command as Command
-from verbatim.cli.lib.command_class import Option as Option
-from verbatim.cli.lib.common_options import offline_option, revision_option
+from verbatim.base.setting_rules import SettingRule, parse_size, rules_of, types_of
+from verbatim.cli.lib.command_class import answered, option, switch, with_default
 
 F = TypeVar("F", bound=Callable[..., Any])
 Values = dict[str, Any]
 
 DEFAULT_MODEL = "smollm2"
+ENGINE = "Model and engine"  # section of the help
 # Flag whose name is not that of its parameter: --adapter loads, --use-adapter chooses.
 FLAG_NAMES = {"adapter": "--use-adapter"}
 # Settings without effect on a kind of command, which refuses their flags by name.
@@ -45,12 +45,108 @@ def flag_name(field: str) -> str:
     return own or "--" + field.replace("_", "-")
 
 
+def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """One decorator for several flags, which the help shows in this order."""
+
+    def add(command: F) -> F:
+        for one in reversed(options):
+            command = one(command)
+        return command
+
+    return add
+
+
+# --------------------------------------------------------------------------------------- one flag
+
+
+def json_option(help: str = "print one JSON object") -> Callable[[F], F]:
+    """Add --json; arrives as `as_json`."""
+    return switch("--json", "as_json", help=help)
+
+
+def plot_option(**more: Any) -> Callable[[F], F]:
+    """Add --plot; check_plot() checks its value."""
+    text = "write a plot, .svg or .png; needs the extra 'bench'"
+    return option("--plot", metavar="FILE", help=text, **more)
+
+
+def file_option(what: str) -> Callable[[F], F]:
+    return option("--file", "file", metavar="FILE", help=f"read the {what} from FILE")
+
+
+def raw_option() -> Callable[[F], F]:
+    return switch("--raw", help="continue the text as it is, without the chat template")
+
+
+def quiet_option(help: str) -> Callable[[F], F]:
+    return switch("-q", "--quiet", help=help)
+
+
+def revision_option(**more: Any) -> Callable[[F], F]:
+    return option("--revision", metavar="REV", help="revision of a model on the hub", **more)
+
+
+def offline_option(**more: Any) -> Callable[[F], F]:
+    text = "use the cache only, never the network"
+    return switch("--offline", help=text, **more)
+
+
+def ray_options(runs: str, replicas: str) -> Callable[[F], F]:
+    """Add --ray and --replicas; scale/ray_options.py reads them."""
+    where = "HOST:PORT, auto (this machine's cluster), or a new local one"
+    ray: Values = {"is_flag": False, "flag_value": "local", "metavar": "[ADDRESS]"}
+    return all_of(
+        option("--ray", section="Replicas", help=f"run the {runs} on Ray: {where}", **ray),
+        option(
+            "--replicas",
+            section="Replicas",
+            metavar="N|MIN-MAX",
+            help=f"{replicas}; needs --ray [1]",
+        ),
+    )
+
+
+def fake_engine_option(command: F) -> F:
+    text = "tests: an engine of verbatim.testing.fakes instead of a model"
+    return option("--test-engine", default="", hidden=True, help=text)(command)
+
+
+# ---------------------------------------------------------------------------------------- the model
+
+MODEL_HELP = "a .gguf file, a safetensors directory, a catalog name or org/name on the hub"
+
+
+def _model_flags(help: str, **model: Any) -> Callable[[F], F]:
+    return all_of(
+        option(
+            *("-m", "--model"),
+            section=ENGINE,
+            show=False,
+            help=f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]",
+            **model,
+        ),
+        revision_option(section=ENGINE),
+        offline_option(section=ENGINE),
+    )
+
+
+def model_options(command: F) -> F:
+    """Add --model, --revision and --offline: where the weights come from."""
+    add = _model_flags("", default=DEFAULT_MODEL, envvar="VERBATIM_MODEL", metavar="MODEL")
+    return add(command)
+
+
+def several_model_options(command: F) -> F:
+    """model_options with a --model that may be repeated; it arrives as a tuple."""
+    several = "; repeated as NAME=MODEL: several models behind one port"
+    return _model_flags(several, multiple=True, metavar="[NAME=]MODEL")(command)
+
+
 def positional_model(flags: Values, name: str | None) -> None:
     """Take the model from an argument, as in `verbatim serve MODEL`; -m must not contradict it."""
     if name is None:
         return
-    source = click.get_current_context().get_parameter_source("model")
-    if source is not None and source.name == "COMMANDLINE" and flags["model"] != name:
+    if model_source() == "COMMANDLINE" and flags["model"] != name:
         raise ParameterError(
             "model",
             f"{name!r} and --model {flags['model']!r} contradict each other; give one of them",
@@ -58,66 +154,45 @@ def positional_model(flags: Values, name: str | None) -> None:
     flags["model"] = name
 
 
-MODEL_HELP = "a .gguf file, a safetensors directory, a catalog name or org/name on the hub"
+def model_or_default(name: str | None) -> str:
+    """The model of an argument that may be missing."""
+    return name or os.environ.get("VERBATIM_MODEL") or DEFAULT_MODEL
 
 
-def model_options(command: F) -> F:
-    """Add --model, --revision and --offline: where the weights come from."""
-    return _model_flags(
-        command,
-        default=DEFAULT_MODEL,
-        envvar="VERBATIM_MODEL",
-        metavar="MODEL",
-        help=f"{MODEL_HELP} [{DEFAULT_MODEL}]",
-    )
+def model_source() -> str:
+    """Where --model comes from: COMMANDLINE, ENVIRONMENT or DEFAULT."""
+    source = click.get_current_context().get_parameter_source("model")
+    return "" if source is None else source.name
 
 
-def several_model_options(command: F) -> F:
-    """model_options with a --model that may be repeated; it arrives as a tuple."""
-    return _model_flags(
-        command,
-        multiple=True,
-        metavar="[NAME=]MODEL",
-        help=f"{MODEL_HELP}; repeated as NAME=MODEL: several models behind one port"
-        f" [{DEFAULT_MODEL}]",
-    )
+# ------------------------------------------------------------------------------ records of settings
 
 
-def _model_flags(command: F, **model: Any) -> F:
-    section = "Model and engine"
-    add = [
-        click.option("-m", "--model", cls=Option, section=section, **model),
-        revision_option(section=section),
-        offline_option(section=section),
+def engine_options(own: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> Callable[[F], F]:
+    """Add one flag per setting of EngineConfig. Values arrive as `e_<name>`; None: not given.
+
+    own: settings that the command defines itself; unused: those that have no effect on it (keys of
+    UNUSED), which it refuses by name"""
+    refused = [answered(flag_name(name), answer=UNUSED[name]) for name in unused]
+    return all_of(*record_flags(EngineConfig, "e_", ENGINE, (*own, *unused)), *refused)
+
+
+def record_flags(
+    record: type, prefix: str, section: str, without: tuple[str, ...] = ()
+) -> list[Callable[[F], F]]:
+    """One flag per rule of a record. Values arrive as `<prefix><name>`; None or (): not given."""
+    types = types_of(record)
+    return [
+        _record_flag(name, rule, types[name], prefix, section)
+        for name, rule in rules_of(record).items()
+        if name not in without
     ]
-    for option in reversed(add):
-        command = option(command)
-    return command
 
 
-def engine_options(command: F) -> F:
-    """Add one flag per setting of EngineConfig. Values arrive as `e_<name>`; None: not given."""
-    return _engine_flags(command, (), ())
-
-
-def engine_options_without(*own: str, unused: tuple[str, ...] = ()) -> Callable[[F], F]:
-    """engine_options without the settings that the command defines itself, and with an answer to
-    those that have no effect on it (a key of UNUSED)."""
-    return lambda command: _engine_flags(command, own, unused)
-
-
-def _engine_flags(command: F, own: tuple[str, ...], unused: tuple[str, ...]) -> F:
-    for name in reversed(SETTINGS):
-        if name in unused:
-            option = click.option(flag_name(name), cls=AnsweredFlag, answer=UNUSED[name])
-            command = option(command)
-        elif name not in own:
-            command = _engine_flag(name, SETTINGS[name])(command)
-    return command
-
-
-def _engine_flag(name: str, rule: SettingRule) -> Callable[[F], F]:
-    flag, kind = flag_name(name), TYPES[name]
+def _record_flag(
+    name: str, rule: SettingRule, kind: str, prefix: str, section: str
+) -> Callable[[F], F]:
+    flag = rule.flag or "--" + name.replace("_", "-")
     shape: Values = {"metavar": rule.metavar, "default": None}
     if rule.size:
         shape["metavar"] = "SIZE"
@@ -127,29 +202,29 @@ def _engine_flag(name: str, rule: SettingRule) -> Callable[[F], F]:
         shape.update(multiple=True, default=())
     elif kind.startswith("int"):
         shape.update(type=int, metavar="N")
-    return click.option(
-        flag,
-        "e_" + name,
-        cls=Option,
-        section="Model and engine",
-        help=_engine_help(rule),
-        hidden=rule.hidden,
-        **shape,
-    )
+    elif kind.startswith("float"):
+        shape.update(type=float, metavar="X")
+    help = with_default(rule.help, rule.default, rule.size)
+    shape |= {"section": section, "help": help, "hidden": rule.hidden, "show": False}
+    return option(flag, prefix + name, **shape)
 
 
-def _engine_help(rule: SettingRule) -> str:
-    """The setting's help, with its default in brackets."""
-    match rule.default:
-        case None:
-            return rule.help
-        case bool():
-            return f"{rule.help} [{'on' if rule.default else 'off'}]"
-        case tuple():
-            return f"{rule.help} (may be repeated)"
-        case int() if rule.size:
-            return f"{rule.help} [{rule.default >> 30}G]"
-    return f"{rule.help} [{rule.default}]"
+def given_of(record: type, flags: Values, prefix: str) -> Values:
+    """The values of a record's flags that the user gave."""
+    rules = rules_of(record)
+    given = {name: flags.get(prefix + name) for name in rules}
+    return {
+        name: parse_size(name, value) if rules[name].size else value
+        for name, value in given.items()
+        if value is not None and value != ()
+    }
+
+
+def engine_of(flags: Values) -> Values:
+    """Keyword arguments of an engine: only the given flags, validated by EngineConfig."""
+    settings = given_of(EngineConfig, flags, "e_")
+    EngineConfig(**settings)
+    return settings
 
 
 def engine_value(name: str, text: str) -> Any:
@@ -166,14 +241,3 @@ def engine_value(name: str, text: str) -> Any:
         wanted = "a whole number" if kind.startswith("int") else "true or false"
         raise ParameterError(name, f"{text!r} is not {wanted}") from None
     return (text,) if kind.startswith("tuple") else text
-
-
-def engine_of(flags: Values) -> Values:
-    """Keyword arguments of an engine: only the given flags, validated by EngineConfig."""
-    settings: Values = {}
-    for name, rule in SETTINGS.items():
-        value = flags.get("e_" + name)
-        if value is not None and value != ():
-            settings[name] = parse_size(name, value) if rule.size else value
-    EngineConfig(**settings)
-    return settings

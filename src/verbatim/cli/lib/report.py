@@ -78,10 +78,15 @@ def _has_beams(completion: Completion) -> bool:
     return completion.params is not None and completion.params.num_beams > 1
 
 
+def params_in_force(completion: Completion) -> dict[str, dict[str, Any]]:
+    """Name -> value and origin of each parameter in force."""
+    assert completion.params is not None, "the engine reports the parameters"
+    return report(completion.params, completion.seed)
+
+
 def params_line(completion: Completion) -> str:
     """The parameters in force and where each came from, in one line (--verbose, /stats)."""
-    assert completion.params is not None, "the engine reports the parameters"
-    rows = report(completion.params, completion.seed)
+    rows = params_in_force(completion)
     return " · ".join(
         f"{name} {_value(row['value'])} ({row['origin']})" for name, row in rows.items()
     )

@@ -16,8 +16,9 @@ from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import Field
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import Option
+from verbatim.cli.lib.command_class import option
 from verbatim.cli.lib.options import UNUSED, Values, flag_name
+from verbatim.cli.lib.texts import file_text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +28,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DEFAULTS: Values = {"seed": 0, "on_loop": "stop"}
 COMMAND_LINE = "command line"  # the origin of these defaults
 FROM_FILE = {"json_schema", "grammar"}  # @FILE as a value reads the file
-PARSE_HELP = "with --raw: the text of a control token (<|im_start|>) becomes that token"
+METAVARS = {"ids": "ID,ID", "schema": "JSON|@FILE", "grammar": "TEXT|@FILE", "str": "TEXT"}
 NOT_FLAGS = {"speculate"}  # covered by the engine's --speculate, which also takes draft:MODEL
 
 
@@ -50,35 +51,23 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
         text += f" [{shown:g}]"
     elif name in DEFAULTS:
         text += f" [{shown}]"
-    common: Values = {"cls": Option, "section": "Sampling", "default": None, "help": text}
+    shape: Values = {"default": None}
     match rule.kind:
         case "int":
-            return click.option(flag, dest, type=int, metavar="N", **common)
+            shape.update(type=int, metavar="N")
         case "float":
-            return click.option(flag, dest, type=float, metavar="X", **common)
+            shape.update(type=float, metavar="X")
         case "bool":
-            return click.option(f"{flag}/--no-{flag[2:]}", dest, **common)
+            flag = f"{flag}/--no-{flag[2:]}"
         case "choice":
-            return click.option(
-                flag, dest, type=click.Choice([_choice_text(c) for c in rule.choices]), **common
-            )
-        case "ids":
-            return click.option(flag, dest, metavar="ID,ID", **common)
-        case "strings":
-            common["help"] += " (may be repeated)"
-            return click.option(
-                flag, dest, multiple=True, metavar="TEXT", **{**common, "default": ()}
-            )
-        case "bias":
-            return click.option(
-                flag, dest, multiple=True, metavar="ID=X", **{**common, "default": ()}
-            )
-        case "schema":
-            return click.option(flag, dest, metavar="JSON|@FILE", **common)
-        case "str":
-            return click.option(
-                flag, dest, metavar="TEXT|@FILE" if name in FROM_FILE else "TEXT", **common
-            )
+            shape.update(type=click.Choice([_choice_text(c) for c in rule.choices]))
+        case "strings" | "bias":
+            shape.update(multiple=True, default=())
+            shape.update(metavar="TEXT" if rule.kind == "strings" else "ID=X")
+            text += " (may be repeated)" if rule.kind == "strings" else ""
+        case _:
+            shape.update(metavar=METAVARS.get(name) or METAVARS[rule.kind])
+    return option(flag, dest, section="Sampling", show=False, help=text, **shape)
 
 
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
@@ -104,7 +93,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
 def use_adapter_option(command: F) -> F:
     """Add --use-adapter, for a command without the sampling flags. Arrives as `use_adapter`."""
     text = "name of the adapter to use, if --adapter loads several"
-    return click.option("--use-adapter", cls=Option, metavar="NAME", help=text)(command)
+    return option("--use-adapter", metavar="NAME", help=text)(command)
 
 
 def chosen_adapter(flags: Values, given: str | None = None) -> str:
@@ -132,6 +121,24 @@ def given_sampling(flags: Values) -> Values:
     return values
 
 
+def pairs(text: str, param: str, example: str, separator: str | None = ",") -> Values:
+    """`top_p=0.5,temperature=1.2` as names with the texts of their values."""
+    out: Values = {}
+    for part in text.split(separator):
+        name, equals, value = part.partition("=")
+        if not equals:
+            raise ParameterError(param, f"{part!r} is not NAME=VALUE, such as {example}")
+        out[name.strip().replace("-", "_")] = value
+    return out
+
+
+def parse_changes(text: str, param: str, example: str) -> Values:
+    """`top_p=0.5,temperature=1.2` as parameters."""
+    return {
+        name: parse_parameter(name, value) for name, value in pairs(text, param, example).items()
+    }
+
+
 def parse_parameter(name: str, text: str) -> Any:
     """Parse the value of one parameter, as in `--what-if top_p=0.5` and chat's `/params
     top_p=0.5`."""
@@ -155,14 +162,7 @@ def parse_parameter(name: str, text: str) -> Any:
             case "float":
                 return float(text)
             case "bool":
-                return {
-                    "true": True,
-                    "yes": True,
-                    "1": True,
-                    "false": False,
-                    "no": False,
-                    "0": False,
-                }[text.strip().lower()]
+                return WORDS[text.strip().lower()]
             case "strings":
                 return (text,)
             case "bias":
@@ -172,6 +172,7 @@ def parse_parameter(name: str, text: str) -> Any:
     return _value(name, rule, text)
 
 
+WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 _KIND_WORDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
 
@@ -186,7 +187,7 @@ def _value(name: str, rule: Field, raw: Any) -> Any:
                 return choice
         return raw
     if name in FROM_FILE and raw.startswith("@"):
-        return _file(name, raw[1:])
+        return file_text(raw[1:], name, "utf-8-sig")
     if name in FROM_FILE and _is_file_name(raw):
         raise ParameterError(name, f"{raw!r} is not {_CONTENT[name]}; for a file write @{raw}")
     return raw
@@ -219,12 +220,3 @@ def _bias(name: str, text: str) -> tuple[int, float]:
         return int(key), float(number)
     except ValueError:
         raise ParameterError(name, f"{text!r} is not ID=NUMBER, such as 42=-5") from None
-
-
-def _file(name: str, path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ParameterError(
-            name, f"cannot read {path!r}: {getattr(error, 'strerror', None) or 'not UTF-8 text'}"
-        ) from None

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Option, OptionalValue
+from verbatim.cli.lib.command_class import OptionalValue, option, switch
+from verbatim.cli.lib.options import Values, all_of
 from verbatim.text.reasoning.thinking_switches import (
     EFFORTS,
     effort_variables,
@@ -47,8 +48,8 @@ class Thinking:
 
 def think_options(command: F) -> F:
     """Add the flags. thinking_of() reads them."""
-    add = [
-        click.option(
+    add = all_of(
+        option(
             "--think",
             cls=OptionalValue,
             section=SECTION,
@@ -59,25 +60,20 @@ def think_options(command: F) -> F:
             help="let a reasoning model think: true, false, or an effort as in"
             " --reasoning-effort; alone: true",
         ),
-        click.option(
-            "--no-think", cls=Option, section=SECTION, is_flag=True, help="same as --think=false"
-        ),
-        click.option(
+        switch("--no-think", section=SECTION, help="same as --think=false"),
+        option(
             "--reasoning-effort",
-            cls=Option,
             section=SECTION,
             type=click.Choice(EFFORTS),
             metavar="LEVEL",
             help="none, minimal, low, medium, high or xhigh; a chat template without levels gets"
             " none as off, any other as on",
         ),
-    ]
-    for option in reversed(add):
-        command = option(command)
-    return command
+    )
+    return add(command)
 
 
-def thinking_of(flags: dict[str, Any]) -> Thinking | None:
+def thinking_of(flags: Values) -> Thinking | None:
     """Remove the three flags from `flags`. None: none of them was given."""
     think, off, effort = (flags.pop(n) for n in ("think", "no_think", "reasoning_effort"))
     given = [

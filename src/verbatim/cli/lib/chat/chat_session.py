@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
+from verbatim.cli.lib.answer import collect
 
 if TYPE_CHECKING:
     from verbatim.cli.lib.terminal import Thoughts
@@ -79,8 +80,6 @@ class Conversation:
     ) -> tuple[int, Completion]:
         """Send a user message. Returns the exit code (130: interrupted) and the completion. A
         cancelled answer stays in the history up to where the user saw it; thoughts do not."""
-        from verbatim.cli.commands.run import collect
-
         params = params or self.params
         messages = [*self.messages, {"role": "user", "content": text}]
         code, completion = collect(
@@ -123,8 +122,6 @@ class Conversation:
     def explained(self, top: int) -> tuple[int, Completion]:
         """The last turn again, with explanations. The same request gives the same tokens, so no
         explanation needs to be recorded in advance."""
-        from verbatim.cli.commands.run import collect
-
         assert self.last is not None, "there is an answer to explain"
         messages, params, before = self.last
         again = params.with_(explain=top, seed=None if params.num_beams > 1 else before.seed)

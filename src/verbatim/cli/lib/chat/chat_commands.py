@@ -6,17 +6,20 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verbatim.base.errors import UnsupportedError, VerbatimError
-from verbatim.cli.lib.chat_session import check_supported
+from verbatim.cli.lib.chat.chat_session import check_supported
+from verbatim.cli.lib.open_model import speed_limit
+from verbatim.cli.lib.options import Values
+from verbatim.cli.lib.report import closing_line, is_sampled, params_line
 from verbatim.cli.lib.sampling_options import parse_parameter
 from verbatim.cli.lib.terminal import DIM, GREEN, RED, columns, note, use_colour, write
 from verbatim.cli.lib.think_options import LEVELS, Thinking
 
 if TYPE_CHECKING:
     from verbatim.base.params import SamplingParams
-    from verbatim.cli.lib.chat_session import Conversation
+    from verbatim.cli.lib.chat.chat_session import Conversation
     from verbatim.engine.calls.llm import LLM
 
 
@@ -43,7 +46,11 @@ def run_command(chat: Chat, line: str) -> bool:
     if name == "quit":
         return True
     if name in COMMANDS:
-        COMMANDS[name][0](chat, rest.strip())
+        run, argument, _ = COMMANDS[name]
+        if argument == "FILE" and not rest.strip():
+            _refuse(f"/{name} needs a file name")
+        else:
+            run(chat, rest.strip())
         return False
     matches = get_close_matches(name, COMMANDS, 1)
     hint = f"did you mean /{matches[0]}?" if matches else "/help lists them"
@@ -87,7 +94,7 @@ def _system(chat: Chat, rest: str) -> None:
 
 
 def _params(chat: Chat, rest: str) -> None:
-    changes: dict[str, Any] = {}
+    changes: Values = {}
     for word in rest.split():
         name, equals, value = word.partition("=")
         if not equals:
@@ -173,9 +180,6 @@ def _explain(chat: Chat, rest: str) -> None:
 
 
 def _stats(chat: Chat, rest: str) -> None:
-    from verbatim.cli.lib.open_model import speed_limit
-    from verbatim.cli.lib.report import closing_line, is_sampled, params_line
-
     if chat.talk.last is None:
         note(NO_ANSWER)
         return
@@ -212,17 +216,11 @@ def _keep_thinking(talk: Conversation) -> None:
 
 
 def _save(chat: Chat, rest: str) -> None:
-    if not rest:
-        _refuse("/save needs a file name")
-        return
     chat.talk.save(rest)
     note(f"saved {_turns(len(chat.talk.turns) // 2)} to {rest}")
 
 
 def _load(chat: Chat, rest: str) -> None:
-    if not rest:
-        _refuse("/load needs a file name")
-        return
     chat.talk.load(rest)
     note(f"loaded {_turns(len(chat.talk.turns) // 2)} from {rest}")
 

@@ -85,3 +85,10 @@ def candidates(
         found = sorted(glob.glob(glob.escape(os.path.expanduser(word)) + "*"))
         return [file + "/" if os.path.isdir(file) else file for file in found]
     return []
+
+
+def model_names() -> list[str]:
+    """The downloaded models, for Tab."""
+    from verbatim.hub.model_list import list_models
+
+    return [record.name for record in list_models() if record.ready]

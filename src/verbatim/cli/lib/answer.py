@@ -1,0 +1,149 @@
+"""One answer, for the commands that print it: a request is started, its stream is read to the end.
+
+Ctrl-C cancels the request, not the process, so that the partial answer is shown."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from verbatim.base.errors import ParameterError
+from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.records import Completion
+from verbatim.cli.lib.command_class import option, switch
+from verbatim.cli.lib.options import Values, all_of, file_option, raw_option
+from verbatim.cli.lib.terminal import Thoughts
+from verbatim.cli.lib.texts import decode_argument, read_prompt, split_model
+from verbatim.cli.lib.think_options import Thinking, think_options, thinking_of
+
+if TYPE_CHECKING:
+    from verbatim.engine.calls.blocking_engine import Stream
+    from verbatim.engine.calls.llm import LLM
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
+    """Reject reports that would be computed but that plain text output does not show."""
+    remedies = {
+        "explain": "; or use `verbatim explain`",
+        "receipt": "; or --save-receipt FILE with `verbatim run`",
+    }
+    for name in reports:
+        if getattr(params, name) != FIELDS[name].default:
+            raise ParameterError(
+                name, f"plain text does not show its report; add --json{remedies.get(name, '')}"
+            )
+
+
+def prompt_options(command: F) -> F:
+    """Add PROMPT and the flags that say how it is sent. PromptFlags reads them."""
+    special = "with --raw: the text of a control token (<|im_start|>) becomes that token"
+    add = all_of(
+        click.argument("prompt", nargs=-1, metavar="[PROMPT]"),
+        raw_option(),
+        switch("--parse-special", help=special),
+        file_option("prompt"),
+        option("--system", metavar="TEXT", help="system message of the chat turn"),
+    )
+    return add(think_options(command))
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFlags:
+    """What prompt_options() parsed: the prompt, and how it is sent."""
+
+    text: str
+    raw: bool
+    system: str | None
+    parse_special: bool
+    thinking: Thinking | None
+
+    @classmethod
+    def of(cls, flags: Values) -> PromptFlags:
+        """Read the flags, and the prompt where it comes from a file or stdin."""
+        raw, system = flags["raw"], flags["system"]
+        if raw and system is not None:
+            raise ParameterError(
+                "system", "cannot be used with a raw continuation; leave out --raw or --system"
+            )
+        thinking = thinking_of(flags)
+        text = read_prompt(split_model(flags["prompt"], flags), file=flags["file"])
+        return cls(text, raw, system, flags["parse_special"], thinking)
+
+    def is_turn(self, llm: LLM) -> bool:
+        """Whether the prompt is a chat turn; else the text is continued."""
+        return llm.has_template and not self.raw
+
+    def start(self, llm: LLM, params: SamplingParams) -> Stream:
+        """Start a chat turn if the model has a chat template, a continuation otherwise. A flag that
+        does not fit the chosen kind raises."""
+        if not self.is_turn(llm):
+            self._check_continuation()
+            return llm.stream(llm.encode(self.text, parse_special=self.parse_special), params)
+        if self.parse_special:
+            raise ParameterError(
+                "parse_special",
+                "belongs to --raw: in a chat turn the template writes the control tokens",
+            )
+        messages = [{"role": "user", "content": self.text}]
+        if self.system is not None:
+            system = decode_argument(self.system, "system")
+            messages.insert(0, {"role": "system", "content": system})
+        variables = {} if self.thinking is None else self.thinking.variables(llm)
+        return llm.chat_stream(messages, params, **variables)
+
+    def _check_continuation(self) -> None:
+        if self.system is not None:
+            raise ParameterError(
+                "system",
+                "this model has no chat template, so it takes no system message; leave out"
+                " --system, or write its text into the prompt",
+            )
+        if self.thinking is not None:
+            raise ParameterError(
+                self.thinking.field,
+                "only a chat turn with a chat template has thoughts; leave it out",
+            )
+
+
+def collect(
+    stream: Stream, *, show: Callable[[str], None] | None, thoughts: Thoughts | None = None
+) -> tuple[int, Completion]:
+    """Read a stream to its end, passing the text of the first answer to `show` and its thought to
+    `thoughts`. Returns the exit code and the completion.
+
+    The first Ctrl-C cancels the request after the running step, and the partial completion is
+    returned with code 130. A second Ctrl-C raises at once."""
+    code = 0
+
+    def stop(signum: int, frame: Any) -> None:
+        nonlocal code
+        if code:
+            raise KeyboardInterrupt
+        code = 130
+        stream.cancel()
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        with stream:
+            for delta in stream:
+                if delta.index != 0:
+                    continue
+                if thoughts is not None and delta.reasoning:
+                    thoughts.push(delta.reasoning)
+                if delta.text:
+                    if thoughts is not None:
+                        thoughts.close()
+                    if show is not None:
+                        show(delta.text)
+    finally:
+        if thoughts is not None:
+            thoughts.close()
+        signal.signal(signal.SIGINT, before)
+    assert stream.completion is not None, "a stream ends with its completion"
+    return code, stream.completion
