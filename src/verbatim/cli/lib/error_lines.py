@@ -9,7 +9,7 @@ import sys
 
 import click
 
-from verbatim.base.errors import BackendError, ModelError, RequestError, VerbatimError
+from verbatim.base.errors import MAIN_MEMORY, BackendError, ModelError, RequestError, VerbatimError
 from verbatim.cli.lib.interrupt import INTERRUPTED
 
 OK, FAILED, USAGE, MODEL, BROKEN_PIPE = 0, 1, 2, 3, 141
@@ -33,10 +33,7 @@ def report(error: BaseException) -> int:
         print_error(error.message)
         return exit_code_of(error)
     if isinstance(error, MemoryError):
-        print_error(
-            "out of memory: the model and its KV cache do not fit; "
-            "try a smaller --context, --kv-memory or model"
-        )
+        print_error(MAIN_MEMORY)
         return FAILED
     if isinstance(error, OSError) and error.errno in OS_REMEDIES:
         print_error(_system_line(error))
