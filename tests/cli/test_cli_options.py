@@ -161,6 +161,15 @@ def test_every_engine_setting_is_a_flag_with_help(name: str) -> None:
     assert rule.help
 
 
+@pytest.mark.parametrize("name", [name for name, rule in SETTINGS.items() if rule.choices])
+def test_a_shell_completes_the_values_of_a_setting(name: str) -> None:
+    flag = next(param for param in probe.params if options.flag_name(name) in param.opts)
+    for choice in SETTINGS[name].choices:
+        found = flag.shell_complete(click.Context(probe), choice[:2])
+        assert choice in [item.value for item in found]
+    assert not flag.shell_complete(click.Context(probe), "?")
+
+
 @settings(derandomize=True, max_examples=200)
 @given(
     st.integers(0, 10**6),

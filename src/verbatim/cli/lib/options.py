@@ -204,6 +204,10 @@ def _record_flag(
         shape.update(type=int, metavar="N")
     elif kind.startswith("float"):
         shape.update(type=float, metavar="X")
+    if rule.choices:
+        shape["shell_complete"] = lambda ctx, param, text: [
+            name for name in rule.choices if name.startswith(text)
+        ]
     help = with_default(rule.help, rule.default, rule.size)
     shape |= {"section": section, "help": help, "hidden": rule.hidden, "show": False}
     return option(flag, prefix + name, **shape)
