@@ -28,6 +28,7 @@ class SettingRule:
     encoders: bool = True  # whether it has an effect on an encoder, which refuses the others
     # command line
     flag: str = ""  # where it is not --NAME
+    short: str = ""  # such as -v
     metavar: str = "NAME"
     hidden: bool = False  # a flag for tests
 

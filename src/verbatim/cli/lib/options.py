@@ -210,7 +210,7 @@ def _record_flag(
         ]
     help = with_default(rule.help, rule.default, rule.size)
     shape |= {"section": section, "help": help, "hidden": rule.hidden, "show": False}
-    return option(flag, prefix + name, **shape)
+    return option(*filter(None, (rule.short, flag)), prefix + name, **shape)
 
 
 def given_of(record: type, flags: Values, prefix: str) -> Values:
