@@ -501,7 +501,7 @@ def _convert_until(tiny: Path, target: Path, limit: int = 0) -> subprocess.Popen
     writing."""
     code = (
         "import resource, sys\nfrom verbatim.cli.main import main\n"
-        "from verbatim.weights import gguf_write\n"
+        "from verbatim.files import gguf_write\n"
     )
     if limit:
         code += f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
