@@ -174,7 +174,7 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
     """In the pages as the site shows them; test_docs_site.py checks the built site."""
     pages = {
         ROOT / name: (ROOT / name).read_text("utf-8")
-        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
+        for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
     }
     pages |= {ROOT / "docs" / name: tables.page(name) for name in tables.page_names()}
     broken, known = [], {page: anchors(text) for page, text in pages.items()}
