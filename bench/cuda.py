@@ -31,7 +31,7 @@ from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.files.safetensors import SafetensorsDir
 from verbatim.formats.tensor import Weights
-from verbatim.model.families.families import spec_from_config
+from verbatim.model.architecture import spec_from_config
 from verbatim.model.layout import layout
 from verbatim.model.loading.load import Model
 from verbatim.testing.fakes import ByteTokenizer

@@ -208,8 +208,8 @@ MUTANTS = (
         "parity/test_families.py -k mistral",
     ),
     Mutant(
-        "config-key-dropped", "model/families/config_keys_dense.py", "        **BIASES,\n"
-        '        "no_rope_layers"', '        "no_rope_layers"', "model/test_model_keys.py",
+        "config-key-dropped", "model/families/smollm3.py", "        rows.BIASES,\n", "",
+        "parity/test_config_keys.py -k smollm3",
     ),
     # ---- server
     Mutant(

@@ -7,6 +7,16 @@ the parity table that says "passes" is a test.
 from __future__ import annotations
 
 from verbatim.formats.registry import BLOCKS
+from verbatim.model.architecture import spec_from_config
+from verbatim.testing.tiny_models import TINY_CONFIGS
+
+# Families that are tested in every combination; the others share their matrix products.
+FIRST_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "mixtral"),
+    "qwen3moe",
+)
+RECURRENT_FAMILIES = tuple(f for f, c in TINY_CONFIGS.items() if spec_from_config(c).recurrent)
+NEWER_FAMILIES = tuple(f for f in TINY_CONFIGS if f not in (*FIRST_FAMILIES, *RECURRENT_FAMILIES))
 
 FLOATS = ("f32", "f16", "bf16")
 # Every tiny model has rows that divide into blocks of these types.
@@ -19,7 +29,7 @@ WIDE = tuple(sorted(set(BLOCKS) - {*PLAIN, *WIDE_QUANTISED}))
 INTERPRETED = (
     *("llama", "gpt2", "gemma2", "gemma3", "qwen3moe", "granite", "olmo2", "hunyuan-dense"),
     *("ministral3", "cohere2", "arcee", "glm4_moe", "gpt_oss", "lfm2", "qwen35", "gemma4"),
-    "gemma4moe",
+    *("gemma4moe", "gemma", "glm", "olmoe", "qwen2moe", "ernie4_5_moe", "qwen3vl"),
 )
 
 

@@ -8,9 +8,10 @@ from typing import Any
 from verbatim.encoder.encoder_gguf import GGUF_ENCODER_KEYS
 from verbatim.encoder.encoder_keys import ENCODER_KEYS
 from verbatim.model.embedding import POOLING_KEYS
-from verbatim.model.families.config_key_parts import COMMON_KEYS
-from verbatim.model.families.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
-from verbatim.model.families.gguf_keys import GENERAL_KEYS, GGUF_KEYS, NAMESPACES
+from verbatim.model.families import CONFIG_KEYS, FAMILIES, GGUF_KEYS
+from verbatim.model.families.common.gguf_rows import GENERAL_KEYS, NAMESPACES
+from verbatim.model.families.common.rope_keys import ROPE_KEYS
+from verbatim.model.families.common.rows import COMMON_KEYS
 from verbatim.model.keys import Key, Table
 
 _INTRO = """\
@@ -95,8 +96,11 @@ def document() -> str:
     ]
     for kind, table in ROPE_KEYS.items():
         lines += [f"### {kind}", "", *_table(sorted(table.items()))]
-    for family, table in ROPE_EXTRA.items():
-        lines += [f"### Further keys of {family}", "", *_table(sorted(table.items()))]
+    for name, family in FAMILIES.items():
+        if keys := family.rope.keys:
+            lines += [f"### Further keys of {name}", "", *_table(sorted(keys.items()))]
+    partial = [f"- `{name}`" for name, one in FAMILIES.items() if one.rope.partial]
+    lines += ["### Families that rotate heads in part", "", *partial, ""]
     lines += [
         "## GGUF: keys outside the architecture's namespace",
         "",

@@ -285,17 +285,12 @@ def modes() -> str:
 
 
 def families() -> str:
-    from verbatim.model.families.families import _FAMILIES
-    from verbatim.model.families.gguf_families import _ARCHITECTURES
+    from verbatim.model.families import FAMILIES
 
-    plain = {name.replace("_", "").replace("text", ""): name for name in _FAMILIES}
-    gguf = {name.replace("-", ""): name for name in _ARCHITECTURES}
-    as_llama = {"mistral", "mixtral"}  # llama.cpp writes these as general.architecture = llama
-    rows = []
-    for key in sorted({*plain, *gguf}):
-        in_gguf = gguf.get(key) or ("llama" if key in as_llama else "")
-        names = (plain.get(key), in_gguf)
-        rows.append([code(name) if name else "–" for name in names])
+    rows = [
+        (code(name), code(family.gguf_architecture) if family.gguf_architecture else "–")
+        for name, family in FAMILIES.items()
+    ]
     return table(("`model_type` in config.json", "`general.architecture` in GGUF"), rows)
 
 

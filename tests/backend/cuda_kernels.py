@@ -121,6 +121,7 @@ SMALL: dict[str, dict[str, object]] = {
     "gpt2": {"n_layer": 1},
     "gemma3": {"num_hidden_layers": 2, "sliding_window": 5, "sliding_window_pattern": 2},
     "glm4_moe": {"num_hidden_layers": 1, "first_k_dense_replace": 0},
+    "ernie4_5_moe": {"num_hidden_layers": 1, "moe_layer_start_index": 0},
     "ministral3": {
         "num_hidden_layers": 1,
         "rope_parameters": {

@@ -12,17 +12,13 @@ import numpy as np
 import pytest
 from plans import MARKS, NAMES, Blocks, Open, ScoredSeq, run, run_alone, run_prompts, same_bits
 
+from parity_types import FIRST_FAMILIES, NEWER_FAMILIES, RECURRENT_FAMILIES
 from verbatim.base.config import CHOICES
 from verbatim.base.errors import ModelError
 from verbatim.base.records import BROKEN, SeqStep, StepPlan
 from verbatim.formats.conversion import quantise
 from verbatim.formats.tensor import Tensor
-from verbatim.testing.tiny_models import (
-    FIRST_FAMILIES,
-    NEWER_FAMILIES,
-    RECURRENT_FAMILIES,
-    tiny_model,
-)
+from verbatim.testing.tiny_models import tiny_model
 
 LENGTH = 50
 

@@ -17,7 +17,7 @@ from verbatim import LLM
 from verbatim.base.errors import UnsupportedError
 from verbatim.encoder.encoder import erf
 from verbatim.encoder.encoder_keys import ENCODER_KEYS
-from verbatim.model.families.families import ENCODERS
+from verbatim.model.architecture import ENCODERS
 
 pytestmark = pytest.mark.torch
 

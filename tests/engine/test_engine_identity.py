@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from engine_rig import tiny_parts
 
+from parity_types import RECURRENT_FAMILIES
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.engine.core import EngineCore
 from verbatim.schedule.invariants import check_scheduler
-from verbatim.testing.tiny_models import RECURRENT_FAMILIES
 
 PROMPT = [256, *b"Once upon a time there was a scheduler that never"]  # three blocks and two tokens
 OTHER = [256, *b"A state is"]

@@ -30,7 +30,7 @@ from verbatim.hub import catalog, wheel_model
 from verbatim.hub.catalog import CATALOG, LOOKING, cache_dir, check_listed, pull, resolve
 from verbatim.hub.hub_catalog import HUB_CATALOG, SYNONYMS
 from verbatim.hub.model_list import hub_cache, list_models, remove
-from verbatim.model.families.gguf_keys import GGUF_KEYS as FAMILIES
+from verbatim.model.families import GGUF_KEYS as FAMILIES
 
 CONTENT = b"GGUF" + bytes(range(256)) * 40
 ENTRY = replace(

@@ -10,9 +10,8 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.formats.tensor import Tensor
-from verbatim.model.families.families import spec_from_config
-from verbatim.model.families.gguf_families import spec_from_gguf
-from verbatim.model.families.gguf_keys import GGUF_KEYS
+from verbatim.model.architecture import spec_from_config, spec_from_gguf
+from verbatim.model.families import GGUF_KEYS
 from verbatim.model.layout import layout
 from verbatim.testing.tiny_models import FAMILIES, TINY_CONFIGS
 

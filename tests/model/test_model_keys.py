@@ -14,11 +14,11 @@ from verbatim.base.errors import ModelError
 from verbatim.encoder.encoder_keys import ENCODER_KEYS
 from verbatim.encoder.encoder_load import read_encoder_config
 from verbatim.formats.tensor import Tensor
-from verbatim.model.families.config_keys import CONFIG_KEYS, ROPE_EXTRA, ROPE_KEYS
-from verbatim.model.families.families import WRAPPERS, read_config
-from verbatim.model.families.family_parts import MAX_VOCAB
-from verbatim.model.families.gguf_families import read_header
-from verbatim.model.families.gguf_keys import GENERAL_KEYS, GGUF_KEYS, is_metadata
+from verbatim.model.architecture import read_config, read_header
+from verbatim.model.families import CONFIG_KEYS, FAMILIES, GGUF_KEYS, WRAPPERS
+from verbatim.model.families.common.gguf_rows import GENERAL_KEYS, is_metadata
+from verbatim.model.families.common.parts import MAX_VOCAB
+from verbatim.model.families.common.rope_keys import ROPE_KEYS
 from verbatim.model.keys import Table, check_keys
 from verbatim.model.spec import ModelSpec
 from verbatim.sampling import numerics
@@ -165,7 +165,7 @@ ROPE_RECORDS = rope_records(head_dim=8)
 @pytest.mark.parametrize("kind", ROPE_KEYS)
 def test_null_is_refused_in_every_other_key_of_a_rope_record(kind: str, family: str) -> None:
     record = ROPE_RECORDS[kind]
-    extra = ROPE_EXTRA.get(TINY_CONFIGS[family]["model_type"], {})
+    extra = FAMILIES[TINY_CONFIGS[family]["model_type"]].rope.keys
     for name in {**ROPE_KEYS[kind], **extra}:
         if name in nullable({**ROPE_KEYS[kind], **extra}):
             continue
@@ -553,7 +553,7 @@ def header(architecture: str, **changes: Any) -> Any:
     }
     if architecture != "gpt2":
         keys["attention.layer_norm_rms_epsilon"] = 1e-5
-    if architecture in ("qwen3moe", "glm4moe", "gpt-oss", "qwen3next", "qwen35moe", "lfm2moe"):
+    if "expert_count" in GGUF_KEYS[architecture] and architecture not in ("llama", "gemma4"):
         keys |= {"expert_count": 4, "expert_used_count": 2}
     if architecture in ("granite", "command-r", "cohere2"):
         keys["logit_scale"] = 2.0
@@ -568,8 +568,10 @@ def header(architecture: str, **changes: Any) -> Any:
     if architecture in ("qwen3next", "qwen35", "qwen35moe"):
         keys |= {"full_attention_interval": 2, "ssm.conv_kernel": 4, "ssm.state_size": 8}
         keys |= {"ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.inner_size": 32}
-    if architecture in ("qwen3next", "qwen35moe"):
+    if architecture in ("qwen2moe", "qwen3next", "qwen35moe"):
         keys["expert_shared_feed_forward_length"] = 48
+    if architecture == "ernie4_5-moe":
+        keys |= {"expert_feed_forward_length": 48, "leading_dense_block_count": 1}
     plain = {name.replace("__", "."): value for name, value in changes.items()}
     architecture_keys = {
         f"{architecture}.{name}": value

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -21,7 +22,8 @@ from verbatim.files.gguf_write import write_gguf
 from verbatim.files.safetensors import read_directory
 from verbatim.formats.conversion import dequantise, quantise
 from verbatim.formats.tensor import Tensor
-from verbatim.model.families.families import spec_from_config
+from verbatim.model.architecture import spec_from_config
+from verbatim.model.families import gguf_architecture
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.loading.load import check_model, load_model
 from verbatim.model.loading.names import gguf_source, hf_source
@@ -498,6 +500,21 @@ def test_every_weight_maps_to_its_own_tensor_in_both_formats(family: str) -> Non
     assert len({(s.names, s.part) for s in hf}) == len(hf)
     gguf = [gguf_source(spec.family, name, **two) for name in layout(spec)]
     assert len({(s.names, s.part) for s in gguf}) == len(gguf)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_gguf_names_are_those_of_llama_cpp(family: str) -> None:
+    """In the constants of the gguf package, for the architecture that `convert` writes."""
+    spec = tiny_model(family).spec
+    architecture = gguf_architecture(spec.family)
+    known = {name: kind for kind, name in gguf.constants.MODEL_ARCH_NAMES.items()}[architecture]
+    stems = {gguf.constants.TENSOR_NAMES[t] for t in gguf.constants.MODEL_TENSORS[known]}
+    two = {"two_norms": spec.parallel and not spec.shared_norm}
+    for name in layout(spec):
+        fused = {"fused_experts": spec.experts_beside}
+        (file_name,) = gguf_source(architecture, name, **two, **fused).names
+        stem = re.sub(r"^blk\.\d+\.", "blk.{bid}.", file_name)
+        assert {stem, stem.rpartition(".")[0]} & stems, name
 
 
 def test_cache_groups_list_full_attention_first() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verbatim.model.families.families import spec_from_config
+from verbatim.model.architecture import spec_from_config
 from verbatim.model.layout import layout
 
 

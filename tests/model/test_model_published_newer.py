@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_model_published import LLAMA3, sizes
 
-from verbatim.model.families.families import read_config
+from verbatim.model.architecture import read_config
 from verbatim.model.layout import layout
 
 COMMON = {
@@ -231,6 +231,80 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
             "use_qkv_bias": True,
         },
         1_644_515_328,
+    ),
+    "gemma-2b": (
+        {"model_type": "gemma", **sizes(2048, 16384, 18, 8, 1, 256000, 8192), "head_dim": 256},
+        2_506_172_416,
+    ),
+    "OLMoE-1B-7B": (
+        {
+            "model_type": "olmoe",
+            **sizes(2048, 1024, 16, 16, 16, 50304, 4096),
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "clip_qkv": None,
+            "norm_topk_prob": False,
+            "rope_scaling": None,
+        },
+        6_919_161_856,
+    ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "model_type": "qwen2_moe",
+            **sizes(2048, 5632, 24, 16, 16, 151936, 8192),
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "decoder_sparse_step": 1,
+            "max_window_layers": 21,
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "norm_topk_prob": False,
+            "rope_theta": 1e6,
+        },
+        14_315_784_192,
+    ),
+    "glm-4-9b-chat-hf": (
+        {
+            "model_type": "glm",
+            **sizes(4096, 13696, 40, 32, 2, 151552, 131072),
+            "head_dim": 128,
+            "attention_bias": True,
+            "partial_rotary_factor": 0.5,
+        },
+        9_399_951_360,
+    ),
+    "ERNIE-4.5-21B-A3B": (
+        {
+            "model_type": "ernie4_5_moe",
+            **sizes(2560, 12288, 28, 20, 4, 103424, 131072),
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_intermediate_size": 1536,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_interval": 1,
+            "use_bias": False,
+            "rope_theta": 500000.0,
+            "tie_word_embeddings": True,
+        },
+        21_825_437_888,
+    ),
+    "Qwen3-VL-4B, text part": (
+        {
+            "model_type": "qwen3_vl_text",
+            **sizes(2560, 9728, 36, 32, 8, 151936, 262144),
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "rope_scaling": {
+                "rope_type": "default",
+                "mrope_interleaved": True,
+                "mrope_section": [24, 20, 20],
+            },
+            "tie_word_embeddings": True,
+        },
+        4_022_468_096,
     ),
     "falcon-7b": (
         {

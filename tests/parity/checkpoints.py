@@ -12,6 +12,7 @@ from gemma4_checkpoints import GEMMA4_CASES
 from newer_checkpoints import NEWER_CASES
 from parity_case import ABSENT, VOCAB, Case, rope
 from recurrent_checkpoints import RECURRENT_CASES
+from registry_cases import derived_cases
 
 _BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -186,7 +187,8 @@ FIRST_CASES = [
     ),
 ]
 
-CASES = FIRST_CASES + NEWER_CASES + RECURRENT_CASES + GEMMA4_CASES
+_LISTED = FIRST_CASES + NEWER_CASES + RECURRENT_CASES + GEMMA4_CASES
+CASES = _LISTED + derived_cases(case.kind for case in _LISTED)
 
 
 def config_of(case: Case) -> Any:
@@ -196,13 +198,17 @@ def config_of(case: Case) -> Any:
         sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": VOCAB}
         return transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, **case.changes)
     values = {k: v for k, v in {**_BASE, **case.changes}.items() if v is not ABSENT}
+    if text := case.changes.get("text_config"):
+        values = {**case.changes, "text_config": {**_BASE, **text}}
     return getattr(transformers, f"{case.kind}Config")(**values)
 
 
 def class_of(case: Case) -> str:
-    return (
-        "GPT2LMHeadModel" if case.kind == "GPT2" else f"{case.kind.removesuffix('Text')}ForCausalLM"
-    )
+    if case.kind == "GPT2":
+        return "GPT2LMHeadModel"
+    if "text_config" in case.changes:
+        return f"{case.kind}ForConditionalGeneration"
+    return f"{case.kind.removesuffix('Text')}ForCausalLM"
 
 
 def build(case: Case, directory: Path) -> Any:

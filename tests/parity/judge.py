@@ -22,7 +22,7 @@ from mutations import BASE, ENCODERS, KIND, WRAPPERS, Mutation
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.encoder.encoder import encode
 from verbatim.encoder.encoder_load import load_encoder, read_encoder_config
-from verbatim.model.families.families import read_config
+from verbatim.model.architecture import read_config
 from verbatim.model.loading.load import load_model
 
 TOLERANCE = 1e-4

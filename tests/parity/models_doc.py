@@ -24,50 +24,14 @@ from parity_table import (
     types_of_kind,
     weight_type_cell,
 )
+from registry_cases import kind_of
 
 from verbatim.files.gguf_types import OTHER_TYPES, TYPES
+from verbatim.model.families import FAMILIES, WRAPPERS
 
 # transformers' class -> model_type, and published models of the family.
 MODELS: dict[str, tuple[str, str]] = {
-    "Llama": ("llama", "Llama 2, 3, SmolLM2, Falcon 3"),
-    "Mistral": ("mistral", "Mistral 7B, Nemo, Small"),
-    "Qwen2": ("qwen2", "Qwen 2, 2.5"),
-    "Qwen3": ("qwen3", "Qwen 3"),
-    "Gemma2": ("gemma2", "Gemma 2"),
-    "Gemma3Text": ("gemma3_text", "Gemma 3 (the text part of `gemma3`)"),
-    "Gemma4Text": ("gemma4_text", "Gemma 4 (the text part of `gemma4`)"),
-    "Phi3": ("phi3", "Phi 3, 3.5, 4, 4 mini"),
-    "GPT2": ("gpt2", "GPT-2"),
-    "Mixtral": ("mixtral", "Mixtral"),
-    "Qwen3Moe": ("qwen3_moe", "Qwen 3 MoE"),
-    "SmolLM3": ("smollm3", "SmolLM3"),
-    "Granite": ("granite", "Granite 3"),
-    "GraniteMoeHybrid": ("granitemoehybrid", "Granite 4 (dense)"),
-    "Olmo2": ("olmo2", "OLMo 2"),
-    "Olmo3": ("olmo3", "OLMo 3"),
-    "SeedOss": ("seed_oss", "Seed-OSS"),
-    "HunYuanDenseV1": ("hunyuan_v1_dense", "Hunyuan (dense)"),
-    "Ministral3": ("ministral3", "Ministral 3 (the text part of `mistral3`)"),
-    "Exaone4": ("exaone4", "EXAONE 4"),
-    "Cohere": ("cohere", "Command R, Aya"),
-    "Cohere2": ("cohere2", "Command R7B, Command A"),
-    "Glm4": ("glm4", "GLM-4-0414"),
-    "Ernie4_5": ("ernie4_5", "ERNIE 4.5 (dense)"),
-    "Arcee": ("arcee", "AFM 4.5B"),
-    "GPTNeoX": ("gpt_neox", "Pythia, GPT-NeoX"),
-    "Starcoder2": ("starcoder2", "StarCoder 2"),
-    "StableLm": ("stablelm", "StableLM"),
-    "Falcon": ("falcon", "Falcon"),
-    "Glm4Moe": ("glm4_moe", "GLM-4.5, 4.6"),
-    "GptOss": ("gpt_oss", "gpt-oss (float weights)"),
-    "Lfm2": ("lfm2", "LFM2"),
-    "Lfm2Moe": ("lfm2_moe", "LFM2 MoE"),
-    "Qwen3Next": ("qwen3_next", "Qwen3-Next"),
-    "Qwen3_5Text": ("qwen3_5_text", "Qwen3.5 (dense; the text part of `qwen3_5`)"),
-    "Qwen3_5MoeText": (
-        "qwen3_5_moe_text",
-        "Qwen3.5 (mixtures; the text part of `qwen3_5_moe`)",
-    ),
+    kind_of(name): (name, family.models) for name, family in FAMILIES.items()
 }
 _INTRO = """\
 # Models
@@ -97,8 +61,8 @@ float16 keys and values differs by as much
 On cpu and cuda the bits are also equal alone, in chunks and in a batch, and after generating and
 scoring again. A `config.json` may change any key: it is followed, checked or refused by name
 ([config-keys.md](config-keys.md)), which random mutations of every family's config test.
-The `model_type`s `gemma3`, `gemma4`, `mistral3`, `qwen3_5` and `qwen3_5_moe` wrap a language model
-and encoders of images or sound; the language model is used.
+Multi-modal models, of which the language model is used:
+{wrappers}.
 
 """
 # the test that compares with float16 keys and values in transformers
@@ -144,6 +108,11 @@ def cases_of(cases: list[Case]) -> Mapping[str, list[Case]]:
     for case in cases:
         found[MODELS[case.kind][0]].append(case)
     return found
+
+
+def gguf_of(model_type: str) -> str:
+    """The architecture that `verbatim convert` writes."""
+    return FAMILIES[model_type].gguf_architecture
 
 
 def _rows(*rows: tuple[str, ...]) -> str:
@@ -193,7 +162,7 @@ def _family_rows() -> list[tuple[str, ...]]:
                 )
                 cells.append(f"{_files(cases, kind, backend)}; {text}")
             first = kind == KINDS[0]
-            names = sorted({case.gguf for case in cases} - {""})
+            names = sorted({case.gguf or gguf_of(model_type) for case in cases} - {""})
             file = kind if first else f"GGUF `{'`, `'.join(names)}`"
             family = (f"`{model_type}`", models[model_type]) if first else ("", "")
             rows.append((*family, file, *cells))
@@ -222,7 +191,7 @@ def document() -> str:
     gguf_types = (*TYPES.values(), *OTHER_TYPES.values())
     return "".join(
         (
-            _INTRO.replace("{ROUNDED}", ROUNDED),
+            _INTRO.format(wrappers=", ".join(f"`{name}`" for name in WRAPPERS), ROUNDED=ROUNDED),
             _summary(),
             _FAMILIES,
             _rows(("`model_type`", "models", "file", *BACKENDS), *_family_rows()),

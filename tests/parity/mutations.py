@@ -15,8 +15,11 @@ from typing import Any
 
 import encoder_mutations
 import newer_mutations
+import registry_cases
 import wrapper_mutations
 from newer_mutations import ABSENT
+
+from verbatim.model.families.common.class_defaults import class_defaults
 
 NULLS = 0.12  # of the values of a mutation: the key is present with null
 
@@ -68,25 +71,17 @@ BASE: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
 }
-KIND = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "gemma2": "Gemma2",
-    "gemma3": "Gemma3Text",
-    "phi3": "Phi3",
-    "gpt2": "GPT2",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-}
 FAMILIES = tuple(BASE)
-NEWER_FAMILIES = tuple(newer_mutations.KIND)
 BASE |= newer_mutations.bases(_BASE)
-KIND |= newer_mutations.KIND
-WRAPPERS = tuple(wrapper_mutations.KIND)
-BASE |= wrapper_mutations.bases(BASE)
-KIND |= wrapper_mutations.KIND
+_DERIVED = registry_cases.derived_bases(_BASE, {base["model_type"] for base in BASE.values()})
+BASE |= _DERIVED
+NEWER_FAMILIES = tuple(family for family in BASE if family not in FAMILIES)
+_TEXTS = registry_cases.derived_bases(_BASE, BASE, wrapped=True)
+_WRAPPED = wrapper_mutations.bases(BASE | _TEXTS)
+WRAPPERS = tuple(_WRAPPED)
+BASE |= _WRAPPED
+# prefix of transformers' classes
+KIND = {family: class_defaults(base["model_type"]).name for family, base in BASE.items()}
 ENCODERS = tuple(encoder_mutations.KIND)
 BASE |= encoder_mutations.BASES
 KIND |= encoder_mutations.KIND
@@ -253,7 +248,9 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
     },
 }
 VALUES |= newer_mutations.values(_ROTARY, _ANY)
-VALUES |= wrapper_mutations.values(VALUES, _ANY)
+VALUES |= {name: registry_cases.derived_values(name, _ROTARY, _ANY) for name in _DERIVED}
+_TEXT_VALUES = {n: registry_cases.derived_values(n, _ROTARY, _ANY) for n in _TEXTS}
+VALUES |= wrapper_mutations.values(VALUES | _TEXT_VALUES, _ANY)
 VALUES |= encoder_mutations.values(_ANY, _ACTS)
 # Families with one rope record per layer type, and their layers.
 NESTED = {"gemma3", "gemma3-wrapper", "olmo3"}

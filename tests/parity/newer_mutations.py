@@ -7,34 +7,6 @@ from typing import Any
 ABSENT: Any = object()  # remove the key
 Values = dict[str, tuple[Any, ...]]
 
-KIND = {
-    "smollm3": "SmolLM3",
-    "granite": "Granite",
-    "granitemoehybrid": "GraniteMoeHybrid",
-    "olmo2": "Olmo2",
-    "olmo3": "Olmo3",
-    "seed_oss": "SeedOss",
-    "hunyuan_v1_dense": "HunYuanDenseV1",
-    "ministral3": "Ministral3",
-    "exaone4": "Exaone4",
-    "cohere": "Cohere",
-    "cohere2": "Cohere2",
-    "glm4": "Glm4",
-    "ernie4_5": "Ernie4_5",
-    "arcee": "Arcee",
-    "gpt_neox": "GPTNeoX",
-    "starcoder2": "Starcoder2",
-    "stablelm": "StableLm",
-    "falcon": "Falcon",
-    "glm4_moe": "Glm4Moe",
-    "gpt_oss": "GptOss",
-    "lfm2": "Lfm2",
-    "lfm2_moe": "Lfm2Moe",
-    "qwen3_next": "Qwen3Next",
-    "qwen3_5_text": "Qwen3_5Text",
-    "qwen3_5_moe_text": "Qwen3_5MoeText",
-    "gemma4_text": "Gemma4Text",
-}
 _DELTA = {
     "head_dim": 16,
     "layer_types": ["linear_attention", "full_attention"],
@@ -138,7 +110,7 @@ def bases(common: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 if value is not None
             },
         }
-        for family in KIND
+        for family in {**_BASES, **_VALUES}
     }
 
 

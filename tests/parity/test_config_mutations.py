@@ -22,7 +22,7 @@ from mutations import (
 )
 
 from rope_examples import rope_records
-from verbatim.model.families.config_keys import ROPE_KEYS
+from verbatim.model.families.common.rope_keys import ROPE_KEYS
 
 pytestmark = pytest.mark.torch
 

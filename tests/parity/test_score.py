@@ -7,18 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from parity_types import FIRST_FAMILIES, NEWER_FAMILIES, RECURRENT_FAMILIES
 from verbatim import LLM, SamplingParams
 from verbatim.backend import gpu, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.testing.fakes import ByteTokenizer
-from verbatim.testing.tiny_models import (
-    FIRST_FAMILIES,
-    NEWER_FAMILIES,
-    RECURRENT_FAMILIES,
-    tiny_model,
-)
+from verbatim.testing.tiny_models import tiny_model
 
 BACKENDS = ["reference", "cpu", *(["cuda"] if gpu.present() else [])]
 PROMPTS = ["The needle is ", "q", "Three short prompts, of different lengths, that share a step. "]

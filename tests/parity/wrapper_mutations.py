@@ -8,16 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import registry_cases
 from newer_mutations import ABSENT, Values
 
-KIND = {
-    "gemma3-wrapper": "Gemma3",
-    "gemma4": "Gemma4",
-    "mistral3": "Mistral3",
-    "mistral3-mistral": "Mistral3",
-    "qwen3_5": "Qwen3_5",
-    "qwen3_5_moe": "Qwen3_5Moe",
-}
 _TEXT = {
     "gemma3-wrapper": "gemma3",
     "gemma4": "gemma4_text",
@@ -25,6 +18,7 @@ _TEXT = {
     "mistral3-mistral": "mistral",
     "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text",
+    "qwen3_vl": "qwen3_vl_text",
 }
 _VISION = {
     "hidden_size": 16,
@@ -53,6 +47,10 @@ _OUTER: dict[str, dict[str, Any]] = {
     "mistral3-mistral": {
         "model_type": "mistral3",
         "vision_config": {"model_type": "pixtral", **_VISION},
+    },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "vision_config": {"model_type": "qwen3_vl_vision", **registry_cases.VISION},
     },
     "qwen3_5": {
         "model_type": "qwen3_5",

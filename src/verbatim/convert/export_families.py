@@ -1,13 +1,12 @@
 """What GGUF stores in a form of its own for gemma4 and for gated delta nets (qwen3_next, qwen3_5).
 
-In: a ModelSpec and its weights. Out: metadata keys without the architecture's prefix, and tensors
-in GGUF's layout. Each function is the inverse of what the GGUF loader does.
+In: a ModelSpec and its weights. Out: tensors in GGUF's layout. Each function is the inverse of what
+the GGUF loader does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,42 +17,6 @@ from verbatim.model.loading.names import Source
 from verbatim.model.spec import DeltaSpec, ModelSpec
 
 TILED = ("qwen35", "qwen35moe")  # architectures whose files order value heads as DeltaSpec.tiled
-_SECTIONS = [11, 11, 10, 0]  # rotary pairs of time, height, width; text has one position for all
-
-
-def gemma4_keys(spec: ModelSpec) -> dict[str, Any]:
-    """Keys that end in _swa are those of the sliding layers. The last layer is a full one."""
-    shapes = [spec.kv_shape(i) for i in range(len(spec.layers))]
-    sliding = [i for i, layer in enumerate(spec.layers) if layer.window is not None]
-    short = shapes[sliding[0]][1] if sliding else spec.head_dim
-    return {
-        "attention.head_count_kv": [kv for kv, _ in shapes],
-        "feed_forward_length": [spec.mlp_width(i) for i in range(len(spec.layers))],
-        "attention.key_length": shapes[-1][1],
-        "attention.value_length": shapes[-1][1],
-        "attention.key_length_swa": short,
-        "attention.value_length_swa": short,
-        "attention.shared_kv_layers": sum(a.kv_layer is not None for a in spec.layers),
-        "embedding_length_per_layer_input": spec.layer_input,
-        "rope.dimension_count_swa": short,
-    }
-
-
-def delta_keys(spec: ModelSpec, delta: DeltaSpec) -> dict[str, Any]:
-    attention = [layer.mixer == "attention" for layer in spec.layers]
-    keys: dict[str, Any] = {
-        "ssm.conv_kernel": spec.conv_kernel,
-        "ssm.state_size": delta.key_dim,
-        "ssm.group_count": delta.key_heads,
-        "ssm.time_step_rank": delta.value_heads,
-        "ssm.inner_size": delta.values,
-        "full_attention_interval": attention.index(True) + 1,
-    }
-    if spec.family in TILED:
-        keys["rope.dimension_sections"] = _SECTIONS
-    if spec.shared_mlp:
-        keys["expert_shared_feed_forward_length"] = spec.shared_mlp
-    return keys
 
 
 def unscaled(tensor: Tensor, width: int) -> Tensor:

@@ -17,29 +17,18 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.convert.export_families import (
-    TILED,
-    delta_keys,
-    fused,
-    gemma4_keys,
-    tiled,
-    unscaled,
-)
+from verbatim.convert.export_families import TILED, fused, tiled, unscaled
 from verbatim.formats.tensor import Tensor
+from verbatim.model.architecture import rope_records, spec_from_gguf
 from verbatim.model.embedding import POOLINGS
-from verbatim.model.families.families import rope_records
-from verbatim.model.families.gguf_families import spec_from_gguf
-from verbatim.model.families.gguf_keys import POOLING
+from verbatim.model.families import gguf_architecture, named
+from verbatim.model.families.common.gguf_rows import POOLING
 from verbatim.model.layout import layout
 from verbatim.model.loading.load import Model
 from verbatim.model.loading.names import Source, gguf_source
 from verbatim.model.rope import STOPPED, plain_frequencies
 from verbatim.model.spec import DeltaSpec, ModelSpec, RopeSpec
 
-ARCHITECTURE = {
-    "mixtral": "llama",
-    "granitehybrid": "granite",
-}  # family -> GGUF's name for it, where they differ
 # Fields that GGUF stores in another form, such as the norm offset, which is added to the weights.
 NOT_COMPARED = {"family", "norm_offset", "layers", "delta"}
 # What a ModelSpec or a layer of it holds -> the keys of config.json that may set it.
@@ -63,7 +52,7 @@ CONFIG_KEYS = {
 def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
     """The metadata keys, and the small tensors that some rope scalings need."""
     spec, config = model.spec, getattr(model.source, "config", {})
-    arch = ARCHITECTURE.get(spec.family, spec.family)
+    arch = gguf_architecture(spec.family)
     meta: dict[str, Any] = {"general.architecture": arch, "general.name": name}
     keys: dict[str, Any] = {
         "context_length": spec.trained_positions or spec.context,
@@ -71,7 +60,7 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         "block_count": len(spec.layers),
         "feed_forward_length": spec.mlp or spec.expert_mlp,
         "attention.head_count": spec.heads,
-        "attention.head_count_kv": _kv_heads(spec),
+        "attention.head_count_kv": spec.kv_heads,
         "attention.layer_norm_epsilon"
         if spec.norm == "layer"
         else "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
@@ -79,15 +68,9 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
     }
     if not spec.learned_positions:
         keys |= {"attention.key_length": spec.head_dim, "attention.value_length": spec.head_dim}
-    keys |= _experts(spec) | _windows(spec) | _softcaps(spec) | _scales(spec)
-    if spec.family in ("lfm2", "lfm2moe"):
-        keys["shortconv.l_cache"] = spec.conv_kernel
-    if spec.family == "gptneox":
-        keys["use_parallel_residual"] = spec.parallel
-    if spec.family == "gemma4":
-        keys |= gemma4_keys(spec)
-    if spec.delta is not None:
-        keys |= delta_keys(spec, spec.delta)
+    keys |= _experts(spec) | _windows(spec)
+    if family := named(spec.family):
+        keys |= family.exported(spec)
     if model.embedding.pooling in POOLINGS:
         numbers = {name: number for number, name in POOLING.items()}
         keys["pooling_type"] = numbers[model.embedding.pooling]
@@ -97,13 +80,6 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
         more, extra = _rope(spec, config, str(model.path))
         keys |= more
     return meta | {f"{arch}.{key}": value for key, value in keys.items()}, extra
-
-
-def _kv_heads(spec: ModelSpec) -> int | list[int]:
-    """KV heads: one number, or one per layer where some layers are convolutions."""
-    if not spec.recurrent or spec.delta is not None:
-        return spec.kv_heads
-    return [spec.kv_heads if layer.mixer == "attention" else 0 for layer in spec.layers]
 
 
 def _experts(spec: ModelSpec) -> dict[str, Any]:
@@ -126,41 +102,9 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
     return keys
 
 
-def _scales(spec: ModelSpec) -> dict[str, Any]:
-    if spec.family in ("granite", "granitehybrid"):
-        return {
-            "embedding_scale": float(spec.embed_scale),
-            "attention.scale": float(spec.scale),
-            "residual_scale": float(spec.residual_scale),
-            "logit_scale": 1.0 / spec.logit_scale,  # GGUF stores the divisor
-        }
-    if spec.family in ("command-r", "cohere2"):
-        return {"logit_scale": float(spec.logit_scale)}
-    if spec.query_scale_beta:
-        return {"attention.temperature_scale": float(spec.query_scale_beta)}
-    return {}
-
-
 def _windows(spec: ModelSpec) -> dict[str, Any]:
-    windows = {layer.window for layer in spec.layers} - {None}
-    if not windows:
-        return {}
-    keys: dict[str, Any] = {"attention.sliding_window": max(w for w in windows if w)}
-    if spec.family in ("gemma3", "gemma4", "olmo2", "exaone4"):
-        keys["attention.sliding_window_pattern"] = [
-            layer.window is not None for layer in spec.layers
-        ]
-    return keys
-
-
-def _softcaps(spec: ModelSpec) -> dict[str, Any]:
-    if not spec.family.startswith("gemma"):
-        return {}
-    caps = {
-        "attn_logit_softcapping": spec.attention_softcap,
-        "final_logit_softcapping": spec.logit_softcap,
-    }
-    return {key: float(cap) for key, cap in caps.items() if cap or spec.family == "gemma2"}
+    windows = [layer.window for layer in spec.layers if layer.window is not None]
+    return {"attention.sliding_window": max(windows)} if windows else {}
 
 
 def _rope(
@@ -239,7 +183,7 @@ def model_tensors(model: Model, only: Collection[str] | None = None) -> Iterator
     of llama interleaved, the norm offset added to the norms. `only`: the tensors that hold one of
     these weights."""
     spec = model.spec
-    arch = ARCHITECTURE.get(spec.family, spec.family)
+    arch = gguf_architecture(spec.family)
     two_norms = spec.parallel and not spec.shared_norm
     parts: dict[str, list[Tensor]] = {}
     sources = {

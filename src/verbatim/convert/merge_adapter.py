@@ -24,7 +24,7 @@ from verbatim.formats.tensor import Tensor, Weights
 from verbatim.hub.hub import PATTERNS
 from verbatim.lora.adapter_file import read_adapter
 from verbatim.model.adapter import Adapter, LowRank, merged
-from verbatim.model.families.hf_names import HF_PREFIXES
+from verbatim.model.families.common.tensors import HF_PREFIXES
 from verbatim.model.loading.load import Model
 
 _WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack")

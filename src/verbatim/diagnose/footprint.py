@@ -21,8 +21,7 @@ from verbatim.files.gguf import read_gguf
 from verbatim.files.safetensors import read_json
 from verbatim.formats.packed.packed_blocks import planned_gpu_type, planned_type
 from verbatim.formats.registry import BLOCKS
-from verbatim.model.families.families import read_config
-from verbatim.model.families.gguf_families import read_header
+from verbatim.model.architecture import read_config, read_header
 from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout
 from verbatim.model.loading.collect_weights import PACKED
 from verbatim.model.loading.names import FUSED_EXPERTS_GGUF, gguf_source

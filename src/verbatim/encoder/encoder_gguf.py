@@ -15,7 +15,7 @@ from verbatim.encoder.encoder_spec import EncoderSpec
 from verbatim.formats.tensor import Tensor
 from verbatim.model.config_fields import Fields
 from verbatim.model.embedding import EmbeddingSpec
-from verbatim.model.families.gguf_keys import POOLING
+from verbatim.model.families.common.gguf_rows import POOLING
 from verbatim.model.keys import Table, check_keys, followed, must_equal, no_effect
 
 PEEK = 4096  # bytes; writers put general.architecture first

@@ -6,7 +6,7 @@ them. nomic_bert has two sets of names: transformers' own, and those of the publ
 
 from __future__ import annotations
 
-from verbatim.model.families.config_key_parts import COMMON_KEYS, TRAINING
+from verbatim.model.families.common.rows import COMMON_KEYS, TRAINING
 from verbatim.model.keys import Key, Table, alias, followed, must_equal, no_effect
 
 _CLASSIFIER = {

@@ -20,8 +20,8 @@ from verbatim.formats.conversion import dequantise
 from verbatim.formats.tensor import Tensor
 from verbatim.lora.adapter_file import AdapterFile, read_adapter
 from verbatim.model.adapter import Adapter, LowRank, is_adapted
-from verbatim.model.families.gguf_names import GGUF_LAYER
-from verbatim.model.families.hf_names import HF_LAYER, HF_PREFIXES
+from verbatim.model.families import ARCHITECTURES, gguf_architecture, named
+from verbatim.model.families.common.tensors import HF_PREFIXES
 from verbatim.model.layout import HF_KEY_NAMES, Shape, deciding_keys, layout
 from verbatim.model.loading.collect_weights import file_rows
 from verbatim.model.loading.load import Model
@@ -31,8 +31,6 @@ from verbatim.model.spec import ModelSpec
 FLOATS = ("f32", "f16", "bf16")
 # Weights that an adapter changes by `verbatim merge` only -> what they are.
 _MERGED = {"embed": "embedding", "head": "output head"}
-# family -> GGUF's name of its architecture, where they differ
-_ARCHITECTURES = {"mixtral": "llama", "granitehybrid": "granite"}
 
 
 def with_adapters(model: Model, given: Iterable[str]) -> Model:
@@ -196,15 +194,15 @@ def _places(
         )
     names = list(shapes)
     if source.kind == "gguf":
-        architecture = _ARCHITECTURES.get(spec.family, spec.family)
-        if source.architecture != architecture or architecture not in GGUF_LAYER:
+        architecture = gguf_architecture(spec.family)
+        if source.architecture != architecture or architecture not in ARCHITECTURES:
             raise ModelError(
                 f"general.architecture is {source.architecture!r:.40}, and the model is "
                 f"{architecture}: the adapter belongs to another model",
                 file=file,
             )
         return _by_module(names, lambda name: gguf_source(architecture, name), "")
-    if spec.family not in HF_LAYER:
+    if named(spec.family) is None:
         raise ModelError(f"PEFT's names of {spec.family} are not known", file=file)
     found: dict[str, list[tuple[str, Source]]] = {}
     for prefix in HF_PREFIXES:

@@ -7,7 +7,8 @@ A missing, mistyped or out-of-range value is a ModelError that names the key.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 from verbatim.base.errors import ModelError
 
@@ -34,10 +35,11 @@ class Fields:
         self._written = written or {}
         self.warnings = [] if warnings is None else warnings  # shown to the user at load
 
-    def with_values(self, **changes: Any) -> Fields:
+    def with_values(self, **changes: Any) -> Self:
         """A copy with some keys replaced. The copy shares the list of warnings."""
-        values = {**self.values, **changes}
-        return Fields(values, self.file, self.prefix, self.warnings, self._written)
+        other = copy(self)
+        other.values = {**self.values, **changes}
+        return other
 
     def warn(self, text: str) -> None:
         if text not in self.warnings:
@@ -51,12 +53,16 @@ class Fields:
         if value is not None:
             return value
         if default is _MISSING:
-            raise ModelError(f"{self.prefix + key} is missing", file=self.file)
+            raise ModelError(f"{self._name(key)} is missing", file=self.file)
         return default
 
+    def _name(self, key: str) -> str:
+        """The key as the file writes it."""
+        return self._written.get(self.prefix + key, self.prefix + key)
+
     def fail(self, key: str, rule: str) -> ModelError:
-        name = self._written.get(self.prefix + key, self.prefix + key)
-        return ModelError(f"{name} is {short(self.raw(key, None))}: {rule}", file=self.file)
+        value = short(self.raw(key, None))
+        return ModelError(f"{self._name(key)} is {value}: {rule}", file=self.file)
 
     def integer(
         self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = MAX_COUNT

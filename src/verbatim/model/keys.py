@@ -1,6 +1,6 @@
 """Key tables: how the loader treats each key of a config.json or of a GGUF header.
 
-In: the keys and values of a model file, and the table of its family (config_keys.py, gguf_keys.py).
+In: the keys and values of a model file, and the table of its family (model/families).
 Out: warnings to show at load. A key that the engine cannot follow is a ModelError that names it.
 
 Every key has one of three treatments:
@@ -41,18 +41,27 @@ class Key:
     note: str
     values: tuple[Any, ...] = ()  # what "must equal" accepts; absence is always accepted
     default: Any = None  # value of an absent key ("followed" only)
-    nullable: bool = False  # null is accepted, as a value of its own
+    # null is accepted, as a value of its own; None: as transformers' config class says
+    nullable: bool | None = None
     alias: str = ""  # another name of this key in the same family
     private: bool = False  # found in published files, but not in transformers or gguf's constants
+    config: str = ""  # GGUF only: the config's name of this key
+    zero_is_absent: bool = False  # GGUF only: 0 means the same as absence
 
 
 Table = Mapping[str, Key]
 
 
 def followed(
-    note: str, default: Any = None, *, nullable: bool = False, private: bool = False
+    note: str, default: Any = None, *, nullable: bool | None = None, private: bool = False
 ) -> Key:
     return Key("followed", note, default=default, nullable=nullable, private=private)
+
+
+def renamed(config: str, note: str, default: Any = None, *, zero: bool = False) -> Key:
+    """A key of a GGUF header that has the meaning of the config's key `config`. `zero`: 0 means
+    that it is absent."""
+    return Key("followed", note, default=default, config=config, zero_is_absent=zero)
 
 
 def alias(of: str, *, private: bool = False) -> Key:
@@ -74,8 +83,8 @@ def no_effect(note: str, *, private: bool = False) -> Key:
 
 @dataclass(slots=True)
 class Checked:
-    """Values of a file with aliases resolved and defaults filled in, the warnings, and the alias
-    that the file has for a key."""
+    """Values of a file with aliases resolved, defaults filled in and unknown keys removed, the
+    warnings, and the alias that the file has for a key."""
 
     values: dict[str, Any]
     warnings: list[str] = field(default_factory=list)
@@ -104,6 +113,7 @@ def check_keys(
         key = table.get(name)
         if key is None:
             _unknown(full, value, what, unknown, checked.warnings)
+            del checked.values[full]
         elif (
             value is None
             and not key.nullable

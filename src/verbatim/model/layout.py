@@ -36,15 +36,6 @@ HF_KEY_NAMES = {
     "mixers": "layer_types",
     "layer_input": "hidden_size_per_layer_input",
 }
-GPT2_KEY_NAMES = HF_KEY_NAMES | {
-    "hidden": "n_embd",
-    "heads": "n_head",
-    "kv_heads": "n_head",
-    "head_dim": "n_head",
-    "mlp": "n_inner",
-    "layers": "n_layer",
-    "positions": "n_positions",
-}
 GGUF_KEY_NAMES = {
     "vocab": "token_embd.weight",
     "hidden": "embedding_length",

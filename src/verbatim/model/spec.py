@@ -97,7 +97,7 @@ class DeltaSpec:
 class ModelSpec:
     """Sizes and options of one decoder-only transformer."""
 
-    family: str  # llama, qwen2, gemma3, … (model/families/hf_names.py lists all)
+    family: str  # llama, qwen2, gemma3, … (a file of model/families each)
     vocab: int
     hidden: int
     heads: int

@@ -26,11 +26,12 @@ from cpu_isas import HAVE as ISAS
 from cpu_isas import every_isa
 from model_file import write_model
 
+from parity_types import NEWER_FAMILIES, RECURRENT_FAMILIES
 from verbatim.base.config import EngineConfig
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 from verbatim.model.loading.load import Model, load_model
-from verbatim.testing.tiny_models import NEWER_FAMILIES, RECURRENT_FAMILIES, tiny_model
+from verbatim.testing.tiny_models import tiny_model
 
 cpu = pytest.importorskip("verbatim.backend.cpu.backend")
 pytestmark = pytest.mark.native

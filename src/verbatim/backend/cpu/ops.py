@@ -320,7 +320,6 @@ class ProgramRecorder(WeightPacker):
         if spec.router == "sigmoid":
             fields["sigmoid"] = True
         if spec.choice_bias:
-            assert spec.router == "sigmoid", "only the sigmoid router has a bias for the choice"
             fields["choice_bias"] = self._vector(f"{name}.choice_bias")
         if spec.experts_scale != 1.0:
             fields["experts_scale"] = spec.experts_scale

@@ -195,12 +195,12 @@ def _read_model(
         # the file's own keys win
         return {**stated, **file.metadata}, dict(file.types), dict(file.tensors)
     from verbatim.convert.export_model import (
-        ARCHITECTURE,
         check_round_trip,
         model_metadata,
         model_tensors,
     )
     from verbatim.convert.export_tokenizer import tokenizer_metadata
+    from verbatim.model.families import gguf_architecture
     from verbatim.model.loading.load import load_model
     from verbatim.text.templates.template_files import template_from_directory
     from verbatim.text.tokenizer import from_directory
@@ -210,7 +210,7 @@ def _read_model(
         warn(line)
     if change is not None:
         model = change(model)
-    arch = ARCHITECTURE.get(model.spec.family, model.spec.family)
+    arch = gguf_architecture(model.spec.family)
     metadata, extra = model_metadata(model, path.name)
     tokenizer = from_directory(path)
     metadata |= tokenizer_metadata(path, tokenizer, model.spec.vocab, arch, model.eos_ids)

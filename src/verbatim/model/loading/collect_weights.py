@@ -16,15 +16,8 @@ from verbatim.formats.packed.packed_weight import without_checkpoint_blocks
 from verbatim.formats.registry import BLOCKS, SIZES
 from verbatim.formats.requantise import requantise
 from verbatim.formats.tensor import Tensor
-from verbatim.model.layout import (
-    HF_KEY_NAMES,
-    deciding_keys,
-    is_quantisable,
-    layout,
-)
-from verbatim.model.loading.names import (
-    Source,
-)
+from verbatim.model.layout import HF_KEY_NAMES, deciding_keys, is_quantisable, layout
+from verbatim.model.loading.names import Source
 from verbatim.model.loading.recurrent_rows import rearranged
 from verbatim.model.spec import ModelSpec
 

@@ -19,23 +19,14 @@ import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.files.gguf import GGUFFile, read_gguf
-from verbatim.files.safetensors import (
-    SafetensorsDir,
-    read_directory,
-    read_json,
-    read_safetensors,
-)
+from verbatim.files.safetensors import SafetensorsDir, read_directory, read_json, read_safetensors
 from verbatim.formats.packed.packed_checkpoint import RawTensor
 from verbatim.formats.tensor import Tensor, Weights
 from verbatim.model.adapter import Adapter
+from verbatim.model.architecture import Header, read_config, read_header
 from verbatim.model.embedding import EmbeddingSpec, read_embedding
-from verbatim.model.families.families import WRAPPERS, read_config
-from verbatim.model.families.gguf_families import Header, read_header
-from verbatim.model.layout import (
-    GGUF_KEY_NAMES,
-    GPT2_KEY_NAMES,
-    HF_KEY_NAMES,
-)
+from verbatim.model.families import WRAPPERS, named
+from verbatim.model.layout import GGUF_KEY_NAMES, HF_KEY_NAMES
 from verbatim.model.loading.collect_weights import PACKED, WeightCollector
 from verbatim.model.loading.names import (
     FUSED_EXPERTS,
@@ -188,7 +179,8 @@ def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None)
             spec.family, prefix, name, experts, two_norms=two_norms, fused_experts=fused
         )
 
-    key_names = GPT2_KEY_NAMES if spec.family == "gpt2" else HF_KEY_NAMES
+    family = named(spec.family)
+    key_names = {**HF_KEY_NAMES, **(family.key_names if family else {})}
     is_ignorable = ignorable(
         "hf",
         tied=spec.tied,
@@ -241,9 +233,8 @@ def has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
 
 def _draft_layers(spec: ModelSpec) -> int | None:
     """The first layer behind the model's own, where files of the family have such layers."""
-    return (
-        len(spec.layers) if spec.family in ("glm4moe", "qwen3next", "qwen35", "qwen35moe") else None
-    )
+    family = named(spec.family)
+    return len(spec.layers) if family and family.drafts else None
 
 
 def _shared_kv(spec: ModelSpec) -> frozenset[int]:

@@ -7,21 +7,13 @@ the weight, and which rows of them. No bytes are read here; model/loading/load.p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from verbatim.model.families.gguf_names import GGUF_INTERLEAVED, GGUF_LAYER, GGUF_TOP
-from verbatim.model.families.hf_names import (
-    BARE,
-    HF_INTERLEAVED,
-    HF_LAYER,
-    HF_PREFIXES,
-    HF_TOP,
-    HF_TOPS,
-    LFM2_FAMILIES,
-    RECURRENT,
-)
+from verbatim.model.families import config_names, gguf_names
+from verbatim.model.families.common.family import Names
+from verbatim.model.families.common.tensors import BARE, GGUF_TOP, HF_PREFIXES, HF_TOP
 
 FUSED_EXPERTS, FUSED_EXPERTS_GGUF = "gate_up_proj", "ffn_gate_up_exps"  # gate and up in one stack
 
@@ -59,7 +51,7 @@ class Source:
     # The rows of one part of a recurrent family's fused matrix: q and gate alternate head by head
     # ("q_gate"); q, k, v, z ("qkvz") or b, a ("ba") alternate key head by key head.
     interleaved: Literal["", "q_gate", "qkvz", "ba"] = ""
-    squeeze: bool = False  # a convolution's kernel: drop the dimension of size 1
+    squeeze: bool = False  # drop the dimension of size 1 of a convolution's kernel or a bias
     negative_exp: bool = False  # the weight is -exp(the file's values)
     by_width: bool = False  # the weight is the file's values / root of the model's width
 
@@ -78,7 +70,8 @@ def hf_source(
     `two_norms`: attention and MLP of a parallel block have a norm each, which falcon names so.
     `fused_experts`: the experts of a layer are two stacks, FUSED_EXPERTS and down_proj."""
     stem, suffix = _split(name)
-    top = HF_TOP | HF_TOPS.get(family, {})
+    names = config_names(family)
+    top = {**HF_TOP, **names.top}
     if stem == "head":
         # inside a multi-modal model, the head is a sibling of the language model
         outer = prefix.removesuffix("model.") if prefix.startswith("language_model.") else ""
@@ -86,12 +79,10 @@ def hf_source(
     if not stem.startswith("layers."):
         return Source((f"{prefix}{top[stem]}.{suffix}",))
     _, index, part = stem.split(".", 2)
-    names = HF_LAYER.get(family, HF_LAYER["llama"])
-    if family == "falcon" and two_norms:
-        names = names | {"attn_norm": "ln_attn", "mlp_norm": "ln_mlp"}
-    path = f"{prefix}{top['stack']}.{index}.{names[part]}"
-    if family == "gpt-oss" and part in ("moe.gate", "moe.up", "moe.down"):
-        return _gpt_oss_experts(path, part, suffix)
+    layer = {**names.layer, **(names.two_norms if two_norms else {})}
+    path = f"{prefix}{top['stack']}.{index}.{layer[part]}"
+    if names.stacked and part in ("moe.gate", "moe.up", "moe.down"):
+        return _stacked_experts(path, part, suffix)
     if part not in BARE:
         path = f"{path}.{suffix}"
     if part == "router_norm":
@@ -101,22 +92,29 @@ def hf_source(
         return _expert_stack(part, f"{stack}.{FUSED_EXPERTS}", f"{stack}.down_proj")
     if "{e}" in path:
         return Source(tuple(path.replace("{e}", str(e)) for e in range(experts)))
-    if family in RECURRENT and (source := _recurrent(family, names, path, part)):
+    if source := _recurrent(layer, path, part):
         return replace(source, negative_exp=part == "delta.decay")
-    return Source(
-        (path,),
-        part=part.rsplit(".", 1)[-1] if _is_fused(names, part) else "",
-        transpose=family == "gpt2" and suffix == "weight" and "." in part,
-        permuted=family in HF_INTERLEAVED and part in ("attn.q", "attn.k"),
-        grouped=family in ("gptneox", "falcon"),
+    return replace(
+        _plain(names, layer, path, part),
+        transpose=names.transposed and suffix == "weight" and "." in part,
+        grouped=names.grouped,
     )
 
 
-def _recurrent(family: str, names: dict[str, str], path: str, part: str) -> Source | None:
+def _plain(names: Names, layer: Mapping[str, str], path: str, part: str) -> Source:
+    return Source(
+        (path,),
+        part=part.rsplit(".", 1)[-1] if _is_fused(layer, part) else "",
+        permuted=names.interleaved and part in ("attn.q", "attn.k"),
+        squeeze=part == "moe.choice_bias",  # [1, experts] in some families
+    )
+
+
+def _recurrent(names: Mapping[str, str], path: str, part: str) -> Source | None:
     """Location of a weight that only recurrent families have; None for all other weights."""
     if part.endswith(".kernel"):
         return Source((path,), squeeze=True)
-    if part in ("attn.q", "attn.gate") and family not in LFM2_FAMILIES:
+    if part in ("attn.q", "attn.gate") and "attn.gate" in names:
         return Source((path,), part=part.removeprefix("attn."), interleaved="q_gate")
     if part.startswith("delta."):
         kind: Literal["", "qkvz", "ba"] = ""
@@ -128,7 +126,7 @@ def _recurrent(family: str, names: dict[str, str], path: str, part: str) -> Sour
     return None
 
 
-def _gpt_oss_experts(path: str, part: str, suffix: str) -> Source:
+def _stacked_experts(path: str, part: str, suffix: str) -> Source:
     """Stacked experts: [experts, in, out], gate and up alternating; biases end in _bias."""
     fused = part.removeprefix("moe.") if part != "moe.down" else ""
     name = path if suffix == "weight" else f"{path}_bias"
@@ -147,35 +145,26 @@ def gguf_source(
 ) -> Source:
     """Location of a weight in a GGUF file of this architecture (options: see hf_source)."""
     stem, suffix = _split(name)
+    names = gguf_names(architecture)
     if not stem.startswith("layers."):
-        top = GGUF_TOP[stem]
-        if architecture in LFM2_FAMILIES and stem == "final_norm":
-            top = "token_embd_norm"  # llama.cpp's name of the norm before the head
-        return Source((f"{top}.{suffix}",))
+        top = {**GGUF_TOP, **names.top}
+        return Source((f"{top[stem]}.{suffix}",))
     _, index, part = stem.split(".", 2)
-    names = GGUF_LAYER[architecture]
-    if architecture == "falcon" and two_norms:
-        names = names | {"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
+    layer = {**names.layer, **(names.two_norms if two_norms else {})}
     if part in ("moe.choice_bias", "delta.dt"):
         suffix = "bias"
     if part in ("router_norm", "moe.scales"):
-        return Source((f"blk.{index}.{names[part]}",), by_width=part == "router_norm")
+        return Source((f"blk.{index}.{layer[part]}",), by_width=part == "router_norm")
     if fused_experts and part in ("moe.gate", "moe.up"):
         return _expert_stack(part, f"blk.{index}.{FUSED_EXPERTS_GGUF}.weight", "")
-    path = f"blk.{index}.{names[part]}" + ("" if part == "delta.decay" else f".{suffix}")
-    if architecture in RECURRENT and (source := _recurrent(architecture, names, path, part)):
-        return source
-    return Source(
-        (path,),
-        part=part.rsplit(".", 1)[-1] if _is_fused(names, part) else "",
-        permuted=architecture in GGUF_INTERLEAVED and part in ("attn.q", "attn.k"),
-    )
+    path = f"blk.{index}.{layer[part]}" + ("" if part == "delta.decay" else f".{suffix}")
+    return _recurrent(layer, path, part) or _plain(names, layer, path, part)
 
 
 def find_prefix(names: Iterable[str], family: str) -> str | None:
     """Prefix of all names, mostly "model."; None if the file has no embedding."""
     present = set(names)
-    embed = (HF_TOP | HF_TOPS.get(family, {}))["embed"]
+    embed = {**HF_TOP, **config_names(family).top}["embed"]
     return next((p for p in HF_PREFIXES if f"{p}{embed}.weight" in present), None)
 
 
@@ -220,7 +209,7 @@ def _split(name: str) -> tuple[str, str]:
     return (name.removesuffix(".bias"), "bias") if name.endswith(".bias") else (name, "weight")
 
 
-def _is_fused(names: dict[str, str], part: str) -> bool:
+def _is_fused(names: Mapping[str, str], part: str) -> bool:
     """Whether several matrices have one name in the file. (Norms have no dot in their names.)"""
     matrices = [
         file_part

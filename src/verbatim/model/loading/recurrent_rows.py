@@ -14,8 +14,10 @@ from verbatim.model.spec import ModelSpec
 
 
 def rearranged(tensor: Tensor, source: Source, spec: ModelSpec, file: str) -> Tensor:
-    if source.squeeze and len(tensor.shape) == 3 and tensor.shape[1] == 1:
-        return Tensor(tensor.name, tensor.type, tensor.shape[::2], tensor.data)
+    if source.squeeze and 1 in tensor.shape[:2] and len(tensor.shape) > 1:
+        one = tensor.shape.index(1)
+        shape = (*tensor.shape[:one], *tensor.shape[one + 1 :])
+        return Tensor(tensor.name, tensor.type, shape, tensor.data)
     if source.negative_exp:
         values = -np.exp(tensor.to_f32().astype(np.float32))
         return Tensor(tensor.name, "f32", tensor.shape, values.reshape(-1).view(np.uint8))

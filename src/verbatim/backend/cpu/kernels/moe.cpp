@@ -73,11 +73,21 @@ void Engine::moe_route(const Op& op, WorkItems& items) {
 void Engine::choose_experts(const Op& op, float* logits, int experts, int32_t* ids,
                             float* weights) {
     float sum = 0.0f;
-    if (!op.sigmoid) sum = kernels.softmax_topk(logits, experts, op.used, ids, weights);
+    if (!op.sigmoid && op.choice_bias < 0)
+        sum = kernels.softmax_topk(logits, experts, op.used, ids, weights);
     else {
-        for (int e = 0; e < experts; e++) logits[e] = -logits[e];
-        kernels.exps(logits, experts, logits);
-        for (int e = 0; e < experts; e++) logits[e] = 1.0f / (1.0f + logits[e]);
+        if (op.sigmoid) {
+            for (int e = 0; e < experts; e++) logits[e] = -logits[e];
+            kernels.exps(logits, experts, logits);
+            for (int e = 0; e < experts; e++) logits[e] = 1.0f / (1.0f + logits[e]);
+        } else {
+            const float most = *std::max_element(logits, logits + experts);
+            for (int e = 0; e < experts; e++) logits[e] -= most;
+            kernels.exps(logits, experts, logits);
+            float total = 0.0f;
+            for (int e = 0; e < experts; e++) total += logits[e];
+            for (int e = 0; e < experts; e++) logits[e] /= total;
+        }
         const float* bias = op.choice_bias >= 0 ? vectors_[op.choice_bias].data() : nullptr;
         for (int j = 0; j < op.used; j++) {
             int best = -1;

@@ -1,0 +1,55 @@
+"""Command R7B and Command A: cohere with three sliding layers with rotary positions, then a full
+layer without."""
+
+from __future__ import annotations
+
+from verbatim.model.families.cohere import GGUF_KEYS, KEYS, NAMES, exported_scale, parallel
+from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf
+from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.keys import followed, must_equal, no_effect
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    base, period = parts.layer_norm(c, uniform=False), c.integer("sliding_window_pattern")
+    windows = parts.layer_windows(
+        c, len(base.layers), lambda i: (i + 1) % period != 0, parts.window_of(c)
+    )
+    return parallel(c, parts.rotary_only_in_windows(base, windows))
+
+
+FAMILY = Family(
+    model_type="cohere2",
+    models="Command R7B, Command A",
+    keys=rows.rotary_keys(
+        KEYS,
+        {
+            "sliding_window": followed(
+                "window of the sliding_attention layers; the other layers have no rotary positions",
+                nullable=True,
+            ),
+            "layer_types": rows.LAYER_WINDOWS,
+            "sliding_window_pattern": followed(
+                "layer period: every N-th layer is full_attention, where layer_types is absent", 4
+            ),
+            "layer_switch": no_effect("`sliding_window_pattern` decides"),
+            "order_of_interleaved_layers": must_equal(
+                "local_attn_first", note="the last layer of a period is full_attention"
+            ),
+        },
+        eps="layer_norm_eps",
+    ),
+    spec=_spec,
+    names=NAMES,
+    gguf=Gguf(
+        "cohere2",
+        keys={
+            **GGUF_KEYS,
+            **gguf_rows.pattern(4, "; full layers have no rotary positions", zero=False),
+        },
+        names=tensors.GGUF_PAIRS,
+    ),
+    exported=exported_scale,
+    tiny={"cohere2": tiny_layer_norm(num_hidden_layers=5, sliding_window=12, logit_scale=1.5)},
+)

@@ -1,0 +1,152 @@
+"""The records of which a family's file consists: Family, Gguf, Names, RopeRules; and the inputs of
+its functions: Config and GgufFields.
+
+A family's `spec` reads a Config: a config.json, or a GGUF header under the names of a config.json.
+What only a GGUF file says (its tensors tell which biases it has) is a fact of the Config.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from verbatim.base.errors import ModelError
+from verbatim.formats.tensor import Tensor
+from verbatim.model.config_fields import Fields
+from verbatim.model.keys import Checked, Table
+from verbatim.model.spec import ModelSpec
+
+Values = dict[str, Any]  # values of a config.json or of a GGUF header
+Record = Values  # a rope record: rope_type and that type's numbers
+Tensors = Mapping[str, Tensor]
+_FACT = "gguf."  # before the names of facts; check_keys() has removed such a key of a config.json
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Tensor names of a family in one file format, by the names of model/spec.py."""
+
+    layer: Mapping[str, str]  # weights of a layer; {e}: the number of an expert
+    top: Mapping[str, str] = field(default_factory=dict)  # other weights, where not the usual
+    two_norms: Mapping[str, str] = field(default_factory=dict)  # of a parallel block with two norms
+    interleaved: bool = False  # the rows of a rotated pair are 2j and 2j + 1
+    transposed: bool = False  # matrices are [in, out] (gpt2)
+    grouped: bool = False  # a fused matrix holds, KV head by KV head, the rows of its q, k and v
+    stacked: bool = False  # stacks of experts are [experts, in, out] (gpt_oss)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeRules:
+    """How the family's rope records differ from llama's."""
+
+    partial: bool = False  # heads may be rotated in part
+    only_longrope: bool = False  # no scaling but longrope, which has older names (phi3)
+    theta: str = "rope_theta"  # the config's key of theta
+    fraction: str = "partial_rotary_factor"  # the config's key of the rotated fraction
+    keys: Table = field(default_factory=dict)  # further keys of its records
+    absent: Record | None = None  # the record of a config that has none
+
+
+@dataclass(frozen=True, slots=True)
+class Gguf:
+    """An architecture of llama.cpp: its header, and its tensor names."""
+
+    architecture: str
+    keys: Table
+    names: Names
+    # Config values that the header implies beyond its renamed keys; see header.py.
+    implied: Callable[[GgufFields], Values] = lambda h: {}
+    # The model_type, where several have one architecture.
+    model_type: Callable[[GgufFields], str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All that the engine knows of a model_type."""
+
+    model_type: str
+    keys: Table
+    spec: Callable[[Config], ModelSpec]
+    names: Names
+    models: str  # published models, for the documentation
+    name: str = ""  # ModelSpec.family, where it is not the model_type
+    rope: RopeRules = RopeRules()
+    # The rope records of full and of sliding layers, where they are not one.
+    records: Callable[[Config], tuple[Record, Record]] | None = None
+    gguf: Gguf | None = None
+    architecture: str = ""  # of another family's Gguf, which this one's models are written as
+    exported: Callable[[ModelSpec], Values] = lambda spec: {}  # GGUF keys that it needs
+    drafts: bool = False  # files may have more layers, which draft tokens
+    key_names: Mapping[str, str] = field(default_factory=dict)  # see model/layout.py
+    tiny: Mapping[str, Values] = field(default_factory=dict)  # the tests' tiny models
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", self.model_type)
+
+    @property
+    def gguf_architecture(self) -> str:
+        return self.architecture or (self.gguf.architecture if self.gguf else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Wrapper:
+    """A multi-modal model, of which only the language model is used."""
+
+    model_type: str
+    keys: Table
+    text: tuple[str, ...]  # model_types of text_config; the first where it has none
+    refused: Callable[[Fields], None] = lambda text: None  # raises ModelError
+
+
+class Config(Fields):
+    """A config.json, or a GGUF header under its names, with the family's defaults."""
+
+    def __init__(
+        self, checked: Checked, file: str, family: Family, context: int | None, warnings: list[str]
+    ) -> None:
+        super().__init__(checked.values, file, warnings=warnings, written=checked.written)
+        self.family = family
+        self.context = context  # positions that the engine asks for; None: the model's own
+        self.given: Mapping[str, Any] = {}  # the values of a config.json, without defaults
+
+    def fact(self, name: str, default: Any = None) -> Any:
+        """What only a GGUF file says; for a config.json the default."""
+        return self.values.get(_FACT + name, default)
+
+
+def facts(**values: Any) -> Values:
+    return {_FACT + name: value for name, value in values.items()}
+
+
+class GgufFields(Fields):
+    """The ARCH.* keys of a GGUF header, and the file's tensors."""
+
+    def __init__(
+        self, checked: Checked, file: str, prefix: str, tensors: Tensors, warnings: list[str]
+    ) -> None:
+        super().__init__(checked.values, file, prefix, warnings)
+        self.tensors = tensors
+
+    @property
+    def vocab(self) -> int:
+        embed = self.tensors.get("token_embd.weight")
+        if embed is None or len(embed.shape) != 2:
+            raise ModelError("tensor token_embd.weight is missing or not a matrix", file=self.file)
+        return embed.shape[0]
+
+    def scale(self, key: str, absent: float) -> float:
+        """A factor; in GGUF 0 means that it is absent."""
+        return absent if self.raw(key, 0) == 0 else self.number(key)
+
+    @property
+    def layers(self) -> int:
+        """Layers without those that draft tokens."""
+        count = self.integer("block_count", high=MAX_LAYERS)
+        if not self.raw("nextn_predict_layers", 0):
+            return count
+        return count - self.integer("nextn_predict_layers", low=0, high=count - 1)
+
+
+MAX_LAYERS = 4096  # far above any real model; bounds the work on a hostile config

@@ -1,0 +1,169 @@
+"""Rows of the key tables of GGUF headers (see keys.py for the three treatments).
+
+`ARCH.*` keys have one table per architecture, in its family's file. An unknown one is ignored with
+a warning if its value means off; any other value is an error. `general.*`, `tokenizer.*` and other
+namespaces cannot change logits, so an unknown key there is a warning. Names are those of
+llama.cpp's gguf constants; tests/model/test_model_keys.py compares them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, renamed
+
+POOLING = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # values of ARCH.pooling_type
+
+GGUF_KEYS: Table = {
+    "context_length": renamed(
+        "max_position_embeddings", "context, and the trained length of rope scalings"
+    ),
+    "embedding_length": renamed("hidden_size", "width of the model"),
+    "block_count": renamed("num_hidden_layers", "layers"),
+    "feed_forward_length": renamed("intermediate_size", "inner width of the MLP"),
+    "attention.head_count": renamed("num_attention_heads", "query heads"),
+    "attention.head_count_kv": renamed(
+        "num_key_value_heads", "key and value heads; absent: as many as query heads"
+    ),
+    "attention.causal": must_equal(True, note="attention is causal; encoders are not supported"),
+    "pooling_type": followed(
+        "how `embed` pools a sequence: 1 mean, 2 cls, 3 last; `embed` refuses others, and "
+        "a file without it, unless the setting `pooling` names one"
+    ),
+    "vocab_size": no_effect("the embedding's rows decide"),
+    "tensor_data_layout": no_effect("metadata"),
+    "rope.scaling.finetuned": no_effect("metadata"),
+    "use_parallel_residual": must_equal(False, note="attention and MLP follow one another"),
+    "attention.clamp_kqv": must_equal(0, note="queries, keys and values are not clamped"),
+    "attention.max_alibi_bias": must_equal(0, note="no ALiBi"),
+    "attention.scale": must_equal(0, note="scores are divided by the root of a head's size"),
+    "attention.output_scale": must_equal(0, 1, note="not scaled"),
+    "attention.shared_kv_layers": must_equal(0, note="every layer has its own keys and values"),
+    "logit_scale": must_equal(0, 1, note="not scaled"),
+    "residual_scale": must_equal(0, 1, note="not scaled"),
+    "embedding_scale": must_equal(0, 1, note="not scaled, except by the family's own rule"),
+    "nextn_predict_layers": must_equal(0, note="no multi-token prediction layers"),
+}
+GGUF_ROTARY: Table = {
+    **GGUF_KEYS,
+    "attention.key_length": renamed(
+        "head_dim", "size of a head; absent: embedding_length / head_count"
+    ),
+    "attention.value_length": followed("checked: equal to attention.key_length"),
+    "attention.layer_norm_rms_epsilon": renamed("rms_norm_eps", "epsilon of the norms"),
+    "attention.layer_norm_epsilon": no_effect("the norms are RMS norms"),
+    "attention.sliding_window": renamed(
+        "sliding_window", "window of every layer; 0: none", zero=True
+    ),
+    "rope.dimension_count": followed("rotated part of a head"),
+    "rope.freq_base": followed("base of the frequencies", 10000.0),
+    "rope.scaling.type": followed("none, linear, yarn or longrope; absent: linear"),
+    "rope.scaling.factor": followed("scale"),
+    "rope.scale_linear": alias("rope.scaling.factor", private=True),
+    "rope.scaling.original_context_length": followed("trained length"),
+    "rope.scaling.attn_factor": followed(
+        "multiplies cosines and sines; checked: 1 without yarn and longrope"
+    ),
+    "rope.scaling.yarn_beta_fast": followed("start of yarn's blended band", 32.0),
+    "rope.scaling.yarn_beta_slow": followed("end of yarn's blended band", 1.0),
+    "rope.scaling.yarn_ext_factor": must_equal(-1, 1, note="yarn's band is used in full"),
+    "rope.scaling.yarn_attn_factor": must_equal(1, note="rope.scaling.attn_factor decides"),
+    "rope.scaling.yarn_log_multiplier": must_equal(0, note="yarn's own magnitude is used"),
+    "rope.scaling.alpha": must_equal(0, 1, note="no NTK scaling of the base"),
+}
+
+
+def gguf_experts(config: str, note: str = "experts of a layer; 0: dense") -> Table:
+    """The keys of a mixture. `config`: the config's key of the number of experts."""
+    return {**_EXPERTS, "expert_count": renamed(config, note)}
+
+
+_EXPERTS: Table = {
+    "expert_used_count": renamed("num_experts_per_tok", "experts used per token"),
+    "expert_feed_forward_length": renamed("moe_intermediate_size", "inner width of an expert"),
+    "expert_shared_count": must_equal(0, note="no shared experts"),
+    "expert_shared_feed_forward_length": must_equal(0, note="no shared experts"),
+    "expert_group_count": must_equal(0, 1, note="no groups of experts"),
+    "expert_group_used_count": must_equal(0, 1, note="no groups of experts"),
+    "expert_gating_func": must_equal(0, 1, note="softmax"),
+    "expert_weights_scale": must_equal(0, 1, note="not scaled"),
+    "expert_weights_norm": must_equal(True, note="weights of the chosen experts sum to 1"),
+    "leading_dense_block_count": must_equal(0, note="every layer is a mixture"),
+    "moe_every_n_layers": must_equal(0, 1, note="every layer is a mixture"),
+    "interleave_moe_layer_step": must_equal(0, 1, note="every layer is a mixture"),
+}
+
+
+def sigmoid_experts(config: str, dense: str, *, norm: bool, note: str) -> Table:
+    """A mixture with a sigmoid router. `dense`: the config's key of the number of dense first
+    layers. `norm`: the default of norm_topk_prob."""
+    return {
+        **gguf_experts(config, note),
+        "expert_gating_func": must_equal(0, 2, note="sigmoid"),
+        "expert_weights_scale": renamed(
+            "routed_scaling_factor", "multiplies the weights of the chosen experts; 0: 1", zero=True
+        ),
+        "expert_weights_norm": renamed(
+            "norm_topk_prob", "weights of the chosen experts sum to 1", norm
+        ),
+        "leading_dense_block_count": renamed(dense, "first layers with a dense MLP", 0),
+    }
+
+
+DRAFTS = followed("last layers, which draft tokens and are not used", 0)
+LOGIT_CAP = renamed("final_logit_softcapping", "cap of logits; 0: none", zero=True)
+
+
+def gguf_layer_norm(eps: str) -> Table:
+    """`eps`: the config's key of the norms' epsilon."""
+    return {
+        **GGUF_ROTARY,
+        "attention.layer_norm_epsilon": renamed(eps, "epsilon of the norms"),
+        "attention.layer_norm_rms_epsilon": no_effect("the norms are layer norms"),
+    }
+
+
+def pattern(period: int, what: str = "", *, zero: bool = True) -> Table:
+    """Windows of some layers. `what`: remark on the layers without one. `zero`: 0 is no window;
+    otherwise a window is required."""
+    note = f"window of the sliding layers{'; 0: none' if zero else ''}{what}"
+    return {
+        "attention.sliding_window": renamed("sliding_window", note, zero=zero),
+        "attention.sliding_window_pattern": renamed(
+            "layer_types",
+            "layer period: every N-th layer is full attention; or one flag per layer",
+            period,
+        ),
+    }
+
+
+# Namespaces other than ARCH.* and their use. None of them changes logits.
+GENERAL_KEYS: Table = {
+    "general.architecture": followed("chooses the family"),
+    "general.alignment": followed("alignment of tensor data in bytes", 32),
+    "general.type": must_equal(
+        "model", note="adapters, projectors and importance matrices are not models"
+    ),
+    "general.quantization_version": no_effect("metadata; tensor types decide"),
+    "general.file_type": no_effect("metadata; tensor types decide"),
+}
+NAMESPACES = {
+    "general.": "metadata",
+    "tokenizer.": "read with the tokenizer and the chat template",
+    "split.": "parts of a split model",
+    "quantize.": "metadata",
+    "imatrix.": "metadata",
+    "training.": "training only",
+}
+_METADATA = re.compile(
+    r"general\.((sampling|base_model|dataset|source|license)\b.*"
+    r"|name|author|version|organization|finetune|basename"
+    r"|description|quantized_by|size_label|url|doi|uuid|repo_url|tags|languages|license)"
+    r"|tokenizer\..*|split\.(no|count|tensors\.count)"
+    r"|quantize\.imatrix\..*|imatrix\..*|training\..*"
+)
+
+
+def is_metadata(name: str) -> bool:
+    """Whether a key outside ARCH.* is known and cannot change logits."""
+    return _METADATA.fullmatch(name) is not None

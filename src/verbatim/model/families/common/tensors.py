@@ -1,0 +1,134 @@
+"""Tensor names that families share: tables from internal weight names (model/spec.py).
+
+A family is given as its difference from llama. model/loading/names.py finds a weight with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verbatim.model.families.common.family import Names
+
+# Names of one layer in Hugging Face's llama. Other families are given as differences.
+LLAMA_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn.q": "self_attn.q_proj",
+    "attn.k": "self_attn.k_proj",
+    "attn.v": "self_attn.v_proj",
+    "attn.o": "self_attn.o_proj",
+    "attn.q_norm": "self_attn.q_norm",
+    "attn.k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "moe.router": "mlp.gate",
+    "moe.gate": "mlp.experts.{e}.gate_proj",
+    "moe.up": "mlp.experts.{e}.up_proj",
+    "moe.down": "mlp.experts.{e}.down_proj",
+}
+LLAMA_NAMES = Names(LLAMA_LAYER)
+
+
+def hf_names(changes: Mapping[str, str], **options: Any) -> Names:
+    """Llama's names with changes."""
+    return Names(LLAMA_LAYER | dict(changes), **options)
+
+
+POST_NORMS = {  # olmo2, exaone4: no norms before attention and MLP
+    "attn_post_norm": "post_attention_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
+SHARED = {f"shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+SHARED_EXPERT = {
+    **{f"shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    "shared.scale": "mlp.shared_expert_gate",
+}
+FUSED_MLP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
+
+HF_TOP = {"embed": "embed_tokens", "final_norm": "norm", "head": "lm_head", "stack": "layers"}
+
+# Names without ".weight": parameters that are no module.
+BARE = (
+    *("moe.choice_bias", "attn.sinks", "delta.decay", "delta.dt"),
+    *("router_norm", "moe.scales", "scale"),
+)
+
+HF_PREFIXES = (
+    *("model.", "model.language_model.", "language_model.model.", "transformer.", "gpt_neox."),
+    "",
+)
+
+# ---------------------------------------------------------------------------------------- GGUF
+
+GGUF_LAYER = {
+    "attn_norm": "attn_norm",
+    "attn.q": "attn_q",
+    "attn.k": "attn_k",
+    "attn.v": "attn_v",
+    "attn.o": "attn_output",
+    "attn.q_norm": "attn_q_norm",
+    "attn.k_norm": "attn_k_norm",
+    "attn_post_norm": "post_attention_norm",
+    "mlp_norm": "ffn_norm",
+    "mlp_post_norm": "post_ffw_norm",
+    "mlp.gate": "ffn_gate",
+    "mlp.up": "ffn_up",
+    "mlp.down": "ffn_down",
+    "moe.router": "ffn_gate_inp",
+    "moe.gate": "ffn_gate_exps",
+    "moe.up": "ffn_up_exps",
+    "moe.down": "ffn_down_exps",
+    "moe.choice_bias": "exp_probs_b",
+    "attn.sinks": "attn_sinks",
+    "shared.gate": "ffn_gate_shexp",
+    "shared.up": "ffn_up_shexp",
+    "shared.down": "ffn_down_shexp",
+    "shared.scale": "ffn_gate_inp_shexp",
+    "conv.in": "shortconv.in_proj",
+    "conv.kernel": "shortconv.conv",
+    "conv.out": "shortconv.out_proj",
+    "delta.qkv": "attn_qkv",
+    "delta.z": "attn_gate",
+    "delta.b": "ssm_beta",
+    "delta.a": "ssm_alpha",
+    "delta.kernel": "ssm_conv1d",
+    "delta.decay": "ssm_a",
+    "delta.dt": "ssm_dt",
+    "delta.norm": "ssm_norm",
+    "delta.out": "ssm_out",
+    "mlp_own_norm": "post_ffw_norm_1",
+    "moe_norm": "pre_ffw_norm_2",
+    "moe_post_norm": "post_ffw_norm_2",
+    "router_norm": "ffn_gate_inp.scale",
+    "moe.scales": "ffn_down_exps.scale",
+    "input.gate": "inp_gate",
+    "input.project": "proj",
+    "input_norm": "post_norm",
+    "scale": "layer_output_scale",
+}
+
+GGUF_NAMES = Names(GGUF_LAYER)
+# Architectures whose files rotate interleaved pairs.
+GGUF_PAIRS = Names(GGUF_LAYER, interleaved=True)
+
+
+def gguf_names(changes: Mapping[str, str], **options: Any) -> Names:
+    return Names(GGUF_LAYER | dict(changes), **options)
+
+
+GGUF_MLP_NORM = {"mlp_norm": "post_attention_norm"}
+
+GGUF_FUSED_QKV = {"attn.q": "attn_qkv", "attn.k": "attn_qkv", "attn.v": "attn_qkv"}
+
+GGUF_TOP = {
+    "embed": "token_embd",
+    "positions": "position_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+    "layer_inputs.embed": "per_layer_token_embd",
+    "layer_inputs.project": "per_layer_model_proj",
+    "layer_inputs.norm": "per_layer_proj_norm",
+}

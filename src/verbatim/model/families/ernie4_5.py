@@ -1,0 +1,33 @@
+"""ERNIE 4.5 (dense): llama, rotated by interleaved pairs, with biases everywhere or nowhere."""
+
+from __future__ import annotations
+
+from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.keys import followed
+from verbatim.model.spec import ModelSpec
+
+
+def with_bias(c: Config) -> Config:
+    bias = c.boolean("use_bias", False)
+    return c.with_values(attention_bias=bias, mlp_bias=bias)
+
+
+def _spec(c: Config) -> ModelSpec:
+    return parts.rotary(with_bias(c))
+
+
+FAMILY = Family(
+    model_type="ernie4_5",
+    models="ERNIE 4.5 (dense)",
+    keys=rows.rotary_keys(
+        rows.FULL,
+        rows.NO_BIASES,
+        {"head_dim": rows.HEAD_DIM_OR_NULL, "use_bias": followed("biases of all matrices")},
+    ),
+    spec=_spec,
+    names=tensors.hf_names({}, interleaved=True),
+    gguf=Gguf("ernie4_5", keys=gguf_rows.GGUF_ROTARY, names=tensors.GGUF_PAIRS),
+    tiny={"ernie4_5": tiny(head_dim=16)},
+)

@@ -1,0 +1,48 @@
+"""GLM-4-0414 (dense): norms before and after attention and MLP, heads rotated in part, by
+interleaved pairs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.keys import followed
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    return replace(parts.rotary(c), out_bias=c.fact("out_bias", False), post_norms=True)
+
+
+KEYS = rows.rotary_keys(
+    rows.FULL,
+    rows.PARTIAL,
+    {
+        "head_dim": rows.HEAD_DIM,
+        "attention_bias": followed("biases of q, k and v"),
+        "mlp_bias": rows.NO_BIAS,
+    },
+)
+FAMILY = Family(
+    model_type="glm4",
+    models="GLM-4-0414",
+    keys=KEYS,
+    spec=_spec,
+    rope=RopeRules(partial=True),
+    names=tensors.hf_names(
+        {
+            **tensors.FUSED_MLP,
+            "attn_post_norm": "post_self_attn_layernorm",
+            "mlp_post_norm": "post_mlp_layernorm",
+        },
+        interleaved=True,
+    ),
+    gguf=Gguf(
+        "glm4",
+        keys=gguf_rows.GGUF_ROTARY,
+        names=tensors.gguf_names({"mlp.gate": "ffn_up"}, interleaved=True),
+    ),
+    tiny={"glm4": tiny(head_dim=16)},
+)

@@ -1,0 +1,47 @@
+"""Mixtral: mistral whose layers are mixtures of experts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.keys import alias
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    base = parts.rotary(c)
+    return replace(
+        parts.with_experts(base, c.integer("num_local_experts", high=4096)),
+        experts_used=c.integer("num_experts_per_tok"),
+        expert_mlp=base.mlp,
+    )
+
+
+FAMILY = Family(
+    model_type="mixtral",
+    models="Mixtral",
+    keys=rows.rotary_keys(
+        rows.NO_BIASES,
+        rows.ONE_WINDOW,
+        rows.ROUTER,
+        {
+            "num_local_experts": rows.EXPERTS,
+            "num_experts": alias("num_local_experts"),
+            "num_experts_per_tok": rows.EXPERTS_USED,
+        },
+    ),
+    spec=_spec,
+    names=tensors.hf_names(
+        {
+            "moe.router": "block_sparse_moe.gate",
+            "moe.gate": "block_sparse_moe.experts.{e}.w1",
+            "moe.up": "block_sparse_moe.experts.{e}.w3",
+            "moe.down": "block_sparse_moe.experts.{e}.w2",
+        }
+    ),
+    architecture="llama",
+    tiny={"mixtral": tiny(num_experts_per_tok=2, num_local_experts=4)},
+)

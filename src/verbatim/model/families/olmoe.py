@@ -1,0 +1,55 @@
+"""OLMoE: llama with mixtures in every layer; queries and keys are normed whole."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.keys import Table, alias, followed, must_equal
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    base = parts.whole_heads(c, parts.rotary(c))
+    return replace(
+        parts.with_experts(base, c.integer("num_experts", high=4096)),
+        qk_norm="width",
+        experts_used=c.integer("num_experts_per_tok"),
+        expert_mlp=base.mlp,
+        experts_renormalised=c.boolean("norm_topk_prob", False),
+    )
+
+
+def _implied(h: GgufFields) -> Values:
+    return {"intermediate_size": header.expert_width(h), "norm_topk_prob": False}
+
+
+_KEYS: Table = {
+    "intermediate_size": followed("inner width of an expert"),
+    "head_dim": rows.FIXED_HEAD_DIM,
+    "num_experts": rows.EXPERTS,
+    "num_local_experts": alias("num_experts"),
+    "num_experts_per_tok": rows.EXPERTS_USED,
+    "norm_topk_prob": rows.RENORMALISED,
+    "clip_qkv": must_equal(note="queries, keys and values are not clamped"),
+}
+FAMILY = Family(
+    model_type="olmoe",
+    models="OLMoE",
+    keys=rows.rotary_keys(rows.ROUTER, rows.FULL, rows.ATTENTION_BIASES, _KEYS),
+    spec=_spec,
+    names=tensors.LLAMA_NAMES,
+    gguf=Gguf(
+        "olmoe",
+        keys={
+            **gguf_rows.GGUF_ROTARY,
+            **gguf_rows.gguf_experts("num_experts"),
+            "expert_weights_norm": must_equal(False, note="weights are not divided by their sum"),
+        },
+        names=tensors.GGUF_NAMES,
+        implied=_implied,
+    ),
+    tiny={"olmoe": tiny(num_experts=4, num_experts_per_tok=2)},
+)

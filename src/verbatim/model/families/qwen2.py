@@ -1,0 +1,48 @@
+"""Qwen 2 and 2.5: biases on q, k and v; windows from layer max_window_layers on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.keys import no_effect
+from verbatim.model.spec import ModelSpec
+
+
+def windowed(c: Config, spec: ModelSpec) -> ModelSpec:
+    """The windows of qwen2 and qwen3."""
+    start = c.integer("max_window_layers", low=0)
+    window = parts.window_of(c) if c.boolean("use_sliding_window", False) else None
+    windows = parts.layer_windows(
+        c, len(spec.layers), lambda i: window is not None and i >= start, window
+    )
+    return parts.with_windows(spec, windows)
+
+
+def _spec(c: Config) -> ModelSpec:
+    base = windowed(c, parts.rotary(c, uniform=False))
+    return replace(base, qkv_bias=True, out_bias=c.fact("out_bias", False))
+
+
+FAMILY = Family(
+    model_type="qwen2",
+    models="Qwen 2, 2.5",
+    keys=rows.rotary_keys(
+        rows.QWEN_WINDOWS,
+        {
+            "attention_bias": no_effect("q, k, v have biases always, o never, as in transformers"),
+            "mlp_bias": rows.NO_BIAS,
+        },
+    ),
+    spec=_spec,
+    names=tensors.LLAMA_NAMES,
+    gguf=Gguf(
+        "qwen2",
+        keys=gguf_rows.GGUF_ROTARY,
+        names=tensors.GGUF_NAMES,
+        implied=header.every_layer_window,
+    ),
+    tiny={"qwen2": tiny(tie_word_embeddings=True)},
+)

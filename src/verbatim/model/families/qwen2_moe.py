@@ -1,0 +1,79 @@
+"""Qwen 1.5 and 2 MoE: qwen2 with mixtures, beside each of which every token uses a gated MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.qwen3_next import shared_mixture
+from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    base = parts.rotary(c, uniform=False)
+    window = parts.window_of(c) if c.boolean("use_sliding_window", False) else None
+    end = c.integer("max_window_layers", low=0) if window is not None else 0
+    windows = parts.layer_windows(c, len(base.layers), lambda i: i % 2 == 0 and i < end, window)
+    base = replace(
+        parts.with_windows(base, windows),
+        qkv_bias=c.fact("qkv_bias", c.boolean("qkv_bias", True)),
+        out_bias=c.fact("out_bias", False),
+    )
+    experts = c.integer("num_experts", high=4096)
+    return shared_mixture(c, base, experts, parts.sparse_layers(c, len(base.layers)))
+
+
+def _implied(h: GgufFields) -> Values:
+    return {**header.every_layer_window(h), "norm_topk_prob": False}
+
+
+def _exported(spec: ModelSpec) -> Values:
+    return {"expert_shared_feed_forward_length": spec.shared_mlp}
+
+
+_KEYS: Table = {
+    "max_window_layers": followed("of the layers before it, every other one has a window"),
+    "attention_bias": no_effect("`qkv_bias` decides, as in transformers"),
+    "qkv_bias": followed("biases of q, k and v"),
+    "mlp_bias": rows.NO_BIAS,
+    "num_experts": rows.EXPERTS,
+    "num_experts_per_tok": rows.EXPERTS_USED,
+    "moe_intermediate_size": rows.EXPERT_MLP,
+    "shared_expert_intermediate_size": followed("inner width of the shared MLP"),
+    "norm_topk_prob": rows.RENORMALISED,
+    "decoder_sparse_step": rows.SPARSE_STEP,
+    "mlp_only_layers": rows.DENSE_LAYERS,
+}
+FAMILY = Family(
+    model_type="qwen2_moe",
+    name="qwen2moe",
+    models="Qwen 1.5 MoE, Qwen 2 MoE",
+    keys=rows.rotary_keys(rows.ROUTER, rows.QWEN_WINDOWS, _KEYS),
+    spec=_spec,
+    names=tensors.hf_names(tensors.SHARED_EXPERT),
+    gguf=Gguf(
+        "qwen2moe",
+        keys={
+            **gguf_rows.GGUF_ROTARY,
+            **gguf_rows.gguf_experts("num_experts"),
+            "expert_shared_feed_forward_length": renamed(
+                "shared_expert_intermediate_size", "inner width of the shared MLP"
+            ),
+            "expert_weights_norm": must_equal(False, note="weights are not divided by their sum"),
+        },
+        names=tensors.GGUF_NAMES,
+        implied=_implied,
+    ),
+    exported=_exported,
+    tiny={
+        "qwen2moe": tiny(
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        )
+    },
+)

@@ -1,0 +1,31 @@
+"""Qwen 3: qwen2 without biases, and with an RMS norm of each query and key head."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.qwen2 import windowed
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    return replace(windowed(c, parts.rotary(c, uniform=False)), qk_norm="head")
+
+
+FAMILY = Family(
+    model_type="qwen3",
+    models="Qwen 3",
+    keys=rows.rotary_keys(rows.QWEN_WINDOWS, rows.ATTENTION_BIASES, {"head_dim": rows.HEAD_DIM}),
+    spec=_spec,
+    names=tensors.LLAMA_NAMES,
+    gguf=Gguf(
+        "qwen3",
+        keys=gguf_rows.GGUF_ROTARY,
+        names=tensors.GGUF_NAMES,
+        implied=header.every_layer_window,
+    ),
+    tiny={"qwen3": tiny(head_dim=16)},
+)

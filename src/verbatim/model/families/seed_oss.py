@@ -1,0 +1,39 @@
+"""Seed-OSS: llama with biases on q, k and v, and perhaps on o."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf
+from verbatim.model.families.common.tiny import tiny
+from verbatim.model.keys import followed
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    return replace(
+        parts.rotary(c), out_bias=c.fact("out_bias", c.boolean("attention_out_bias", False))
+    )
+
+
+FAMILY = Family(
+    model_type="seed_oss",
+    models="Seed-OSS",
+    keys=rows.rotary_keys(
+        rows.FULL,
+        {
+            "head_dim": rows.HEAD_DIM_OR_NULL,
+            "attention_bias": followed("biases of q, k and v"),
+            "attention_out_bias": followed("bias of o"),
+            "mlp_bias": followed("biases of the MLP"),
+            "residual_dropout": rows.TRAINING,
+        },
+    ),
+    spec=_spec,
+    names=tensors.LLAMA_NAMES,
+    gguf=Gguf(
+        "seed_oss", keys=gguf_rows.GGUF_ROTARY, names=tensors.gguf_names(tensors.GGUF_MLP_NORM)
+    ),
+    tiny={"seed_oss": tiny(head_dim=16)},
+)

@@ -1,0 +1,64 @@
+"""StableLM: layer norms, heads rotated in part; some models have parallel blocks with one norm."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common.family import (
+    Config,
+    Family,
+    Gguf,
+    GgufFields,
+    RopeRules,
+    Values,
+)
+from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.keys import followed, must_equal, no_effect
+from verbatim.model.spec import ModelSpec
+
+
+def _spec(c: Config) -> ModelSpec:
+    parallel = c.boolean("use_parallel_residual", False)
+    return replace(
+        parts.whole_heads(c, parts.layer_norm(c)),
+        qkv_bias=c.fact("qkv_bias", c.boolean("use_qkv_bias", False)),
+        parallel=parallel,
+        shared_norm=parallel,
+    )
+
+
+def _implied(h: GgufFields) -> Values:
+    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in h.tensors}
+
+
+FAMILY = Family(
+    model_type="stablelm",
+    models="StableLM",
+    keys=rows.rotary_keys(
+        rows.FULL,
+        rows.NO_BIASES,
+        rows.PARTIAL,
+        {
+            "head_dim": rows.FIXED_HEAD_DIM,
+            "use_qkv_bias": followed("biases of q, k and v"),
+            "qk_layernorm": must_equal(False, note="no layer norm of queries and keys"),
+            "use_parallel_residual": followed(f"{rows.PARALLEL}, through one norm"),
+            "rope_pct": no_effect("`partial_rotary_factor` decides"),
+        },
+        eps="layer_norm_eps",
+    ),
+    spec=_spec,
+    rope=RopeRules(partial=True),
+    names=tensors.LLAMA_NAMES,
+    gguf=Gguf(
+        "stablelm",
+        keys={
+            **gguf_rows.gguf_layer_norm("layer_norm_eps"),
+            "use_parallel_residual": no_effect("the norms in the file decide"),
+        },
+        names=tensors.GGUF_NAMES,
+        implied=_implied,
+    ),
+    tiny={"stablelm": tiny_layer_norm(use_qkv_bias=True, partial_rotary_factor=0.5)},
+)
