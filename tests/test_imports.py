@@ -223,13 +223,13 @@ def test_import_cycles_are_found() -> None:
     assert import_cycles(graph) == [["b", "c"], ["e"]]
     graph = module_graph(sources())
     assert "verbatim.schedule.scheduler" in graph["verbatim.schedule.invariants"]
-    assert "verbatim.server.api.common.info" in graph["verbatim.server.app"], (
+    assert "verbatim.server.api.native.info" in graph["verbatim.server.api.native.protocol"], (
         "from package import module"
     )
 
 
 # A name that several modules or classes have: parallel implementations of one interface.
-PARALLEL_MODULES = {"__init__", "backend", "ops"}
+PARALLEL_MODULES = {"__init__", "backend", "ops", "protocol"}
 # Worker: the process of each rival. Generate: `verbatim.scale.Generate` is the public name of a
 # Ray Data stage, and the message to the engine process is one of a family of verbs.
 PARALLEL_CLASSES = {"Worker", "Generate"}

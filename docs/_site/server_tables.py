@@ -6,7 +6,8 @@ import json
 
 from markdown_table import code, table
 
-from verbatim.server.api.common.field_table import PROTOCOLS, QUERIES
+from verbatim.server.api.common.field_rules import Rule
+from verbatim.server.api.routes import BODIES, ROUTES
 from verbatim.server.problem import CODES
 from verbatim.server.settings import limits_table
 
@@ -52,22 +53,25 @@ ignore unknown ones.
 def fields_page() -> str:
     """docs/api-fields.md."""
     parts = [HEAD]
-    for route, (_, rules) in PROTOCOLS.items():
-        rows = ["| field | | |", "|---|---|---|"]
-        for name, rule in rules.items():
-            passes = f" [{', '.join(json.dumps(v) for v in rule.only)}]" if rule.only else ""
-            needed = " **required**" if rule.required else ""
-            text = (rule.help + passes).replace("|", "\\|")
-            rows.append(f"| `{name}` | {rule.kind}{needed} | {text} |")
-        parts.append(f"\n## POST {route}\n\n" + "\n".join(rows) + "\n")
-    parts.append(USAGE)
-    parts.append(QUERY_HEAD)
-    for route, queries in QUERIES.items():
-        rows = [f"| `{name}` | {rule.help} |" for name, rule in queries.items()]
-        parts.append(
-            f"\n### {route}\n\n" + "\n".join(["| parameter | |", "|---|---|", *rows]) + "\n"
-        )
+    for path, route in BODIES.items():
+        rows = ((code(name), _kind(rule), _help(rule)) for name, rule in route.fields.items())
+        parts.append(f"\n## POST {path}\n\n{table(('field', '', ''), rows)}")
+    parts += [USAGE, QUERY_HEAD]
+    for route in ROUTES:
+        if route.queries:
+            rows = ((code(name), query.help) for name, query in route.queries.items())
+            head = f"\n### {route.method} {route.path}\n\n"
+            parts.append(head + table(("parameter", ""), rows))
     return "".join(parts)
+
+
+def _kind(rule: Rule) -> str:
+    return f"{rule.kind} **required**" if rule.required else rule.kind
+
+
+def _help(rule: Rule) -> str:
+    passes = f" [{', '.join(json.dumps(v) for v in rule.only)}]" if rule.only else ""
+    return (rule.help + passes).replace("|", "\\|")
 
 
 def limits() -> str:

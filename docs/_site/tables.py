@@ -250,14 +250,16 @@ def metric_names() -> dict[str, tuple[str, str]]:
 
 
 def routes() -> str:
-    from verbatim.server.api.common.field_table import PROTOCOLS
-    from verbatim.server.app import ROUTES
+    from verbatim.server.api.routes import BODIES, ROUTES
 
+    methods: dict[str, list[str]] = {}
+    for route in ROUTES:
+        methods.setdefault(route.path, []).append(route.method)
     rows = []
-    for path, methods in ROUTES.items():
+    for path, names in methods.items():
         anchor = re.sub(r"[^\w-]", "", f"post-{path}".replace(" ", "-"))
-        link = f"[fields](api-fields.md#{anchor})" if path in PROTOCOLS else ""
-        rows.append((code(path.replace(":path", "")), ", ".join(methods), link))
+        link = f"[fields](api-fields.md#{anchor})" if path in BODIES else ""
+        rows.append((code(path.replace(":path", "")), ", ".join(names), link))
     return table(("route", "methods", ""), rows)
 
 

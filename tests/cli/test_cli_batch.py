@@ -111,7 +111,7 @@ async def test_an_engine_that_does_not_restart_ends_the_batch(
 
 def test_requests_above_the_limit_on_rows_are_retried(verbatim: Call, tmp_path: Path) -> None:
     """Uses the real handlers, which limit the concurrent requests with rows of logits."""
-    from verbatim.server.server_state import MAX_ROWS
+    from verbatim.server.admission import MAX_ROWS
 
     rows = {
         "explain": 1,

@@ -23,7 +23,7 @@ from eventually import HANG_SECONDS
 from verbatim import EngineConfig
 from verbatim.base.params import FIELDS
 from verbatim.cli import main as cli_main
-from verbatim.server.api.common.field_table import PROTOCOLS
+from verbatim.server.api.routes import BODIES
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.soak
@@ -73,12 +73,12 @@ def test_every_request_field_and_route_is_shown(
     site: Path, default_model: Path, doc_server: Callable[[], int]
 ) -> None:
     fields, routes = plain(page(site, "api-fields.html")), page(site, "server.html")
-    for route, (_, table) in PROTOCOLS.items():
-        for name in table:
-            assert f" {name} " in fields, f"{route}: {name}"
+    for path, route in BODIES.items():
+        for name in route.fields:
+            assert f" {name} " in fields, f"{path}: {name}"
     schema = get(doc_server(), "/openapi.json").json()
-    for route in schema["paths"]:
-        assert f"<code>{route}</code>" in routes, route
+    for path in schema["paths"]:
+        assert f"<code>{path}</code>" in routes, path
 
 
 def test_every_metric_is_shown(

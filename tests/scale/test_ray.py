@@ -25,7 +25,7 @@ from ray_watch import descendants, open_ports, processes, read_lines, stable_lin
 from eventually import HANG_SECONDS, eventually, eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.ray_start import LOCAL_RAY
-from verbatim.server.api.common.field_table import PROTOCOLS
+from verbatim.server.api.routes import BODIES
 from verbatim.testing.fakes import server_parts
 
 pytestmark = [pytest.mark.ray, pytest.mark.server, pytest.mark.slow]
@@ -200,7 +200,7 @@ def check_access(server: RayServer) -> None:
         assert answer.json()["error"]["message"]
     json_head = {"content-type": "application/json"}
     with httpx.Client(base_url=server.url, headers=json_head, timeout=600) as http:
-        for path in PROTOCOLS:
+        for path in BODIES:
             assert http.post(path, content=b"{}").status_code == 401, path
             for raw in HOSTILE:
                 answer = http.post(path, content=raw, headers=server.headers)

@@ -363,7 +363,7 @@ def test_explain_rows_that_cannot_be_returned_is_rejected(fake: Any) -> None:
 
 def test_concurrent_answers_with_rows_are_limited(fake: Any) -> None:
     """Each is large in both processes; its slot is released however it ends."""
-    from verbatim.server.server_state import MAX_ROWS
+    from verbatim.server.admission import MAX_ROWS
 
     body = {
         "model": "m",

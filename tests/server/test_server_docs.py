@@ -17,7 +17,7 @@ import pytest
 
 from eventually import HANG_SECONDS
 from verbatim.base.records import Usage
-from verbatim.server.api.common.field_table import PROTOCOLS
+from verbatim.server.api.routes import BODIES, ROUTES
 from verbatim.server.process import ledger as ledger_of
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Settings
@@ -42,7 +42,7 @@ def test_every_field_of_the_installed_sdk_has_its_row(route: str, module: str, n
     from importlib import import_module
 
     kind = getattr(import_module(module), name)
-    known = set(PROTOCOLS[route][1])
+    known = set(BODIES[route].fields)
     asked = (
         set(get_type_hints(kind, vars(import_module(module))))
         if not hasattr(kind, "__annotations__")
@@ -183,10 +183,6 @@ def test_the_systemd_unit_is_valid() -> None:
 
 
 def test_serving_md_names_existing_routes(tmp_path: Path) -> None:
-    from verbatim.server.app import ROUTES
-
     text = (ROOT / "docs" / "serving.md").read_text()
     found: set[Any] = set(re.findall(r"`(?:GET |POST )?(/(?:v1|api)/[\w/{}]+)`", text))
-    assert {f.replace("{id}", "{id:path}") if f == "/v1/models/{id}" else f for f in found} <= set(
-        ROUTES
-    )
+    assert found <= {route.shown_path for route in ROUTES}

@@ -16,7 +16,7 @@ from live_server import Live
 
 from tiny_encoders import write_encoder
 from verbatim import LLM
-from verbatim.server.api.openai.embed_rerank import rerank
+from verbatim.server.api.native.reranking import rerank
 from verbatim.server.problem import Problem
 from verbatim.server.settings import Limits
 

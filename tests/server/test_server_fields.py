@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from live_server import Live
 
-from verbatim.server.api.common.field_table import PROTOCOLS
+from verbatim.server.api.routes import BODIES
 
 pytestmark = pytest.mark.server
 HI = [{"role": "user", "content": "hi"}]
@@ -35,7 +35,7 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     "/api/generate": {"prompt": "hi", "format": SCHEMA},
     "/completion": {"prompt": "hi", "json_schema": SCHEMA},
 }
-STREAMED = [route for route, (_, table) in PROTOCOLS.items() if "stream" in table]
+STREAMED = [path for path, route in BODIES.items() if "stream" in route.fields]
 STREAMED.remove("/api/pull")  # progress of a download, without an answer
 
 

@@ -23,10 +23,10 @@ from eventually import HANG_SECONDS
 from verbatim.base.errors import RequestError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.explain.receipt import digest_of, make_receipt
-from verbatim.server.api.common.field_table import PROTOCOLS
 from verbatim.server.api.common.json_body import parse_json, too_many_values
-from verbatim.server.api.common.validate import check, request_model
+from verbatim.server.api.common.validate import check
 from verbatim.server.api.lens import lens_api
+from verbatim.server.api.routes import BODIES
 from verbatim.server.problem import Problem, problem_of
 from verbatim.server.settings import Limits
 
@@ -161,7 +161,7 @@ def with_field(path: str, name: str, value: str) -> str:
 def numeric_fields() -> list[tuple[str, str]]:
     found = []
     for path in BASE:
-        schema = request_model(path).model_json_schema()
+        schema = BODIES[path].body.model_json_schema()
         for name, shape in schema["properties"].items():
             kinds = {s.get("type") for s in (shape.get("anyOf") or [shape])}
             if kinds & {"integer", "number"} and kinds <= {"integer", "number", "null"}:
@@ -174,7 +174,7 @@ def test_the_table_covers_the_numeric_fields() -> None:
     assert {n for n, f in FIELDS.items() if f.kind in ("int", "float")} - names <= {
         "prompt_logprobs"
     }
-    assert set(BASE) == set(PROTOCOLS)
+    assert set(BASE) == set(BODIES)
 
 
 @pytest.mark.parametrize(("path", "name"), numeric_fields())
@@ -273,7 +273,7 @@ def test_unknown_unsupported_missing_and_null_fields(fake: Any, path: str) -> No
         status, answer = send(fake, path, json.dumps({**BASE[path], name: 1}))
         assert status == 400
         assert name[:60] in words(path, answer)[1]
-    for name, rule in PROTOCOLS[path][1].items():
+    for name, rule in BODIES[path].fields.items():
         if rule.kind == "refused":
             status, answer = send(fake, path, json.dumps({**BASE[path], name: {"x": [1, "y"]}}))
             assert (status, words(path, answer)[1].startswith(f"{name}:")) == (400, True), answer
@@ -282,7 +282,7 @@ def test_unknown_unsupported_missing_and_null_fields(fake: Any, path: str) -> No
                 fake, path, json.dumps({k: v for k, v in BASE[path].items() if k != name})
             )
             assert (status, words(path, answer)[1].startswith(f"{name}:")) == (400, True), answer
-    nulls = {name: None for name, rule in PROTOCOLS[path][1].items() if not rule.required}
+    nulls = {name: None for name, rule in BODIES[path].fields.items() if not rule.required}
     status, answer = send(fake, path, json.dumps({**nulls, **BASE[path]}))
     assert status == 200, answer
 
@@ -907,7 +907,7 @@ def test_a_missing_field_of_a_text_block_is_named() -> None:
     block = {"type": "text", "text": "x", "cache_control": {"ttl": "5m"}}
     messages = [{"role": "user", "content": [block]}]
     with pytest.raises(Problem) as caught:
-        check("/v1/messages/count_tokens", {"model": "m", "messages": messages})
+        check(BODIES["/v1/messages/count_tokens"], {"model": "m", "messages": messages})
     assert (caught.value.code, caught.value.param) == (
         "missing_parameter",
         "messages[0].content[0].cache_control.type",

@@ -12,6 +12,7 @@ from live_server import Live
 
 import verbatim
 from verbatim.server.api.common.validate import check
+from verbatim.server.api.routes import BODIES
 from verbatim.server.problem import Problem
 from verbatim.server.server_state import State
 from verbatim.server.settings import Settings
@@ -312,7 +313,7 @@ def test_tokenizer_info_serves_lm_evals_remote_tokenizer(real: Live) -> None:
 )  # fmt: skip
 def test_an_unknown_field_is_named_by_its_own_name(more: dict[str, Any], field: str) -> None:
     with pytest.raises(Problem) as caught:
-        check("/v1/chat/completions", {"model": "m", "messages": ASK, **more})
+        check(BODIES["/v1/chat/completions"], {"model": "m", "messages": ASK, **more})
     assert (caught.value.code, caught.value.param) == ("unknown_parameter", field)
 
 

@@ -26,6 +26,7 @@ from verbatim.hub.hub import HubRef
 from verbatim.observe.merge_metrics import add_counters, merge
 from verbatim.server import model_pool
 from verbatim.server.api.common.request_context import ClientDisconnected, RequestContext
+from verbatim.server.api.openai.protocol import PROTOCOL
 from verbatim.server.model_pool import ModelPool
 from verbatim.server.problem import Problem
 from verbatim.server.server_state import State
@@ -538,7 +539,7 @@ async def test_a_client_that_disconnects_during_the_load_is_noticed(
         return {"type": "http.disconnect"}
 
     state = State(Settings(), pool.first.supervisor, lambda: 0.0, pool)
-    call = RequestContext(Request(scope, receive), state, "/v1/completions")
+    call = RequestContext(Request(scope, receive), state, PROTOCOL.routes[0], PROTOCOL)
     with pytest.raises(ClientDisconnected):
         await call.choose_model("b")
     call.close()

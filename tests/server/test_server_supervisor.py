@@ -15,6 +15,7 @@ from starlette.requests import Request
 
 from eventually import eventually_async
 from verbatim.server.api.common.request_context import EventStream, RequestContext
+from verbatim.server.api.openai.protocol import PROTOCOL
 from verbatim.server.process import engine_process, wire
 from verbatim.server.process.message_codec import decode_from_engine
 from verbatim.server.process.messages import Failed, Ready, Tokenize, Tokenized
@@ -144,7 +145,8 @@ def ready_supervisor() -> Supervisor:
 def new_call(supervisor: Supervisor) -> RequestContext:
     own = {"verbatim.id": "r", "verbatim.tenant": "", "verbatim.arrived": 0.0}
     request = Request({"type": "http", "method": "POST", "headers": [], **own})
-    return RequestContext(request, State(Settings(), supervisor, lambda: 0.0), "/v1/completions")
+    state = State(Settings(), supervisor, lambda: 0.0)
+    return RequestContext(request, state, PROTOCOL.routes[0], PROTOCOL)
 
 
 async def test_the_engine_may_die_after_a_stream_has_ended() -> None:

@@ -19,6 +19,7 @@ from verbatim.engine.stream import ChoiceStream
 from verbatim.server.api.anthropic.anthropic import MessagesReply
 from verbatim.server.api.anthropic.anthropic import as_chat as message_fields
 from verbatim.server.api.common.chat_request import ChatRequest
+from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.tools import (
     ToolParser,
     call_or_text,
@@ -27,9 +28,10 @@ from verbatim.server.api.common.tools import (
     template_messages,
 )
 from verbatim.server.api.common.validate import check
-from verbatim.server.api.openai.openai_fields import RESPONSES
+from verbatim.server.api.openai.openai_fields import ChatCompletions, Responses
 from verbatim.server.api.openai.responses_input import NAMES as RESPONSES_NAMES
 from verbatim.server.api.openai.responses_input import as_chat as response_fields
+from verbatim.server.api.routes import BODIES
 from verbatim.server.problem import Problem
 from verbatim.server.process.message_codec import decode_to_engine, encode
 from verbatim.server.process.messages import Generate, ModelFacts, WireFinish
@@ -444,7 +446,11 @@ def test_tags_that_are_control_tokens_reach_the_parser(form: str, written: str) 
     def output(**body: Any) -> tuple[ChatRequest, str]:
         state = SimpleNamespace(facts=facts, limits=Limits())
         call: Any = SimpleNamespace(state=state, aliases={}, notices=[])
-        ask = ChatRequest(call, {"messages": [{"role": "user", "content": "x"}], **body})
+        ask = ChatRequest(
+            call,
+            {"messages": [{"role": "user", "content": "x"}], **body},
+            rules_of(ChatCompletions),
+        )
         params = SamplingParams.from_mapping(ask.params)
         stream = ChoiceStream("r", 0, params, tokenizer)
         for token in tokenizer.encode(written, special=True):
@@ -1058,11 +1064,15 @@ def test_a_schema_of_null_is_a_missing_schema(form: dict[str, Any], schema: str)
         null = {**form, "json_schema": {**form["json_schema"], "schema": None}}
     for sent in (form, null):
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-        checked = check("/v1/chat/completions", {**body, "response_format": sent})
-        assert ChatRequest(call, checked).params["json_schema"] == schema
+        checked = check(BODIES["/v1/chat/completions"], {**body, "response_format": sent})
+        assert ChatRequest(call, checked, rules_of(ChatCompletions)).params["json_schema"] == schema
     if "json_schema" not in form:  # Responses: the schema of a json_schema is required
-        checked = check("/v1/responses", {"model": "m", "input": "x", "text": {"format": null}})
-        request = ChatRequest(call, response_fields(call, checked), RESPONSES, RESPONSES_NAMES)
+        checked = check(
+            BODIES["/v1/responses"], {"model": "m", "input": "x", "text": {"format": null}}
+        )
+        request = ChatRequest(
+            call, response_fields(call, checked), rules_of(Responses), RESPONSES_NAMES
+        )
         assert request.params["json_schema"] == schema
 
 
@@ -1075,7 +1085,7 @@ def test_a_tool_name_of_null_is_a_missing_name() -> None:
             "tool_choice": {"type": kind, "name": None},
         }
         call: Any = SimpleNamespace()
-        return message_fields(call, check("/v1/messages", body))["tool_choice"]
+        return message_fields(call, check(BODIES["/v1/messages"], body))["tool_choice"]
 
     assert (chosen("auto"), chosen("any")) == ("auto", "required")
     with pytest.raises(Problem) as error:  # it allowed every tool

@@ -1,19 +1,14 @@
 """State shared by all request handlers: settings, supervisors, model names, admission, stored
-answers.
-
-Admission.admit(tenant) returns a context manager or raises a 429 or 503. Admission is decided at
-once in the HTTP process, without a message to the engine.
-"""
+answers."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from verbatim.hub.hub_catalog import SYNONYMS
+from verbatim.server.admission import Admission
 from verbatim.server.answer_store import Store
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.logs import AccessLog
@@ -21,12 +16,7 @@ from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
-from verbatim.server.settings import Limits, Settings
-from verbatim.server.unfinished_bodies import UnfinishedBodies
-
-# Concurrent requests with explain_rows. Each holds up to 64 rows of logits: 17 MB at a vocabulary
-# of 49,152, in three places (engine, socket, response).
-MAX_ROWS = 4
+from verbatim.server.settings import Settings
 
 
 class State:
@@ -152,70 +142,3 @@ class State:
             f"({', '.join(names[:3])}); `verbatim serve --served-model-name NAME` adds a name",
             "model",
         )
-
-
-class Admission:
-    """Admission control: counts the open requests of all models, accepts or rejects a new one.
-    A request is open once its body has arrived.
-
-    When max_queue requests are open, a tenant is rejected unless it has fewer than max_queue / n of
-    them, where n tenants have requests open, this one included. So k keys have at most
-    max_queue * (1 + 1/2 + ... + 1/k) requests open, each term rounded up. No request that was
-    admitted is given up for another: its response may have begun.
-    """
-
-    def __init__(self, limits: Limits) -> None:
-        self.limits = limits
-        self.bodies = UnfinishedBodies(limits)
-        self.draining = False
-        self.open = 0
-        self._with_rows = 0
-        self._per_tenant: Counter[str] = Counter()
-
-    def rejection(self, tenant: str) -> Problem | None:
-        """The 429 or 503 for one more request of this tenant; None: it is admitted."""
-        if self.draining:
-            return Problem("unavailable", "the server is shutting down", retry_after=30)
-        count = self._per_tenant.get(tenant, 0)
-        share = self.limits.max_queue / (len(self._per_tenant) + (count == 0))
-        if self.open >= self.limits.max_queue and count >= share:
-            return Problem(
-                "overloaded",
-                f"{self.open} requests are open, which is this server's limit"
-                + (f", {count} of them of this key" if count < self.open else ""),
-                retry_after=1,
-            )
-        if self.limits.max_per_key and count >= self.limits.max_per_key:
-            return Problem(
-                "key_overloaded",
-                f"this key has {count} requests open, which is its limit",
-                retry_after=1,
-            )
-        return None
-
-    @contextlib.contextmanager
-    def admit_rows(self) -> Iterator[None]:
-        if self._with_rows >= MAX_ROWS:
-            why = f"{self._with_rows} requests with rows are open, which is this server's limit"
-            raise Problem("overloaded", f"explain_rows: {why}", "explain_rows", retry_after=1)
-        self._with_rows += 1
-        try:
-            yield
-        finally:
-            self._with_rows -= 1
-
-    @contextlib.contextmanager
-    def admit(self, tenant: str) -> Iterator[None]:
-        """Count one request as open for the duration of the context. Raises its rejection."""
-        problem = self.rejection(tenant)
-        if problem is not None:
-            raise problem
-        self.open += 1
-        self._per_tenant[tenant] += 1
-        try:
-            yield
-        finally:
-            self.open -= 1
-            self._per_tenant[tenant] -= 1
-            if not self._per_tenant[tenant]:
-                del self._per_tenant[tenant]

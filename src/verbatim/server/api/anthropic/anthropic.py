@@ -15,7 +15,6 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.base.json_io import loads_lossless
-from verbatim.server.api.anthropic.anthropic_fields import MESSAGES
 from verbatim.server.api.common.chat_request import ChatRequest, count_tokens
 from verbatim.server.api.common.generate import (
     choice_deltas,
@@ -436,7 +435,10 @@ async def create(call: RequestContext) -> Response:
     model = call.state.check_model(body["model"])
     form = "output_format" if "output_format" in body else "output_config"
     ask = ChatRequest(
-        call, as_chat(call, body), MESSAGES, {**NAMES, "json_schema": form, "response_format": form}
+        call,
+        as_chat(call, body),
+        call.route.fields,
+        {**NAMES, "json_schema": form, "response_format": form},
     )
     answer = MessagesReply(ask, model)
     stream = bool(body.get("stream"))

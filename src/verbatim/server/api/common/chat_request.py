@@ -22,7 +22,6 @@ from verbatim.server.api.common.tools import (
     forced_schema,
     template_messages,
 )
-from verbatim.server.api.openai.openai_fields import CHAT
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import Generate, Tokenize, Tokenized
 from verbatim.text.tools.call_formats import CALL_FORMATS
@@ -57,7 +56,7 @@ class ChatRequest:
         self,
         call: RequestContext,
         body: Mapping[str, Any],
-        table: Mapping[str, Rule] = CHAT,
+        table: Mapping[str, Rule],
         names: Mapping[str, str] | None = None,
     ) -> None:
         self.call = call

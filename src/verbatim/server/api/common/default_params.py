@@ -17,35 +17,29 @@ if TYPE_CHECKING:
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens", "n_predict")
 
 
-def protocol_of(route: str) -> str:
-    if route.startswith("/api/"):
-        return "ollama"
-    if route == "/completion":
-        return "llama.cpp"
-    return "anthropic" if route.startswith("/v1/messages") else "openai"
-
-
 def default_params(
-    state: State, params: SamplingParams | None = None, route: str = ""
+    state: State, params: SamplingParams | None = None, protocol: str = "openai"
 ) -> SamplingParams:
     """The parameters in force for a request that gives only `params`."""
-    return model_params(state.facts, state, params, route)
+    return model_params(state.facts, state, params, protocol)
 
 
 def model_params(
-    facts: ModelFacts, state: State, params: SamplingParams | None = None, route: str = ""
+    facts: ModelFacts, state: State, params: SamplingParams | None = None, protocol: str = "openai"
 ) -> SamplingParams:
     """default_params of the model with these facts."""
     stated = ModelDefaults(tuple(facts.sampling.items()), facts.sampling_source)
     mode = state.settings.engine.get("defaults", "model")
-    return resolve(params or SamplingParams(), stated, mode, protocol_of(route))
+    return resolve(params or SamplingParams(), stated, mode, protocol)
 
 
-def with_defaults(message: Generate, body: Mapping[str, Any], state: State, route: str) -> Generate:
+def with_defaults(
+    message: Generate, body: Mapping[str, Any], state: State, protocol: str
+) -> Generate:
     """The message with the defaults of model and protocol, and the origins of what the server
     filled in."""
-    params = default_params(state, SamplingParams.from_mapping(message.params), route)
-    params = params.with_origins(_filled_in(params, body, state.limits.max_output_tokens, route))
+    params = default_params(state, SamplingParams.from_mapping(message.params), protocol)
+    params = params.with_origins(_filled_in(params, body, state.limits.max_output_tokens, protocol))
     return replace(
         message,
         params=params.to_mapping(),
@@ -55,7 +49,7 @@ def with_defaults(message: Generate, body: Mapping[str, Any], state: State, rout
 
 
 def _filled_in(
-    params: SamplingParams, body: Mapping[str, Any], longest: int, route: str
+    params: SamplingParams, body: Mapping[str, Any], longest: int, protocol: str
 ) -> dict[str, str]:
     """Origins of the seed and the length limit, where the client gave none."""
     options = body.get("options") or {}
@@ -66,7 +60,5 @@ def _filled_in(
     given = any(body.get(name) not in (None, -1) for name in LENGTHS) or "num_predict" in options
     if params.max_tokens is not None and not given:
         limited = params.max_tokens == longest
-        out["max_tokens"] = (
-            "server: --max-output-tokens" if limited else f"protocol: {protocol_of(route)}"
-        )
+        out["max_tokens"] = "server: --max-output-tokens" if limited else f"protocol: {protocol}"
     return out

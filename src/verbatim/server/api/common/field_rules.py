@@ -1,182 +1,225 @@
-"""The rule of a request field, and the rules that several protocols share (see field_table.py)."""
+"""The field table of a route is its pydantic model: each field has a type and a rule.
+
+    honoured   has the effect that its protocol defines
+    label      stored with the request (log, stored object, echo); has no effect on the tokens
+    ignored    cannot change the answer here: accepted with a warning, unless `only` lists the value
+    refused    a field of the protocol that is not supported: 400, naming it; `only` lists the
+               values that have no effect and are accepted
+
+Any other field is unknown: 400, naming it. Requests are validated with these models, and
+/openapi.json and docs/api-fields.md are generated from them, so they cannot disagree. A protocol's
+models are in its own folder; here are the rules that several share.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Any, Literal
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
-from pydantic import Field as P
+from pydantic import BaseModel, Field, create_model
+from pydantic.json_schema import SkipJsonSchema
 
-from verbatim.base.param_checks import MOST
 from verbatim.base.params import FIELDS
-from verbatim.server.api.common import schemas
+from verbatim.server.api.common.schemas import (
+    Alternatives,
+    JsonObject,
+    Label,
+    Strict,
+    StructuredOutputs,
+    Text,
+    type_of,
+)
 
 Kind = Literal["honoured", "label", "ignored", "refused"]
+Unchecked = Any  # the rule decides, or the value is never read
+Refused = SkipJsonSchema[None]  # no value is accepted
 CACHE = "the prefix cache matches prefixes by content and needs no hint"
+NO_LIMIT = -1  # max_tokens of llama.cpp's clients: up to the context length
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     kind: Kind
     help: str
-    type: Any = Any
     required: bool = False
     param: str = ""  # the SamplingParams field that takes the value unchanged
-    only: tuple[Any, ...] = ()
+    only: tuple[object, ...] = ()
 
-    def holds(self, value: Any) -> bool:
+    def holds(self, value: object) -> bool:
         """Whether the value asks for what holds anyway."""
         return any(type(value) is type(other) and value == other for other in self.only)
 
-
-# 262 KB per token for a vocabulary of 49,152 ids: too much to send with every explanation
-ROWS = Rule(
-    "honoured",
-    "with explain and receipt, for one choice: the explanations of the first 64 tokens include the "
-    "whole row of logits (four bytes per id, in base64) and the grammar's mask, for a what-if; "
-    "missing: row and mask are null; at most 4 such requests at once",
-    Annotated[bool, P(strict=True)],
-)
+    def __call__(self, schema: Mapping[str, object]) -> None:
+        """pydantic calls a field's json_schema_extra. A rule adds nothing to the field's schema."""
 
 
-REPORT = Rule(
-    "honoured",
-    "true: the response ends with params, the parameters in force and where each came from "
-    "(request, model, protocol, default)",
-    Annotated[bool, P(strict=True)],
-)
+class RequestBody(Strict):
+    """The body of a request."""
 
 
-def sampling(name: str, param: str | None = None) -> Rule:
-    return Rule("honoured", FIELDS[name].help, schemas.type_of(name), param=param or name)
+def honoured(help: str, *, required: bool = False, param: str = "") -> Any:
+    return _field(Rule("honoured", help, required, param))
 
 
-def extensions(*taken: str) -> dict[str, Rule]:
-    """Verbatim's parameters as extra fields of OpenAI's routes, except those in `taken`."""
-    top_k = sampling("top_k")
-    own = {
-        "top_k": replace(top_k, help=f"{top_k.help}, and so is -1", type=top_k.type | Literal[-1])
-    }
-    made = {name: own.get(name) or sampling(name) for name in FIELDS if name not in taken}
-    return made | {"explain_rows": ROWS, "report_params": REPORT} | _other_names()
+def label(help: str, *, required: bool = False) -> Any:
+    return _field(Rule("label", help, required))
 
 
-def _other_names() -> dict[str, Rule]:
-    """The fields of vLLM's and llama.cpp's clients (field_effects.py)."""
+def ignored(help: str, *only: object) -> Any:
+    return _field(Rule("ignored", help, only=only))
 
-    def same(name: str, type: Any = None) -> Rule:
-        return Rule("honoured", f"vLLM's name of {name}", type or schemas.type_of(name))
 
-    schema_or_text = schemas.type_of("json_schema") | schemas.Text
+def refused(help: str, *only: object, alias: str | None = None) -> Any:
+    return _field(Rule("refused", help, only=only), alias)
+
+
+def _field(rule: Rule, alias: str | None = None) -> Any:
+    return Field(... if rule.required else None, json_schema_extra=rule, alias=alias)
+
+
+@functools.cache
+def rules_of(model: type[BaseModel]) -> Mapping[str, Rule]:
+    """The rules of a model's fields: first its own, then those of its base."""
+    inherited = getattr(model.__base__, "model_fields", {})
+    names = sorted(model.model_fields, key=inherited.__contains__)
+    found = ((model.model_fields[name].alias or name, name) for name in names)
     return {
-        "repeat_penalty": Rule(
-            "honoured",
-            "llama.cpp's name of repetition_penalty",
-            schemas.type_of("repetition_penalty"),
-        ),
-        "n_probs": Rule(
-            "honoured",
-            "llama.cpp's clients: report each token's log-probability and this many alternatives",
-            schemas.type_of("logprobs"),
-        ),
-        "cache_prompt": CACHE_PROMPT,
-        "guided_json": same("json_schema", schema_or_text),
-        "guided_regex": same("regex"),
-        "guided_choice": same("choice"),
-        "guided_grammar": same("grammar"),
-        "guided_decoding_backend": Rule("ignored", "there is one grammar engine", schemas.Label),
-        "guided_whitespace_pattern": Rule("refused", "white space between JSON tokens is fixed"),
-        "structured_outputs": Rule(
-            "honoured",
-            "one of vLLM's json, json_object, regex, choice, grammar",
-            schemas.StructuredOutputs,
-        ),
+        shown: rule
+        for shown, name in found
+        if isinstance(rule := model.model_fields[name].json_schema_extra, Rule)
     }
 
 
-INT64 = Annotated[int, P(strict=True, ge=-(2**63), le=2**63 - 1)]
-TRUE_FALSE = Annotated[bool, P(strict=True)]
-LENGTH = Annotated[int, P(strict=True, ge=1, le=MOST)]
-NUMBER = Annotated[float, P(strict=True, allow_inf_nan=False)]
-NO_LIMIT = -1  # max_tokens of llama.cpp's clients: up to the context length
-MODEL = Rule(
-    "honoured", "a name from the start-up table (see /v1/models)", schemas.Label, required=True
+def member_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    """The model of a field that is an object, as Ollama's `options` is."""
+    member = model.model_fields.get(name)
+    kinds = get_args(member.annotation) if member is not None else ()
+    return next((k for k in kinds if isinstance(k, type) and issubclass(k, BaseModel)), None)
+
+
+def subset(title: str, model: type[RequestBody], *names: str) -> type[RequestBody]:
+    """A model with some of the fields of another."""
+    kept: Any = {
+        name: (field.annotation, field)
+        for name, field in model.model_fields.items()
+        if name in names
+    }
+    return create_model(title, __base__=RequestBody, **kept)
+
+
+def taking(params: Mapping[str, str], base: type[RequestBody] = RequestBody) -> Any:
+    """A base with sampling parameters as fields: the client's name -> the SamplingParams field."""
+    made: Any = {
+        theirs: (type_of(ours) | None, honoured(FIELDS[ours].help, param=ours))
+        for theirs, ours in params.items()
+    }
+    return create_model("Taking", __base__=base, **made)
+
+
+def extended(*taken: str) -> Any:
+    """A base with Verbatim's parameters as extra fields of OpenAI's routes, except those in
+    `taken`."""
+    names = (name for name in FIELDS if name not in (*taken, "top_k"))
+    return taking({name: name for name in names}, _Extensions)
+
+
+REPORT = honoured(
+    "true: the response ends with params, the parameters in force and where each came from "
+    "(request, model, protocol, default)"
 )
-SEED = Rule(
-    "honoured",
+MODEL = honoured("a name from the start-up table (see /v1/models)", required=True)
+_SEED_TEXT = (
     "makes sampling repeatable; a negative seed, which OpenAI allows, is taken modulo 2**63 "
-    "(-1 is 9223372036854775807); the response reports the seed used",
-    INT64,
+    "(-1 is 9223372036854775807); the response reports the seed used"
 )
-LIST_SEED = Rule(
-    "honoured",
-    f"{SEED.help}; all prompts of a list share it, so equal prompts get equal outputs; missing: "
-    "each prompt of a list gets its own, which its choices report (the response's seed is null)",
-    INT64,
+SEED = honoured(_SEED_TEXT)
+LIST_SEED = honoured(
+    f"{_SEED_TEXT}; all prompts of a list share it, so equal prompts get equal outputs; missing: "
+    "each prompt of a list gets its own, which its choices report (the response's seed is null)"
 )
-TRUNCATE = Rule(
-    "honoured",
+TRUNCATE = honoured(
     "true: cut the end of a text that is longer than the context, with a warning (of a pair, the "
-    "longer text first); missing: such a text is refused",
-    TRUE_FALSE,
+    "longer text first); missing: such a text is refused"
 )
-STREAM = Rule("honoured", "stream the output as events", TRUE_FALSE)
-USER = Rule("label", "written to the log", schemas.Label)
-STREAM_OPTIONS = Rule(
-    "honoured",
+STREAM = honoured("stream the output as events")
+USER = label("written to the log")
+STREAM_OPTIONS = honoured(
     "include_usage, include_obfuscation, continuous_usage_stats (the usage so far in every chunk, "
-    "as vLLM sends it; needs include_usage)",
-    schemas.StreamOptions,
+    "as vLLM sends it; needs include_usage)"
 )
-STOP = Rule("honoured", FIELDS["stop"].help, schemas.type_of("stop"))
-TIER = Rule(
-    "ignored",
-    "there is one tier",
-    Literal["auto", "default", "flex", "priority", "scale"],
-    only=("auto", "default"),
+STOP = honoured(FIELDS["stop"].help)
+TIER = ignored("there is one tier", "auto", "default")
+NO_METADATA = ignored("it is not stored; metadata is")
+CACHE_HINT = ignored(CACHE)
+CACHE_KEY = ignored(CACHE)
+CACHE_PROMPT = ignored("the prefix cache is always on", True)
+RETENTION = ignored(
+    "cached prefixes stay in memory until they are evicted", "in_memory", "in-memory"
 )
-NO_METADATA = Rule("ignored", "it is not stored; metadata is", dict[str, Any])
-CACHE_HINT = Rule("ignored", CACHE)
-CACHE_KEY = Rule("ignored", CACHE, schemas.Label)
-CACHE_PROMPT = Rule("ignored", "the prefix cache is always on", TRUE_FALSE, only=(True,))
-RETENTION = Rule(
-    "ignored",
-    "cached prefixes stay in memory until they are evicted",
-    Literal["in_memory", "in-memory", "24h"],
-    only=("in_memory", "in-memory"),
+NO_VERBOSITY = ignored(
+    "no model here has such a setting; ask for a short or a long answer in a message", "medium"
 )
-VERBOSITY = "no model here has such a setting; ask for a short or a long answer in a message"
-SAFETY = Rule("label", "written to the log", schemas.Label)
-METADATA = Rule(
-    "label", "stored with the object; echoed where the protocol echoes it", schemas.Metadata
-)
-NO_MODERATION = Rule("refused", "no moderation model runs here")
-PARSE = Rule(
-    "honoured",
+SAFETY = label("written to the log")
+METADATA = label("stored with the object; echoed where the protocol echoes it")
+NO_MODERATION = refused("no moderation model runs here")
+PARSE_TEXT = (
     "true: the text of a control token (<|im_start|>) in the prompt becomes that token; missing: "
-    "it stays plain text, and the response has a warning",
-    TRUE_FALSE,
+    "it stays plain text, and the response has a warning"
 )
-NO_PARSE = Rule(
-    "refused",
-    "the chat template adds the control tokens; message text stays text",
-    only=(False,),
-)
-ADD_PROMPT = Rule(
-    "honoured",
+PARSE = honoured(PARSE_TEXT)
+NO_PARSE = refused("the chat template adds the control tokens; message text stays text", False)
+ADD_PROMPT = honoured(
     "false: the template starts no answer after the last message; true, also after a last message "
-    "of the assistant",
-    TRUE_FALSE,
+    "of the assistant"
 )
-CONTINUE = Rule(
-    "honoured",
+CONTINUE = honoured(
     "true: the model continues the last message, which is one of the assistant, and the answer is "
     "the continuation; missing: true for a last message of the assistant without tool calls, "
-    "unless add_generation_prompt is set",
-    TRUE_FALSE,
+    "unless add_generation_prompt is set"
 )
-KWARGS = Rule(
-    "honoured",
-    "further variables for the chat template; a variable that the template never reads is refused",
-    dict[str, Any],
+CHAT_MESSAGES = honoured(
+    "roles system, developer, user, assistant, tool; text parts; reasoning_content that the "
+    "model's template does not read is refused; a name that it does not read, and "
+    "cache_control, have no effect and get a warning",
+    required=True,
 )
+TOOLS = honoured("functions the model may call")
+KWARGS = honoured(
+    "further variables for the chat template; a variable that the template never reads is refused"
+)
+
+
+class WithTopK(RequestBody):
+    top_k: type_of("top_k") | Literal[-1] | None = honoured(  # type: ignore[valid-type]
+        f"{FIELDS['top_k'].help}, and so is -1", param="top_k"
+    )
+
+
+class _Extensions(WithTopK):
+    """Verbatim's own fields, and those of vLLM's and llama.cpp's clients (field_effects.py)."""
+
+    # 262 KB per token for a vocabulary of 49,152 ids: too much to send with every explanation
+    explain_rows: bool | None = honoured(
+        "with explain and receipt, for one choice: the explanations of the first 64 tokens include "
+        "the whole row of logits (four bytes per id, in base64) and the grammar's mask, for a "
+        "what-if; missing: row and mask are null; at most 4 such requests at once"
+    )
+    report_params: bool | None = REPORT
+    repeat_penalty: type_of("repetition_penalty") | None = honoured(  # type: ignore[valid-type]
+        "llama.cpp's name of repetition_penalty"
+    )
+    n_probs: Alternatives | None = honoured(
+        "llama.cpp's clients: report each token's log-probability and this many alternatives"
+    )
+    cache_prompt: bool | None = CACHE_PROMPT
+    guided_json: JsonObject | bool | Text | None = honoured("vLLM's name of json_schema")
+    guided_regex: Text | None = honoured("vLLM's name of regex")
+    guided_choice: Text | list[Text] | None = honoured("vLLM's name of choice")
+    guided_grammar: Text | None = honoured("vLLM's name of grammar")
+    guided_decoding_backend: Label | None = ignored("there is one grammar engine")
+    guided_whitespace_pattern: Refused = refused("white space between JSON tokens is fixed")
+    structured_outputs: StructuredOutputs | None = honoured(
+        "one of vLLM's json, json_object, regex, choice, grammar"
+    )

@@ -20,12 +20,12 @@ from starlette.types import Receive, Scope, Send
 
 from verbatim.base.json_io import dumps
 from verbatim.server.api.common.default_params import with_defaults
-from verbatim.server.api.common.field_table import PROTOCOLS
+from verbatim.server.api.common.field_effects import take_ignored, translate
 from verbatim.server.api.common.json_body import parse_json
+from verbatim.server.api.common.route import ApiProtocol, ApiRoute
 from verbatim.server.api.common.to_params import check_finish, with_client_names
 from verbatim.server.api.common.tools import name_tool
 from verbatim.server.api.common.validate import check
-from verbatim.server.api.field_effects import take_ignored, translate
 from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.problem import Problem, problem_of
 from verbatim.server.process.messages import Generate, Generated, Result, Work
@@ -34,8 +34,7 @@ from verbatim.server.server_state import State
 
 log = logging.getLogger("verbatim.server")
 R = TypeVar("R", bound=Result)
-CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # accepted on /api/ routes
-UNLOAD_ROUTES = ("/api/generate", "/api/chat")
+CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # of a plain `curl -d`
 WRITE_GRACE = 10.0  # seconds a client has to read the last bytes before it is disconnected
 SLOW_GRACE = 1.0  # seconds, for a client that has already proved to read too slowly
 
@@ -51,28 +50,19 @@ class Json(Response):
         return dumps(content)
 
 
-def is_zero(duration: Any) -> bool:
-    """Whether a keep_alive asks for no time at all: 0, "0" or "0s"."""
-    return duration is not None and not any(digit in str(duration) for digit in "123456789")
-
-
-def asks_to_unload(route: str, body: Mapping[str, Any]) -> bool:
-    """Ollama: no prompt, and keep_alive 0. Such a request never holds its model."""
-    asked = body.get("prompt") or body.get("messages")
-    return route in UNLOAD_ROUTES and not asked and is_zero(body.get("keep_alive"))
-
-
 class RequestContext:
-    def __init__(self, request: Request, state: State, route: str) -> None:
+    def __init__(
+        self, request: Request, state: State, route: ApiRoute, protocol: ApiProtocol
+    ) -> None:
         self.request = request
         # Of several models, the first, until choose_model().
         self.state = state if state.pool is None else state.for_model(state.pool.first)
         self.route = route
+        self.protocol = protocol
         self.id: str = request.scope["verbatim.id"]
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
-        self.is_queued = False  # the route counts against max_queue
-        self.query: dict[str, str] = {}  # validated against QUERIES
+        self.query: dict[str, str] = {}  # validated against the route's queries
         # engine parameter name -> client field name, for errors that the engine reports
         self.names: Mapping[str, str] = {}
         self.aliases: Mapping[str, str] = {}  # this server's field -> the client's (translate())
@@ -93,34 +83,32 @@ class RequestContext:
 
     # -------------------------------------------------------------------------------- body
 
-    async def body(self, route: str | None = None) -> dict[str, Any]:
+    async def body(self) -> dict[str, Any]:
         raw = await self.read_raw()
         data = parse_json(raw, self.state.limits.max_json_depth, self.state.max_json_values)
         if self.state.settings.log_prompts:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
-        body = check(route or self.route, data)
-        table = PROTOCOLS[route or self.route][1]
-        self.notices, self.aliases = take_ignored(table, body), translate(table, body)
+        body = check(self.route, data)
+        assert self.route.body is not None, self.route.path
+        self.notices = take_ignored(self.route.body, body)
+        self.aliases = translate(self.route.fields, body)
         self.request.scope["verbatim.labels"] = labels_of(body)
-        if self.route.startswith("/api/") and "model" in body:
+        if self.protocol.any_case and "model" in body:
             body["model"] = self.state.served_case(body["model"])
         self.given = body
         await self.choose_model(body.get("model"), body)
         return body
 
     async def choose_model(self, name: str | None, body: Mapping[str, Any] | None = None) -> None:
-        """Of several models: load the one that the request names, and hold it until the end. A
-        request that only unloads a model, or asks for known facts, loads nothing."""
+        """Of several models: load the one that the request names, and hold it until the end, unless
+        the route says that this request loads nothing."""
         pool = self.state.pool
         if pool is None:
             return
         name = self.state.check_model(name)
         name = pool.adapters.get(name, name)
         model = pool.models[name]
-        known = self.route == "/api/show" and model.facts is not None
-        if asks_to_unload(self.route, body or {}) or (
-            not model.loaded and (known or self.route == "/api/pull")
-        ):
+        if self.route.loads_nothing(body or {}, model):
             self.state = self.state.for_model(model)
             return
         start, is_loaded = self.state.clock(), model.supervisor.ready.is_set()
@@ -137,9 +125,9 @@ class RequestContext:
     async def read_raw(self) -> bytes:
         limit = self.state.limits.max_body_bytes
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        # Ollama's documentation calls curl without a content type. A web page of another site can
-        # send such a body without asking first, but never without its Origin.
-        curl = self.route.startswith("/api/") and "origin" not in self.request.headers
+        # A web page of another site can send a body of these types without asking first, but never
+        # without its Origin.
+        curl = self.protocol.any_content_type and "origin" not in self.request.headers
         if kind != "application/json" and not (curl and kind in CURL_TYPES):
             raise Problem(
                 "unsupported_media_type",
@@ -161,7 +149,7 @@ class RequestContext:
 
     def admit(self) -> None:
         """Take a place in the queue, on a route that needs one. Raises the rejection."""
-        if self.is_queued:
+        if self.route.is_queued:
             self.admission.enter_context(self.state.admission.admit(self.tenant))
 
     # ------------------------------------------------------------------------------ engine
@@ -178,7 +166,7 @@ class RequestContext:
             if self.adapter:
                 params = {**message.params, "adapter": self.adapter}
                 message = replace(message, params=params)
-            message = with_defaults(message, self.given, self.state, self.route)
+            message = with_defaults(message, self.given, self.state, self.protocol.defaults)
         running = self.state.supervisor.submit(message, self.signal)
         running.on_fail, running.localize = self._failed, self._with_client_names
         self.runs.append(running)

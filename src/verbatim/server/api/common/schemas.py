@@ -21,6 +21,12 @@ Name = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Label = Annotated[str, Field(strict=True, max_length=512)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MOST)]
 JsonObject = dict[str, Any]
+Int64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
+Length = Annotated[int, Field(strict=True, ge=1, le=MOST)]
+LastN = Annotated[int, Field(strict=True, ge=-1, le=MOST)]  # llama.cpp's: -1 is all tokens
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Count = Annotated[int, Field(strict=True, ge=0, le=MOST)]
+Alternatives = Annotated[int, Field(strict=True, ge=0, le=int(FIELDS["logprobs"].high or MOST))]
 
 
 def type_of(name: str) -> Any:

@@ -1,69 +1,31 @@
 """Request validation. In: a parsed body. Out: a plain dict, or a Problem that names the field.
 
-Order: bytes -> JSON (json_body.py) -> the protocol's field table (unknown and refused fields) ->
-the pydantic model made from that table (types and ranges; validation_errors.py).
+Order: bytes -> JSON (json_body.py) -> the rules of the route's model (unknown and refused fields;
+field_rules.py) -> the model itself (types and ranges; validation_errors.py).
 null means "not given", as OpenAI's clients send it.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import ValidationError
 
 from verbatim.base.json_io import has_big_integer
-from verbatim.server.api.common.field_rules import Rule
-from verbatim.server.api.common.field_table import ANY_QUERY, PROTOCOLS, QUERIES
-from verbatim.server.api.common.validation_errors import problem_of, suggestion
+from verbatim.server.api.common.route import ApiRoute
+from verbatim.server.api.common.validation_errors import body_problem, suggestion
 from verbatim.server.problem import Problem
 
-# Fields whose members may be null, which means "not given" as at the top.
+# RequestBody whose members may be null, which means "not given" as at the top.
 NULLS_INSIDE = ("messages", "input", "tools", "tool_choice", "options")
 
 
-# ---------------------------------------------------------------------------------- models
-
-
-@functools.cache
-def request_model(route: str) -> type[BaseModel]:
-    title, table = PROTOCOLS[route]
-    members: dict[str, Any] = {}
-    for name, rule in table.items():
-        kind = allowed_type(rule)
-        if kind is None:
-            continue
-        members[_safe(name)] = (kind, ...) if rule.required else (kind | None, None)
-    config = ConfigDict(
-        extra="forbid", strict=True, protected_namespaces=(), alias_generator=_unsafe, title=title
-    )
-    return create_model(title, __config__=config, **members)
-
-
-def _safe(name: str) -> str:
-    """pydantic reserves leading underscores."""
-    return f"private{name}" if name.startswith("_") else name
-
-
-def _unsafe(name: str) -> str:
-    return name.removeprefix("private") if name.startswith("private_") else name
-
-
-def allowed_type(rule: Rule) -> Any:
-    """The accepted type; None for a field that is refused with every value."""
-    if rule.kind != "refused":
-        return rule.type
-    if not rule.only:
-        return None
-    plain = tuple(v for v in rule.only if isinstance(v, (str, bool, int)))
-    return Literal[plain] if len(plain) == len(rule.only) else Any
-
-
-def check(route: str, data: Any) -> dict[str, Any]:
+def check(route: ApiRoute, data: Any) -> dict[str, Any]:
     """The body without nulls; every field is known, supported and in range."""
-    table = PROTOCOLS[route][1]
+    body, table = route.body, route.fields
+    assert body is not None, route.path
     if not isinstance(data, dict):
         raise Problem("invalid_request", "the body must be a JSON object")
     given: dict[str, Any] = {}
@@ -72,7 +34,7 @@ def check(route: str, data: Any) -> dict[str, Any]:
         if rule is None:
             raise Problem(
                 "unknown_parameter",
-                f"{name[:64]}: {route} has no such field{suggestion(name, table)}",
+                f"{name[:64]}: {route.path} has no such field{suggestion(name, table)}",
                 param=name[:64],
             )
         if value is None:
@@ -86,9 +48,9 @@ def check(route: str, data: Any) -> dict[str, Any]:
         if rule.required and name not in given:
             raise Problem("missing_parameter", f"{name}: is required", param=name)
     try:
-        request_model(route).model_validate(given)
+        body.model_validate(given)
     except ValidationError as error:
-        raise problem_of(error, given, _options(table)) from None
+        raise body_problem(error, given, body) from None
     except RecursionError:
         raise Problem("json_too_deep", "the body is nested too deeply") from None
     for name, value in given.items():
@@ -101,11 +63,11 @@ def check(route: str, data: Any) -> dict[str, Any]:
     return given
 
 
-def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
+def check_query(route: ApiRoute, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:
     """Validated query parameters: each known, well-formed and given once."""
-    if route in ANY_QUERY:
+    if route.any_query:
         return {}
-    known = QUERIES.get(f"{method} {route}", {})
+    known = route.queries
     given: dict[str, str] = {}
     for name, value in pairs:
         rule = known.get(
@@ -114,7 +76,7 @@ def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> di
         if rule is None:
             raise Problem(
                 "unknown_parameter",
-                f"{name[:64]}: {method} {route} has no such parameter",
+                f"{name[:64]}: {route.method} {route.path} has no such parameter",
                 param=name[:64],
             )
         if name in given:
@@ -127,11 +89,6 @@ def check_query(method: str, route: str, pairs: Sequence[tuple[str, str]]) -> di
             )
         given[name] = value
     return given
-
-
-def _options(table: Mapping[str, Rule]) -> Collection[str]:
-    """The names of Ollama's `options` on this route; empty without that field."""
-    return getattr(table["options"].type, "model_fields", ()) if "options" in table else ()
 
 
 def _without_nulls(value: Any, depth: int = 3) -> Any:

@@ -10,11 +10,12 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from verbatim.base.migration_hints import hints
-from verbatim.server.api.common.field_table import OTHER_NAMES
+from verbatim.server.api.common.field_rules import RequestBody, member_model, rules_of
 from verbatim.server.api.common.json_body import format_path
-from verbatim.server.api.ollama.ollama_schemas import REFUSED_OPTIONS
 from verbatim.server.problem import Problem
 
+Path = list[str | int]
+Paths = Sequence[tuple[Path, ErrorDetails]]
 SHOULD = "Input should be "  # how pydantic's messages start
 
 TYPE_MISMATCHES = (
@@ -27,6 +28,35 @@ TYPE_MISMATCHES = (
     "model_type",
     "literal_error",
 )
+
+# A field of another protocol -> the names that may mean the same here, for the error's suggestion.
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "think": ("reasoning_effort", "reasoning", "thinking"),
+    "thinking": ("reasoning_effort", "reasoning", "think"),
+    "enable_thinking": ("reasoning_effort", "reasoning", "thinking", "think"),
+    "reasoning_effort": ("reasoning", "thinking", "think"),
+    "reasoning": ("reasoning_effort", "thinking", "think"),
+    "content": ("prompt", "messages"),
+    "texts": ("documents", "input"),
+    "input": ("content", "prompt"),
+    "name": ("model",),
+    "num_predict": ("max_tokens", "max_output_tokens", "n_predict", "options"),
+    "n_predict": ("max_tokens", "max_output_tokens", "options"),
+    "max_tokens": ("max_output_tokens", "n_predict", "options", "num_predict"),
+    "repetition_penalty": ("repeat_penalty", "options"),
+    "repeat_penalty": ("repetition_penalty", "options"),
+    "repeat_last_n": ("penalty_range", "options"),
+    "temperature": ("options",),
+    "stop": ("stop_sequences", "options"),
+    "response_format": ("text", "output_config", "format", "json_schema"),
+    "guided_json": ("json_schema", "output_config", "format"),
+    "guided_regex": ("regex",),
+    "guided_choice": ("choice",),
+    "guided_grammar": ("grammar",),
+    "structured_outputs": ("output_config", "format"),
+    "use_beam_search": ("num_beams",),
+    "lora_request": ("adapter",),
+}
 
 # content part types that are not text, in all protocols
 MEDIA = (
@@ -45,13 +75,42 @@ MEDIA = (
 )
 
 
-def problem_of(error: ValidationError, data: Any, options: Collection[str] = ()) -> Problem:
-    """Choose the most useful of pydantic's errors. `options`: the names of Ollama's options.
+def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> Problem:
+    """Choose the most useful of pydantic's errors about the data of a body.
 
     The deepest path wins, because a union reports errors for every branch. At equal depth, an error
     that is not a mere type mismatch wins."""
     paths = [(_path(e, data), e) for e in error.errors(include_url=False)]
-    # A built-in tool: report its type, not the function fields that it lacks.
+    unsupported = _built_in_tool(paths) or _media(paths, data)
+    if unsupported is not None:
+        return unsupported
+    path, chosen = max(
+        paths, key=lambda item: (len(item[0]), item[1]["type"] not in TYPE_MISMATCHES)
+    )
+    if chosen["type"].startswith("union_tag_"):  # a missing or unknown role or type
+        path.append(chosen["ctx"]["discriminator"].strip("'"))
+    param = format_path(path)
+    if chosen["type"] == "union_tag_invalid":
+        expected, got = chosen["ctx"]["expected_tags"], chosen["ctx"]["tag"]
+        message = f"{param}: input should be one of {expected} (got {got!r:.40})"
+        return Problem("invalid_parameter", message, param)
+    if (why := _refused_member(path, body)) is not None:
+        return Problem("unsupported_parameter", f"{param}: not supported; {why}", param)
+    if chosen["type"] in ("missing", "union_tag_not_found"):
+        return Problem("missing_parameter", f"{param}: is required", param=param)
+    if chosen["type"] == "extra_forbidden":
+        near = ""
+        if path[:-1] == ["options"]:
+            near = suggestion(
+                str(path[1]), getattr(member_model(body, "options"), "model_fields", ())
+            )
+        return Problem("unknown_parameter", f"{param}: unknown field{near}", param=param)
+    accepted = _accepted([e for where, e in paths if where == path], chosen)
+    return Problem("invalid_parameter", f"{param}: {_message(chosen, accepted)}", param=param)
+
+
+def _built_in_tool(paths: Paths) -> Problem | None:
+    """A built-in tool: report its type, not the function fields that it lacks."""
     for path, complaint in paths:
         if path[:1] == ["tools"] and path[2:] == ["type"] and isinstance(complaint["input"], str):
             kind = complaint["input"][:64]
@@ -61,43 +120,32 @@ def problem_of(error: ValidationError, data: Any, options: Collection[str] = ())
                 f"{where}: {kind!r} tools are not supported; {_message(complaint)}",
                 where,
             )
-    media = next((found for path, _ in paths if (found := _media_at(path, data))), None)
-    if media is not None:
-        where, kind = media
-        return Problem(
-            "unsupported_parameter", f"only text input is supported; {where} is {kind}", where
-        )
-    path, chosen = max(
-        paths, key=lambda item: (len(item[0]), item[1]["type"] not in TYPE_MISMATCHES)
-    )
-    if chosen["type"].startswith("union_tag_"):  # a missing or unknown role or type
-        path.append(chosen["ctx"]["discriminator"].strip("'"))
-        if chosen["type"] == "union_tag_invalid":
-            expected, got = chosen["ctx"]["expected_tags"], chosen["ctx"]["tag"]
-            param = format_path(path)
-            return Problem(
-                "invalid_parameter",
-                f"{param}: input should be one of {expected} (got {got!r:.40})",
-                param,
-            )
-        chosen["type"] = "missing"
-    param = format_path(path)
-    if len(path) == 2 and path[0] == "options" and path[1] in REFUSED_OPTIONS:
-        why = REFUSED_OPTIONS[str(path[1])]
-        return Problem("unsupported_parameter", f"{param}: not supported; {why}", param)
-    if chosen["type"] == "missing":
-        return Problem("missing_parameter", f"{param}: is required", param=param)
-    if chosen["type"] == "extra_forbidden":
-        near = suggestion(str(path[1]), options) if path[:-1] == ["options"] else ""
-        return Problem("unknown_parameter", f"{param}: unknown field{near}", param=param)
-    accepted = ""
-    # The branches of a union: all that would be accepted.
-    kinds = dict.fromkeys(
-        _kind(e) for where, e in paths if where == path and e["type"] in TYPE_MISMATCHES
-    )
+    return None
+
+
+def _media(paths: Paths, data: Any) -> Problem | None:
+    for path, _ in paths:
+        if (found := _media_at(path, data)) is not None:
+            where, kind = found
+            message = f"only text input is supported; {where} is {kind}"
+            return Problem("unsupported_parameter", message, where)
+    return None
+
+
+def _refused_member(path: Path, body: type[RequestBody]) -> str | None:
+    """Why a member of an object is refused; None: it is not."""
+    members = member_model(body, str(path[0])) if len(path) == 2 else None
+    rule = None if members is None else rules_of(members).get(str(path[1]))
+    return rule.help if rule is not None and rule.kind == "refused" else None
+
+
+def _accepted(errors: Sequence[ErrorDetails], chosen: ErrorDetails) -> str:
+    """All that would be accepted at one place: the branches of a union. Empty: say what was
+    chosen."""
+    kinds = dict.fromkeys(_kind(e) for e in errors if e["type"] in TYPE_MISMATCHES)
     if chosen["type"] in TYPE_MISMATCHES and all(kind.startswith(SHOULD) for kind in kinds):
-        accepted = SHOULD + " or ".join(kind.removeprefix(SHOULD) for kind in kinds)
-    return Problem("invalid_parameter", f"{param}: {_message(chosen, accepted)}", param=param)
+        return SHOULD + " or ".join(kind.removeprefix(SHOULD) for kind in kinds)
+    return ""
 
 
 def suggestion(name: str, table: Collection[str]) -> str:

@@ -1,4 +1,4 @@
-"""llama.cpp's /completion, /props and /apply-template.
+"""llama.cpp's /completion, /embedding, /props and /apply-template.
 
 In: a checked request by llama.cpp's field names, translated into SamplingParams. Out: llama.cpp's
 JSON objects, or events with one of them each. A prompt is in the model's own format, as llama.cpp
@@ -17,6 +17,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.chat_request import check_tools, continued, conversation
 from verbatim.server.api.common.default_params import default_params
+from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.generate import (
     chat_logprobs,
     choice_deltas,
@@ -24,6 +25,7 @@ from verbatim.server.api.common.generate import (
     observe_latency,
     warnings_of,
 )
+from verbatim.server.api.common.prompts import embed, prompts_of, unit_vector
 from verbatim.server.api.common.request_context import (
     KEEP_ALIVE,
     EventStream,
@@ -31,8 +33,7 @@ from verbatim.server.api.common.request_context import (
     RequestContext,
     sse,
 )
-from verbatim.server.api.llamacpp.local_fields import LLAMA_COMPLETION
-from verbatim.server.api.openai.completions import prompts_of
+from verbatim.server.api.llamacpp.llama_fields import LlamaCompletion
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import (
     Detokenized,
@@ -42,15 +43,17 @@ from verbatim.server.process.messages import (
     WireFinish,
 )
 
+RULES = rules_of(LlamaCompletion)
 # our parameter -> llama.cpp's field, for error messages
-NAMES = {
-    rule.param: name for name, rule in LLAMA_COMPLETION.items() if rule.param and rule.param != name
-} | {"max_tokens": "n_predict", "logprobs": "n_probs"}
+NAMES = {rule.param: name for name, rule in RULES.items() if rule.param and rule.param != name} | {
+    "max_tokens": "n_predict",
+    "logprobs": "n_probs",
+}
 STOP_TYPES = {"length": "limit", "loop": "eos", "cancel": "none"}
 
 
 def sampling(body: dict[str, Any]) -> dict[str, Any]:
-    values = to_params.sampling_values(body, LLAMA_COMPLETION)
+    values = to_params.sampling_values(body, RULES)
     values |= to_params.penalty_window(body.get("repeat_last_n"))
     if body.get("dry_penalty_last_n", -1) == 0:
         values["dry_multiplier"] = 0.0
@@ -79,7 +82,7 @@ def generation_settings(params: SamplingParams) -> dict[str, Any]:
     return {
         "n_predict": params.max_tokens or -1,
         "seed": -1 if params.seed is None else params.seed,
-        **{name: plain(rule.param) for name, rule in LLAMA_COMPLETION.items() if rule.param},
+        **{name: plain(rule.param) for name, rule in RULES.items() if rule.param},
         "repeat_last_n": params.penalty_range or -1,
         "dry_penalty_last_n": params.dry_range or -1,
         "stop": plain("stop"),
@@ -177,12 +180,29 @@ async def completion(call: RequestContext) -> Response:
         sampling(body), limits=state.limits, facts=state.facts, names=NAMES
     )
     call.names = NAMES
-    in_force = default_params(state, SamplingParams.from_mapping(params), call.route)
+    in_force = default_params(state, SamplingParams.from_mapping(params), call.protocol.defaults)
     made = LlamaReply(call, body, in_force)
     parse = isinstance(prompt, str) and body.get("parse_special", True)
     call.submit(Generate(call.next_id(), call.tenant, params, stream, prompt, parse_special=parse))
     await call.accepted()
     return EventStream(call, made.events()) if stream else await made.full_response()
+
+
+async def embedding(call: RequestContext) -> Response:
+    """A list with one row of vectors per text."""
+    body = await call.body()
+    call.state.check_model(body.get("model"))
+    results = await embed(call, body, "content")
+    plain = body.get("embd_normalize") == -1
+    return Json(
+        [
+            {
+                "index": i,
+                "embedding": [r.embedding or [] if plain else unit_vector(r.embedding or [], None)],
+            }
+            for i, r in enumerate(results)
+        ]
+    )
 
 
 async def apply_template(call: RequestContext) -> Response:
@@ -202,7 +222,7 @@ async def apply_template(call: RequestContext) -> Response:
 async def props(call: RequestContext) -> Response:
     """Facts of the server and its model. The model has its served name, never a path."""
     facts, name = call.state.facts, call.state.names()[0]
-    settings = generation_settings(default_params(call.state, route="/completion"))
+    settings = generation_settings(default_params(call.state, protocol=call.protocol.defaults))
     return Json(
         {
             "default_generation_settings": {"n_ctx": facts.context, "params": settings},

@@ -9,7 +9,7 @@ change a token here: they are accepted, and the answer has a warning that they h
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ from starlette.responses import Response
 from verbatim.base.json_io import dumps, loads_lossless
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.chat_request import ChatRequest
+from verbatim.server.api.common.field_rules import Rule
 from verbatim.server.api.common.generate import (
     choice_deltas,
     extra_fields,
@@ -30,15 +31,17 @@ from verbatim.server.api.common.request_context import (
     EventStream,
     Json,
     RequestContext,
-    is_zero,
     new_id,
 )
-from verbatim.server.api.llamacpp.local_fields import OLLAMA_CHAT
 from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
+from verbatim.server.model_pool import ServedModel
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import Generate, Generated, WireFinish
 
 OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama option -> SamplingParams field
+PARAMS = {
+    name: Rule("honoured", "", param=name) for name in (*OLLAMA_PARAMS.values(), "penalty_range")
+}
 NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "max_tokens": "options.num_predict",
     "seed": "options.seed",
@@ -109,6 +112,17 @@ def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 made["name"] = row["tool_name"]
         out.append(made)
     return out
+
+
+def is_zero(duration: Any) -> bool:
+    """Whether a keep_alive asks for no time at all: 0, "0" or "0s"."""
+    return duration is not None and not any(digit in str(duration) for digit in "123456789")
+
+
+def asks_to_unload(body: Mapping[str, Any], model: ServedModel) -> bool:
+    """No prompt, and keep_alive 0. Such a request never holds its model."""
+    asked = body.get("prompt") or body.get("messages")
+    return not asked and is_zero(body.get("keep_alive"))
 
 
 async def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
@@ -253,7 +267,7 @@ async def chat(call: RequestContext) -> Response:
     fields["continue_final"] = last["role"] == "assistant" and not last.get("tool_calls")
     if body.get("tools"):
         fields["tools"] = body["tools"]
-    ask = ChatRequest(call, fields, {**OLLAMA_CHAT, **_params()}, NAMES)
+    ask = ChatRequest(call, fields, PARAMS, NAMES)
     return await _reply(
         call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
     )
@@ -282,7 +296,7 @@ async def generate(call: RequestContext) -> Response:
         "messages": [*system, {"role": "user", "content": prompt}],
         "prompt": prompt,
     }
-    ask = ChatRequest(call, fields, _params(), {**NAMES, "messages": "prompt"})
+    ask = ChatRequest(call, fields, PARAMS, {**NAMES, "messages": "prompt"})
     return await _reply(
         call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
     )
@@ -341,12 +355,6 @@ async def _reply(
         if stream
         else await answer.full_response()
     )
-
-
-def _params() -> dict[str, Any]:
-    from verbatim.server.api.openai.openai_fields import CHAT
-
-    return {name: CHAT[name] for name in (*OPTIONS.values(), "penalty_range") if name in CHAT}
 
 
 def _head(model: str) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from verbatim.base.defaults import report
 from verbatim.base.json_io import dumps
 from verbatim.server.api.common.default_params import default_params
 from verbatim.server.api.common.generate import extra_fields
+from verbatim.server.api.common.prompts import embed, unit_vector
 from verbatim.server.api.common.request_context import Json, RequestContext
 from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
-from verbatim.server.api.openai.embed_rerank import embed, unit_vector
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
 
@@ -108,7 +108,7 @@ async def ps(call: RequestContext) -> Response:
 
 def _parameters(call: RequestContext) -> str:
     """The sampling parameters that the model states, as PARAMETER lines of a Modelfile."""
-    stated = report(default_params(call.state, route="/api/show"))
+    stated = report(default_params(call.state, protocol=call.protocol.defaults))
     return "\n".join(
         f"{theirs:<30} {stated[ours]['value']}"
         for theirs, ours in OLLAMA_PARAMS.items()

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, create_model
 
 from verbatim.base.param_checks import MAX_STOP_STRINGS, MOST
-from verbatim.server.api.common.schemas import JsonObject, Strict, Text, type_of
+from verbatim.server.api.common.field_rules import Refused, RequestBody, ignored, refused, taking
+from verbatim.server.api.common.schemas import Int64, JsonObject, LastN, Length, Strict, Text
 
 # Ollama option -> SamplingParams field, where both have the same range
 OLLAMA_PARAMS = {
@@ -62,39 +63,34 @@ OLLAMA_MACHINE_OPTIONS = {
     "embedding_only": "every model generates and embeds",
     "num_keep": "the server never truncates a prompt, so no token has to be kept",
 }
-IGNORED_OPTIONS = OLLAMA_MACHINE_OPTIONS | dict.fromkeys(
-    ("mirostat_tau", "mirostat_eta"), "there is no mirostat"
-)
-
-
-# Option -> why it is refused. A value that _OllamaOptions allows is accepted all the same.
-REFUSED_OPTIONS = {
-    "mirostat": "this sampler does not exist here; min_p and typical_p do",
-    "tfs_z": "this sampler does not exist here; min_p and typical_p do",
-    "penalize_newline": "the penalties apply to a newline as to any token",
+_NO_SAMPLER = refused("this sampler does not exist here; min_p and typical_p do")
+_PENALISED = refused("the penalties apply to a newline as to any token")
+_NO_MIROSTAT = ignored("there is no mirostat")
+_machine: Any = {
+    name: (bool | int | None, ignored(why)) for name, why in OLLAMA_MACHINE_OPTIONS.items()
 }
+_Machine: Any = create_model("_Machine", __base__=RequestBody, **_machine)
 
 
-class _OllamaOptions(Strict):
-    """Ollama options that are not SamplingParams fields, or have another range."""
-
+class OllamaOptions(taking(OLLAMA_PARAMS, _Machine)):  # type: ignore[misc]
     num_predict: Annotated[int, Field(ge=-2, le=MOST)] | None = None
-    num_ctx: Annotated[int, Field(ge=1, le=MOST)] | None = None
-    repeat_last_n: Annotated[int, Field(ge=-1, le=MOST)] | None = None
-    # accepted where they change nothing; REFUSED_OPTIONS has the reasons
-    penalize_newline: Literal[True] | None = None  # a new line is penalised like any token
-    mirostat: Literal[0] | None = None
-    mirostat_tau: float | None = None
-    mirostat_eta: float | None = None
-    tfs_z: Literal[1] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    num_ctx: Length | None = None
+    repeat_last_n: LastN | None = None
+    penalize_newline: Literal[True] | None = _PENALISED
+    mirostat: Literal[0] | None = _NO_SAMPLER
+    mirostat_tau: float | None = _NO_MIROSTAT
+    mirostat_eta: float | None = _NO_MIROSTAT
+    tfs_z: Literal[1] | None = _NO_SAMPLER
+    seed: Int64 | None = None
     stop: Text | Annotated[list[Text], Field(max_length=MAX_STOP_STRINGS)] | None = None
 
 
-_ollama: Any = {theirs: (type_of(ours) | None, None) for theirs, ours in OLLAMA_PARAMS.items()}
-_machine: Any = dict.fromkeys(OLLAMA_MACHINE_OPTIONS, (bool | int | None, None))
-OllamaOptions = create_model("OllamaOptions", __base__=_OllamaOptions, **_ollama, **_machine)
-OllamaEmbedOptions = create_model("OllamaEmbedOptions", __base__=Strict, **_machine)
+class OllamaEmbedOptions(_Machine):  # type: ignore[misc]
+    penalize_newline: Refused = _PENALISED
+    mirostat: Refused = _NO_SAMPLER
+    tfs_z: Refused = _NO_SAMPLER
+
+
 # Seconds, or a duration as Go writes it ("5m", "1h30m"); negative: for ever
 KeepAlive = (
     Annotated[int, Field(strict=True, ge=-(2**31), lt=2**31)]

@@ -213,7 +213,7 @@ async def chat(call: RequestContext) -> Response:
             "best_of: cannot be streamed, because the best choice is known only at the end",
             "best_of",
         )
-    made = ChatReply(ask := ChatRequest(call, body), model)
+    made = ChatReply(ask := ChatRequest(call, body, call.route.fields), model)
     ask.submit(stream)
     await call.accepted()
     if stream:

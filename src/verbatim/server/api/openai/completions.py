@@ -28,6 +28,7 @@ from verbatim.server.api.common.generate import (
     usage_of,
     warnings_of,
 )
+from verbatim.server.api.common.prompts import parses_special, prompts_of
 from verbatim.server.api.common.request_context import (
     DONE,
     KEEP_ALIVE,
@@ -38,53 +39,10 @@ from verbatim.server.api.common.request_context import (
     new_id,
     sse,
 )
-from verbatim.server.api.openai.openai_fields import COMPLETIONS
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import Generate, Generated, WireChoice
 
 DEFAULT_MAX_TOKENS = 16
-
-
-def prompts_of(
-    value: Any, name: str, call: RequestContext, *, truncate: bool = False
-) -> list[str | list[int]]:
-    """The four forms of `prompt` as a list. Prompts that are empty, too long (unless the engine may
-    `truncate` them) or have invalid token ids are rejected here, before they reach the engine."""
-    many = isinstance(value, list) and not isinstance(value[0], int)
-    prompts: list[str | list[int]] = list(value) if many else [value]
-    limit = call.state.limits.max_prompts
-    if len(prompts) > limit:
-        raise Problem(
-            "invalid_parameter",
-            f"{name}: {len(prompts)} prompts are above this server's limit of {limit}",
-            name,
-        )
-    for i, prompt in enumerate(prompts):
-        where = f"{name}[{i}]" if many else name
-        if not prompt:
-            raise Problem(
-                "invalid_parameter",
-                f"{where}: is empty; give at least one character or token",
-                where,
-            )
-        if isinstance(prompt, str):
-            if not truncate:
-                to_params.check_text_length(where, prompt, call.state.facts)
-        else:
-            if not truncate:
-                to_params.check_id_count(where, prompt, call.state.facts)
-            to_params.check_vocabulary(where, prompt, call.state.facts)
-    return prompts
-
-
-def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool:
-    if body.get("parse_special") and not isinstance(prompts[0], str):
-        raise Problem(
-            "invalid_parameter",
-            "parse_special: only with text; token ids are not parsed",
-            "parse_special",
-        )
-    return bool(body.get("parse_special"))
 
 
 class StreamExtras(NamedTuple):
@@ -139,7 +97,7 @@ class CompletionsReply:
         self.places: dict[tuple[int, int], TokenOffsets] = {}
 
     def prepare(self) -> None:
-        values = to_params.sampling_values(self.body, COMPLETIONS)
+        values = to_params.sampling_values(self.body, self.call.route.fields)
         length = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
         if length != NO_LIMIT:
             values["max_tokens"] = length

@@ -12,7 +12,6 @@ from starlette.responses import Response
 from verbatim.server.api.common.chat_request import ChatRequest, count_tokens
 from verbatim.server.api.common.generate import warnings_of
 from verbatim.server.api.common.request_context import EventStream, Json, RequestContext
-from verbatim.server.api.openai.openai_fields import RESPONSES
 from verbatim.server.api.openai.responses_input import NAMES, as_chat
 from verbatim.server.api.openai.responses_object import ResponsesReply
 from verbatim.server.api.openai.responses_stream import ResponseEvents
@@ -27,7 +26,7 @@ async def create(call: RequestContext) -> Response:
         raise Problem(
             "invalid_parameter", "stream_options: only with stream: true", "stream_options"
         )
-    ask = ChatRequest(call, as_chat(call, body), RESPONSES, NAMES)
+    ask = ChatRequest(call, as_chat(call, body), call.route.fields, NAMES)
     answer = ResponsesReply(ask, body, model)
     stream = bool(body.get("stream"))
     ask.submit(stream)

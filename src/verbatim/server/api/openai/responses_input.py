@@ -6,9 +6,10 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.request_context import RequestContext, new_id
 from verbatim.server.api.common.tools import plain_text
-from verbatim.server.api.openai.openai_fields import RESPONSES
+from verbatim.server.api.openai.openai_fields import Responses
 from verbatim.server.problem import Problem
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # `include`
@@ -114,10 +115,11 @@ def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
         places.insert(0, "instructions")
     call.places = places
+    rules = rules_of(Responses)
     chat: dict[str, Any] = {
         name: body[name]
         for name in body
-        if RESPONSES[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
+        if rules[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
     }
     chat |= {
         "messages": messages,

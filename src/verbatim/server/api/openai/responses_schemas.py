@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from verbatim.server.api.common.field_rules import NO_VERBOSITY
 from verbatim.server.api.common.schemas import (
     Effort,
     JsonFormat,
@@ -94,7 +95,7 @@ class ResponseText(Strict):
     format: (
         Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None
     ) = None
-    verbosity: Verbosity | None = None
+    verbosity: Verbosity | None = NO_VERBOSITY
 
 
 class ResponseReasoning(Strict):

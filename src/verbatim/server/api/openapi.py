@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic.json_schema import models_json_schema
 
 from verbatim import __version__
-from verbatim.server.api.common.field_table import PROTOCOLS, QUERIES
-from verbatim.server.api.common.validate import request_model
+from verbatim.server.api.common.route import ApiRoute
 from verbatim.server.problem import CODES
 
 ERROR_STATUS = {
@@ -27,24 +27,24 @@ ERROR_STATUS = {
 
 
 @functools.cache
-def document(routes: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> dict[str, Any]:
-    """The OpenAPI document. `routes`: (path, method) pairs; `names`: the served model names."""
+def document(routes: Sequence[ApiRoute], names: tuple[str, ...]) -> dict[str, Any]:
+    """The OpenAPI document. `names`: the served model names."""
+    bodies = [route.body for route in routes if route.body is not None]
     _, schemas = models_json_schema(
-        [(request_model(route), "validation") for route in PROTOCOLS],
+        [(body, "validation") for body in bodies],
         ref_template="#/components/schemas/{model}",
     )
     components = dict(schemas.get("$defs", {}))
-    for title, table in PROTOCOLS.values():
-        if "model" not in table:
+    for body in bodies:
+        if "model" not in body.model_fields:
             continue
-        model = components[title]["properties"]["model"]
+        model = components[body.__name__]["properties"]["model"]
         spelled = model["anyOf"][0] if "anyOf" in model else model
         spelled.update({"enum": list(names)} if names else {})
     components["Error"] = _error_schema()
     paths: dict[str, Any] = {}
-    for path, method in routes:
-        plain = path.replace(":path", "")
-        paths.setdefault(plain, {})[method.lower()] = _operation(path, plain, method)
+    for route in routes:
+        paths.setdefault(route.shown_path, {})[route.method.lower()] = _operation(route)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -62,9 +62,10 @@ def document(routes: tuple[tuple[str, str], ...], names: tuple[str, ...]) -> dic
     }
 
 
-def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
+def _operation(route: ApiRoute) -> dict[str, Any]:
+    plain = route.shown_path
     operation: dict[str, Any] = {
-        "operationId": method.lower() + plain.translate(str.maketrans("/", "_", "{}")),
+        "operationId": route.method.lower() + plain.translate(str.maketrans("/", "_", "{}")),
         "responses": {
             "200": {
                 "description": "the response; text/event-stream when streamed "
@@ -82,7 +83,7 @@ def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
         if "{id}" not in plain
         else [_parameter("id", "path", {"type": "string", "minLength": 1}, required=True)]
     )
-    for name, rule in QUERIES.get(f"{method} {path}", {}).items():
+    for name, rule in route.queries.items():
         if name != "metadata[KEY]":  # a family of names, which OpenAPI cannot express
             parameters.append(
                 _parameter(
@@ -94,15 +95,15 @@ def _operation(path: str, plain: str, method: str) -> dict[str, Any]:
             )
     if parameters:
         operation["parameters"] = parameters
-    if path in PROTOCOLS and method == "POST":
-        schema = {"$ref": f"#/components/schemas/{PROTOCOLS[path][0]}"}
+    if route.body is not None:
+        schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
         operation["requestBody"] = {
             "required": True,
             "content": {"application/json": {"schema": schema}},
         }
         refused = [
             f"`{name}` ({rule.help})"
-            for name, rule in PROTOCOLS[path][1].items()
+            for name, rule in route.fields.items()
             if rule.kind == "refused"
         ]
         if refused:

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verbatim.base.json_io import loads_strict
-from verbatim.server.api.common.field_rules import CACHE, VERBOSITY, Rule
-from verbatim.server.api.ollama.ollama_schemas import IGNORED_OPTIONS
+from verbatim.server.api.common.field_rules import CACHE, RequestBody, Rule, member_model, rules_of
 from verbatim.server.problem import Problem
 
 # Fields inside messages, content parts and tools that have no effect
@@ -29,22 +28,13 @@ STRUCTURED_OUTPUTS = {name.removeprefix("guided_"): ours for name, ours in SAME.
                       if name.startswith("guided_")}  # fmt: skip
 
 
-def take_ignored(table: Mapping[str, Rule], body: dict[str, Any]) -> list[str]:
+def take_ignored(model: type[RequestBody], body: dict[str, Any]) -> list[str]:
     """A sentence for each field without an effect. Those inside messages and tools are removed,
     because a chat template may print a tool as it is."""
-    found = [
-        f"{name}: has no effect; {table[name].help}"
-        for name, value in body.items()
-        if table[name].kind == "ignored" and not table[name].holds(value)
-    ]
-    found += [
-        f"options.{name}: has no effect; {IGNORED_OPTIONS[name]}"
-        for name in body.get("options") or {}
-        if name in IGNORED_OPTIONS
-    ]
-    text = body.get("text")
-    if isinstance(text, dict) and text.get("verbosity", "medium") not in (None, "medium"):
-        found.append(f"text.verbosity: has no effect; {VERBOSITY}")
+    found = _no_effect(rules_of(model), body, "")
+    for name, value in body.items():
+        if isinstance(value, dict) and (members := member_model(model, name)):
+            found += _no_effect(rules_of(members), value, f"{name}.")
     places: dict[str, str] = {}  # the first of each
     for field in ("system", "messages", "input", "tools"):
         for place, item in _objects(body.get(field), field):
@@ -52,6 +42,15 @@ def take_ignored(table: Mapping[str, Rule], body: dict[str, Any]) -> list[str]:
                 if item.pop(name, None) is not None:
                     places.setdefault(name, f"{place}.{name}")
     return found + [f"{place}: has no effect; {CACHE}" for place in places.values()]
+
+
+def _no_effect(rules: Mapping[str, Rule], given: Mapping[str, Any], place: str) -> list[str]:
+    return [
+        f"{place}{name}: has no effect; {rules[name].help}"
+        for name, value in given.items()
+        if name in rules and rules[name].kind == "ignored"
+        if value is not None and not rules[name].holds(value)
+    ]
 
 
 def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:

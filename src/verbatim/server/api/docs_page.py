@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from verbatim.server.api.common.field_rules import Rule
-from verbatim.server.api.common.field_table import PROTOCOLS, QUERIES
+from verbatim.server.api.common.route import ApiRoute
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -27,15 +27,13 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 
 
 @functools.cache
-def page(routes: tuple[tuple[str, str], ...], names: tuple[str, ...], version: str) -> str:
-    """The whole page. `routes`: (path, method) pairs; `names`: the served model names."""
-    shown = [(path.replace(":path", ""), path, method) for path, method in routes]
+def page(routes: Sequence[ApiRoute], names: tuple[str, ...], version: str) -> str:
+    """The whole page. `names`: the served model names."""
     links = "".join(
-        f'<li><a href="#{_anchor(plain, method)}"><code>{method} {escape(plain)}</code></a></li>'
-        for plain, _, method in shown
+        f'<li><a href="#{_anchor(route)}"><code>{_title(route)}</code></a></li>' for route in routes
     )
     served = ", ".join(f"<code>{escape(name)}</code>" for name in names)
-    parts = [_route(plain, path, method) for plain, path, method in shown]
+    parts = [_section(route) for route in routes]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Verbatim API</title>'
         '<meta name="viewport" content="width=device-width">'
@@ -49,20 +47,24 @@ def page(routes: tuple[tuple[str, str], ...], names: tuple[str, ...], version: s
     )
 
 
-def _anchor(plain: str, method: str) -> str:
-    return escape(method.lower() + plain.translate(str.maketrans("/", "-", "{}")))
+def _anchor(route: ApiRoute) -> str:
+    path = route.shown_path.translate(str.maketrans("/", "-", "{}"))
+    return escape(route.method.lower() + path)
 
 
-def _route(plain: str, path: str, method: str) -> str:
-    out = f'<h2 id="{_anchor(plain, method)}"><code>{method} {escape(plain)}</code></h2>'
-    if method == "POST" and path in PROTOCOLS:
-        rows = "".join(_field(name, rule) for name, rule in PROTOCOLS[path][1].items())
+def _title(route: ApiRoute) -> str:
+    return f"{route.method} {escape(route.shown_path)}"
+
+
+def _section(route: ApiRoute) -> str:
+    out = f'<h2 id="{_anchor(route)}"><code>{_title(route)}</code></h2>'
+    if route.body is not None:
+        rows = "".join(_field(name, rule) for name, rule in route.fields.items())
         out += f"<table><tr><th>field</th><th></th><th></th></tr>{rows}</table>"
-    queries: dict[str, Any] = dict(QUERIES.get(f"{method} {path}", {}))
-    if queries:
+    if route.queries:
         rows = "".join(
-            f"<tr><td><code>{escape(name)}</code></td><td>{escape(rule.help)}</td></tr>"
-            for name, rule in queries.items()
+            f"<tr><td><code>{escape(name)}</code></td><td>{escape(query.help)}</td></tr>"
+            for name, query in route.queries.items()
         )
         out += f"<table><tr><th>query parameter</th><th></th></tr>{rows}</table>"
     return out

@@ -1,44 +1,10 @@
-"""Routes that send nothing to the engine: models, health, metrics."""
+"""Routes that send nothing to the engine: tokenizer facts, health, metrics."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.responses import Response
 
-from verbatim.base.defaults import report
-from verbatim.server.api.common.default_params import model_params
 from verbatim.server.api.common.request_context import Json, RequestContext
-
-
-def _model(call: RequestContext, name: str) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "id": name,
-        "object": "model",
-        "created": call.state.started,
-        "owned_by": "verbatim",
-    }
-    facts = call.state.facts_of(name)
-    pool = call.state.pool
-    parents = dict.fromkeys(call.state.settings.adapter_names, call.state.names()[0])
-    parent = parents.get(name) if pool is None else pool.adapters.get(name)
-    if parent is not None:  # as vLLM lists them
-        out["parent"] = parent
-    if facts is None:
-        return out
-    return out | {
-        "context_length": facts.context,
-        "fingerprint": facts.adapters.get(name, facts.fingerprint),
-        "sampling": report(model_params(facts, call.state)),
-    }
-
-
-async def models(call: RequestContext) -> Response:
-    return Json({"object": "list", "data": [_model(call, name) for name in call.state.names()]})
-
-
-async def model(call: RequestContext) -> Response:
-    return Json(_model(call, call.state.check_model(call.request.path_params["id"])))
 
 
 async def tokenizer(call: RequestContext) -> Response:

@@ -17,8 +17,8 @@ from verbatim.server.api.common.generate import (
     usage_of,
     warnings_of,
 )
+from verbatim.server.api.common.prompts import parses_special, prompts_of
 from verbatim.server.api.common.request_context import Json, RequestContext
-from verbatim.server.api.openai.completions import parses_special, prompts_of
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import (
     Detokenize,

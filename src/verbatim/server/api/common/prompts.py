@@ -1,0 +1,92 @@
+"""Prompts that are no conversation: the four forms of a list of prompts, and their embeddings.
+
+Every text is one request of the engine, so that its numbers do not depend on the other texts of the
+call.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from verbatim.server.api.common import to_params
+from verbatim.server.api.common.request_context import RequestContext
+from verbatim.server.problem import Problem
+from verbatim.server.process.messages import Generate, Generated
+
+
+def prompts_of(
+    value: Any, name: str, call: RequestContext, *, truncate: bool = False
+) -> list[str | list[int]]:
+    """The four forms of `prompt` as a list. Prompts that are empty, too long (unless the engine may
+    `truncate` them) or have invalid token ids are rejected here, before they reach the engine."""
+    many = isinstance(value, list) and not isinstance(value[0], int)
+    prompts: list[str | list[int]] = list(value) if many else [value]
+    limit = call.state.limits.max_prompts
+    if len(prompts) > limit:
+        raise Problem(
+            "invalid_parameter",
+            f"{name}: {len(prompts)} prompts are above this server's limit of {limit}",
+            name,
+        )
+    for i, prompt in enumerate(prompts):
+        where = f"{name}[{i}]" if many else name
+        if not prompt:
+            raise Problem(
+                "invalid_parameter",
+                f"{where}: is empty; give at least one character or token",
+                where,
+            )
+        if isinstance(prompt, str):
+            if not truncate:
+                to_params.check_text_length(where, prompt, call.state.facts)
+        else:
+            if not truncate:
+                to_params.check_id_count(where, prompt, call.state.facts)
+            to_params.check_vocabulary(where, prompt, call.state.facts)
+    return prompts
+
+
+def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool:
+    if body.get("parse_special") and not isinstance(prompts[0], str):
+        raise Problem(
+            "invalid_parameter",
+            "parse_special: only with text; token ids are not parsed",
+            "parse_special",
+        )
+    return bool(body.get("parse_special"))
+
+
+async def embed(call: RequestContext, body: dict[str, Any], name: str) -> list[Generated]:
+    """Results that carry the embedding of each text in the field `name` of the client's request,
+    which may also have dimensions, prompt_name and truncate."""
+    hidden, truncate = call.state.facts.hidden, bool(body.get("truncate"))
+    if (body.get("dimensions") or 1) > hidden:
+        why = f"dimensions: {body['dimensions']} is above the model's {hidden}"
+        raise Problem("invalid_parameter", why, "dimensions")
+    prompts = prompts_of(body[name], name, call, truncate=truncate)
+    call.names = {"prompt": name}
+    more = {"prompt_name": body.get("prompt_name"), "truncate": truncate}
+    return await run_embeddings(call, [{"prompt": prompt, **more} for prompt in prompts])
+
+
+async def run_embeddings(call: RequestContext, inputs: list[dict[str, Any]]) -> list[Generated]:
+    state = call.state
+    params = to_params.finish_params(
+        {"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts
+    )
+    for given in inputs:
+        call.submit(Generate(call.next_id(), call.tenant, params, False, embedding=True, **given))
+    return await call.results(Generated)
+
+
+def unit_vector(vector: list[float], dimensions: int | None) -> list[float]:
+    """The first `dimensions` numbers (None: all), scaled to length 1."""
+    kept = vector[:dimensions]
+    length = math.sqrt(sum(x * x for x in kept))
+    return [x / length for x in kept] if length else kept
+
+
+def prompt_usage(results: list[Generated]) -> dict[str, int]:
+    total = sum(r.usage.prompt_tokens for r in results)
+    return {"prompt_tokens": total, "total_tokens": total}

@@ -1,0 +1,29 @@
+"""The routes of the Lens: its page, and the questions that no other route answers."""
+
+from __future__ import annotations
+
+from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query
+from verbatim.server.api.lens import lens_api, lens_fields
+
+PROTOCOL = ApiProtocol(
+    (
+        ApiRoute("/lens/api/info", lens_api.info, method="GET", is_queued=True),
+        ApiRoute("/lens/api/vocab", lens_api.vocab, method="GET", is_queued=True),
+        ApiRoute(
+            "/lens/api/engine",
+            lens_api.engine,
+            method="GET",
+            is_queued=True,
+            queries={
+                "after": Query(
+                    "only steps with a higher number; missing: all that are kept", "[0-9]{1,15}"
+                )
+            },
+        ),
+        ApiRoute("/lens/api/step", lens_api.step, lens_fields.LensStep, is_queued=True),
+        ApiRoute("/lens/api/replay", lens_api.replay, lens_fields.LensReplay, is_queued=True),
+        ApiRoute("/", lens_api.page, method="GET", any_query=True),
+        ApiRoute("/lens/{id:path}", lens_api.page, method="GET"),
+    ),
+    is_open=lens_api.is_page,
+)

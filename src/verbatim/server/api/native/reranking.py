@@ -1,0 +1,74 @@
+"""POST /v1/rerank and /rerank: a query and documents in, the documents by relevance out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.responses import Response
+
+from verbatim.server.api.common.generate import extra_fields
+from verbatim.server.api.common.prompts import prompt_usage, run_embeddings
+from verbatim.server.api.common.request_context import Json, RequestContext
+from verbatim.server.problem import Problem
+
+MAX_QUERY_BODIES = 4  # the copies of a query in one rerank, in bodies of max_body_bytes
+
+
+def _check_copies(query: str, documents: int, max_body_bytes: int) -> None:
+    """Each document's request has its own copy of the query, so the copies together are bounded:
+    128 copies of a query that fills the body would be a gigabyte."""
+    size, limit = len(query.encode()), MAX_QUERY_BODIES * max_body_bytes
+    if size * documents > limit:
+        raise Problem(
+            "invalid_parameter",
+            f"query: {size} bytes times {documents} documents are above {limit}; shorten the query "
+            "or send fewer documents in one request",
+            "query",
+        )
+
+
+async def rerank(call: RequestContext) -> Response:
+    """Documents by their relevance to a query (LLM.rerank), best first."""
+    body = await call.body()
+    model = call.state.check_model(body["model"])
+    if call.state.facts.task != "rerank":
+        raise Problem(
+            "unsupported_parameter",
+            f"model: {model} is no cross-encoder, so it cannot score a query and a document; "
+            "use a model whose architecture ends in ForSequenceClassification with one label",
+            "model",
+        )
+    documents = [d if isinstance(d, str) else d["text"] for d in body["documents"]]
+    named = [("query", body["query"]), *((f"documents[{i}]", d) for i, d in enumerate(documents))]
+    if len(documents) > call.state.limits.max_prompts:
+        raise Problem(
+            "invalid_parameter",
+            f"documents: {len(documents)} are above this server's limit of "
+            f"{call.state.limits.max_prompts}",
+            "documents",
+        )
+    for name, text in named:
+        if not text:
+            why = f"{name}: is empty; give at least one character"
+            raise Problem("invalid_parameter", why, name)
+    _check_copies(body["query"], len(documents), call.state.limits.max_body_bytes)
+    pair = {"prompt": body["query"], "truncate": bool(body.get("truncate"))}
+    results = await run_embeddings(call, [{**pair, "document": document} for document in documents])
+    scores = [(done.embedding or [0.0])[0] for done in results]
+    order = sorted(range(len(scores)), key=lambda i: -scores[i])  # stable: ties in order
+    rows: list[dict[str, Any]] = [
+        {"index": i, "relevance_score": scores[i]} for i in order[: body.get("top_n")]
+    ]
+    if body.get("return_documents"):
+        for row in rows:
+            row["document"] = {"text": documents[row["index"]]}
+    return Json(
+        {
+            "object": "list",
+            "id": call.id,
+            "model": model,
+            "results": rows,
+            "usage": prompt_usage(results),
+            **extra_fields(call),
+        }
+    )

@@ -1,0 +1,58 @@
+"""Ollama's routes and the shape of its errors."""
+
+from __future__ import annotations
+
+from verbatim.server.api.common.route import ApiProtocol, ApiRoute
+from verbatim.server.api.ollama import ollama, ollama_fields, ollama_models
+
+PROTOCOL = ApiProtocol(
+    (
+        ApiRoute(
+            "/api/chat",
+            ollama.chat,
+            ollama_fields.OllamaChat,
+            is_queued=True,
+            loads_nothing=ollama.asks_to_unload,
+        ),
+        ApiRoute(
+            "/api/generate",
+            ollama.generate,
+            ollama_fields.OllamaGenerate,
+            is_queued=True,
+            loads_nothing=ollama.asks_to_unload,
+        ),
+        ApiRoute(
+            "/api/embed",
+            ollama_models.embeddings_of_list,
+            ollama_fields.OllamaEmbed,
+            is_queued=True,
+        ),
+        ApiRoute(
+            "/api/embeddings",
+            ollama_models.embedding_of_prompt,
+            ollama_fields.OllamaEmbeddings,
+            is_queued=True,
+        ),
+        ApiRoute(
+            "/api/show",
+            ollama_models.show,
+            ollama_fields.OllamaShow,
+            loads_nothing=lambda body, model: not model.loaded and model.facts is not None,
+        ),
+        ApiRoute(
+            "/api/pull",
+            ollama_models.pull,
+            ollama_fields.OllamaPull,
+            loads_nothing=lambda body, model: not model.loaded,
+        ),
+        ApiRoute("/api/tags", ollama_models.tags, method="GET"),
+        ApiRoute("/api/ps", ollama_models.ps, method="GET"),
+        ApiRoute("/api/version", ollama_models.version, method="GET"),
+    ),
+    defaults="ollama",
+    prefix="/api/",
+    error_body=lambda problem: {"error": problem.message},
+    unknown_route=ollama_models.fixed_models,
+    any_content_type=True,
+    any_case=True,
+)

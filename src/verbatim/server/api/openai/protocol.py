@@ -1,0 +1,68 @@
+"""OpenAI's routes: completions, chat completions, responses, models, embeddings."""
+
+from __future__ import annotations
+
+from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query
+from verbatim.server.api.openai import (
+    chat_completions,
+    completions,
+    embeddings,
+    openai_fields,
+    responses,
+    served_models,
+    stored,
+)
+
+_PAGE = {
+    "after": Query("the id after which the page starts"),
+    "limit": Query("maximum entries per page, 1 to 100; missing: 20", "[1-9][0-9]?|100"),
+    "order": Query("asc or desc, by age", "asc|desc"),
+}
+_CHATS = {
+    **_PAGE,
+    "model": Query("only responses of this model"),
+    "metadata[KEY]": Query("only responses whose metadata has this value under KEY"),
+}
+_INCLUDE = Query(
+    "message.output_text.logprobs: always included if the request had them",
+    "message\\.output_text\\.logprobs",
+)
+_REPLAY = {
+    "include[]": _INCLUDE,
+    "stream": Query("true: as stream events", "true|false"),
+    "starting_after": Query("with stream: only events with a higher sequence number", "[0-9]{1,9}"),
+    "include_obfuscation": Query("with stream: pad the deltas", "true|false"),
+}
+_CHAT, _RESPONSE = "/v1/chat/completions", "/v1/responses"
+
+PROTOCOL = ApiProtocol(
+    (
+        ApiRoute(
+            "/v1/completions", completions.completions, openai_fields.Completions, is_queued=True
+        ),
+        ApiRoute(_CHAT, chat_completions.chat, openai_fields.ChatCompletions, is_queued=True),
+        ApiRoute(_CHAT, stored.list_chats, method="GET", queries=_CHATS),
+        ApiRoute(f"{_CHAT}/{{id}}", stored.get_chat, method="GET"),
+        ApiRoute(f"{_CHAT}/{{id}}", stored.update_chat, openai_fields.ChatCompletionUpdate),
+        ApiRoute(f"{_CHAT}/{{id}}", stored.delete_chat, method="DELETE"),
+        ApiRoute(f"{_CHAT}/{{id}}/messages", stored.chat_messages, method="GET", queries=_PAGE),
+        ApiRoute(_RESPONSE, responses.create, openai_fields.Responses, is_queued=True),
+        ApiRoute(
+            f"{_RESPONSE}/input_tokens",
+            responses.count,
+            openai_fields.ResponsesInputTokens,
+            is_queued=True,
+        ),
+        ApiRoute(f"{_RESPONSE}/{{id}}", stored.get_response, method="GET", queries=_REPLAY),
+        ApiRoute(f"{_RESPONSE}/{{id}}", stored.delete_response, method="DELETE"),
+        ApiRoute(
+            f"{_RESPONSE}/{{id}}/input_items",
+            stored.input_items,
+            method="GET",
+            queries={**_PAGE, "include[]": _INCLUDE},
+        ),
+        ApiRoute("/v1/models", served_models.models, method="GET"),
+        ApiRoute("/v1/models/{id:path}", served_models.model, method="GET"),
+        ApiRoute("/v1/embeddings", embeddings.embeddings, openai_fields.Embeddings, is_queued=True),
+    )
+)
