@@ -143,7 +143,7 @@ class Runner:
         out = io.StringIO()
         code = "\n" * block.line + self.prepared(block.text)  # so that tracebacks name the line
         with contextlib.redirect_stdout(out), contextlib.chdir(self.directory):
-            exec(compile(code, str(page), "exec"), self.names)
+            exec(compile(code, str(page), "exec", dont_inherit=True), self.names)
         return out.getvalue()
 
     def shell(self, text: str) -> tuple[int, str, str]:

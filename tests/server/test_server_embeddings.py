@@ -192,15 +192,15 @@ async def test_a_rerank_is_refused_before_its_query_is_copied_for_each_document(
 ) -> None:
     body = {"model": "m", "query": query, "documents": ["d"] * 100, "truncate": True}
     state = SimpleNamespace(
-        check_model=str,
         facts=SimpleNamespace(task=task, name="m"),
         limits=Limits(max_body_bytes=1000),
     )
 
-    async def given() -> Any:
-        return body
+    async def given(model: Any) -> Any:
+        return model.model_validate(body)
 
-    call: Any = SimpleNamespace(state=state, body=given)  # no submit(): nothing may be sent
+    # no submit(): nothing may be sent
+    call: Any = SimpleNamespace(state=state, body=given, served_model=lambda: "m")
     with pytest.raises(Problem) as error:
         await rerank(call)
     assert (error.value.status, error.value.param) == (400, named)

@@ -935,7 +935,7 @@ def test_an_error_names_the_field_and_all_that_it_accepts(
     route: str, body: dict[str, Any], param: str, words: str
 ) -> None:
     with pytest.raises(Problem) as raised:
-        check(route, {"model": "m", **body})
+        check(BODIES[route], {"model": "m", **body})
     assert raised.value.param == param
     assert words in raised.value.message
     assert "instance of" not in raised.value.message, "names a class of ours"
@@ -963,8 +963,8 @@ async def test_params_of_the_lens_are_refused_by_their_type(
     receipt = {**RECEIPT, "params": params}
     receipt["sha256"] = digest_of(receipt)
 
-    async def body() -> Any:
-        return {"prompt": [65], "params": params, "receipt": receipt}
+    async def body(model: Any) -> Any:
+        return model.model_construct(prompt=[65], params=params, receipt=receipt)
 
     facts = SimpleNamespace(vocab=256, context=64)
     call: Any = SimpleNamespace(body=body, state=SimpleNamespace(limits=Limits(), facts=facts))

@@ -1064,12 +1064,12 @@ def test_a_schema_of_null_is_a_missing_schema(form: dict[str, Any], schema: str)
         null = {**form, "json_schema": {**form["json_schema"], "schema": None}}
     for sent in (form, null):
         body = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
-        checked = check(BODIES["/v1/chat/completions"], {**body, "response_format": sent})
+        checked = check(BODIES["/v1/chat/completions"], {**body, "response_format": sent})[0]
         assert ChatRequest(call, checked, rules_of(ChatCompletions)).params["json_schema"] == schema
     if "json_schema" not in form:  # Responses: the schema of a json_schema is required
         checked = check(
             BODIES["/v1/responses"], {"model": "m", "input": "x", "text": {"format": null}}
-        )
+        )[0]
         request = ChatRequest(
             call, response_fields(call, checked), rules_of(Responses), RESPONSES_NAMES
         )
@@ -1085,7 +1085,7 @@ def test_a_tool_name_of_null_is_a_missing_name() -> None:
             "tool_choice": {"type": kind, "name": None},
         }
         call: Any = SimpleNamespace()
-        return message_fields(call, check(BODIES["/v1/messages"], body))["tool_choice"]
+        return message_fields(call, check(BODIES["/v1/messages"], body)[0])["tool_choice"]
 
     assert (chosen("auto"), chosen("any")) == ("auto", "required")
     with pytest.raises(Problem) as error:  # it allowed every tool

@@ -13,6 +13,7 @@ from typing import Any
 
 from verbatim.base.param_checks import no_key_twice
 
+JsonObject = dict[str, Any]  # a JSON object whose members are checked elsewhere
 MAX_DEPTH = 64  # nesting levels of a JSON string; far below Python's recursion limit
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _escape = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode

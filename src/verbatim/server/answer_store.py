@@ -10,7 +10,7 @@ from collections import OrderedDict
 from typing import Any, Literal
 
 from verbatim.base.json_io import dumps
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, unsupported
 
 Kind = Literal["chat", "response"]
 
@@ -29,11 +29,7 @@ class Store:
 
     def check_enabled(self, requested: bool) -> None:
         if requested and not self.enabled:
-            raise Problem(
-                "unsupported_parameter",
-                "store: this server stores no answers (--store-items 0)",
-                "store",
-            )
+            raise unsupported("store", "this server stores no answers (--store-items 0)")
 
     def put(self, tenant: str, kind: Kind, name: str, item: dict[str, Any]) -> None:
         """Store `item`: the object that clients get, plus what its routes need. An item larger than

@@ -107,6 +107,16 @@ class Problem(Exception):
         return {"retry-after": str(max(1, math.ceil(self.retry_after)))}
 
 
+def invalid(field: str, why: str) -> Problem:
+    """A 400 for a value that the field does not take."""
+    return Problem("invalid_parameter", f"{field}: {why}", field)
+
+
+def unsupported(field: str, why: str) -> Problem:
+    """A 400 for a field, or a value of it, that this server does not support."""
+    return Problem("unsupported_parameter", f"{field}: {why}", field)
+
+
 def problem_of(error: BaseException) -> Problem:
     """Convert an exception. Verbatim's errors keep their message; others become a generic 500."""
     if isinstance(error, Problem):

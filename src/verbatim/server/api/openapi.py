@@ -9,6 +9,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from verbatim import __version__
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.route import ApiRoute
 from verbatim.server.problem import CODES
 
@@ -27,7 +28,7 @@ ERROR_STATUS = {
 
 
 @functools.cache
-def document(routes: Sequence[ApiRoute], names: tuple[str, ...]) -> dict[str, Any]:
+def document(routes: Sequence[ApiRoute], names: tuple[str, ...]) -> JsonObject:
     """The OpenAPI document. `names`: the served model names."""
     bodies = [route.body for route in routes if route.body is not None]
     _, schemas = models_json_schema(
@@ -42,7 +43,7 @@ def document(routes: Sequence[ApiRoute], names: tuple[str, ...]) -> dict[str, An
         spelled = model["anyOf"][0] if "anyOf" in model else model
         spelled.update({"enum": list(names)} if names else {})
     components["Error"] = _error_schema()
-    paths: dict[str, Any] = {}
+    paths: JsonObject = {}
     for route in routes:
         paths.setdefault(route.shown_path, {})[route.method.lower()] = _operation(route)
     return {
@@ -62,9 +63,9 @@ def document(routes: Sequence[ApiRoute], names: tuple[str, ...]) -> dict[str, An
     }
 
 
-def _operation(route: ApiRoute) -> dict[str, Any]:
+def _operation(route: ApiRoute) -> JsonObject:
     plain = route.shown_path
-    operation: dict[str, Any] = {
+    operation: JsonObject = {
         "operationId": route.method.lower() + plain.translate(str.maketrans("/", "_", "{}")),
         "responses": {
             "200": {
@@ -111,11 +112,11 @@ def _operation(route: ApiRoute) -> dict[str, Any]:
     return operation
 
 
-def _parameter(name: str, where: str, schema: dict[str, Any], **more: Any) -> dict[str, Any]:
+def _parameter(name: str, where: str, schema: JsonObject, **more: Any) -> JsonObject:
     return {"name": name, "in": where, "schema": schema, **more}
 
 
-def _error_schema() -> dict[str, Any]:
+def _error_schema() -> JsonObject:
     text = {"type": ["string", "null"]}
     return {
         "type": "object",

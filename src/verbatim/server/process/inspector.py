@@ -29,6 +29,8 @@ from verbatim.engine.request import Request
 if TYPE_CHECKING:
     from verbatim.engine.calls.async_engine import AsyncEngine
     from verbatim.engine.core import EngineCore
+    from verbatim.engine.running_request import RunningRequest
+    from verbatim.schedule.blocks import BlockPool
 
 TOP = 256  # candidates sent with a step; the page requests the rest when a cut lies outside
 CUT = 64  # most likely ids that bias, masks or bans removed
@@ -285,62 +287,63 @@ def tail_of(logits: Any, live: Any, first: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ engine
 
 
+def _request_row(running: RunningRequest) -> dict[str, Any]:
+    return {
+        "id": running.request.id,
+        "prompt_tokens": len(running.request.prompt_ids),
+        "output_tokens": running.output_tokens,
+        "cached_tokens": running.sequences[0].cached_tokens,
+        "sequences": len(running.sequences),
+        "waiting": running.started_at is None,
+        "preemptions": running.preemptions,
+        "seconds": time.perf_counter() - running.request.arrival,
+    }
+
+
+def _pool_row(core: EngineCore, pool: BlockPool, group: int, own: set[int]) -> dict[str, Any]:
+    """One pool of cache blocks. `own`: the ids of the tenant's sequences."""
+    blocks = {
+        block
+        for seq in core.scheduler.sequences.values()
+        if id(seq) in own and len(seq.blocks) > group
+        for block in seq.blocks[group]
+        if block >= 0
+    }
+    return {
+        "total": pool.total,
+        "used": pool.used,
+        "cached": len(pool.cached),
+        "free": len(pool.free),
+        "own": len(blocks),
+        "shared": sum(count > 1 for count in pool.refs),
+        "evictions": pool.evictions,
+        "evicted": list(pool.evicted),
+        "strip": strip_of(pool, blocks),
+    }
+
+
 def engine_report(core: EngineCore, tenant: str, after: int) -> dict[str, Any]:
     """Runs on the engine's thread, between two steps."""
     scheduler = core.scheduler
     mine = [running for running in core.requests.values() if running.request.tenant == tenant]
     own = {id(seq) for running in mine for seq in running.sequences}
-    requests = [
-        {
-            "id": running.request.id,
-            "prompt_tokens": len(running.request.prompt_ids),
-            "output_tokens": running.output_tokens,
-            "cached_tokens": running.sequences[0].cached_tokens,
-            "sequences": len(running.sequences),
-            "waiting": running.started_at is None,
-            "preemptions": running.preemptions,
-            "seconds": time.perf_counter() - running.request.arrival,
-        }
-        for running in mine
-        if running.sequences
-    ]
-    pools = []
-    for group, pool in enumerate(scheduler.cache.pools):
-        blocks = {
-            block
-            for seq in scheduler.sequences.values()
-            if id(seq) in own and len(seq.blocks) > group
-            for block in seq.blocks[group]
-            if block >= 0
-        }
-        pools.append(
-            {
-                "total": pool.total,
-                "used": pool.used,
-                "cached": len(pool.cached),
-                "free": len(pool.free),
-                "own": len(blocks),
-                "shared": sum(count > 1 for count in pool.refs),
-                "evictions": pool.evictions,
-                "evicted": list(pool.evicted),
-                "strip": strip_of(pool, blocks),
-            }
-        )
     return {
         "now": time.perf_counter(),
-        "requests": requests,
+        "requests": [_request_row(running) for running in mine if running.sequences],
         "others": len(core.requests) - len(mine),
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
         "preemptions": scheduler.preemptions,
         "prefix_queries": scheduler.prefix_queries,
         "prefix_hits": scheduler.prefix_hits,
-        "pools": pools,
+        "pools": [
+            _pool_row(core, pool, group, own) for group, pool in enumerate(scheduler.cache.pools)
+        ],
         "steps": core.step_log.read(tenant, after),
     }
 
 
-def strip_of(pool: Any, own: set[int]) -> str:
+def strip_of(pool: BlockPool, own: set[int]) -> str:
     """One letter per block: own (o), shared between sequences (s), of other keys (x), cached (c),
     free (.)."""
     letters = []

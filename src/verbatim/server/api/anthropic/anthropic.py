@@ -14,7 +14,8 @@ from typing import Any
 
 from starlette.responses import Response
 
-from verbatim.base.json_io import loads_lossless
+from verbatim.base.json_io import JsonObject, loads_lossless
+from verbatim.server.api.anthropic.anthropic_fields import AnthropicCountTokens, AnthropicMessages
 from verbatim.server.api.common.chat_request import ChatRequest, count_tokens
 from verbatim.server.api.common.generate import (
     choice_deltas,
@@ -33,7 +34,7 @@ from verbatim.server.api.common.request_context import (
     sse,
 )
 from verbatim.server.api.common.tools import plain_text
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, invalid
 from verbatim.server.process.messages import Generated, WireFinish
 
 FAILED = "Error: "  # prefix of a tool result with is_error
@@ -57,7 +58,7 @@ TYPES = {
 }
 
 
-def error_body(problem: Problem) -> dict[str, Any]:
+def error_body(problem: Problem) -> JsonObject:
     kind = TYPES.get(problem.status, "invalid_request_error")
     return {
         "type": "error",
@@ -74,9 +75,9 @@ def error_event(problem: Problem) -> bytes:
     return sse(error_body(problem), "error")
 
 
-def chat_messages(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
+def chat_messages(body: JsonObject) -> tuple[list[JsonObject], list[str]]:
     """The messages of the chat template, and for each the field that it comes from."""
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     places: list[str] = []
     if "system" in body:
         out.append({"role": "system", "content": plain_text(body["system"])})
@@ -98,11 +99,11 @@ def chat_messages(body: dict[str, Any]) -> tuple[list[dict[str, Any]], list[str]
     return out, places
 
 
-def _template_messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _template_messages(role: str, blocks: list[JsonObject]) -> list[JsonObject]:
     """Split one message into template messages, each with text followed by tool calls.
 
     Text after a call starts a new message, so that the order of text and calls is kept."""
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     for block in blocks:
         if block["type"] == "thinking":
             out.append({"role": role, "content": "", "reasoning_content": block["thinking"]})
@@ -126,7 +127,7 @@ def _template_messages(role: str, blocks: list[dict[str, Any]]) -> list[dict[str
     return out
 
 
-def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
+def _check_blocks(role: str, blocks: list[JsonObject], where: str) -> None:
     """Enforce Anthropic's rules about block order and roles. A chat template would drop or reorder
     blocks that break them."""
     wrong_types, reason = (
@@ -137,28 +138,21 @@ def _check_blocks(role: str, blocks: list[dict[str, Any]], where: str) -> None:
     text_seen = False
     for number, block in enumerate(blocks):
         if block["type"] in wrong_types:
-            raise Problem(
-                "invalid_parameter",
-                f"{where}[{number}]: a {block['type']} block {reason}",
-                f"{where}[{number}]",
-            )
+            raise invalid(f"{where}[{number}]", f"a {block['type']} block {reason}")
         if block["type"] == "tool_result" and text_seen:
-            raise Problem(
-                "invalid_parameter",
-                f"{where}[{number}]: tool_result blocks come before text",
-                f"{where}[{number}]",
-            )
+            raise invalid(f"{where}[{number}]", "tool_result blocks come before text")
         text_seen = text_seen or block["type"] == "text"
 
 
-def _result(block: dict[str, Any]) -> str:
+def _result(block: JsonObject) -> str:
     """The text of a tool result. Templates have no is_error field, so a prefix marks a failure."""
     text = plain_text(block.get("content"))
     return f"{FAILED}{text}" if block.get("is_error") else text
 
 
-def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
-    chat: dict[str, Any] = {
+def as_chat(call: RequestContext, body: JsonObject) -> JsonObject:
+    """The request in chat fields."""
+    chat: JsonObject = {
         name: body[name]
         for name in ("temperature", "top_k", "top_p", "max_tokens", "seed")
         if name in body
@@ -174,66 +168,62 @@ def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
             {"type": "function", "function": _function(tool)} for tool in body["tools"]
         ]
     choice = body.get("tool_choice", {"type": "auto"})
-    if choice["type"] == "tool":
-        if "name" not in choice:
-            raise Problem("missing_parameter", "tool_choice.name: is required", "tool_choice.name")
-        chat["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
-    else:
-        if "name" in choice:
-            raise Problem(
-                "invalid_parameter",
-                f"tool_choice.name: only with type tool, not {choice['type']}",
-                "tool_choice.name",
-            )
-        chat["tool_choice"] = {"any": "required"}.get(choice["type"], choice["type"])
+    chat["tool_choice"] = _tool_choice(choice)
     if choice.get("disable_parallel_tool_use"):
         chat["parallel_tool_calls"] = False
+    return chat | _reasoning(body) | _response_format(body)
+
+
+def _tool_choice(choice: JsonObject) -> str | JsonObject:
+    kind, name = choice["type"], "tool_choice.name"
+    if kind == "tool":
+        if "name" not in choice:
+            raise Problem("missing_parameter", f"{name}: is required", name)
+        return {"type": "function", "function": {"name": choice["name"]}}
+    if "name" in choice:
+        raise invalid(name, f"only with type tool, not {kind}")
+    return "required" if kind == "any" else str(kind)
+
+
+def _reasoning(body: JsonObject) -> JsonObject:
+    """`thinking` and output_config.effort in chat fields."""
+    out: JsonObject = {}
     if thinking := body.get("thinking"):
-        chat["think"] = thinking["type"] != "disabled"
-        if thinking["type"] == "disabled" and thinking.get("budget_tokens") is not None:
-            raise Problem(
-                "invalid_parameter",
-                "thinking.budget_tokens: thinking is disabled; leave one of them out",
-                "thinking.budget_tokens",
-            )
+        out["think"] = thinking["type"] != "disabled"
         if "budget_tokens" in thinking:
-            chat["thinking_budget"] = thinking["budget_tokens"]
+            name = "thinking.budget_tokens"
+            if not out["think"]:
+                message = f"{name}: thinking is disabled; leave one of them out"
+                raise Problem("invalid_parameter", message, name)
+            out["thinking_budget"] = thinking["budget_tokens"]
     if effort := (body.get("output_config") or {}).get("effort"):
-        chat["reasoning_effort"] = {"max": "xhigh"}.get(effort, effort)
+        out["reasoning_effort"] = {"max": "xhigh"}.get(effort, effort)
+    return out
+
+
+def _response_format(body: JsonObject) -> JsonObject:
     form = (body.get("output_config") or {}).get("format")
     if form and "output_format" in body:
-        raise Problem(
-            "invalid_parameter",
-            "output_format: output_config.format is set too; send one of them",
-            "output_format",
-        )
+        raise invalid("output_format", "output_config.format is set too; send one of them")
     form = form or body.get("output_format")
-    if form:
-        chat["response_format"] = {
-            "type": "json_schema",
-            "json_schema": {"name": "output", "schema": form["schema"]},
-        }
-    return chat
+    if not form:
+        return {}
+    schema = {"name": "output", "schema": form["schema"]}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
-def _check_prefill(last: dict[str, Any]) -> None:
+def _check_prefill(last: JsonObject) -> None:
     """Enforce Anthropic's rules for a continued message. Trailing white space is rejected because
     templates trim it, and the model would continue a different text."""
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
-        raise Problem(
-            "invalid_parameter",
-            "messages: the last message has the assistant role and no text to continue",
-            "messages",
-        )
+        raise invalid("messages", "the last message has the assistant role and no text to continue")
     if last["content"] != last["content"].rstrip():
-        raise Problem(
-            "invalid_parameter",
-            "messages: the last message has the assistant role and cannot end in white space",
-            "messages",
+        raise invalid(
+            "messages", "the last message has the assistant role and cannot end in white space"
         )
 
 
-def _function(tool: dict[str, Any]) -> dict[str, Any]:
+def _function(tool: JsonObject) -> JsonObject:
     made = {
         "name": tool["name"],
         "description": tool.get("description", ""),
@@ -246,14 +236,14 @@ class MessagesReply:
     def __init__(self, ask: ChatRequest, model: str) -> None:
         self.ask = ask
         self.call = ask.call
-        self.base: dict[str, Any] = {
+        self.base: JsonObject = {
             "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,
         }
 
-    def stop(self, finish: WireFinish | None, called: bool) -> dict[str, Any]:
+    def stop(self, finish: WireFinish | None, called: bool) -> JsonObject:
         reason = finish_reason(finish)
         if called and reason == "stop":
             return {"stop_reason": "tool_use", "stop_sequence": None}
@@ -264,7 +254,7 @@ class MessagesReply:
             "stop_sequence": None,
         }
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> JsonObject:
         usage = usage_of(self.call.runs)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
@@ -275,7 +265,7 @@ class MessagesReply:
             "cache_creation_input_tokens": 0,
         }
 
-    def extension_fields(self) -> dict[str, Any]:
+    def extension_fields(self) -> JsonObject:
         runs = self.call.runs
         return {
             "seed": self.ask.params.get("seed"),
@@ -293,7 +283,7 @@ class MessagesReply:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         found = self.ask.pieces(choice.text)
-        content: list[dict[str, Any]] = []
+        content: list[JsonObject] = []
         if choice.reasoning:
             shown = "" if self.omits_thoughts else choice.reasoning
             content.append({"type": "thinking", "thinking": shown, "signature": ""})
@@ -355,9 +345,9 @@ class MessagesReply:
         yield sse({"type": "message_stop"}, "message_stop")
 
 
-def content_blocks(found: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+def content_blocks(found: Sequence[tuple[str, Any]]) -> list[JsonObject]:
     """The blocks of an output's texts and tool calls, in its order."""
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     for kind, value in found:
         if kind == "call":
             given = loads_lossless(value.arguments)
@@ -388,9 +378,7 @@ class BlockEvents:
         made = self._add("thinking", blank, {"type": "thinking_delta"}, text)
         return made[:-1] if omit else made
 
-    def _add(
-        self, kind: str, blank: dict[str, Any], delta: dict[str, Any], text: str
-    ) -> list[bytes]:
+    def _add(self, kind: str, blank: JsonObject, delta: JsonObject, text: str) -> list[bytes]:
         if not text:
             return []
         out: list[bytes] = []
@@ -431,17 +419,17 @@ class BlockEvents:
 
 
 async def create(call: RequestContext) -> Response:
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    form = "output_format" if "output_format" in body else "output_config"
+    body = await call.body(AnthropicMessages)
+    model = call.served_model()
+    form = "output_format" if body.output_format is not None else "output_config"
     ask = ChatRequest(
         call,
-        as_chat(call, body),
+        as_chat(call, call.given),
         call.route.fields,
         {**NAMES, "json_schema": form, "response_format": form},
     )
     answer = MessagesReply(ask, model)
-    stream = bool(body.get("stream"))
+    stream = bool(body.stream)
     ask.submit(stream)
     await call.accepted()
     return (
@@ -450,7 +438,7 @@ async def create(call: RequestContext) -> Response:
 
 
 async def count(call: RequestContext) -> Response:
-    body = await call.body()
-    call.state.check_model(body["model"])
-    count = await count_tokens(call, as_chat(call, body), NAMES)
+    await call.body(AnthropicCountTokens)
+    call.served_model()
+    count = await count_tokens(call, as_chat(call, call.given), NAMES)
     return Json({"input_tokens": count, **warnings_of(call)})

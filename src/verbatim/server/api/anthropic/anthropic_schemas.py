@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verbatim.server.api.common.schemas import JsonObject, Label, Name, Strict, Text
+from verbatim.base.json_io import JsonObject
+from verbatim.server.api.common.schemas import Label, Name, Strict, Text
 
 
 class CacheControl(Strict):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import STRUCTURE
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.field_rules import NO_LIMIT, Rule
@@ -22,7 +23,7 @@ from verbatim.server.api.common.tools import (
     forced_schema,
     template_messages,
 )
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, invalid, unsupported
 from verbatim.server.process.messages import Generate, Tokenize, Tokenized
 from verbatim.text.tools.call_formats import CALL_FORMATS
 
@@ -62,7 +63,7 @@ class ChatRequest:
         self.call = call
         self.body = body
         self.names = {**(names or {}), **call.aliases}
-        self.tools: list[dict[str, Any]] = list(body.get("tools") or [])
+        self.tools: list[JsonObject] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
         self.forced = False
         self.single = body.get("parallel_tool_calls") is False
@@ -89,11 +90,7 @@ class ChatRequest:
     def _length(self) -> None:
         old, new = self.body.get("max_tokens"), self.body.get("max_completion_tokens")
         if old is not None and new is not None and old != new:
-            raise Problem(
-                "invalid_parameter",
-                "max_tokens: differs from max_completion_tokens; send one of them",
-                "max_tokens",
-            )
+            raise invalid("max_tokens", "differs from max_completion_tokens; send one of them")
         if new is not None:
             self.names = {"max_tokens": "max_completion_tokens", **self.names}
         length = new if new is not None else old
@@ -128,11 +125,7 @@ class ChatRequest:
         field_name = self._client_name(name)
         for other in STRUCTURE:
             if other in self.values:
-                raise Problem(
-                    "invalid_parameter",
-                    f"{field_name}: cannot be combined with {self._client_name(other)}",
-                    field_name,
-                )
+                raise invalid(field_name, f"cannot be combined with {self._client_name(other)}")
 
     def _tools(self) -> None:
         check_tools(self.call, self.tools)
@@ -148,17 +141,9 @@ class ChatRequest:
                 self.values.setdefault("skip_special", False)
         else:
             if not self.tools:
-                raise Problem(
-                    "invalid_parameter",
-                    f"{field_name}: requires a call, but the request has no tools",
-                    field_name,
-                )
+                raise invalid(field_name, "requires a call, but the request has no tools")
             if wanted is not None and wanted not in names:
-                raise Problem(
-                    "invalid_parameter",
-                    f"{field_name}: names a function that is not in tools",
-                    field_name,
-                )
+                raise invalid(field_name, "names a function that is not in tools")
             self._check_single_grammar("tool_choice")
             self._name_tools(wanted)
             many = wanted is None and not self.single
@@ -174,11 +159,7 @@ class ChatRequest:
             return
         if strict and any(name in self.values for name in STRUCTURE if name != "json_schema"):
             where = f"tools[{strict[0]}].function.strict"
-            raise Problem(
-                "invalid_parameter",
-                f"{where}: cannot be combined with regex, grammar or choice",
-                where,
-            )
+            raise invalid(where, "cannot be combined with regex, grammar or choice")
         grammar = call_or_text(
             self.tools, self.call.state.facts.tool_format, single=self.single, text=schema
         )
@@ -188,10 +169,8 @@ class ChatRequest:
                 if strict
                 else self._client_name("response_format")
             )
-            raise Problem(
-                "unsupported_parameter",
-                f"{where}: not supported with tool_choice auto for this model's tool format",
-                where,
+            raise unsupported(
+                where, "not supported with tool_choice auto for this model's tool format"
             )
         self.values.pop("json_schema", None)
         self.values["grammar"] = grammar
@@ -207,11 +186,10 @@ class ChatRequest:
     def _check_continued(self) -> None:
         if self.continues and any(name in self.values for name in STRUCTURE):
             field_name = self._client_name("messages")
-            raise Problem(
-                "invalid_parameter",
-                f"{field_name}: structured output and tool_choice are not supported when the last "
-                "message is continued",
+            raise invalid(
                 field_name,
+                "structured output and tool_choice are not supported when the last "
+                "message is continued",
             )
 
     def submit(self, stream: bool, num_ctx: int | None = None, open_end: bool = False) -> None:
@@ -257,13 +235,9 @@ class ChatRequest:
 def check_tools(call: RequestContext, tools: Sequence[Mapping[str, Any]]) -> None:
     limit = call.state.limits.max_tools
     if len(tools) > limit:
-        raise Problem(
-            "invalid_parameter",
-            f"tools: {len(tools)} tools are above this server's limit of {limit}",
-            "tools",
-        )
+        raise invalid("tools", f"{len(tools)} tools are above this server's limit of {limit}")
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
-        raise Problem("invalid_parameter", "tools: two tools have the same name", "tools")
+        raise invalid("tools", "two tools have the same name")
 
 
 def conversation(
@@ -271,7 +245,7 @@ def conversation(
     body: Mapping[str, Any],
     tools: Sequence[Mapping[str, Any]],
     names: Mapping[str, str],
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[JsonObject], JsonObject]:
     """Messages and options for the chat template, after checking the server's limits.
 
     Also sets the client's field names on the request context, so that later errors of the engine
@@ -279,15 +253,11 @@ def conversation(
     messages, facts = body["messages"], call.state.facts
     limit, field_name = call.state.limits.max_messages, names.get("messages", "messages")
     if len(messages) > limit:
-        raise Problem(
-            "invalid_parameter",
-            f"{field_name}: {len(messages)} messages are above this server's limit of {limit}",
-            field_name,
+        raise invalid(
+            field_name, f"{len(messages)} messages are above this server's limit of {limit}"
         )
     if not facts.has_template:
-        raise Problem(
-            "unsupported_parameter", f"{field_name}: {NO_TEMPLATE[facts.task]}", field_name
-        )
+        raise unsupported(field_name, f"{NO_TEMPLATE[facts.task]}")
     made = template_messages(messages, tools, facts)
     for message in made:
         to_params.check_text_length(field_name, message["content"] or "", facts)
@@ -317,24 +287,18 @@ async def count_tokens(
     return len(done.token_ids)
 
 
-def continued(body: dict[str, Any]) -> dict[str, Any]:
+def continued(body: JsonObject) -> JsonObject:
     """The body with `continue_final` set if the model continues the last message.
 
     A last message of the assistant is continued, unless the request asks for a new turn."""
     last = body["messages"][-1]
     wanted, new_turn = body.get("continue_final_message"), body.get("add_generation_prompt")
     if wanted and new_turn:
-        raise Problem(
-            "invalid_parameter",
-            "continue_final_message: cannot be combined with add_generation_prompt: true",
-            "continue_final_message",
+        raise invalid(
+            "continue_final_message", "cannot be combined with add_generation_prompt: true"
         )
     if wanted and last["role"] != "assistant":
-        raise Problem(
-            "invalid_parameter",
-            "continue_final_message: the last message is not one of the assistant",
-            "continue_final_message",
-        )
+        raise invalid("continue_final_message", "the last message is not one of the assistant")
     if wanted is None and new_turn is None:
         wanted = last["role"] == "assistant" and not last.get("tool_calls")
     return {**body, "continue_final": bool(wanted)}

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verbatim.base.json_io import loads_strict
+from verbatim.base.json_io import JsonObject, loads_strict
 from verbatim.server.api.common.field_rules import CACHE, RequestBody, Rule, member_model, rules_of
-from verbatim.server.problem import Problem
+from verbatim.server.problem import invalid
 
 # Fields inside messages, content parts and tools that have no effect
 INSIDE = ("cache_control", "prompt_cache_breakpoint")
@@ -28,7 +28,7 @@ STRUCTURED_OUTPUTS = {name.removeprefix("guided_"): ours for name, ours in SAME.
                       if name.startswith("guided_")}  # fmt: skip
 
 
-def take_ignored(model: type[RequestBody], body: dict[str, Any]) -> list[str]:
+def take_ignored(model: type[RequestBody], body: JsonObject) -> list[str]:
     """A sentence for each field without an effect. Those inside messages and tools are removed,
     because a chat template may print a tool as it is."""
     found = _no_effect(rules_of(model), body, "")
@@ -53,7 +53,7 @@ def _no_effect(rules: Mapping[str, Rule], given: Mapping[str, Any], place: str) 
     ]
 
 
-def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _objects(value: Any, place: str) -> Iterator[tuple[str, JsonObject]]:
     """The objects of a list of messages or tools, and those inside that are no client's data."""
     for index, item in enumerate(value if isinstance(value, list) else ()):
         if isinstance(item, dict):
@@ -65,16 +65,14 @@ def _objects(value: Any, place: str) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{here}.function", item["function"]
 
 
-def translate(table: Mapping[str, Rule], body: dict[str, Any]) -> dict[str, str]:
+def translate(table: Mapping[str, Rule], body: JsonObject) -> dict[str, str]:
     """Rename the fields of other servers' clients. Returns this server's field -> the client's."""
     names: dict[str, str] = {}
 
     def put(ours: str, theirs: str, value: Any) -> None:
         if body.get(ours, value) != value:
             other = names.get(ours, ours)
-            raise Problem(
-                "invalid_parameter", f"{theirs}: differs from {other}; send one of them", theirs
-            )
+            raise invalid(theirs, f"differs from {other}; send one of them")
         body[ours], names[ours] = value, theirs
 
     for theirs, ours in SAME.items():
@@ -110,5 +108,5 @@ def _schema(field: str, value: Any) -> Any:
     except ValueError:
         made = None
     if not isinstance(made, dict | bool):
-        raise Problem("invalid_parameter", f"{field}: the text is no JSON schema", field)
+        raise invalid(field, "the text is no JSON schema")
     return made

@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pydantic import BaseModel, Field, create_model
+from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import SkipJsonSchema
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS
 from verbatim.server.api.common.schemas import (
     Alternatives,
-    JsonObject,
     Label,
     Strict,
     StructuredOutputs,
@@ -56,7 +56,9 @@ class Rule:
 
 
 class RequestBody(Strict):
-    """The body of a request."""
+    """The body of a request. pydantic builds its validator with the first request of a route."""
+
+    model_config = ConfigDict(defer_build=True)
 
 
 def honoured(help: str, *, required: bool = False, param: str = "") -> Any:
@@ -118,6 +120,7 @@ def taking(params: Mapping[str, str], base: type[RequestBody] = RequestBody) -> 
     return create_model("Taking", __base__=base, **made)
 
 
+@functools.cache
 def extended(*taken: str) -> Any:
     """A base with Verbatim's parameters as extra fields of OpenAI's routes, except those in
     `taken`."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.records import Usage, loop_text
 from verbatim.server.api.common.request_context import RequestContext
 from verbatim.server.api.common.to_params import check_finish
@@ -36,7 +36,7 @@ class ChoiceDelta:
     index: int
     text: str = ""
     logprobs: Sequence[WireLogprob] = ()
-    explain: Sequence[dict[str, Any]] = ()
+    explain: Sequence[JsonObject] = ()
     finish: WireFinish | None = None
     tokens: int = 0
     reasoning: str = ""
@@ -113,7 +113,7 @@ def _generated(runs: Sequence[Running]) -> list[Generated]:
     return [done for run in runs if (done := run.generated) is not None]
 
 
-def usage_of(runs: Sequence[Running]) -> dict[str, Any]:
+def usage_of(runs: Sequence[Running]) -> JsonObject:
     """Usage summed over the prompts of one request, with prefix-cache and draft savings."""
     results = _generated(runs)
     usage = Usage(*map(sum, zip(*(astuple(done.usage) for done in results), strict=True)))
@@ -151,7 +151,7 @@ class RunningUsage:
         }
 
 
-def speculation(runs: Sequence[Running]) -> dict[str, Any]:
+def speculation(runs: Sequence[Running]) -> JsonObject:
     """Draft statistics for protocols whose usage object has none; empty if nothing was drafted."""
     details = usage_of(runs)["completion_tokens_details"]
     accepted = details["accepted_prediction_tokens"]
@@ -174,11 +174,11 @@ def warnings_of(call: RequestContext) -> dict[str, list[str]]:
     return {"warnings": found} if found else {}
 
 
-def extra_fields(call: RequestContext) -> dict[str, Any]:
+def extra_fields(call: RequestContext) -> JsonObject:
     """Verbatim's extra fields at the end of a response: warnings, parameters and receipts, if
     any."""
     results = _generated(call.runs)
-    out: dict[str, Any] = warnings_of(call)
+    out: JsonObject = warnings_of(call)
     if results and results[0].params:  # the client asked for it; all prompts share them
         out["params"] = results[0].params
     receipts = [done.receipt for done in results if done.receipt is not None]
@@ -228,11 +228,11 @@ def floor(value: float) -> float:
     return max(value, FLOOR)
 
 
-def chat_logprobs(items: Sequence[WireLogprob], top: int) -> list[dict[str, Any]]:
+def chat_logprobs(items: Sequence[WireLogprob], top: int) -> list[JsonObject]:
     """Log-probabilities in the shape of chat completions and responses. Not for the first prompt
     token, which has none."""
 
-    def one(raw: bytes, logprob: float) -> dict[str, Any]:
+    def one(raw: bytes, logprob: float) -> JsonObject:
         return {"token": token_text(raw), "logprob": floor(logprob), "bytes": list(raw)}
 
     out = []
@@ -273,9 +273,7 @@ class TokenOffsets:
         return at
 
 
-def completion_logprobs(
-    items: Sequence[WireLogprob], top: int, places: TokenOffsets
-) -> dict[str, Any]:
+def completion_logprobs(items: Sequence[WireLogprob], top: int, places: TokenOffsets) -> JsonObject:
     """The shape of /v1/completions: four parallel lists."""
     return {
         "tokens": [unique_name(item.raw) for item in items],

@@ -7,36 +7,30 @@ call.
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import cast
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.request_context import RequestContext
-from verbatim.server.problem import Problem
+from verbatim.server.api.common.schemas import Prompt
+from verbatim.server.problem import Problem, invalid
 from verbatim.server.process.messages import Generate, Generated
 
 
 def prompts_of(
-    value: Any, name: str, call: RequestContext, *, truncate: bool = False
+    value: Prompt, name: str, call: RequestContext, *, truncate: bool = False
 ) -> list[str | list[int]]:
     """The four forms of `prompt` as a list. Prompts that are empty, too long (unless the engine may
     `truncate` them) or have invalid token ids are rejected here, before they reach the engine."""
     many = isinstance(value, list) and not isinstance(value[0], int)
-    prompts: list[str | list[int]] = list(value) if many else [value]
+    prompts = cast(list[str | list[int]], value if many else [value])
     limit = call.state.limits.max_prompts
     if len(prompts) > limit:
-        raise Problem(
-            "invalid_parameter",
-            f"{name}: {len(prompts)} prompts are above this server's limit of {limit}",
-            name,
-        )
+        raise invalid(name, f"{len(prompts)} prompts are above this server's limit of {limit}")
     for i, prompt in enumerate(prompts):
         where = f"{name}[{i}]" if many else name
         if not prompt:
-            raise Problem(
-                "invalid_parameter",
-                f"{where}: is empty; give at least one character or token",
-                where,
-            )
+            raise invalid(where, "is empty; give at least one character or token")
         if isinstance(prompt, str):
             if not truncate:
                 to_params.check_text_length(where, prompt, call.state.facts)
@@ -47,30 +41,33 @@ def prompts_of(
     return prompts
 
 
-def parses_special(body: dict[str, Any], prompts: list[str | list[int]]) -> bool:
-    if body.get("parse_special") and not isinstance(prompts[0], str):
-        raise Problem(
-            "invalid_parameter",
-            "parse_special: only with text; token ids are not parsed",
-            "parse_special",
-        )
-    return bool(body.get("parse_special"))
+def parses_special(parse: bool | None, prompts: list[str | list[int]]) -> bool:
+    if parse and not isinstance(prompts[0], str):
+        raise invalid("parse_special", "only with text; token ids are not parsed")
+    return bool(parse)
 
 
-async def embed(call: RequestContext, body: dict[str, Any], name: str) -> list[Generated]:
-    """Results that carry the embedding of each text in the field `name` of the client's request,
-    which may also have dimensions, prompt_name and truncate."""
-    hidden, truncate = call.state.facts.hidden, bool(body.get("truncate"))
-    if (body.get("dimensions") or 1) > hidden:
-        why = f"dimensions: {body['dimensions']} is above the model's {hidden}"
+async def embed(
+    call: RequestContext,
+    name: str,
+    prompt: Prompt,
+    *,
+    dimensions: int | None = None,
+    truncate: bool | None = None,
+    prompt_name: str | None = None,
+) -> list[Generated]:
+    """Results that carry the embedding of each text in the field `name` of the client's request."""
+    hidden = call.state.facts.hidden
+    if (dimensions or 1) > hidden:
+        why = f"dimensions: {dimensions} is above the model's {hidden}"
         raise Problem("invalid_parameter", why, "dimensions")
-    prompts = prompts_of(body[name], name, call, truncate=truncate)
+    prompts = prompts_of(prompt, name, call, truncate=bool(truncate))
     call.names = {"prompt": name}
-    more = {"prompt_name": body.get("prompt_name"), "truncate": truncate}
+    more = {"prompt_name": prompt_name, "truncate": bool(truncate)}
     return await run_embeddings(call, [{"prompt": prompt, **more} for prompt in prompts])
 
 
-async def run_embeddings(call: RequestContext, inputs: list[dict[str, Any]]) -> list[Generated]:
+async def run_embeddings(call: RequestContext, inputs: list[JsonObject]) -> list[Generated]:
     state = call.state
     params = to_params.finish_params(
         {"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts

@@ -18,22 +18,24 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from verbatim.base.json_io import dumps
+from verbatim.base.json_io import JsonObject, dumps
 from verbatim.server.api.common.default_params import with_defaults
 from verbatim.server.api.common.field_effects import take_ignored, translate
+from verbatim.server.api.common.field_rules import RequestBody
 from verbatim.server.api.common.json_body import parse_json
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute
 from verbatim.server.api.common.to_params import check_finish, with_client_names
 from verbatim.server.api.common.tools import name_tool
 from verbatim.server.api.common.validate import check
 from verbatim.server.model_pool import ModelPool, ServedModel
-from verbatim.server.problem import Problem, problem_of
+from verbatim.server.problem import Problem, invalid, problem_of
 from verbatim.server.process.messages import Generate, Generated, Result, Work
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.server_state import State
 
 log = logging.getLogger("verbatim.server")
 R = TypeVar("R", bound=Result)
+B = TypeVar("B", bound=RequestBody)
 CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # of a plain `curl -d`
 WRITE_GRACE = 10.0  # seconds a client has to read the last bytes before it is disconnected
 SLOW_GRACE = 1.0  # seconds, for a client that has already proved to read too slowly
@@ -69,7 +71,7 @@ class RequestContext:
         self.shift = 0  # number of messages that the server put before the client's messages
         # the client's field behind each message, where it sends no messages in OpenAI's form
         self.places: Sequence[str] = ()
-        self.given: Mapping[str, Any] = {}  # the validated body
+        self.given: JsonObject = {}  # the validated body as JSON, in this server's names
         self.tools: Sequence[Mapping[str, Any]] = ()  # those whose schemas bind the output
         self.notices: list[str] = []  # warnings about fields that have no effect here
         self.load_seconds = 0.0  # this request waited so long for its model to be loaded
@@ -83,21 +85,27 @@ class RequestContext:
 
     # -------------------------------------------------------------------------------- body
 
-    async def body(self) -> dict[str, Any]:
+    async def body(self, model: type[B]) -> B:
+        """The request as the route's model. `given` is the same as plain JSON, in this server's
+        names: chat templates and sampling parameters are made from that."""
         raw = await self.read_raw()
         data = parse_json(raw, self.state.limits.max_json_depth, self.state.max_json_values)
         if self.state.settings.log_prompts:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
-        body = check(self.route, data)
-        assert self.route.body is not None, self.route.path
-        self.notices = take_ignored(self.route.body, body)
+        body, made = check(self.route, data)
+        assert isinstance(made, model), self.route.path
+        self.notices = take_ignored(type(made), body)
         self.aliases = translate(self.route.fields, body)
         self.request.scope["verbatim.labels"] = labels_of(body)
         if self.protocol.any_case and "model" in body:
             body["model"] = self.state.served_case(body["model"])
         self.given = body
         await self.choose_model(body.get("model"), body)
-        return body
+        return made
+
+    def served_model(self) -> str:
+        """The served name of the model that the body names."""
+        return self.state.check_model(self.given.get("model"))
 
     async def choose_model(self, name: str | None, body: Mapping[str, Any] | None = None) -> None:
         """Of several models: load the one that the request names, and hold it until the end, unless
@@ -179,9 +187,7 @@ class RequestContext:
         """The LoRA adapter that `model` or `adapter` names; empty: the base model."""
         named, field = self.state.adapter_of(self.given.get("model")), self.given.get("adapter", "")
         if named and field and field != named:
-            raise Problem(
-                "invalid_parameter", f"adapter: model names another adapter, {named!r}", "adapter"
-            )
+            raise invalid("adapter", f"model names another adapter, {named!r}")
         return str(named or field)
 
     @property
@@ -276,7 +282,7 @@ class RequestContext:
             await asyncio.gather(gone, task, return_exceptions=True)
 
 
-def labels_of(body: dict[str, Any]) -> dict[str, str]:
+def labels_of(body: JsonObject) -> dict[str, str]:
     """The end-user labels of a request, for the log line."""
     user = body.get("user") or (body.get("metadata") or {}).get("user_id")
     named = {"user": user, "safety_identifier": body.get("safety_identifier")}
@@ -377,7 +383,7 @@ class Chunks:
     The chunk with a choice's finish_reason is held back until the next one, so that the last of the
     stream can have the warnings: clients read no chunk without choices."""
 
-    def __init__(self, head: dict[str, Any], tail: dict[str, Any]) -> None:
+    def __init__(self, head: JsonObject, tail: JsonObject) -> None:
         self._held = b""  # without its closing brace
         self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
         self._after = b"".join(
@@ -386,7 +392,7 @@ class Chunks:
 
     def add(
         self,
-        choice: dict[str, Any],
+        choice: JsonObject,
         padding: str | None = None,
         usage: dict[str, int] | None = None,
     ) -> list[bytes]:

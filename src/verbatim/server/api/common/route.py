@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import RequestBody, Rule, rules_of
 from verbatim.server.model_pool import ServedModel
 from verbatim.server.problem import Problem
@@ -64,7 +65,7 @@ class ApiProtocol:
     routes: tuple[ApiRoute, ...]
     defaults: str = "openai"  # whose sampling defaults hold (PROTOCOLS of base/defaults.py)
     prefix: str = ""  # errors of every path that starts with it have the shape of `error_body`
-    error_body: Callable[[Problem], dict[str, Any]] = Problem.body
+    error_body: Callable[[Problem], JsonObject] = Problem.body
     unknown_route: Callable[[str], str | None] = _no_hint  # why a path under the prefix is none
     is_open: Callable[[str], bool] = _no_page  # whether a path needs no API key
     # Ollama's documentation calls curl without a content type, and its client spells names of

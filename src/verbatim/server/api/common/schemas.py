@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.param_checks import MOST
 from verbatim.base.params import FIELDS
 
@@ -20,7 +21,6 @@ Text = Annotated[str, Field(strict=True)]
 Name = Annotated[str, Field(strict=True, pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 Label = Annotated[str, Field(strict=True, max_length=512)]
 TokenId = Annotated[int, Field(strict=True, ge=0, le=MOST)]
-JsonObject = dict[str, Any]
 Int64 = Annotated[int, Field(strict=True, ge=-(2**63), le=2**63 - 1)]
 Length = Annotated[int, Field(strict=True, ge=1, le=MOST)]
 LastN = Annotated[int, Field(strict=True, ge=-1, le=MOST)]  # llama.cpp's: -1 is all tokens
@@ -32,11 +32,11 @@ Alternatives = Annotated[int, Field(strict=True, ge=0, le=int(FIELDS["logprobs"]
 def type_of(name: str) -> Any:
     """The pydantic type of a sampling parameter, from its kind and range in base.params."""
     rule = FIELDS[name]
-    bounds: dict[str, Any] = {"strict": True, "ge": rule.low, "le": rule.high, "gt": rule.above}
+    bounds: JsonObject = {"strict": True, "ge": rule.low, "le": rule.high, "gt": rule.above}
     bounds = {k: v for k, v in bounds.items() if v is not None}
     match rule.kind:
         case "int":
-            whole: dict[str, Any] = {k: int(v) for k, v in bounds.items() if k != "strict"}
+            whole: JsonObject = {k: int(v) for k, v in bounds.items() if k != "strict"}
             return Annotated[int, Field(strict=True, **{"le": MOST, **whole})]
         case "float":
             return Annotated[float, Field(allow_inf_nan=False, **bounds)]
@@ -54,7 +54,7 @@ def type_of(name: str) -> Any:
         case "choice":
             return Literal[rule.choices]
         case "schema":
-            return dict[str, Any] | bool
+            return JsonObject | bool
 
 
 class Strict(BaseModel):

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from verbatim.server.problem import Problem
+from verbatim.base.json_io import JsonObject
+from verbatim.server.problem import Problem, invalid
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.reasoning.thinking_switches import (
     BOOLEAN_SWITCHES,
@@ -23,9 +24,9 @@ from verbatim.text.reasoning.thinking_switches import (
 
 def thinking_variables(
     facts: ModelFacts, body: Mapping[str, Any], names: Mapping[str, str], notices: list[str]
-) -> dict[str, Any]:
+) -> JsonObject:
     """Template variables of a request: chat_template_kwargs, `reasoning_effort` and `think`."""
-    made: dict[str, Any] = {}
+    made: JsonObject = {}
     switches, thinks = facts.thinking_switches, facts.thinks
     given = dict(body.get("chat_template_kwargs") or {})
     why = "always reasons" if thinks else "does not reason"
@@ -47,7 +48,7 @@ def thinking_variables(
     for name in BOOLEAN_SWITCHES:  # in a template the text "false" would be true
         if isinstance(given.get(name), str):
             field = f"chat_template_kwargs.{name}"
-            raise Problem("invalid_parameter", f"{field}: true or false is needed", field)
+            raise invalid(field, "true or false is needed")
     for name, value in made.items():
         if given.get(name, value) != value:
             field = f"chat_template_kwargs.{name}"

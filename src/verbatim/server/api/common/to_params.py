@@ -14,16 +14,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import RequestError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.server.api.common.field_rules import Rule
-from verbatim.server.problem import Problem, problem_of
+from verbatim.server.problem import Problem, invalid, problem_of
 from verbatim.server.process.messages import ModelFacts, WireFinish
 from verbatim.server.settings import Limits
 
 MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
 
 
-def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[str, Any]:
+def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> JsonObject:
     """The fields that map directly to SamplingParams, plus seed and stop."""
     values = {rule.param: body[name] for name, rule in table.items() if rule.param and name in body}
     if values.get("top_k") == -1:  # vLLM's clients: off
@@ -36,7 +37,7 @@ def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> dict[
     return values
 
 
-def penalty_window(last_n: int | None) -> dict[str, Any]:
+def penalty_window(last_n: int | None) -> JsonObject:
     """llama.cpp's and Ollama's repeat_last_n: -1 is all tokens, 0 turns the penalties off."""
     if last_n == 0:
         return {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
@@ -59,9 +60,7 @@ def count_seeds() -> None:
     fresh_seed = itertools.count(1).__next__
 
 
-def for_each_prompt(
-    params: dict[str, Any], body: Mapping[str, Any], prompts: int
-) -> list[dict[str, Any]]:
+def for_each_prompt(params: JsonObject, body: Mapping[str, Any], prompts: int) -> list[JsonObject]:
     """The parameters of each prompt of a list.
 
     Without a seed in the request each prompt gets its own: noise depends on seed and position, so
@@ -73,22 +72,20 @@ def for_each_prompt(
 
 
 def finish_params(
-    values: dict[str, Any],
+    values: JsonObject,
     *,
     limits: Limits,
     facts: ModelFacts,
     prompts: int = 1,
     names: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Apply the limits, check token ids, and validate with SamplingParams."""
     try:
         _check_limits(values, limits, facts, prompts)
         longest = limits.max_output_tokens
         if longest and (values.get("max_tokens") or 0) > longest:
-            raise Problem(
-                "invalid_parameter",
-                f"max_tokens: {values['max_tokens']} is above this server's limit of {longest}",
-                "max_tokens",
+            raise invalid(
+                "max_tokens", f"{values['max_tokens']} is above this server's limit of {longest}"
             )
         if longest and "max_tokens" not in values:
             values["max_tokens"] = longest
@@ -126,14 +123,10 @@ def wants_logit_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts
     if not body.get("explain_rows"):
         return False
     if not params.get("explain") or not params.get("receipt"):
-        raise Problem(
-            "invalid_parameter", "explain_rows: needs explain and receipt: true", "explain_rows"
-        )
+        raise invalid("explain_rows", "needs explain and receipt: true")
     if SamplingParams.from_mapping(params).width * prompts > 1:
-        raise Problem(
-            "invalid_parameter",
-            "explain_rows: needs one prompt and one choice; leave out n, best_of and num_beams",
-            "explain_rows",
+        raise invalid(
+            "explain_rows", "needs one prompt and one choice; leave out n, best_of and num_beams"
         )
     return True
 
@@ -162,26 +155,20 @@ def _check_limits(
 ) -> None:
     for name in ("logprobs", "prompt_logprobs", "explain"):
         if (values.get(name) or 0) > limits.max_logprobs:
-            raise Problem(
-                "invalid_parameter",
-                f"{name}: {values[name]} is above this server's limit of {limits.max_logprobs}",
-                name,
+            raise invalid(
+                name, f"{values[name]} is above this server's limit of {limits.max_logprobs}"
             )
     stop = values.get("stop", ())
     if not isinstance(stop, str) and len(stop) > limits.max_stop:
-        raise Problem(
-            "invalid_parameter",
-            f"stop: {len(stop)} strings are above this server's limit of {limits.max_stop}",
-            "stop",
+        raise invalid(
+            "stop", f"{len(stop)} strings are above this server's limit of {limits.max_stop}"
         )
     for name in ("n", "best_of", "num_beams"):
         if (values.get(name) or 1) * prompts > limits.max_width:
             times = f" times {prompts} prompts" if prompts > 1 else ""
-            raise Problem(
-                "invalid_parameter",
-                f"{name}: {values.get(name, 1)}{times} is above this server's limit of "
-                f"{limits.max_width}",
+            raise invalid(
                 name,
+                f"{values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
             )
     for name in STRUCTURE:
         value = values.get(name)
@@ -193,10 +180,8 @@ def _check_limits(
             else 0
         )
         if size > limits.max_schema_bytes:
-            raise Problem(
-                "invalid_parameter",
-                f"{name}: {size} bytes are above this server's limit of {limits.max_schema_bytes}",
-                name,
+            raise invalid(
+                name, f"{size} bytes are above this server's limit of {limits.max_schema_bytes}"
             )
     _check_ids(values, limits, facts)
 
@@ -207,10 +192,8 @@ def _check_ids(values: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> 
             continue
         ids = values[name]
         if len(ids) > limits.max_bias:
-            raise Problem(
-                "invalid_parameter",
-                f"{name}: {len(ids)} entries are above this server's limit of {limits.max_bias}",
-                name,
+            raise invalid(
+                name, f"{len(ids)} entries are above this server's limit of {limits.max_bias}"
             )
         check_vocabulary(name, [int(i) for i in ids], facts)
 
@@ -219,11 +202,7 @@ def check_vocabulary(name: str, ids: list[int], facts: ModelFacts) -> None:
     size = facts.vocab
     for token in ids:
         if not 0 <= token < size:
-            raise Problem(
-                "invalid_parameter",
-                f"{name}: {token} is not a token id of this model (0 to {size - 1})",
-                name,
-            )
+            raise invalid(name, f"{token} is not a token id of this model (0 to {size - 1})")
 
 
 def check_id_count(name: str, ids: list[int], facts: ModelFacts) -> None:

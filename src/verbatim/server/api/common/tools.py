@@ -21,7 +21,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.base.json_io import dumps_lossless, loads_lossless, loads_strict
+from verbatim.base.json_io import JsonObject, dumps_lossless, loads_lossless, loads_strict
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.reasoning.tag_splitter import partial_tag_length
@@ -61,16 +61,16 @@ def plain_text(content: Any) -> str:
 
 def template_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], facts: ModelFacts
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """OpenAI messages in the form that chat templates expect.
 
     If the template does not support tools, a system message describes them. If it does not support
     earlier calls, they are rendered as text. So nothing that the client sent is dropped."""
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     redundant = redundant_names(messages)
     for message in messages:
         role = "system" if message["role"] == "developer" else message["role"]
-        made: dict[str, Any] = {
+        made: JsonObject = {
             "role": role,
             "content": plain_text(message.get("content")) + message.get("refusal", ""),
         }
@@ -107,7 +107,7 @@ def template_messages(
     return out
 
 
-def _add_tools_preamble(messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+def _add_tools_preamble(messages: list[JsonObject], tools: Sequence[Mapping[str, Any]]) -> None:
     text = PREAMBLE.format(
         tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     )
@@ -133,7 +133,7 @@ def _call_json(function: Mapping[str, Any]) -> str:
 
 def forced_schema(
     tools: Sequence[Mapping[str, Any]], name: str | None, *, place: str = "#", many: bool = False
-) -> dict[str, Any]:
+) -> JsonObject:
     """A JSON schema, to stand at `place`, that allows only valid calls: of the named tool, or of
     any tool. `many`: a list of them, at least one."""
     if many:
@@ -148,7 +148,7 @@ def forced_schema(
     return {"anyOf": calls}
 
 
-def _call_schema(function: Mapping[str, Any], place: str) -> dict[str, Any]:
+def _call_schema(function: Mapping[str, Any], place: str) -> JsonObject:
     arguments = _rebase_refs(
         function.get("parameters") or {"type": "object"}, f"{place}/properties/arguments"
     )
@@ -198,7 +198,7 @@ def _rebase_refs(schema: Any, place: str) -> Any:
         return [_rebase_refs(item, place) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    out: dict[str, Any] = {}
+    out: JsonObject = {}
     for key, value in schema.items():
         if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
             out[key] = place + value[1:]

@@ -1,4 +1,5 @@
-"""Request validation. In: a parsed body. Out: a plain dict, or a Problem that names the field.
+"""Request validation. In: a parsed body. Out: the route's model and the plain JSON, or a Problem
+that names the field.
 
 Order: bytes -> JSON (json_body.py) -> the rules of the route's model (unknown and refused fields;
 field_rules.py) -> the model itself (types and ranges; validation_errors.py).
@@ -13,22 +14,24 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from verbatim.base.json_io import has_big_integer
+from verbatim.base.json_io import JsonObject, has_big_integer
+from verbatim.server.api.common.field_rules import RequestBody
 from verbatim.server.api.common.route import ApiRoute
 from verbatim.server.api.common.validation_errors import body_problem, suggestion
 from verbatim.server.problem import Problem
 
-# RequestBody whose members may be null, which means "not given" as at the top.
+# Fields whose members may be null, which means "not given" as at the top.
 NULLS_INSIDE = ("messages", "input", "tools", "tool_choice", "options")
 
 
-def check(route: ApiRoute, data: Any) -> dict[str, Any]:
-    """The body without nulls; every field is known, supported and in range."""
+def check(route: ApiRoute, data: Any) -> tuple[JsonObject, RequestBody]:
+    """The body without nulls, as JSON and as the route's model; every field is known, supported and
+    in range."""
     body, table = route.body, route.fields
     assert body is not None, route.path
     if not isinstance(data, dict):
         raise Problem("invalid_request", "the body must be a JSON object")
-    given: dict[str, Any] = {}
+    given: JsonObject = {}
     for name, value in data.items():
         rule = table.get(name)
         if rule is None:
@@ -48,7 +51,7 @@ def check(route: ApiRoute, data: Any) -> dict[str, Any]:
         if rule.required and name not in given:
             raise Problem("missing_parameter", f"{name}: is required", param=name)
     try:
-        body.model_validate(given)
+        made = body.model_validate(given)
     except ValidationError as error:
         raise body_problem(error, given, body) from None
     except RecursionError:
@@ -60,7 +63,7 @@ def check(route: ApiRoute, data: Any) -> dict[str, Any]:
                 f"{name}: contains an integer of more than 64 bits",
                 param=name,
             )
-    return given
+    return given, made
 
 
 def check_query(route: ApiRoute, pairs: Sequence[tuple[str, str]]) -> dict[str, str]:

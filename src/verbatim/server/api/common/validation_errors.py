@@ -9,10 +9,11 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.migration_hints import hints
 from verbatim.server.api.common.field_rules import RequestBody, member_model, rules_of
 from verbatim.server.api.common.json_body import format_path
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, unsupported
 
 Path = list[str | int]
 Paths = Sequence[tuple[Path, ErrorDetails]]
@@ -81,9 +82,9 @@ def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> 
     The deepest path wins, because a union reports errors for every branch. At equal depth, an error
     that is not a mere type mismatch wins."""
     paths = [(_path(e, data), e) for e in error.errors(include_url=False)]
-    unsupported = _built_in_tool(paths) or _media(paths, data)
-    if unsupported is not None:
-        return unsupported
+    other_kind = _built_in_tool(paths) or _media(paths, data)
+    if other_kind is not None:
+        return other_kind
     path, chosen = max(
         paths, key=lambda item: (len(item[0]), item[1]["type"] not in TYPE_MISMATCHES)
     )
@@ -95,7 +96,7 @@ def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> 
         message = f"{param}: input should be one of {expected} (got {got!r:.40})"
         return Problem("invalid_parameter", message, param)
     if (why := _refused_member(path, body)) is not None:
-        return Problem("unsupported_parameter", f"{param}: not supported; {why}", param)
+        return unsupported(param, f"not supported; {why}")
     if chosen["type"] in ("missing", "union_tag_not_found"):
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":
@@ -115,11 +116,7 @@ def _built_in_tool(paths: Paths) -> Problem | None:
         if path[:1] == ["tools"] and path[2:] == ["type"] and isinstance(complaint["input"], str):
             kind = complaint["input"][:64]
             where = format_path(path)
-            return Problem(
-                "unsupported_parameter",
-                f"{where}: {kind!r} tools are not supported; {_message(complaint)}",
-                where,
-            )
+            return unsupported(where, f"{kind!r} tools are not supported; {_message(complaint)}")
     return None
 
 
@@ -199,7 +196,7 @@ def _path(error: ErrorDetails, data: Any) -> list[str | int]:
     return out
 
 
-def _is_tag(here: dict[str, Any], step: int | str, following: int | str) -> bool:
+def _is_tag(here: JsonObject, step: int | str, following: int | str) -> bool:
     """Whether a step of pydantic's location is the tag of a union's branch, and not a field. A part
     {"type": "text", "text": ..} has both; the value of the field shows where the next step is."""
     if not isinstance(step, str) or step != here.get("type"):

@@ -22,6 +22,7 @@ from starlette.responses import Response
 from verbatim import __version__, lens
 from verbatim.base.defaults import DEFAULT, report
 from verbatim.base.errors import RequestError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
 from verbatim.base.records import Choice
 from verbatim.explain.receipt import MAKERS, compare, read_receipt
@@ -29,7 +30,8 @@ from verbatim.server.api.common import to_params
 from verbatim.server.api.common.default_params import default_params
 from verbatim.server.api.common.generate import observe_latency, usage_of
 from verbatim.server.api.common.request_context import Json, RequestContext
-from verbatim.server.problem import Problem, problem_of
+from verbatim.server.api.lens.lens_fields import LensReplay, LensStep
+from verbatim.server.problem import Problem, invalid, problem_of
 from verbatim.server.process.messages import Generate, Generated, Inspect, Inspected
 
 PAGE_HEADERS = {
@@ -55,7 +57,7 @@ async def page(call: RequestContext) -> Response:
     return Response(found[0], media_type=found[1], headers=PAGE_HEADERS)
 
 
-async def _inspect(call: RequestContext, what: str, **arguments: Any) -> dict[str, Any]:
+async def _inspect(call: RequestContext, what: str, **arguments: Any) -> JsonObject:
     running = call.submit(Inspect(call.next_id(), call.tenant, what, arguments))
     done = await running.result()
     assert isinstance(done, Inspected)
@@ -111,15 +113,15 @@ async def engine(call: RequestContext) -> Response:
 async def step(call: RequestContext) -> Response:
     """The row of logits comes from a request for one more token, which the prefix cache makes
     cheap: the same tokens give the same bits."""
-    body = await call.body()
-    prompt, output = body["prompt"], body.get("output", [])
+    body = await call.body(LensStep)
+    prompt, output = body.prompt, body.output or []
     to_params.check_id_count("prompt", [*prompt, *output], call.state.facts)
     for name, ids in (("prompt", prompt), ("output", output)):
         to_params.check_vocabulary(name, ids, call.state.facts)
-    params = _params(call, body.get("params", {}))
+    params = _params(call, body.params or {})
     if params.get("num_beams", 1) > 1:
         raise Problem("invalid_parameter", "params.num_beams: beam search draws no token", "params")
-    shared: dict[str, Any] = {
+    shared: JsonObject = {
         name: params[name] for name in ("adapter", "cache_salt") if name in params
     }
     row = await _row(call, [*prompt, *output], shared)
@@ -130,8 +132,8 @@ async def step(call: RequestContext) -> Response:
         prompt=prompt,
         output=output,
         params=params,
-        choice=body.get("choice", 0),
-        rest=bool(body.get("rest")),
+        choice=body.choice or 0,
+        rest=bool(body.rest),
     )
     if "row" in data:
         data["row"] = base64.b64encode(data["row"]).decode()
@@ -142,7 +144,7 @@ async def step(call: RequestContext) -> Response:
     )
 
 
-def _params(call: RequestContext, params: dict[str, Any]) -> dict[str, Any]:
+def _params(call: RequestContext, params: JsonObject) -> JsonObject:
     """The sampling parameters of a step, with the server's limits applied. Missing ones get the
     defaults of /v1/completions, with which the page generates."""
     try:
@@ -154,16 +156,16 @@ def _params(call: RequestContext, params: dict[str, Any]) -> dict[str, Any]:
         raise Problem(problem.code, f"params.{problem.message}", "params") from None
 
 
-def _limited(call: RequestContext, values: dict[str, Any]) -> dict[str, Any]:
+def _limited(call: RequestContext, values: JsonObject) -> JsonObject:
     """Parameters with the server's limits applied. Their types are checked first: validate.py knows
     only that these routes get a mapping."""
     typed = SamplingParams.from_mapping(values).to_mapping()
     return to_params.finish_params(typed, limits=call.state.limits, facts=call.state.facts)
 
 
-async def _row(call: RequestContext, known: list[int], shared: dict[str, Any]) -> bytes:
+async def _row(call: RequestContext, known: list[int], shared: JsonObject) -> bytes:
     call.admission.enter_context(call.state.admission.admit_rows())
-    params: dict[str, Any] = {
+    params: JsonObject = {
         "max_tokens": 1,
         "temperature": 0.0,
         "explain": 1,
@@ -178,17 +180,17 @@ async def _row(call: RequestContext, known: list[int], shared: dict[str, Any]) -
 
 
 async def replay(call: RequestContext) -> Response:
-    body = await call.body()
+    body = await call.body(LensReplay)
     try:
-        receipt = read_receipt(body["receipt"])
+        receipt = read_receipt(body.receipt)
     except (RecursionError, binascii.Error):
-        raise Problem("invalid_parameter", "receipt: cannot be read", "receipt") from None
+        raise invalid("receipt", "cannot be read") from None
     prompt = receipt["prompt_ids"]
     if not prompt:
-        raise Problem("invalid_parameter", "receipt: has no prompt", "receipt")
+        raise invalid("receipt", "has no prompt")
     to_params.check_id_count("receipt", prompt, call.state.facts)
     to_params.check_vocabulary("receipt", prompt, call.state.facts)
-    values = {**receipt["params"], "receipt": True, "explain": body.get("explain", 0)}
+    values = {**receipt["params"], "receipt": True, "explain": body.explain or 0}
     params = _limited(call, values)
     thinks = receipt.get("thinks", False)
     call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, thinks=thinks))

@@ -10,13 +10,13 @@ from pydantic import (
     Field,
 )
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import (
     RequestBody,
     honoured,
 )
 from verbatim.server.api.common.schemas import (
     Alternatives,
-    JsonObject,
     PromptIds,
     TokenId,
 )

@@ -13,6 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim import __version__
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.chat_request import check_tools, continued, conversation
@@ -33,8 +34,12 @@ from verbatim.server.api.common.request_context import (
     RequestContext,
     sse,
 )
-from verbatim.server.api.llamacpp.llama_fields import LlamaCompletion
-from verbatim.server.problem import Problem
+from verbatim.server.api.llamacpp.llama_fields import (
+    LlamaApplyTemplate,
+    LlamaCompletion,
+    LlamaEmbedding,
+)
+from verbatim.server.problem import unsupported
 from verbatim.server.process.messages import (
     Detokenized,
     Generate,
@@ -52,7 +57,7 @@ NAMES = {rule.param: name for name, rule in RULES.items() if rule.param and rule
 STOP_TYPES = {"length": "limit", "loop": "eos", "cancel": "none"}
 
 
-def sampling(body: dict[str, Any]) -> dict[str, Any]:
+def sampling(body: JsonObject) -> JsonObject:
     values = to_params.sampling_values(body, RULES)
     values |= to_params.penalty_window(body.get("repeat_last_n"))
     if body.get("dry_penalty_last_n", -1) == 0:
@@ -72,7 +77,7 @@ def sampling(body: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def generation_settings(params: SamplingParams) -> dict[str, Any]:
+def generation_settings(params: SamplingParams) -> JsonObject:
     """The parameters in force by llama.cpp's names."""
 
     def plain(name: str) -> Any:
@@ -93,18 +98,18 @@ def generation_settings(params: SamplingParams) -> dict[str, Any]:
 
 
 class LlamaReply:
-    def __init__(self, call: RequestContext, body: dict[str, Any], params: SamplingParams) -> None:
+    def __init__(self, call: RequestContext, body: LlamaCompletion, params: SamplingParams) -> None:
         self.call = call
         self.body = body
         self.params = params
-        self.model = call.state.check_model(body.get("model"))
+        self.model = call.served_model()
 
-    def probabilities(self, logprobs: Any) -> dict[str, Any]:
+    def probabilities(self, logprobs: Any) -> JsonObject:
         """llama.cpp's completion_probabilities: log-probabilities in the shape of chat."""
-        top = self.body.get("n_probs")
+        top = self.body.n_probs
         return {"completion_probabilities": chat_logprobs(logprobs, top)} if top else {}
 
-    def closing(self, finish: WireFinish | None) -> dict[str, Any]:
+    def closing(self, finish: WireFinish | None) -> JsonObject:
         """Everything after the text: why it ended, settings, counts and times."""
         done = self.call.runs[0].generated
         assert done is not None
@@ -142,7 +147,7 @@ class LlamaReply:
     async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
-        ids = list(choice.token_ids) if self.body.get("return_tokens") else []
+        ids = list(choice.token_ids) if self.body.return_tokens else []
         return Json(
             {
                 "index": 0,
@@ -170,19 +175,19 @@ class LlamaReply:
 
 
 async def completion(call: RequestContext) -> Response:
-    body = await call.body()
+    body = await call.body(LlamaCompletion)
     state = call.state
-    stream = bool(body.get("stream"))
-    if stream and body.get("return_tokens"):
-        raise Problem("unsupported_parameter", "return_tokens: cannot be streamed", "return_tokens")
-    (prompt,) = prompts_of(body["prompt"], "prompt", call)
+    stream = bool(body.stream)
+    if stream and body.return_tokens:
+        raise unsupported("return_tokens", "cannot be streamed")
+    (prompt,) = prompts_of(body.prompt, "prompt", call)
     params = to_params.finish_params(
-        sampling(body), limits=state.limits, facts=state.facts, names=NAMES
+        sampling(call.given), limits=state.limits, facts=state.facts, names=NAMES
     )
     call.names = NAMES
     in_force = default_params(state, SamplingParams.from_mapping(params), call.protocol.defaults)
     made = LlamaReply(call, body, in_force)
-    parse = isinstance(prompt, str) and body.get("parse_special", True)
+    parse = isinstance(prompt, str) and body.parse_special is not False
     call.submit(Generate(call.next_id(), call.tenant, params, stream, prompt, parse_special=parse))
     await call.accepted()
     return EventStream(call, made.events()) if stream else await made.full_response()
@@ -190,10 +195,10 @@ async def completion(call: RequestContext) -> Response:
 
 async def embedding(call: RequestContext) -> Response:
     """A list with one row of vectors per text."""
-    body = await call.body()
-    call.state.check_model(body.get("model"))
-    results = await embed(call, body, "content")
-    plain = body.get("embd_normalize") == -1
+    body = await call.body(LlamaEmbedding)
+    call.served_model()
+    results = await embed(call, "content", body.content, truncate=body.truncate)
+    plain = body.embd_normalize == -1
     return Json(
         [
             {
@@ -207,11 +212,11 @@ async def embedding(call: RequestContext) -> Response:
 
 async def apply_template(call: RequestContext) -> Response:
     """Render the chat template; return the prompt without generating."""
-    body = await call.body()
-    call.state.check_model(body.get("model"))
-    tools = body.get("tools", [])
+    await call.body(LlamaApplyTemplate)
+    call.served_model()
+    tools = call.given.get("tools", [])
     check_tools(call, tools)
-    messages, template = conversation(call, continued(body), tools, {})
+    messages, template = conversation(call, continued(call.given), tools, {})
     call.submit(
         Tokenize(call.next_id(), call.tenant, messages=messages, template=template, render=True)
     )

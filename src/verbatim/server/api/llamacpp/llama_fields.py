@@ -11,6 +11,7 @@ from pydantic import (
     Field,
 )
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import (
     FIELDS,
 )
@@ -37,7 +38,6 @@ from verbatim.server.api.common.schemas import (
     Alternatives,
     BiasPair,
     Int64,
-    JsonObject,
     Label,
     LastN,
     Message,
@@ -49,27 +49,12 @@ from verbatim.server.api.common.schemas import (
 )
 
 # llama.cpp's name -> ours, where the value is passed on unchanged
-_PARAMS = {
-    **{
-        name: name
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "typical_p",
-            "top_n_sigma",
-            "xtc_probability",
-            "xtc_threshold",
-            "presence_penalty",
-            "frequency_penalty",
-            "dry_multiplier",
-            "dry_base",
-            "dry_allowed_length",
-            "ignore_eos",
-            "json_schema",
-            "grammar",
-        )
-    },
+_SAME = (
+    *("temperature", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"),
+    *("xtc_threshold", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base"),
+    *("dry_allowed_length", "ignore_eos", "json_schema", "grammar"),
+)
+_PARAMS = {name: name for name in _SAME} | {
     "repeat_penalty": "repetition_penalty",
     "dry_sequence_breakers": "dry_breakers",
 }

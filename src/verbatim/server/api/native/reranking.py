@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.responses import Response
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.generate import extra_fields
 from verbatim.server.api.common.prompts import prompt_usage, run_embeddings
 from verbatim.server.api.common.request_context import Json, RequestContext
-from verbatim.server.problem import Problem
+from verbatim.server.api.native.native_fields import Rerank
+from verbatim.server.problem import Problem, invalid, unsupported
 
 MAX_QUERY_BODIES = 4  # the copies of a query in one rerank, in bodies of max_body_bytes
 
@@ -19,47 +19,43 @@ def _check_copies(query: str, documents: int, max_body_bytes: int) -> None:
     128 copies of a query that fills the body would be a gigabyte."""
     size, limit = len(query.encode()), MAX_QUERY_BODIES * max_body_bytes
     if size * documents > limit:
-        raise Problem(
-            "invalid_parameter",
-            f"query: {size} bytes times {documents} documents are above {limit}; shorten the query "
-            "or send fewer documents in one request",
+        raise invalid(
             "query",
+            f"{size} bytes times {documents} documents are above {limit}; shorten the query "
+            "or send fewer documents in one request",
         )
 
 
 async def rerank(call: RequestContext) -> Response:
     """Documents by their relevance to a query (LLM.rerank), best first."""
-    body = await call.body()
-    model = call.state.check_model(body["model"])
+    body = await call.body(Rerank)
+    model = call.served_model()
     if call.state.facts.task != "rerank":
-        raise Problem(
-            "unsupported_parameter",
-            f"model: {model} is no cross-encoder, so it cannot score a query and a document; "
-            "use a model whose architecture ends in ForSequenceClassification with one label",
+        raise unsupported(
             "model",
+            f"{model} is no cross-encoder, so it cannot score a query and a document; "
+            "use a model whose architecture ends in ForSequenceClassification with one label",
         )
-    documents = [d if isinstance(d, str) else d["text"] for d in body["documents"]]
-    named = [("query", body["query"]), *((f"documents[{i}]", d) for i, d in enumerate(documents))]
+    documents = [d if isinstance(d, str) else d.text for d in body.documents]
+    named = [("query", body.query), *((f"documents[{i}]", d) for i, d in enumerate(documents))]
     if len(documents) > call.state.limits.max_prompts:
-        raise Problem(
-            "invalid_parameter",
-            f"documents: {len(documents)} are above this server's limit of "
-            f"{call.state.limits.max_prompts}",
+        raise invalid(
             "documents",
+            f"{len(documents)} are above this server's limit of {call.state.limits.max_prompts}",
         )
     for name, text in named:
         if not text:
             why = f"{name}: is empty; give at least one character"
             raise Problem("invalid_parameter", why, name)
-    _check_copies(body["query"], len(documents), call.state.limits.max_body_bytes)
-    pair = {"prompt": body["query"], "truncate": bool(body.get("truncate"))}
+    _check_copies(body.query, len(documents), call.state.limits.max_body_bytes)
+    pair = {"prompt": body.query, "truncate": bool(body.truncate)}
     results = await run_embeddings(call, [{**pair, "document": document} for document in documents])
     scores = [(done.embedding or [0.0])[0] for done in results]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])  # stable: ties in order
-    rows: list[dict[str, Any]] = [
-        {"index": i, "relevance_score": scores[i]} for i in order[: body.get("top_n")]
+    rows: list[JsonObject] = [
+        {"index": i, "relevance_score": scores[i]} for i in order[: body.top_n]
     ]
-    if body.get("return_documents"):
+    if body.return_documents:
         for row in rows:
             row["document"] = {"text": documents[row["index"]]}
     return Json(

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.chat_request import continued, conversation
 from verbatim.server.api.common.generate import (
@@ -19,7 +19,8 @@ from verbatim.server.api.common.generate import (
 )
 from verbatim.server.api.common.prompts import parses_special, prompts_of
 from verbatim.server.api.common.request_context import Json, RequestContext
-from verbatim.server.problem import Problem
+from verbatim.server.api.native.native_fields import DetokenizeBody, ScoreBody, TokenizeBody
+from verbatim.server.problem import invalid
 from verbatim.server.process.messages import (
     Detokenize,
     Detokenized,
@@ -32,12 +33,11 @@ from verbatim.server.process.messages import (
 
 async def score(call: RequestContext) -> Response:
     """Teacher-forced log-probability of every prompt token, and the perplexity."""
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    top = body.get("top_logprobs", 0)
-    prompts = prompts_of(body["prompt"], "prompt", call)
-    parse = parses_special(body, prompts)
-    values = {"max_tokens": 0, "prompt_logprobs": top, "temperature": 0.0}
+    body = await call.body(ScoreBody)
+    model = call.served_model()
+    prompts = prompts_of(body.prompt, "prompt", call)
+    parse = parses_special(body.parse_special, prompts)
+    values = {"max_tokens": 0, "prompt_logprobs": body.top_logprobs or 0, "temperature": 0.0}
     names = call.names = {"prompt_logprobs": "top_logprobs"}
     state = call.state
     params = to_params.finish_params(
@@ -61,8 +61,8 @@ async def score(call: RequestContext) -> Response:
     )
 
 
-def _scored(index: int, done: Generated) -> dict[str, Any]:
-    tokens: list[dict[str, Any]] = []
+def _scored(index: int, done: Generated) -> JsonObject:
+    tokens: list[JsonObject] = []
     for item in done.prompt_logprobs:
         logprob = None if item.logprob is None else floor(item.logprob)
         tokens.append({"id": item.token, "token": token_text(item.raw), "logprob": logprob})
@@ -83,48 +83,45 @@ def _scored(index: int, done: Generated) -> dict[str, Any]:
 
 
 async def tokenize(call: RequestContext) -> Response:
-    body = await call.body()
-    call.state.check_model(body.get("model"))
-    if ("prompt" in body) == ("messages" in body):
-        raise Problem("invalid_parameter", "prompt: give either prompt or messages", "prompt")
+    body = await call.body(TokenizeBody)
+    call.served_model()
+    given = call.given
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("prompt", "give either prompt or messages")
     for name in ("add_generation_prompt", "continue_final_message"):
-        if "prompt" in body and name in body:
-            raise Problem("invalid_parameter", f"{name}: only with messages", name)
+        if body.prompt is not None and name in given:
+            raise invalid(name, "only with messages")
     for name in ("add_special_tokens", "parse_special"):
-        if "messages" in body and name in body:
-            raise Problem(
-                "invalid_parameter",
-                f"{name}: only with prompt; the chat template adds its own special tokens",
-                name,
-            )
-    if "prompt" in body:
-        to_params.check_text_length("prompt", body["prompt"], call.state.facts)
+        if body.messages is not None and name in given:
+            raise invalid(name, "only with prompt; the chat template adds its own special tokens")
+    if body.prompt is not None:
+        to_params.check_text_length("prompt", body.prompt, call.state.facts)
         # lm-eval asks for the id of a special token by its text
-        alone = body["prompt"] in call.state.facts.special_tokens.values()
-        parse = body.get("parse_special", alone)
-        special = body.get("add_special_tokens", True)
+        alone = body.prompt in call.state.facts.special_tokens.values()
+        parse = given.get("parse_special", alone)
+        special = given.get("add_special_tokens", True)
         message = Tokenize(
-            call.next_id(), call.tenant, body["prompt"], add_special=special, parse_special=parse
+            call.next_id(), call.tenant, body.prompt, add_special=special, parse_special=parse
         )
     else:
-        messages, template = conversation(call, continued(body), [], {})
+        messages, template = conversation(call, continued(given), [], {})
         message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)
     call.submit(message)
     (done,) = await call.results(Tokenized)
     ids, context = done.token_ids, call.state.facts.context
-    answer: dict[str, Any] = {"tokens": ids, "count": len(ids), "max_model_len": context}
+    answer: JsonObject = {"tokens": ids, "count": len(ids), "max_model_len": context}
     answer |= warnings_of(call)
-    if body.get("return_token_strs"):
+    if body.return_token_strs:
         answer["token_strs"] = [token_text(raw) for raw in done.raw]
     return Json(answer)
 
 
 async def detokenize(call: RequestContext) -> Response:
-    body = await call.body()
-    call.state.check_model(body.get("model"))
-    if len(body["tokens"]) > 8 * call.state.facts.context:
-        raise Problem("invalid_parameter", "tokens: more than eight times the context", "tokens")
-    to_params.check_vocabulary("tokens", body["tokens"], call.state.facts)
-    call.submit(Detokenize(call.next_id(), call.tenant, body["tokens"]))
+    body = await call.body(DetokenizeBody)
+    call.served_model()
+    if len(body.tokens) > 8 * call.state.facts.context:
+        raise invalid("tokens", "more than eight times the context")
+    to_params.check_vocabulary("tokens", body.tokens, call.state.facts)
+    call.submit(Detokenize(call.next_id(), call.tenant, body.tokens))
     (done,) = await call.results(Detokenized)
     return Json({"prompt": done.text})

@@ -15,7 +15,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from verbatim.base.json_io import dumps, loads_lossless
+from verbatim.base.json_io import JsonObject, dumps, loads_lossless
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.chat_request import ChatRequest
 from verbatim.server.api.common.field_rules import Rule
@@ -33,9 +33,10 @@ from verbatim.server.api.common.request_context import (
     RequestContext,
     new_id,
 )
+from verbatim.server.api.ollama.ollama_fields import OllamaChat, OllamaGenerate
 from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.model_pool import ServedModel
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, invalid, unsupported
 from verbatim.server.process.messages import Generate, Generated, WireFinish
 
 OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama option -> SamplingParams field
@@ -53,7 +54,7 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
 }
 
 
-def sampling(options: dict[str, Any]) -> dict[str, Any]:
+def sampling(options: JsonObject) -> JsonObject:
     values = {
         ours: options[theirs] for theirs, ours in OPTIONS.items() if options.get(theirs) is not None
     }
@@ -64,15 +65,11 @@ def sampling(options: dict[str, Any]) -> dict[str, Any]:
     if length is not None and length > 0:  # -1 and -2 mean up to the context length: the default
         values["max_tokens"] = length
     elif length == 0:
-        raise Problem(
-            "invalid_parameter",
-            "options.num_predict: must be at least 1, or negative for no limit",
-            "options.num_predict",
-        )
+        raise invalid("options.num_predict", "must be at least 1, or negative for no limit")
     return values
 
 
-def window(call: RequestContext, options: dict[str, Any]) -> tuple[int | None, bool]:
+def window(call: RequestContext, options: JsonObject) -> tuple[int | None, bool]:
     """options.num_ctx, and whether num_predict is unset, so that num_ctx limits the output."""
     num_ctx: int | None = options.get("num_ctx")
     if num_ctx is None:
@@ -80,18 +77,14 @@ def window(call: RequestContext, options: dict[str, Any]) -> tuple[int | None, b
     context = call.state.facts.context
     if num_ctx > context:
         where = "options.num_ctx"
-        raise Problem(
-            "invalid_parameter",
-            f"{where}: {num_ctx} is above this server's context of {context}",
-            where,
-        )
+        raise invalid(where, f"{num_ctx} is above this server's context of {context}")
     return num_ctx, (options.get("num_predict") or -1) < 0
 
 
-def messages_of(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(rows: list[JsonObject]) -> list[JsonObject]:
     out = []
     for row in rows:
-        made: dict[str, Any] = {"role": row["role"], "content": row.get("content", "")}
+        made: JsonObject = {"role": row["role"], "content": row.get("content", "")}
         if row.get("tool_calls"):
             made["tool_calls"] = [
                 {
@@ -125,25 +118,20 @@ def asks_to_unload(body: Mapping[str, Any], model: ServedModel) -> bool:
     return not asked and is_zero(body.get("keep_alive"))
 
 
-async def load_only(call: RequestContext, body: dict[str, Any], model: str, empty: Any) -> Response:
+async def load_only(call: RequestContext, body: JsonObject, model: str, empty: Any) -> Response:
     """The answer to a request without a prompt, by which clients load or unload a model."""
     reason = "load"
     if is_zero(body.get("keep_alive")):
         pool = call.state.pool
         if pool is None:
-            raise Problem(
-                "unsupported_parameter",
-                "keep_alive: this server has one model and does not unload it; stop the server to"
-                " free the memory",
+            raise unsupported(
                 "keep_alive",
+                "this server has one model and does not unload it; stop the server to"
+                " free the memory",
             )
         base = pool.adapters.get(model, model)  # an adapter is unloaded with its model
         if pool.models[base].pinned:
-            raise Problem(
-                "invalid_parameter",
-                "keep_alive: the model is pinned (--pin) and is not unloaded",
-                "keep_alive",
-            )
+            raise invalid("keep_alive", "the model is pinned (--pin) and is not unloaded")
         if not await pool.unload(base):
             raise Problem("overloaded", "the model is in use; it is not unloaded", retry_after=2)
         reason = "unload"
@@ -156,13 +144,13 @@ class OllamaReply:
     """Builds the response lines. The text is in message.content (chat) or response (generate)."""
 
     def __init__(
-        self, call: RequestContext, body: dict[str, Any], model: str, ask: ChatRequest | None
+        self, call: RequestContext, body: JsonObject, model: str, ask: ChatRequest | None
     ) -> None:
         self.call = call
         self.model = model
         self.ask = ask
 
-    def line(self, text: str, calls: list[Any], done: bool, thought: str = "") -> dict[str, Any]:
+    def line(self, text: str, calls: list[Any], done: bool, thought: str = "") -> JsonObject:
         thinking = {"thinking": thought} if thought else {}
         head = {
             "model": self.model,
@@ -170,7 +158,7 @@ class OllamaReply:
         }
         if self.ask is None or "prompt" in self.ask.body:
             return {**head, "response": text, **thinking, "done": done}
-        message: dict[str, Any] = {"role": "assistant", "content": text, **thinking}
+        message: JsonObject = {"role": "assistant", "content": text, **thinking}
         if calls:
             message["tool_calls"] = [
                 {"id": c.id, "function": {"name": c.name, "arguments": loads_lossless(c.arguments)}}
@@ -178,7 +166,7 @@ class OllamaReply:
             ]
         return {**head, "message": message, "done": done}
 
-    def closing(self, finish: WireFinish | None) -> dict[str, Any]:
+    def closing(self, finish: WireFinish | None) -> JsonObject:
         done = self.call.runs[0].generated
         assert done is not None
         usage, times = done.usage, done.timings
@@ -230,7 +218,7 @@ def error_line(problem: Problem) -> bytes:
     return dumps({"error": problem.message}) + b"\n"
 
 
-def structure(body: dict[str, Any]) -> dict[str, Any]:
+def structure(body: JsonObject) -> JsonObject:
     form = body.get("format")
     if not form:
         return {}
@@ -244,7 +232,7 @@ def structure(body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def thinking(body: dict[str, Any]) -> dict[str, Any]:
+def thinking(body: JsonObject) -> JsonObject:
     """`think` in chat fields: true, false, or a level."""
     think = body.get("think")
     if isinstance(think, str):
@@ -253,9 +241,9 @@ def thinking(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def chat(call: RequestContext) -> Response:
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    if not body["messages"]:
+    asked = await call.body(OllamaChat)
+    body, model = call.given, call.served_model()
+    if not asked.messages:
         return await load_only(call, body, model, {"message": {"role": "assistant", "content": ""}})
     fields = {
         **sampling(body.get("options") or {}),
@@ -274,20 +262,15 @@ async def chat(call: RequestContext) -> Response:
 
 
 async def generate(call: RequestContext) -> Response:
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    prompt = body.get("prompt", "")
+    asked = await call.body(OllamaGenerate)
+    body, model, prompt = call.given, call.served_model(), asked.prompt
     if not prompt:
         return await load_only(call, body, model, {"response": ""})
     values = sampling(body.get("options") or {})
-    if body.get("raw"):
+    if asked.raw:
         return await _raw(call, body, model, prompt, values)
-    if body.get("parse_special"):
-        raise Problem(
-            "invalid_parameter",
-            "parse_special: only with raw; the chat template adds the control tokens",
-            "parse_special",
-        )
+    if asked.parse_special:
+        raise invalid("parse_special", "only with raw; the chat template adds the control tokens")
     system = [{"role": "system", "content": body["system"]}] if "system" in body else []
     fields = {
         **values,
@@ -303,20 +286,12 @@ async def generate(call: RequestContext) -> Response:
 
 
 async def _raw(
-    call: RequestContext, body: dict[str, Any], model: str, prompt: str, values: dict[str, Any]
+    call: RequestContext, body: JsonObject, model: str, prompt: str, values: JsonObject
 ) -> Response:
     if "system" in body:
-        raise Problem(
-            "invalid_parameter",
-            "system: only without raw; a raw prompt has no system message",
-            "system",
-        )
+        raise invalid("system", "only without raw; a raw prompt has no system message")
     if body.get("think") is not None:
-        raise Problem(
-            "invalid_parameter",
-            "think: only without raw; a raw prompt has no chat template to switch it",
-            "think",
-        )
+        raise invalid("think", "only without raw; a raw prompt has no chat template to switch it")
     form = structure(body).get("response_format")
     if form:
         values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
@@ -342,7 +317,7 @@ async def _raw(
 
 async def _reply(
     call: RequestContext,
-    body: dict[str, Any],
+    body: JsonObject,
     answer: OllamaReply,
     window: tuple[int | None, bool] = (None, False),
 ) -> Response:
@@ -357,5 +332,5 @@ async def _reply(
     )
 
 
-def _head(model: str) -> dict[str, Any]:
+def _head(model: str) -> JsonObject:
     return {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}

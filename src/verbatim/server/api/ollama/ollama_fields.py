@@ -11,6 +11,7 @@ from pydantic import (
     Field,
 )
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import (
     MODEL,
     PARSE_TEXT,
@@ -25,7 +26,6 @@ from verbatim.server.api.common.field_rules import (
     refused,
 )
 from verbatim.server.api.common.schemas import (
-    JsonObject,
     Label,
     Length,
     Text,

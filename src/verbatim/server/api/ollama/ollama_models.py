@@ -10,17 +10,22 @@ refused with the command that does it.
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from typing import Any
 
 from starlette.responses import Response
 
 from verbatim import __version__
 from verbatim.base.defaults import report
-from verbatim.base.json_io import dumps
+from verbatim.base.json_io import JsonObject, dumps
 from verbatim.server.api.common.default_params import default_params
 from verbatim.server.api.common.generate import extra_fields
 from verbatim.server.api.common.prompts import embed, unit_vector
 from verbatim.server.api.common.request_context import Json, RequestContext
+from verbatim.server.api.ollama.ollama_fields import (
+    OllamaEmbed,
+    OllamaEmbeddings,
+    OllamaPull,
+    OllamaShow,
+)
 from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
@@ -55,7 +60,7 @@ def size_text(parameters: int) -> str:
     return str(parameters or "")
 
 
-def details(facts: ModelFacts | None) -> dict[str, Any]:
+def details(facts: ModelFacts | None) -> JsonObject:
     file = {} if facts is None else facts.file
     family = "" if facts is None else facts.family
     return {
@@ -68,7 +73,7 @@ def details(facts: ModelFacts | None) -> dict[str, Any]:
     }
 
 
-def row(facts: ModelFacts | None, name: str) -> dict[str, Any]:
+def row(facts: ModelFacts | None, name: str) -> JsonObject:
     return {
         "name": name,
         "model": name,
@@ -117,8 +122,8 @@ def _parameters(call: RequestContext) -> str:
 
 
 async def show(call: RequestContext) -> Response:
-    body = await call.body()
-    name = call.state.check_model(body["model"])
+    await call.body(OllamaShow)
+    name = call.served_model()
     facts = call.state.facts
     info = {
         "general.architecture": facts.family,
@@ -154,13 +159,13 @@ def fixed_models(path: str) -> str | None:
 async def pull(call: RequestContext) -> Response:
     """A served model is here already. Ollama's lines for that, without those of a download."""
     try:
-        body = await call.body()
-        call.state.check_model(body["model"])
+        body = await call.body(OllamaPull)
+        call.served_model()
     except Problem as problem:
         if problem.code != "model_not_found":
             raise
         raise Problem("not_found", FIXED_MODELS + MANAGEMENT["/api/pull"], "model") from None
-    if not body.get("stream", True):
+    if body.stream is False:
         return Json({"status": "success"})
     lines = [dumps({"status": status}) + b"\n" for status in ("pulling manifest", "success")]
     return Response(b"".join(lines), media_type="application/x-ndjson")
@@ -172,10 +177,12 @@ async def version(call: RequestContext) -> Response:
 
 async def embeddings_of_list(call: RequestContext) -> Response:
     """/api/embed: one vector of length 1 per text."""
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    results = await embed(call, body, "input")
-    vectors = [unit_vector(done.embedding or [], body.get("dimensions")) for done in results]
+    body = await call.body(OllamaEmbed)
+    model = call.served_model()
+    results = await embed(
+        call, "input", body.input, dimensions=body.dimensions, truncate=body.truncate
+    )
+    vectors = [unit_vector(done.embedding or [], body.dimensions) for done in results]
     return Json(
         {
             "model": model,
@@ -190,7 +197,7 @@ async def embeddings_of_list(call: RequestContext) -> Response:
 
 async def embedding_of_prompt(call: RequestContext) -> Response:
     """/api/embeddings, which /api/embed replaces: one vector, not normalised."""
-    body = await call.body()
-    call.state.check_model(body["model"])
-    (done,) = await embed(call, body, "prompt")
+    body = await call.body(OllamaEmbeddings)
+    call.served_model()
+    (done,) = await embed(call, "prompt", body.prompt)
     return Json({"embedding": done.embedding or [], **extra_fields(call)})

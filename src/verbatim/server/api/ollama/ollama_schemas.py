@@ -6,9 +6,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, create_model
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.param_checks import MAX_STOP_STRINGS, MOST
 from verbatim.server.api.common.field_rules import Refused, RequestBody, ignored, refused, taking
-from verbatim.server.api.common.schemas import Int64, JsonObject, LastN, Length, Strict, Text
+from verbatim.server.api.common.schemas import Int64, LastN, Length, Strict, Text
 
 # Ollama option -> SamplingParams field, where both have the same range
 OLLAMA_PARAMS = {

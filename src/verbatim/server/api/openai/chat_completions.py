@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.chat_request import ChatRequest, continued
 from verbatim.server.api.common.generate import (
     ChoiceDelta,
@@ -36,15 +37,16 @@ from verbatim.server.api.common.request_context import (
 from verbatim.server.api.common.tools import ParsedCall, ToolParser
 from verbatim.server.api.openai.completions import (
     StreamExtras,
+    check_streamed_width,
     choice_reports,
     closing_events,
     stream_options,
 )
-from verbatim.server.problem import Problem
+from verbatim.server.api.openai.openai_fields import ChatCompletions
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
 
 
-def tool_call_object(call: ParsedCall, index: int | None = None) -> dict[str, Any]:
+def tool_call_object(call: ParsedCall, index: int | None = None) -> JsonObject:
     out = {
         "id": call.id,
         "type": "function",
@@ -60,7 +62,7 @@ class ChatReply:
         self.top = ask.body.get("top_logprobs") or 0
         self.with_logprobs = bool(ask.body.get("logprobs"))
         self.with_reasoning = ask.body.get("include_reasoning", True)
-        self.head: dict[str, Any] = {
+        self.head: JsonObject = {
             "id": new_id("chatcmpl-"),
             "object": "chat.completion",
             "created": int(time.time()),
@@ -80,7 +82,7 @@ class ChatReply:
             self._store(answer)
         return Json(answer)
 
-    def _answer(self, done: Generated) -> dict[str, Any]:
+    def _answer(self, done: Generated) -> JsonObject:
         choices = [self._choice(choice) for choice in done.choices]
         body = {
             "choices": choices,
@@ -89,14 +91,14 @@ class ChatReply:
         }
         return self.head | body
 
-    def _store(self, answer: dict[str, Any]) -> None:
+    def _store(self, answer: JsonObject) -> None:
         kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
         item = {"object": kept, "messages": self.ask.body["messages"]}
         self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
 
-    def _choice(self, choice: WireChoice) -> dict[str, Any]:
+    def _choice(self, choice: WireChoice) -> JsonObject:
         text, calls = self.ask.read(choice.text)
-        message: dict[str, Any] = {
+        message: JsonObject = {
             "role": "assistant",
             "content": text if text.strip() or not calls else None,
             "refusal": None,
@@ -113,7 +115,7 @@ class ChatReply:
         }
         return out | choice_reports(choice)
 
-    def _logprobs(self, items: Sequence[WireLogprob]) -> dict[str, Any]:
+    def _logprobs(self, items: Sequence[WireLogprob]) -> JsonObject:
         return {"content": chat_logprobs(items, self.top), "refusal": None}
 
     # ---------------------------------------------------------------------------- streamed
@@ -146,10 +148,10 @@ class ChatReply:
 
     def _deltas(
         self, piece: ChoiceDelta, parsers: dict[int, ToolParser | None]
-    ) -> list[dict[str, Any]]:
+    ) -> list[JsonObject]:
         """The chunks of one delta: the role first, then text and calls, then the finish reason in a
         separate chunk."""
-        deltas: list[dict[str, Any]] = []
+        deltas: list[JsonObject] = []
         if piece.index not in parsers:
             parsers[piece.index] = self.ask.parser()
             deltas.append({"role": "assistant", "content": "", "refusal": None})
@@ -169,7 +171,7 @@ class ChatReply:
             # The parser holds the text back, but its log-probabilities are sent at once.
             if not found and (piece.logprobs or piece.explain):
                 deltas.append({"content": ""})
-        out: list[dict[str, Any]] = [
+        out: list[JsonObject] = [
             {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None}
             for d in deltas
         ]
@@ -185,8 +187,8 @@ class ChatReply:
         return out
 
 
-def delta_objects(found: list[tuple[str, Any]], number: int) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = []
+def delta_objects(found: list[tuple[str, Any]], number: int) -> list[JsonObject]:
+    out: list[JsonObject] = []
     for kind, value in found:
         if kind == "text":
             out.append({"content": value})
@@ -202,18 +204,13 @@ def reason_with_calls(finish: WireFinish | None, called: bool) -> str | None:
 
 
 async def chat(call: RequestContext) -> Response:
-    body = continued(await call.body())
-    model = call.state.check_model(body["model"])
-    call.state.store.check_enabled(bool(body.get("store")))
-    options = stream_options(body)
-    stream = bool(body.get("stream"))
-    if stream and (body.get("best_of") or 1) > body.get("n", 1):
-        raise Problem(
-            "invalid_parameter",
-            "best_of: cannot be streamed, because the best choice is known only at the end",
-            "best_of",
-        )
-    made = ChatReply(ask := ChatRequest(call, body, call.route.fields), model)
+    body = await call.body(ChatCompletions)
+    model = call.served_model()
+    call.state.store.check_enabled(bool(body.store))
+    options = stream_options(body.stream, body.stream_options)
+    fields, stream = continued(call.given), bool(body.stream)
+    check_streamed_width(call)
+    made = ChatReply(ask := ChatRequest(call, fields, call.route.fields), model)
     ask.submit(stream)
     await call.accepted()
     if stream:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from starlette.responses import Response
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.field_rules import NO_LIMIT
 from verbatim.server.api.common.generate import (
@@ -39,7 +40,9 @@ from verbatim.server.api.common.request_context import (
     new_id,
     sse,
 )
-from verbatim.server.problem import Problem
+from verbatim.server.api.common.schemas import StreamOptions
+from verbatim.server.api.openai.openai_fields import Completions
+from verbatim.server.problem import invalid, unsupported
 from verbatim.server.process.messages import Generate, Generated, WireChoice
 
 DEFAULT_MAX_TOKENS = 16
@@ -53,27 +56,30 @@ class StreamExtras(NamedTuple):
     running_usage: bool  # the usage so far in every chunk
 
 
-def stream_options(body: dict[str, Any]) -> StreamExtras:
-    options = body.get("stream_options")
-    if options is not None and not body.get("stream"):
-        raise Problem(
-            "invalid_parameter", "stream_options: only with stream: true", "stream_options"
+def check_streamed_width(call: RequestContext) -> None:
+    given = call.given
+    if given.get("stream") and (given.get("best_of") or 1) > given.get("n", 1):
+        raise invalid(
+            "best_of", "cannot be streamed, because the best choice is known only at the end"
         )
-    options = options or {}
-    running = bool(options.get("continuous_usage_stats"))
-    if running and not options.get("include_usage"):
+
+
+def stream_options(stream: bool | None, options: StreamOptions | None) -> StreamExtras:
+    if options is not None and not stream:
+        raise invalid("stream_options", "only with stream: true")
+    options = options or StreamOptions()
+    running = bool(options.continuous_usage_stats)
+    if running and not options.include_usage:
         where = "stream_options.continuous_usage_stats"
-        raise Problem("invalid_parameter", f"{where}: needs include_usage: true", where)
-    return StreamExtras(
-        bool(options.get("include_usage")), bool(options.get("include_obfuscation")), running
-    )
+        raise invalid(where, "needs include_usage: true")
+    return StreamExtras(bool(options.include_usage), bool(options.include_obfuscation), running)
 
 
 class CompletionsReply:
     """Builds the response of one request. Id, time and model are the same in every chunk."""
 
     def __init__(
-        self, call: RequestContext, body: dict[str, Any], model: str, prompts: list[str | list[int]]
+        self, call: RequestContext, body: Completions, model: str, prompts: list[str | list[int]]
     ) -> None:
         self.call = call
         self.body = body
@@ -85,55 +91,48 @@ class CompletionsReply:
             "model": model,
             "system_fingerprint": call.fingerprint,
         }
-        self.echo = bool(body.get("echo"))
-        self.parse = parses_special(body, prompts)
-        self.top = body.get("logprobs")
-        self.params: dict[str, Any] = {}
-        self.prompt_params: list[dict[str, Any]] = []  # params of each prompt
+        self.echo = bool(body.echo)
+        self.parse = parses_special(body.parse_special, prompts)
+        self.top = call.given.get("logprobs")  # n_probs is its other name
+        self.params: JsonObject = {}
+        self.prompt_params: list[JsonObject] = []  # params of each prompt
         self.seed_per_prompt = False
-        self.n = body.get("num_return_sequences") or (
-            1 if body.get("num_beams", 1) > 1 else body.get("n", 1)
+        self.n = call.given.get("num_return_sequences") or (
+            1 if call.given.get("num_beams", 1) > 1 else call.given.get("n", 1)
         )
         self.places: dict[tuple[int, int], TokenOffsets] = {}
 
     def prepare(self) -> None:
-        values = to_params.sampling_values(self.body, self.call.route.fields)
-        length = self.body.get("max_tokens", DEFAULT_MAX_TOKENS)
+        values = to_params.sampling_values(self.call.given, self.call.route.fields)
+        length = self.call.given.get("max_tokens", DEFAULT_MAX_TOKENS)
         if length != NO_LIMIT:
             values["max_tokens"] = length
         if self.top is not None:
             values["logprobs"] = self.top
             if self.echo:
                 values["prompt_logprobs"] = self.top
-        if self.echo and self.top is not None and self.body.get("stream"):
-            raise Problem(
-                "unsupported_parameter",
-                "echo: cannot be streamed together with logprobs",
-                "echo",
-            )
-        if self.body.get("stream") and (self.body.get("best_of") or 1) > self.body.get("n", 1):
-            raise Problem(
-                "invalid_parameter",
-                "best_of: cannot be streamed, because the best choice is known only at the end",
-                "best_of",
-            )
+        if self.echo and self.top is not None and self.body.stream:
+            raise unsupported("echo", "cannot be streamed together with logprobs")
+        check_streamed_width(self.call)
         state = self.call.state
         names = self.call.names = self.call.aliases
         self.params = to_params.finish_params(
             values, limits=state.limits, facts=state.facts, prompts=len(self.prompts), names=names
         )
-        self.rows = to_params.wants_logit_rows(self.body, self.params, len(self.prompts))
+        self.rows = to_params.wants_logit_rows(self.call.given, self.params, len(self.prompts))
         if self.rows:
             self.call.admission.enter_context(state.admission.admit_rows())
-        self.prompt_params = to_params.for_each_prompt(self.params, self.body, len(self.prompts))
+        self.prompt_params = to_params.for_each_prompt(
+            self.params, self.call.given, len(self.prompts)
+        )
         self.seed_per_prompt = len({params.get("seed") for params in self.prompt_params}) > 1
         self.head["seed"] = None if self.seed_per_prompt else self.params.get("seed")
 
-    def seed_of(self, run: int) -> dict[str, Any]:
+    def seed_of(self, run: int) -> JsonObject:
         """The seed field of a choice, if each prompt has its own seed."""
         return {"seed": self.prompt_params[run]["seed"]} if self.seed_per_prompt else {}
 
-    def choice(self, run: int, choice: WireChoice, done: Generated, echo: str) -> dict[str, Any]:
+    def choice(self, run: int, choice: WireChoice, done: Generated, echo: str) -> JsonObject:
         logprobs = None
         if self.top is not None:
             logprobs = self.echoed(run, done)
@@ -148,7 +147,7 @@ class CompletionsReply:
         }
         return out | self.seed_of(run) | choice_reports(choice)
 
-    def echoed(self, run: int, done: Generated) -> dict[str, Any]:
+    def echoed(self, run: int, done: Generated) -> JsonObject:
         """Log-probabilities of the echoed prompt; empty lists without echo. A prompt of token ids
         is shown with its control tokens; a text prompt without those that the tokenizer adds."""
         assert self.top is not None
@@ -216,7 +215,7 @@ class CompletionsReply:
             yield last
         yield DONE
 
-    def delta(self, piece: ChoiceDelta) -> dict[str, Any]:
+    def delta(self, piece: ChoiceDelta) -> JsonObject:
         logprobs = None
         if self.top is not None:
             places = self.places.setdefault((piece.run, piece.index), self.output_offsets())
@@ -230,7 +229,7 @@ class CompletionsReply:
         return out | ({"explain": piece.explain} if piece.explain else {}) | self.seed_of(piece.run)
 
 
-def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool) -> list[bytes]:
+def closing_events(call: RequestContext, head: JsonObject, with_usage: bool) -> list[bytes]:
     """A chunk without choices after the last choice, if the client requested usage, a receipt or
     the parameters. The warnings are in the last choice's chunk, which every stream has."""
     more = extra_fields(call)
@@ -241,12 +240,12 @@ def closing_events(call: RequestContext, head: dict[str, Any], with_usage: bool)
     if not (with_usage or more):
         return []
     usage = {"usage": usage_of(call.runs)} if with_usage else {}
-    reports: dict[str, Any] = {"loops": loops} if any(loops) else {}
+    reports: JsonObject = {"loops": loops} if any(loops) else {}
     reports |= {"scores": scores} if any(score is not None for score in scores) else {}
     return [sse({**head, "choices": [], **usage, **more, **reports})]
 
 
-def choice_reports(choice: WireChoice) -> dict[str, Any]:
+def choice_reports(choice: WireChoice) -> JsonObject:
     """Verbatim's extra fields of a choice, if set."""
     reports = {"explain": choice.explain, "loop": choice.loop}
     score = {} if choice.score is None else {"score": choice.score}
@@ -254,13 +253,13 @@ def choice_reports(choice: WireChoice) -> dict[str, Any]:
 
 
 async def completions(call: RequestContext) -> Response:
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    options = stream_options(body)
-    prompts = prompts_of(body["prompt"], "prompt", call)
+    body = await call.body(Completions)
+    model = call.served_model()
+    options = stream_options(body.stream, body.stream_options)
+    prompts = prompts_of(body.prompt, "prompt", call)
     made = CompletionsReply(call, body, model, prompts)
     made.prepare()
-    stream = bool(body.get("stream"))
+    stream = bool(body.stream)
     for prompt, params in zip(prompts, made.prompt_params, strict=True):
         message = Generate(
             call.next_id(),

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import base64
 import struct
-from typing import Any
 
 from starlette.responses import Response
 
 from verbatim.server.api.common.generate import extra_fields
 from verbatim.server.api.common.prompts import embed, prompt_usage, unit_vector
 from verbatim.server.api.common.request_context import Json, RequestContext
+from verbatim.server.api.openai.openai_fields import Embeddings
 
 
 async def embeddings(call: RequestContext) -> Response:
     """One embedding vector per prompt (LLM.embed), normalised to length 1 as OpenAI does."""
-    body = await call.body()
-    model = call.state.check_model(body["model"])
-    results = await embed(call, body, "input")
+    body = await call.body(Embeddings)
+    model = call.served_model()
+    results = await embed(
+        call,
+        "input",
+        body.input,
+        dimensions=body.dimensions,
+        truncate=body.truncate,
+        prompt_name=body.prompt_name,
+    )
     data = [
         {"object": "embedding", "index": i, "embedding": _spell_vector(r.embedding or [], body)}
         for i, r in enumerate(results)
@@ -33,8 +40,8 @@ async def embeddings(call: RequestContext) -> Response:
     )
 
 
-def _spell_vector(hidden: list[float], body: dict[str, Any]) -> Any:
-    vector = unit_vector(hidden, body.get("dimensions"))
-    if body.get("encoding_format") == "base64":
+def _spell_vector(hidden: list[float], body: Embeddings) -> str | list[float]:
+    vector = unit_vector(hidden, body.dimensions)
+    if body.encoding_format == "base64":
         return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
     return vector

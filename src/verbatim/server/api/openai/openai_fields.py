@@ -11,6 +11,7 @@ from pydantic import (
     Field,
 )
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import (
     ADD_PROMPT,
     CACHE_HINT,
@@ -51,7 +52,6 @@ from verbatim.server.api.common.schemas import (
     Count,
     Effort,
     Int64,
-    JsonObject,
     Label,
     Length,
     Message,

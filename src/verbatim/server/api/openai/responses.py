@@ -12,34 +12,33 @@ from starlette.responses import Response
 from verbatim.server.api.common.chat_request import ChatRequest, count_tokens
 from verbatim.server.api.common.generate import warnings_of
 from verbatim.server.api.common.request_context import EventStream, Json, RequestContext
+from verbatim.server.api.openai.openai_fields import Responses, ResponsesInputTokens
 from verbatim.server.api.openai.responses_input import NAMES, as_chat
 from verbatim.server.api.openai.responses_object import ResponsesReply
 from verbatim.server.api.openai.responses_stream import ResponseEvents
-from verbatim.server.problem import Problem
+from verbatim.server.problem import invalid
 
 
 async def create(call: RequestContext) -> Response:
-    body = await call.body()
-    model = call.state.check_model(body.get("model"))
-    call.state.store.check_enabled(bool(body.get("store")))
-    if "stream_options" in body and not body.get("stream"):
-        raise Problem(
-            "invalid_parameter", "stream_options: only with stream: true", "stream_options"
-        )
+    given = await call.body(Responses)
+    body, model = call.given, call.served_model()
+    call.state.store.check_enabled(bool(given.store))
+    if given.stream_options is not None and not given.stream:
+        raise invalid("stream_options", "only with stream: true")
     ask = ChatRequest(call, as_chat(call, body), call.route.fields, NAMES)
     answer = ResponsesReply(ask, body, model)
-    stream = bool(body.get("stream"))
+    stream = bool(given.stream)
     ask.submit(stream)
     await call.accepted()
     if stream:
-        pad = bool((body.get("stream_options") or {}).get("include_obfuscation"))
+        pad = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
         made = ResponseEvents(answer, pad)
         return EventStream(call, made.events(), made.failed)
     return await answer.full_response()
 
 
 async def count(call: RequestContext) -> Response:
-    body = await call.body()
-    call.state.check_model(body.get("model"))
-    count = await count_tokens(call, as_chat(call, body), NAMES)
+    await call.body(ResponsesInputTokens)
+    call.served_model()
+    count = await count_tokens(call, as_chat(call, call.given), NAMES)
     return Json({"object": "response.input_tokens", "input_tokens": count, **warnings_of(call)})

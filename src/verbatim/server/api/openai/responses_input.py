@@ -6,13 +6,19 @@ import base64
 from collections.abc import Mapping
 from typing import Any
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.request_context import RequestContext, new_id
 from verbatim.server.api.common.tools import plain_text
 from verbatim.server.api.openai.openai_fields import Responses
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, invalid
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # `include`
+# fields that chat completions have too, besides the sampling parameters
+PASSED = (
+    *("seed", "stop", "chat_template_kwargs", "explain_rows"),
+    *("top_logprobs", "parallel_tool_calls"),
+)
 # engine parameter or chat field -> field of the Responses API, for error messages
 NAMES = {
     "messages": "input",
@@ -24,12 +30,12 @@ NAMES = {
 }
 
 
-def chat_messages(items: Any) -> tuple[list[dict[str, Any]], list[str]]:
+def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
     """Input items as chat messages, and for each the item that it starts with. Consecutive calls
     belong to one assistant message."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}], ["input"]
-    out: list[dict[str, Any]] = []
+    out: list[JsonObject] = []
     places: list[str] = []
     thought = False  # the last message is a thought, which the next answer or call completes
     for index, item in enumerate(items):
@@ -81,11 +87,11 @@ def _thought(item: Mapping[str, Any], place: str) -> str:
     except ValueError:
         name = f"{place}.encrypted_content"
         why = "is none that this server made; leave it out"
-        raise Problem("invalid_parameter", f"{name}: {why}", name) from None
+        raise invalid(name, f"{why}") from None
     return "".join(part["text"] for part in item.get("content") or []) or text
 
 
-def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
+def earlier_messages(call: RequestContext, name: str) -> list[JsonObject]:
     """The conversation of a stored response. Its thoughts are the server's own, so they are left
     out where the chat template reads none."""
     try:
@@ -98,8 +104,35 @@ def earlier_messages(call: RequestContext, name: str) -> list[dict[str, Any]]:
     return [{k: v for k, v in message.items() if k != "reasoning_content"} for message in found]
 
 
-def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
+def as_chat(call: RequestContext, body: JsonObject) -> JsonObject:
     """The request in chat fields: instructions, earlier messages, then the new input."""
+    rules = rules_of(Responses)
+    chat = {name: body[name] for name in body if rules[name].param or name in PASSED}
+    chat["messages"], call.places = _messages(call, body)
+    chat["logprobs"] = LOGPROBS in (body.get("include") or ()) or bool(body.get("top_logprobs"))
+    if "max_output_tokens" in body:
+        chat["max_tokens"] = body["max_output_tokens"]
+    if "tools" in body:
+        chat["tools"] = [_nested(tool, "function") for tool in body["tools"]]
+    choice = body.get("tool_choice", "auto")
+    chat["tool_choice"] = _nested(choice, "function") if isinstance(choice, dict) else choice
+    effort = (body.get("reasoning") or {}).get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
+    form = (body.get("text") or {}).get("format") or {"type": "text"}
+    chat["response_format"] = (
+        _nested(form, "json_schema") if form["type"] == "json_schema" else form
+    )
+    return chat
+
+
+def _nested(item: Mapping[str, Any], kind: str) -> JsonObject:
+    """What chat completions nest in a member: {"type": "function", "function": {"name": ...}}."""
+    return {"type": kind, kind: {k: v for k, v in item.items() if k != "type"}}
+
+
+def _messages(call: RequestContext, body: JsonObject) -> tuple[list[JsonObject], list[str]]:
+    """Chat messages of the whole conversation, and for each the field that it comes from."""
     items = body.get("input", "")
     if not isinstance(items, str) and not call.state.facts.template_thoughts:
         # thoughts that the server itself has sent; the chat template reads none
@@ -114,49 +147,10 @@ def as_chat(call: RequestContext, body: dict[str, Any]) -> dict[str, Any]:
     if "instructions" in body:
         messages.insert(0, {"role": "system", "content": body["instructions"]})
         places.insert(0, "instructions")
-    call.places = places
-    rules = rules_of(Responses)
-    chat: dict[str, Any] = {
-        name: body[name]
-        for name in body
-        if rules[name].param or name in ("seed", "stop", "chat_template_kwargs", "explain_rows")
-    }
-    chat |= {
-        "messages": messages,
-        "logprobs": LOGPROBS in (body.get("include") or ()) or bool(body.get("top_logprobs")),
-    }
-    for ours, theirs in (
-        ("max_tokens", "max_output_tokens"),
-        ("top_logprobs", "top_logprobs"),
-        ("parallel_tool_calls", "parallel_tool_calls"),
-    ):
-        if theirs in body:
-            chat[ours] = body[theirs]
-    if "tools" in body:
-        chat["tools"] = [
-            {"type": "function", "function": {k: v for k, v in tool.items() if k != "type"}}
-            for tool in body["tools"]
-        ]
-    choice = body.get("tool_choice", "auto")
-    chat["tool_choice"] = (
-        {"type": "function", "function": {"name": choice["name"]}}
-        if isinstance(choice, dict)
-        else choice
-    )
-    effort = (body.get("reasoning") or {}).get("effort")
-    if effort is not None:
-        chat["reasoning_effort"] = effort
-    form = (body.get("text") or {}).get("format") or {"type": "text"}
-    if form["type"] == "json_schema":
-        form = {
-            "type": "json_schema",
-            "json_schema": {k: v for k, v in form.items() if k != "type"},
-        }
-    chat["response_format"] = form
-    return chat
+    return messages, places
 
 
-def input_rows(body: dict[str, Any]) -> list[dict[str, Any]]:
+def input_rows(body: JsonObject) -> list[JsonObject]:
     items = body.get("input", "")
     rows = [{"role": "user", "content": items}] if isinstance(items, str) else items
     out = []

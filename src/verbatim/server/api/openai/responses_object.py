@@ -13,6 +13,7 @@ from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.chat_request import ChatRequest
 from verbatim.server.api.common.default_params import default_params
 from verbatim.server.api.common.generate import (
@@ -57,16 +58,16 @@ class TextLogprobs:
 class ResponsesReply:
     """Builds the response object; output items are in the order of the output."""
 
-    def __init__(self, ask: ChatRequest, body: dict[str, Any], model: str) -> None:
+    def __init__(self, ask: ChatRequest, body: JsonObject, model: str) -> None:
         self.ask = ask
         self.call = ask.call
         self.body = body
         self.id = new_id("resp_")
         # OpenAI's default is true; a server that stores nothing reports false
         self.stored: bool = body.get("store", self.call.state.store.enabled)
-        self.output: list[dict[str, Any]] = []
+        self.output: list[JsonObject] = []
         defaults = default_params(self.call.state)
-        self.base: dict[str, Any] = {
+        self.base: JsonObject = {
             "id": self.id,
             "object": "response",
             "created_at": int(time.time()),
@@ -95,12 +96,12 @@ class ResponsesReply:
         }
         self.base["text"].setdefault("format", {"type": "text"})
 
-    def object(self, status: str, **more: Any) -> dict[str, Any]:
+    def object(self, status: str, **more: Any) -> JsonObject:
         return {**self.base, "status": status, "output": self.output, "usage": None, **more}
 
     def message(
         self, text: str, logprobs: Sequence[WireLogprob], status: str = "completed"
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         part = {
             "type": "output_text",
             "text": text,
@@ -115,10 +116,10 @@ class ResponsesReply:
             "content": [part],
         }
 
-    def logprobs(self, items: Sequence[WireLogprob]) -> list[dict[str, Any]]:
+    def logprobs(self, items: Sequence[WireLogprob]) -> list[JsonObject]:
         return chat_logprobs(items, self.body.get("top_logprobs", 0))
 
-    def finished(self, finish: WireFinish | None) -> dict[str, Any]:
+    def finished(self, finish: WireFinish | None) -> JsonObject:
         """The final response object: completed, or incomplete when a token limit ended it."""
         usage = usage_of(self.call.runs)
         spelled_usage = {
@@ -145,13 +146,13 @@ class ResponsesReply:
         self._store(made)
         return made
 
-    def _reports(self) -> dict[str, Any]:
+    def _reports(self) -> JsonObject:
         """Score, explanations and loop of the choice, if set. A stream sends them at its end."""
         done = self.call.runs[0].generated
         assert done is not None
         return choice_reports(done.choices[0])
 
-    def _store(self, made: dict[str, Any]) -> None:
+    def _store(self, made: JsonObject) -> None:
         if self.stored:
             # Instructions are not stored: they apply to one response only.
             messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
@@ -185,7 +186,7 @@ class ResponsesReply:
         observe_latency(self.call)
         return Json(self.finished(choice.finish))
 
-    def with_sealed(self, item: dict[str, Any]) -> dict[str, Any]:
+    def with_sealed(self, item: JsonObject) -> JsonObject:
         """A finished reasoning item, with `encrypted_content` if the request includes it."""
         if ENCRYPTED not in (self.body.get("include") or ()):
             return item
@@ -214,7 +215,7 @@ class ResponsesReply:
         return out
 
 
-def reasoning_item(text: str, status: str) -> dict[str, Any]:
+def reasoning_item(text: str, status: str) -> JsonObject:
     """The thought of a reasoning model as an output item."""
     return {
         "id": new_id("rs_"),
@@ -225,7 +226,7 @@ def reasoning_item(text: str, status: str) -> dict[str, Any]:
     }
 
 
-def function_call_item(call: Any, status: str) -> dict[str, Any]:
+def function_call_item(call: Any, status: str) -> JsonObject:
     return {
         "id": new_id("fc_"),
         "type": "function_call",

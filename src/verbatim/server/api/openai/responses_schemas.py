@@ -6,11 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import NO_VERBOSITY
 from verbatim.server.api.common.schemas import (
     Effort,
     JsonFormat,
-    JsonObject,
     Name,
     Parts,
     Strict,

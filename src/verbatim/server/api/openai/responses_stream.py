@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.generate import (
     ChoiceDelta,
     choice_deltas,
@@ -34,9 +35,9 @@ class ResponseEvents:
         self.answer = answer
         self.pad = pad
         self.number = 0
-        self.open: dict[str, Any] | None = None  # the message item that is being streamed
+        self.open: JsonObject | None = None  # the message item that is being streamed
         self.text = ""
-        self.thought: dict[str, Any] | None = None  # the reasoning item that is being streamed
+        self.thought: JsonObject | None = None  # the reasoning item that is being streamed
         self.logprobs: list[WireLogprob] = []
         self.parser = answer.ask.parser()
         self.tokens = TextLogprobs(answer.ask)
@@ -158,7 +159,7 @@ class ResponseEvents:
             ),
         ]
 
-    def _where(self) -> dict[str, Any]:
+    def _where(self) -> JsonObject:
         assert self.open is not None
         return {
             "item_id": self.open["id"],

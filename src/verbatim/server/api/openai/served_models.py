@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.responses import Response
 
 from verbatim.base.defaults import report
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.default_params import model_params
 from verbatim.server.api.common.request_context import Json, RequestContext
 
 
-def _model(call: RequestContext, name: str) -> dict[str, Any]:
-    out: dict[str, Any] = {
+def _model(call: RequestContext, name: str) -> JsonObject:
+    out: JsonObject = {
         "id": name,
         "object": "model",
         "created": call.state.started,

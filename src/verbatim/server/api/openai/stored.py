@@ -6,16 +6,17 @@ Also their messages and input items, and a stored response replayed as stream ev
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from typing import Any
 
 from starlette.responses import Response
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.generate import obfuscation
 from verbatim.server.api.common.request_context import EventStream, Json, RequestContext, sse
-from verbatim.server.problem import Problem
+from verbatim.server.api.openai.openai_fields import ChatCompletionUpdate
+from verbatim.server.problem import invalid
 
 
-def page(items: list[dict[str, Any]], call: RequestContext) -> Response:
+def page(items: list[JsonObject], call: RequestContext) -> Response:
     """OpenAI's cursor pagination: after, limit, order."""
     limit = int(call.query.get("limit", 20))
     rows = items[::-1] if call.query.get("order") == "desc" else items
@@ -23,7 +24,7 @@ def page(items: list[dict[str, Any]], call: RequestContext) -> Response:
     if after is not None:
         at = next((i for i, row in enumerate(rows) if row.get("id") == after), None)
         if at is None:
-            raise Problem("invalid_parameter", "after: no such id in this list", "after")
+            raise invalid("after", "no such id in this list")
         rows = rows[at + 1 :]
     data = rows[:limit]
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
@@ -55,7 +56,7 @@ async def list_chats(call: RequestContext) -> Response:
     )
 
 
-def _chat(call: RequestContext) -> dict[str, Any]:
+def _chat(call: RequestContext) -> JsonObject:
     return call.state.store.get(call.tenant, "chat", call.request.path_params["id"])
 
 
@@ -65,7 +66,7 @@ async def get_chat(call: RequestContext) -> Response:
 
 async def update_chat(call: RequestContext) -> Response:
     item = _chat(call)
-    item["object"]["metadata"] = (await call.body())["metadata"]
+    item["object"]["metadata"] = (await call.body(ChatCompletionUpdate)).metadata
     return Json(item["object"])
 
 
@@ -90,7 +91,7 @@ async def chat_messages(call: RequestContext) -> Response:
 # ------------------------------------------------------------------------------- responses
 
 
-def _response(call: RequestContext) -> dict[str, Any]:
+def _response(call: RequestContext) -> JsonObject:
     return call.state.store.get(call.tenant, "response", call.request.path_params["id"])
 
 
@@ -99,7 +100,7 @@ async def get_response(call: RequestContext) -> Response:
     if call.query.get("stream") != "true":
         for name in ("starting_after", "include_obfuscation"):
             if name in call.query:
-                raise Problem("invalid_parameter", f"{name}: only with stream=true", name)
+                raise invalid(name, "only with stream=true")
         return Json(made)
     return EventStream(
         call,
@@ -121,22 +122,22 @@ async def input_items(call: RequestContext) -> Response:
     return page(_response(call)["input"], call)
 
 
-async def _replay(made: dict[str, Any], after: int, pad: bool) -> AsyncIterator[bytes]:
+async def _replay(made: JsonObject, after: int, pad: bool) -> AsyncIterator[bytes]:
     """Replay a stored response as stream events, each text in one delta."""
     for number, (kind, data) in enumerate(_events(made, pad)):
         if number > after:
             yield sse({"type": kind, "sequence_number": number, **data}, kind)
 
 
-def _events(made: dict[str, Any], pad: bool) -> list[tuple[str, dict[str, Any]]]:
-    unfinished: dict[str, Any] = {
+def _events(made: JsonObject, pad: bool) -> list[tuple[str, JsonObject]]:
+    unfinished: JsonObject = {
         "status": "in_progress",
         "output": [],
         "usage": None,
         "incomplete_details": None,
     }
     begun = {k: v for k, v in made.items() if k != "completed_at"} | unfinished
-    out: list[tuple[str, dict[str, Any]]] = [
+    out: list[tuple[str, JsonObject]] = [
         ("response.created", {"response": begun}),
         ("response.in_progress", {"response": begun}),
     ]
@@ -146,9 +147,7 @@ def _events(made: dict[str, Any], pad: bool) -> list[tuple[str, dict[str, Any]]]
     return [*out, (f"response.{made['status']}", {"response": made})]
 
 
-def _message_events(
-    item: dict[str, Any], index: int, pad: bool
-) -> list[tuple[str, dict[str, Any]]]:
+def _message_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, JsonObject]]:
     (part,) = item["content"]
     where = {"item_id": item["id"], "output_index": index, "content_index": 0}
     text = {**where, "logprobs": part["logprobs"]}
@@ -166,7 +165,7 @@ def _message_events(
     ]
 
 
-def _call_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[str, dict[str, Any]]]:
+def _call_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, JsonObject]]:
     where = {"item_id": item["id"], "output_index": index}
     return [
         (
@@ -182,9 +181,7 @@ def _call_events(item: dict[str, Any], index: int, pad: bool) -> list[tuple[str,
     ]
 
 
-def _reasoning_events(
-    item: dict[str, Any], index: int, pad: bool
-) -> list[tuple[str, dict[str, Any]]]:
+def _reasoning_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, JsonObject]]:
     (part,) = item["content"]
     where = {"item_id": item["id"], "output_index": index, "content_index": 0}
     # a thought is sealed when it ends
