@@ -209,16 +209,7 @@ def overhead(model: str, port: int, tokens: int, rounds: int) -> dict[str, float
 
 SALT = "chunk"
 # Each is one token, as "sea" is.
-TAILS = (
-    "sky",
-    "sun",
-    "boat",
-    "wind",
-    "night",
-    "storm",
-    "rain",
-    "sand",
-)
+TAILS = ("sky", "sun", "boat", "wind", "night", "storm", "rain", "sand")
 
 
 async def chunk_seconds(client: Client, long: int, turn: int) -> float:

@@ -22,11 +22,7 @@ from verbatim.testing.tiny_models import tiny_model
 
 PROMPT, LENGTHS = "The cache", (8, 16, 32, 64, 96)
 # layers, KV heads, head size
-MODELS = {
-    "SmolLM2-135M": (30, 3, 64),
-    "Qwen3-0.6B": (28, 8, 128),
-    "Llama-3.1-8B": (32, 8, 128),
-}
+MODELS = {"SmolLM2-135M": (30, 3, 64), "Qwen3-0.6B": (28, 8, 128), "Llama-3.1-8B": (32, 8, 128)}
 
 
 def kv_bytes(layers: int, kv_heads: int, head_size: int, tokens: int, number: int = 2) -> int:

@@ -14,15 +14,7 @@ import pydantic
 import pytest
 import typing_extensions
 
-from verbatim import (
-    LLM,
-    Choice,
-    Completion,
-    Finish,
-    RequestError,
-    SamplingParams,
-    UnsupportedError,
-)
+from verbatim import LLM, Choice, Completion, Finish, RequestError, SamplingParams, UnsupportedError
 from verbatim.base.schema_types import schema_of
 from verbatim.testing.fakes import server_parts
 

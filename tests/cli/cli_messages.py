@@ -39,10 +39,7 @@ class Message:
 def messages() -> list[Message]:
     """Every message, by file and line."""
     found: dict[tuple[str, int, str], Message] = {}
-    for paths, collect in (
-        (WHOLE, _all_strings),
-        ((*ERRORS.split(), "server"), _error_strings),
-    ):
+    for paths, collect in ((WHOLE, _all_strings), ((*ERRORS.split(), "server"), _error_strings)):
         for path in (file for name in paths for file in _files(SOURCE / name)):
             for message in _of(path, collect):
                 found[message.file, message.line, message.text] = message

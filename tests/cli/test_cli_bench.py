@@ -114,12 +114,7 @@ def test_the_limits_of_a_gpu_are_those_of_the_cuda_backend(
     monkeypatch.setattr(bench_report, "import_module", lambda name: module)
     spec = tiny_model("llama").spec
     info = SimpleNamespace(
-        name="cuda",
-        detail="d",
-        threads=1,
-        weight_bytes=10**9,
-        kv_token_bytes=10**5,
-        expert_bytes=0,
+        name="cuda", detail="d", threads=1, weight_bytes=10**9, kv_token_bytes=10**5, expert_bytes=0
     )
     parts = SimpleNamespace(backend=SimpleNamespace(info=info, spec=spec), name="m")
     limits, cost = bench_report.print_limits(SimpleNamespace(parts=parts), quick=True)  # type: ignore[arg-type]

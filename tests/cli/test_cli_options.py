@@ -92,8 +92,7 @@ def test_every_parameter_is_a_flag(name: str) -> None:
 def test_without_flags_the_defaults_and_a_fixed_seed_apply() -> None:
     assert call()["params"] == json.loads(
         json.dumps(
-            {f: getattr(SamplingParams(seed=0, on_loop="stop"), f) for f in FIELDS},
-            default=str,
+            {f: getattr(SamplingParams(seed=0, on_loop="stop"), f) for f in FIELDS}, default=str
         )
     )
     assert call()["engine"] == {}

@@ -184,11 +184,7 @@ def test_the_switch_reaches_the_chat_template(
     ],
 )
 def test_a_switch_that_the_template_does_not_have_is_refused(
-    verbatim: Call,
-    monkeypatch: pytest.MonkeyPatch,
-    words: tuple[str, ...],
-    source: str,
-    error: str,
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], source: str, error: str
 ) -> None:
     seen = template_llm(source, monkeypatch)
     for command, stdin in (("run", None), ("chat", "hi\n")):

@@ -54,11 +54,7 @@ def test_a_parameter_count_gives_the_time_to_read_it(
 
 @pytest.mark.parametrize(
     ("name", "device", "least"),
-    [
-        ("mistral-7b", "a100", 6.9),
-        ("mistral-7b", "a10", 23.0),
-        ("llama-3-70b", "h100", 41.0),
-    ],
+    [("mistral-7b", "a100", 6.9), ("mistral-7b", "a10", 23.0), ("llama-3-70b", "h100", 41.0)],
 )
 def test_published_configs_stay_above_the_same_bounds(name: str, device: str, least: float) -> None:
     found = plan(published(name), device)

@@ -167,11 +167,7 @@ class Runner:
         from verbatim.cli.main import main
 
         code = 0
-        with (
-            contextlib.chdir(self.directory),
-            _captured() as (out, err),
-            _environ(environment()),
-        ):
+        with contextlib.chdir(self.directory), _captured() as (out, err), _environ(environment()):
             try:
                 if words[0] == "python":
                     _run_script(words[1:])

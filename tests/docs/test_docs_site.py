@@ -181,10 +181,7 @@ def browser() -> Iterator[Any]:
         yield running
 
 
-@pytest.mark.parametrize(
-    "size",
-    [pytest.param(size, id=name) for name, size in WIDTHS.items()],
-)
+@pytest.mark.parametrize("size", [pytest.param(size, id=name) for name, size in WIDTHS.items()])
 def test_a_reader_searches_and_follows_a_result(
     site: Path, browser: Any, size: tuple[int, int]
 ) -> None:

@@ -90,9 +90,7 @@ def test_another_model_backend_or_tenant_finds_nothing(tmp_path: Path) -> None:
         assert llm.generate(PROMPT, PARAMS).usage.cached_tokens == 96
 
 
-def test_weights_that_differ_between_the_samples_of_the_digest_find_nothing(
-    tmp_path: Path,
-) -> None:
+def test_weights_that_differ_between_the_samples_of_the_digest_find_nothing(tmp_path: Path) -> None:
     """The fingerprint covers samples of the weights, the directory their whole files."""
     found = []
     for change in (b"", b"x"):

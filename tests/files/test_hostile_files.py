@@ -360,13 +360,7 @@ def fuzz(kind: str, first: int, count: int, directory: Path) -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     ("kind", "count"),
-    [
-        ("gguf", 1_500),
-        ("split", 600),
-        ("safetensors", 600),
-        ("directory", 700),
-        ("whole", 250),
-    ],
+    [("gguf", 1_500), ("split", 600), ("safetensors", 600), ("directory", 700), ("whole", 250)],
 )
 def test_a_mutated_file_gives_a_model_or_a_model_error(
     kind: str, count: int, memory_path: Path

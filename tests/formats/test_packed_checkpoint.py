@@ -152,10 +152,7 @@ COMPRESSED: list[tuple[str, dict[str, Any]]] = [
         "pack-quantized",
         {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32, "symmetric": False},
     ),
-    (
-        "pack-quantized",
-        {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False},
-    ),
+    ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}),
     ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "tensor", "symmetric": False}),
     ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "tensor", "symmetric": False}),
 ]

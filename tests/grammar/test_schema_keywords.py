@@ -543,11 +543,7 @@ def test_patterns_match_what_every_validator_matches(pattern: str, good: str, ba
 
 
 def test_the_check_does_not_backtrack() -> None:
-    schema = {
-        "type": "string",
-        "maxLength": 60,
-        "not": {"pattern": "^(a+)+b$"},
-    }
+    schema = {"type": "string", "maxLength": 60, "not": {"pattern": "^(a+)+b$"}}
     assert takes(build(schema), json.dumps("a" * 50 + "c"))
 
 
@@ -604,10 +600,7 @@ def test_what_the_grammar_enforces_needs_no_check() -> None:
 @pytest.mark.parametrize(
     ("schema", "warning"),
     [
-        (
-            {"type": "array", "item": {"type": "string"}},
-            "item (at #; did you mean 'items'?)",
-        ),
+        ({"type": "array", "item": {"type": "string"}}, "item (at #; did you mean 'items'?)"),
         (
             {"type": "object", "properties": {"a": {"tsAdditionalProperties": False}}},
             "tsAdditionalProperties (at #/properties/a; did you mean 'additionalProperties'?)",
@@ -726,10 +719,7 @@ def walk(structure: Structure, text: str) -> int:
         ({"type": "object"}, '{"\\n":1,"\\u000a'),
         ({"type": "object"}, '{"a\\"b":1,"a\\"b'),
         ({"properties": {"a": {"type": "integer"}}, "type": "object"}, '{"a":1,"b":2,"b'),
-        (
-            {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
-            '{"a":1,"\\u0061',
-        ),
+        ({"properties": {"a": {}}, "additionalProperties": {"type": "integer"}}, '{"a":1,"\\u0061'),
         (
             {"patternProperties": {"^x": {}}, "additionalProperties": False, "type": "object"},
             '{"x1":1,"x1',

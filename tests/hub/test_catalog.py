@@ -681,8 +681,7 @@ def test_hub_parts_come_from_the_cache_without_a_network(
     name: str, hub: FakeHub, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(
-        ModelError,
-        match=r"\(offline\): it is not in the cache; fetch it once with `verbatim pull",
+        ModelError, match=r"\(offline\): it is not in the cache; fetch it once with `verbatim pull"
     ):
         resolve(name, offline=True)
     fetched = resolve(name)
@@ -704,8 +703,7 @@ def test_hub_parts_come_from_the_cache_without_a_network(
 
 def test_hub_offline_uses_the_cache_only(hub: FakeHub) -> None:
     with pytest.raises(
-        ModelError,
-        match=r"\(offline\): it is not in the cache; .*verbatim pull org/model",
+        ModelError, match=r"\(offline\): it is not in the cache; .*verbatim pull org/model"
     ):
         resolve("org/model", offline=True)
     fetched = resolve("org/model")
@@ -807,8 +805,7 @@ def test_unreachable_hub_and_an_empty_cache_give_one_error_with_both_reasons(
     assert texts[2:] == [f"{LOOKING} org/model on the hub"]
     for name in ("org/model", "org/model@v2", "org/many-GGUF:m.Q8_0.gguf"):
         with pytest.raises(
-            ModelError,
-            match=r"Connection refused; it is not in the cache; check the network",
+            ModelError, match=r"Connection refused; it is not in the cache; check the network"
         ):
             resolve(name)
     assert not caplog.records

@@ -117,9 +117,7 @@ def test_a_step_has_the_logits_that_the_sampler_drew_from(
 
 
 @pytest.mark.parametrize(
-    "params",
-    [{"regex": "[a-f]{9}[xyz]+"}, {"frequency_penalty": 1.5}, {"min_tokens": 9}],
-    ids=str,
+    "params", [{"regex": "[a-f]{9}[xyz]+"}, {"frequency_penalty": 1.5}, {"min_tokens": 9}], ids=str
 )
 def test_a_step_of_a_branch_continues_the_output(live: Live, params: dict[str, Any]) -> None:
     """The same tokens as prompt and output, or as output alone: one distribution."""

@@ -52,8 +52,7 @@ def save(
     model = transformers.AutoModelForCausalLM.from_config(config).float().eval()
     model.save_pretrained(folder / "model")
     adapted = get_peft_model(
-        model,
-        LoraConfig(task_type="CAUSAL_LM", target_modules=targets or TARGETS[family], **lora),
+        model, LoraConfig(task_type="CAUSAL_LM", target_modules=targets or TARGETS[family], **lora)
     ).eval()
     with torch.no_grad():
         for name, weight in adapted.named_parameters():
@@ -76,15 +75,7 @@ def logprobs(model: Model, adapter: int = -1) -> np.ndarray:
     backend.allocate(tuple(4 for _ in model.spec.groups))
     draw = DrawSpec(SamplingParams(logprobs=model.spec.vocab, temperature=0), 0, 1)
     blocks = tuple((0, 1, 2) for _ in model.spec.groups)
-    step = SeqStep(
-        0,
-        TOKENS,
-        0,
-        blocks,
-        len(TOKENS),
-        draw,
-        adapter=adapter,
-    )
+    step = SeqStep(0, TOKENS, 0, blocks, len(TOKENS), draw, adapter=adapter)
     rows = backend.execute(StepPlan(0, (step,))).sequences[0].drawn
     out = np.zeros((len(TOKENS), model.spec.vocab))
     for row, drawn in zip(out, rows, strict=True):

@@ -122,11 +122,7 @@ _DELTA_NAMES = {
     _L + r"mlp\.shared_expert\.(\w+)_proj\.weight": r"blk.\1.ffn_\2_shexp.weight",
     _L + r"mlp\.shared_expert_gate\.weight": r"blk.\1.ffn_gate_inp_shexp.weight",
 }
-_OTHER_NAMES |= {
-    "qwen3next": _DELTA_NAMES,
-    "qwen35": _DELTA_NAMES,
-    "qwen35moe": _DELTA_NAMES,
-}
+_OTHER_NAMES |= {"qwen3next": _DELTA_NAMES, "qwen35": _DELTA_NAMES, "qwen35moe": _DELTA_NAMES}
 _OTHER_NAMES["lfm2"] = _OTHER_NAMES["lfm2moe"] = {
     r"model\.embedding_norm\.weight": "token_embd_norm.weight",
     _L + r"operator_norm\.weight": r"blk.\1.attn_norm.weight",

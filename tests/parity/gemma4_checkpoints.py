@@ -46,10 +46,7 @@ GEMMA4_CASES = [
         gguf="gemma4",
     ),
     Case(
-        "gemma4-moe",
-        "Gemma4Text",
-        {**_PLAIN, **_EXPERTS, "attention_k_eq_v": True},
-        gguf="gemma4",
+        "gemma4-moe", "Gemma4Text", {**_PLAIN, **_EXPERTS, "attention_k_eq_v": True}, gguf="gemma4"
     ),
     Case(
         "gemma4-biases",

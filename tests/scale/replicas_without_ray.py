@@ -97,8 +97,7 @@ class LocalService:
             self.latest = {**self.latest, name: report}
             joined = report["hashes"]
             self.decider.prefixes.report(
-                name,
-                {joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)},
+                name, {joined[i : i + HASH_BYTES] for i in range(0, len(joined), HASH_BYTES)}
             )
 
     async def close(self) -> None:
@@ -148,11 +147,7 @@ class LocalService:
 
     def routing(self) -> dict[str, int]:
         d = self.decider
-        return {
-            "requests": d.routed_total,
-            "prefix_possible": d.possible,
-            "prefix_found": d.found,
-        }
+        return {"requests": d.routed_total, "prefix_possible": d.possible, "prefix_found": d.found}
 
     def stop(self) -> None:
         self.stopped = True

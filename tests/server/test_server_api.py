@@ -465,11 +465,7 @@ def test_models_lists_the_served_names(fake: Any) -> None:
             refused.status_code,
             refused.json()["error"]["code"],
             refused.json()["error"]["param"],
-        ) == (
-            404,
-            "model_not_found",
-            "model",
-        )
+        ) == (404, "model_not_found", "model")
 
 
 def test_stored_chats_can_be_read_changed_and_deleted(fake: Any) -> None:
@@ -902,9 +898,7 @@ def test_control_tokens_in_a_prompt_cause_a_warning_or_are_parsed(fake: Any) -> 
     assert fake.complete(["x", TYPED, TYPED])["warnings"] == [warning]
 
 
-def test_every_route_returns_the_warning_about_control_tokens(
-    fake: Any,
-) -> None:
+def test_every_route_returns_the_warning_about_control_tokens(fake: Any) -> None:
     raw = {"prompt": TYPED, "raw": True, "options": {"num_predict": 3}}
     for route, body in (
         ("/v1/score", {"prompt": TYPED}),

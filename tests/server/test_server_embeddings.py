@@ -192,8 +192,7 @@ async def test_a_rerank_is_refused_before_its_query_is_copied_for_each_document(
 ) -> None:
     body = {"model": "m", "query": query, "documents": ["d"] * 100, "truncate": True}
     state = SimpleNamespace(
-        facts=SimpleNamespace(task=task, name="m"),
-        limits=Limits(max_body_bytes=1000),
+        facts=SimpleNamespace(task=task, name="m"), limits=Limits(max_body_bytes=1000)
     )
 
     async def given(model: Any) -> Any:

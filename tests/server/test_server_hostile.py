@@ -886,10 +886,7 @@ def test_wrong_methods_and_paths(fake: Any) -> None:
         ('{"model": "m", "prompt": ["x", "\\ud800"]}', "prompt[1]"),
         ('{"model": "m", "metadata": {"half \\ud800": "x"}}', "metadata.half \\ud800"),
         ('{"model": "m", "prompt": "x", "seed": ' + "1" * 5000 + "}", "seed"),
-        (
-            '{"model": "m", "prompt": "x", "seed": NaN',
-            None,
-        ),  # not JSON: there is no field to name
+        ('{"model": "m", "prompt": "x", "seed": NaN', None),  # not JSON: there is no field to name
     ],
 )
 def test_a_value_that_is_not_json_is_named(fake: Any, body: str, param: str | None) -> None:

@@ -83,15 +83,7 @@ def fuzz_until(live: Live, python: Path, wanted: int) -> None:
     """Runs with 20 cases per operation, each with another seed and so other cases."""
     sent, seed = 0, 1
     while sent < wanted:
-        found = fuzz(
-            live,
-            python,
-            20,
-            "--phases",
-            "coverage,fuzzing",
-            seed=seed,
-            seconds=7200,
-        )
+        found = fuzz(live, python, 20, "--phases", "coverage,fuzzing", seed=seed, seconds=7200)
         assert found > 300
         sent, seed = sent + found, seed + 1
     check_ledger(live.wait_at_rest())

@@ -282,9 +282,7 @@ def test_the_header_timeout_applies_to_later_requests_of_a_connection(quick: Liv
         assert read_all(sock) == b""
 
 
-def test_an_idle_connection_is_closed_after_idle_seconds_and_not_before(
-    quick: Live,
-) -> None:
+def test_an_idle_connection_is_closed_after_idle_seconds_and_not_before(quick: Live) -> None:
     """The idle timeout is longer than that of a head: a client that is slow to start (a program
     that opens a thousand connections) is no attack."""
     with open_socket(quick) as fresh, open_socket(quick) as used:

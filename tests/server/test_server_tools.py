@@ -468,10 +468,7 @@ def test_tags_that_are_control_tokens_reach_the_parser(form: str, written: str) 
     assert output(tools=[TOOL], skip_special=True)[1] == hidden
 
 
-@given(
-    st.text(alphabet='<>tol_cal/{}[]"ab \n', max_size=80),
-    st.sampled_from(sorted(CALL_FORMATS)),
-)
+@given(st.text(alphabet='<>tol_cal/{}[]"ab \n', max_size=80), st.sampled_from(sorted(CALL_FORMATS)))
 def test_text_without_a_call_is_unchanged(text: str, form: str) -> None:
     if not read_calls(text.strip(), NAMES):
         assert parse(form, list(text)) == ([], text)

@@ -33,10 +33,7 @@ def byte_level() -> Encoder:
     encoder.train_from_iterator(
         ["hello world"] * 2,
         trainers.BpeTrainer(
-            vocab_size=300,
-            special_tokens=special,
-            initial_alphabet=alphabet,
-            show_progress=False,
+            vocab_size=300, special_tokens=special, initial_alphabet=alphabet, show_progress=False
         ),
     )
     return encoder

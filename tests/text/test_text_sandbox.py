@@ -275,9 +275,7 @@ def test_a_long_conversation_fits_the_budget() -> None:
     assert ChatTemplate(rest).render(messages[:200]).endswith(",1,0,")
 
 
-def test_compiling_the_longest_source_checks_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_compiling_the_longest_source_checks_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the time check it would compile for minutes. Here each check advances 10 ms, so 40
     checks are the whole budget."""
     looks = itertools.count()

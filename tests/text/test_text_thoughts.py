@@ -137,10 +137,7 @@ def test_an_output_cut_inside_the_thought_has_no_answer() -> None:
 
 def test_a_tag_inside_the_answer_is_text() -> None:
     text = "<think>a</think>Write <think>b</think>."
-    assert split(TagSplitter("<think>", "</think>"), list(text)) == (
-        "a",
-        "Write <think>b</think>.",
-    )
+    assert split(TagSplitter("<think>", "</think>"), list(text)) == ("a", "Write <think>b</think>.")
 
 
 def test_a_prompt_that_ends_inside_or_behind_a_thought() -> None:

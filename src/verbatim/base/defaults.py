@@ -181,10 +181,7 @@ def _checked(stated: dict[str, Any], source: str) -> ModelDefaults:
 
 
 def resolve(
-    params: SamplingParams,
-    stated: ModelDefaults,
-    mode: str = "model",
-    protocol: str = "openai",
+    params: SamplingParams, stated: ModelDefaults, mode: str = "model", protocol: str = "openai"
 ) -> SamplingParams:
     """`params` with every parameter of DEFAULTED decided. Resolved parameters stay as they are.
 

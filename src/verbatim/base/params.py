@@ -94,11 +94,7 @@ class SamplingParams:
         "float", 0.0, "subtracted once if the token was generated", low=-2, high=2, history=True
     )
     penalty_range: int = declared(
-        "int",
-        0,
-        "the three penalties look back this many tokens; 0 is all",
-        low=0,
-        high=MOST,
+        "int", 0, "the three penalties look back this many tokens; 0 is all", low=0, high=MOST
     )
     dry_multiplier: float = declared(
         "float",
@@ -171,12 +167,7 @@ class SamplingParams:
         filter=True,
     )
     xtc_probability: float = declared(
-        "float",
-        0.0,
-        "XTC: chance to remove the top choices; 0 is off",
-        low=0,
-        high=1,
-        filter=True,
+        "float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1, filter=True
     )
     xtc_threshold: float = declared(
         "float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1

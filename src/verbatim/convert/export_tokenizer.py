@@ -107,8 +107,7 @@ def tokenizer_metadata(
         if _difference(from_gguf(candidate), original) is None:
             return _checked(candidate, original, path)
     raise ModelError(
-        "GGUF has no name for its pre-tokenizer; keep the safetensors directory",
-        file=str(path),
+        "GGUF has no name for its pre-tokenizer; keep the safetensors directory", file=str(path)
     )
 
 

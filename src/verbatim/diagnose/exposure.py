@@ -82,10 +82,7 @@ def measure_drift(
     raise_error(free)
     forced = _forced(llm, list(given), max(1, context), tokens)
     names = ("greedy", f"T = {temperature:g}")
-    return [
-        forced,
-        *(_free(name, done.choices[0]) for name, done in zip(names, free, strict=True)),
-    ]
+    return [forced, *(_free(name, done.choices[0]) for name, done in zip(names, free, strict=True))]
 
 
 def _free(name: str, choice: Choice) -> Series:

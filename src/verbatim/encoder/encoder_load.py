@@ -207,11 +207,7 @@ def read_encoder_config(
             raise f.fail("max_position_embeddings", f"the first position is {first}")
         family = "bert" if kind == "bert" else "roberta"
         spec = EncoderSpec(
-            family,
-            **common,
-            context=positions - first,
-            positions=positions,
-            first_position=first,
+            family, **common, context=positions - first, positions=positions, first_position=first
         )
     return spec, tuple(checked.warnings)
 

@@ -23,12 +23,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.files.mapped_file import (
-    hash_data,
-    hash_samples,
-    map_file,
-    samples_per_tensor,
-)
+from verbatim.files.mapped_file import hash_data, hash_samples, map_file, samples_per_tensor
 from verbatim.files.split import group_parts
 from verbatim.formats.packed.packed_checkpoint import RawTensor, unpack_checkpoint
 from verbatim.formats.registry import BLOCKS

@@ -41,10 +41,7 @@ MAX_INLINE_CHOICES = 64 * 1024  # characters; a shorter choice list compiles in 
 
 
 def compile_structure(
-    params: SamplingParams,
-    tokenizer: GrammarTokenizer,
-    *,
-    deadline: float | None = None,
+    params: SamplingParams, tokenizer: GrammarTokenizer, *, deadline: float | None = None
 ) -> Structure | None:
     """The compiled grammar of a request; None if it has none. Do not call on the engine's thread.
 
@@ -92,12 +89,7 @@ def prepare(tokenizer: GrammarTokenizer) -> None:
 
 
 def _compile(
-    field: str,
-    value: Any,
-    lib: Any,
-    ours: Any,
-    tokenizer: GrammarTokenizer,
-    deadline: float,
+    field: str, value: Any, lib: Any, ours: Any, tokenizer: GrammarTokenizer, deadline: float
 ) -> Structure:
     """Compile in a worker process, which can be killed; then again in this process."""
     pool = shared_pool()

@@ -21,11 +21,7 @@ from typing import Any, NamedTuple
 
 MIN_LEXER_TOKENS = 1024  # per private lexer; bounds the number of compiles per completion
 # Substrings of llguidance's error messages for an exhausted lexer.
-EXHAUSTED_ERRORS = (
-    "too many states",
-    "too many expressions",
-    "PoisonError",
-)
+EXHAUSTED_ERRORS = ("too many states", "too many expressions", "PoisonError")
 HALVED_LIMITS = ("max_lexer_states", "step_lexer_fuel")
 
 # One thread: rebuilds take at most one CPU, however many sequences wait.

@@ -253,10 +253,7 @@ def choice_text(choices: Sequence[str]) -> str:
     return str(LLMatcher.grammar_from_regex("|".join(text.translate(_LITERAL) for text in choices)))
 
 
-_TRANSLATORS: dict[str, Callable[[Any], str]] = {
-    "regex": _regex_text,
-    "choice": choice_text,
-}
+_TRANSLATORS: dict[str, Callable[[Any], str]] = {"regex": _regex_text, "choice": choice_text}
 
 
 # --- errors

@@ -44,7 +44,7 @@ CATALOG: dict[str, CatalogEntry] = {
         download=92_871_040,
         note="SmolLM2-135M-Instruct, Q4_1",
         sampling=(("temperature", 0.2), ("top_p", 0.9)),
-    ),
+    )
 }
 
 LOOKING = "looking for"  # start of the progress text until the hub has listed the files

@@ -175,11 +175,7 @@ class HandleService:
 
     def routing(self) -> dict[str, int]:
         now = snapshot(self.application)
-        return {
-            "requests": now.routed,
-            "prefix_possible": now.possible,
-            "prefix_found": now.found,
-        }
+        return {"requests": now.routed, "prefix_possible": now.possible, "prefix_found": now.found}
 
     def stop(self) -> None:
         pass

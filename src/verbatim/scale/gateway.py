@@ -9,12 +9,7 @@ from typing import Any
 from ray import serve
 
 from verbatim.scale.cluster import Cluster
-from verbatim.scale.deploy import (
-    HandleService,
-    cluster_nodes,
-    footprint_of,
-    replicas_application,
-)
+from verbatim.scale.deploy import HandleService, cluster_nodes, footprint_of, replicas_application
 from verbatim.scale.ray_options import RayOptions
 from verbatim.scale.ray_start import connect
 from verbatim.scale.resources import state_needs

@@ -192,11 +192,7 @@ def cgroup_memory(membership: str, mount: Path = Path("/sys/fs/cgroup")) -> list
         if number == "0":
             root, limit, used = mount, "memory.max", "memory.current"
         elif "memory" in controllers.split(","):
-            root, limit, used = (
-                mount / "memory",
-                "memory.limit_in_bytes",
-                "memory.usage_in_bytes",
-            )
+            root, limit, used = (mount / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes")
         else:
             continue
         own = root / path.lstrip("/")

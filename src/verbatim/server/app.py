@@ -29,13 +29,7 @@ from verbatim.server.api.common.request_context import (
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute
 from verbatim.server.api.common.to_params import count_seeds
 from verbatim.server.api.common.validate import check_query
-from verbatim.server.api.routes import (
-    PROTOCOLS,
-    QUEUED_PATHS,
-    error_body,
-    is_open,
-    unknown_route,
-)
+from verbatim.server.api.routes import PROTOCOLS, QUEUED_PATHS, error_body, is_open, unknown_route
 from verbatim.server.auth import AUTH_AND_CORS_HEADERS, OPEN_ROUTES, Access
 from verbatim.server.problem import Problem
 from verbatim.server.server_state import State

@@ -125,10 +125,7 @@ async def serve(
     announcing = asyncio.create_task(announce(state, sock))
     unloading = None if pool is None else asyncio.create_task(pool.unload_idle())
     try:
-        await asyncio.wait(
-            (stop, supervisor.fatal, serving),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
+        await asyncio.wait((stop, supervisor.fatal, serving), return_when=asyncio.FIRST_COMPLETED)
         if not supervisor.fatal.done():
             await drain(state, drain_now, stop.result().name if stop.done() else "ended")
     finally:

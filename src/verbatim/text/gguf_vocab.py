@@ -295,12 +295,7 @@ class _VocabReader(TokenizerKeys):
     def _eos_ids(self, eos: int | None, control: Mapping[str, int]) -> tuple[int, ...]:
         """Ids that end a completion: the declared end of sequence, of turn and of message, and the
         well-known end-of-turn control tokens (files often declare only one of them)."""
-        ids = [
-            eos,
-            self.token_id("eot"),
-            self.token_id("eom"),
-            *end_of_turn(control),
-        ]
+        ids = [eos, self.token_id("eot"), self.token_id("eom"), *end_of_turn(control)]
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     # ------------------------------------------------------------------------ checked metadata

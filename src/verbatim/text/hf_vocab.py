@@ -15,13 +15,7 @@ from tokenizers import Tokenizer as Encoder
 from verbatim.base.errors import ModelError
 from verbatim.text import hf_special
 from verbatim.text.spm import piece_bytes
-from verbatim.text.vocabulary import (
-    SPACE,
-    PairTemplate,
-    Vocabulary,
-    byte_level_bytes,
-    end_of_turn,
-)
+from verbatim.text.vocabulary import SPACE, PairTemplate, Vocabulary, byte_level_bytes, end_of_turn
 
 MAX_JSON = 256 * 2**20  # bytes; the largest tokenizer.json in use has some 35 MB
 MAX_STEPS = 64  # of normalizer and pre-tokenizer together

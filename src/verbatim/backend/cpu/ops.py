@@ -159,11 +159,7 @@ class ProgramRecorder(WeightPacker):
                 self._emit(self.linear(h, name, self.spec.qkv_bias), dst, add=False)
             fields = {"layer": layer, "keys": self._kv[0], "values": self._kv[1]}
         else:
-            fields = {
-                **self._normed(h),
-                "layer": layer,
-                **self._heads_of(names, head_dim),
-            }
+            fields = {**self._normed(h), "layer": layer, **self._heads_of(names, head_dim)}
         return (
             Handle(qkv={**fields, "part": "q"}),
             Handle(qkv={"part": "k"}),

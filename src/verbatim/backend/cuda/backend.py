@@ -43,14 +43,7 @@ from verbatim.backend.cuda.sampler.token_counts import TokenCounts
 from verbatim.backend.cuda.step_launcher import CudaLauncher
 from verbatim.backend.gpu_layout import block_mode, is_matrix, weight_bytes
 from verbatim.backend.protocol import BackendInfo, kv_numerics
-from verbatim.backend.step_rows import (
-    Batch,
-    HostRows,
-    collect,
-    make_batch,
-    only_draws,
-    split_draws,
-)
+from verbatim.backend.step_rows import Batch, HostRows, collect, make_batch, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import OUT_OF_MEMORY, BackendError, DeviceMemoryError
 from verbatim.base.records import CacheGroup, Drawn, SeqStep, StepPlan, StepResult

@@ -69,14 +69,7 @@ class ReferenceBackend:
         experts = sum(size for name, size in sizes.items() if is_expert(name))
         numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         return BackendInfo(
-            "reference",
-            self._detail,
-            1,
-            numerics,
-            read * 4,
-            kv,
-            self._gpu_note,
-            experts * 4,
+            "reference", self._detail, 1, numerics, read * 4, kv, self._gpu_note, experts * 4
         )
 
     def available_memory(self) -> None:

@@ -194,11 +194,7 @@ def _read_model(
         stated = gguf_metadata(catalog_defaults(sampling_defaults("", path)))
         # the file's own keys win
         return {**stated, **file.metadata}, dict(file.types), dict(file.tensors)
-    from verbatim.convert.export_model import (
-        check_round_trip,
-        model_metadata,
-        model_tensors,
-    )
+    from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
     from verbatim.convert.export_tokenizer import tokenizer_metadata
     from verbatim.model.families import gguf_architecture
     from verbatim.model.loading.load import load_model

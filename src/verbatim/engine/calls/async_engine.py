@@ -24,11 +24,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import (
-    OverloadedError,
-    ParameterError,
-    UnavailableError,
-)
+from verbatim.base.errors import OverloadedError, ParameterError, UnavailableError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Finish
 from verbatim.engine.calls.async_loop import AsyncLoop

@@ -14,11 +14,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import (
-    BackendError,
-    UnavailableError,
-    VerbatimError,
-)
+from verbatim.base.errors import BackendError, UnavailableError, VerbatimError
 from verbatim.base.records import Completion
 from verbatim.engine.calls.async_calls import AsyncCalls
 from verbatim.engine.calls.async_stream import AsyncStream, OutputSink, SinkRequest

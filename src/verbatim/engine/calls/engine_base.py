@@ -26,13 +26,7 @@ Message = Mapping[str, Any]
 # Not allowed as template options
 RESERVED_OPTIONS = {"tokenizer", "template", "messages", "warnings"}
 # A message with one of these needs no content.
-CONTENT_SUBSTITUTES = (
-    "tool_calls",
-    "function_call",
-    "reasoning_content",
-    "reasoning",
-    "thinking",
-)
+CONTENT_SUBSTITUTES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 def with_settings(init: Callable[P, None]) -> Callable[P, None]:

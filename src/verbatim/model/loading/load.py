@@ -62,11 +62,7 @@ class Model:
 
 
 def load_model(
-    path: str | Path,
-    *,
-    context: int | None = None,
-    quant: str | None = None,
-    gpu: bool = False,
+    path: str | Path, *, context: int | None = None, quant: str | None = None, gpu: bool = False
 ) -> Model:
     """Load the model at `path`.
 

@@ -32,8 +32,7 @@ def document(routes: Sequence[ApiRoute], names: tuple[str, ...]) -> JsonObject:
     """The OpenAPI document. `names`: the served model names."""
     bodies = [route.body for route in routes if route.body is not None]
     _, schemas = models_json_schema(
-        [(body, "validation") for body in bodies],
-        ref_template="#/components/schemas/{model}",
+        [(body, "validation") for body in bodies], ref_template="#/components/schemas/{model}"
     )
     components = dict(schemas.get("$defs", {}))
     for body in bodies:

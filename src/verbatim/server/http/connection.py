@@ -208,9 +208,7 @@ class HttpProtocol(asyncio.Protocol):
             )
         elif any(k == b"transfer-encoding" and v.lower() != b"chunked" for k, v in self._headers):
             self.refuse(
-                "400 Bad Request",
-                "invalid_request",
-                "transfer-encoding: only chunked is supported",
+                "400 Bad Request", "invalid_request", "transfer-encoding: only chunked is supported"
             )
         elif self.max_connections and len(self._shared.connections) > self.max_connections:
             self.refuse(

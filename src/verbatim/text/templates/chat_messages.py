@@ -157,8 +157,7 @@ def _part_text(part: Any, where: str) -> str:
         return text
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     raise UnsupportedError(
-        "messages",
-        f"{where} has a content part of type {str(kind)[:40]!r}; only text is supported",
+        "messages", f"{where} has a content part of type {str(kind)[:40]!r}; only text is supported"
     )
 
 

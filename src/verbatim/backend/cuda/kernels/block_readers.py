@@ -104,9 +104,7 @@ def _q6_k(blocks: torch.Tensor) -> Values:
     signed = (low | (high << 4)).to(torch.int8) - 32
     scales = blocks[..., 192:208].contiguous().view(torch.int8).float()
     return Values(
-        _rows(signed.view(torch.uint8)),
-        _rows(_half(blocks, 208).float()[..., None] * scales),
-        None,
+        _rows(signed.view(torch.uint8)), _rows(_half(blocks, 208).float()[..., None] * scales), None
     )
 
 

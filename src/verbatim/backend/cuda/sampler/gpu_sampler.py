@@ -408,11 +408,7 @@ class GpuSampler:
         return BestIds(ids, values, used, tau, wanted, masses, size)
 
     def _report(
-        self,
-        logits: torch.Tensor,
-        row_max: torch.Tensor,
-        tops: Sequence[int],
-        tokens: torch.Tensor,
+        self, logits: torch.Tensor, row_max: torch.Tensor, tops: Sequence[int], tokens: torch.Tensor
     ) -> Report:
         """Best ids, their logits and scores of the model's own distribution, see report_list."""
         count, chunks = len(tops), triton.cdiv(self.vocab, CHUNK)

@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import (
-    Annotated,
-    Literal,
-)
+from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
-from verbatim.base.params import (
-    FIELDS,
-)
+from verbatim.base.params import FIELDS
 from verbatim.server.api.anthropic.anthropic_schemas import (
     AnthropicChoice,
     AnthropicFormat,
@@ -39,12 +32,7 @@ from verbatim.server.api.common.field_rules import (
     subset,
     taking,
 )
-from verbatim.server.api.common.schemas import (
-    Int64,
-    Label,
-    Length,
-    Text,
-)
+from verbatim.server.api.common.schemas import Int64, Label, Length, Text
 
 
 class AnthropicMessages(taking({name: name for name in ("temperature", "top_k", "top_p")})):  # type: ignore[misc]

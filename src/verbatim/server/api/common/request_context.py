@@ -391,10 +391,7 @@ class Chunks:
         )
 
     def add(
-        self,
-        choice: JsonObject,
-        padding: str | None = None,
-        usage: dict[str, int] | None = None,
+        self, choice: JsonObject, padding: str | None = None, usage: dict[str, int] | None = None
     ) -> list[bytes]:
         """The chunks that can be sent now: the one held back, and this one unless it is held."""
         pad = b"" if padding is None else b',"obfuscation":' + dumps(padding)

@@ -59,9 +59,7 @@ def check(route: ApiRoute, data: Any) -> tuple[JsonObject, RequestBody]:
     for name, value in given.items():
         if has_big_integer(value):
             raise Problem(
-                "invalid_parameter",
-                f"{name}: contains an integer of more than 64 bits",
-                param=name,
+                "invalid_parameter", f"{name}: contains an integer of more than 64 bits", param=name
             )
     return given, made
 

@@ -139,9 +139,7 @@ async def step(call: RequestContext) -> Response:
         data["row"] = base64.b64encode(data["row"]).decode()
     done = call.runs[0].generated
     assert done is not None
-    return Json(
-        {**data, "cached_tokens": done.usage.cached_tokens, "seconds": done.timings.total},
-    )
+    return Json({**data, "cached_tokens": done.usage.cached_tokens, "seconds": done.timings.total})
 
 
 def _params(call: RequestContext, params: JsonObject) -> JsonObject:

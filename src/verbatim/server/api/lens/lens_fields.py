@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from typing import (
-    Annotated,
-)
+from typing import Annotated
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from verbatim.base.json_io import JsonObject
-from verbatim.server.api.common.field_rules import (
-    RequestBody,
-    honoured,
-)
-from verbatim.server.api.common.schemas import (
-    Alternatives,
-    PromptIds,
-    TokenId,
-)
+from verbatim.server.api.common.field_rules import RequestBody, honoured
+from verbatim.server.api.common.schemas import Alternatives, PromptIds, TokenId
 
 
 class LensStep(RequestBody):

@@ -40,13 +40,7 @@ from verbatim.server.api.llamacpp.llama_fields import (
     LlamaEmbedding,
 )
 from verbatim.server.problem import unsupported
-from verbatim.server.process.messages import (
-    Detokenized,
-    Generate,
-    Generated,
-    Tokenize,
-    WireFinish,
-)
+from verbatim.server.process.messages import Detokenized, Generate, Generated, Tokenize, WireFinish
 
 RULES = rules_of(LlamaCompletion)
 # our parameter -> llama.cpp's field, for error messages

@@ -3,13 +3,9 @@ common/field_rules.py)."""
 
 from __future__ import annotations
 
-from typing import (
-    Annotated,
-)
+from typing import Annotated
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from verbatim.server.api.common.field_rules import (
     ADD_PROMPT,

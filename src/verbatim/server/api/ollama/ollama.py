@@ -27,12 +27,7 @@ from verbatim.server.api.common.generate import (
     speculation,
     warnings_of,
 )
-from verbatim.server.api.common.request_context import (
-    EventStream,
-    Json,
-    RequestContext,
-    new_id,
-)
+from verbatim.server.api.common.request_context import EventStream, Json, RequestContext, new_id
 from verbatim.server.api.ollama.ollama_fields import OllamaChat, OllamaGenerate
 from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.model_pool import ServedModel

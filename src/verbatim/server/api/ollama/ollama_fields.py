@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import (
-    Annotated,
-    Literal,
-)
+from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import (
@@ -25,12 +20,7 @@ from verbatim.server.api.common.field_rules import (
     ignored,
     refused,
 )
-from verbatim.server.api.common.schemas import (
-    Label,
-    Length,
-    Text,
-    Tool,
-)
+from verbatim.server.api.common.schemas import Label, Length, Text, Tool
 from verbatim.server.api.ollama.ollama_schemas import (
     KeepAlive,
     OllamaEmbedOptions,

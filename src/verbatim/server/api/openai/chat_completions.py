@@ -84,11 +84,7 @@ class ChatReply:
 
     def _answer(self, done: Generated) -> JsonObject:
         choices = [self._choice(choice) for choice in done.choices]
-        body = {
-            "choices": choices,
-            "usage": usage_of(self.call.runs),
-            **extra_fields(self.call),
-        }
+        body = {"choices": choices, "usage": usage_of(self.call.runs), **extra_fields(self.call)}
         return self.head | body
 
     def _store(self, answer: JsonObject) -> None:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import (
-    Annotated,
-    Literal,
-)
+from typing import Annotated, Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import (
