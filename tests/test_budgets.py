@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73052, "tests": 63021, "docs": 9405}
+TOTALS = {"src": 73052, "tests": 63021, "docs": 9455}
 ANY = 1380  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines of the median
 
