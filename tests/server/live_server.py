@@ -54,12 +54,14 @@ class Live:
         if "--engine-silence-seconds" not in flags:
             words += ["--engine-silence-seconds", NEVER]
         words += ["--test-engine", engine] if engine else []
+        # `verbatim batch`, run in a test's own process, sets this variable.
+        inherited = {k: v for k, v in os.environ.items() if k != "VERBATIM_LOG"}
         self.process = subprocess.Popen(
             [*words, *RAY_FLAGS, *flags],
             stdin=subprocess.PIPE if clock else subprocess.DEVNULL,
             stdout=subprocess.PIPE if clock else self.log,
             stderr=self.log,
-            env={**os.environ, **(env or {})},
+            env={**inherited, **(env or {})},
         )
         found = eventually(
             lambda: LISTENING.search(self.log_text()) or self.process.poll() is not None,
