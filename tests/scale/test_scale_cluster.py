@@ -302,7 +302,7 @@ async def test_metrics_name_the_replica(gateway: Gateway) -> None:
         )
 
     await eventually_async(settled)
-    text = gateway.state.metrics.text({"m": gateway.cluster}, 0)
+    text = gateway.state.metrics.text({"m": gateway.cluster}, 0, 0)
     families = {f.name: f for f in text_string_to_metric_families(text)}
     types = re.findall(r"^# TYPE (\S+)", text, re.M)
     assert len(types) == len(set(types))
