@@ -44,14 +44,14 @@ LINES: dict[str, int] = {
     "sampling": 1518,
     "scale": 2216,
     "schedule": 1999,
-    "server": 13009,
+    "server": 13014,
     "speculate": 1084,
     "testing": 652,
     "text": 4437,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73052, "tests": 63021, "docs": 9455}
+TOTALS = {"src": 73057, "tests": 63034, "docs": 9455}
 ANY = 1380  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines of the median
 

@@ -278,7 +278,18 @@ def test_every_route_with_messages_reports_names(fake: Live) -> None:
         ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json_schema": SCHEMA}),
         ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
-        ({"structured_outputs": {"regex": "[ab]{3}"}}, {"regex": "[ab]{3}"}),
+        (
+            {
+                "structured_outputs": {
+                    "regex": "[ab]{3}",
+                    "structural_tag": None,
+                    "disable_fallback": False,
+                    "disable_any_whitespace": False,
+                    "whitespace_pattern": None,
+                }
+            },
+            {"regex": "[ab]{3}"},
+        ),
         ({"structured_outputs": {"choice": ["left", "right"]}}, {"choice": ["left", "right"]}),
         ({"structured_outputs": {"grammar": 'start: "x" | "y"'}}, {"grammar": 'start: "x" | "y"'}),
         ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),

@@ -128,6 +128,7 @@ function read(event, place, segment) {
     if (choice.loop) branch.loop = choice.loop;
     branch.score = choice.score ?? branch.score;
   }
+  if (event.warnings) segment.warnings = event.warnings;  // in the last chunk with a finish_reason
   if (event.receipt) close(event, place, segment);
   changed();
 }
@@ -162,7 +163,7 @@ function close(event, place, segment) {
     for (const id of choice.token_ids.slice(known))
       push(branch, { id, record: null, segment, choice: choice.index });
     branch.finish = choice.finish.join(": ");
-    Object.assign(branch, { usage: event.usage, warnings: event.warnings ?? [] });
+    Object.assign(branch, { usage: event.usage, warnings: segment.warnings ?? [] });
     branch.loop = loops[choice.index] ?? branch.loop;
     branch.score = event.scores?.[choice.index] ?? branch.score;
   }

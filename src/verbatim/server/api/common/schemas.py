@@ -182,13 +182,18 @@ ResponseFormat = Annotated[TextFormat | JsonFormat | JsonSchemaFormat, Field(dis
 
 
 class StructuredOutputs(Strict):
-    """vLLM's. Its further members are refused by name."""
+    """vLLM's. Members without a counterpart may have the value that changes nothing."""
 
     json_: JsonObject | bool | Text | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: Text | None = None
     choice: type_of("choice") | None = None  # type: ignore[valid-type]
     grammar: Text | None = None
+    structural_tag: None = None
+    whitespace_pattern: None = None
+    disable_fallback: Literal[False] | None = None
+    disable_any_whitespace: Literal[False] | None = None
+    disable_additional_properties: Literal[False] | None = None
 
 
 class StreamOptions(Strict):
