@@ -29,7 +29,7 @@ class ClockedBackend(FakeBackend):
         super().__init__(pipeline=False)
         self.name, self.now, self.slow = name, 0.0, 0
         self.core: Any = None
-        self.seconds: list[float] = []  # of each step
+        self.seconds: list[float] = []  # duration of each step
         self.chunks: list[int] = []  # tokens of the longest sequence of each step
 
     @property

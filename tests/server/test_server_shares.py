@@ -147,11 +147,11 @@ def slow(keys: list[str], tmp_path: Path) -> Iterator[Live]:
 def test_an_unfinished_body_holds_no_place_in_the_queue(keys: list[str], tmp_path: Path) -> None:
     live = start(tmp_path, keys[1], "--max-queue", "8", clock=True)
     senders = [Sender(live, keys[0], 1) for _ in range(60)]
-    live.complete()  # of another key
+    live.complete()  # another key asks
     assert live.metrics()[UNFINISHED] == 60
     assert live.metrics()[OPEN] == 0
     live.client.headers["authorization"] = f"Bearer {keys[0]}"
-    live.complete()  # of the same key
+    live.complete()  # the same key asks
     assert {sender.finish()[0] for sender in senders} == {200}
     assert live.metrics()[UNFINISHED] == 0
     check_ledger(live.wait_at_rest())

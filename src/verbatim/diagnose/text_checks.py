@@ -47,9 +47,9 @@ TEXTS = {
     "还有的坐在树下看书。中午我们在湖边吃饭，妈妈做的菜非常好吃。下午我们坐船，看见水里有很多鱼。"
     "回家的时候，天已经黑了，但是大家都很高兴。",
 }
-TEXT_TOKENS = 128  # of each language, at most; between the two copies four times as many of TEXT
-MIN_TOKENS = 16  # of each language; a context of less than 256 tokens holds no text to judge by
-COPIED = 0.5  # of the first copy's nats: what the second copy may cost at most
+TEXT_TOKENS = 128  # most tokens of a language; between the copies lie four times as many of TEXT
+MIN_TOKENS = 16  # least tokens of a language: a context below 256 tokens holds too little to judge
+COPIED = 0.5  # most nats of the second copy, as a fraction of the first copy's
 THETAS = (0.1, 10.0)  # times the file's rope_theta
 BETTER = 0.05  # nats per token (5 % of the perplexity) by which another rope_theta must be better
 Z = 4.0  # and standard errors: 1 false alarm in 30,000 if the differences were independent
@@ -59,7 +59,7 @@ Z = 4.0  # and standard errors: 1 false alarm in 30,000 if the differences were 
 class Reading:
     """Nats of each token of one sequence: the languages, another text, the languages again."""
 
-    nats: np.ndarray  # of every token after the first
+    nats: np.ndarray  # negative log-probability of every token after the first
     languages: Mapping[str, tuple[float, float]]  # nats per token; floor
     own_entropy: Mapping[str, float]  # nats per token of a code that knows the text's frequencies
     first: float  # nats per token of the first copy

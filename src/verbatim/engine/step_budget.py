@@ -35,7 +35,7 @@ class StepBudget:
             step_ms = STEP_MS
         self._seconds = None if step_ms is None else step_ms / 1000
         self._scheduler = scheduler
-        self._decoding = cost  # of steps that only decode
+        self._decoding = cost  # measured seconds of steps that only decode
         self._rates: deque[float] = deque(maxlen=STEPS)  # seconds per charged token
 
     def set(self) -> None:

@@ -129,7 +129,7 @@ def _streams(params: SamplingParams) -> bool:
 
 def _show(completion: Completion, *, shown: bool) -> None:
     """Print the answers. `shown`: the first one was streamed already."""
-    if len(completion.choices) > 1:  # of a beam search the best one is streamed
+    if len(completion.choices) > 1:  # beam search: the best choice is streamed
         if shown:
             write("\n")
         for choice in completion.choices[1 if shown else 0 :]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -47,7 +46,17 @@ def _load(flags: Values, settings: Values, progress: Progress, *, generates: boo
 
         path = resolve(model, revision=revision, offline=offline, progress=progress)
         refuse_encoder(model, path)
-    shown = _LoadWarnings(progress)
+    import logging  # not at the head: `--help` needs no logging
+
+    class LoadWarnings(logging.Handler):
+        """Prints the engine's warnings during loading in the format of the command line."""
+
+        def emit(self, record: logging.LogRecord) -> None:
+            if not progress.quiet:
+                progress.clear()
+                warn(record.getMessage())
+
+    shown = LoadWarnings(logging.WARNING)
     log = logging.getLogger("verbatim.engine")
     log.addHandler(shown)
     try:
@@ -67,19 +76,6 @@ def refuse_encoder(name: str, path: Path) -> None:
             f"{name} is an encoder and generates no text; `verbatim embed`, `verbatim rerank` and "
             "`verbatim serve` run it, and `verbatim doctor` checks it",
         )
-
-
-class _LoadWarnings(logging.Handler):
-    """Prints the engine's warnings during loading in the format of the command line."""
-
-    def __init__(self, progress: Progress) -> None:
-        super().__init__(logging.WARNING)
-        self._progress = progress
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if not self._progress.quiet:
-            self._progress.clear()
-            warn(record.getMessage())
 
 
 def speed_limit(llm: LLM, context: int) -> float | None:

@@ -28,7 +28,7 @@ from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 _PERIOD = 6  # every sixth layer is full attention, where layer_types is absent
-_THETA = 10000.0  # of a rope record without one
+_THETA = 10000.0  # theta of a rope record that states none
 _HEADS = ("head_dim", "num_key_value_heads")  # what per_layer_config may change
 _FULL_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 _ROPE = {

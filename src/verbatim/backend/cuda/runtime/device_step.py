@@ -25,4 +25,4 @@ class DeviceStep:
     logits_out: torch.Tensor | None = None  # [logits, vocabulary]: where to write the logits
     adapters: AdapterRows = ()  # rows of each LoRA adapter in this step
     output_adapters: AdapterRows = ()  # the same for the output rows
-    recurrent: RecurrentStep | None = None  # of a model with recurrent layers
+    recurrent: RecurrentStep | None = None  # None: the model has no recurrent layers

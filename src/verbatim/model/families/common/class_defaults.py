@@ -28,7 +28,7 @@ _NONE = COMPUTED | {"eos_token_id"}
 class ClassDefaults:
     """What transformers' config class of a model_type says."""
 
-    name: str  # of the class, without "Config"
+    name: str  # class name without "Config"
     values: dict[str, Any]  # its keys -> their defaults
     nullable: frozenset[str]  # keys that may be null
 

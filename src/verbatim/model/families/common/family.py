@@ -29,7 +29,7 @@ class Names:
 
     layer: Mapping[str, str]  # weights of a layer; {e}: the number of an expert
     top: Mapping[str, str] = field(default_factory=dict)  # other weights, where not the usual
-    two_norms: Mapping[str, str] = field(default_factory=dict)  # of a parallel block with two norms
+    two_norms: Mapping[str, str] = field(default_factory=dict)  # names where a block has two norms
     interleaved: bool = False  # the rows of a rotated pair are 2j and 2j + 1
     transposed: bool = False  # matrices are [in, out] (gpt2)
     grouped: bool = False  # a fused matrix holds, KV head by KV head, the rows of its q, k and v
@@ -75,7 +75,7 @@ class Family:
     # The rope records of full and of sliding layers, where they are not one.
     records: Callable[[Config], tuple[Record, Record]] | None = None
     gguf: Gguf | None = None
-    architecture: str = ""  # of another family's Gguf, which this one's models are written as
+    architecture: str = ""  # GGUF architecture of another family that models are written as
     exported: Callable[[ModelSpec], Values] = lambda spec: {}  # GGUF keys that it needs
     drafts: bool = False  # files may have more layers, which draft tokens
     key_names: Mapping[str, str] = field(default_factory=dict)  # see model/layout.py

@@ -10,7 +10,7 @@ from verbatim.model.families.common.family import Config
 from verbatim.model.families.common.parts import check_types, window_of, with_windows
 from verbatim.model.spec import LayerSpec, ModelSpec
 
-MAX_TAPS = 64  # of a convolution: far above any real model
+MAX_TAPS = 64  # most taps of a convolution: far above any real model
 
 
 def with_mixers(
