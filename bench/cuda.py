@@ -164,8 +164,8 @@ def open_shape(
     config = EngineConfig(backend="cuda", **options)
     weights = weights_of(spec, torch.device("cuda"), type, blocks)
     backend = CudaBackend(model, config, weights=weights)
-    parts = LoadedModel(backend, FakeTokenizer(spec.vocab), (), name=name, digest=name)
-    llm = LLM.from_parts(parts, **{"backend": "cuda", **options})
+    loaded = LoadedModel(backend, FakeTokenizer(spec.vocab), (), name=name, digest=name)
+    llm = LLM.from_loaded(loaded, **{"backend": "cuda", **options})
     compile_kernels(backend)
     return llm
 

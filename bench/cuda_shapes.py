@@ -132,10 +132,10 @@ def check(name: str, backend: str, kv_type: str) -> str | None:
     def opened(kind: str) -> LLM:
         options = {"kv_type": kv_type, "context": 2048, "speculate": "off", "kv_blocks": 2000}
         config = EngineConfig(backend=kind, prefix_cache=False, **options)
-        parts = LoadedModel(
+        loaded = LoadedModel(
             open_backend(model, config), FakeTokenizer(VOCAB), (), name=name, digest=""
         )
-        return LLM.from_parts(parts, backend=kind, prefix_cache=False, **options)
+        return LLM.from_loaded(loaded, backend=kind, prefix_cache=False, **options)
 
     with opened(backend) as llm:
         alone = [llm.generate(prompt, one) for prompt, one in zip(prompts, params, strict=True)]

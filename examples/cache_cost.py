@@ -46,13 +46,13 @@ def open_llm(model: str | None, use_cache: bool) -> LLM:
         llm = LLM(model, **options)
     else:
         loaded = tiny_model("llama", hidden_size=64, intermediate_size=128, num_hidden_layers=4)
-        parts = LoadedModel(
+        loaded = LoadedModel(
             open_backend(loaded, EngineConfig(**options)),
             ByteTokenizer(),
             (),
             digest=loaded.weights.digest,
         )
-        llm = LLM.from_parts(parts, **options)
+        llm = LLM.from_loaded(loaded, **options)
     llm.core.backend = Counted(llm.core.backend)
     return llm
 

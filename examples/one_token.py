@@ -37,7 +37,7 @@ class Watch:
         self.plans: list[StepPlan] = []
         self.results: list[StepResult] = []
         self.sums: list[list[Any]] = []
-        backend: Any = llm.parts.backend
+        backend: Any = llm.loaded.backend
         self._execute = backend.execute
         backend.execute = self.execute
 
@@ -70,7 +70,7 @@ def trace() -> dict[str, str]:
     """Every block of the document, by name."""
     with LLM("smollm2", backend="reference", speculate="off", context=256) as llm:
         tokenizer = llm.tokenizer
-        prompt = llm.parts.template.render(MESSAGES)
+        prompt = llm.loaded.template.render(MESSAGES)
         ids = llm.encode_chat(MESSAGES)
         watch = Watch(llm)
         with llm.chat_stream(MESSAGES, PARAMS) as stream:
@@ -129,7 +129,7 @@ def _plan(plan: StepPlan) -> str:
 
 
 def _backend(llm: LLM) -> str:
-    spec, info = llm.parts.backend.spec, llm.parts.backend.info
+    spec, info = llm.loaded.backend.spec, llm.loaded.backend.info
     return "\n".join(
         [
             f"{len(spec.layers)} layers, hidden {spec.hidden}, {spec.heads} query heads over "
@@ -137,8 +137,8 @@ def _backend(llm: LLM) -> str:
             f"MLP {spec.mlp}, vocabulary {spec.vocab}",
             f"keys and values of one position: {info.kv_token_bytes:,} bytes in float32, all "
             "layers",
-            f"one block of {llm.parts.backend.block_size} positions: "
-            f"{llm.parts.backend.block_bytes()[0]:,} bytes",
+            f"one block of {llm.loaded.backend.block_size} positions: "
+            f"{llm.loaded.backend.block_bytes()[0]:,} bytes",
         ]
     )
 

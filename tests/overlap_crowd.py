@@ -51,9 +51,9 @@ def generate_all(backend: Any, r: random.Random, blocks: int = 9) -> list[Any]:
     """The choices of each request of crowd(), in a KV cache that forces preemption; one request is
     aborted."""
     tokenizer = ByteTokenizer()
-    parts = LoadedModel(backend, tokenizer, (tokenizer.EOS,), name="tiny", digest="tiny")
+    loaded = LoadedModel(backend, tokenizer, (tokenizer.EOS,), name="tiny", digest="tiny")
     waiting, done = crowd(r), {}
-    with LLM.from_parts(parts, context=128, kv_blocks=blocks, step_tokens=24, check=True) as llm:
+    with LLM.from_loaded(loaded, context=128, kv_blocks=blocks, step_tokens=24, check=True) as llm:
         core, step = llm.core, 0
         while waiting or core.busy:
             while waiting and waiting[0][0] <= step:

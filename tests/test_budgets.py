@@ -30,7 +30,7 @@ LINES: dict[str, int] = {
     "convert": 757,
     "diagnose": 2688,
     "encoder": 918,
-    "engine": 5883,
+    "engine": 5891,
     "explain": 895,
     "files": 1517,
     "formats": 2305,
@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73057, "tests": 63034, "docs": 9455}
+TOTALS = {"src": 73059, "tests": 63038, "docs": 9455}
 ANY = 1380  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines of the median
 

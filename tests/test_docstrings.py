@@ -33,14 +33,14 @@ MODULES = [
 # Aliases of types, which cannot have a docstring.
 ALIASES = {"FinishReason", "Message", "Progress", "Prompt", "__version__"}
 # Public methods between the engine and the server.
-INTERNAL = {"submit_to", "call", "from_parts", "step_thread"}
+INTERNAL = {"submit_to", "call", "from_loaded", "from_parts", "step_thread"}
 # Classes whose docstring needs no example: errors say what they are, a protocol is not called.
 PLAIN = {"ProgressBar", "WhatIfs"}
 
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    monkeypatch.setattr(engine_base, "load_parts", lambda *_, **__: server_parts("pipeline"))
+    monkeypatch.setattr(engine_base, "load_for_engine", lambda *_, **__: server_parts("pipeline"))
     public = {name: getattr(verbatim, name) for name in verbatim.__all__}
     with verbatim.LLM("smollm2", kv_blocks=64) as llm:
         yield {**public, "llm": llm, "asyncio": asyncio, "typing": typing}

@@ -19,7 +19,7 @@ import verbatim
 from verbatim.base import errors
 
 # Methods between the engine and the server or the test fakes; not part of what users call.
-INTERNAL = {"submit_to", "call", "from_parts"}
+INTERNAL = {"submit_to", "call", "from_loaded", "from_parts"}
 SPECIAL = {"__init__", "__iter__", "__next__", "__aiter__", "__anext__", "__enter__", "__aenter__"}
 LIBRARIES = (builtins, typing, collections.abc, types, os)
 

@@ -122,8 +122,8 @@ def sources() -> list[Path]:
 
 
 def package_of(path: Path) -> str:
-    parts = path.relative_to(ROOT).parts
-    return parts[0] if len(parts) > 1 else path.stem
+    loaded = path.relative_to(ROOT).parts
+    return loaded[0] if len(loaded) > 1 else path.stem
 
 
 def test_every_package_has_an_import_rule() -> None:

@@ -17,7 +17,7 @@ import verbatim
 REFERENCE = Path(__file__).parents[1] / "reference"
 ENTRY = re.compile(r"^<!-- ::: verbatim\.(\w+)", re.MULTILINE)
 ENGINES = ("LLM", "AsyncEngine", "Stream", "AsyncStream")
-INTERNAL = {"from_parts", "submit_to", "call"}  # tests/test_exports.py names them
+INTERNAL = {"from_loaded", "from_parts", "submit_to", "call"}  # tests/test_exports.py names them
 
 
 def _names() -> list[str]:

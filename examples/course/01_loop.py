@@ -22,7 +22,7 @@ STEPS, TOP = 8, 5
 def main(words: list[str] | None = None) -> list[int]:
     options = arguments(__doc__, words)
     with LLM("smollm2", backend="reference", context=64, speculate="off") as llm:
-        backend, ends = llm.parts.backend, set(llm.parts.eos_ids)
+        backend, ends = llm.loaded.backend, set(llm.loaded.eos_ids)
         known = llm.encode_chat(QUESTION)
         prompt_len, computed = len(known), 0
         greedy = DrawSpec(SamplingParams(temperature=0, logprobs=TOP), key=0, prompt_len=prompt_len)

@@ -25,7 +25,7 @@ def main(words: list[str] | None = None) -> list[tuple[int, float]]:
     steps: list[tuple[int, float]] = []
     settings = {"speculate": "off", "prefix_cache": False, "step_tokens": CHUNK, "threads": 1}
     with LLM("smollm2", **settings) as llm:
-        backend: Any = llm.parts.backend
+        backend: Any = llm.loaded.backend
         execute = backend.execute
 
         def timed(plan: Any) -> Any:

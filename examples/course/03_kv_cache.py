@@ -43,9 +43,9 @@ def computed(use_cache: bool, count: int) -> tuple[int, float]:
         return result
 
     backend.execute = counted
-    parts = LoadedModel(backend, ByteTokenizer(), (), digest="tiny")
+    loaded = LoadedModel(backend, ByteTokenizer(), (), digest="tiny")
     options: dict[str, Any] = {"use_cache": use_cache, "prefix_cache": False, "speculate": "off"}
-    with LLM.from_parts(parts, **options) as llm:
+    with LLM.from_loaded(loaded, **options) as llm:
         start = time.process_time()
         params = SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
         llm.generate(PROMPT, params)

@@ -154,8 +154,8 @@ def test_gguf_keys() -> None:
 
 
 def test_the_library_applies_and_reports_them() -> None:
-    parts = dataclasses.replace(fake_parts(), defaults=MODEL)
-    with LLM.from_parts(parts, kv_blocks=64) as llm:
+    loaded = dataclasses.replace(fake_parts(), defaults=MODEL)
+    with LLM.from_loaded(loaded, kv_blocks=64) as llm:
         done = llm.generate("hello", SamplingParams(max_tokens=4, receipt=True))
         explicit = SamplingParams(
             max_tokens=4, temperature=0.25, top_p=0.5, repetition_penalty=1.1, seed=done.seed
@@ -172,13 +172,13 @@ def test_the_library_applies_and_reports_them() -> None:
 
 
 def test_the_option_of_the_engine() -> None:
-    parts = dataclasses.replace(fake_parts(), defaults=MODEL)
-    with LLM.from_parts(parts, kv_blocks=64, defaults="greedy") as llm:
+    loaded = dataclasses.replace(fake_parts(), defaults=MODEL)
+    with LLM.from_loaded(loaded, kv_blocks=64, defaults="greedy") as llm:
         done = llm.generate("hello", SamplingParams(max_tokens=4))
     assert done.params is not None
     assert done.params.greedy
     with pytest.raises(ParameterError, match="defaults: 'hot' is not one of model"):
-        LLM.from_parts(fake_parts(), defaults="hot")
+        LLM.from_loaded(fake_parts(), defaults="hot")
 
 
 def test_every_protocol_default_is_a_valid_parameter() -> None:

@@ -23,7 +23,7 @@ SHORT = SamplingParams(max_tokens=5, seed=1, ignore_eos=True)
 
 @pytest.fixture
 def llm() -> Any:
-    with LLM.from_parts(server_parts("pipeline"), kv_blocks=64) as llm:
+    with LLM.from_loaded(server_parts("pipeline"), kv_blocks=64) as llm:
         yield llm
 
 

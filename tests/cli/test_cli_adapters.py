@@ -22,7 +22,7 @@ def adapter(tiny: Path) -> Path:
     from verbatim.model.loading.load import load_model
 
     made = tiny_adapter(load_model(tiny).spec, seed=3)
-    parts = {name: part for name, part in made.parts.items() if name.endswith("attn.o")}
+    loaded = {name: part for name, part in made.parts.items() if name.endswith("attn.o")}
 
     def tensors(name: str, part: LowRank) -> list[Tensor]:
         stem = f"blk.{name.split('.')[1]}.attn_output.weight"
@@ -38,7 +38,7 @@ def adapter(tiny: Path) -> Path:
         "adapter.type": "lora",
         "adapter.lora.alpha": 16.0,
     }
-    write_gguf(file, metadata, [t for name, part in parts.items() for t in tensors(name, part)])
+    write_gguf(file, metadata, [t for name, part in loaded.items() for t in tensors(name, part)])
     return file
 
 

@@ -39,8 +39,8 @@ def test_a_share_above_the_limit_is_explained(
     monkeypatch.setattr(measure, "Ours", lambda llm: SimpleNamespace(name="verbatim"))
     monkeypatch.setattr(measure, "jobs", lambda **_: rows)
     info = SimpleNamespace(name="cpu")
-    parts = SimpleNamespace(backend=SimpleNamespace(info=info))
-    llm: Any = SimpleNamespace(config=SimpleNamespace(step_tokens=1), context=4096, parts=parts)
+    loaded = SimpleNamespace(backend=SimpleNamespace(info=info))
+    llm: Any = SimpleNamespace(config=SimpleNamespace(step_tokens=1), context=4096, loaded=loaded)
     bench._measure(llm, None, {}, 1, True)
     last = capsys.readouterr().out.splitlines()[-1]
     assert (
@@ -88,7 +88,7 @@ def test_the_crowd_of_a_gpu_stands_beside_that_of_a_rival(
             asked.append((prompts, lengths))
             return 2.0
 
-    llm: Any = LLM.from_parts(fake_parts(), kv_blocks=64)
+    llm: Any = LLM.from_loaded(fake_parts(), kv_blocks=64)
     theirs = bench._rival_crowd(llm, FakeRival(), quick=True)  # type: ignore[arg-type]
     requests = crowd.make_crowd(llm, 32)
     assert asked[1] == ([len(p) for p in requests.prompts], requests.lengths)
@@ -116,8 +116,8 @@ def test_the_limits_of_a_gpu_are_those_of_the_cuda_backend(
     info = SimpleNamespace(
         name="cuda", detail="d", threads=1, weight_bytes=10**9, kv_token_bytes=10**5, expert_bytes=0
     )
-    parts = SimpleNamespace(backend=SimpleNamespace(info=info, spec=spec), name="m")
-    limits, cost = bench_report.print_limits(SimpleNamespace(parts=parts), quick=True)  # type: ignore[arg-type]
+    loaded = SimpleNamespace(backend=SimpleNamespace(info=info, spec=spec), name="m")
+    limits, cost = bench_report.print_limits(SimpleNamespace(loaded=loaded), quick=True)  # type: ignore[arg-type]
     assert cost.decode_ceiling(limits, 0) == pytest.approx(4300)
     shown = capsys.readouterr().out
     assert shown.startswith("machine   H200: reads 4300 GB/s; 790 bfloat16 TFLOP/s; 141 GB")

@@ -191,7 +191,7 @@ def test_the_default_model_on_the_gpu(verbatim: Call, default_model: Path) -> No
     params = SamplingParams(max_tokens=24, temperature=0.8, seed=3, logprobs=1)
     prompts = ["The capital of France is", "Once upon a time", "def fibonacci(n):"]
     with LLM(default_model, context=512) as llm:
-        assert llm.parts.backend.info.name == "cuda"
+        assert llm.loaded.backend.info.name == "cuda"
         together = llm.generate(prompts, params)
         for prompt, done in zip(prompts, together, strict=True):
             assert llm.generate(prompt, params).token_ids == done.token_ids
@@ -208,7 +208,7 @@ def test_plan_and_bench_agree_about_the_gpu(verbatim: Call, default_model: Path)
     from verbatim.observe.roofline import MachineLimits, cost_card
 
     with LLM(default_model, backend="cuda") as llm:
-        card = cost_card(llm.parts.backend.spec, llm.parts.backend.info)
+        card = cost_card(llm.loaded.backend.spec, llm.loaded.backend.info)
     for context, batch in ((512, 1), (2000, 64)):
         found = verbatim(
             "plan", str(default_model), "--context", str(context), "--batch", str(batch), "--json"
@@ -250,22 +250,22 @@ def test_kernels_are_compiled_before_the_first_request_if_asked(
 ) -> None:
     calls = on_card(monkeypatch)
     options = {"kv_blocks": 64, "max_running": 7, "step_tokens": 99}
-    parts = replace(fake_parts(), defaults=catalog_defaults({"temperature": 0.3, "top_k": 12}))
-    LLM.from_parts(parts, **options).close()
+    loaded = replace(fake_parts(), defaults=catalog_defaults({"temperature": 0.3, "top_k": 12}))
+    LLM.from_loaded(loaded, **options).close()
     assert not calls
-    LLM.from_parts(parts, warm_up=True, **options).close()
+    LLM.from_loaded(loaded, warm_up=True, **options).close()
     [(backend, [params], max_running, step_tokens)] = calls
-    assert backend is parts.backend
+    assert backend is loaded.backend
     assert (params.temperature, params.top_k, max_running, step_tokens) == (0.3, 12, 7, 99)
     monkeypatch.undo()
-    LLM.from_parts(fake_parts(), warm_up=True, kv_blocks=64).close()  # no GPU: no effect
+    LLM.from_loaded(fake_parts(), warm_up=True, kv_blocks=64).close()  # no GPU: no effect
 
 
 def test_an_engine_opens_without_memory_for_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     on_card(monkeypatch, DeviceMemoryError(f"{OUT_OF_MEMORY}a step did not fit"))
-    LLM.from_parts(fake_parts(), warm_up=True, kv_blocks=64, step_tokens=64).close()
+    LLM.from_loaded(fake_parts(), warm_up=True, kv_blocks=64, step_tokens=64).close()
     assert "not all GPU kernels are compiled: out of GPU memory" in caplog.text
 
 

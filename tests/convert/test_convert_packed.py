@@ -197,8 +197,8 @@ def test_plan_counts_the_blocks_of_a_packed_model(
     floats = ("f16", "bf16")  # equal bytes; the type of the scales decides which
     assert all(types[n] == t.type or {types[n], t.type} <= {*floats} for n, t in layers.items())
     assert ({*types.values()} <= {"f16"}) == (quant is None or method in ("fp8", "gptq"))
-    parts = {name: plan.parts[name] for name in layers}
-    size = sum(np.prod(p.shape) * WEIGHT_TYPES[p.type] for p in parts.values())
+    loaded = {name: plan.parts[name] for name in layers}
+    size = sum(np.prod(p.shape) * WEIGHT_TYPES[p.type] for p in loaded.values())
     assert size == sum(t.data.nbytes for t in layers.values())
     assert bool(plan.gpu_parts) == (quant is None)
 
@@ -245,7 +245,7 @@ def test_a_packed_llama_on_the_cpu_although_there_is_a_gpu(
     def answer(backend: str) -> tuple[Any, ...]:
         with LLM(directory, backend=backend, context=64) as llm:
             done = llm.generate([1, 2, 3], params)
-            return done.choices, llm.fingerprint, llm.parts.file, llm.parts.backend.info.note
+            return done.choices, llm.fingerprint, llm.loaded.file, llm.loaded.backend.info.note
 
     *plain, note = answer("cpu" if find_spec("verbatim.backend.cpu._native") else "reference")
     assert not note

@@ -244,7 +244,7 @@ def test_this_device_agrees_with_the_limits_that_bench_prints(
     limits = MachineLimits(37.9e9, threads=2, method="native", int8_ops=638e9, when=1.0)
     save_limits(tmp_path / "cache", limits)
     with LLM(default_model) as llm:
-        card = cost_card(llm.parts.backend.spec, llm.parts.backend.info)
+        card = cost_card(llm.loaded.backend.spec, llm.loaded.backend.info)
     for context, batch in ((32, 1), (512, 1), (2000, 1), (32, 16)):
         found = verbatim(
             "plan", str(default_model), "--context", str(context), "--batch", str(batch), "--json"

@@ -21,8 +21,8 @@ from verbatim.testing.fakes import fake_parts
 
 def test_series_are_those_of_the_model() -> None:
     """The fake backend's logits are a function of the tokens so far: recompute everything."""
-    parts = fake_parts()
-    llm = LLM.from_parts(parts, kv_blocks=400)
+    loaded = fake_parts()
+    llm = LLM.from_loaded(loaded, kv_blocks=400)
     given = list(b"a text that was written by a person")
     start = list(b"start")
     forced, greedy, sampled = measure_drift(llm, start, given, tokens=16, seed=3, context=8)
@@ -33,7 +33,7 @@ def test_series_are_those_of_the_model() -> None:
         for token, logprob, entropy in zip(
             series.token_ids, series.logprobs, series.entropies, strict=True
         ):
-            row = logits(parts.backend, known)
+            row = logits(loaded.backend, known)
             probs = np.exp(row - row.max())
             probs /= probs.sum()
             assert logprob == pytest.approx(math.log(probs[token]), abs=1e-4)
@@ -49,7 +49,7 @@ def test_the_models_recommended_filters_do_not_apply() -> None:
     stated = catalog_defaults({"top_p": 0.05, "repetition_penalty": 1.8})
     series = [
         measure_drift(
-            LLM.from_parts(parts, kv_blocks=400), list(b"start"), list(b"a text"), tokens=16
+            LLM.from_loaded(parts, kv_blocks=400), list(b"start"), list(b"a text"), tokens=16
         )
         for parts in (plain, replace(plain, defaults=stated))
     ]

@@ -210,7 +210,7 @@ def test_live_checks_judge_the_model_without_its_recommended_settings(
 ) -> None:
     stated = catalog_defaults({"top_p": 0.05, "repetition_penalty": 1.8})
     asked: list[SamplingParams] = []
-    with LLM.from_parts(replace(fake_parts(), defaults=stated), kv_blocks=400) as llm:
+    with LLM.from_loaded(replace(fake_parts(), defaults=stated), kv_blocks=400) as llm:
         generate = llm.generate
 
         def spy(prompts: Any, params: list[SamplingParams]) -> Any:
@@ -226,7 +226,7 @@ def test_live_checks_judge_the_model_without_its_recommended_settings(
 
 def test_live_checks_fail_on_a_model_that_computes_nan() -> None:
     """An answer that ended with an error is neither a wrong answer nor one without a loop."""
-    with LLM.from_parts(fake_parts(broken=ord("e")), kv_blocks=400) as llm:
+    with LLM.from_loaded(fake_parts(broken=ord("e")), kv_blocks=400) as llm:
         for check in (live_checks.check_loops, live_checks.check_quiz):
             with pytest.raises(BackendError, match="not finite"):
                 check(llm)

@@ -24,7 +24,7 @@ from verbatim.diagnose.text_checks import (
     with_theta,
 )
 from verbatim.engine.calls.llm import LLM
-from verbatim.engine.loaded_model import load_parts
+from verbatim.engine.loaded_model import load_for_engine
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_write import write_gguf
 from verbatim.formats.tensor import Tensor
@@ -36,8 +36,8 @@ Read = Callable[..., Reading]
 
 def read(model: Path, theta: float = 1.0, context: int = 2048) -> Reading:
     config = EngineConfig(context=context)
-    parts = load_parts(model, config, change=partial(with_theta, factor=theta))
-    with LLM.from_parts(parts, context=context) as llm:
+    loaded = load_for_engine(model, config, change=partial(with_theta, factor=theta))
+    with LLM.from_loaded(loaded, context=context) as llm:
         reading = read_texts(llm)
     assert reading is not None
     return reading

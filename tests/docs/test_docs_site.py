@@ -49,7 +49,7 @@ def test_every_public_name_has_its_entry(site: Path) -> None:
 
 @pytest.mark.parametrize("owner", ["LLM", "AsyncEngine", "Stream", "AsyncStream"])
 def test_every_public_method_has_its_entry(owner: str, site: Path) -> None:
-    internal = {"from_parts", "submit_to", "call"}  # tests/test_exports.py names them
+    internal = {"from_loaded", "from_parts", "submit_to", "call"}
     engines = page(site, "reference/engines.html")
     for name, _ in inspect.getmembers_static(getattr(verbatim, owner), callable):
         if not name.startswith("_") and name not in internal:

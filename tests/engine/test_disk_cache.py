@@ -33,8 +33,8 @@ def ask(name: str, folder: Path | None, *prompts: list[int], **more: Any) -> lis
         pytest.skip("needs the native kernels")
     family = more.pop("family", "llama")
     options = {**SMALL, "check": True, **more}
-    parts = tiny_parts(name, EngineConfig(check=options["check"]), family)
-    with LLM.from_parts(parts, cache_dir=folder and str(folder), **options) as llm:
+    loaded = tiny_parts(name, EngineConfig(check=options["check"]), family)
+    with LLM.from_loaded(loaded, cache_dir=folder and str(folder), **options) as llm:
         return [llm.generate(prompt, PARAMS) for prompt in prompts]
 
 
@@ -64,7 +64,7 @@ def test_a_shorter_and_a_longer_prompt_hit_what_they_share(tmp_path: Path) -> No
 
 
 def test_an_answer_is_stored_when_it_comes_back_as_a_prompt(tmp_path: Path) -> None:
-    with LLM.from_parts(
+    with LLM.from_loaded(
         tiny_parts("fake", EngineConfig()), cache_dir=str(tmp_path), **SMALL
     ) as llm:
         answer = llm.generate(PROMPT, SamplingParams(max_tokens=30, seed=1, ignore_eos=True))
@@ -79,8 +79,8 @@ def test_another_model_backend_or_tenant_finds_nothing(tmp_path: Path) -> None:
     for name, family in (("cpu", "llama"), ("reference", "qwen3"), ("fake", "llama")):
         [other] = ask(name, tmp_path, PROMPT, family=family)
         assert other.usage.cached_tokens == 0, (name, family)
-    parts = tiny_parts("reference", EngineConfig(check=True))
-    with LLM.from_parts(parts, cache_dir=str(tmp_path), check=True, **SMALL) as llm:
+    loaded = tiny_parts("reference", EngineConfig(check=True))
+    with LLM.from_loaded(loaded, cache_dir=str(tmp_path), check=True, **SMALL) as llm:
         request = llm.core.request(PROMPT, PARAMS, tenant="b")
         llm.core.add(request)
         done = []
@@ -95,9 +95,9 @@ def test_weights_that_differ_between_the_samples_of_the_digest_find_nothing(tmp_
     found = []
     for change in (b"", b"x"):
         (file := tmp_path / "weights").write_bytes(b"the same" + change)
-        parts = tiny_parts("reference", EngineConfig(), "llama")
-        parts = replace(parts, weight_files=(file,))
-        with LLM.from_parts(parts, cache_dir=str(tmp_path / "cache"), **SMALL) as llm:
+        loaded = tiny_parts("reference", EngineConfig(), "llama")
+        loaded = replace(loaded, weight_files=(file,))
+        with LLM.from_loaded(loaded, cache_dir=str(tmp_path / "cache"), **SMALL) as llm:
             found.append((llm.fingerprint, llm.generate(PROMPT, PARAMS).usage.cached_tokens))
     (first, hits), (second, others) = found
     assert first == second
@@ -165,8 +165,8 @@ def test_the_size_is_bounded_and_the_oldest_leave_first(tmp_path: Path) -> None:
 def test_few_free_blocks_limit_the_hit_and_not_the_answer(tmp_path: Path) -> None:
     [plain] = ask("fake", tmp_path, PROMPT)
     options: dict[str, Any] = {**SMALL, "kv_blocks": 16, "check": True}
-    parts = tiny_parts("fake", EngineConfig(check=True))
-    with LLM.from_parts(parts, cache_dir=str(tmp_path), **options) as llm:
+    loaded = tiny_parts("fake", EngineConfig(check=True))
+    with LLM.from_loaded(loaded, cache_dir=str(tmp_path), **options) as llm:
         stream = llm.stream([9] * 130, SamplingParams(max_tokens=20, seed=1, ignore_eos=True))
         next(stream)
         assert llm.generate(PROMPT, PARAMS).token_ids == plain.token_ids
@@ -248,7 +248,7 @@ from engine_rig import tiny_parts
 from verbatim import LLM, SamplingParams
 from verbatim.base.config import EngineConfig
 options = dict(speculate="off", kv_blocks=40, context=160, cache_dir=sys.argv[2])
-llm = LLM.from_parts(tiny_parts("fake", EngineConfig()), **options)
+llm = LLM.from_loaded(tiny_parts("fake", EngineConfig()), **options)
 rng = random.Random(int(sys.argv[3]))
 while True:
     start = rng.randrange(8)

@@ -47,13 +47,13 @@ class GatedBackend(PacedBackend):
 
 def engine(backend: Any = None, **options: Any) -> AsyncEngine:
     """Steps sleep briefly, as real ones release the GIL: without it the readers would starve."""
-    return AsyncEngine.from_parts(
+    return AsyncEngine.from_loaded(
         fake_parts(backend or PacedBackend(canary=True, pause=0.0003)), **{**OPTIONS, **options}
     )
 
 
 def whole(prompt: str, params: SamplingParams) -> Completion:
-    return LLM.from_parts(fake_parts(), **OPTIONS).generate(prompt, params)
+    return LLM.from_loaded(fake_parts(), **OPTIONS).generate(prompt, params)
 
 
 async def at_rest(e: AsyncEngine) -> None:
@@ -91,7 +91,7 @@ async def test_many_clients_get_the_same_outputs_as_alone() -> None:
         streams = await asyncio.gather(*(e.submit(f"client {i}", p) for i, p in enumerate(params)))
         done = await asyncio.gather(*(s.result() for s in streams))
         await at_rest(e)
-    alone = LLM.from_parts(fake_parts(), **OPTIONS).generate(
+    alone = LLM.from_loaded(fake_parts(), **OPTIONS).generate(
         [f"client {i}" for i in range(60)], params
     )
     assert [d.choices for d in done] == [a.choices for a in alone]
@@ -416,16 +416,16 @@ async def test_embed() -> None:
         vector, tokens = await e.embed("hello")
         assert tokens == 6
         np.testing.assert_array_equal(
-            vector, LLM.from_parts(fake_parts(), **OPTIONS).embed("hello")
+            vector, LLM.from_loaded(fake_parts(), **OPTIONS).embed("hello")
         )
         await at_rest(e)
 
 
 async def test_rerank_takes_more_documents_than_the_queue() -> None:
     parts, documents = server_parts("hash,rank=yes"), [f"document {i}" for i in range(50)]
-    with LLM.from_parts(parts) as llm:
+    with LLM.from_loaded(parts) as llm:
         want = llm.rerank("q", documents)
-    async with AsyncEngine.from_parts(parts, max_waiting=4) as e:
+    async with AsyncEngine.from_loaded(parts, max_waiting=4) as e:
         assert await e.rerank("q", documents) == want
         with pytest.raises(ContextError):  # the error itself, not a group of errors
             await e.rerank("q", [*documents, "x" * 5000])
@@ -457,7 +457,7 @@ async def test_close_cancels_running_requests() -> None:
     await anext(stream)
     await asyncio.to_thread(e.close)
     assert (await stream.result()).finish.reason == "cancel"
-    assert e.parts.backend.closed
+    assert e.loaded.backend.closed
     e.close()
     with pytest.raises(UnavailableError):
         await e.submit("x")
@@ -475,12 +475,12 @@ async def test_close_waits_for_running_work_items(
         assert gate.wait(HANG_SECONDS)
         return [1]
 
-    parts = fake_parts()
+    loaded = fake_parts()
     if what == "prepare":
         monkeypatch.setattr("verbatim.engine.calls.async_engine.prepare", slow)
     else:
-        monkeypatch.setattr(parts.tokenizer, "encode", slow)
-    e = AsyncEngine.from_parts(parts, **OPTIONS)
+        monkeypatch.setattr(loaded.tokenizer, "encode", slow)
+    e = AsyncEngine.from_loaded(loaded, **OPTIONS)
     asking = [
         asyncio.create_task(e.submit("x")) for _ in range(6 if what == "encode" else 0)
     ]  # more than there are threads
@@ -491,10 +491,10 @@ async def test_close_waits_for_running_work_items(
     await asyncio.to_thread(
         closing.join, 0.2
     )  # a close that does not wait closes the backend meanwhile
-    assert not e.parts.backend.closed
+    assert not e.loaded.backend.closed
     gate.set()
     await asyncio.to_thread(closing.join)
-    assert e.parts.backend.closed
+    assert e.loaded.backend.closed
     for task in asking:
         with pytest.raises(UnavailableError):
             await task
@@ -581,7 +581,7 @@ async def test_llm_and_async_engine_open_a_model_alike() -> None:
     ):
         assert getattr(LLM, name) is getattr(AsyncEngine, name) is getattr(EngineBase, name), name
     async with engine() as e:
-        with LLM.from_parts(fake_parts(), **OPTIONS) as llm:
+        with LLM.from_loaded(fake_parts(), **OPTIONS) as llm:
             assert (e.context, e.fingerprint, e.has_template) == (
                 llm.context,
                 llm.fingerprint,

@@ -12,13 +12,13 @@ import pytest
 from verbatim import SamplingParams
 from verbatim.base.errors import UnsupportedError
 from verbatim.base.records import Drawn, Finish
+from verbatim.engine.reasoning_matcher import ReasoningMatcher, check_supported
+from verbatim.engine.reasoning_tracker import make_tracker
 from verbatim.engine.stream import ChoiceStream
-from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
-from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
 from verbatim.testing.fakes import ByteTokenizer, ChatByteTokenizer
 from verbatim.text.reasoning.harmony import MARKERS
-from verbatim.text.reasoning.thoughts import ThoughtFormat, find_format
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat, find_format
 
 TEMPLATE = "<|channel|>analysis<|message|>"
 
@@ -38,7 +38,7 @@ def tokenizer() -> HarmonyByteTokenizer:
     return HarmonyByteTokenizer()
 
 
-def harmony() -> ThoughtFormat:
+def harmony() -> ReasoningFormat:
     found = find_format([TEMPLATE], tokenizer())
     assert found is not None
     return found
@@ -105,8 +105,8 @@ def test_an_output_without_markers_is_streamed_and_stopped_as_it_comes() -> None
 
 @pytest.mark.parametrize("start", ["<|channel|>analysis", "analysis", " to=functions.f"])
 def test_a_header_without_its_first_marker_is_no_text(start: str) -> None:
-    thought, answer = split(ids(f"{start}<|message|>{{}}<|end|><|start|>assistant"))
-    assert start.strip() not in thought + answer
+    reasoning, answer = split(ids(f"{start}<|message|>{{}}<|end|><|start|>assistant"))
+    assert start.strip() not in reasoning + answer
 
 
 # Headers of messages that are not for the user.
@@ -156,12 +156,12 @@ HEADERS = (
 )
 
 
-def matcher(budget: int | None = None) -> ThoughtMatcher:
+def matcher(budget: int | None = None) -> ReasoningMatcher:
     structure = compile_structure(SamplingParams(json_schema=SCHEMA), tokenizer())
     assert structure is not None
     tracker = make_tracker(harmony(), tokenizer())
     ends, close = (ByteTokenizer.EOS,), harmony().close_ids
-    return ThoughtMatcher(structure.start(), tracker, VOCAB, ends, budget, close)
+    return ReasoningMatcher(structure.start(), tracker, VOCAB, ends, budget, close)
 
 
 def allowed(mask: bytes | None) -> list[int]:
@@ -229,10 +229,10 @@ def test_a_grammar_does_not_start_in_a_message_of_another_role(role: str) -> Non
 
 
 @pytest.mark.parametrize("header", OTHERS)
-def test_the_budget_of_a_thought_ends_a_message_that_is_not_for_the_user(header: str) -> None:
+def test_the_budget_of_reasoning_ends_a_message_that_is_not_for_the_user(header: str) -> None:
     start = ids(f"<|channel|>analysis<|message|>Hm.{header}")
     tracker, ends = make_tracker(harmony(), tokenizer()), (ByteTokenizer.EOS,)
-    one = ThoughtMatcher(None, tracker, VOCAB, ends, len(start), harmony().close_ids)
+    one = ReasoningMatcher(None, tracker, VOCAB, ends, len(start), harmony().close_ids)
     for token in start:
         assert one.mask() is None
         one.advance(token)
@@ -242,12 +242,12 @@ def test_the_budget_of_a_thought_ends_a_message_that_is_not_for_the_user(header:
     assert one.mask() is None
 
 
-def test_the_budget_of_a_thought_does_not_cut_a_call() -> None:
+def test_the_budget_of_reasoning_does_not_cut_a_call() -> None:
     start = [*ids("<|channel|>analysis<|message|>Call."), *ids(CALL)]
     call = tokenizer().encode('{"city": "Rome"}')
     budget = len(start) + 3  # a count of all tokens would reach it inside the arguments
     tracker, ends = make_tracker(harmony(), tokenizer()), (ByteTokenizer.EOS,)
-    one = ThoughtMatcher(None, tracker, VOCAB, ends, budget, harmony().close_ids)
+    one = ReasoningMatcher(None, tracker, VOCAB, ends, budget, harmony().close_ids)
     for token in [*start, *call]:
         mask = one.mask()
         assert mask is None or token in allowed(mask)

@@ -50,7 +50,7 @@ EOS = ByteTokenizer.EOS
 
 
 def fake_llm(**options: Any) -> LLM:
-    return LLM.from_parts(fake_parts(canary=True), **{"kv_blocks": 128, "check": True, **options})
+    return LLM.from_loaded(fake_parts(canary=True), **{"kv_blocks": 128, "check": True, **options})
 
 
 @pytest.fixture
@@ -358,7 +358,7 @@ def test_chat_without_a_template_is_refused(llm: LLM) -> None:
 
 def test_closed() -> None:
     with fake_llm() as llm:
-        backend = llm.parts.backend
+        backend = llm.loaded.backend
     assert backend.closed
     llm.close()
     for ask in (llm.generate, llm.embed, llm.stream):
@@ -383,7 +383,7 @@ def test_a_stream_of_a_closed_llm_says_so() -> None:
 @pytest.mark.parametrize("what", ["generate", "embed", "stream"])
 def test_close_while_another_thread_waits_for_its_completion(what: str) -> None:
     backend = Meanwhile()
-    llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, step_tokens=4)
+    llm = LLM.from_loaded(fake_parts(backend), kv_blocks=128, step_tokens=4)
     closing = threading.Thread(target=llm.close)
 
     def close_from_elsewhere() -> None:
@@ -410,7 +410,7 @@ def test_an_interrupted_call_leaves_nothing_behind(what: str) -> None:
         raise KeyboardInterrupt
 
     backend = Meanwhile(canary=True)
-    llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, check=True, step_tokens=4)
+    llm = LLM.from_loaded(fake_parts(backend), kv_blocks=128, check=True, step_tokens=4)
     backend.deed = interrupt
     with pytest.raises(KeyboardInterrupt):
         getattr(llm, what)("a long prompt")
@@ -658,7 +658,7 @@ class Meanwhile(FakeBackend):
 def test_a_stream_collected_during_a_step_breaks_nothing() -> None:
     """The garbage collector may run in the thread that holds the engine's lock."""
     backend = Meanwhile(canary=True)
-    llm = LLM.from_parts(fake_parts(backend), kv_blocks=128, check=True)
+    llm = LLM.from_loaded(fake_parts(backend), kv_blocks=128, check=True)
     params = letters(llm, ignore_eos=True)
     alone = llm.generate("other", params)
     held = [llm.stream("hello", params)]
@@ -758,15 +758,15 @@ def test_embed_follows_the_models_pooling(pooling: str, row: int) -> None:
     for options in ({}, {"step_tokens": 2}):
         stated = replace(fake_parts(), embedding=EmbeddingSpec(pooling))
         for llm in (
-            LLM.from_parts(stated, **options),
-            LLM.from_parts(fake_parts(), pooling=pooling, **options),
+            LLM.from_loaded(stated, **options),
+            LLM.from_loaded(fake_parts(), pooling=pooling, **options),
         ):
             np.testing.assert_array_equal(llm.embed("hello"), np.array(rows[row], np.float32))
 
 
 @pytest.mark.parametrize("pooling", ["none", "rank", ""])
 def test_a_pooling_that_embed_does_not_have_is_named(pooling: str) -> None:
-    llm = LLM.from_parts(replace(fake_parts(), embedding=EmbeddingSpec(pooling)))
+    llm = LLM.from_loaded(replace(fake_parts(), embedding=EmbeddingSpec(pooling)))
     with pytest.raises(
         UnsupportedError, match=f"^pooling: fake .*{pooling or 'not state'}.*--pooling mean"
     ):
@@ -776,7 +776,7 @@ def test_a_pooling_that_embed_does_not_have_is_named(pooling: str) -> None:
 
 def test_embed_takes_a_list_a_prompt_name_dimensions_and_truncation() -> None:
     spec = EmbeddingSpec("mean", normalise=True, prompts={"q": "query: ", "d": ""})
-    llm = LLM.from_parts(replace(fake_parts(), embedding=spec), context=32)
+    llm = LLM.from_loaded(replace(fake_parts(), embedding=spec), context=32)
     both = llm.embed(["hello", "world"])
     assert both.shape == (2, 8)
     np.testing.assert_array_equal(both[1], llm.embed("world"))
@@ -784,7 +784,7 @@ def test_embed_takes_a_list_a_prompt_name_dimensions_and_truncation() -> None:
     np.testing.assert_array_equal(llm.embed("hi", prompt_name="q"), llm.embed("query: hi"))
     np.testing.assert_array_equal(llm.embed("hi", prompt_name="d"), llm.embed("hi"))
     default = replace(fake_parts(), embedding=replace(spec, default_prompt="q"))
-    np.testing.assert_array_equal(LLM.from_parts(default).embed("hi"), llm.embed("query: hi"))
+    np.testing.assert_array_equal(LLM.from_loaded(default).embed("hi"), llm.embed("query: hi"))
     short = llm.embed("hello", dimensions=3)
     np.testing.assert_allclose(short, both[0][:3] / np.linalg.norm(both[0][:3]), rtol=1e-6)
     np.testing.assert_array_equal(llm.embed("a" * 40, truncate=True), llm.embed("a" * 31))
@@ -865,7 +865,7 @@ def test_a_deep_prompt_is_prefilled_in_smaller_chunks_beside_a_stream() -> None:
     prompt, greedy = [7] * 300, SamplingParams(max_tokens=4, temperature=0)
     options: Any = {"step_tokens": 64, "prefix_cache": False}
     # without drafts, which depend on measured times and would count as chunks
-    with LLM.from_parts(fake_parts(), speculate="off", **options) as llm:
+    with LLM.from_loaded(fake_parts(), speculate="off", **options) as llm:
         alone = llm.generate(prompt, greedy).token_ids
         chunks: list[int] = []
         execute = llm.core.backend.execute
@@ -926,7 +926,7 @@ def test_sliding_windows_and_other_families_with_few_blocks(backend: str, family
     ):
         config = EngineConfig(check=True)
         layers = {"num_hidden_layers": 6} if family == "gemma3" else {}
-        llm = LLM.from_parts(tiny_parts(backend, config, family, **layers), check=True, **options)
+        llm = LLM.from_loaded(tiny_parts(backend, config, family, **layers), check=True, **options)
         answers.append([c.choices for c in llm.generate(prompts, params)])
         llm.check()
     assert answers[1] == answers[0]
@@ -953,7 +953,7 @@ def test_a_prefix_hit_is_reported_and_changes_no_token() -> None:
 
 def test_an_error_while_computing_leaves_the_engine_usable() -> None:
     llm = fake_llm()
-    backend, honest = llm.parts.backend, llm.parts.backend.execute
+    backend, honest = llm.loaded.backend, llm.loaded.backend.execute
     backend.execute = lambda plan: (_ for _ in ()).throw(VerbatimError("the machine is on fire"))
     with pytest.raises(VerbatimError, match="fire"):
         llm.generate("hello", SamplingParams(max_tokens=3))
@@ -969,7 +969,7 @@ def test_a_failed_step_is_recomputed(failing: int) -> None:
     llm = fake_llm()
     params = letters(llm, n=3, max_tokens=20)
     whole = llm.generate("hello", params)
-    backend, honest, calls = llm.parts.backend, llm.parts.backend.execute, 0
+    backend, honest, calls = llm.loaded.backend, llm.loaded.backend.execute, 0
 
     def sometimes(plan: Any) -> Any:
         nonlocal calls
@@ -1013,8 +1013,8 @@ def test_the_receipt_of_a_cancelled_answer_replays(llm: LLM) -> None:
 
 
 def test_a_long_context_needs_no_large_cache_with_sliding_windows() -> None:
-    parts = fake_parts(FakeBackend(fake_spec(windows=(32,)), canary=True))
-    llm = LLM.from_parts(parts, kv_blocks=12, check=True, step_tokens=64)
+    loaded = fake_parts(FakeBackend(fake_spec(windows=(32,)), canary=True))
+    llm = LLM.from_loaded(loaded, kv_blocks=12, check=True, step_tokens=64)
     assert llm.context == 4096
     done = llm.generate([1] * 1000, SamplingParams(max_tokens=200, seed=1, ignore_eos=True))
     assert len(done.token_ids) == 200
@@ -1022,7 +1022,7 @@ def test_a_long_context_needs_no_large_cache_with_sliding_windows() -> None:
 
 def test_every_choice_reports_its_finish_once() -> None:
     with (
-        LLM.from_parts(fake_parts(), kv_blocks=64) as llm,
+        LLM.from_loaded(fake_parts(), kv_blocks=64) as llm,
         llm.stream("a", SamplingParams(max_tokens=3, n=3, seed=1)) as stream,
     ):
         ends = [delta.index for delta in stream if delta.finish is not None]
@@ -1033,7 +1033,7 @@ def test_threads_share_an_llm_and_take_turns() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     params = SamplingParams(max_tokens=12, seed=5)
-    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
+    with LLM.from_loaded(fake_parts(), kv_blocks=64) as llm:
         alone = [llm.generate(f"prompt {i}", params).token_ids for i in range(6)]
         with ThreadPoolExecutor(6) as pool:
             together = list(
@@ -1049,7 +1049,7 @@ def test_threads_wait_for_a_place_in_a_short_queue() -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
-    with LLM.from_parts(fake_parts(), kv_blocks=64, max_waiting=3, max_running=2) as llm:
+    with LLM.from_loaded(fake_parts(), kv_blocks=64, max_waiting=3, max_running=2) as llm:
 
         def ask(i: int) -> tuple[int, ...]:
             if i % 3 == 1:
@@ -1083,8 +1083,8 @@ def test_a_character_that_the_vocabulary_cannot_encode_causes_a_warning() -> Non
     from dataclasses import replace
 
     params = SamplingParams(max_tokens=2, seed=5)
-    parts = replace(server_parts("pipeline"), tokenizer=DropsX())
-    with LLM.from_parts(parts, kv_blocks=64) as llm:
+    loaded = replace(server_parts("pipeline"), tokenizer=DropsX())
+    with LLM.from_loaded(loaded, kv_blocks=64) as llm:
         told = (
             "prompt: the model's vocabulary cannot write U+0078, "
             "so the model does not read it as it stands"
@@ -1107,7 +1107,7 @@ def test_a_character_that_the_vocabulary_cannot_encode_causes_a_warning() -> Non
 
 def test_bytes_are_not_a_prompt() -> None:
     with (
-        LLM.from_parts(fake_parts(), kv_blocks=64) as llm,
+        LLM.from_loaded(fake_parts(), kv_blocks=64) as llm,
         pytest.raises(ParameterError, match="bytes"),
     ):
         llm.generate(b"x")  # type: ignore[call-overload]
@@ -1195,7 +1195,7 @@ def test_an_ill_typed_option_is_named(options: dict[str, Any], wanted: str) -> N
 
 def test_an_unknown_option_is_named_with_the_closest_one() -> None:
     with pytest.raises(TypeError, match="LLM has no option 'contxt'; did you mean 'context'"):
-        LLM.from_parts(fake_parts(), contxt=5)
+        LLM.from_loaded(fake_parts(), contxt=5)
     assert EngineConfig(context=np.int64(512)).context == 512
 
 
@@ -1218,7 +1218,7 @@ def test_an_unknown_option_is_named_with_the_closest_one() -> None:
 def test_an_invalid_message_is_named_before_the_template_runs(messages: Any, wanted: str) -> None:
     from verbatim.testing.fakes import server_parts
 
-    with LLM.from_parts(server_parts("hash"), kv_blocks=64) as llm:
+    with LLM.from_loaded(server_parts("hash"), kv_blocks=64) as llm:
         with pytest.raises(VerbatimError, match=wanted) as caught:
             llm.chat(messages)
         assert caught.value.param == "messages"
@@ -1256,9 +1256,9 @@ def test_a_step_on_a_gpu_has_as_many_tokens_as_its_memory_allows(
     backend = SimpleNamespace(
         info=SimpleNamespace(name=name), spec=spec, available_memory=lambda: int(free)
     )
-    parts: Any = SimpleNamespace(backend=backend)
-    assert with_step_tokens(parts, EngineConfig()).step_tokens == tokens
-    assert with_step_tokens(parts, EngineConfig(step_tokens=9)).step_tokens == 9
+    loaded: Any = SimpleNamespace(backend=backend)
+    assert with_step_tokens(loaded, EngineConfig()).step_tokens == tokens
+    assert with_step_tokens(loaded, EngineConfig(step_tokens=9)).step_tokens == 9
 
 
 def test_every_expert_that_a_token_uses_has_an_output() -> None:

@@ -32,7 +32,7 @@ ASK = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 def llm() -> Any:
-    with LLM.from_parts(server_parts("pipeline"), kv_blocks=64) as llm:
+    with LLM.from_loaded(server_parts("pipeline"), kv_blocks=64) as llm:
         yield llm
 
 
@@ -64,7 +64,7 @@ def test_the_options_reach_the_config(monkeypatch: pytest.MonkeyPatch) -> None:
     given = []
     monkeypatch.setattr(
         engine_base,
-        "load_parts",
+        "load_for_engine",
         lambda model, *_, **__: given.append(model) or server_parts("pipeline"),
     )
     with LLM(model="any", kv_memory="1M", max_running=3, prefix_cache=False) as llm:
@@ -225,8 +225,8 @@ def test_an_explanation_prints_itself(llm: LLM) -> None:
 
 def test_a_what_if_starts_from_the_parameters_in_force(llm: LLM) -> None:
     """Those that the model's files state are among them."""
-    parts = replace(llm.parts, defaults=catalog_defaults({"temperature": 0.2, "top_k": 5}))
-    with LLM.from_parts(parts, kv_blocks=64) as stated:
+    loaded = replace(llm.loaded, defaults=catalog_defaults({"temperature": 0.2, "top_k": 5}))
+    with LLM.from_loaded(loaded, kv_blocks=64) as stated:
         why = stated.explain("hi", SHORT)
         assert [step.after for step in why.what_if(temperature=0)] == [
             r["best"] for r in why.records
@@ -295,7 +295,7 @@ def test_progress_true_is_tqdm(llm: LLM, capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_async_engine_has_the_calls_of_llm(llm: LLM) -> None:
     async def calls() -> list[Any]:
-        async with AsyncEngine.from_parts(server_parts("pipeline"), kv_blocks=64) as engine:
+        async with AsyncEngine.from_loaded(server_parts("pipeline"), kv_blocks=64) as engine:
             Bar.made.clear()
             stream = engine.stream("x", SHORT)
             pieces = [delta.text async for delta in stream]

@@ -138,7 +138,7 @@ def test_best_of_prefers_candidates_without_an_error() -> None:
 
 
 def test_the_error_names_position_and_remedy() -> None:
-    llm = LLM.from_parts(fake_parts(broken=BAD), kv_blocks=64)
+    llm = LLM.from_loaded(fake_parts(broken=BAD), kv_blocks=64)
     done = llm.generate([[1, 2, BAD, 3]], SamplingParams(max_tokens=3))[0]
     assert "at position 4: the model file is broken" in done.finish.detail
     scored = llm.generate([[1, 2, BAD, 3]], SamplingParams(max_tokens=0, prompt_logprobs=0))[0]
@@ -147,7 +147,7 @@ def test_the_error_names_position_and_remedy() -> None:
         llm.score([1, 2, BAD, 3])
     with pytest.raises(BackendError, match=r"not finite numbers .* at position 2: "):
         llm.embed([1, 2, BAD, 3])
-    chunked = LLM.from_parts(fake_parts(broken=BAD), kv_blocks=64, step_tokens=2)
+    chunked = LLM.from_loaded(fake_parts(broken=BAD), kv_blocks=64, step_tokens=2)
     with pytest.raises(BackendError, match="at position 4: "):
         chunked.embed([1, 2, 3, 4, BAD])
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3, seed=1))[0].finish.reason != (
@@ -157,7 +157,7 @@ def test_the_error_names_position_and_remedy() -> None:
 
 def test_the_async_engine_stays_alive() -> None:
     async def main() -> None:
-        engine = AsyncEngine.from_parts(fake_parts(broken=BAD), kv_blocks=64)
+        engine = AsyncEngine.from_loaded(fake_parts(broken=BAD), kv_blocks=64)
         params = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
         found = await engine.generate([[1, BAD], [1, 2]], params)
         assert [one.finish.reason for one in found] == ["error", "length"]
@@ -184,7 +184,7 @@ def test_an_adapter_that_overflows_ends_its_requests_only(backend: str, kv_type:
     parts_of = LoadedModel(
         open_backend(model, config), ByteTokenizer(), eos_ids=(257,), adapters=wild
     )
-    with LLM.from_parts(parts_of, kv_blocks=12, check=True) as llm:
+    with LLM.from_loaded(parts_of, kv_blocks=12, check=True) as llm:
         plain = SamplingParams(max_tokens=5, seed=3, ignore_eos=True, temperature=0.9, logprobs=1)
         broken = plain.with_(adapter="wild")
         prompts = [list(range(1, 20)), list(range(30, 73)), list(range(1, 24)), [200]]

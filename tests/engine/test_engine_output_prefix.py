@@ -25,7 +25,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM.from_parts(fake_parts(canary=True), kv_blocks=64) as made:
+    with LLM.from_loaded(fake_parts(canary=True), kv_blocks=64) as made:
         yield made
 
 

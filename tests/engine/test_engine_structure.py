@@ -61,7 +61,7 @@ def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None
 
 
 def fake_llm(**options: Any) -> LLM:
-    return LLM.from_parts(fake_parts(canary=True), **{"kv_blocks": 200, "check": True, **options})
+    return LLM.from_loaded(fake_parts(canary=True), **{"kv_blocks": 200, "check": True, **options})
 
 
 def params() -> list[SamplingParams]:
@@ -325,7 +325,7 @@ def test_a_pause_between_accepted_drafts_or_at_the_end(
     limits = lib.LLParserLimits(**matcher_module.LIMITS | {"step_lexer_fuel": 1})
     grown = lib.LLMatcher.grammar_from_regex(str(GROWING.regex))
     broken = lib.LLMatcher(
-        llguidance_tokenizer(lib, llm.core.parts.tokenizer), grown, log_level=0, limits=limits
+        llguidance_tokenizer(lib, llm.core.loaded.tokenizer), grown, log_level=0, limits=limits
     )
     while not broken.is_error():
         broken.compute_bitmask()

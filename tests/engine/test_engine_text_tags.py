@@ -14,13 +14,13 @@ import pytest
 
 from verbatim import LLM, SamplingParams
 from verbatim.base.records import Drawn, Finish
+from verbatim.engine.reasoning_matcher import ReasoningMatcher
+from verbatim.engine.reasoning_tracker import make_tracker
 from verbatim.engine.stream import ChoiceStream
-from verbatim.engine.thought_matcher import ThoughtMatcher
-from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
 from verbatim.testing.fakes import ChatByteTokenizer, FakeBackend, fake_parts, fake_spec
+from verbatim.text.reasoning.reasoning_format import TAGS, ReasoningFormat, find_format
 from verbatim.text.reasoning.tag_splitter import spellings
-from verbatim.text.reasoning.thoughts import TAGS, ThoughtFormat, find_format
 from verbatim.text.templates.chat_template import ChatTemplate
 
 OPEN, CLOSE = TAGS[-1]
@@ -66,17 +66,17 @@ def tokenizer() -> SpanTokenizer:
     return SpanTokenizer()
 
 
-def text_format(prompt: str = TEMPLATE) -> ThoughtFormat:
+def text_format(prompt: str = TEMPLATE) -> ReasoningFormat:
     found = find_format([TEMPLATE], tokenizer())
     assert found is not None
     return found.after(prompt)
 
 
-def start(params: SamplingParams, thoughts: ThoughtFormat) -> ThoughtMatcher:
+def start(params: SamplingParams, reasoning: ReasoningFormat) -> ReasoningMatcher:
     structure = compile_structure(params, tokenizer())
     inner = None if structure is None else structure.start()
-    tracker, budget = make_tracker(thoughts, tokenizer()), params.thinking_budget
-    return ThoughtMatcher(inner, tracker, VOCAB, ENDS, budget, thoughts.close_ids)
+    tracker, budget = make_tracker(reasoning, tokenizer()), params.thinking_budget
+    return ReasoningMatcher(inner, tracker, VOCAB, ENDS, budget, reasoning.close_ids)
 
 
 def allowed(mask: bytes | None) -> list[int]:
@@ -85,8 +85,8 @@ def allowed(mask: bytes | None) -> list[int]:
     return [t for t in range(VOCAB) if mask[t // 8 : t // 8 + 1] and mask[t // 8] >> t % 8 & 1]
 
 
-def split(tokens: Sequence[int], thoughts: ThoughtFormat) -> tuple[str, str]:
-    stream = ChoiceStream("r", 0, SamplingParams(), tokenizer(), thoughts)
+def split(tokens: Sequence[int], reasoning: ReasoningFormat) -> tuple[str, str]:
+    stream = ChoiceStream("r", 0, SamplingParams(), tokenizer(), reasoning)
     for token in tokens:
         stream.push(Drawn(token, 0.0), None)
     stream.end(Finish("stop", "json_schema"))
@@ -113,7 +113,7 @@ def like_a_model(rng: random.Random, output: bytes, choices: list[int]) -> int:
     return rng.choice(fits or choices)
 
 
-def draw(matcher: ThoughtMatcher, rng: random.Random) -> list[int]:
+def draw(matcher: ReasoningMatcher, rng: random.Random) -> list[int]:
     tokens: list[int] = []
     while not matcher.finished and len(tokens) < 3_000:
         choices = allowed(matcher.mask())
@@ -128,28 +128,28 @@ def draw(matcher: ThoughtMatcher, rng: random.Random) -> list[int]:
 @pytest.mark.parametrize("prompt", [TEMPLATE, f"{TEMPLATE}{OPEN}", f"{TEMPLATE}{OPEN}{CLOSE}", ""])
 def test_the_answer_is_valid_in_random_streams(prompt: str, count: int) -> None:
     """Streams of each kind: the model decides, is inside a thought, behind one, has none."""
-    rng, thoughts = random.Random(prompt), text_format(prompt)
-    thought_count = straddling = 0
+    rng, reasoning = random.Random(prompt), text_format(prompt)
+    reasoning_count = straddling = 0
     for _ in range(count):
         budget = rng.choice([None, None, 25])
         tokens = draw(
-            start(SamplingParams(json_schema=SCHEMA, thinking_budget=budget), thoughts), rng
+            start(SamplingParams(json_schema=SCHEMA, thinking_budget=budget), reasoning), rng
         )
-        thought, answer = split(tokens, thoughts)
-        assert json.loads(answer)["n"] in (1, 2, 3), (tokens, thought, answer)
+        text, answer = split(tokens, reasoning)
+        assert json.loads(answer)["n"] in (1, 2, 3), (tokens, text, answer)
         output = b"".join(map(tokenizer().token_bytes, tokens)).decode(errors="replace")
-        thought_count += any(tag in output for tag in spellings(CLOSE))
+        reasoning_count += any(tag in output for tag in spellings(CLOSE))
         straddling += any(
             tokenizer().token_bytes(t).decode() in (":\n\n", "se:\n", ": ", ":\u2003")
             for t in tokens
             if t >= 260
         )
-    if thoughts.start == "open":
-        assert (thought_count, straddling > count // 10) == (count, True)
-    elif thoughts.start == "closed" or not prompt:
-        assert thought_count == 0
+    if reasoning.start == "open":
+        assert (reasoning_count, straddling > count // 10) == (count, True)
+    elif reasoning.start == "closed" or not prompt:
+        assert reasoning_count == 0
     else:
-        assert count // 10 < thought_count < count, "some streams think, and some do not"
+        assert count // 10 < reasoning_count < count, "some streams think, and some do not"
 
 
 def test_a_token_with_the_end_of_the_tag_and_the_start_of_the_answer_is_forbidden() -> None:
@@ -181,7 +181,7 @@ def test_a_token_with_the_end_of_the_tag_and_the_start_of_the_answer_is_forbidde
     assert ids["se"] in allowed(before.mask()), "copies do not share a state"
 
 
-def test_before_a_thought_the_grammar_and_the_opening_tag_are_allowed() -> None:
+def test_before_reasoning_the_grammar_and_the_opening_tag_are_allowed() -> None:
     ids = {piece: 260 + i for i, piece in enumerate(PIECES)}
     matcher = start(SamplingParams(regex="(Hey|Here) you"), text_format())
     first = {ord("H"), ids["Here"], ids[" Here"], ids["\n\nHere"], ids["Here's my"]}
@@ -189,7 +189,7 @@ def test_before_a_thought_the_grammar_and_the_opening_tag_are_allowed() -> None:
     for token in b"He":
         matcher.advance(token)
     assert set(allowed(matcher.mask())) == set(b"ry"), "the tag, or Hey"
-    answer, thought = matcher.copy(), matcher
+    answer, reasoning = matcher.copy(), matcher
     for token in b"y you":
         answer.advance(token)
     assert answer.finished
@@ -201,11 +201,11 @@ def test_before_a_thought_the_grammar_and_the_opening_tag_are_allowed() -> None:
         other.advance(token)
     assert set(allowed(other.mask())) == {ord("H"), ids["Here"]}, "the whole grammar"
     for token in b"re i":
-        thought.advance(token)
-    assert allowed(thought.mask()) == [ord("s")], "the grammar does not allow the text so far"
+        reasoning.advance(token)
+    assert allowed(reasoning.mask()) == [ord("s")], "the grammar does not allow the text so far"
     for token in (*b"s", ids[" my thought process:"], *b"Hm. Here is my response:"):
-        thought.advance(token)
-    assert set(allowed(thought.mask())) == {ord("H"), ids["Here"]}, "the whole grammar"
+        reasoning.advance(token)
+    assert set(allowed(reasoning.mask())) == {ord("H"), ids["Here"]}, "the whole grammar"
     forbidden = ids["thought process:x Here is my response:1"]
     matcher = start(SamplingParams(json_schema=SCHEMA), text_format())
     for token in b"Here is my ":
@@ -240,9 +240,9 @@ def test_the_tracker_follows_the_splitter_for_any_tokens() -> None:
         assert found is not None
         common = [*open_tag.encode(), *close.encode(), 0xE3, 0x80, 0xE2, 0x80, 0x83, 10]
         for _ in range(400):
-            thoughts = replace(found, start=rng.choice(["", "open", "closed"]))
-            tracker, splitter = make_tracker(thoughts, tokenizer()), thoughts.splitter()
-            stream = ChoiceStream("r", 0, SamplingParams(), tokenizer(), thoughts)
+            reasoning = replace(found, start=rng.choice(["", "open", "closed"]))
+            tracker, splitter = make_tracker(reasoning, tokenizer()), reasoning.splitter()
+            stream = ChoiceStream("r", 0, SamplingParams(), tokenizer(), reasoning)
             stream._splitter = splitter
             parts = [list(tag.encode()) for tag in (*spellings(open_tag), *spellings(close))]
             parts += [[rng.choice(common)], [10]]
@@ -267,12 +267,12 @@ def test_no_tag_ends_as_it_begins() -> None:
 def open_llm(source: str, **options: Any) -> LLM:
     backend = FakeBackend(fake_spec(vocab=VOCAB), pipeline=True)
     template = ChatTemplate(source, "<s>", "</s>")
-    parts = replace(fake_parts(backend), tokenizer=SpanTokenizer(), template=template)
-    return LLM.from_parts(parts, **options)
+    loaded = replace(fake_parts(backend), tokenizer=SpanTokenizer(), template=template)
+    return LLM.from_loaded(loaded, **options)
 
 
 @pytest.mark.parametrize("source", [TEMPLATE, TEMPLATE + OPEN])
-def test_a_schema_follows_a_thought_of_text_tags_with_the_same_tokens_always(source: str) -> None:
+def test_a_schema_follows_reasoning_of_text_tags_with_the_same_tokens_always(source: str) -> None:
     """Alone, in a batch, in small chunks and with drafts: the same tokens, and a valid answer."""
     bias = {260 + PIECES.index(p): 9.0 for p in ("Here", " is", " my", " thought", " response")}
     params = [

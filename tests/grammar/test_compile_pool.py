@@ -555,7 +555,7 @@ def test_no_worker_survives_500_killed_parents() -> None:
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[AsyncEngine]:
     monkeypatch.setattr(async_engine, "ARRIVAL_TIMEOUT", 3600.0)
-    made = AsyncEngine.from_parts(fake_parts(), kv_blocks=400)
+    made = AsyncEngine.from_loaded(fake_parts(), kv_blocks=400)
     yield made
     made.close()
 

@@ -124,7 +124,7 @@ def test_what_asks_for_nothing_needs_no_warning_and_no_check(schema: Any) -> Non
 
 
 def test_the_answer_lists_what_was_ignored() -> None:
-    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
+    with LLM.from_loaded(fake_parts(), kv_blocks=64) as llm:
         params = SamplingParams(json_schema={"const": 1, "cli": "x"}, max_tokens=4, temperature=0)
         done = llm.generate("hi", params)
     assert done.text == "1"

@@ -438,7 +438,7 @@ def test_warnings_and_loops_are_shown_in_place(lens: LensPage) -> None:
     assert words(lens, ".sequence .warn") == [loop, *direct["warnings"]]
 
 
-def test_a_branch_inside_a_thought_continues_it(lens: LensPage) -> None:
+def test_a_branch_inside_reasoning_continues_it(lens: LensPage) -> None:
     settings = {"regex": "<think>[a-z]{8}</think>[0-9]{3}", "seed": 2, "max_tokens": 40}
     before, known = generate(lens, **settings), prompt_ids(lens.live)
     lens.select(9)

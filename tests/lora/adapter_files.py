@@ -81,7 +81,7 @@ def adapted(model: Model, paths: dict[str, Path]) -> Model:
 
 def open_llm(model: Model, backend: str = "reference", **options: Any) -> LLM:
     config = EngineConfig(backend=backend, threads=1)
-    parts = LoadedModel(
+    loaded = LoadedModel(
         backend=open_backend(model, config),
         tokenizer=ByteTokenizer(),
         eos_ids=(),
@@ -89,4 +89,4 @@ def open_llm(model: Model, backend: str = "reference", **options: Any) -> LLM:
         context=model.spec.context,
         adapters=adapter_infos(model),
     )
-    return LLM.from_parts(parts, check=True, **options)
+    return LLM.from_loaded(loaded, check=True, **options)

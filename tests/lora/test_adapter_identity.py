@@ -136,7 +136,7 @@ def test_fingerprint_and_receipt_name_the_adapter(adapters: dict[str, Path]) -> 
         assert base.receipt is not None
         receipt = read_receipt(done.receipt)
         assert receipt["params"]["adapter"] == "a1"
-        assert receipt["adapter"] == llm.parts.adapters[1].digest
+        assert receipt["adapter"] == llm.loaded.adapters[1].digest
         assert "adapter" not in base.receipt
         verdict = compare(receipt, base.choices, {"adapter": "", "digest": receipt["digest"]})
         assert "adapter differs" in str(verdict)

@@ -104,7 +104,7 @@ def test_the_reference_parser_reads_the_same_numbers() -> None:
 
 def test_running_requests_and_cache_usage_are_those_of_the_scheduler() -> None:
     """One request of three sequences, and one that is still waiting."""
-    with LLM.from_parts(fake_parts(), max_running=3, prefix_cache=False, speculate="off") as llm:
+    with LLM.from_loaded(fake_parts(), max_running=3, prefix_cache=False, speculate="off") as llm:
         core = llm.core
         for n in (3, 1):
             core.add(

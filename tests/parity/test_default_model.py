@@ -223,7 +223,7 @@ def test_beams_equal_those_of_transformers(default_model: Path, theirs: Any, cou
     with LLM(default_model, backend="reference", context=64, kv_blocks=200) as llm:
         done = llm.generate(PROMPTS[:count], params)
         llm.check()
-        ends = list(llm.parts.eos_ids)
+        ends = list(llm.loaded.eos_ids)
     for each in done:
         ids = torch.tensor([each.prompt_ids])
         want = theirs.generate(

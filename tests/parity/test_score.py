@@ -29,8 +29,8 @@ def opened(family: str, **options: Any) -> LLM:
         if options.get("backend") == "cuda":  # there is a GPU, so the backend must work
             raise
         pytest.skip(str(error))
-    parts = LoadedModel(backend, ByteTokenizer(), (), name=family, digest=model.weights.digest)
-    return LLM.from_parts(parts, check=True, kv_blocks=64, **options)
+    loaded = LoadedModel(backend, ByteTokenizer(), (), name=family, digest=model.weights.digest)
+    return LLM.from_loaded(loaded, check=True, kv_blocks=64, **options)
 
 
 # The newer families on the fastest backend only: test_backend_rows.py compares their bits on all.

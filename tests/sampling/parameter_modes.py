@@ -128,7 +128,7 @@ NEIGHBOURS = [
 
 
 def engine(**options: Any) -> LLM:
-    return LLM.from_parts(
+    return LLM.from_loaded(
         fake_parts(canary=True), **{"kv_blocks": 200, "speculate": "off", **options}
     )
 

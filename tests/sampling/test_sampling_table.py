@@ -15,7 +15,7 @@ def table() -> list[list[str]]:
 
 
 def test_every_parameter_has_a_row(table: list[list[str]]) -> None:
-    # thinking_budget needs a chat with a reasoning model (tests/engine/test_engine_thoughts.py),
+    # thinking_budget needs a chat with a reasoning model (tests/engine/test_engine_reasoning.py),
     # adapter a loaded adapter (tests/lora)
     assert set(VALUES) == set(FIELDS) - {"thinking_budget", "adapter"}
     assert {row[0] for row in table[1:]} == set(VALUES)

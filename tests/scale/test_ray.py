@@ -125,7 +125,7 @@ def test_a_replica_is_killed_and_every_request_ends_once(ray_address: str) -> No
     prompts = [f"a prefix of more than one block, then request {i % 25}" for i in range(REQUESTS)]
     prompts += ["one prompt, many copies"] * 40
     answers = asyncio.run(send_all(server, prompts))
-    llm = LLM.from_parts(server_parts("pipeline"))
+    llm = LLM.from_loaded(server_parts("pipeline"))
     unique = sorted(set(prompts))
     completed = llm.generate(unique, SamplingParams(max_tokens=16, seed=7))
     right = dict(zip(unique, (c.text for c in completed), strict=True))
@@ -289,7 +289,7 @@ def test_replicas_follow_the_load_and_one_that_leaves_ends_its_streams(
     server = RayServer(str(HERE / "autoscaling_server.py"), ray_address, str(gate))
     assert server.replicas_up() == 1
     texts = asyncio.run(load_and_unload(server, gate))
-    llm = LLM.from_parts(server_parts("pipeline"))
+    llm = LLM.from_loaded(server_parts("pipeline"))
     params = SamplingParams(max_tokens=LONG, seed=7, ignore_eos=True)
     assert texts == [answer.text for answer in llm.generate(LONG_PROMPTS, params)]
     eventually(lambda: len(processes("ServeReplica:verbatim")) == 1, server.text)

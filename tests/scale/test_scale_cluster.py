@@ -75,7 +75,7 @@ def is_true(condition: Callable[[], bool]) -> Callable[[], Awaitable[bool]]:
 
 
 def expected(prompts: list[str], **params: Any) -> list[str]:
-    llm = LLM.from_parts(server_parts("pipeline"))
+    llm = LLM.from_loaded(server_parts("pipeline"))
     sampling = SamplingParams(**{"max_tokens": 8, "seed": 7, **params})
     return [answer.text for answer in llm.generate(prompts, sampling)]
 

@@ -97,7 +97,7 @@ def test_a_list_with_a_seed_samples_as_in_the_library(fake: Any) -> None:
 
     answer = fake.complete(SAME, max_tokens=20)
     assert answer["seed"] == 7
-    with LLM.from_parts(server_parts("pipeline")) as llm:
+    with LLM.from_loaded(server_parts("pipeline")) as llm:
         made = [c.text for c in llm.generate(SAME, SamplingParams(seed=7, max_tokens=20))]
         free = [c.text for c in llm.generate(SAME, SamplingParams(max_tokens=20, ignore_eos=True))]
     assert [c["text"] for c in answer["choices"]] == made
@@ -340,7 +340,7 @@ def test_best_of_returns_the_best_and_is_rejected_in_a_stream(fake: Any) -> None
 def test_http_answers_are_the_librarys_token_for_token(fake: Any) -> None:
     from verbatim.testing.fakes import server_parts
 
-    with LLM.from_parts(server_parts("pipeline")) as llm:
+    with LLM.from_loaded(server_parts("pipeline")) as llm:
         for values in (
             {"seed": 11},
             {"seed": 12, "temperature": 0.7, "top_p": 0.9},
@@ -716,7 +716,7 @@ def test_a_final_assistant_message_is_continued(fake: Any, stream: bool) -> None
 
     ask = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well, I"}]
     body = {"messages": ask, "max_tokens": 9, "temperature": 0}
-    with LLM.from_parts(server_parts("pipeline")) as llm:
+    with LLM.from_loaded(server_parts("pipeline")) as llm:
         ids = llm.encode_chat(ask, continue_final=True)
         alone = llm.generate(ids, SamplingParams(max_tokens=9, temperature=0)).text
         other = llm.chat(ask, SamplingParams(max_tokens=9, temperature=0)).text

@@ -224,10 +224,10 @@ def test_a_receipt_over_http_replays_in_the_library(fake: Any) -> None:
     answer = fake.complete("receipts", max_tokens=30, n=2, temperature=0.8, receipt=True)
     receipt = read_receipt(json.loads(json.dumps(answer)))
     assert receipt["model"] == "m"
-    with LLM.from_parts(server_parts("pipeline")) as llm:
+    with LLM.from_loaded(server_parts("pipeline")) as llm:
         again = llm.generate(receipt["prompt_ids"], SamplingParams.from_mapping(receipt["params"]))
         makers = {
-            "digest": llm.parts.digest,
+            "digest": llm.loaded.digest,
             "backend": "fake",
             "numerics": "fake-1",
             "context": llm.context,
@@ -405,7 +405,7 @@ def test_a_batch_reports_no_cached_tokens(details: str) -> None:
 def test_rows_that_were_not_requested_are_dropped() -> None:
     from verbatim.server.process.results import drop_rows
 
-    with LLM.from_parts(fake_parts(), kv_blocks=64) as llm:
+    with LLM.from_loaded(fake_parts(), kv_blocks=64) as llm:
         stream = llm.stream(
             "x", SamplingParams(max_tokens=4, explain=1, receipt=True, ignore_eos=True)
         )

@@ -60,14 +60,14 @@ def test_a_sink_gets_deltas_in_order_and_one_end_per_request() -> None:
             if sum(isinstance(v[-1], Completion) for v in news.values()) == len(names):
                 over.set()
 
-        async with AsyncEngine.from_parts(fake_parts(), kv_blocks=256) as engine:
+        async with AsyncEngine.from_loaded(fake_parts(), kv_blocks=256) as engine:
             feed = OutputSink(take)
             for name in names:
                 await engine.submit_to(feed, name, f"prompt of {name}", PARAMS)
             await asyncio.wait_for(over.wait(), HANG_SECONDS)
 
     asyncio.run(main())
-    with LLM.from_parts(fake_parts(), kv_blocks=256) as llm:
+    with LLM.from_loaded(fake_parts(), kv_blocks=256) as llm:
         for name in names:
             *deltas, last = news[name]
             assert isinstance(last, Completion)
@@ -80,7 +80,7 @@ def test_the_outputs_of_one_step_arrive_in_one_call() -> None:
     async def main() -> list[int]:
         calls: list[int] = []
         backend = GatedBackend()
-        async with AsyncEngine.from_parts(fake_parts(backend), kv_blocks=256) as engine:
+        async with AsyncEngine.from_loaded(fake_parts(backend), kv_blocks=256) as engine:
             feed = OutputSink(lambda items: calls.append(len(items)))
             for i in range(9):
                 await engine.submit_to(
@@ -101,7 +101,7 @@ def test_a_sink_gets_an_error_when_the_engine_dies() -> None:
     async def main() -> list[tuple[str, Any]]:
         found: asyncio.Future[list[tuple[str, Any]]] = asyncio.get_running_loop().create_future()
         backend = GatedBackend()
-        engine = AsyncEngine.from_parts(fake_parts(backend), kv_blocks=64)
+        engine = AsyncEngine.from_loaded(fake_parts(backend), kv_blocks=64)
         try:
             await engine.submit_to(OutputSink(found.set_result), "a", "hello", PARAMS)
             backend.fails = True
@@ -117,7 +117,7 @@ def test_a_sink_gets_an_error_when_the_engine_dies() -> None:
 
 def test_a_rejected_request_never_reaches_the_sink() -> None:
     async def main() -> None:
-        async with AsyncEngine.from_parts(fake_parts(), kv_blocks=64) as engine:
+        async with AsyncEngine.from_loaded(fake_parts(), kv_blocks=64) as engine:
             over, names = asyncio.Event(), set()
 
             def take(items: list[tuple[str, Any]]) -> None:
@@ -142,7 +142,7 @@ async def test_the_requests_behind_an_aborted_wide_one_start() -> None:
     disconnects they start at once, not when another request comes or ends."""
     backend = GatedBackend()
     outbox: Any = SimpleNamespace(put=lambda message: None)
-    async with AsyncEngine.from_parts(fake_parts(backend), max_running=1) as engine:
+    async with AsyncEngine.from_loaded(fake_parts(backend), max_running=1) as engine:
         session = EngineSession(engine, outbox, Start("m", None, True, {}, "", "m", 1.0))
         for name, n in (("long", 1), ("wide", 8), ("small", 1)):
             session.submit(Generate(name, "", {"n": n, "max_tokens": 2}, False, prompt="a"))
@@ -201,8 +201,8 @@ def test_as_many_threads_as_cores_are_pinned_one_to_each() -> None:
         before = native_threads()
         model = tiny_model("llama", type="q8_0")
         backend = open_backend(model, EngineConfig(backend="cpu", threads=CORES))
-        parts = replace(fake_parts(), backend=backend)
-        async with AsyncEngine.from_parts(parts, kv_blocks=64) as engine:
+        loaded = replace(fake_parts(), backend=backend)
+        async with AsyncEngine.from_loaded(loaded, kv_blocks=64) as engine:
             if not pin_threads(engine, before):
                 return None
             assert engine.step_thread is not None
@@ -219,7 +219,7 @@ def test_as_many_threads_as_cores_are_pinned_one_to_each() -> None:
 def test_threads_are_not_pinned_if_a_core_is_free() -> None:
     async def main() -> None:
         before = native_threads()
-        async with AsyncEngine.from_parts(fake_parts(), kv_blocks=64) as engine:
+        async with AsyncEngine.from_loaded(fake_parts(), kv_blocks=64) as engine:
             assert not pin_threads(engine, before)  # the fake has one thread
 
     asyncio.run(main())

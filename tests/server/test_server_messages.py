@@ -216,7 +216,7 @@ async def test_an_answer_above_the_limit_of_a_frame_is_refused_alone(
     """The HTTP process would kill the engine, and all other requests with it."""
     sent: list[bytes] = []
     writer: Any = SimpleNamespace(is_closing=lambda: False, write=sent.append)
-    engine = AsyncEngine.from_parts(fake_parts(pipeline=True))
+    engine = AsyncEngine.from_loaded(fake_parts(pipeline=True))
     session = EngineSession(engine, wire.Outbox(writer), Start("m", None, True, {}, "", "m", 1.0))
     monkeypatch.setattr(wire, "MAX_FRAME", 20_000)
     params = {"ignore_eos": True, "temperature": 0.0, "logprobs": 20, "explain": 20}

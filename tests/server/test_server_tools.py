@@ -632,11 +632,11 @@ def test_the_name_of_a_tool_result_repeats_that_of_its_call_or_gets_a_warning(fa
     assert "warnings" not in answer("get_weather").json()
     (warning,) = answer("get_news").json()["warnings"]
     assert warning.endswith("chat template does not read the name of tool messages")
-    thinks = fake.client.post(
+    reasoning = fake.client.post(
         "/api/chat",
         json={**ask, "messages": [{"role": "assistant", "content": "a", "thinking": "b"}]},
     )
-    assert thinks.json()["error"].startswith("messages[0].thinking: ")
+    assert reasoning.json()["error"].startswith("messages[0].thinking: ")
     spelled = {
         "id": "c1",
         "type": "function",

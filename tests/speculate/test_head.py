@@ -644,14 +644,14 @@ def test_a_model_without_a_head_refuses_the_mode_by_name(backend: str, tiny: Mod
     if backend == "cpu":
         pytest.importorskip("verbatim.backend.cpu.backend", exc_type=ImportError)
     words = ByteTokenizer()
-    parts = LoadedModel(
+    loaded = LoadedModel(
         open_backend(tiny, EngineConfig(backend=backend, threads=1)),
         words,
         (words.EOS,),
         name="tiny",
         digest="tiny",
     )
-    with LLM.from_parts(parts, context=128, kv_blocks=16) as llm:
+    with LLM.from_loaded(loaded, context=128, kv_blocks=16) as llm:
         with pytest.raises(UnsupportedError, match="speculate"):
             llm.generate("a", SamplingParams(speculate="head", max_tokens=2))
         assert (

@@ -103,11 +103,11 @@ def engine(
     **options: Any,
 ) -> LLM:
     words = ByteTokenizer()
-    parts = LoadedModel(
+    loaded = LoadedModel(
         backend_of(backend), words, (words.EOS,), name="tiny", digest="tiny", draft=draft, head=head
     )
-    llm = LLM.from_parts(
-        parts, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options
+    llm = LLM.from_loaded(
+        loaded, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options
     )
     llm.core.drafting.adaptive = False
     llm.core.drafting.max_drafts = 5
@@ -295,9 +295,9 @@ def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> Non
         open_backend(tiny_model("gpt2", seed=0, type="q8_0", n_positions=32), config),
     ):
         target = open_backend(tiny_model("gpt2", seed=0, type="q8_0"), config)
-        parts = LoadedModel(target, words, (words.EOS,), draft=draft)
-        with LLM.from_parts(
-            parts, context=128, kv_blocks=16, speculate="draft" if draft else "off", check=True
+        loaded = LoadedModel(target, words, (words.EOS,), draft=draft)
+        with LLM.from_loaded(
+            loaded, context=128, kv_blocks=16, speculate="draft" if draft else "off", check=True
         ) as llm:
             llm.core.drafting.adaptive = False
             asked = SamplingParams(max_tokens=60, temperature=1.0, seed=3, ignore_eos=True)
@@ -356,20 +356,20 @@ def test_the_draft_models_kv_cache_counts_towards_the_memory(
         tiny_model("llama", num_key_value_heads=heads, num_hidden_layers=5), config
     )
     family = "gemma3" if target else "llama"
-    parts = LoadedModel(
+    loaded = LoadedModel(
         open_backend(tiny_model(family, **target), config), words, (words.EOS,), draft=draft
     )
     allocated: list[tuple[int, ...]] = []
     allocate = draft.allocate
     draft.allocate = lambda blocks: (allocated.append(blocks), allocate(blocks))[1]  # type: ignore[method-assign]
-    with LLM.from_parts(parts, kv_memory=memory, speculate="draft") as llm:
+    with LLM.from_loaded(loaded, kv_memory=memory, speculate="draft") as llm:
         theirs = sum(n * b for n, b in zip(allocated[0], draft.block_bytes(), strict=True))
         ours = llm.core.cache_plan.bytes
         assert 0.8 * memory < ours + theirs <= memory
         assert "for the draft model" in str(llm.core.cache_plan)
         most = llm.core.config.max_running * draft.spec.context // draft.block_size
         assert (
-            llm.core.drafting._draft_blocks(parts, EngineConfig(max_running=1))
+            llm.core.drafting._draft_blocks(loaded, EngineConfig(max_running=1))
             <= most // llm.core.config.max_running
         )
 

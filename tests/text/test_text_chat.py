@@ -127,12 +127,12 @@ def conversations(style: str) -> list[tuple[list[dict[str, Any]], dict[str, Any]
             ([{"role": "system", "content": "S"}, *ASKED], {"tools": [TOOL, TOOL]}),
         ]
     if style == "qwen-tools":
-        thought = [
+        reasoning = [
             talk[0],
             {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"},
             talk[2],
         ]
-        out += [(thought, {}), (thought, {"enable_thinking": False})]
+        out += [(reasoning, {}), (reasoning, {"enable_thinking": False})]
     return out
 
 
@@ -570,7 +570,7 @@ def test_which_call_the_name_of_a_tool_result_repeats(
     assert not redundant_names(talk[::-1])  # a result answers an earlier call
 
 
-def test_thoughts_that_the_template_does_not_know_are_refused() -> None:
+def test_reasoning_that_the_template_does_not_know_are_refused() -> None:
     _, chatml = pair("chatml")
     for key in ("reasoning_content", "thinking", "reasoning"):
         with pytest.raises(
@@ -671,7 +671,7 @@ def test_reasoning_has_one_name_and_equals_transformers() -> None:
 
 
 @pytest.mark.parametrize("read", ["reasoning_content", "thinking", "reasoning"])
-def test_a_thought_reaches_a_template_that_reads_one_of_its_names(read: str) -> None:
+def test_reasoning_reaches_a_template_that_reads_one_of_its_names(read: str) -> None:
     template = ChatTemplate(
         "{% for m in messages %}{{ m." + read + " }}:{{ m.content }}{% endfor %}"
     )
@@ -730,6 +730,6 @@ def test_a_key_counts_as_read_however_the_template_writes_it(read: str) -> None:
         return ChatTemplate("{% for m in messages %}{{ " + read.format(key) + " }}{% endfor %}")
 
     assert template("tool_calls").takes_calls
-    assert template("reasoning_content").takes_thoughts
+    assert template("reasoning_content").reads_reasoning
     assert not template("content").takes_calls
-    assert not template("content").takes_thoughts
+    assert not template("content").reads_reasoning

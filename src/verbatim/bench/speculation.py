@@ -80,7 +80,7 @@ def walk(proposer: Proposer, prompt: Sequence[int], output: Sequence[int], limit
 def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -> dict[int, float]:
     """Seconds of a step that verifies k drafts at this context length, per k. The engine must be
     idle: its first KV blocks are overwritten."""
-    backend = llm.parts.backend
+    backend = llm.loaded.backend
     size = backend.block_size
     count = (context + max(lengths) + 1 + size - 1) // size
     blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)

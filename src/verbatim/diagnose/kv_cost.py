@@ -76,7 +76,7 @@ class TextScores:
 def score_text(llm: LLM) -> TextScores:
     ids = llm.encode(TEXT)[: min(TEXT_TOKENS, llm.context)]
     rows = tuple(row for row in llm.score(ids, top=TOP).logprobs if row is not None)
-    return TextScores(llm.config.kv_type, llm.parts.backend.info.kv_token_bytes, rows)
+    return TextScores(llm.config.kv_type, llm.loaded.backend.info.kv_token_bytes, rows)
 
 
 def kv_cost(f16: TextScores, other: TextScores) -> KvCost:

@@ -50,7 +50,7 @@ def check_live(llm: LLM, *, seed: int = 0) -> list[Finding]:
 def check_encoder_live(llm: LLM) -> list[Finding]:
     """Are the embeddings (of a cross-encoder: the scores) finite, and different for different
     texts?"""
-    if llm.parts.task == "rerank":
+    if llm.loaded.task == "rerank":
         what, ranked = "scores", llm.rerank(SHORT[1], list(OPEN), truncate=True)
         found = np.array([[one.score] for one in sorted(ranked, key=lambda one: one.index)])
     else:

@@ -87,7 +87,7 @@ def verify(open_llm: Open, backend: str) -> Iterator[CaseResult]:
     """Run every circumstance on one backend. `open_llm` opens the model with engine settings."""
     with open_llm({"backend": backend, "speculate": "off"}) as llm:
         expected = _run(llm, Circumstance("alone", "first"))
-        info, head = llm.parts.backend.info, llm.parts.head is not None
+        info, head = llm.loaded.backend.info, llm.loaded.head is not None
     isas = _isas() if info.name == "cpu" else ()
     for case in circumstances(info.name, info.threads, isas, head):
         settings = {"backend": backend, "speculate": "off", **case.engine}

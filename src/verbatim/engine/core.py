@@ -46,28 +46,28 @@ from verbatim.schedule.invariants import check_scheduler
 
 
 class EngineCore:
-    def __init__(self, parts: LoadedModel, config: EngineConfig) -> None:
-        self.parts = parts
-        self.config = config = with_step_tokens(parts, config)
-        self.backend = parts.backend
-        self.cache_plan = size_cache(parts, config)
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.loaded = loaded
+        self.config = config = with_step_tokens(loaded, config)
+        self.backend = loaded.backend
+        self.cache_plan = size_cache(loaded, config)
         self.context = self.cache_plan.context
         self.backend.allocate(self.cache_plan.blocks)
         launcher = self.backend.launcher
         self._overlap = None if launcher is None else Overlap(self.backend, launcher)
-        self.disk_cache = open_disk_cache(parts, config)
-        self.scheduler = make_scheduler(parts, config, self.cache_plan, self.disk_cache)
+        self.disk_cache = open_disk_cache(loaded, config)
+        self.scheduler = make_scheduler(loaded, config, self.cache_plan, self.disk_cache)
         self._preempt_on_error = PreemptOnError(self.scheduler)
-        self.fingerprint = fingerprint_of(parts)
+        self.fingerprint = fingerprint_of(loaded)
         # by number of the adapter; -1: the base model
         self.fingerprints = {
-            number: fingerprint_of(parts, number) for number in range(-1, len(parts.adapters))
+            number: fingerprint_of(loaded, number) for number in range(-1, len(loaded.adapters))
         }
         self.metrics = EngineMetrics()
         self.step_log = StepLog()
-        self.drafting = Drafting(parts, config, self.scheduler)
-        self._step_budget = StepBudget(parts, config, self.scheduler, self.drafting.cost)
-        compile_ahead(parts, config)
+        self.drafting = Drafting(loaded, config, self.scheduler)
+        self._step_budget = StepBudget(loaded, config, self.scheduler, self.drafting.cost)
+        compile_ahead(loaded, config)
         self.requests: dict[str, RunningRequest] = {}  # by request id, waiting ones included
         self._by_seq: dict[int, RunningRequest] = {}
         self._grammars = GrammarSteps(self.requests, self._by_seq, self._flush)
@@ -93,7 +93,7 @@ class EngineCore:
         `deadline` bounds the grammar compile, on the clock of time.monotonic."""
         named: dict[str, Any] = {"request_id": request_id, "tenant": tenant, "hidden": hidden}
         named["defaults"] = self.config.defaults
-        return make_request(self.parts, self.context, prompt, params, **named, deadline=deadline)
+        return make_request(self.loaded, self.context, prompt, params, **named, deadline=deadline)
 
     def add(self, request: Request, *, queued: bool = False, deltas: bool = True) -> None:
         """Queue a request, or raise CapacityError or OverloadedError.
@@ -129,9 +129,9 @@ class EngineCore:
     def _running(self, request: Request) -> RunningRequest:
         ends = {token: str(token) for token in request.params.stop_token_ids}
         if not request.params.ignore_eos:
-            ends |= dict.fromkeys(self.parts.eos_ids, "eos")
+            ends |= dict.fromkeys(self.loaded.eos_ids, "eos")
         kind = request_class(request.params)
-        return kind(request, self.parts.tokenizer, self.scheduler, ends, self.context)
+        return kind(request, self.loaded.tokenizer, self.scheduler, ends, self.context)
 
     def _new_id(self) -> int:
         return next(self._ids)
@@ -252,14 +252,14 @@ class EngineCore:
         fingerprint = self.fingerprints[request.adapter]
         completion = running.completion(fingerprint, saved)
         if request.params.receipt:
-            receipt = receipt_of(self.parts, self.context, request, completion)
+            receipt = receipt_of(self.loaded, self.context, request, completion)
             completion = replace(completion, receipt=receipt)
         del self.requests[request.id]
         self._grammars.remove(running)
         for seq_id in running.ids:
             del self._by_seq[seq_id]
         self.metrics.completed(completion)
-        log_not_finite(self.parts.name, completion)
+        log_not_finite(self.loaded.name, completion)
         return completion
 
     # --------------------------------------------------------------------------------- state

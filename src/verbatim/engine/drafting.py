@@ -31,11 +31,11 @@ if TYPE_CHECKING:
     from verbatim.schedule.scheduler import Scheduler
 
 
-def cache_share(parts: LoadedModel) -> float:
+def cache_share(loaded: LoadedModel) -> float:
     """The target's share of the KV-cache memory. A draft model's cache holds as many tokens."""
-    if parts.draft is None:
+    if loaded.draft is None:
         return 1.0
-    target, draft = sum(parts.backend.block_bytes()), sum(parts.draft.block_bytes())
+    target, draft = sum(loaded.backend.block_bytes()), sum(loaded.draft.block_bytes())
     return target / (target + draft)
 
 
@@ -44,7 +44,7 @@ class Drafting:
 
     `adaptive=False` (for tests) submits every draft in full, whether it pays or not."""
 
-    def __init__(self, parts: LoadedModel, config: EngineConfig, scheduler: Scheduler) -> None:
+    def __init__(self, loaded: LoadedModel, config: EngineConfig, scheduler: Scheduler) -> None:
         self.default = config.speculate.partition(":")[0]
         if config.suffix_tenants and self.default not in ("suffix", "auto"):
             raise ParameterError(
@@ -57,31 +57,31 @@ class Drafting:
         self.adaptive = True
         self.max_drafts: int | None = None
         self.cost = StepCost()
-        self._vocab = parts.backend.spec.vocab
+        self._vocab = loaded.backend.spec.vocab
         self._scheduler = scheduler
         self._draft: Proposer | None = None
-        if parts.draft is not None:
-            self._draft = DraftProposer(parts.draft, self._draft_blocks(parts, config))
+        if loaded.draft is not None:
+            self._draft = DraftProposer(loaded.draft, self._draft_blocks(loaded, config))
         self._head: HeadProposer | None = None
         self._no_head = (  # why mode "head" is rejected
             "no draft head comes with this model; "
             "open the engine with speculate=head:FILE and the cpu backend"
         )
-        draft_backend = parts.backend.draft_backend
-        if parts.head is not None and draft_backend is not None:
-            self._head = HeadProposer(draft_backend, parts.head)
-        elif parts.head is not None:
+        draft_backend = loaded.backend.draft_backend
+        if loaded.head is not None and draft_backend is not None:
+            self._head = HeadProposer(draft_backend, loaded.head)
+        elif loaded.head is not None:
             self._no_head = (
-                f"the {parts.backend.info.name} backend runs no draft heads; "
+                f"the {loaded.backend.info.name} backend runs no draft heads; "
                 "open the engine with the cpu backend"
             )
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
 
-    def _draft_blocks(self, parts: LoadedModel, config: EngineConfig) -> int:
+    def _draft_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
         """Blocks of the draft model's cache: as many as the target's on average over its pools, so
         that both fit the memory that cache_share() splits; at most what max_running can use."""
-        draft, sizes = parts.draft, parts.backend.block_bytes()
+        draft, sizes = loaded.draft, loaded.backend.block_bytes()
         assert draft is not None
         target_blocks = sum(
             pool.total * size for pool, size in zip(self._scheduler.cache.pools, sizes, strict=True)

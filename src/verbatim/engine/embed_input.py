@@ -36,10 +36,10 @@ class EmbedInput:
     def params(self) -> SamplingParams:
         return SamplingParams(max_tokens=0, adapter=self.adapter)
 
-    def with_prompt(self, parts: LoadedModel) -> str | Sequence[int]:
+    def with_prompt(self, loaded: LoadedModel) -> str | Sequence[int]:
         """The text behind the prompt that it names, or the model's default prompt."""
-        prompts = parts.embedding.prompts
-        name = parts.embedding.default_prompt if self.prompt_name is None else self.prompt_name
+        prompts = loaded.embedding.prompts
+        name = loaded.embedding.default_prompt if self.prompt_name is None else self.prompt_name
         if self.prompt_name is not None and name not in prompts:
             known = f"known: {', '.join(prompts)}" if prompts else "the model has no prompts"
             raise ParameterError("prompt_name", f"{name!r:.60} is not a prompt; {known}")
@@ -52,34 +52,34 @@ class EmbedInput:
         return prompts[name] + self.text
 
 
-def check_task(parts: LoadedModel, *, hidden: bool, pair: bool) -> None:
+def check_task(loaded: LoadedModel, *, hidden: bool, pair: bool) -> None:
     """Refuse what the model cannot do: text from an encoder, scores from another model."""
-    if parts.task != "generate" and not hidden:
-        use = "rerank" if parts.task == "rerank" else "embed"
+    if loaded.task != "generate" and not hidden:
+        use = "rerank" if loaded.task == "rerank" else "embed"
         raise UnsupportedError(
-            "model", f"{parts.name} is an encoder and generates no text; use {use}"
+            "model", f"{loaded.name} is an encoder and generates no text; use {use}"
         )
-    if pair and parts.task != "rerank":
+    if pair and loaded.task != "rerank":
         raise UnsupportedError(
             "model",
-            f"{parts.name} is no cross-encoder, so it cannot score a query and a document; "
+            f"{loaded.name} is no cross-encoder, so it cannot score a query and a document; "
             "use a model whose architecture ends in ForSequenceClassification with one label",
         )
-    if hidden and not pair and parts.task == "rerank":
+    if hidden and not pair and loaded.task == "rerank":
         raise UnsupportedError(
-            "model", f"{parts.name} is a cross-encoder and gives no embeddings; use rerank"
+            "model", f"{loaded.name} is a cross-encoder and gives no embeddings; use rerank"
         )
     if hidden and not pair:
-        _check_pooling(parts)
+        _check_pooling(loaded)
 
 
-def can_embed(parts: LoadedModel) -> bool:
+def can_embed(loaded: LoadedModel) -> bool:
     """Whether check_task() accepts the request for an embedding."""
-    return parts.task != "rerank" and parts.embedding.pooling in POOLINGS
+    return loaded.task != "rerank" and loaded.embedding.pooling in POOLINGS
 
 
-def _check_pooling(parts: LoadedModel) -> None:
-    pooling = parts.embedding.pooling
+def _check_pooling(loaded: LoadedModel) -> None:
+    pooling = loaded.embedding.pooling
     if pooling in POOLINGS:
         return
     choose = (
@@ -89,17 +89,17 @@ def _check_pooling(parts: LoadedModel) -> None:
     if not pooling:
         raise UnsupportedError(
             "pooling",
-            f"{parts.name} does not state how hidden states become one embedding "
+            f"{loaded.name} does not state how hidden states become one embedding "
             f"(modules.json with a Pooling module, or pooling_type in GGUF); {choose}",
         )
     raise UnsupportedError(
-        "pooling", f"{parts.name} says {pooling!r:.60}, which gives no single vector; {choose}"
+        "pooling", f"{loaded.name} says {pooling!r:.60}, which gives no single vector; {choose}"
     )
 
 
-def encode_pair(parts: LoadedModel, given: EmbedInput, context: int) -> tuple[list[int], list[str]]:
+def encode_pair(model: LoadedModel, given: EmbedInput, context: int) -> tuple[list[int], list[str]]:
     """Token ids of a query and a document, and warnings."""
-    tokenizer: Any = parts.tokenizer
+    tokenizer: Any = model.tokenizer
     assert isinstance(given.text, str)
     assert given.document is not None
     ids: list[int] = tokenizer.encode_pair(given.text, given.document)
@@ -118,12 +118,12 @@ def encode_pair(parts: LoadedModel, given: EmbedInput, context: int) -> tuple[li
 
 
 def cut_text(
-    parts: LoadedModel, given: EmbedInput, ids: tuple[int, ...], context: int
+    loaded: LoadedModel, given: EmbedInput, ids: tuple[int, ...], context: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The ids of a text that is too long, truncated if the caller asked for that."""
     if not given.truncate or len(ids) <= context:
         return ids, ()
-    tokenizer: Any = parts.tokenizer
+    tokenizer: Any = loaded.tokenizer
     whole = isinstance(given.text, str)
     cut = tuple(tokenizer.truncated(list(ids), context)) if whole else ids[:context]
     return cut, (f"prompt: {len(ids)} tokens were truncated to {len(cut)}",)

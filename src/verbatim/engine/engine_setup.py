@@ -27,12 +27,12 @@ from verbatim.schedule.token_cost import TokenCost
 log = logging.getLogger("verbatim.engine")
 
 
-def with_step_tokens(parts: LoadedModel, config: EngineConfig) -> EngineConfig:
+def with_step_tokens(loaded: LoadedModel, config: EngineConfig) -> EngineConfig:
     """The config with the backend's default of step_tokens, if it has none. On a GPU a step's
     activations take at most a quarter of the memory that the weights leave."""
     if config.step_tokens is not None:
         return config
-    backend, step_tokens = parts.backend, STEP_TOKENS
+    backend, step_tokens = loaded.backend, STEP_TOKENS
     if backend.info.name == "cuda":
         from verbatim.backend.gpu_layout import activation_bytes
 
@@ -42,31 +42,31 @@ def with_step_tokens(parts: LoadedModel, config: EngineConfig) -> EngineConfig:
     return replace(config, step_tokens=step_tokens)
 
 
-def size_cache(parts: LoadedModel, config: EngineConfig) -> CachePlan:
+def size_cache(loaded: LoadedModel, config: EngineConfig) -> CachePlan:
     """The context length and the number of KV blocks that fit in memory."""
-    backend = parts.backend
+    backend = loaded.backend
     return plan_cache(
         backend.spec.groups,
         backend.block_bytes(),
         block_size=backend.block_size,
-        context=_context(parts, config),
+        context=_context(loaded, config),
         fixed=config.context is not None,
         config=config,
         available=backend.available_memory(),
-        share=cache_share(parts),
+        share=cache_share(loaded),
         on_gpu=backend.info.name == "cuda",
     )
 
 
-def compile_ahead(parts: LoadedModel, config: EngineConfig) -> None:
+def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
     """Compile the GPU kernels of the model, and of its draft model, before the first request."""
-    opened = (parts.backend, parts.draft)
+    opened = (loaded.backend, loaded.draft)
     backends: list[Any] = [b for b in opened if b is not None and b.info.name == "cuda"]
-    if not config.warm_up or not backends or parts.task != "generate":
+    if not config.warm_up or not backends or loaded.task != "generate":
         return
     from verbatim.backend.cuda.warm_up import warm_up
 
-    stated = resolve(SamplingParams(), parts.defaults, config.defaults)
+    stated = resolve(SamplingParams(), loaded.defaults, config.defaults)
     log.info("compiling GPU kernels; Triton keeps them on disk, so the next start is faster")
     began, tokens = time.perf_counter(), config.step_tokens or GPU_STEP_TOKENS
     try:
@@ -77,12 +77,12 @@ def compile_ahead(parts: LoadedModel, config: EngineConfig) -> None:
     log.info("the GPU kernels are ready after %.1f s", time.perf_counter() - began)
 
 
-def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | None:
+def open_disk_cache(loaded: LoadedModel, config: EngineConfig) -> DiskCache | None:
     if config.cache_dir is None:
         return None
-    if parts.task != "generate":
+    if loaded.task != "generate":
         raise ParameterError("cache_dir", "an encoder has no KV cache; leave it out")
-    backend = parts.backend
+    backend = loaded.backend
     if config.cache_dir_size < 2 * max(backend.block_bytes()):
         raise ParameterError(
             "cache_dir_size",
@@ -92,14 +92,14 @@ def open_disk_cache(parts: LoadedModel, config: EngineConfig) -> DiskCache | Non
     # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
     layout = (backend.info.detail, backend.block_size, backend.block_bytes())
     # A fingerprint covers samples of the weights, and stored blocks are used by later engines.
-    identity = f"{fingerprint_of(parts)} {layout} {content_digest(parts.weight_files)}"
+    identity = f"{fingerprint_of(loaded)} {layout} {content_digest(loaded.weight_files)}"
     return DiskCache(config.cache_dir, identity, backend, config.cache_dir_size)
 
 
 def make_scheduler(
-    parts: LoadedModel, config: EngineConfig, cache_plan: CachePlan, store: DiskCache | None
+    loaded: LoadedModel, config: EngineConfig, cache_plan: CachePlan, store: DiskCache | None
 ) -> Scheduler:
-    backend = parts.backend
+    backend = loaded.backend
     assert config.step_tokens is not None, "EngineCore has set it"
     card = cost_card(backend.spec, backend.info)
     return Scheduler(
@@ -117,16 +117,16 @@ def make_scheduler(
     )
 
 
-def fingerprint_of(parts: LoadedModel, adapter: int = -1) -> str:
+def fingerprint_of(loaded: LoadedModel, adapter: int = -1) -> str:
     """Digest of weights, backend, numerics and adapter: equal fingerprints promise equal tokens."""
-    info = parts.backend.info
-    adapted = (parts.adapters[adapter].digest,) if adapter >= 0 else ()
-    identity = "\0".join((parts.digest, info.name, info.numerics, *adapted))
+    info = loaded.backend.info
+    adapted = (loaded.adapters[adapter].digest,) if adapter >= 0 else ()
+    identity = "\0".join((loaded.digest, info.name, info.numerics, *adapted))
     return f"vb-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
 
 
-def _context(parts: LoadedModel, config: EngineConfig) -> int:
-    limit = parts.context or parts.backend.spec.context
+def _context(loaded: LoadedModel, config: EngineConfig) -> int:
+    limit = loaded.context or loaded.backend.spec.context
     if config.context is not None and config.context > limit:
         raise ParameterError(
             "context",
@@ -135,15 +135,15 @@ def _context(parts: LoadedModel, config: EngineConfig) -> int:
     return config.context or limit
 
 
-def prepare(parts: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, EngineConfig]:
+def prepare(loaded: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, EngineConfig]:
     """Apply the setting `pooling`, and the settings of an engine that runs an encoder."""
     if config.pooling is not None:
-        if parts.task == "rerank":
+        if loaded.task == "rerank":
             raise ParameterError("pooling", "has no effect on a cross-encoder; leave it out")
-        parts = replace(parts, embedding=replace(parts.embedding, pooling=config.pooling))
-    parts = replace(parts, file=replace(parts.file, embeds=can_embed(parts)))
-    if parts.task != "generate":
+        loaded = replace(loaded, embedding=replace(loaded.embedding, pooling=config.pooling))
+    loaded = replace(loaded, file=replace(loaded.file, embeds=can_embed(loaded)))
+    if loaded.task != "generate":
         from verbatim.encoder.encoder import encoder_config
 
-        config = encoder_config(config, parts.context or parts.backend.spec.context)
-    return parts, config
+        config = encoder_config(config, loaded.context or loaded.backend.spec.context)
+    return loaded, config

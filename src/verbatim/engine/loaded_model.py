@@ -110,7 +110,7 @@ class LoadedModel:
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
 
 
-def load_parts(
+def load_for_engine(
     model: str | os.PathLike[str],
     config: EngineConfig,
     *,
@@ -128,7 +128,7 @@ def load_parts(
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     if encoder_type(path) is not None:
-        return _encoder_parts(os.fspath(model), path, config)
+        return _load_encoder(os.fspath(model), path, config)
     gpu = may_use_gpu(config)
     loaded = change(load_model(path, context=config.context, quant=config.quant, gpu=gpu))
     if config.adapters:
@@ -173,7 +173,7 @@ def adapter_infos(model: Model) -> tuple[AdapterInfo, ...]:
     return tuple(AdapterInfo(a.name, a.digest, a.rank, a.path) for a in model.adapters)
 
 
-def _encoder_parts(name: str, path: Path, config: EngineConfig) -> LoadedModel:
+def _load_encoder(name: str, path: Path, config: EngineConfig) -> LoadedModel:
     from verbatim.encoder.encoder import EncoderBackend
     from verbatim.encoder.encoder_load import load_encoder
     from verbatim.text import tokenizer as text

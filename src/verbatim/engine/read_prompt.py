@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from verbatim.base.errors import ParameterError
 from verbatim.engine.embed_input import EmbedInput, cut_text, encode_pair
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
-from verbatim.text.reasoning.thoughts import ThoughtFormat
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
 TAIL = 64  # last tokens of a prompt that show whether it ends inside a thought
 
@@ -22,54 +22,54 @@ class EncodedText(list[int]):
 
     lost: str = ""
     plain: str = ""
-    thoughts: ThoughtFormat | None = None
+    reasoning: ReasoningFormat | None = None
     warnings: tuple[str, ...] = ()
 
 
-def thoughts_after(
-    ids: Sequence[int], thoughts: ThoughtFormat | None, tokenizer: EngineTokenizer
-) -> ThoughtFormat | None:
+def format_after(
+    ids: Sequence[int], reasoning: ReasoningFormat | None, tokenizer: EngineTokenizer
+) -> ReasoningFormat | None:
     """The format of thoughts for an output that follows these ids, a rendered conversation."""
-    if thoughts is None:
+    if reasoning is None:
         return None
-    # An opening tag of ordinary text counts where the prompt mentions it (ThoughtFormat.told):
+    # An opening tag of ordinary text counts where the prompt mentions it (ReasoningFormat.told):
     # after() needs the whole prompt.
-    shown = ids if thoughts.open_id is None else ids[-TAIL:]
-    return thoughts.after(tokenizer.decode(shown, skip_special=False))
+    shown = ids if reasoning.open_id is None else ids[-TAIL:]
+    return reasoning.after(tokenizer.decode(shown, skip_special=False))
 
 
 def conversation(
-    ids: Sequence[int], thoughts: ThoughtFormat | None, tokenizer: EngineTokenizer
+    ids: Sequence[int], reasoning: ReasoningFormat | None, tokenizer: EngineTokenizer
 ) -> EncodedText:
     """The ids of a rendered conversation, as encode_chat() returned them for a receipt."""
     made = EncodedText(ids)
-    made.thoughts = thoughts_after(ids, thoughts, tokenizer)
+    made.reasoning = format_after(ids, reasoning, tokenizer)
     return made
 
 
 def read_prompt(
-    parts: LoadedModel, prompt: str | Sequence[int]
+    loaded: LoadedModel, prompt: str | Sequence[int]
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The prompt's token ids, and warnings about how it was encoded."""
     if isinstance(prompt, str):
-        ids = tuple(parts.tokenizer.encode_prompt(prompt))
+        ids = tuple(loaded.tokenizer.encode_prompt(prompt))
     else:
-        ids = _prompt_ids(prompt, parts.backend.spec.vocab)
-    warnings = (*_lost(parts.tokenizer, prompt), *typed_control(parts.tokenizer, prompt))
+        ids = _prompt_ids(prompt, loaded.backend.spec.vocab)
+    warnings = (*_lost(loaded.tokenizer, prompt), *typed_control(loaded.tokenizer, prompt))
     return ids, (*warnings, *getattr(prompt, "warnings", ()))
 
 
 def read_embed_input(
-    parts: LoadedModel, given: EmbedInput, context: int
+    loaded: LoadedModel, given: EmbedInput, context: int
 ) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """The token ids of an input of `embed` or `rerank`, and warnings about how it was encoded."""
     if given.document is not None:
-        ids, warnings = encode_pair(parts, given, context)
+        ids, warnings = encode_pair(loaded, given, context)
         return tuple(ids), tuple(warnings)
     if not given.text:
         raise ParameterError("prompt", "is empty; give at least one character or token")
-    found, warned = read_prompt(parts, given.with_prompt(parts))
-    cut, told = cut_text(parts, given, found, context)
+    found, warned = read_prompt(loaded, given.with_prompt(loaded))
+    cut, told = cut_text(loaded, given, found, context)
     return cut, (*warned, *told)
 
 

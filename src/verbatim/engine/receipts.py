@@ -11,21 +11,21 @@ from verbatim.explain.receipt import make_receipt
 
 
 def receipt_of(
-    parts: LoadedModel, context: int, request: Request, completion: Completion
+    loaded: LoadedModel, context: int, request: Request, completion: Completion
 ) -> dict[str, Any]:
-    info = parts.backend.info
+    info = loaded.backend.info
     return make_receipt(
-        model=parts.name,
-        digest=parts.digest,
+        model=loaded.name,
+        digest=loaded.digest,
         backend=info.name,
         detail=info.detail,
         numerics=info.numerics,
         fingerprint=completion.fingerprint,
-        adapter=parts.adapters[request.adapter].digest if request.adapter >= 0 else "",
+        adapter=loaded.adapters[request.adapter].digest if request.adapter >= 0 else "",
         context=context,
         prompt_ids=request.prompt_ids,
         params=request.params,
         seed=request.seed,
         choices=completion.choices,
-        thinks=request.thoughts is not None,
+        reasoning=request.reasoning is not None,
     )

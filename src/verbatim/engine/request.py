@@ -21,10 +21,10 @@ from verbatim.engine.calls.fair_pool import mask_threads
 from verbatim.engine.embed_input import EmbedInput, check_task
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.read_prompt import read_embed_input, read_prompt
-from verbatim.engine.thought_matcher import ThoughtMatcher, allows, check_supported
-from verbatim.engine.thought_tracker import make_tracker
+from verbatim.engine.reasoning_matcher import ReasoningMatcher, allows, check_supported
+from verbatim.engine.reasoning_tracker import make_tracker
 from verbatim.model.embedding import EmbeddingSpec
-from verbatim.text.reasoning.thoughts import ThoughtFormat
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
 
@@ -45,7 +45,7 @@ class Request:
     warnings: tuple[str, ...] = ()
     hidden: bool = False  # also collect the final hidden state of every prompt token
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)  # how they become one vector
-    thoughts: ThoughtFormat | None = None  # of a chat with a reasoning model
+    reasoning: ReasoningFormat | None = None  # of a chat with a reasoning model
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""  # what identifies the adapter also after a restart
 
@@ -61,15 +61,15 @@ class Request:
         if inner is not None:
             inner.submit = lambda work: mask_threads().submit(self.tenant, work)
         budget = self.params.thinking_budget
-        if self.thoughts is None or (inner is None and budget is None):
+        if self.reasoning is None or (inner is None and budget is None):
             return inner
-        tracker = make_tracker(self.thoughts, tokenizer, self.params.skip_special)
-        close = self.thoughts.close_ids
-        return ThoughtMatcher(inner, tracker, tokenizer.vocab_size, tuple(ends), budget, close)
+        tracker = make_tracker(self.reasoning, tokenizer, self.params.skip_special)
+        close = self.reasoning.close_ids
+        return ReasoningMatcher(inner, tracker, tokenizer.vocab_size, tuple(ends), budget, close)
 
 
 def make_request(
-    parts: LoadedModel,
+    loaded: LoadedModel,
     context: int,
     prompt: str | Sequence[int] | EmbedInput,
     params: SamplingParams | None = None,
@@ -87,27 +87,27 @@ def make_request(
     params = params or SamplingParams()
     if not isinstance(params, SamplingParams):
         raise ParameterError("params", f"{type(params).__name__} is not a SamplingParams")
-    params = resolve(params, parts.defaults, defaults)
+    params = resolve(params, loaded.defaults, defaults)
     pair = isinstance(prompt, EmbedInput) and prompt.document is not None
-    check_task(parts, hidden=hidden, pair=pair)
+    check_task(loaded, hidden=hidden, pair=pair)
     if isinstance(prompt, EmbedInput):
-        ids, prompt_warnings = read_embed_input(parts, prompt, context)
+        ids, prompt_warnings = read_embed_input(loaded, prompt, context)
     else:
-        ids, prompt_warnings = read_prompt(parts, prompt)
-    _check_ids(params, parts.backend.spec.vocab)
+        ids, prompt_warnings = read_prompt(loaded, prompt)
+    _check_ids(params, loaded.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
     if params.speculate is not None and params.speculate not in SPECULATE:
         raise ParameterError(
             "speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}"
         )
-    adapter = _adapter(parts, params.adapter)
-    thoughts = getattr(prompt, "thoughts", None)
-    _check_thoughts(params, thoughts, parts.tokenizer)
-    _check_output_prefix(params, ids, thoughts)
-    structure = _structure(params, parts.tokenizer, deadline)
+    adapter = _adapter(loaded, params.adapter)
+    reasoning = getattr(prompt, "reasoning", None)
+    _check_reasoning(params, reasoning, loaded.tokenizer)
+    _check_output_prefix(params, ids, reasoning)
+    structure = _structure(params, loaded.tokenizer, deadline)
     return Request(
-        thoughts=thoughts,
+        reasoning=reasoning,
         id=request_id or f"req-{secrets.token_hex(8)}",
         prompt_ids=ids,
         params=params,
@@ -115,13 +115,13 @@ def make_request(
         tenant=tenant,
         arrival=arrival,
         structure=structure,
-        prefix_matcher=_matcher_after_prefix(structure, params, ids, parts.tokenizer),
-        breakers=_breakers(params.dry_breakers, parts.tokenizer) if params.dry_multiplier else (),
+        prefix_matcher=_matcher_after_prefix(structure, params, ids, loaded.tokenizer),
+        breakers=_breakers(params.dry_breakers, loaded.tokenizer) if params.dry_multiplier else (),
         warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
-        embedding=parts.embedding,
+        embedding=loaded.embedding,
         adapter=adapter,
-        adapter_digest=parts.adapters[adapter].digest if adapter >= 0 else "",
+        adapter_digest=loaded.adapters[adapter].digest if adapter >= 0 else "",
     )
 
 
@@ -130,36 +130,36 @@ def new_seed() -> int:
     return secrets.randbits(32)
 
 
-def _adapter(parts: LoadedModel, name: str) -> int:
+def _adapter(loaded: LoadedModel, name: str) -> int:
     """The number of the adapter that a request names; -1: none."""
     if not name:
         return -1
-    names = [adapter.name for adapter in parts.adapters]
+    names = [adapter.name for adapter in loaded.adapters]
     if name not in names:
-        loaded = f"loaded are {', '.join(names[:10])}" if names else "none is loaded"
-        raise ParameterError("adapter", f"{name!r:.60} is not a loaded adapter; {loaded}")
+        known = f"loaded are {', '.join(names[:10])}" if names else "none is loaded"
+        raise ParameterError("adapter", f"{name!r:.60} is not a loaded adapter; {known}")
     return names.index(name)
 
 
-def _check_thoughts(
-    params: SamplingParams, thoughts: ThoughtFormat | None, tokenizer: EngineTokenizer
+def _check_reasoning(
+    params: SamplingParams, reasoning: ReasoningFormat | None, tokenizer: EngineTokenizer
 ) -> None:
-    if params.thinking_budget is not None and thoughts is None:
+    if params.thinking_budget is not None and reasoning is None:
         raise UnsupportedError(
             "thinking_budget",
             "only a chat with a reasoning model has thoughts; this chat template marks none",
         )
-    if thoughts is None:
+    if reasoning is None:
         return
-    if params.thinking_budget is not None and thoughts.start == "closed":
+    if params.thinking_budget is not None and reasoning.start == "closed":
         raise UnsupportedError(
             "thinking_budget", "thinking is switched off in this chat; leave one of them out"
         )
     for field_name in ("thinking_budget", *STRUCTURE):
         if getattr(params, field_name) is not None:
-            check_supported(thoughts, field_name)
+            check_supported(reasoning, field_name)
             # Finds the tokens of the markers now, so that no engine step waits for it.
-            make_tracker(thoughts, tokenizer, params.skip_special)
+            make_tracker(reasoning, tokenizer, params.skip_special)
 
 
 def _check_ids(params: SamplingParams, vocab: int) -> None:
@@ -240,14 +240,14 @@ def _structure(params: SamplingParams, tokenizer: EngineTokenizer, deadline: flo
 
 
 def _check_output_prefix(
-    params: SamplingParams, ids: Sequence[int], thoughts: ThoughtFormat | None
+    params: SamplingParams, ids: Sequence[int], reasoning: ReasoningFormat | None
 ) -> None:
     count = params.output_prefix
     if count > len(ids):
         raise ParameterError(
             "output_prefix", f"{count} is more than the prompt's {len(ids)} tokens"
         )
-    if count and thoughts is not None:
+    if count and reasoning is not None:
         raise UnsupportedError("output_prefix", "is not supported in a chat with a reasoning model")
 
 

@@ -117,7 +117,7 @@ class RunningRequest:
             seq = self.sequence(new_id(), noise_key(request.seed, index))
             self.sequences.append(seq)
             self.streams[seq.id] = ChoiceStream(
-                request.id, index, params, self.tokenizer, request.thoughts, prefix
+                request.id, index, params, self.tokenizer, request.reasoning, prefix
             )
             matcher = request.matcher(self.tokenizer, self.ends)
             if matcher is not None:

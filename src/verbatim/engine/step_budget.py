@@ -28,10 +28,10 @@ LEAST_TOKENS = 16
 
 class StepBudget:
     def __init__(
-        self, parts: LoadedModel, config: EngineConfig, scheduler: Scheduler, cost: StepCost
+        self, loaded: LoadedModel, config: EngineConfig, scheduler: Scheduler, cost: StepCost
     ) -> None:
         step_ms = config.step_ms
-        if step_ms is None and parts.backend.info.name == "cpu" and parts.task == "generate":
+        if step_ms is None and loaded.backend.info.name == "cpu" and loaded.task == "generate":
             step_ms = STEP_MS
         self._seconds = None if step_ms is None else step_ms / 1000
         self._scheduler = scheduler

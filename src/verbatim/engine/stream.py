@@ -23,8 +23,8 @@ from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob, lo
 from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.engine.loop_detector import LoopDetector
 from verbatim.text.decode import TextDecoder
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 from verbatim.text.reasoning.tag_splitter import Piece
-from verbatim.text.reasoning.thoughts import ThoughtFormat
 from verbatim.text.stop import StopMatcher
 
 
@@ -64,17 +64,17 @@ class ChoiceStream:
         index: int,
         params: SamplingParams,
         tokenizer: EngineTokenizer,
-        thoughts: ThoughtFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
         prefix: Sequence[int] = (),
     ) -> None:
         """`prefix`: the output_prefix, which stop strings, characters and loops may start in."""
         self.request_id = request_id
         self.index = index
         self._params = params
-        self._markers = frozenset() if thoughts is None else thoughts.marker_ids
+        self._markers = frozenset() if reasoning is None else reasoning.marker_ids
         self._tokenizer = tokenizer
         self._decoder = TextDecoder(tokenizer, params.skip_special, visible=self._markers)
-        self._splitter = None if thoughts is None else thoughts.splitter()
+        self._splitter = None if reasoning is None else reasoning.splitter()
         self._reasoning: list[str] = []
         self._reasoning_sent = 0  # pieces already in a Delta
         self._reasoning_tokens_sent = 0
@@ -142,19 +142,19 @@ class ChoiceStream:
     def _split(self, token: int, text: str) -> str | None:
         """Separate the thought from the answer. Returns the stop string that ends the choice."""
         assert self._splitter is not None
-        thinking = self._splitter.thinking
+        in_reasoning = self._splitter.in_reasoning
         if token in self._markers:  # the text before it is U+FFFD, if it cuts off a character
             marker = self._tokenizer.token_bytes(token).decode()
             pieces = self._splitter.push(text.removesuffix(marker)) + self._splitter.mark(marker)
         else:
             pieces = self._splitter.push(text)
-        self.reasoning_tokens += thinking or self._splitter.thinking
+        self.reasoning_tokens += in_reasoning or self._splitter.in_reasoning
         return self._sort(pieces)
 
     def _sort(self, pieces: list[Piece]) -> str | None:
         stop = None
         for kind, text in pieces:
-            if kind == "thought":
+            if kind == "reasoning":
                 self._reasoning.append(text)
             else:
                 stop = stop or self._write(text)
@@ -181,11 +181,11 @@ class ChoiceStream:
         logprobs = tuple(self.logprobs[sent:]) if self.logprobs else ()
         explain = tuple(self.explain[sent:]) if self.explain else ()
         self._sent, self._text_sent = len(self.token_ids), len(self._text)
-        thought = self.reasoning_tokens - self._reasoning_tokens_sent
+        count = self.reasoning_tokens - self._reasoning_tokens_sent
         self._reasoning_tokens_sent = self.reasoning_tokens
         finish = self.finish
         return Delta(
-            self.request_id, self.index, text, tokens, logprobs, explain, finish, reasoning, thought
+            self.request_id, self.index, text, tokens, logprobs, explain, finish, reasoning, count
         )
 
     def choice(self, index: int) -> Choice:

@@ -37,7 +37,7 @@ def make_receipt(
     seed: int,
     choices: Sequence[Choice],
     adapter: str = "",
-    thinks: bool = False,
+    reasoning: bool = False,
 ) -> dict[str, Any]:
     """The receipt of a finished request. `adapter`: digest of the LoRA adapter params.adapter.
     `thinks`: a conversation with a reasoning model, so that structure and stop strings apply behind
@@ -57,7 +57,7 @@ def make_receipt(
         "fingerprint": fingerprint,
         "context": context,
         **({"adapter": adapter} if adapter else {}),
-        **({"thinks": True} if thinks else {}),
+        **({"thinks": True} if reasoning else {}),
         "prompt_ids": list(prompt_ids),
         "params": _json_ready(asked),
         "origins": dict(params.origins),

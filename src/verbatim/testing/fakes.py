@@ -5,7 +5,7 @@ computed from the number found in the cache at the position before, so a wrong b
 or a stale table changes every later token. With `canary` every visible cache slot is verified at
 every read: each slot records its position and token.
 
-    llm = LLM.from_parts(fake_parts(), kv_blocks=64)
+    llm = LLM.from_loaded(fake_parts(), kv_blocks=64)
     llm.generate("hello", SamplingParams(max_tokens=8, seed=1))
 """
 
@@ -330,7 +330,7 @@ class ByteTokenizer:
 
 
 def fake_parts(backend: Any = None, **options: Any) -> LoadedModel:
-    """Parts for LLM.from_parts and AsyncEngine.from_parts without a model. `options` are those of
+    """Parts for LLM.from_loaded and AsyncEngine.from_loaded without a model. `options` are those of
     FakeBackend."""
     backend = backend or FakeBackend(**options)
     return LoadedModel(
@@ -431,9 +431,9 @@ def server_parts(options: str) -> LoadedModel:
     request.new_seed = itertools.count(1).__next__  # as to_params.count_seeds()
     kind, *pairs = options.split(",")
     values = dict(pair.split("=", 1) for pair in pairs)
-    thinks, ranks = "think" in values, "rank" in values
+    reasoning, ranks = "think" in values, "rank" in values
     kinds = {(True, False): ThinkByteTokenizer, (False, True): PairByteTokenizer}
-    tokenizer = kinds.get((thinks, ranks), ChatByteTokenizer)()
+    tokenizer = kinds.get((reasoning, ranks), ChatByteTokenizer)()
     context = int(values.get("context", 4096))
     spec = fake_spec(vocab=tokenizer.vocab_size, context=context)
     backend = PacedBackend(
@@ -443,7 +443,7 @@ def server_parts(options: str) -> LoadedModel:
         gate=values.get("gate"),
         broken=int(values["broken"]) if "broken" in values else None,
     )
-    template = ChatTemplate(THINK_SOURCE if thinks else CHAT_SOURCE, "<s>", "</s>")
+    template = ChatTemplate(THINK_SOURCE if reasoning else CHAT_SOURCE, "<s>", "</s>")
     return LoadedModel(
         backend,
         tokenizer,

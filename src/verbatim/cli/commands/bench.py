@@ -169,7 +169,7 @@ def _run(
     ready = first_token(llm, rounds)
     print(f"{'first token':16} {ready * 1000:8.1f} ms")
     out = summary(llm, limits, card, rows, rival)
-    if llm.parts.backend.info.name == "cuda":
+    if llm.loaded.backend.info.name == "cuda":
         out["crowd"] = _crowd(llm, limits, card, quick, theirs)
     if plot:
         plot_rows(plot, rows, card, limits, rival)
@@ -186,7 +186,7 @@ def _measure(
     runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
     print_header(rival)
     rows = []
-    warm_ups = GPU_WARM_UPS if llm.parts.backend.info.name == "cuda" else 1
+    warm_ups = GPU_WARM_UPS if llm.loaded.backend.info.name == "cuda" else 1
     assert llm.config.step_tokens is not None, "an opened engine has resolved it"
     for job in jobs(
         **sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context
@@ -280,7 +280,7 @@ def _open_rival(name: str, python: str | None, model: str, flags: Values, llm: L
     path = with_siblings(resolve(model, revision=flags.get("revision"), offline=True))[0]
     rival = Rival(name, find_python(name, python))
     try:
-        info = llm.parts.backend.info
+        info = llm.loaded.backend.info
         device = "cuda" if info.name == "cuda" else "cpu"
         rival.open(str(path), info.threads, min(llm.context, 2304), device)
     except BaseException:
@@ -294,7 +294,7 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     from verbatim.observe.plot import Chart, Line, draw
 
     found = curve(llm, mode, 4 * rounds)
-    info = llm.parts.backend.info
+    info = llm.loaded.backend.info
     print(
         f"engine    {info.name} {info.detail}; proposer {mode}; "
         "a pass with k drafts yields 1 to k + 1 tokens"
@@ -326,7 +326,7 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
             ],
             plot,
         )
-    _write_result({"model": llm.parts.name, "fingerprint": llm.fingerprint, **found})
+    _write_result({"model": llm.loaded.name, "fingerprint": llm.fingerprint, **found})
     return 0
 
 

@@ -29,11 +29,11 @@ from verbatim.cli.lib.options import (
     positional_model,
     quiet_option,
 )
+from verbatim.cli.lib.reasoning_options import reasoning_level, reasoning_options
 from verbatim.cli.lib.report import broken_structure, error_text, length_line, loop_line, short_line
 from verbatim.cli.lib.sampling_options import sampling_of, sampling_options
-from verbatim.cli.lib.terminal import BOLD, RED, Thoughts, note, paint, use_colour, warn, write
+from verbatim.cli.lib.terminal import BOLD, RED, ReasoningView, note, paint, use_colour, warn, write
 from verbatim.cli.lib.texts import check_structure, decode_argument
-from verbatim.cli.lib.think_options import think_options, thinking_of
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
@@ -47,7 +47,7 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 @option("--system", metavar="TEXT", help="system message")
 @quiet_option("no closing lines, no greeting")
 @switch("--plain", help="answers as they are, without rendered Markdown")
-@think_options
+@reasoning_options
 @model_options
 @engine_options(unused=ONE_ANSWER)
 @sampling_options
@@ -61,7 +61,7 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
     --no-think switches it off, /think and /nothink during the chat.
     """
     positional_model(flags, name)
-    thinking = thinking_of(flags)
+    level = reasoning_level(flags)
     params = sampling_of(flags)
     check_supported(params)
     check_structure(params)
@@ -73,7 +73,7 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
         plain=plain,
     )
     try:
-        chat.talk.set_thinking(thinking)
+        chat.talk.set_reasoning(level)
         return chat.run()
     finally:
         chat.talk.llm.close()
@@ -85,9 +85,8 @@ def _open(flags: Values, quiet: bool, *, interruptible: bool = False) -> LLM:
     if llm.has_template:
         return llm
     llm.close()
-    raise UnsupportedError(
-        "model", f"{llm.parts.name} has no chat template; `verbatim run --raw` continues plain text"
-    )
+    remedy = "`verbatim run --raw` continues plain text"
+    raise UnsupportedError("model", f"{llm.loaded.name} has no chat template; {remedy}")
 
 
 class ChatLoop:
@@ -107,7 +106,7 @@ class ChatLoop:
             enable_line_editing(list(COMMANDS), model_names)
             if not self.quiet:
                 note(
-                    f"{self.talk.llm.parts.name}, context {self.talk.llm.context} tokens. "
+                    f"{self.talk.llm.loaded.name}, context {self.talk.llm.context} tokens. "
                     "/help for commands, Ctrl-D to leave."
                 )
         while True:
@@ -170,9 +169,9 @@ class ChatLoop:
         self._close(code, completion)
 
     def _ask(self, text: str, params: SamplingParams | None) -> tuple[int, Completion]:
-        thoughts = Thoughts(quiet=self.quiet)
+        reasoning = ReasoningView(quiet=self.quiet)
         if not self._rendered:
-            done = self.talk.ask(text, write, params, thoughts)
+            done = self.talk.ask(text, write, params, reasoning)
             write("\n")
             return done
         from rich.console import Console
@@ -181,7 +180,7 @@ class ChatLoop:
 
         stream = MarkdownStream(Console(highlight=False))
         try:
-            return self.talk.ask(text, stream.push, params, thoughts)
+            return self.talk.ask(text, stream.push, params, reasoning)
         finally:
             stream.close()
 

@@ -60,9 +60,9 @@ def command(
         if as_json:
             out = {
                 "embeddings": rows,
-                "model": llm.parts.name,
+                "model": llm.loaded.name,
                 "fingerprint": llm.fingerprint,
-                "pooling": llm.parts.embedding.pooling,
+                "pooling": llm.loaded.embedding.pooling,
             }
             write_json(out)
             return 0

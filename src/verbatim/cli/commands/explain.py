@@ -236,7 +236,7 @@ def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> Non
         explain_page(
             completion.choices[0].explain,
             llm.tokenizer.token_bytes,
-            title=f"Why {llm.parts.name} chose each token",
+            title=f"Why {llm.loaded.name} chose each token",
             prompt=prompt,
             params=params_in_force(completion),
         ),

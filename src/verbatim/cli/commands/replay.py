@@ -56,17 +56,17 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     if params.num_beams == 1:
         params = params.with_(explain=CANDIDATES)  # how close the first difference was
     with open_llm(flags, quiet=as_json) as llm:
-        info = llm.parts.backend.info
+        info = llm.loaded.backend.info
         prompt = list(receipt["prompt_ids"])
         if receipt.get("thinks"):
-            prompt = conversation(prompt, llm.thoughts, llm.tokenizer)
+            prompt = conversation(prompt, llm.reasoning, llm.tokenizer)
         done = llm.generate(prompt, params)
         environment = {
-            "digest": llm.parts.digest,
+            "digest": llm.loaded.digest,
             "backend": info.name,
             "numerics": info.numerics,
             "context": llm.context,
-            "adapter": next((a.digest for a in llm.parts.adapters if a.name == params.adapter), ""),
+            "adapter": {a.name: a.digest for a in llm.loaded.adapters}.get(params.adapter, ""),
         }
         verdict = compare(receipt, done.choices, environment)
         around = [] if verdict.identical else _around(llm, receipt, done, verdict)

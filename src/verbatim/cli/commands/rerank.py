@@ -43,7 +43,7 @@ def command(
         if as_json:
             results = [asdict(row) for row in ranked]
             write_json(
-                {"results": results, "model": llm.parts.name, "fingerprint": llm.fingerprint}
+                {"results": results, "model": llm.loaded.name, "fingerprint": llm.fingerprint}
             )
             return 0
         for row in ranked:

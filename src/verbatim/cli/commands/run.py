@@ -36,7 +36,7 @@ from verbatim.cli.lib.report import (
     params_line,
 )
 from verbatim.cli.lib.sampling_options import sampling_of, sampling_options
-from verbatim.cli.lib.terminal import Thoughts, note, warn, write, write_json
+from verbatim.cli.lib.terminal import ReasoningView, note, warn, write, write_json
 from verbatim.cli.lib.texts import check_output, check_structure
 
 if TYPE_CHECKING:
@@ -88,8 +88,8 @@ def command(
         stream = asked.start(llm, params)
         # In a pipe, structured output is printed whole: valid, or not at all.
         shown = _streams(params) and not as_json and not _held_back(params)
-        thoughts = Thoughts(quiet=quiet or as_json or not _streams(params))
-        code, completion = collect(stream, show=write if shown else None, thoughts=thoughts)
+        reasoning = ReasoningView(quiet=quiet or as_json or not _streams(params))
+        code, completion = collect(stream, show=write if shown else None, reasoning=reasoning)
         broken = broken_structure(completion) or error_text(completion)
         if as_json:
             write_json(completion_json(llm, completion, notices))

@@ -70,7 +70,7 @@ def command(
                     "total_logprob": score.total,
                     "tokens": list(score.token_ids),
                     "logprobs": token_logprobs(score.logprobs),
-                    "model": llm.parts.name,
+                    "model": llm.loaded.name,
                     "fingerprint": fingerprint,
                     "warnings": list(score.warnings),
                 }

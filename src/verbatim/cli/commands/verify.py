@@ -88,7 +88,7 @@ def _verify(path: str, backend: str, settings: Values, quiet: bool) -> dict[str,
 
     def open_llm(changes: Values) -> LLM:
         llm = LLM(path, **{**settings, **changes})
-        info = llm.parts.backend.info
+        info = llm.loaded.backend.info
         about.setdefault("backend", f"{info.name} {info.detail}".strip())
         about.setdefault("fingerprint", llm.fingerprint)
         return llm

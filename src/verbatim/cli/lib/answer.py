@@ -16,9 +16,9 @@ from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.command_class import option, switch
 from verbatim.cli.lib.options import Values, all_of, file_option, raw_option
-from verbatim.cli.lib.terminal import Thoughts
+from verbatim.cli.lib.reasoning_options import ReasoningLevel, reasoning_level, reasoning_options
+from verbatim.cli.lib.terminal import ReasoningView
 from verbatim.cli.lib.texts import decode_argument, read_prompt, split_model
-from verbatim.cli.lib.think_options import Thinking, think_options, thinking_of
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.blocking_engine import Stream
@@ -50,7 +50,7 @@ def prompt_options(command: F) -> F:
         file_option("prompt"),
         option("--system", metavar="TEXT", help="system message of the chat turn"),
     )
-    return add(think_options(command))
+    return add(reasoning_options(command))
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class PromptFlags:
     raw: bool
     system: str | None
     parse_special: bool
-    thinking: Thinking | None
+    level: ReasoningLevel | None
 
     @classmethod
     def of(cls, flags: Values) -> PromptFlags:
@@ -71,9 +71,9 @@ class PromptFlags:
             raise ParameterError(
                 "system", "cannot be used with a raw continuation; leave out --raw or --system"
             )
-        thinking = thinking_of(flags)
+        level = reasoning_level(flags)
         text = read_prompt(split_model(flags["prompt"], flags), file=flags["file"])
-        return cls(text, raw, system, flags["parse_special"], thinking)
+        return cls(text, raw, system, flags["parse_special"], level)
 
     def is_turn(self, llm: LLM) -> bool:
         """Whether the prompt is a chat turn; else the text is continued."""
@@ -94,7 +94,7 @@ class PromptFlags:
         if self.system is not None:
             system = decode_argument(self.system, "system")
             messages.insert(0, {"role": "system", "content": system})
-        variables = {} if self.thinking is None else self.thinking.variables(llm)
+        variables = {} if self.level is None else self.level.variables(llm)
         return llm.chat_stream(messages, params, **variables)
 
     def _check_continuation(self) -> None:
@@ -104,15 +104,14 @@ class PromptFlags:
                 "this model has no chat template, so it takes no system message; leave out"
                 " --system, or write its text into the prompt",
             )
-        if self.thinking is not None:
+        if self.level is not None:
             raise ParameterError(
-                self.thinking.field,
-                "only a chat turn with a chat template has thoughts; leave it out",
+                self.level.field, "only a chat turn with a chat template has thoughts; leave it out"
             )
 
 
 def collect(
-    stream: Stream, *, show: Callable[[str], None] | None, thoughts: Thoughts | None = None
+    stream: Stream, *, show: Callable[[str], None] | None, reasoning: ReasoningView | None = None
 ) -> tuple[int, Completion]:
     """Read a stream to its end, passing the text of the first answer to `show` and its thought to
     `thoughts`. Returns the exit code and the completion.
@@ -134,16 +133,16 @@ def collect(
             for delta in stream:
                 if delta.index != 0:
                     continue
-                if thoughts is not None and delta.reasoning:
-                    thoughts.push(delta.reasoning)
+                if reasoning is not None and delta.reasoning:
+                    reasoning.push(delta.reasoning)
                 if delta.text:
-                    if thoughts is not None:
-                        thoughts.close()
+                    if reasoning is not None:
+                        reasoning.close()
                     if show is not None:
                         show(delta.text)
     finally:
-        if thoughts is not None:
-            thoughts.close()
+        if reasoning is not None:
+            reasoning.close()
         signal.signal(signal.SIGINT, before)
     assert stream.completion is not None, "a stream ends with its completion"
     return code, stream.completion

@@ -29,12 +29,12 @@ def print_limits(llm: LLM, quick: bool) -> tuple[MachineLimits, CostCard]:
     """Measure and print the limits of the machine, and the cost of the model's tokens."""
     from verbatim.observe.roofline import cost_card
 
-    info = llm.parts.backend.info
+    info = llm.loaded.backend.info
     limits = _gpu_limits() if info.name == "cuda" else _cpu_limits(info.threads, quick)
-    card = cost_card(llm.parts.backend.spec, info)
+    card = cost_card(llm.loaded.backend.spec, info)
     _head(f"engine    {info.name} {info.detail}")
     _head(
-        f"model     {llm.parts.name}: {card.read_bytes() / 1e6:.1f} MB of weights read per token, "
+        f"model     {llm.loaded.name}: {card.read_bytes() / 1e6:.1f} MB of weights read per token, "
         f"{card.kv_token_bytes / 1e3:.1f} kB of KV cache per token, "
         f"{card.ops_token / 1e9:.3f} GOP per token ({card.prompt_ops_token / 1e9:.3f} in prefill)"
     )
@@ -129,7 +129,7 @@ def summary(
 ) -> dict[str, Any]:
     from dataclasses import asdict
 
-    info = llm.parts.backend.info
+    info = llm.loaded.backend.info
     measured = []
     for row in rows:
         entry: dict[str, Any] = {
@@ -146,7 +146,7 @@ def summary(
             )
         measured.append(entry)
     return {
-        "model": llm.parts.name,
+        "model": llm.loaded.name,
         "fingerprint": llm.fingerprint,
         "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
         "limits": asdict(limits),

@@ -90,7 +90,7 @@ def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) 
     from verbatim.base.config import EngineConfig
     from verbatim.diagnose.text_checks import THETAS, check_theta, read_texts, with_theta
     from verbatim.engine.calls.llm import LLM
-    from verbatim.engine.loaded_model import load_parts
+    from verbatim.engine.loaded_model import load_for_engine
 
     if not any(layer.rope for layer in model.spec.layers):
         return []
@@ -99,8 +99,8 @@ def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) 
     for factor in THETAS:
         progress(f"{factor:g} times rope_theta")
         config, change = EngineConfig(**settings), partial(with_theta, factor=factor)
-        parts = load_parts(model.path, config, change=change)
-        with LLM.from_parts(parts, **settings) as llm:
+        loaded = load_for_engine(model.path, config, change=change)
+        with LLM.from_loaded(loaded, **settings) as llm:
             if (reading := read_texts(llm)) is not None:
                 others[factor] = reading
     progress.clear()

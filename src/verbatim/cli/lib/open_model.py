@@ -31,7 +31,7 @@ def open_llm(
         progress(f"loading {flags['model']}")
     with nullcontext() if interruptible else exit_on_interrupt():
         llm = _load(flags, settings, progress, generates=generates)
-    why = llm.parts.backend.info.note
+    why = llm.loaded.backend.info.note
     if why and not quiet:
         note(f"note: {why}")
     return llm
@@ -85,8 +85,8 @@ def speed_limit(llm: LLM, context: int) -> float | None:
     from verbatim.observe.roofline import cost_card, load_limits
 
     limits = load_limits(cache_dir())
-    info = llm.parts.backend.info
+    info = llm.loaded.backend.info
     if limits is None or info.name != "cpu":
         return None
-    card = cost_card(llm.parts.backend.spec, info)
+    card = cost_card(llm.loaded.backend.spec, info)
     return limits.decode_ceiling(card.read_bytes() + context * info.kv_token_bytes)

@@ -178,7 +178,7 @@ def choice_head(choice: Choice, *, several: bool) -> str:
 
 
 def backend_text(llm: LLM) -> str:
-    info = llm.parts.backend.info
+    info = llm.loaded.backend.info
     threads = f", {info.threads} threads" if info.threads > 1 else ""
     return f"{info.name} {info.detail}".strip() + threads
 
@@ -189,7 +189,7 @@ def completion_json(
     """The object that --json prints. The first answer is at the top level; with several answers,
     `choices` holds all of them."""
     first = choice_json(completion.choices[0])
-    info = llm.parts.backend.info
+    info = llm.loaded.backend.info
     rate = completion.timings.decode_rate(completion.usage.output_tokens)
     out: dict[str, Any] = {
         "text": first["text"],
@@ -205,7 +205,7 @@ def completion_json(
         "seed": None if _has_beams(completion) else completion.seed,
         "params": report(completion.params, completion.seed) if completion.params else {},
         "timings": {**asdict(completion.timings), "tokens_per_second": rate},
-        "model": llm.parts.name,
+        "model": llm.loaded.name,
         "backend": {
             "name": info.name,
             "detail": info.detail,

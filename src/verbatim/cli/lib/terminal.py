@@ -87,7 +87,7 @@ def warn(text: str) -> None:
     note(f"warning: {text}", YELLOW)
 
 
-class Thoughts:
+class ReasoningView:
     """Streams the thought of a reasoning model to stderr, dimmed, or between <think> tags without
     colours. Shown on a terminal only: logs and pipes carry answers and notices."""
 

@@ -64,13 +64,13 @@ class AsyncEngine(AsyncLoop):
     True
     """
 
-    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
-        super()._open(parts, config)
+    def _open(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        super()._open(loaded, config)
         self._encoders = FairThreadPool(4, "verbatim-encode")
         # One thread per slot of the compile pool. One tenant occupies at most one of two, so an
         # expensive grammar delays another tenant's by one compile at most.
         self._compilers = FairThreadPool(SIZE, "verbatim-compile")
-        self._compilers.submit("", partial(prepare, parts.tokenizer))  # before any request waits
+        self._compilers.submit("", partial(prepare, loaded.tokenizer))  # before any request waits
         self._thread.start()
 
     async def submit(

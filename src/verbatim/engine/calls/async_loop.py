@@ -31,8 +31,8 @@ IDLE_CHECK_SECONDS = 0.2
 class AsyncLoop(AsyncCalls):
     """The loop of AsyncEngine: its state, its thread, and the inbox between them."""
 
-    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
-        super()._open(parts, config)
+    def _open(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        super()._open(loaded, config)
         # Readers by request id. AsyncStreams are held weakly: a dropped one aborts its request.
         self._readers: dict[str, Callable[[], AsyncStream | SinkRequest | None]] = {}
         self._inbox: deque[tuple[str, Any]] = deque()

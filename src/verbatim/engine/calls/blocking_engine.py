@@ -90,8 +90,8 @@ class Stream:
 class BlockingEngine(EngineBase):
     """Queues requests and steps the engine. LLM adds the public calls."""
 
-    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
-        super()._open(parts, config)
+    def _open(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        super()._open(loaded, config)
         self.closed = False
         self._lock = threading.RLock()  # serialises all access to the core
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()

@@ -32,7 +32,7 @@ class Ranked:
 class EmbedCalls:
     """The part of LLM that needs no sampling. `parts` and `_vectors` are LLM's."""
 
-    parts: Any
+    loaded: Any
 
     def _vectors(self, inputs: Sequence[EmbedInput]) -> list[np.ndarray]:
         raise NotImplementedError
@@ -89,12 +89,12 @@ class EmbedCalls:
             EmbedInput(text, prompt_name=prompt_name, truncate=truncate, adapter=adapter)
             for text in ([texts] if single else texts)
         ]
-        width = self.parts.backend.spec.hidden
+        width = self.loaded.backend.spec.hidden
         if dimensions is not None and not 1 <= dimensions <= width:
             raise ParameterError("dimensions", f"{dimensions} is not from 1 to {width}")
         found = np.stack(self._vectors(inputs))
         if dimensions is not None:
-            found = shortened(found, dimensions, normalise=self.parts.embedding.normalise)
+            found = shortened(found, dimensions, normalise=self.loaded.embedding.normalise)
         return found[0] if single else found
 
     def rerank(

@@ -16,13 +16,14 @@ from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.migration_hints import AnsweringType, attribute, hints
 from verbatim.engine.core import EngineCore
 from verbatim.engine.engine_setup import prepare
-from verbatim.engine.loaded_model import LoadedModel, Progress, load_parts
-from verbatim.engine.read_prompt import EncodedText, encoded, lost_in, thoughts_after
-from verbatim.text.reasoning.thoughts import ThoughtFormat
+from verbatim.engine.loaded_model import LoadedModel, Progress, load_for_engine
+from verbatim.engine.read_prompt import EncodedText, encoded, format_after, lost_in
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
 log = logging.getLogger("verbatim.engine")
 P = ParamSpec("P")
 Message = Mapping[str, Any]
+RENAMED = {"parts": "loaded", "thoughts": "reasoning"}  # deprecated attributes
 # Not allowed as template options
 RESERVED_OPTIONS = {"tokenizer", "template", "messages", "warnings"}
 # A message with one of these needs no content.
@@ -79,41 +80,48 @@ class EngineBase(metaclass=AnsweringType):
                 "model", f"{model!r:.40} is not a model; give a name or a path, such as 'smollm2'"
             )
         config = _config(type(self).__name__, settings)
-        parts = load_parts(model, config, revision=revision, offline=offline, progress=progress)
-        for line in parts.warnings:
-            log.warning("%s: %s", parts.name, line)
-        self._open(parts, config)
+        loaded = load_for_engine(
+            model, config, revision=revision, offline=offline, progress=progress
+        )
+        for line in loaded.warnings:
+            log.warning("%s: %s", loaded.name, line)
+        self._open(loaded, config)
 
     @classmethod
-    def from_parts(cls, parts: LoadedModel, **options: Any) -> Self:
+    def from_loaded(cls, loaded: LoadedModel, **options: Any) -> Self:
         """An engine for an already loaded model, or for the fakes of verbatim.testing.fakes."""
         self = cls.__new__(cls)
         config = _config(cls.__name__, options)
         named = [split_adapter(entry)[0] for entry in config.adapters]
-        if named and named != [adapter.name for adapter in parts.adapters]:
-            raise ParameterError("adapters", "the model was loaded without them; use load_parts()")
-        self._open(parts, config)
+        if named and named != [adapter.name for adapter in loaded.adapters]:
+            raise ParameterError(
+                "adapters", "the model was loaded without them; use load_for_engine()"
+            )
+        self._open(loaded, config)
         return self
 
     if not TYPE_CHECKING:  # a type checker reports unknown names itself
+        from_parts = from_loaded  # deprecated, as RENAMED
 
         def __getattr__(self, name: str) -> Any:
+            if name in RENAMED:
+                return getattr(self, RENAMED[name])
             raise attribute(self, name, "methods")
 
         def __call__(self, *_: Any, **__: Any) -> Any:
             raise TypeError("an engine is not a function; use generate(prompt) or chat(messages)")
 
-    def _open(self, parts: LoadedModel, config: EngineConfig) -> None:
+    def _open(self, loaded: LoadedModel, config: EngineConfig) -> None:
         """Subclasses extend this with their own state: locks, streams, a thread."""
-        parts, config = prepare(parts, config)
-        self.parts = parts
-        self.core = EngineCore(parts, config)
+        loaded, config = prepare(loaded, config)
+        self.loaded = loaded
+        self.core = EngineCore(loaded, config)
         self.config = self.core.config
-        self._backend_name = parts.backend.info.name  # a closed backend has no info
+        self._backend_name = loaded.backend.info.name  # a closed backend has no info
 
     def __repr__(self) -> str:
         return (
-            f"{type(self).__name__}({self.parts.name!r}, backend={self._backend_name!r},"
+            f"{type(self).__name__}({self.loaded.name!r}, backend={self._backend_name!r},"
             f" context={self.context})"
         )
 
@@ -124,7 +132,7 @@ class EngineBase(metaclass=AnsweringType):
         >>> llm.tokenizer.decode(llm.encode("hi"))
         'hi'
         """
-        return self.parts.tokenizer
+        return self.loaded.tokenizer
 
     @property
     def context(self) -> int:
@@ -143,7 +151,7 @@ class EngineBase(metaclass=AnsweringType):
         >>> llm.warnings
         ()
         """
-        return self.parts.warnings
+        return self.loaded.warnings
 
     @property
     def has_template(self) -> bool:
@@ -152,16 +160,16 @@ class EngineBase(metaclass=AnsweringType):
         >>> llm.has_template
         True
         """
-        return self.parts.template is not None
+        return self.loaded.template is not None
 
     @cached_property
-    def thoughts(self) -> ThoughtFormat | None:
+    def reasoning(self) -> ReasoningFormat | None:
         """How a reasoning model marks its thoughts, from its chat template; None without any."""
-        from verbatim.text.reasoning.thoughts import find_format
+        from verbatim.text.reasoning.reasoning_format import find_format
 
-        if self.parts.template is None:
+        if self.loaded.template is None:
             return None
-        return find_format(self.parts.template.sources.values(), self.parts.tokenizer)
+        return find_format(self.loaded.template.sources.values(), self.loaded.tokenizer)
 
     @property
     def fingerprint(self) -> str:
@@ -182,7 +190,7 @@ class EngineBase(metaclass=AnsweringType):
         >>> llm.decode(llm.encode("hi"))
         'hi'
         """
-        return encoded(self.parts.tokenizer, text, special=parse_special)
+        return encoded(self.loaded.tokenizer, text, special=parse_special)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without control tokens.
@@ -190,7 +198,7 @@ class EngineBase(metaclass=AnsweringType):
         >>> llm.decode(llm.encode("Paris"))
         'Paris'
         """
-        return self.parts.tokenizer.decode(ids)
+        return self.loaded.tokenizer.decode(ids)
 
     def encode_chat(self, messages: Sequence[Message], /, **template: Any) -> list[int]:
         """Token ids of a conversation, rendered by the model's chat template. A control token typed
@@ -203,10 +211,10 @@ class EngineBase(metaclass=AnsweringType):
         >>> "Hello" in llm.decode(ids)
         True
         """
-        if self.parts.template is None:
+        if self.loaded.template is None:
             raise UnsupportedError(
                 "messages",
-                f"{self.parts.name} has no chat template; use generate() with plain text",
+                f"{self.loaded.name} has no chat template; use generate() with plain text",
             )
         from verbatim.text.control_tokens import strings_in
         from verbatim.text.templates.chat_template import encode_chat
@@ -216,14 +224,14 @@ class EngineBase(metaclass=AnsweringType):
             raise ParameterError(
                 "chat_template_kwargs", f"{name!r} is set by the engine; leave it out"
             )
-        tokenizer: Any = self.parts.tokenizer
+        tokenizer: Any = self.loaded.tokenizer
         warnings: list[str] = []
         ids = EncodedText(
-            encode_chat(tokenizer, self.parts.template, messages, warnings=warnings, **template)
+            encode_chat(tokenizer, self.loaded.template, messages, warnings=warnings, **template)
         )
         ids.warnings = tuple(warnings)
         ids.lost = lost_in(tokenizer, "".join(strings_in([messages, template])))
-        ids.thoughts = thoughts_after(ids, self.thoughts, tokenizer)
+        ids.reasoning = format_after(ids, self.reasoning, tokenizer)
         return ids
 
     def stats(self) -> dict[str, Any]:

@@ -250,7 +250,7 @@ class LLM(EmbedCalls, BlockingEngine):
             )
         if stride is not None:
             _whole("stride", stride)
-        ids, warnings = read_prompt(self.parts, text)
+        ids, warnings = read_prompt(self.loaded, text)
         spans = windows(len(ids), window, stride)
         completions = self._run([ids[w.start : w.end] for w in spans], [params] * len(spans))
         raise_error(completions)

@@ -37,7 +37,7 @@ def pin_threads(engine: AsyncEngine, before: set[int]) -> bool:
     cores = sorted(os.sched_getaffinity(0))
     threads = [engine.step_thread, *sorted(native_threads() - before)]
     if (
-        len(threads) != engine.parts.backend.info.threads
+        len(threads) != engine.loaded.backend.info.threads
         or len(threads) != len(cores)
         or len(threads) < 2
     ):

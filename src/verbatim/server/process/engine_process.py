@@ -70,8 +70,8 @@ def open_text(
     if test_engine:
         from verbatim.testing import fakes as testing
 
-        parts = testing.server_parts(test_engine)
-        return parts.tokenizer, parts.template
+        loaded = testing.server_parts(test_engine)
+        return loaded.tokenizer, loaded.template
     return load_text(model, revision=revision, offline=offline)
 
 
@@ -90,7 +90,7 @@ def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
         from verbatim.testing import fakes as testing
 
         found()
-        return AsyncEngine.from_parts(testing.server_parts(start.test_engine), **start.engine)
+        return AsyncEngine.from_loaded(testing.server_parts(start.test_engine), **start.engine)
     before = native_threads()
     if os.path.exists(os.path.expanduser(start.model)):
         found()
@@ -101,7 +101,7 @@ def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
         progress=lambda text, *_: None if text.startswith(LOOKING) else found(),
         **start.engine,
     )
-    info = engine.parts.backend.info
+    info = engine.loaded.backend.info
     log.info("backend %s %s", info.name, info.detail)
     if info.note:
         log.warning("%s", info.note)
@@ -169,8 +169,8 @@ class Bandwidth:
         from verbatim.hub.catalog import cache_dir
         from verbatim.observe.roofline import cost_card, load_limits
 
-        info = engine.parts.backend.info
-        self._card = cost_card(engine.parts.backend.spec, info)
+        info = engine.loaded.backend.info
+        self._card = cost_card(engine.loaded.backend.spec, info)
         # The measured limit is that of main memory; a GPU has none.
         limits = load_limits(cache_dir()) if info.name != "cuda" else None
         self._limit = limits.read_bytes if limits is not None else None

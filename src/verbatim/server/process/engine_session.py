@@ -120,7 +120,7 @@ class EngineSession:
 
     def _cache_tokens(self) -> int:
         pools = self._engine.core.scheduler.cache.pools
-        return int(min(pool.total for pool in pools) * self._engine.parts.backend.block_size)
+        return int(min(pool.total for pool in pools) * self._engine.loaded.backend.block_size)
 
     def facts(self) -> ModelFacts:
         return facts_of(self._engine)
@@ -267,8 +267,8 @@ class EngineSession:
         prompt, num_ctx = message.prompt, message.num_ctx
         if message.embedding and prompt is not None:
             return EmbedInput(prompt, message.document, message.prompt_name, message.truncate)
-        if isinstance(prompt, list) and message.thinks:
-            return conversation(prompt, self._engine.thoughts, self._engine.tokenizer)
+        if isinstance(prompt, list) and message.reasoning:
+            return conversation(prompt, self._engine.reasoning, self._engine.tokenizer)
         if isinstance(prompt, list) or not (message.parse_special or num_ctx):
             return prompt
         ids = await asyncio.to_thread(self._encode_prompt, message)
@@ -318,7 +318,7 @@ class EngineSession:
         return self._engine.encode_chat(message.messages, **(message.template or {}))
 
     def _render_chat(self, message: Tokenize, warnings: list[str]) -> str:
-        template = self._engine.parts.template
+        template = self._engine.loaded.template
         if template is None:
             raise UnsupportedError("messages", "this model has no chat template")
         text: str = template.render(message.messages, warnings=warnings, **(message.template or {}))

@@ -72,13 +72,13 @@ class Inspector:
         from verbatim.hub.catalog import cache_dir
         from verbatim.observe.roofline import cost_card, load_limits
 
-        engine, backend = self._engine, self._engine.parts.backend
+        engine, backend = self._engine, self._engine.loaded.backend
         info, spec = backend.info, backend.spec
         card = cost_card(spec, info)
         limits = load_limits(cache_dir()) if info.name != "cuda" else None
         return {
-            "model": engine.parts.name,
-            "digest": engine.parts.digest,
+            "model": engine.loaded.name,
+            "digest": engine.loaded.digest,
             "fingerprint": engine.fingerprint,
             "backend": info.name,
             "detail": info.detail,
@@ -178,7 +178,7 @@ class Inspector:
             return ()
         ends = set(params.stop_token_ids)
         if not params.ignore_eos:
-            ends |= set(self._engine.parts.eos_ids)
+            ends |= set(self._engine.loaded.eos_ids)
         return tuple(sorted(ends))
 
 

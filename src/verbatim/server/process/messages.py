@@ -52,7 +52,7 @@ class Generate:
     prompt: str | list[int] | None = None  # None: `messages` holds the conversation
     messages: Conversation | None = None
     template: dict[str, Any] | None = None  # options of the chat template (tools, ...)
-    thinks: bool = False  # `prompt` is a rendered conversation with a reasoning model
+    reasoning: bool = False  # `prompt` is a rendered conversation with a reasoning model
     parse_special: bool = False  # the text of a control token in the prompt becomes that token
     echo: bool = False  # Accepted carries the prompt's text
     num_ctx: int | None = None  # Ollama: maximum tokens of prompt and output together
@@ -142,10 +142,10 @@ class ModelFacts:
     longest_token: int  # bytes
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapter -> its fingerprint
     task: str = "generate"  # or embed, rerank: an encoder
-    thinks: bool = False  # the chat template marks thoughts (text/reasoning/thoughts.py)
-    template_thoughts: bool = False  # the chat template reads the thoughts of earlier turns
-    # template variables that switch thinking, see api/thinking.py
-    thinking_switches: list[str] = field(default_factory=list)
+    reasoning: bool = False  # the chat template marks thoughts (text/reasoning/reasoning_format.py)
+    template_reasoning: bool = False  # the chat template reads the thoughts of earlier turns
+    # template variables that switch thinking, see api/common/reasoning_variables.py
+    reasoning_switches: list[str] = field(default_factory=list)
     slots: int = 0  # sequences that run at once
     device: str = ""  # the backend: cpu, cuda, reference
     family: str = ""  # of ModelSpec

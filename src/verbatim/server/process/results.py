@@ -21,7 +21,7 @@ from verbatim.server.process.messages import (
     WireFinish,
     WireLogprob,
 )
-from verbatim.text.reasoning.thinking_switches import switches_of
+from verbatim.text.reasoning.reasoning_switches import switches_of
 from verbatim.text.tools.tool_format import detect_format
 
 if TYPE_CHECKING:
@@ -64,12 +64,12 @@ def drop_rows(records: Sequence[dict[str, Any]]) -> None:
 
 
 def facts_of(engine: AsyncEngine) -> ModelFacts:
-    tokenizer, template = engine.tokenizer, engine.parts.template
+    tokenizer, template = engine.tokenizer, engine.loaded.template
     ids = range(tokenizer.vocab_size)
-    spec = engine.parts.backend.spec
+    spec = engine.loaded.backend.spec
     return ModelFacts(
-        name=engine.parts.name,
-        digest=engine.parts.digest,
+        name=engine.loaded.name,
+        digest=engine.loaded.digest,
         fingerprint=engine.fingerprint,
         context=engine.context,
         vocab=tokenizer.vocab_size,
@@ -77,7 +77,7 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         has_template=engine.has_template,
         template_tools=template is not None and template.takes_tools,
         template_calls=template is not None and template.takes_calls,
-        template_thoughts=template is not None and template.takes_thoughts,
+        template_reasoning=template is not None and template.reads_reasoning,
         tool_format=detect_format(
             "\n".join(template.sources.values()) if template is not None else ""
         ),
@@ -85,14 +85,14 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         space_prefix=tokenizer.space_prefix,
         adapters={
             adapter.name: engine.core.fingerprints[number]
-            for number, adapter in enumerate(engine.parts.adapters)
+            for number, adapter in enumerate(engine.loaded.adapters)
         },
         longest_token=_longest_token(engine),
-        task=engine.parts.task,
-        thinks=engine.thoughts is not None,
-        thinking_switches=switches_of(template),
+        task=engine.loaded.task,
+        reasoning=engine.reasoning is not None,
+        reasoning_switches=switches_of(template),
         slots=engine.config.max_running,
-        device=engine.parts.backend.info.name,
+        device=engine.loaded.backend.info.name,
         family=spec.family,
         sizes={
             "block_count": len(spec.layers),
@@ -105,16 +105,16 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         },
         template=template.source if template is not None else "",
         special_tokens=dict(tokenizer.special_tokens),
-        file=asdict(engine.parts.file),
-        sampling=dict(engine.parts.defaults.values),
-        sampling_source=engine.parts.defaults.source,
+        file=asdict(engine.loaded.file),
+        sampling=dict(engine.loaded.defaults.values),
+        sampling_source=engine.loaded.defaults.source,
     )
 
 
 def _longest_token(engine: AsyncEngine) -> int:
     """Bytes of text that one token may stand for. An encoder's tokenizer drops white space and
     turns a long word into one unknown token, so there is no bound."""
-    if engine.parts.task != "generate":
+    if engine.loaded.task != "generate":
         return NO_BOUND
     tokenizer = engine.tokenizer
     return max((len(tokenizer.token_bytes(t)) for t in range(tokenizer.vocab_size)), default=1) or 1
@@ -125,7 +125,7 @@ class ResultEncoder:
 
     def __init__(self, engine: AsyncEngine, served_name: str) -> None:
         self._token_bytes = engine.tokenizer.token_bytes
-        self._eos_ids = frozenset(engine.parts.eos_ids)
+        self._eos_ids = frozenset(engine.loaded.eos_ids)
         self._served_name = served_name
 
     def delta(self, delta: Delta, params: SamplingParams) -> WireDelta:

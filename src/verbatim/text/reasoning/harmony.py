@@ -50,9 +50,9 @@ class HarmonySplitter:
         self._call = ""  # the arguments of a tool call so far
 
     @property
-    def thinking(self) -> bool:
+    def in_reasoning(self) -> bool:
         """Headers count as thought, as the markers do."""
-        return self._kind == "thought" if self._body else self._seen
+        return self._kind == "reasoning" if self._body else self._seen
 
     @property
     def answering(self) -> bool:
@@ -136,13 +136,13 @@ class HarmonySplitter:
         """What the text behind the header is, and the tool that it is for."""
         role = (self._header if self._author is None else self._author).split()[:1]
         if role and not role[0].startswith(HEADER_WORDS):
-            return "thought", None
+            return "reasoning", None
         header = f"{self._author or ''} {self._header}"  # a recipient is on either side
         if function := _FUNCTION.search(header):
             return "answer", function.group(1)
         channel = re.split(r"\W", self._header)[0]
         built_in = "to=" in header and channel != "final"
-        return "thought" if channel == "analysis" or built_in else "answer", None
+        return "reasoning" if channel == "analysis" or built_in else "answer", None
 
     def _end_message(self, out: list[Piece]) -> None:
         if self._tool is not None:

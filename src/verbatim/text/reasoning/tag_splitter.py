@@ -7,14 +7,14 @@ concatenates to the whole one. Text that may still become a tag is held back.
 
 >>> splitter = TagSplitter("<think>", "</think>")
 >>> splitter.push("<thi"), splitter.push("nk>So 4.\\n</th"), splitter.push("ink>\\n\\nFour.")
-([], [('thought', 'So 4.')], [('answer', 'Four.')])
+([], [('reasoning', 'So 4.')], [('answer', 'Four.')])
 """
 
 from __future__ import annotations
 
 from typing import Literal
 
-Kind = Literal["thought", "answer"]
+Kind = Literal["reasoning", "answer"]
 Piece = tuple[Kind, str]
 # Tags that models also write in another way: quantised Granite 3.2 (vLLM's parser knows it too).
 OTHER_SPELLINGS = {
@@ -42,7 +42,7 @@ class TagSplitter:
     ) -> None:
         self._open, self._close = spellings(open_tag), spellings(close)
         self._wrapper, self._opener = wrapper, opener
-        self._state = {"": "start", "open": "thought", "closed": "answer"}[start]
+        self._state = {"": "start", "open": "reasoning", "closed": "answer"}[start]
         if start == "closed" and wrapper:
             self._state = "behind"
         self._held = ""
@@ -50,8 +50,8 @@ class TagSplitter:
         self._may_repeat = True  # the thought may start with the opening tag again
 
     @property
-    def thinking(self) -> bool:
-        return self._state == "thought" or self._opens
+    def in_reasoning(self) -> bool:
+        return self._state == "reasoning" or self._opens
 
     @property
     def _opens(self) -> bool:
@@ -64,8 +64,8 @@ class TagSplitter:
         out: list[Piece] = []
         if self._state == "start":
             self._begin()
-        if self._state == "thought":
-            self._think(out)
+        if self._state == "reasoning":
+            self._reason(out)
         if self._state == "behind":
             self._unwrap()
         if self._state == "wrapped":
@@ -85,14 +85,14 @@ class TagSplitter:
         rest, self._held = "" if self._opens else self._held, ""
         if self._state == "wrapped" and self._wrapper and rest.rstrip().endswith(self._wrapper[1]):
             rest = rest.rstrip().removesuffix(self._wrapper[1]).rstrip()
-        self._emit("thought" if self._state == "thought" else "answer", rest, out)
+        self._emit("reasoning" if self._state == "reasoning" else "answer", rest, out)
         return out
 
     def _begin(self) -> None:
         """Decide whether the output starts with a thought, once enough of it is there."""
         start = self._held.lstrip()
         if start.startswith(self._open):
-            self._state, self._trim = "thought", True
+            self._state, self._trim = "reasoning", True
             self._held = self._behind_open(start)
         elif not self._may_open(start):
             self._state = "answer"
@@ -114,19 +114,19 @@ class TagSplitter:
         self._may_repeat = False
         return False
 
-    def _think(self, out: list[Piece]) -> None:
+    def _reason(self, out: list[Piece]) -> None:
         if self._may_repeat and self._repeats():
             return
         found = [(at, tag) for tag in self._close if (at := self._held.find(tag)) >= 0]
         if found:
             at, tag = min(found)
-            self._emit("thought", self._held[:at].rstrip(), out)
+            self._emit("reasoning", self._held[:at].rstrip(), out)
             self._held = self._held[at + len(tag) :]
             self._state, self._trim = "behind" if self._wrapper else "answer", True
             return
         safe = len(self._held) - max(partial_tag_length(self._held, tag) for tag in self._close)
         safe = len(self._held[:safe].rstrip())  # whitespace before the closing tag is dropped
-        self._emit("thought", self._held[:safe], out)
+        self._emit("reasoning", self._held[:safe], out)
         self._held = self._held[safe:]
 
     def _unwrap(self) -> None:

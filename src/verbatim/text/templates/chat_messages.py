@@ -53,16 +53,16 @@ def prepare_message(
         raise UnsupportedError(
             f"{where}.tool_calls", "the model's chat template does not support tool calls"
         )
-    thought = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
-    if thought is not None:
-        if thought and not any(program.reads.may_read(key) for key in REASONING):
+    reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
+    if reasoning is not None:
+        if reasoning and not any(program.reads.may_read(key) for key in REASONING):
             own = next(key for key in REASONING if plain.get(key) is not None)
-            why = "the model's chat template does not support thoughts"
-            remedy = "leave it out, or write it into content"
-            raise UnsupportedError(f"{where}.{own}", f"{why}; {remedy}")
-        plain = {"thinking": thought, **plain, "reasoning_content": thought}  # as transformers does
+            why = "the model's chat template does not support thoughts; "
+            raise UnsupportedError(f"{where}.{own}", why + "leave it out, or write it into content")
+        # both names, as transformers does
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
         if not any(program.reads.may_read(key) for key in ("thinking", "reasoning_content")):
-            plain["reasoning"] = thought  # a template that reads only this name would drop it
+            plain["reasoning"] = reasoning  # a template that reads only this name would drop it
     return plain if all(key in UNTRACKED_KEYS for key in plain) else _tracked(plain)
 
 

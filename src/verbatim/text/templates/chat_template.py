@@ -175,7 +175,7 @@ class ChatTemplate:
         return all(own.may_read("tool_calls") for own in found if own is not None)
 
     @property
-    def takes_thoughts(self) -> bool:
+    def reads_reasoning(self) -> bool:
         """Whether the template reads the thoughts of earlier assistant messages."""
         own = self._reads_or_none("default")
         return own is not None and any(own.may_read(key) for key in REASONING)

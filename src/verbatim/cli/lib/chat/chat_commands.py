@@ -12,10 +12,10 @@ from verbatim.base.errors import UnsupportedError, VerbatimError
 from verbatim.cli.lib.chat.chat_session import check_supported
 from verbatim.cli.lib.open_model import speed_limit
 from verbatim.cli.lib.options import Values
+from verbatim.cli.lib.reasoning_options import LEVELS, ReasoningLevel
 from verbatim.cli.lib.report import closing_line, is_sampled, params_line
 from verbatim.cli.lib.sampling_options import parse_parameter
 from verbatim.cli.lib.terminal import DIM, GREEN, RED, columns, note, use_colour, write
-from verbatim.cli.lib.think_options import LEVELS, Thinking
 
 if TYPE_CHECKING:
     from verbatim.base.params import SamplingParams
@@ -110,17 +110,17 @@ def _params(chat: Chat, rest: str) -> None:
     note(" ".join(f"{name}={value}" for name, value in shown.items()), GREEN if changes else DIM)
 
 
-def _think(chat: Chat, rest: str) -> None:
+def _reason(chat: Chat, rest: str) -> None:
     level = {"on": "true", "off": "false"}.get(rest, rest) or "true"
     if level not in LEVELS:
         _refuse(f"{rest!r} is not one of {', '.join(LEVELS)}")
         return
-    chat.talk.set_thinking(Thinking(level))
+    chat.talk.set_reasoning(ReasoningLevel(level))
     note(f"think={level}", GREEN)
 
 
-def _nothink(chat: Chat, rest: str) -> None:
-    _think(chat, "false")
+def _no_reasoning(chat: Chat, rest: str) -> None:
+    _reason(chat, "false")
 
 
 def _retry(chat: Chat, rest: str) -> None:
@@ -192,26 +192,26 @@ def _stats(chat: Chat, rest: str) -> None:
 
 def _model(chat: Chat, rest: str) -> None:
     talk = chat.talk
-    before = talk.llm.parts.name
+    before = talk.llm.loaded.name
     if rest:
         talk.llm.close()  # two models may not fit in memory
         try:
             talk.llm = chat.reopen(rest)
             talk.last = None
-            _keep_thinking(talk)
+            _keep_reasoning_level(talk)
         except VerbatimError as error:
             _refuse(error.message)
             talk.llm = chat.reopen(before)
     stays = "; the conversation stays" if rest and talk.turns else ""
-    note(f"{talk.llm.parts.name}, context {talk.llm.context} tokens{stays}")
+    note(f"{talk.llm.loaded.name}, context {talk.llm.context} tokens{stays}")
 
 
-def _keep_thinking(talk: Conversation) -> None:
+def _keep_reasoning_level(talk: Conversation) -> None:
     """Apply /think to another model, or say that it has no such switch."""
     try:
-        talk.set_thinking(talk.thinking)
+        talk.set_reasoning(talk.level)
     except UnsupportedError as error:
-        talk.set_thinking(None)
+        talk.set_reasoning(None)
         note(f"{error.message}; thoughts are as the model's default again")
 
 
@@ -235,8 +235,8 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "clear": (_clear, "", "forget the conversation (the system message stays)"),
     "system": (_system, "[TEXT]", "set the system message and clear the chat; alone: show it"),
     "params": (_params, "[NAME=VALUE]", "change a parameter; without one show those that are set"),
-    "think": (_think, "[LEVEL]", "let the model think; LEVEL: true, false, low, medium, high …"),
-    "nothink": (_nothink, "", "answer without a thought"),
+    "think": (_reason, "[LEVEL]", "let the model think; LEVEL: true, false, low, medium, high …"),
+    "nothink": (_no_reasoning, "", "answer without a thought"),
     "retry": (_retry, "", "answer the last message again, with the next seed"),
     "undo": (_undo, "", "forget the last message and its answer"),
     "drop": (_drop, "[N]", "forget the N oldest messages and their answers [1]"),

@@ -14,8 +14,8 @@ from verbatim.base.records import Completion
 from verbatim.cli.lib.answer import collect
 
 if TYPE_CHECKING:
-    from verbatim.cli.lib.terminal import Thoughts
-    from verbatim.cli.lib.think_options import Thinking
+    from verbatim.cli.lib.reasoning_options import ReasoningLevel
+    from verbatim.cli.lib.terminal import ReasoningView
     from verbatim.engine.calls.llm import LLM
 
 Message = dict[str, str]
@@ -49,7 +49,7 @@ def check_supported(params: SamplingParams) -> None:
 class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self.llm = llm
-        self.thinking: Thinking | None = None
+        self.level: ReasoningLevel | None = None
         self.template: dict[str, Any] = {}  # variables of the chat template
         self.params = params
         self.system = system
@@ -58,10 +58,10 @@ class Conversation:
         self.last_template: dict[str, Any] = {}
         self.last: tuple[list[Message], SamplingParams, Completion] | None = None
 
-    def set_thinking(self, thinking: Thinking | None) -> None:
+    def set_reasoning(self, level: ReasoningLevel | None) -> None:
         """Switch thoughts for the next turns; raises where the chat template has no such switch."""
-        self.template = {} if thinking is None else thinking.variables(self.llm)
-        self.thinking = thinking
+        self.template = {} if level is None else level.variables(self.llm)
+        self.level = level
 
     @property
     def head(self) -> list[Message]:
@@ -76,14 +76,14 @@ class Conversation:
         text: str,
         show: Callable[[str], None],
         params: SamplingParams | None = None,
-        thoughts: Thoughts | None = None,
+        reasoning: ReasoningView | None = None,
     ) -> tuple[int, Completion]:
         """Send a user message. Returns the exit code (130: interrupted) and the completion. A
         cancelled answer stays in the history up to where the user saw it; thoughts do not."""
         params = params or self.params
         messages = [*self.messages, {"role": "user", "content": text}]
         code, completion = collect(
-            self.llm.chat_stream(messages, params, **self.template), show=show, thoughts=thoughts
+            self.llm.chat_stream(messages, params, **self.template), show=show, reasoning=reasoning
         )
         self.turns += [messages[-1], {"role": "assistant", "content": completion.text}]
         self.last, self.last_template = (messages, params, completion), self.template
@@ -138,7 +138,7 @@ class Conversation:
 
     def save(self, file: str) -> None:
         record = {
-            "model": self.llm.parts.name,
+            "model": self.llm.loaded.name,
             "fingerprint": self.llm.fingerprint,
             "params": self.params.to_mapping(),
             "messages": self.messages,

@@ -275,7 +275,7 @@ class MessagesReply:
         }
 
     @property
-    def omits_thoughts(self) -> bool:
+    def omits_reasoning(self) -> bool:
         """Whether the request asks for thinking blocks without their text."""
         return (self.call.given.get("thinking") or {}).get("display") == "omitted"
 
@@ -285,7 +285,7 @@ class MessagesReply:
         found = self.ask.pieces(choice.text)
         content: list[JsonObject] = []
         if choice.reasoning:
-            shown = "" if self.omits_thoughts else choice.reasoning
+            shown = "" if self.omits_reasoning else choice.reasoning
             content.append({"type": "thinking", "thinking": shown, "signature": ""})
         content += content_blocks(found)
         calls = any(kind == "call" for kind, _ in found)
@@ -321,7 +321,7 @@ class MessagesReply:
                 yield sse({"type": "ping"}, "ping")
                 continue
             finish = piece.finish or finish
-            for made in blocks.thought(piece.reasoning, omit=self.omits_thoughts):
+            for made in blocks.reasoning(piece.reasoning, omit=self.omits_reasoning):
                 yield made
             found = [("text", piece.text)] if parser is None else parser.push(piece.text)
             if parser is not None and piece.finish is not None:
@@ -372,7 +372,7 @@ class BlockEvents:
     def text(self, text: str) -> list[bytes]:
         return self._add("text", {"type": "text", "text": ""}, {"type": "text_delta"}, text)
 
-    def thought(self, text: str, omit: bool = False) -> list[bytes]:
+    def reasoning(self, text: str, omit: bool = False) -> list[bytes]:
         """`omit`: a block without the text."""
         blank = {"type": "thinking", "thinking": "", "signature": ""}
         made = self._add("thinking", blank, {"type": "thinking_delta"}, text)

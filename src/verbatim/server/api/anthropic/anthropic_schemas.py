@@ -39,14 +39,14 @@ class AnthropicToolResult(Strict):
     cache_control: CacheControl | None = None
 
 
-class AnthropicThought(Strict):
+class AnthropicReasoning(Strict):
     type: Literal["thinking"]
     thinking: Text
     signature: Text | None = None
 
 
 AnthropicBlock = Annotated[
-    AnthropicText | AnthropicToolUse | AnthropicToolResult | AnthropicThought,
+    AnthropicText | AnthropicToolUse | AnthropicToolResult | AnthropicReasoning,
     Field(discriminator="type"),
 ]
 

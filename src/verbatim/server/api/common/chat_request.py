@@ -14,8 +14,8 @@ from verbatim.base.json_io import JsonObject
 from verbatim.base.params import STRUCTURE
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.field_rules import NO_LIMIT, Rule
+from verbatim.server.api.common.reasoning_variables import reasoning_variables
 from verbatim.server.api.common.request_context import RequestContext
-from verbatim.server.api.common.thinking import thinking_variables
 from verbatim.server.api.common.tools import (
     ParsedCall,
     ToolParser,
@@ -262,7 +262,7 @@ def conversation(
     for message in made:
         to_params.check_text_length(field_name, message["content"] or "", facts)
     check_reserved(body)
-    template = thinking_variables(facts, body, names, call.notices)
+    template = reasoning_variables(facts, body, names, call.notices)
     if tools and facts.template_tools:
         template["tools"] = tools
     if body.get("continue_final"):

@@ -78,9 +78,9 @@ async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | Non
 
 def _merged(run: int, deltas: Sequence[WireDelta]) -> list[ChoiceDelta]:
     if len(deltas) == 1:  # the common case: the client keeps up
-        _, index, text, ids, finish, logprobs, explain, reasoning, thought = deltas[0]
+        _, index, text, ids, finish, logprobs, explain, reasoning, count = deltas[0]
         return [
-            ChoiceDelta(run, index, text, logprobs, explain, finish, len(ids), reasoning, thought)
+            ChoiceDelta(run, index, text, logprobs, explain, finish, len(ids), reasoning, count)
         ]
     out: dict[int, ChoiceDelta] = {}
     for delta in deltas:

@@ -190,8 +190,8 @@ async def replay(call: RequestContext) -> Response:
     to_params.check_vocabulary("receipt", prompt, call.state.facts)
     values = {**receipt["params"], "receipt": True, "explain": body.explain or 0}
     params = _limited(call, values)
-    thinks = receipt.get("thinks", False)
-    call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, thinks=thinks))
+    reasoning = receipt.get("thinks", False)
+    call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, reasoning=reasoning))
     (done,) = await call.results(Generated)
     observe_latency(call)
     assert done.receipt is not None

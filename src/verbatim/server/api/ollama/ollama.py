@@ -145,8 +145,8 @@ class OllamaReply:
         self.model = model
         self.ask = ask
 
-    def line(self, text: str, calls: list[Any], done: bool, thought: str = "") -> JsonObject:
-        thinking = {"thinking": thought} if thought else {}
+    def line(self, text: str, calls: list[Any], done: bool, reasoning: str = "") -> JsonObject:
+        thinking = {"thinking": reasoning} if reasoning else {}
         head = {
             "model": self.model,
             "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),

@@ -145,7 +145,7 @@ async def show(call: RequestContext) -> Response:
                 *(["completion"] if facts.task == "generate" else []),
                 *(["tools"] if facts.has_template else []),
                 *(["embedding"] if facts.file.get("embeds") else []),
-                *(["thinking"] if facts.thinks else []),
+                *(["thinking"] if facts.reasoning else []),
             ],
         }
     )

@@ -37,17 +37,17 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
         return [{"role": "user", "content": items}], ["input"]
     out: list[JsonObject] = []
     places: list[str] = []
-    thought = False  # the last message is a thought, which the next answer or call completes
+    reasoning = False  # the last message is a thought, which the next answer or call completes
     for index, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
-            text = _thought(item, f"input[{index}]")
+            text = _sealed_text(item, f"input[{index}]")
             if not text:
                 continue
             out.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif kind == "message":
             message = {"role": item["role"], "content": plain_text(item["content"])}
-            if thought and item["role"] == "assistant":
+            if reasoning and item["role"] == "assistant":
                 out[-1] |= message
             else:
                 out.append(message)
@@ -57,7 +57,7 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
                 "type": "function",
                 "function": {"name": item["name"], "arguments": item["arguments"]},
             }
-            if not thought and not (out and "tool_calls" in out[-1]):
+            if not reasoning and not (out and "tool_calls" in out[-1]):
                 out.append({"role": "assistant", "content": ""})
             out[-1].setdefault("tool_calls", []).append(call)
         else:
@@ -68,18 +68,18 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
                     "tool_call_id": item["call_id"],
                 }
             )
-        thought = kind == "reasoning"
+        reasoning = kind == "reasoning"
         if len(places) < len(out):
             places.append(f"input[{index}]")
     return out, places
 
 
-def sealed(thought: str) -> str:
+def sealed(reasoning: str) -> str:
     """A thought as `encrypted_content`: one word that clients send back as it is."""
-    return base64.b64encode(thought.encode()).decode()
+    return base64.b64encode(reasoning.encode()).decode()
 
 
-def _thought(item: Mapping[str, Any], place: str) -> str:
+def _sealed_text(item: Mapping[str, Any], place: str) -> str:
     """The text of a reasoning item, from its content or from what sealed() made of it."""
     found, text = item.get("encrypted_content"), ""
     try:
@@ -99,7 +99,7 @@ def earlier_messages(call: RequestContext, name: str) -> list[JsonObject]:
     except Problem as problem:  # add the field name, which the store does not know
         field_name = "previous_response_id"
         raise Problem(problem.code, f"{field_name}: {problem.message}", field_name) from None
-    if call.state.facts.template_thoughts:
+    if call.state.facts.template_reasoning:
         return found
     return [{k: v for k, v in message.items() if k != "reasoning_content"} for message in found]
 
@@ -134,7 +134,7 @@ def _nested(item: Mapping[str, Any], kind: str) -> JsonObject:
 def _messages(call: RequestContext, body: JsonObject) -> tuple[list[JsonObject], list[str]]:
     """Chat messages of the whole conversation, and for each the field that it comes from."""
     items = body.get("input", "")
-    if not isinstance(items, str) and not call.state.facts.template_thoughts:
+    if not isinstance(items, str) and not call.state.facts.template_reasoning:
         # thoughts that the server itself has sent; the chat template reads none
         items = [{"type": "reasoning"} if i.get("encrypted_content") else i for i in items]
     messages, places = chat_messages(items)

@@ -168,8 +168,8 @@ class ResponsesReply:
     async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
-        thought = done.usage.reasoning_tokens  # their log-probabilities belong to no message
-        choice = replace(choice, logprobs=choice.logprobs[thought:])
+        reasoning = done.usage.reasoning_tokens  # their log-probabilities belong to no message
+        choice = replace(choice, logprobs=choice.logprobs[reasoning:])
         found = self._read(choice)
         status = "incomplete" if choice.finish.reason == "length" else "completed"
         if choice.reasoning:

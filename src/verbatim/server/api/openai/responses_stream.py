@@ -37,7 +37,7 @@ class ResponseEvents:
         self.number = 0
         self.open: JsonObject | None = None  # the message item that is being streamed
         self.text = ""
-        self.thought: JsonObject | None = None  # the reasoning item that is being streamed
+        self.reasoning: JsonObject | None = None  # the reasoning item that is being streamed
         self.logprobs: list[WireLogprob] = []
         self.parser = answer.ask.parser()
         self.tokens = TextLogprobs(answer.ask)
@@ -79,9 +79,9 @@ class ResponseEvents:
         out = self._reasoning(piece.reasoning)
         # log-probabilities of a thought belong to no message
         piece.logprobs = piece.logprobs[piece.reasoning_tokens :]
-        if self.thought is not None and not (piece.text or piece.logprobs):
+        if self.reasoning is not None and not (piece.text or piece.logprobs):
             return out
-        out += self._close_thought("completed")
+        out += self._close_reasoning("completed")
         return out + self._answer_events(piece)
 
     def _reasoning(self, text: str) -> list[bytes]:
@@ -89,23 +89,23 @@ class ResponseEvents:
             return []
         out: list[bytes] = []
         at = {"output_index": len(self.answer.output), "content_index": 0}
-        if self.thought is None:
-            self.thought = reasoning_item("", "in_progress")
-            blank = {**self.thought, "content": []}
+        if self.reasoning is None:
+            self.reasoning = reasoning_item("", "in_progress")
+            blank = {**self.reasoning, "content": []}
             out.append(
                 self.event(
                     "response.output_item.added", output_index=at["output_index"], item=blank
                 )
             )
-        self.thought["content"][0]["text"] += text
+        self.reasoning["content"][0]["text"] += text
         kind = "response.reasoning_text.delta"
-        return [*out, self.event(kind, item_id=self.thought["id"], **at, delta=text)]
+        return [*out, self.event(kind, item_id=self.reasoning["id"], **at, delta=text)]
 
-    def _close_thought(self, status: str) -> list[bytes]:
-        if self.thought is None:
+    def _close_reasoning(self, status: str) -> list[bytes]:
+        if self.reasoning is None:
             return []
-        item = self.answer.with_sealed({**self.thought, "status": status})
-        self.thought = None
+        item = self.answer.with_sealed({**self.reasoning, "status": status})
+        self.reasoning = None
         at = {"output_index": len(self.answer.output)}
         text = item["content"][0]["text"]
         self.answer.output.append(item)
@@ -211,7 +211,7 @@ class ResponseEvents:
 
     def _end(self, finish: WireFinish | None) -> list[bytes]:
         status = "incomplete" if finish_reason(finish) == "length" else "completed"
-        out = self._close_thought(status)
+        out = self._close_reasoning(status)
         if self.open is None and not self.answer.output:  # an empty output is one empty message
             out += self._begin()
         out += self._close(status)

@@ -1,7 +1,7 @@
 """Flags of a reasoning model: --think, --no-think and --reasoning-effort.
 
 In: the flags, or a word of /set think in a chat. Out: variables for the chat template, by the
-mapping that the server uses (text/reasoning/thinking_switches.py). A switch that the template does
+mapping that the server uses (text/reasoning/reasoning_switches.py). A switch that the template does
 not have is refused by the name of its flag.
 """
 
@@ -16,7 +16,7 @@ import click
 from verbatim.base.errors import ParameterError
 from verbatim.cli.lib.command_class import OptionalValue, option, switch
 from verbatim.cli.lib.options import Values, all_of
-from verbatim.text.reasoning.thinking_switches import (
+from verbatim.text.reasoning.reasoning_switches import (
     EFFORTS,
     effort_variables,
     switch_variables,
@@ -32,7 +32,7 @@ LEVELS = ("true", "false", *EFFORTS)
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
+class ReasoningLevel:
     """level: one of LEVELS; field: the flag that said so, for errors."""
 
     level: str
@@ -40,13 +40,13 @@ class Thinking:
 
     def variables(self, llm: LLM) -> dict[str, Any]:
         """Variables for the model's chat template; raises where it has no such switch."""
-        switches, thinks = switches_of(llm.parts.template), llm.thoughts is not None
+        switches, reasoning = switches_of(llm.loaded.template), llm.reasoning is not None
         if self.level in ("true", "false"):
-            return switch_variables(switches, thinks, self.level == "true", self.field)
-        return effort_variables(switches, thinks, self.level, self.field)
+            return switch_variables(switches, reasoning, self.level == "true", self.field)
+        return effort_variables(switches, reasoning, self.level, self.field)
 
 
-def think_options(command: F) -> F:
+def reasoning_options(command: F) -> F:
     """Add the flags. thinking_of() reads them."""
     add = all_of(
         option(
@@ -73,11 +73,11 @@ def think_options(command: F) -> F:
     return add(command)
 
 
-def thinking_of(flags: Values) -> Thinking | None:
+def reasoning_level(flags: Values) -> ReasoningLevel | None:
     """Remove the three flags from `flags`. None: none of them was given."""
     think, off, effort = (flags.pop(n) for n in ("think", "no_think", "reasoning_effort"))
     given = [
-        Thinking(level, field)
+        ReasoningLevel(level, field)
         for level, field in (
             (think, "think"),
             ("false" if off else None, "no_think"),

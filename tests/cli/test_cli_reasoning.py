@@ -25,14 +25,14 @@ FLAGS = ("--temperature", "1", "--thinking-budget", "6", "--max-tokens", "20", "
 
 
 @pytest.fixture
-def thinking(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
+def level(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
     """The command line with a fake reasoning model that closes its thought at the budget."""
     backend = FakeBackend(fake_spec(vocab=ThinkByteTokenizer.vocab_size), pipeline=True)
     template = ChatTemplate(THINK_SOURCE, "<s>", "</s>")
 
     def open_llm(*_: Any, **__: Any) -> LLM:
-        parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
-        return LLM.from_parts(parts)
+        loaded = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
+        return LLM.from_loaded(loaded)
 
     for command in ("run", "chat", "explain", "replay"):
         monkeypatch.setattr(f"verbatim.cli.commands.{command}.open_llm", open_llm)
@@ -48,49 +48,49 @@ def without_dim(text: str) -> str:
     return text.replace("\x1b[2m", "").replace("\x1b[0m", "")
 
 
-def test_a_pipe_gets_the_answer_alone_and_json_the_thought(thinking: Call) -> None:
-    found = thinking("run", "--json", *FLAGS, "hi").json
+def test_a_pipe_gets_the_answer_alone_and_json_the_reasoning(level: Call) -> None:
+    found = level("run", "--json", *FLAGS, "hi").json
     assert found["reasoning"]
     assert found["text"]
     assert found["usage"]["reasoning_tokens"] >= 6
-    piped = thinking("run", *FLAGS, "hi")
+    piped = level("run", *FLAGS, "hi")
     assert piped.out == found["text"] + "\n"
     assert found["reasoning"] not in piped.err
     assert f"{found['usage']['reasoning_tokens']} of them thought" in piped.err
 
 
-def test_a_terminal_shows_the_thought_dimmed_before_the_answer(
-    thinking: Call, monkeypatch: pytest.MonkeyPatch
+def test_a_terminal_shows_the_reasoning_dimmed_before_the_answer(
+    level: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = thinking("run", "--json", *FLAGS, "hi").json
+    found = level("run", "--json", *FLAGS, "hi").json
     as_terminal(monkeypatch, colour=True)
-    shown = thinking("run", *FLAGS, "hi")
+    shown = level("run", *FLAGS, "hi")
     assert shown.out == found["text"] + "\n"
     assert shown.err.startswith("\x1b[2m")
     assert without_dim(shown.err).startswith(found["reasoning"] + "\n\n")
-    assert thinking("run", "-q", *FLAGS, "hi").err == ""
+    assert level("run", "-q", *FLAGS, "hi").err == ""
     as_terminal(monkeypatch, colour=False)
-    plain = thinking("run", *FLAGS, "hi").err
+    plain = level("run", *FLAGS, "hi").err
     assert plain.startswith(f"<think>\n{found['reasoning']}\n</think>\n")
 
 
-def test_a_chat_shows_the_thought_and_keeps_it_out_of_the_conversation(
-    thinking: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+def test_a_chat_shows_the_reasoning_and_keeps_it_out_of_the_conversation(
+    level: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
-    found = thinking("run", "--json", *FLAGS, "hi").json
-    piped = thinking("chat", *FLAGS, stdin="hi\n")
+    found = level("run", "--json", *FLAGS, "hi").json
+    piped = level("chat", *FLAGS, stdin="hi\n")
     assert piped.out == found["text"] + "\n"
     assert found["reasoning"] not in piped.err
     as_terminal(monkeypatch, colour=True)
     file = tmp_path / "talk.json"
-    shown = thinking("chat", *FLAGS, stdin=f"hi\n/save {file}\n")
+    shown = level("chat", *FLAGS, stdin=f"hi\n/save {file}\n")
     assert without_dim(shown.err).startswith(found["reasoning"] + "\n\n")
     messages = json.loads(file.read_text("utf-8"))["messages"]
     assert messages[1] == {"role": "assistant", "content": found["text"]}
 
 
-def test_a_thought_that_the_limit_cut_is_named(thinking: Call) -> None:
-    cut = thinking("run", "--temperature", "1", "--max-tokens", "3", "--ignore-eos", "hi")
+def test_reasoning_that_the_limit_cut_is_named(level: Call) -> None:
+    cut = level("run", "--temperature", "1", "--max-tokens", "3", "--ignore-eos", "hi")
     assert cut.out == "\n"
     assert "the thought was cut after 3 tokens, so there is no answer" in cut.err
 
@@ -112,8 +112,8 @@ def template_llm(source: str, monkeypatch: pytest.MonkeyPatch) -> list[dict[str,
             return super().encode_chat(messages, **variables)
 
     def open_llm(*_: Any, **__: Any) -> LLM:
-        parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
-        return Recorded.from_parts(parts)
+        loaded = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
+        return Recorded.from_loaded(loaded)
 
     for command in ("run", "chat", "explain", "replay"):
         monkeypatch.setattr(f"verbatim.cli.commands.{command}.open_llm", open_llm)
@@ -195,7 +195,7 @@ def test_a_switch_that_the_template_does_not_have_is_refused(
     assert seen == []
 
 
-def test_a_raw_continuation_has_no_thoughts(
+def test_a_raw_continuation_has_no_reasoning(
     verbatim: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     template_llm(THINK_SOURCE, monkeypatch)
@@ -220,7 +220,7 @@ def test_the_value_of_another_flag_is_not_a_switch(typed: list[str], read: list[
     assert with_values(typed, run.params) == read
 
 
-def test_a_chat_switches_the_thought_between_turns(
+def test_a_chat_switches_the_reasoning_between_turns(
     verbatim: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """/think and /nothink, and Ollama's /set think and /set nothink."""
@@ -266,11 +266,11 @@ def test_another_model_without_the_switch_resets_it(
         ("--thinking-budget", "30", "--stop", "e", "--ignore-eos"),
     ],
 )
-def test_a_receipt_replays_with_the_thought_before_structure_and_stop_strings(
-    flags: tuple[str, ...], thinking: Call, tmp_path: Any
+def test_a_receipt_replays_with_the_reasoning_before_structure_and_stop_strings(
+    flags: tuple[str, ...], level: Call, tmp_path: Any
 ) -> None:
     file = str(tmp_path / "receipt.json")
     asked = ("--temperature", "1", "--max-tokens", "60", *flags, "--save-receipt", file)
-    assert thinking("run", "--json", *asked, "hi").json["reasoning"]
+    assert level("run", "--json", *asked, "hi").json["reasoning"]
     assert json.loads((tmp_path / "receipt.json").read_text())["thinks"] is True
-    assert thinking("replay", file).out == "identical\n"
+    assert level("replay", file).out == "identical\n"

@@ -8,8 +8,8 @@ import re
 import pytest
 
 from verbatim.text.reasoning.harmony import HarmonySplitter
+from verbatim.text.reasoning.reasoning_format import TAGS, ReasoningFormat, Splitter, find_format
 from verbatim.text.reasoning.tag_splitter import Piece, TagSplitter, spellings
-from verbatim.text.reasoning.thoughts import TAGS, Splitter, ThoughtFormat, find_format
 
 WORDS = (
     "So",
@@ -36,7 +36,7 @@ def split(splitter: Splitter, pieces: list[str]) -> tuple[str, str]:
     for piece in pieces:
         found += splitter.push(piece)
     found += splitter.finish()
-    return tuple("".join(t for k, t in found if k == kind) for kind in ("thought", "answer"))  # type: ignore[return-value]
+    return tuple("".join(t for k, t in found if k == kind) for kind in ("reasoning", "answer"))  # type: ignore[return-value]
 
 
 def cut(text: str, rng: random.Random) -> list[str]:
@@ -54,23 +54,23 @@ def noise(rng: random.Random, without: tuple[str, ...]) -> str:
 
 @pytest.mark.parametrize(("open_tag", "close"), TAGS)
 @pytest.mark.parametrize("start", ["", "open"])
-def test_thought_and_answer_of_random_streams(open_tag: str, close: str, start: str) -> None:
+def test_reasoning_and_answer_of_random_streams(open_tag: str, close: str, start: str) -> None:
     rng = random.Random(f"{open_tag}{start}")
     for _ in range(5_000):
-        thought = noise(rng, (open_tag, close)).strip()
+        reasoning = noise(rng, (open_tag, close)).strip()
         answer = noise(rng, (open_tag, close)).strip()
-        if close in thought + close[:-1] or close in close[1:] + answer:
+        if close in reasoning + close[:-1] or close in close[1:] + answer:
             continue
         space = rng.choice(["", "\n", "\n\n"])
         opening = "" if start else rng.choice(["", "\n"]) + rng.choice(spellings(open_tag))
         for _ in range(rng.choice([0, 0, 1, 3])):  # repeated
             opening += rng.choice(["", "\n"]) + rng.choice(spellings(open_tag))
         closing = rng.choice(spellings(close))
-        output = f"{opening}{space}{thought}{space}{closing}{space}{answer}"
-        if output.find(closing, len(opening)) != len(f"{opening}{space}{thought}{space}"):
+        output = f"{opening}{space}{reasoning}{space}{closing}{space}{answer}"
+        if output.find(closing, len(opening)) != len(f"{opening}{space}{reasoning}{space}"):
             continue  # the noise completed a marker by accident
         got = split(TagSplitter(open_tag, close, start), cut(output, rng))
-        assert got == (thought, answer), output
+        assert got == (reasoning, answer), output
 
 
 @pytest.mark.parametrize(("open_tag", "close"), TAGS)
@@ -115,7 +115,7 @@ def test_the_tags_around_an_answer_are_no_part_of_it() -> None:
 @pytest.mark.parametrize("closing", ["Here is", "Here's"])
 def test_both_spellings_of_granite(opening: str, closing: str) -> None:
     """In any combination, and in the prompt too."""
-    tags = ThoughtFormat("Here is my thought process:", "Here is my response:")
+    tags = ReasoningFormat("Here is my thought process:", "Here is my response:")
     text = f"{opening} my thought process:\nHere, in short: 4.\n\n{closing} my response:\nHere's 4."
     for pieces in ([text], list(text), re.split("(?=[ H:'])", text)):
         assert split(tags.splitter(), pieces) == ("Here, in short: 4.", "Here's 4.")
@@ -128,7 +128,7 @@ def test_an_output_without_tags_is_the_answer() -> None:
         assert split(TagSplitter("<think>", "</think>"), list(text)) == ("", text)
 
 
-def test_an_output_cut_inside_the_thought_has_no_answer() -> None:
+def test_an_output_cut_inside_the_reasoning_has_no_answer() -> None:
     assert split(TagSplitter("<think>", "</think>"), ["<think>\nLet me", " see"]) == (
         "Let me see",
         "",
@@ -140,8 +140,8 @@ def test_a_tag_inside_the_answer_is_text() -> None:
     assert split(TagSplitter("<think>", "</think>"), list(text)) == ("a", "Write <think>b</think>.")
 
 
-def test_a_prompt_that_ends_inside_or_behind_a_thought() -> None:
-    tags = ThoughtFormat("<think>", "</think>")
+def test_a_prompt_that_ends_inside_or_behind_reasoning() -> None:
+    tags = ReasoningFormat("<think>", "</think>")
     assert tags.after("<|im_start|>assistant\n<think>\n").start == "open"
     assert tags.after("<|im_start|>assistant\n<think>\n\n</think>\n\n").start == "closed"
     assert tags.after("<|im_start|>assistant\n").start == ""
@@ -158,8 +158,8 @@ def test_a_prompt_that_ends_inside_or_behind_a_thought() -> None:
         [*"<think>\n<think><think>So.</think>4"],
     ],
 )
-def test_a_thought_that_starts_with_its_opening_tag_again(pieces: list[str]) -> None:
-    tags = ThoughtFormat("<think>", "</think>")
+def test_reasoning_that_starts_with_its_opening_tag_again(pieces: list[str]) -> None:
+    tags = ReasoningFormat("<think>", "</think>")
     assert split(tags.after("<think>\n").splitter(), pieces) == ("So.", "4")
     assert split(tags.splitter(), ["<think>", *pieces]) == ("So.", "4")
     assert split(tags.after("<think>").splitter(), ["So <think>.</think>4"]) == ("So <think>.", "4")
@@ -174,7 +174,7 @@ def test_an_output_that_is_cut_inside_its_opening_tag_has_no_answer(text: str) -
     assert split(gemma.splitter(), ["<|chan"]) == ("", "<|chan")
     counted = gemma.splitter()
     counted.push(text)
-    assert counted.thinking
+    assert counted.in_reasoning
 
 
 HARMONY = (
@@ -198,8 +198,8 @@ def test_harmony_channels_in_any_pieces() -> None:
     ],
 )
 def test_a_harmony_tool_call_becomes_a_tool_call(header: str) -> None:
-    thought = "<|channel|>analysis<|message|>Call.<|end|><|start|>assistant"
-    text = f'{thought}{header}{{"city": "Rome"}}<|call|>'
+    reasoning = "<|channel|>analysis<|message|>Call.<|end|><|start|>assistant"
+    text = f'{reasoning}{header}{{"city": "Rome"}}<|call|>'
     want = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
     for pieces in ([text], list(text), re.split(r"(?=<)", text)):
         assert split(HarmonySplitter(), pieces) == ("Call.", want)
@@ -209,30 +209,30 @@ def test_a_harmony_tool_call_becomes_a_tool_call(header: str) -> None:
 
 # Headers behind <|start|>, and what a message with this header is.
 HEADERS = (
-    ("assistant<|channel|>analysis<|message|>", "thought"),
+    ("assistant<|channel|>analysis<|message|>", "reasoning"),
     ("assistant<|channel|>final<|message|>", "answer"),
     ("assistant<|channel|>final <|constrain|>json<|message|>", "answer"),
     ("assistant<|channel|>commentary<|message|>", "answer"),
     ("assistantfinal<|message|>", "answer"),
     ("<|channel|>note<|message|>", "answer"),
-    ("assistant<|channel|>commentary to=python <|message|>", "thought"),
-    ("assistant<|channel|>analysis to=python code<|message|>", "thought"),
-    ("assistant to=browser.search<|channel|>commentary <|constrain|>json<|message|>", "thought"),
+    ("assistant<|channel|>commentary to=python <|message|>", "reasoning"),
+    ("assistant<|channel|>analysis to=python code<|message|>", "reasoning"),
+    ("assistant to=browser.search<|channel|>commentary <|constrain|>json<|message|>", "reasoning"),
     ("assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "call"),
     ("assistant to=functions.f<|channel|>analysis<|message|>", "call"),
-    ("user<|message|>", "thought"),
-    ("system<|message|>", "thought"),
-    ("developer<|message|>", "thought"),
-    ("functions.f to=assistant<|channel|>commentary<|message|>", "thought"),
-    ("functions.f to=assistant<|channel|>final<|message|>", "thought"),
-    ("python to=functions.f<|channel|>analysis<|message|>", "thought"),
+    ("user<|message|>", "reasoning"),
+    ("system<|message|>", "reasoning"),
+    ("developer<|message|>", "reasoning"),
+    ("functions.f to=assistant<|channel|>commentary<|message|>", "reasoning"),
+    ("functions.f to=assistant<|channel|>final<|message|>", "reasoning"),
+    ("python to=functions.f<|channel|>analysis<|message|>", "reasoning"),
 )
 
 
 def test_harmony_messages_of_every_role_and_recipient() -> None:
     rng = random.Random(3)
     for _ in range(3_000):
-        want = {"thought": "", "answer": ""}
+        want = {"reasoning": "", "answer": ""}
         text = "<|channel|>analysis<|message|><|end|>"
         for i in range(rng.randrange(1, 5)):
             header, kind = rng.choice(HEADERS)
@@ -240,9 +240,9 @@ def test_harmony_messages_of_every_role_and_recipient() -> None:
             text += f"<|start|>{header}{body}{rng.choice(['<|end|>', '<|call|>', ''])}"
             if kind == "call":
                 body = f'<tool_call>{{"name": "f", "arguments": {body}}}</tool_call>'
-            want["thought" if kind == "thought" else "answer"] += body
+            want["reasoning" if kind == "reasoning" else "answer"] += body
         text += rng.choice(["<|return|>", "<|start|>assistant", "<|start|>user"])
-        assert split(HarmonySplitter(), cut(text, rng)) == (want["thought"], want["answer"]), text
+        assert split(HarmonySplitter(), cut(text, rng)) == (want["reasoning"], want["answer"]), text
 
 
 def test_harmony_markers_never_leak() -> None:

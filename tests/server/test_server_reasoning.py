@@ -23,7 +23,7 @@ FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
 
 
 @pytest.fixture(scope="module")
-def thinker() -> Iterator[Live]:
+def reasoner() -> Iterator[Live]:
     live = Live("--max-output-tokens", "512", engine="pipeline,think=yes").wait_ready()
     yield live
     assert live.stop() == 0, live.log_text()
@@ -40,12 +40,12 @@ def chat(live: Live, body: dict[str, Any]) -> tuple[str, str]:
     message = whole["choices"][0]["message"]
     events = live.events("/v1/chat/completions", {**body, "stream": True})
     deltas = [e["choices"][0]["delta"] for e in events if isinstance(e, dict) and e["choices"]]
-    thought = "".join(d.get("reasoning_content") or "" for d in deltas)
+    reasoning = "".join(d.get("reasoning_content") or "" for d in deltas)
     text = "".join(d.get("content") or "" for d in deltas)
-    assert (thought, text) == (message.get("reasoning_content", ""), message["content"])
+    assert (reasoning, text) == (message.get("reasoning_content", ""), message["content"])
     counted = whole["usage"]["completion_tokens_details"]["reasoning_tokens"]
-    assert (counted > 0) == bool(thought)
-    return thought, text
+    assert (counted > 0) == bool(reasoning)
+    return reasoning, text
 
 
 def responses(live: Live, body: dict[str, Any]) -> tuple[str, str]:
@@ -69,22 +69,22 @@ def anthropic(live: Live, body: dict[str, Any]) -> tuple[str, str]:
     found = {block["type"]: block.get("thinking", block.get("text")) for block in whole["content"]}
     events = live.events("/v1/messages", {"messages": ASK, **body, "stream": True})
     deltas = [e["delta"] for e in events if e["type"] == "content_block_delta"]
-    thought = "".join(d.get("thinking", "") for d in deltas)
+    reasoning = "".join(d.get("thinking", "") for d in deltas)
     text = "".join(d.get("text", "") for d in deltas)
-    assert (thought, text) == (found.get("thinking", ""), found.get("text", ""))
+    assert (reasoning, text) == (found.get("thinking", ""), found.get("text", ""))
     starts = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
     assert starts == [block["type"] for block in whole["content"]]
-    return thought, text
+    return reasoning, text
 
 
 def ollama(live: Live, body: dict[str, Any]) -> tuple[str, str]:
     body = {"messages": ASK, **body}
     (whole,) = lines(live, "/api/chat", {**body, "stream": False})
     found = [line["message"] for line in lines(live, "/api/chat", {**body, "stream": True})]
-    thought = "".join(m.get("thinking", "") for m in found)
+    reasoning = "".join(m.get("thinking", "") for m in found)
     text = "".join(m["content"] for m in found)
-    assert (thought, text) == (whole["message"].get("thinking", ""), whole["message"]["content"])
-    return thought, text
+    assert (reasoning, text) == (whole["message"].get("thinking", ""), whole["message"]["content"])
+    return reasoning, text
 
 
 # (protocol, a structured answer after a thought of at most 7 tokens, thinking switched off)
@@ -117,40 +117,40 @@ CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def test_log_probabilities_of_thoughts(thinker: Live) -> None:
+def test_log_probabilities_of_reasoning(reasoner: Live) -> None:
     """Chat completions has those of every token, Responses those of the answer."""
     more = {"thinking_budget": 7, "seed": 1, "top_logprobs": 1}
     body = {"messages": ASK, "max_tokens": 40, "logprobs": True, **more}
-    whole = thinker.post("/v1/chat/completions", body).json()
+    whole = reasoner.post("/v1/chat/completions", body).json()
     rows, usage = whole["choices"][0]["logprobs"]["content"], whole["usage"]
-    thought = usage["completion_tokens_details"]["reasoning_tokens"]
-    assert (thought > 7, len(rows)) == (True, usage["completion_tokens"])
-    assert "</think>" in [row["token"] for row in rows[:thought]]
-    made = thinker.post("/v1/responses", {"input": "hi", "max_output_tokens": 40, **more}).json()
-    assert made["output"][-1]["content"][0]["logprobs"] == rows[thought:]
+    reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert (reasoning > 7, len(rows)) == (True, usage["completion_tokens"])
+    assert "</think>" in [row["token"] for row in rows[:reasoning]]
+    made = reasoner.post("/v1/responses", {"input": "hi", "max_output_tokens": 40, **more}).json()
+    assert made["output"][-1]["content"][0]["logprobs"] == rows[reasoning:]
 
 
-def test_ollama_lists_thinking_as_a_capability(thinker: Live, fake: Live) -> None:
-    shown = [live.post("/api/show", {}).json()["capabilities"] for live in (thinker, fake)]
+def test_ollama_lists_thinking_as_a_capability(reasoner: Live, fake: Live) -> None:
+    shown = [live.post("/api/show", {}).json()["capabilities"] for live in (reasoner, fake)]
     assert shown == [["completion", "tools", "embedding", "thinking"], shown[0][:3]]
 
 
 @pytest.mark.parametrize(("protocol", "body", "off"), CASES)
-def test_thought_and_structured_answer(
-    thinker: Live, protocol: Any, body: dict[str, Any], off: dict[str, Any]
+def test_reasoning_and_structured_answer(
+    reasoner: Live, protocol: Any, body: dict[str, Any], off: dict[str, Any]
 ) -> None:
     if protocol is not ollama:  # Ollama has no budget: the random model may think to the end
-        thought, text = protocol(thinker, body)
-        assert thought
+        reasoning, text = protocol(reasoner, body)
+        assert reasoning
         assert json.loads(text) == {}
-        assert "think>" not in thought + text
-    thought, text = protocol(thinker, {k: v for k, v in (body | off).items() if v is not None})
-    assert (thought, json.loads(text)) == ("", {})
+        assert "think>" not in reasoning + text
+    reasoning, text = protocol(reasoner, {k: v for k, v in (body | off).items() if v is not None})
+    assert (reasoning, json.loads(text)) == ("", {})
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_vllm_44012_text_format_of_responses_constrains_the_message(
-    thinker: Live, seed: int
+    reasoner: Live, seed: int
 ) -> None:
     """The document was written into the unconstrained reasoning item. Here it is the message, after
     a thought and without one, and the thought is free."""
@@ -162,20 +162,20 @@ def test_vllm_44012_text_format_of_responses_constrains_the_message(
     }
     text = {"format": {"type": "json_schema", "name": "x", "schema": schema, "strict": True}}
     body = {"text": text, "seed": seed, "temperature": 1}
-    thought, answer = responses(thinker, {**body, "thinking_budget": 9})
-    assert thought
-    assert not thought.startswith("{")
+    reasoning, answer = responses(reasoner, {**body, "thinking_budget": 9})
+    assert reasoning
+    assert not reasoning.startswith("{")
     assert json.loads(answer)["n"] in (1, 2, 3)
-    thought, answer = responses(thinker, {**body, "reasoning": {"effort": "none"}})
-    assert thought == ""
+    reasoning, answer = responses(reasoner, {**body, "reasoning": {"effort": "none"}})
+    assert reasoning == ""
     assert json.loads(answer)["n"] in (1, 2, 3)
 
 
-def test_thoughts_are_streamed_as_they_come(thinker: Live) -> None:
+def test_reasoning_are_streamed_as_they_come(reasoner: Live) -> None:
     body = {"messages": ASK, "max_tokens": 40, "seed": 3, "thinking_budget": 20}
-    thought, _ = chat(thinker, body)
-    assert thought
-    ollama(thinker, {"options": {"seed": 3, "num_predict": 30}, "think": True})
+    reasoning, _ = chat(reasoner, body)
+    assert reasoning
+    ollama(reasoner, {"options": {"seed": 3, "num_predict": 30}, "think": True})
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_thoughts_are_streamed_as_they_come(thinker: Live) -> None:
         ("/v1/chat/completions", {"messages": ASK, "thinking_budget": 3}, "thinking_budget"),
     ],
 )
-def test_a_model_without_thoughts_refuses_the_switch_by_name(
+def test_a_model_without_reasoning_refuses_the_switch_by_name(
     fake: Live, path: str, body: dict[str, Any], field: str
 ) -> None:
     answer = fake.post(path, body)
@@ -204,25 +204,25 @@ def test_off_is_accepted_where_there_is_nothing_to_switch_off(fake: Live) -> Non
     assert fake.post("/api/chat", {"messages": ASK, "think": False}).status_code == 200
 
 
-def test_a_switch_that_nothing_reads_is_refused(thinker: Live) -> None:
-    raw = thinker.post("/api/generate", {"prompt": "hi", "raw": True, "think": True})
+def test_a_switch_that_nothing_reads_is_refused(reasoner: Live) -> None:
+    raw = reasoner.post("/api/generate", {"prompt": "hi", "raw": True, "think": True})
     off = {"type": "disabled", "budget_tokens": 1024}
-    budget = thinker.post("/v1/messages", {"messages": ASK, "max_tokens": 2, "thinking": off})
+    budget = reasoner.post("/v1/messages", {"messages": ASK, "max_tokens": 2, "thinking": off})
     for answer, field in ((raw, "think: only without raw"), (budget, "thinking.budget_tokens: ")):
         assert answer.status_code == 400
         assert field in answer.text
 
 
-def test_a_contradiction_with_the_template_variable_is_refused(thinker: Live) -> None:
+def test_a_contradiction_with_the_template_variable_is_refused(reasoner: Live) -> None:
     body = {"messages": ASK, "reasoning_effort": "none"}
-    answer = thinker.post(
+    answer = reasoner.post(
         "/v1/chat/completions", {**body, "chat_template_kwargs": {"enable_thinking": True}}
     )
     assert answer.status_code == 400
     assert "chat_template_kwargs.enable_thinking" in answer.text
 
 
-def test_earlier_thoughts_are_passed_to_the_template(thinker: Live) -> None:
+def test_earlier_reasoning_are_passed_to_the_template(reasoner: Live) -> None:
     turn = {"type": "thinking", "thinking": "So.", "signature": ""}
     history = [
         *ASK,
@@ -230,28 +230,28 @@ def test_earlier_thoughts_are_passed_to_the_template(thinker: Live) -> None:
         *ASK,
     ]
     body = {"messages": history, "max_tokens": 4}
-    assert thinker.post("/v1/messages", body).status_code == 200
+    assert reasoner.post("/v1/messages", body).status_code == 200
     item = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "So."}]}
     answer = {"type": "message", "role": "assistant", "content": "Four."}
     ask = {"type": "message", "role": "user", "content": "hi"}
     body = {"input": [ask, item, answer, ask], "max_output_tokens": 4}
-    made = thinker.post("/v1/responses", {**body, "store": True})
+    made = reasoner.post("/v1/responses", {**body, "store": True})
     assert made.status_code == 200, made.text
     more = {"input": "on", "previous_response_id": made.json()["id"], "max_output_tokens": 4}
-    assert thinker.post("/v1/responses", more).status_code == 200
+    assert reasoner.post("/v1/responses", more).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_include_reasoning_false_leaves_the_reasoning_out(thinker: Live, stream: bool) -> None:
+def test_include_reasoning_false_leaves_the_reasoning_out(reasoner: Live, stream: bool) -> None:
     body = {"messages": ASK, "max_tokens": 24, "seed": 3, "stream": stream}
     with_it, without = (
-        thinker.post("/v1/chat/completions", {**body, "include_reasoning": shown}).text
+        reasoner.post("/v1/chat/completions", {**body, "include_reasoning": shown}).text
         for shown in (True, False)
     )
     assert ("reasoning_content" in with_it, "reasoning_content" in without) == (True, False)
 
 
-def test_a_receipt_of_a_thought_replays_in_the_lens(thinker: Live) -> None:
+def test_a_receipt_of_reasoning_replays_in_the_lens(reasoner: Live) -> None:
     body = {
         "messages": ASK,
         "thinking_budget": 6,
@@ -263,13 +263,13 @@ def test_a_receipt_of_a_thought_replays_in_the_lens(thinker: Live) -> None:
             "json_schema": {"name": "answer", "schema": {"enum": ["x", "y"]}},
         },
     }
-    receipt = thinker.post("/v1/chat/completions", body).json()["receipt"]
+    receipt = reasoner.post("/v1/chat/completions", body).json()["receipt"]
     assert receipt["thinks"] is True
-    found = thinker.client.post("/lens/api/replay", json={"receipt": receipt}).json()
+    found = reasoner.client.post("/lens/api/replay", json={"receipt": receipt}).json()
     assert found["identical"], found
 
 
-def test_log_probabilities_of_a_response_are_those_of_its_answer(thinker: Live) -> None:
+def test_log_probabilities_of_a_response_are_those_of_its_answer(reasoner: Live) -> None:
     body = {
         "input": "hi",
         "thinking_budget": 6,
@@ -277,8 +277,8 @@ def test_log_probabilities_of_a_response_are_those_of_its_answer(thinker: Live) 
         "seed": 3,
         "include": ["message.output_text.logprobs"],
     }
-    whole = thinker.post("/v1/responses", body).json()
-    events = [e for e in thinker.events("/v1/responses", body) if e != "[DONE]"]
+    whole = reasoner.post("/v1/responses", body).json()
+    events = [e for e in reasoner.events("/v1/responses", body) if e != "[DONE]"]
     streamed = events[-1]["response"]
     found, same = (
         next(item for item in answer["output"] if item["type"] == "message")["content"][0]
@@ -287,19 +287,19 @@ def test_log_probabilities_of_a_response_are_those_of_its_answer(thinker: Live) 
     assert found["text"]
     assert found == same
     tokens = whole["usage"]
-    thought = tokens["output_tokens_details"]["reasoning_tokens"]
-    assert thought > 0
-    assert len(found["logprobs"]) == tokens["output_tokens"] - thought
+    reasoning = tokens["output_tokens_details"]["reasoning_tokens"]
+    assert reasoning > 0
+    assert len(found["logprobs"]) == tokens["output_tokens"] - reasoning
 
 
-def test_a_stored_response_with_a_thought_can_be_streamed_again(thinker: Live) -> None:
+def test_a_stored_response_with_reasoning_can_be_streamed_again(reasoner: Live) -> None:
     """The same event types in the same order; the deltas of a text are merged into one."""
     sealed = {"include": ["reasoning.encrypted_content"], "store": True}
     body = {"input": "hi", "thinking_budget": 6, "max_output_tokens": 40, "seed": 3, **sealed}
-    first = [e for e in thinker.events("/v1/responses", body) if e != "[DONE]"]
+    first = [e for e in reasoner.events("/v1/responses", body) if e != "[DONE]"]
     made = first[-1]["response"]
     assert [item["type"] for item in made["output"]] == ["reasoning", "message"]
-    replay = thinker.client.get(f"/v1/responses/{made['id']}?stream=true").text.splitlines()
+    replay = reasoner.client.get(f"/v1/responses/{made['id']}?stream=true").text.splitlines()
     again = [json.loads(line[6:]) for line in replay if line.startswith("data: ")]
     assert [e["type"] for e in again] == [k for k, _ in groupby(e["type"] for e in first)]
     assert again[-1]["response"] == made
@@ -311,17 +311,17 @@ def test_a_stored_response_with_a_thought_can_be_streamed_again(thinker: Live) -
         assert found[0] == found[1]
 
 
-def test_anthropics_thinking_may_be_omitted(thinker: Live) -> None:
+def test_anthropics_thinking_may_be_omitted(reasoner: Live) -> None:
     body = {
         "messages": ASK,
         "max_tokens": 40,
         "seed": 3,
         "thinking": {"type": "enabled", "budget_tokens": 6, "display": "omitted"},
     }
-    whole = thinker.post("/v1/messages", body).json()
+    whole = reasoner.post("/v1/messages", body).json()
     assert [block["type"] for block in whole["content"]] == ["thinking", "text"]
     assert whole["content"][0]["thinking"] == ""
-    events = thinker.events("/v1/messages", body)
+    events = reasoner.events("/v1/messages", body)
     kinds = [e["content_block"]["type"] for e in events if e["type"] == "content_block_start"]
     assert kinds == ["thinking", "text"]
     assert "thinking_delta" not in json.dumps(events)
@@ -331,34 +331,34 @@ OFF = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 @pytest.mark.parametrize("switch", [{"reasoning_effort": "none"}, OFF])
-def test_a_budget_is_refused_where_thinking_is_off(switch: dict[str, Any], thinker: Live) -> None:
+def test_a_budget_is_refused_where_thinking_is_off(switch: dict[str, Any], reasoner: Live) -> None:
     body = {"messages": ASK, "max_tokens": 4, "thinking_budget": 5, **switch}
-    answer = thinker.post("/v1/chat/completions", body)
+    answer = reasoner.post("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "thinking_budget"
 
 
-def test_a_beam_search_counts_thoughts_and_refuses_a_budget(thinker: Live) -> None:
+def test_a_beam_search_counts_reasoning_and_refuses_a_budget(reasoner: Live) -> None:
     body = {"messages": ASK, "max_tokens": 6, "num_beams": 2}
-    found = thinker.post("/v1/chat/completions", body).json()
+    found = reasoner.post("/v1/chat/completions", body).json()
     assert found["choices"][0]["message"]["reasoning_content"]
     assert found["usage"]["completion_tokens_details"]["reasoning_tokens"] > 0
-    refused = thinker.post("/v1/chat/completions", {**body, "thinking_budget": 2})
+    refused = reasoner.post("/v1/chat/completions", {**body, "thinking_budget": 2})
     assert refused.json()["error"]["param"] == "thinking_budget"
 
 
-def test_a_switch_of_the_template_is_no_text(thinker: Live) -> None:
+def test_a_switch_of_the_template_is_no_text(reasoner: Live) -> None:
     body = {"messages": ASK, "chat_template_kwargs": {"enable_thinking": "false"}}
-    answer = thinker.post("/v1/chat/completions", body)
+    answer = reasoner.post("/v1/chat/completions", body)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "chat_template_kwargs.enable_thinking"
 
 
 @pytest.mark.parametrize("reads", [True, False])
-def test_a_stored_thought_is_left_out_where_the_template_reads_none(reads: bool) -> None:
+def test_a_stored_reasoning_is_left_out_where_the_template_reads_none(reads: bool) -> None:
     said = {"role": "assistant", "content": "4", "reasoning_content": "So 4."}
     store = SimpleNamespace(get=lambda *key: {"messages": [said]})
-    state = SimpleNamespace(store=store, facts=SimpleNamespace(template_thoughts=reads))
+    state = SimpleNamespace(store=store, facts=SimpleNamespace(template_reasoning=reads))
     call: Any = SimpleNamespace(state=state, tenant="t")
     (found,) = earlier_messages(call, "resp_1")
     assert ("reasoning_content" in found) == reads
@@ -368,7 +368,7 @@ def test_a_stored_thought_is_left_out_where_the_template_reads_none(reads: bool)
     assert call.places == ["instructions", "previous_response_id", "input[0]"]  # for errors
 
 
-def test_a_thought_without_an_answer_reaches_the_template() -> None:
+def test_reasoning_without_an_answer_reaches_the_template() -> None:
     """An output that max_output_tokens cut inside the thought has no message behind it."""
     user, answer = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
@@ -396,7 +396,7 @@ def test_a_thought_without_an_answer_reaches_the_template() -> None:
     assert found(call, "", call) == [("", "", 2)]
 
 
-def test_a_sealed_thought_with_an_unpaired_surrogate_is_refused() -> None:
+def test_a_sealed_reasoning_with_an_unpaired_surrogate_is_refused() -> None:
     """Neither the wire nor a tokenizer can encode one."""
     item = {"type": "reasoning", "encrypted_content": base64.b64encode(b"\xed\xa0\x80").decode()}
     with pytest.raises(Problem) as error:
@@ -404,7 +404,7 @@ def test_a_sealed_thought_with_an_unpaired_surrogate_is_refused() -> None:
     assert error.value.param == "input[0].encrypted_content"
 
 
-def test_thoughts_travel_with_a_client_that_stores_nothing(thinker: Live, fake: Live) -> None:
+def test_reasoning_travel_with_a_client_that_stores_nothing(reasoner: Live, fake: Live) -> None:
     """reasoning.encrypted_content: what agents ask for, and send back in the next turn."""
     body = {
         "input": "hi",
@@ -414,33 +414,33 @@ def test_thoughts_travel_with_a_client_that_stores_nothing(thinker: Live, fake: 
         "store": False,
         "include": ["reasoning.encrypted_content"],
     }
-    whole = thinker.post("/v1/responses", body).json()
-    streamed = [e for e in thinker.events("/v1/responses", body) if e != "[DONE]"][-1]["response"]
-    thought, message = whole["output"]
-    assert thought["encrypted_content"] == streamed["output"][0]["encrypted_content"]
+    whole = reasoner.post("/v1/responses", body).json()
+    streamed = [e for e in reasoner.events("/v1/responses", body) if e != "[DONE]"][-1]["response"]
+    reasoning, message = whole["output"]
+    assert reasoning["encrypted_content"] == streamed["output"][0]["encrypted_content"]
     assert "logprobs" not in message["content"][0] or not message["content"][0]["logprobs"]
-    back = {key: thought[key] for key in ("type", "id", "summary", "encrypted_content")}
+    back = {key: reasoning[key] for key in ("type", "id", "summary", "encrypted_content")}
     turns = [{"role": "user", "content": "hi"}, back, message, {"role": "user", "content": "so?"}]
-    plain = [turns[0], {k: v for k, v in thought.items() if k != "encrypted_content"}, *turns[2:]]
+    plain = [turns[0], {k: v for k, v in reasoning.items() if k != "encrypted_content"}, *turns[2:]]
     counts = [
-        thinker.post("/v1/responses/input_tokens", {"input": items}).json()["input_tokens"]
+        reasoner.post("/v1/responses/input_tokens", {"input": items}).json()["input_tokens"]
         for items in (turns, plain, [turns[0], *turns[2:]])
     ]
     assert counts[0] == counts[1] > counts[2]
     # a template that reads no thoughts: the server's own are left out
     assert fake.post("/v1/responses", {"input": turns, "max_output_tokens": 2}).status_code == 200
     wrong = [turns[0], {**back, "encrypted_content": "!"}, *turns[2:]]
-    refused = thinker.post("/v1/responses", {"input": wrong})
+    refused = reasoner.post("/v1/responses", {"input": wrong})
     assert refused.json()["error"]["param"] == "input[1].encrypted_content"
 
 
 def test_anthropics_effort_is_that_of_the_template_or_has_no_effect(
-    thinker: Live, fake: Live
+    reasoner: Live, fake: Live
 ) -> None:
     body = {"messages": ASK, "max_tokens": 4, "seed": 3}
     asked = {**body, "output_config": {"effort": "low"}}
     on, off = (
-        thinker.post("/v1/messages", values).json()["usage"]["input_tokens"]
+        reasoner.post("/v1/messages", values).json()["usage"]["input_tokens"]
         for values in (asked, {**body, "thinking": {"type": "disabled"}})
     )
     assert on != off

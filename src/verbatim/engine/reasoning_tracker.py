@@ -20,15 +20,15 @@ from weakref import WeakKeyDictionary
 
 from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.text.reasoning.harmony import HarmonySplitter
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 from verbatim.text.reasoning.tag_splitter import spellings
-from verbatim.text.reasoning.thoughts import ThoughtFormat
 
-State = Literal["start", "thought", "answer"]
+State = Literal["start", "reasoning", "answer"]
 Ids = Collection[int]
 _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
-class ThoughtTracker(Protocol):
+class ReasoningTracker(Protocol):
     """The state of one sequence. `opened`: a thought has begun. `calling`: a call of a tool is
     being written, which is no thought, and which no budget ends."""
 
@@ -40,7 +40,7 @@ class ThoughtTracker(Protocol):
 
     def push(self, token: int) -> None: ...
 
-    def copy(self) -> ThoughtTracker: ...
+    def copy(self) -> ReasoningTracker: ...
 
     def opening(self) -> tuple[Ids, Ids]:
         """Before a thought: the tokens that continue its opening marker, and the tokens that hold a
@@ -60,11 +60,11 @@ class TagMarkers:
     closing tag, by the bytes of it that precede the token."""
 
     def __init__(
-        self, thoughts: ThoughtFormat, tokenizer: EngineTokenizer, skip_special: bool = True
+        self, reasoning: ReasoningFormat, tokenizer: EngineTokenizer, skip_special: bool = True
     ) -> None:
-        self.open, self.close = _spelled(thoughts.open), _spelled(thoughts.close)
-        self._open_id = thoughts.open_id
-        self._tokenizer, self._skip, self._visible = tokenizer, skip_special, thoughts.marker_ids
+        self.open, self.close = _spelled(reasoning.open), _spelled(reasoning.close)
+        self._open_id = reasoning.open_id
+        self._tokenizer, self._skip, self._visible = tokenizer, skip_special, reasoning.marker_ids
         self._letters = frozenset(b"".join(self.open))
         suffixes = tuple(tag[i:] for tag in self.open for i in range(len(tag)))
         last = {tag[-1] for tag in self.close}
@@ -110,7 +110,7 @@ class TagMarkers:
         return bool(ends and _without_space(text[min(ends) :]))
 
     def opening(self, head: bytes) -> tuple[Ids, Ids]:
-        """ThoughtTracker.opening() behind `head`, the output without its leading white space."""
+        """ReasoningTracker.opening() behind `head`, the output without its leading white space."""
         if head not in self._opening:
             self._opening[head] = self._compute_opening(head)
         return self._opening[head]
@@ -146,7 +146,7 @@ class TagTracker:
         self._markers, self._told = markers, told
         self.state: State = "start"
         if start:
-            self.state = "thought" if start == "open" else "answer"
+            self.state = "reasoning" if start == "open" else "answer"
         self.opened = start == "open"
         self._head = b""  # the output before a thought, without its leading white space
         self._held = b""  # part of a closing tag at the end of the thought so far
@@ -155,7 +155,7 @@ class TagTracker:
         data = self._markers.shown(token)
         if self.state == "start":
             self._open(self._head + data)
-        elif self.state == "thought":
+        elif self.state == "reasoning":
             self._close(data)
 
     def _open(self, output: bytes) -> None:
@@ -164,7 +164,7 @@ class TagTracker:
         pending = decoder.getstate()[0]  # of an incomplete character
         self._head = text + pending
         if text.startswith(self._markers.open):
-            self.state, self.opened = "thought", True
+            self.state, self.opened = "reasoning", True
             self._close(self._markers.behind_open(self._head))
         elif not self._markers.may_open(text):
             self.state = "answer"
@@ -193,27 +193,27 @@ class HarmonyTracker:
     `equals`: the tokens with that character."""
 
     def __init__(
-        self, thoughts: ThoughtFormat, tokenizer: EngineTokenizer, equals: frozenset[int]
+        self, reasoning: ReasoningFormat, tokenizer: EngineTokenizer, equals: frozenset[int]
     ) -> None:
-        self._thoughts, self._tokenizer, self._equals = thoughts, tokenizer, equals
+        self._reasoning, self._tokenizer, self._equals = reasoning, tokenizer, equals
         self.state: State = "start"
         self.opened = False
-        self._splitter = HarmonySplitter(thoughts.special)
+        self._splitter = HarmonySplitter(reasoning.special)
 
     def push(self, token: int) -> None:
         text = self._tokenizer.token_bytes(token).decode("utf-8", "replace")
-        marker = token in self._thoughts.marker_ids
+        marker = token in self._reasoning.marker_ids
         if self.state == "start" and (marker or not text.isspace()):
-            self.opened = token == self._thoughts.open_id
-            self.state = "thought" if self.opened else "answer"
-        if self.state == "thought":
+            self.opened = token == self._reasoning.open_id
+            self.state = "reasoning" if self.opened else "answer"
+        if self.state == "reasoning":
             self._splitter.mark(text) if marker else self._splitter.push(text)
             if self._splitter.answering:
                 self.state = "answer"
 
     def opening(self) -> tuple[Ids, Ids]:
-        assert self._thoughts.open_id is not None
-        return (self._thoughts.open_id,), ()
+        assert self._reasoning.open_id is not None
+        return (self._reasoning.open_id,), ()
 
     @property
     def calling(self) -> bool:
@@ -229,22 +229,22 @@ class HarmonyTracker:
 
 
 def make_tracker(
-    thoughts: ThoughtFormat, tokenizer: EngineTokenizer, skip_special: bool = True
-) -> ThoughtTracker:
+    reasoning: ReasoningFormat, tokenizer: EngineTokenizer, skip_special: bool = True
+) -> ReasoningTracker:
     """A tracker at the first token to draw. The first one of a model walks the vocabulary, so
     Request validation makes one before the engine does."""
-    if thoughts.harmony:
+    if reasoning.harmony:
         equals = _EQUALS.get(tokenizer)
         if equals is None:
             ids = range(tokenizer.vocab_size)
             equals = frozenset(token for token in ids if b"=" in tokenizer.token_bytes(token))
             _EQUALS[tokenizer] = equals
-        return HarmonyTracker(thoughts, tokenizer, equals)
+        return HarmonyTracker(reasoning, tokenizer, equals)
     kept = _MARKERS.setdefault(tokenizer, {})
-    key = thoughts.open, thoughts.close, thoughts.open_id, skip_special
+    key = reasoning.open, reasoning.close, reasoning.open_id, skip_special
     if key not in kept:
-        kept[key] = TagMarkers(thoughts, tokenizer, skip_special)
-    return TagTracker(kept[key], thoughts.start, thoughts.told)
+        kept[key] = TagMarkers(reasoning, tokenizer, skip_special)
+    return TagTracker(kept[key], reasoning.start, reasoning.told)
 
 
 _MARKERS: WeakKeyDictionary[EngineTokenizer, dict[Any, TagMarkers]] = WeakKeyDictionary()

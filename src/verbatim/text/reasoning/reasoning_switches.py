@@ -24,27 +24,27 @@ def switches_of(template: Any) -> list[str]:
 
 
 def effort_variables(
-    switches: Collection[str], thinks: bool, effort: str, field: str
+    switches: Collection[str], reasoning: bool, effort: str, field: str
 ) -> dict[str, Any]:
     """Variables for a level of EFFORTS. A template without levels gets none as false and every
     other level as true. `thinks`: the template marks thoughts; `field`: the name for an error."""
     if LEVEL in switches and effort != "none":
         return {LEVEL: effort}
-    return switch_variables(switches, thinks, effort != "none", field)
+    return switch_variables(switches, reasoning, effort != "none", field)
 
 
 def switch_variables(
-    switches: Collection[str], thinks: bool, think: bool, field: str
+    switches: Collection[str], reasoning: bool, wanted: bool, field: str
 ) -> dict[str, Any]:
     """Variables that switch thinking on or off."""
     for name in BOOLEAN_SWITCHES:
         if name in switches:
-            return {name: think}
-    if think == thinks:  # the model does so anyway
+            return {name: wanted}
+    if wanted == reasoning:  # the model does so anyway
         return {}
     raise UnsupportedError(
         field,
         "this model always thinks; its chat template has no switch"
-        if thinks
+        if reasoning
         else "this model's chat template has no thoughts",
     )

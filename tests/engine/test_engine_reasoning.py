@@ -12,9 +12,9 @@ import pytest
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import UnsupportedError
 from verbatim.base.records import Drawn, Finish
+from verbatim.engine.reasoning_matcher import ReasoningMatcher, check_supported
+from verbatim.engine.reasoning_tracker import make_tracker
 from verbatim.engine.stream import ChoiceStream
-from verbatim.engine.thought_matcher import ThoughtMatcher, check_supported
-from verbatim.engine.thought_tracker import make_tracker
 from verbatim.grammar.compiler import compile_structure
 from verbatim.testing.fakes import (
     ByteTokenizer,
@@ -23,7 +23,7 @@ from verbatim.testing.fakes import (
     fake_parts,
     fake_spec,
 )
-from verbatim.text.reasoning.thoughts import ThoughtFormat, find_format
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat, find_format
 from verbatim.text.templates.chat_template import ChatTemplate
 
 OPEN, CLOSE, VOCAB = 260, 261, 262
@@ -39,29 +39,31 @@ SCHEMA = {
 }
 
 
-def think_format() -> ThoughtFormat:
+def reasoning_format() -> ReasoningFormat:
     found = find_format([TEMPLATE], ThinkByteTokenizer())
     assert found is not None
     return found
 
 
-def make_matcher(inner: Any, thoughts: ThoughtFormat, budget: int | None = None) -> ThoughtMatcher:
-    tracker, ends = make_tracker(thoughts, ThinkByteTokenizer()), (ByteTokenizer.EOS,)
-    return ThoughtMatcher(inner, tracker, VOCAB, ends, budget, thoughts.close_ids)
+def make_matcher(
+    inner: Any, reasoning: ReasoningFormat, budget: int | None = None
+) -> ReasoningMatcher:
+    tracker, ends = make_tracker(reasoning, ThinkByteTokenizer()), (ByteTokenizer.EOS,)
+    return ReasoningMatcher(inner, tracker, VOCAB, ends, budget, reasoning.close_ids)
 
 
 def open_llm(source: str = TEMPLATE, **options: Any) -> LLM:
     backend = FakeBackend(fake_spec(vocab=VOCAB), pipeline=True)
     template = ChatTemplate(source, "<s>", "</s>")
-    parts = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
-    return LLM.from_parts(parts, **options)
+    loaded = replace(fake_parts(backend), tokenizer=ThinkByteTokenizer(), template=template)
+    return LLM.from_loaded(loaded, **options)
 
 
-def test_streamed_deltas_concatenate_to_the_thought_and_the_answer() -> None:
+def test_streamed_deltas_concatenate_to_the_reasoning_and_the_answer() -> None:
     tokenizer, rng = ThinkByteTokenizer(), random.Random(3)
     output = [OPEN, *b"\nTwo and two.\n", CLOSE, *"\n\nFour é.".encode()]
     for _ in range(200):
-        stream = ChoiceStream("r", 0, SamplingParams(), tokenizer, think_format())
+        stream = ChoiceStream("r", 0, SamplingParams(), tokenizer, reasoning_format())
         deltas = []
         for token in output:
             stream.push(Drawn(token, 0.0), None)
@@ -77,7 +79,9 @@ def test_streamed_deltas_concatenate_to_the_thought_and_the_answer() -> None:
 
 
 def test_stop_strings_apply_to_the_answer_only() -> None:
-    stream = ChoiceStream("r", 0, SamplingParams(stop="x"), ThinkByteTokenizer(), think_format())
+    stream = ChoiceStream(
+        "r", 0, SamplingParams(stop="x"), ThinkByteTokenizer(), reasoning_format()
+    )
     finish = None
     for token in [OPEN, *b"a x b", CLOSE, *b"yes x no"]:
         finish = finish or stream.push(Drawn(token, 0.0), None)
@@ -89,18 +93,18 @@ def allowed(mask: bytes | None, token: int) -> bool:
     return mask is None or bool(mask[token // 8] >> token % 8 & 1)
 
 
-def test_a_grammar_binds_the_answer_and_not_the_thought() -> None:
+def test_a_grammar_binds_the_answer_and_not_the_reasoning() -> None:
     """Random tokens under the masks of 120 sequences: every answer is valid."""
     tokenizer, rng = ThinkByteTokenizer(), random.Random(4)
     structure = compile_structure(SamplingParams(json_schema=SCHEMA), tokenizer)
     assert structure is not None
     for start in ("", "open", "closed"):
         for _ in range(40):
-            thoughts = think_format().after(
+            reasoning = reasoning_format().after(
                 {"open": "<think>", "closed": "</think>"}.get(start, "")
             )
             budget = rng.choice([None, 1, 7])
-            matcher = make_matcher(structure.start(), thoughts, budget)
+            matcher = make_matcher(structure.start(), reasoning, budget)
             tokens: list[int] = []
             while not matcher.finished:
                 mask = matcher.mask()
@@ -109,18 +113,18 @@ def test_a_grammar_binds_the_answer_and_not_the_thought() -> None:
                 choices = [t for t in [*range(VOCAB), *wish] if allowed(mask, t)]
                 tokens.append(rng.choice(choices))
                 matcher.advance(tokens[-1])
-            stream = ChoiceStream("r", 0, SamplingParams(), tokenizer, thoughts)
+            stream = ChoiceStream("r", 0, SamplingParams(), tokenizer, reasoning)
             for token in tokens:
                 stream.push(Drawn(token, 0.0), None)
             stream.end(Finish("stop", "json_schema"))
             assert json.loads(stream.choice(0).text)["n"] in (1, 2, 3)
-            thought = tokens.index(CLOSE) if CLOSE in tokens else 0
-            assert budget is None or thought <= budget + 1
-            assert ByteTokenizer.EOS not in tokens[:thought]
+            reasoning = tokens.index(CLOSE) if CLOSE in tokens else 0
+            assert budget is None or reasoning <= budget + 1
+            assert ByteTokenizer.EOS not in tokens[:reasoning]
 
 
 @pytest.mark.parametrize("speculate", ["off", "ngram"])
-def test_a_structured_chat_has_a_valid_answer_and_a_thought_within_its_budget(
+def test_a_structured_chat_has_a_valid_answer_and_reasoning_within_its_budget(
     speculate: str,
 ) -> None:
     opening = TEMPLATE + "<think>"
@@ -143,7 +147,7 @@ def test_thinking_switched_off_in_the_template_leaves_only_an_answer() -> None:
         assert done.reasoning == ""
 
 
-def test_a_budget_without_thoughts_is_refused_by_name() -> None:
+def test_a_budget_without_reasoning_is_refused_by_name() -> None:
     with open_llm("{{ messages[0].content }}<|assistant|>") as llm:
         params = SamplingParams(thinking_budget=4)
         for ask in (llm.generate, lambda p, s: llm.chat([{"role": "user", "content": p}], s)):
@@ -151,7 +155,7 @@ def test_a_budget_without_thoughts_is_refused_by_name() -> None:
                 ask("hi", params)  # type: ignore[operator]
 
 
-def test_a_grammar_is_the_whole_output_where_the_prompt_mentions_no_thought() -> None:
+def test_a_grammar_is_the_whole_output_where_the_prompt_mentions_no_reasoning() -> None:
     """An opening tag of ordinary text; with the tag in the prompt, see test_engine_text_tags.py."""
     source = TEMPLATE.replace("<think></think>", "<thought></thought>")
     with open_llm(source) as llm:
@@ -161,18 +165,18 @@ def test_a_grammar_is_the_whole_output_where_the_prompt_mentions_no_thought() ->
         assert isinstance(json.loads(done.text)["n"], int)
 
 
-def test_a_budget_is_refused_where_no_tokens_spell_the_end_of_a_thought() -> None:
-    unwritable = replace(think_format(), close_ids=())
+def test_a_budget_is_refused_where_no_tokens_spell_the_end_of_reasoning() -> None:
+    unwritable = replace(reasoning_format(), close_ids=())
     with pytest.raises(UnsupportedError, match=r"thinking_budget.*</think>"):
         check_supported(unwritable, "thinking_budget")
     check_supported(unwritable, "json_schema")
     check_supported(replace(unwritable, start="closed"), "thinking_budget")
 
 
-def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> None:
+def test_white_space_before_reasoning_escapes_neither_budget_nor_grammar() -> None:
     """The splitter drops white space before the opening tag, so the matcher must not take it for
     the start of the answer."""
-    only_budget = make_matcher(None, think_format(), 2)
+    only_budget = make_matcher(None, reasoning_format(), 2)
     for token in (*b"\n ", OPEN, *b"a"):
         only_budget.advance(token)
     mask = only_budget.mask()
@@ -180,7 +184,7 @@ def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> No
 
     structure = compile_structure(SamplingParams(regex=r"\n?(yes|no)"), ThinkByteTokenizer())
     assert structure is not None
-    matcher = make_matcher(structure.start(), think_format())
+    matcher = make_matcher(structure.start(), reasoning_format())
     matcher.advance(ord("\n"))
     assert allowed(matcher.mask(), OPEN), "white space switched the thought off"
     for each in (matcher, matcher.copy()):
@@ -192,7 +196,7 @@ def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> No
             each.advance(token)
         assert each.finished
     for start in ("\n", "\n\n  "):  # an answer behind white space, without a thought
-        loose = make_matcher(None, think_format(), 2)
+        loose = make_matcher(None, reasoning_format(), 2)
         for token in (*start.encode(), *b"abc", OPEN):
             loose.advance(token)
         assert loose.mask() is None
@@ -201,7 +205,7 @@ def test_white_space_before_a_thought_escapes_neither_budget_nor_grammar() -> No
 def test_a_grammar_of_white_space_alone_ends_behind_it() -> None:
     structure = compile_structure(SamplingParams(regex=r"\n"), ThinkByteTokenizer())
     assert structure is not None
-    matcher = make_matcher(structure.start(), think_format())
+    matcher = make_matcher(structure.start(), reasoning_format())
     matcher.advance(ord("\n"))
     assert matcher.finished
 
@@ -209,38 +213,38 @@ def test_a_grammar_of_white_space_alone_ends_behind_it() -> None:
 # ------------------------------------------------ reports about vLLM, each as a test (issue number)
 
 
-def split_in(pieces: list[str], thoughts: ThoughtFormat) -> tuple[str, str]:
-    splitter = thoughts.splitter()
+def split_in(pieces: list[str], reasoning: ReasoningFormat) -> tuple[str, str]:
+    splitter = reasoning.splitter()
     found = [piece for text in pieces for piece in splitter.push(text)] + splitter.finish()
-    return tuple("".join(t for k, t in found if k == kind) for kind in ("thought", "answer"))  # type: ignore[return-value]
+    return tuple("".join(t for k, t in found if k == kind) for kind in ("reasoning", "answer"))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3, 5, 1000])
 def test_vllm_46042_and_45687_the_tags_of_minimax_m3_do_not_leak(cut: int) -> None:
     """`<mm:think>` and `</mm:think>` were streamed as content."""
     template = "{{ messages }}{% if x %}<mm:think></mm:think>{% endif %}"
-    thoughts = find_format([template], ByteTokenizer())
-    assert thoughts is not None
+    reasoning = find_format([template], ByteTokenizer())
+    assert reasoning is not None
     text = "<mm:think>reasoning text</mm:think>final answer"
     pieces = [text[i : i + cut] for i in range(0, len(text), cut)]
-    assert split_in(pieces, thoughts) == ("reasoning text", "final answer")
+    assert split_in(pieces, reasoning) == ("reasoning text", "final answer")
 
 
-def test_vllm_39885_a_thought_after_tool_results_is_a_thought() -> None:
+def test_vllm_39885_reasoning_after_tool_results_is_reasoning() -> None:
     """Earlier turns with closed thoughts and tool results do not decide about the next output."""
     template = "{{ messages }}<|channel>thought\n<channel|>"
-    thoughts = find_format([template], ByteTokenizer())
-    assert thoughts is not None
+    reasoning = find_format([template], ByteTokenizer())
+    assert reasoning is not None
     prompt = "<|channel>thought\nold<channel|>call<|tool>result<tool|><|turn>model\n"
     output = ["<|chan", "nel>tho", "ught\nnew", "<chan", "nel|>It is 20 degrees."]
-    assert split_in(output, thoughts.after(prompt)) == ("new", "It is 20 degrees.")
+    assert split_in(output, reasoning.after(prompt)) == ("new", "It is 20 degrees.")
 
 
 @pytest.mark.parametrize("size", range(1, 12))
 def test_vllm_55195_markers_in_deltas_of_several_tokens(size: int) -> None:
     """One delta may hold a whole thought, both markers and the start of the answer."""
     tokens = [OPEN, *b"So.", CLOSE, *b"\n\nYes </think> no"]
-    stream = ChoiceStream("r", 0, SamplingParams(), ThinkByteTokenizer(), think_format())
+    stream = ChoiceStream("r", 0, SamplingParams(), ThinkByteTokenizer(), reasoning_format())
     deltas = []
     for at in range(0, len(tokens), size):
         for token in tokens[at : at + size]:
@@ -265,7 +269,7 @@ def test_vllm_47027_a_json_schema_does_not_switch_thinking_off(source: str) -> N
     assert json.loads(done.text)["n"] in (1, 2, 3)
 
 
-def test_vllm_50948_constrained_json_is_the_answer_and_not_the_thought() -> None:
+def test_vllm_50948_constrained_json_is_the_answer_and_not_the_reasoning() -> None:
     """A model that writes the document at once, without a thought, has an answer."""
     with open_llm() as llm:
         params = SamplingParams(json_schema=SCHEMA, max_tokens=200, seed=3, logit_bias={OPEN: -100})
@@ -275,7 +279,7 @@ def test_vllm_50948_constrained_json_is_the_answer_and_not_the_thought() -> None
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_vllm_53469_a_free_thought_then_the_document_in_one_stream(seed: int) -> None:
+def test_vllm_53469_a_free_reasoning_then_the_document_in_one_stream(seed: int) -> None:
     """The text of this report was not found. Reports of its group say: tags leak into the content,
     tags are split over deltas, a schema switches the thought off or constrains it. Here is one
     streamed answer with a schema that shows none of these."""
@@ -291,11 +295,11 @@ def test_vllm_53469_a_free_thought_then_the_document_in_one_stream(seed: int) ->
         with llm.chat_stream(ask, params) as stream:
             deltas = list(stream)
         whole = llm.chat(ask, params)
-    thought = "".join(delta.reasoning for delta in deltas)
-    assert (thought, "".join(delta.text for delta in deltas)) == (whole.reasoning, whole.text)
+    reasoning = "".join(delta.reasoning for delta in deltas)
+    assert (reasoning, "".join(delta.text for delta in deltas)) == (whole.reasoning, whole.text)
     assert whole.usage.reasoning_tokens >= 12, "the schema does not switch the thought off"
-    assert not thought.startswith("{"), "nor does it constrain the thought"
-    assert len(set(thought)) > 4
+    assert not reasoning.startswith("{"), "nor does it constrain the thought"
+    assert len(set(reasoning)) > 4
     assert json.loads(whole.text)["n"] in (1, 2, 3)
     for delta in deltas:
         assert "think>" not in delta.text + delta.reasoning

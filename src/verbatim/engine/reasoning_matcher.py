@@ -1,7 +1,7 @@
 """A matcher for reasoning models: the grammar applies to the answer, not to the thought.
 
 In: the matcher of the request's grammar, or None, and a tracker of the thought
-(thought_tracker.py). Out: the masks of a Matcher. While the model thinks, every token is allowed
+(reasoning_tracker.py). Out: the masks of a Matcher. While the model thinks, every token is allowed
 except an end of sequence and a token that holds both the end of the thought and the start of the
 answer (with a grammar), and only the closing tag once the thought has used its token budget.
 
@@ -16,18 +16,18 @@ from concurrent.futures import Future
 from typing import Any
 
 from verbatim.base.errors import UnsupportedError
-from verbatim.engine.thought_tracker import ThoughtTracker
+from verbatim.engine.reasoning_tracker import ReasoningTracker
 from verbatim.text.reasoning.harmony import CHANNEL, MESSAGE
-from verbatim.text.reasoning.thoughts import ThoughtFormat
+from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
 
-def check_supported(thoughts: ThoughtFormat, field: str) -> None:
+def check_supported(reasoning: ReasoningFormat, field: str) -> None:
     """A budget needs tokens that close the thought, and harmony its markers as tokens."""
-    if thoughts.start == "closed":
+    if reasoning.start == "closed":
         return
-    missing = [m for m in (CHANNEL, MESSAGE) if thoughts.harmony and m not in thoughts.special]
-    if field == "thinking_budget" and not thoughts.close_ids:
-        missing.append(thoughts.close)
+    missing = [m for m in (CHANNEL, MESSAGE) if reasoning.harmony and m not in reasoning.special]
+    if field == "thinking_budget" and not reasoning.close_ids:
+        missing.append(reasoning.close)
     if missing:
         raise UnsupportedError(
             field,
@@ -36,13 +36,13 @@ def check_supported(thoughts: ThoughtFormat, field: str) -> None:
         )
 
 
-class ThoughtMatcher:
+class ReasoningMatcher:
     """The grammar state of one sequence of a reasoning model."""
 
     def __init__(
         self,
         inner: Any,
-        tracker: ThoughtTracker,
+        tracker: ReasoningTracker,
         vocab: int,
         end_ids: Sequence[int],
         budget: int | None = None,
@@ -54,7 +54,7 @@ class ThoughtMatcher:
         self._size = (vocab + 7) // 8  # bytes of a mask
         self._ends, self._budget, self._close = frozenset(end_ids), budget, tuple(close_ids)
         self._used = 0  # tokens of the thought so far
-        self._thinking = _changed(b"\xff" * self._size, without=self._ends)
+        self._inside_mask = _changed(b"\xff" * self._size, without=self._ends)
 
     # --------------------------------------------------------------- the interface of a Matcher
 
@@ -72,13 +72,13 @@ class ThoughtMatcher:
         return found
 
     def poll_mask(self) -> bool:
-        if self._tracker.state == "thought" or self._inner is None or not self._live:
+        if self._tracker.state == "reasoning" or self._inner is None or not self._live:
             return True
         return bool(self._inner.poll_mask())
 
     def mask(self) -> bytes | None:
-        if self._tracker.state == "thought":
-            return self._thought_mask(self._used, self._tracker)
+        if self._tracker.state == "reasoning":
+            return self._reasoning_mask(self._used, self._tracker)
         if self._inner is None:
             return None
         mask: bytes = self._inner.mask() if self._live else b""
@@ -91,12 +91,12 @@ class ThoughtMatcher:
         if self._answering and self._inner is not None:
             masks: tuple[bytes | None, ...] = self._inner.masks_along(drafts)
             return masks
-        if self._tracker.state == "thought":
+        if self._tracker.state == "reasoning":
             tracker, used, found = self._tracker.copy(), self._used, [self.mask()]
             for token in drafts:
                 tracker.push(token)
                 used += not tracker.calling
-                found.append(self._thought_mask(used, tracker))
+                found.append(self._reasoning_mask(used, tracker))
             return tuple(found)
         assert not (drafts and self._tracker.state == "start"), "no drafts before the thought"
         return (self.mask(), *(None for _ in drafts))
@@ -127,7 +127,7 @@ class ThoughtMatcher:
         if before == "start" and self._tracker.opened:
             self._inner, self._fresh, self._live = self._fresh or self._inner, None, True
             self._used = 1
-        elif before == "thought":
+        elif before == "reasoning":
             self._used += not self._tracker.calling
         elif self._inner is not None:
             self._advance_grammar(token)
@@ -147,10 +147,10 @@ class ThoughtMatcher:
         if self._answering:
             self._fresh = None
 
-    def copy(self) -> ThoughtMatcher:
+    def copy(self) -> ReasoningMatcher:
         inner = None if self._inner is None else self._inner.copy()
-        twin = ThoughtMatcher(inner, self._tracker.copy(), 0, (), self._budget, self._close)
-        twin._size, twin._ends, twin._thinking = self._size, self._ends, self._thinking
+        twin = ReasoningMatcher(inner, self._tracker.copy(), 0, (), self._budget, self._close)
+        twin._size, twin._ends, twin._inside_mask = self._size, self._ends, self._inside_mask
         twin._live, twin._used = self._live, self._used
         twin._fresh = None if self._fresh is None else self._fresh.copy()
         return twin
@@ -161,7 +161,7 @@ class ThoughtMatcher:
     def _answering(self) -> bool:
         return self._tracker.state == "answer"
 
-    def _thought_mask(self, used: int, tracker: ThoughtTracker) -> bytes | None:
+    def _reasoning_mask(self, used: int, tracker: ReasoningTracker) -> bytes | None:
         """The mask after `used` tokens of thought: from the budget on, the closing tokens one by
         one."""
         if self._budget is not None and used >= self._budget:
@@ -170,7 +170,7 @@ class ThoughtMatcher:
         if self._inner is None:
             return None
         crossing = tracker.crossing()
-        return _changed(self._thinking, without=crossing) if crossing else self._thinking
+        return _changed(self._inside_mask, without=crossing) if crossing else self._inside_mask
 
 
 def _changed(mask: bytes, allow: Iterable[int] = (), without: Iterable[int] = ()) -> bytes:

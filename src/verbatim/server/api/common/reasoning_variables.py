@@ -2,7 +2,7 @@
 
 In: the request in chat fields and the model's facts. Out: variables for the chat template, or an
 error that names the field: what the template cannot switch is refused
-(text/reasoning/thinking_switches.py), and what holds anyway becomes a notice.
+(text/reasoning/reasoning_switches.py), and what holds anyway becomes a notice.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from verbatim.base.json_io import JsonObject
 from verbatim.server.problem import Problem, invalid
 from verbatim.server.process.messages import ModelFacts
-from verbatim.text.reasoning.thinking_switches import (
+from verbatim.text.reasoning.reasoning_switches import (
     BOOLEAN_SWITCHES,
     LEVEL,
     SWITCHES,
@@ -22,26 +22,26 @@ from verbatim.text.reasoning.thinking_switches import (
 )
 
 
-def thinking_variables(
+def reasoning_variables(
     facts: ModelFacts, body: Mapping[str, Any], names: Mapping[str, str], notices: list[str]
 ) -> JsonObject:
     """Template variables of a request: chat_template_kwargs, `reasoning_effort` and `think`."""
     made: JsonObject = {}
-    switches, thinks = facts.thinking_switches, facts.thinks
+    switches, reasoning = facts.reasoning_switches, facts.reasoning
     given = dict(body.get("chat_template_kwargs") or {})
-    why = "always reasons" if thinks else "does not reason"
+    why = "always reasons" if reasoning else "does not reason"
     said = []  # fields without an effect
     if (effort := body.get("reasoning_effort")) is not None:
         field = names.get("reasoning_effort", "reasoning_effort")
-        if switches or thinks:
-            made |= effort_variables(switches, thinks, effort, field)
+        if switches or reasoning:
+            made |= effort_variables(switches, reasoning, effort, field)
         said += [] if switches else [field]
     if (think := body.get("think")) is not None:
         field = names.get("think", "think")
-        made |= switch_variables(switches, thinks, think, field)
+        made |= switch_variables(switches, reasoning, think, field)
         said += [] if switches else [field]
     for name in SWITCHES if not switches else ():
-        if name in given and (given[name] == thinks or (name == LEVEL and not thinks)):
+        if name in given and (given[name] == reasoning or (name == LEVEL and not reasoning)):
             del given[name]
             said.append(f"chat_template_kwargs.{name}")
     notices += [f"{field}: has no effect; this model {why}" for field in said]

@@ -1,6 +1,6 @@
 """Reasoning models: split an output into the thought and the answer.
 
-In: a model's chat templates and a prompt. Out: a ThoughtFormat, which makes the Splitter of an
+In: a model's chat templates and a prompt. Out: a ReasoningFormat, which makes the Splitter of an
 output. The markers are those of the chat template: a pair of tags such as `<think>` and `</think>`
 (tag_splitter.py), or the channels of the harmony format (harmony.py).
 """
@@ -35,7 +35,7 @@ class Splitter(Protocol):
     """Splits the output of one choice."""
 
     @property
-    def thinking(self) -> bool:
+    def in_reasoning(self) -> bool:
         """Whether the text so far ends inside a thought."""
         ...
 
@@ -51,7 +51,7 @@ class Splitter(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class ThoughtFormat:
+class ReasoningFormat:
     """How a model marks its thoughts, and where the output of one prompt starts.
 
     open_id: token that begins the opening tag; None where it is ordinary text
@@ -85,7 +85,7 @@ class ThoughtFormat:
         where the prompt mentions it."""
         return self.start == "open" or self.named or self.open_id is not None
 
-    def after(self, prompt: str) -> ThoughtFormat:
+    def after(self, prompt: str) -> ReasoningFormat:
         """The format for an output that follows this prompt text."""
         # with a thinking budget of 0 Seed-OSS' template starts the thought with a second tag
         tail = prompt.rstrip().removesuffix("<seed:cot_budget_reflect>")
@@ -103,7 +103,7 @@ class ThoughtFormat:
         return TagSplitter(self.open, self.close, self.start, self.wrapper, self.opener)
 
 
-def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
+def find_format(sources: Iterable[str], tokenizer: Any) -> ReasoningFormat | None:
     """The thought format of a model, from its chat templates; None if it has none."""
     text = "\n".join(source for source in sources if isinstance(source, str))
     if CHANNEL in text and "analysis" in text:
@@ -114,7 +114,7 @@ def find_format(sources: Iterable[str], tokenizer: Any) -> ThoughtFormat | None:
     return _tagged(*pairs[0], text, tokenizer) if pairs else None
 
 
-def _tagged(open_tag: str, close: str, template: str, tokenizer: Any) -> ThoughtFormat:
+def _tagged(open_tag: str, close: str, template: str, tokenizer: Any) -> ReasoningFormat:
     opening = tokenizer.encode(open_tag, special=True)
     closing = tokenizer.encode(close, special=True)
     single = len(opening) == 1 or tokenizer.is_control(opening[0])
@@ -125,10 +125,10 @@ def _tagged(open_tag: str, close: str, template: str, tokenizer: Any) -> Thought
     ids = tuple(closing) if spelled else ()
     part = tokenizer.token_bytes(opening[0]).decode("utf-8", "replace")
     opener = part if len(opening) > 1 and tokenizer.is_control(opening[0]) else ""
-    return ThoughtFormat(open_tag, close, first, ids, markers, wrapper=wrapper, opener=opener)
+    return ReasoningFormat(open_tag, close, first, ids, markers, wrapper=wrapper, opener=opener)
 
 
-def _harmony(tokenizer: Any) -> ThoughtFormat:
+def _harmony(tokenizer: Any) -> ReasoningFormat:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer.encode(text, special=True))
 
@@ -138,7 +138,7 @@ def _harmony(tokenizer: Any) -> ThoughtFormat:
         for marker, ids in found.items()
         if len(ids) == 1 and tokenizer.token_bytes(ids[0]) == marker.encode()
     }
-    return ThoughtFormat(
+    return ReasoningFormat(
         CHANNEL,
         MESSAGE,
         special.get(CHANNEL),
