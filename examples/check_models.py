@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 
-from verbatim.diagnose.file_checks import check_files
-from verbatim.diagnose.findings import Finding, is_sound
-from verbatim.diagnose.model_files import read_files
-from verbatim.diagnose.weight_checks import check_weights
+from verbatim.diagnose.doctor.file_checks import check_files
+from verbatim.diagnose.doctor.findings import Finding, is_sound
+from verbatim.diagnose.doctor.model_files import read_files
+from verbatim.diagnose.doctor.weight_checks import check_weights
 from verbatim.hub.catalog import resolve
 
 

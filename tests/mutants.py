@@ -173,19 +173,19 @@ MUTANTS = (
     ),
     # ---- engine
     Mutant(
-        "overlap-token", "engine/overlap.py",
+        "overlap-token", "engine/step/overlap.py",
         "and planned.tokens[0] == ahead.inputs[row]", "", "engine/test_overlap.py",
     ),
     Mutant(
-        "overlap-context", "engine/overlap.py", "if end >= context:", "if end > context:",
+        "overlap-context", "engine/step/overlap.py", "if end >= context:", "if end > context:",
         "engine/test_overlap.py",
     ),
     Mutant(
-        "failed-step", "engine/failed_step.py", "self._scheduler.preempt_all()", "pass",
+        "failed-step", "engine/step/failed_step.py", "self._scheduler.preempt_all()", "pass",
         "engine/test_overlap.py engine/test_engine_structure.py -k 'failed or interrupt'",
     ),
     Mutant(
-        "masks-of-drafts", "engine/grammar_steps.py",
+        "masks-of-drafts", "engine/step/grammar_steps.py",
         "matcher.masks_along(drafts)", "[matcher.masks_along(())[0]] * step.draws",
         "engine/test_engine_structure.py",
     ),

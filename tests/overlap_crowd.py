@@ -12,7 +12,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, StepPlan
 from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
-from verbatim.engine.overlap import Current, EarlyStep, Overlap
+from verbatim.engine.step.overlap import Current, EarlyStep, Overlap
 from verbatim.testing.fakes import ByteTokenizer
 
 

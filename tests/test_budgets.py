@@ -57,8 +57,6 @@ LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
-# Modules of folders that exceed MODULES.
-FOLDERS: dict[str, int] = {"diagnose": 16, "engine": 23, "scale": 18}
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
 WIDE: dict[str, int] = {
@@ -66,7 +64,7 @@ WIDE: dict[str, int] = {
     "cli/commands/convert.py": 20,
     "cli/lib/doctor_model.py": 19,
     "engine/core.py": 21,
-    "engine/engine_setup.py": 17,
+    "engine/loading/engine_setup.py": 17,
     "engine/loaded_model.py": 19,
     "scale/deploy.py": 19,
 }
@@ -218,7 +216,7 @@ def test_functions_are_short_and_typed() -> None:
 
 def test_folders_are_small() -> None:
     over = {f: n for f, n in folder_modules().items() if n > MODULES and f not in KINDS}
-    assert all(n <= FOLDERS.get(f, 0) for f, n in over.items()), over
+    assert not over
 
 
 def test_no_module_imports_too_many_others() -> None:

@@ -27,7 +27,7 @@ MODULES = [
     "engine.calls.blocking_engine", "engine.calls.call_inputs", "engine.calls.embed_calls",
     "engine.calls.engine_base",
     "engine.calls.llm",
-    "engine.scoring", "grammar.ecma_pattern", "grammar.lower", "grammar.translate",
+    "engine.calls.scoring", "grammar.ecma_pattern", "grammar.lower", "grammar.translate",
     "explain.explained", "explain.explanation",
 ]  # fmt: skip
 # Aliases of types, which cannot have a docstring.

@@ -316,7 +316,7 @@ def test_import_verbatim_is_light() -> None:
         "import verbatim.files.safetensors, verbatim.files.gguf_write",
         "import verbatim.model.loading.load, verbatim.backend, verbatim.backend.reference",
         "import verbatim.cli.main, verbatim.cli.commands.serve, verbatim.cli.commands.batch",
-        "import verbatim.scale, verbatim.scale.ray_options, verbatim.scale.routing",
+        "import verbatim.scale, verbatim.scale.ray_options, verbatim.scale.routes.routing",
         "from verbatim import LLM, AsyncEngine",
     ],
 )

@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.embed_calls import Ranked
     from verbatim.engine.calls.engine_base import Message
     from verbatim.engine.calls.llm import LLM, Vote
+    from verbatim.engine.calls.scoring import Score
     from verbatim.engine.loaded_model import Progress
-    from verbatim.engine.scoring import Score
     from verbatim.explain.explained import Explanation, TokenExplanation, WhatIfs
 
 __version__ = "0.1.0"
@@ -135,7 +135,7 @@ _LAZY = {
     "Message": "verbatim.engine.calls.engine_base",
     "Ranked": "verbatim.engine.calls.embed_calls",
     "Progress": "verbatim.engine.loaded_model",
-    "Score": "verbatim.engine.scoring",
+    "Score": "verbatim.engine.calls.scoring",
 }
 
 

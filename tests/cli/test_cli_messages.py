@@ -6,7 +6,7 @@ import re
 
 from cli_messages import messages
 
-from verbatim.diagnose.kv_cost import TEXT
+from verbatim.diagnose.doctor.kv_cost import TEXT
 
 # A program part is named, not "who"; a message speaks of the program, not of its authors.
 PERSONS = re.compile(

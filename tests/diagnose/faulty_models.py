@@ -15,8 +15,8 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tiny_tokenizer import TEMPLATE, train_tokenizer
-from verbatim.diagnose.kv_cost import TEXT
-from verbatim.diagnose.text_checks import TEXTS
+from verbatim.diagnose.doctor.kv_cost import TEXT
+from verbatim.diagnose.doctor.text_checks import TEXTS
 from verbatim.text.tokenizer import from_directory
 
 NORMS, REST, EMBED = "norms.safetensors", "rest.safetensors", "embed.safetensors"

@@ -18,14 +18,14 @@ from verbatim.base.defaults import catalog_defaults, resolve
 from verbatim.base.errors import BackendError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import TokenLogprob
-from verbatim.diagnose import live_checks
-from verbatim.diagnose.file_checks import check_files
-from verbatim.diagnose.findings import Finding, is_sound
-from verbatim.diagnose.kv_cost import KvCost, TextScores, cost_findings, divergence, kv_cost
-from verbatim.diagnose.live_checks import OPEN, check_loops, check_turns
-from verbatim.diagnose.model_files import read_files
+from verbatim.diagnose.doctor import live_checks
+from verbatim.diagnose.doctor.file_checks import check_files
+from verbatim.diagnose.doctor.findings import Finding, is_sound
+from verbatim.diagnose.doctor.kv_cost import KvCost, TextScores, cost_findings, divergence, kv_cost
+from verbatim.diagnose.doctor.live_checks import OPEN, check_loops, check_turns
+from verbatim.diagnose.doctor.model_files import read_files
+from verbatim.diagnose.doctor.weight_checks import check_weights, not_finite
 from verbatim.diagnose.quiz import BUILT_IN
-from verbatim.diagnose.weight_checks import check_weights, not_finite
 from verbatim.engine.calls.llm import LLM
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_write import write_gguf

@@ -13,8 +13,8 @@ from faulty_models import tiny_directory
 
 from cli_result import Call
 from verbatim.base.config import EngineConfig
-from verbatim.diagnose.findings import Finding
-from verbatim.diagnose.text_checks import (
+from verbatim.diagnose.doctor.findings import Finding
+from verbatim.diagnose.doctor.text_checks import (
     THETAS,
     Reading,
     check_copy,

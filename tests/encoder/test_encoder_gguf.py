@@ -13,9 +13,9 @@ import pytest
 from tiny_encoders import HEADS, HIDDEN, LAYERS, MLP, POSITIONS, write_encoder
 from verbatim import LLM
 from verbatim.base.errors import ModelError, UnsupportedError
-from verbatim.diagnose.file_checks import check_files
-from verbatim.diagnose.model_files import read_files
-from verbatim.diagnose.weight_checks import check_weights
+from verbatim.diagnose.doctor.file_checks import check_files
+from verbatim.diagnose.doctor.model_files import read_files
+from verbatim.diagnose.doctor.weight_checks import check_weights
 
 ARCHITECTURES = {"bert": gguf.MODEL_ARCH.BERT, "nomic_bert": gguf.MODEL_ARCH.NOMIC_BERT}
 TEXTS = ["the cat sat on the mat.", "Why is the SKY blue, zebra?", "café [SEP]"]

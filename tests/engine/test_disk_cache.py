@@ -221,7 +221,7 @@ def test_a_lost_key_hides_the_old_blocks(tmp_path: Path) -> None:
 def test_a_full_disk_stops_storing_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from verbatim.engine import disk_cache
+    from verbatim.engine.loading import disk_cache
 
     def full(self: Any, name: str, data: bytes) -> None:
         raise OSError(28, "No space left on device")

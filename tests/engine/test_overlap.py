@@ -15,7 +15,7 @@ from verbatim.base.errors import VerbatimError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.engine.core import EngineCore
-from verbatim.engine.overlap import BACK_OFF, EarlyStep, Overlap, next_step
+from verbatim.engine.step.overlap import BACK_OFF, EarlyStep, Overlap, next_step
 from verbatim.testing.fakes import FakeBackend, fake_parts, fake_spec
 
 ONE = SamplingParams(temperature=0, seed=3, max_tokens=30, ignore_eos=True, speculate="off")

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from tiny_tokenizer import train_tokenizer
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.convert.export_model import model_metadata, model_tensors
-from verbatim.engine.load_check import check_load
+from verbatim.engine.loading.load_check import check_load
 from verbatim.files.gguf_write import write_gguf
 from verbatim.files.safetensors import read_directory
 from verbatim.formats.conversion import dequantise, quantise

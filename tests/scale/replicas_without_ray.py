@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from verbatim.scale.cluster import Cluster
-from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.replica import Replica
-from verbatim.scale.routing import HASH_BYTES, Candidate, Decider, Route
+from verbatim.scale.routes.prompt_hashes import PromptHashes
+from verbatim.scale.routes.routing import HASH_BYTES, Candidate, Decider, Route
 from verbatim.server.app import make_app
 from verbatim.server.batch_requests import call
 from verbatim.server.process.engine_process import open_text

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from verbatim.scale.routing import Route
+from verbatim.scale.routes.routing import Route
 
 # Importing Ray Serve warns of its own use of Pydantic.
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
@@ -36,7 +36,7 @@ def replica(name: str) -> Any:
 
 
 def open_router(replicas: list[Any]) -> Any:
-    from verbatim.scale.router import PrefixRouter
+    from verbatim.scale.routes.router import PrefixRouter
 
     router = PrefixRouter(
         Deployment(), SimpleNamespace(value="test"), use_replica_queue_len_cache=True

@@ -21,7 +21,7 @@ from replicas_without_ray import Gateway, LocalService, settings_of
 from eventually import HANG_SECONDS, eventually_async
 from verbatim import LLM, SamplingParams
 from verbatim.scale.cluster import Cluster, Listener
-from verbatim.scale.routing import HASH_BYTES
+from verbatim.scale.routes.routing import HASH_BYTES
 from verbatim.server.problem import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_from_engine, encode

@@ -25,12 +25,14 @@ from verbatim.base.errors import BackendError, ParameterError
 from verbatim.cli.main import main
 from verbatim.diagnose.footprint import Footprint, footprint_of_config
 from verbatim.observe.merge_metrics import merge
-from verbatim.scale import parquet, ray_start
+from verbatim.scale import ray_start
 from verbatim.scale.autoscale import wanted_replicas
+from verbatim.scale.batch import parquet
 from verbatim.scale.ray_options import Replicas, parse_address, parse_replicas
 from verbatim.scale.ray_start import LOCAL_RAY, connect, local_environment
 from verbatim.scale.resources import PROCESS_BYTES, Node, state_needs
-from verbatim.scale.routing import ASSUME_SECONDS, MAX_HASHES, Candidate, Decider, PrefixMap, Route
+from verbatim.scale.routes import routing
+from verbatim.scale.routes.routing import Candidate, Decider, PrefixMap, Route
 
 GIB = 1 << 30
 
@@ -211,7 +213,7 @@ def test_blocks_routed_a_moment_ago_are_assumed_and_forgotten() -> None:
     assert prefixes.hit("a", hashes("1", "2", "3")) == 2
     prefixes.report("a", {b"other"})
     assert prefixes.hit("a", hashes("1")) == 1
-    now = ASSUME_SECONDS + 1
+    now = routing.ASSUME_SECONDS + 1
     prefixes.report("a", {b"other"})  # the blocks were evicted
     assert prefixes.hit("a", hashes("1")) == 0
     prefixes.report("a", set(hashes("2")))
@@ -222,7 +224,7 @@ def test_blocks_routed_a_moment_ago_are_assumed_and_forgotten() -> None:
 
 def test_assumed_blocks_are_bounded() -> None:
     prefixes = PrefixMap(lambda: 0.0)
-    prefixes.routed("a", [str(i).encode() for i in range(MAX_HASHES + 5)])
+    prefixes.routed("a", [str(i).encode() for i in range(routing.MAX_HASHES + 5)])
     assert prefixes.hit("a", [b"4"]) == 0
     assert prefixes.hit("a", [b"5"]) == 1
 

@@ -42,9 +42,9 @@ class Backend(Protocol):
 
     @property
     def launcher(self) -> StepLauncher | None:
-        """For overlapped decoding (engine/overlap.py): launches step N+1 before the host has read
-        step N's tokens. The scheduler then allocates the KV block of a sequence's next position one
-        step early. None: the engine executes one step after the other."""
+        """For overlapped decoding (engine/step/overlap.py): launches step N+1 before the host has
+        read step N's tokens. The scheduler then allocates the KV block of a sequence's next
+        position one step early. None: the engine executes one step after the other."""
 
     @property
     def draft_backend(self) -> DraftBackend | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verbatim.base.params import SamplingParams
-from verbatim.engine.failed_step import raise_error
+from verbatim.engine.step.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from verbatim.base.errors import VerbatimError
 from verbatim.base.params import SamplingParams
-from verbatim.engine.failed_step import raise_error
+from verbatim.engine.step.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

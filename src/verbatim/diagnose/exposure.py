@@ -16,8 +16,8 @@ from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice
 from verbatim.diagnose.statistics import repetition
-from verbatim.engine.failed_step import raise_error
 from verbatim.engine.loop_detector import MIN_TOKENS, loop_length
+from verbatim.engine.step.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

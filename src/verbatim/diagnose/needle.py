@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.engine.failed_step import raise_error
+from verbatim.engine.step.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

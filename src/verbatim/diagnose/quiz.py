@@ -23,7 +23,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice
 from verbatim.diagnose.statistics import wilson
-from verbatim.engine.failed_step import raise_error
+from verbatim.engine.step.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

@@ -20,9 +20,9 @@ from verbatim.base.errors import DeviceMemoryError, OverloadedError, ParameterEr
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Finish, StepPlan, StepResult, TokenEvent
 from verbatim.engine.beam_request import request_class
-from verbatim.engine.drafting import Drafting
 from verbatim.engine.embed_input import EmbedInput
-from verbatim.engine.engine_setup import (
+from verbatim.engine.loaded_model import LoadedModel
+from verbatim.engine.loading.engine_setup import (
     compile_ahead,
     fingerprint_of,
     make_scheduler,
@@ -30,16 +30,16 @@ from verbatim.engine.engine_setup import (
     size_cache,
     with_step_tokens,
 )
-from verbatim.engine.failed_step import PreemptOnError, log_not_finite, smaller_steps
-from verbatim.engine.grammar_steps import GrammarSteps
-from verbatim.engine.loaded_model import LoadedModel
-from verbatim.engine.overlap import Overlap
 from verbatim.engine.receipts import receipt_of
 from verbatim.engine.request import Request, make_request
 from verbatim.engine.running_request import Output, RunningRequest
-from verbatim.engine.step_budget import StepBudget
-from verbatim.engine.step_parts import step_parts
-from verbatim.engine.step_results import store_results
+from verbatim.engine.step.drafting import Drafting
+from verbatim.engine.step.failed_step import PreemptOnError, log_not_finite, smaller_steps
+from verbatim.engine.step.grammar_steps import GrammarSteps
+from verbatim.engine.step.overlap import Overlap
+from verbatim.engine.step.step_budget import StepBudget
+from verbatim.engine.step.step_parts import step_parts
+from verbatim.engine.step.step_results import store_results
 from verbatim.observe.engine_metrics import EngineMetrics
 from verbatim.observe.step_log import StepLog
 from verbatim.schedule.invariants import check_scheduler

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from verbatim.scale.application import deployment
-    from verbatim.scale.batch_actor import Generate
+    from verbatim.scale.batch.batch_actor import Generate
 
 __all__ = ["Generate", "deployment"]
 
@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
 
         return deployment
     if name == "Generate":
-        from verbatim.scale.batch_actor import Generate
+        from verbatim.scale.batch.batch_actor import Generate
 
         return Generate
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -21,8 +21,8 @@ from typing import Any, Protocol
 from verbatim.base.errors import VerbatimError
 from verbatim.observe.engine_metrics import Registry
 from verbatim.observe.merge_metrics import merge
-from verbatim.scale.prompt_hashes import PromptHashes
-from verbatim.scale.routing import Route
+from verbatim.scale.routes.prompt_hashes import PromptHashes
+from verbatim.scale.routes.routing import Route
 from verbatim.server.problem import Problem
 from verbatim.server.process import wire
 from verbatim.server.process.message_codec import decode_from_engine, encode

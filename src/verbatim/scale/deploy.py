@@ -18,12 +18,12 @@ from verbatim.base.config import split_adapter
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.diagnose.footprint import Footprint, read_footprint
 from verbatim.scale.autoscale import policy
-from verbatim.scale.prompt_hashes import PromptHashes
 from verbatim.scale.ray_options import LOCAL, RayOptions, require_ray
 from verbatim.scale.ray_start import UNPROTECTED, connect
 from verbatim.scale.resources import Node, ReplicaNeeds, state_needs
-from verbatim.scale.routing import REPORT_SECONDS, Route
-from verbatim.scale.snapshots import snapshot
+from verbatim.scale.routes.prompt_hashes import PromptHashes
+from verbatim.scale.routes.routing import REPORT_SECONDS, Route
+from verbatim.scale.routes.snapshots import snapshot
 from verbatim.scale.start_error import last_line, reason_in
 from verbatim.server.logs import set_up_logs
 from verbatim.server.process.engine_process import open_text
@@ -123,7 +123,7 @@ def replicas_application(settings: Settings, needs: ReplicaNeeds, options: RayOp
         graceful_shutdown_wait_loop_s=0.2,
         max_constructor_retry_count=3,
         request_router_config=RequestRouterConfig(
-            request_router_class="verbatim.scale.router.PrefixRouter",
+            request_router_class="verbatim.scale.routes.router.PrefixRouter",
             request_routing_stats_period_s=REPORT_SECONDS,
         ),
         **scaling,

@@ -17,7 +17,7 @@ from typing import Any
 
 from verbatim.scale.channel import Channel
 from verbatim.scale.ray_start import has_token_authentication
-from verbatim.scale.routing import HASH_BYTES, MAX_HASHES, REPORT_SECONDS, Route
+from verbatim.scale.routes.routing import HASH_BYTES, MAX_HASHES, REPORT_SECONDS, Route
 from verbatim.scale.start_error import did_not_start
 from verbatim.server.problem import Problem
 from verbatim.server.process import wire

@@ -1,7 +1,7 @@
 """Where KV blocks are kept outside the block pools: the interface that PagedCache uses.
 
-engine.disk_cache implements it with files. Blocks are found by cache group and block hash, as in
-the prefix cache.
+engine.loading.disk_cache implements it with files. Blocks are found by cache group and block
+hash, as in the prefix cache.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class Scheduler(TenantShares):
             store=store,
         )
         self.step_tokens = step_tokens
-        # prompt tokens beside decoded ones in a step; set by the engine (engine/step_budget.py)
+        # prompt tokens beside decoded ones in a step; set by engine/step/step_budget.py
         self.prompt_tokens: int | None = None
         self.cost = cost or TokenCost()
         self.overlap = overlap and use_cache  # the backend launches the next step early

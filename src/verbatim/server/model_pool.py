@@ -20,7 +20,7 @@ from typing import Any
 from verbatim.base.config import SETTINGS
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.units import size_text
-from verbatim.engine.load_check import can_use_gpu, check_load
+from verbatim.engine.loading.load_check import can_use_gpu, check_load
 from verbatim.schedule.sizing import available_memory, memory_limit
 from verbatim.server.problem import Problem
 from verbatim.server.process.ledger import Ledger

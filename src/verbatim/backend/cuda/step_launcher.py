@@ -1,7 +1,7 @@
 """CudaLauncher: run decode steps on the device without waiting for their tokens.
 
 In: the SeqSteps of a decode step; the tokens are the plan's, or those that the step before has
-drawn, which only the device has. Out: one draw per row, later. engine/overlap.py decides which
+drawn, which only the device has. Out: one draw per row, later. engine/step/overlap.py decides which
 steps are launched, and which of their rows are used.
 """
 

@@ -132,7 +132,7 @@ def command(
             if todo:
                 run(settings, todo, concurrency, write)
         if is_parquet(path):
-            from verbatim.scale.parquet import write_answers
+            from verbatim.scale.batch.parquet import write_answers
 
             write_answers(journal_of(path), path, [line["custom_id"] for line in lines])
     good = sum(status == 200 for status in statuses.values())
@@ -157,7 +157,7 @@ def _runner(ray: str | None, replicas: str | None) -> Runner:
 
     on_ray = RayOptions(parse_address(ray), parse_replicas(replicas or 1))
     require_ray()
-    from verbatim.scale.batch_on_ray import answer_on_ray
+    from verbatim.scale.batch.batch_on_ray import answer_on_ray
 
     return lambda settings, *job: answer_on_ray(settings, on_ray, *job)
 
@@ -165,7 +165,7 @@ def _runner(ray: str | None, replicas: str | None) -> Runner:
 def _requests(source: Path, target: Path) -> list[Line]:
     if not (is_parquet(source) or is_parquet(target)):
         return read_requests(source)
-    from verbatim.scale.parquet import read_rows, require_pyarrow
+    from verbatim.scale.batch.parquet import read_rows, require_pyarrow
 
     require_pyarrow()
     return read_requests(source, read_rows(source) if is_parquet(source) else None)

@@ -19,7 +19,7 @@ from verbatim.cli.lib.texts import read_prompt
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
-    from verbatim.engine.scoring import Score
+    from verbatim.engine.calls.scoring import Score
 
 
 @click.command(cls=Command)

@@ -11,19 +11,19 @@ from verbatim.cli.lib.options import engine_of
 from verbatim.cli.lib.terminal import Progress, note, write_json
 
 if TYPE_CHECKING:
-    from verbatim.diagnose.findings import Finding
-    from verbatim.diagnose.model_files import ModelFiles
-    from verbatim.diagnose.text_checks import Reading
+    from verbatim.diagnose.doctor.findings import Finding
+    from verbatim.diagnose.doctor.model_files import ModelFiles
+    from verbatim.diagnose.doctor.text_checks import Reading
     from verbatim.model.loading.load import Model
 
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
 
 
 def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> int:
-    from verbatim.diagnose.file_checks import check_files
-    from verbatim.diagnose.findings import is_sound
-    from verbatim.diagnose.model_files import read_files
-    from verbatim.diagnose.weight_checks import check_weights
+    from verbatim.diagnose.doctor.file_checks import check_files
+    from verbatim.diagnose.doctor.findings import is_sound
+    from verbatim.diagnose.doctor.model_files import read_files
+    from verbatim.diagnose.doctor.weight_checks import check_weights
     from verbatim.hub.catalog import resolve
 
     engine_of(flags)  # a wrong flag fails before the model is read
@@ -60,9 +60,9 @@ def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> i
 def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) -> list[Finding]:
     """The live checks, if the model can be loaded at all and its weights are finite."""
     from verbatim.cli.lib.open_model import open_llm
-    from verbatim.diagnose.findings import bad
-    from verbatim.diagnose.live_checks import CONTEXT, check_live
-    from verbatim.diagnose.text_checks import check_copy, check_language, read_texts
+    from verbatim.diagnose.doctor.findings import bad
+    from verbatim.diagnose.doctor.live_checks import CONTEXT, check_live
+    from verbatim.diagnose.doctor.text_checks import check_copy, check_language, read_texts
     from verbatim.model.loading.load import Model
 
     if not isinstance(files.model, Model):
@@ -88,7 +88,7 @@ def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) ->
 def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) -> list[Finding]:
     """The file's rope_theta against others. The model is opened once per theta."""
     from verbatim.base.config import EngineConfig
-    from verbatim.diagnose.text_checks import THETAS, check_theta, read_texts, with_theta
+    from verbatim.diagnose.doctor.text_checks import THETAS, check_theta, read_texts, with_theta
     from verbatim.engine.calls.llm import LLM
     from verbatim.engine.loaded_model import load_for_engine
 
@@ -110,8 +110,8 @@ def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) 
 def _live_encoder(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[Finding]:
     """The live check of an encoder. A flag without effect on an encoder raises."""
     from verbatim.cli.lib.open_model import open_llm
-    from verbatim.diagnose.findings import bad
-    from verbatim.diagnose.live_checks import check_encoder_live
+    from verbatim.diagnose.doctor.findings import bad
+    from verbatim.diagnose.doctor.live_checks import check_encoder_live
     from verbatim.encoder.encoder_spec import EncoderModel
     from verbatim.model.embedding import POOLINGS
 
@@ -139,7 +139,7 @@ def _kv_types(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[F
     """The cost of each 8-bit KV cache against f16. The model is opened once per type."""
     from verbatim.base.config import CHOICES
     from verbatim.cli.lib.open_model import open_llm
-    from verbatim.diagnose.kv_cost import TEXT_TOKENS, cost_findings, kv_cost, score_text
+    from verbatim.diagnose.doctor.kv_cost import TEXT_TOKENS, cost_findings, kv_cost, score_text
     from verbatim.model.loading.load import Model
 
     if not isinstance(files.model, Model) or not files.model.spec.attention_layers:

@@ -32,9 +32,9 @@ from verbatim.engine.calls.async_stream import AsyncStream, OutputSink, SinkRequ
 from verbatim.engine.calls.fair_pool import FairThreadPool
 from verbatim.engine.core import EngineCore
 from verbatim.engine.embed_input import EmbedInput
-from verbatim.engine.failed_step import raise_error
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
+from verbatim.engine.step.failed_step import raise_error
 from verbatim.grammar.compile_pool import SIZE
 from verbatim.grammar.compiler import ARRIVAL_TIMEOUT, busy, prepare
 

@@ -15,8 +15,8 @@ from verbatim.base.config import SETTINGS, EngineConfig, EngineOptions, split_ad
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.migration_hints import AnsweringType, attribute, hints
 from verbatim.engine.core import EngineCore
-from verbatim.engine.engine_setup import prepare
 from verbatim.engine.loaded_model import LoadedModel, Progress, load_for_engine
+from verbatim.engine.loading.engine_setup import prepare
 from verbatim.engine.read_prompt import EncodedText, encoded, format_after, lost_in
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 

@@ -36,10 +36,10 @@ from verbatim.engine.calls.call_inputs import (
 )
 from verbatim.engine.calls.embed_calls import EmbedCalls
 from verbatim.engine.calls.engine_base import Message
+from verbatim.engine.calls.scoring import Score, score_of, windows
 from verbatim.engine.embed_input import EmbedInput
-from verbatim.engine.failed_step import raise_error
 from verbatim.engine.read_prompt import read_prompt
-from verbatim.engine.scoring import Score, score_of, windows
+from verbatim.engine.step.failed_step import raise_error
 from verbatim.explain.explained import Explanation
 
 

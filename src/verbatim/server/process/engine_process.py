@@ -138,7 +138,7 @@ async def beat(
         if engine.error is not None:
             break
         if prefills is not None:
-            from verbatim.engine.step_parts import prefills as in_progress
+            from verbatim.engine.step.step_parts import prefills as in_progress
 
             prefills.add(in_progress(list(engine.core.requests.values())))
         outbox.put(heartbeat(engine, bandwidth if count % metrics_every == 0 else None))

@@ -17,10 +17,10 @@ import numpy as np
 from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.diagnose.findings import Finding, bad, good, note
+from verbatim.diagnose.doctor.findings import Finding, bad, good, note
 from verbatim.diagnose.quiz import BUILT_IN, prompt_ids, run_quiz
 from verbatim.diagnose.statistics import wilson
-from verbatim.engine.failed_step import raise_error
+from verbatim.engine.step.failed_step import raise_error
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

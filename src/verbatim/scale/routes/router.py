@@ -18,8 +18,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from verbatim.scale.routing import HASH_BYTES, Candidate, Decider, Route
-from verbatim.scale.snapshots import Snapshot, publish
+from verbatim.scale.routes.routing import HASH_BYTES, Candidate, Decider, Route
+from verbatim.scale.routes.snapshots import Snapshot, publish
 
 log = logging.getLogger("verbatim.scale")
 

@@ -10,8 +10,8 @@ from typing import Any
 from verbatim.base.defaults import GENERATION_CONFIG
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.diagnose.findings import Finding, bad, good, guarded, note
-from verbatim.diagnose.model_files import ModelFiles
+from verbatim.diagnose.doctor.findings import Finding, bad, good, guarded, note
+from verbatim.diagnose.doctor.model_files import ModelFiles
 from verbatim.encoder.encoder_spec import EncoderModel
 from verbatim.hub.catalog import sampling_defaults
 from verbatim.model.embedding import POOLINGS

@@ -13,7 +13,7 @@ from typing import Any
 
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.params import SamplingParams
-from verbatim.scale.routing import DECODE_TOKENS, HASH_BYTES, MAX_HASHES, Route
+from verbatim.scale.routes.routing import DECODE_TOKENS, HASH_BYTES, MAX_HASHES, Route
 from verbatim.schedule.prefix import PrefixChain, prefix_salt
 from verbatim.server.process.messages import Generate, Work
 

@@ -14,10 +14,10 @@ from verbatim.base.defaults import resolve
 from verbatim.base.errors import DeviceMemoryError, ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.units import size_text
-from verbatim.engine.disk_cache import DiskCache
-from verbatim.engine.drafting import cache_share
 from verbatim.engine.embed_input import can_embed
 from verbatim.engine.loaded_model import LoadedModel
+from verbatim.engine.loading.disk_cache import DiskCache
+from verbatim.engine.step.drafting import cache_share
 from verbatim.files.mapped_file import content_digest
 from verbatim.observe.roofline import cost_card
 from verbatim.schedule.scheduler import Scheduler

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from verbatim.base.records import StepPlan, TokenEvent
-from verbatim.engine.drafting import Drafting
 from verbatim.engine.running_request import RunningRequest
+from verbatim.engine.step.drafting import Drafting
 from verbatim.observe.step_log import StepPart
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from verbatim.base.records import TokenLogprob
-from verbatim.diagnose.findings import Finding, good, note
+from verbatim.diagnose.doctor.findings import Finding, good, note
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

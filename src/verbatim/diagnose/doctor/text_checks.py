@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verbatim.diagnose.findings import Finding, bad, good, note
-from verbatim.diagnose.kv_cost import TEXT
+from verbatim.diagnose.doctor.findings import Finding, bad, good, note
+from verbatim.diagnose.doctor.kv_cost import TEXT
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM

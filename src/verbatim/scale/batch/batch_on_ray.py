@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from verbatim.base.errors import ModelError
-from verbatim.scale.batch_actor import AnswerRequests
+from verbatim.scale.batch.batch_actor import AnswerRequests
 from verbatim.scale.deploy import check_files, cluster_nodes
 from verbatim.scale.ray_options import RayOptions
 from verbatim.scale.ray_start import UNPROTECTED, connect, has_token_authentication

@@ -11,9 +11,9 @@ from math import prod
 import numpy as np
 
 from verbatim.backend.cpu.repack import MEMORY
-from verbatim.diagnose.file_checks import text_config
-from verbatim.diagnose.findings import Finding, bad, good, guarded, note
-from verbatim.diagnose.model_files import ModelFiles
+from verbatim.diagnose.doctor.file_checks import text_config
+from verbatim.diagnose.doctor.findings import Finding, bad, good, guarded, note
+from verbatim.diagnose.doctor.model_files import ModelFiles
 from verbatim.formats.registry import BLOCKS
 from verbatim.formats.requantise import broken_scales
 from verbatim.formats.tensor import Tensor
