@@ -39,7 +39,7 @@ LINES: dict[str, int] = {
     "lens": 44,
     "lora": 704,
     "model": 2759,
-    "model/families": 4876,
+    "model/families": 4754,
     "observe": 820,
     "sampling": 1518,
     "scale": 2216,
@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73059, "tests": 63038, "docs": 9455}
+TOTALS = {"src": 72936, "tests": 63038, "docs": 9454}
 ANY = 1380  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines of the median
 

@@ -10,8 +10,8 @@ from importlib import import_module
 from pkgutil import iter_modules
 
 from verbatim.model.families.common.class_defaults import with_defaults
-from verbatim.model.families.common.family import Family, Gguf, Names, Wrapper
-from verbatim.model.families.common.tensors import LLAMA_NAMES
+from verbatim.model.families.common.family import Family, Gguf, Wrapper
+from verbatim.model.families.common.tensors import LLAMA_NAMES, Names
 from verbatim.model.keys import Table
 
 _MODULES = [

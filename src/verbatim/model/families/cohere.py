@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, Values
-from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.families.common.family import Config, Family, Gguf, Values, tiny
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -49,5 +48,5 @@ FAMILY = Family(
     names=NAMES,
     gguf=Gguf("command-r", keys=GGUF_KEYS, names=tensors.GGUF_PAIRS),
     exported=exported_scale,
-    tiny={"cohere": tiny_layer_norm(logit_scale=1.5)},
+    tiny={"cohere": tiny(rms_norm_eps=None, logit_scale=1.5)},
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 from verbatim.model.families.cohere import GGUF_KEYS, KEYS, NAMES, exported_scale, parallel
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import followed, must_equal, no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -51,5 +50,7 @@ FAMILY = Family(
         names=tensors.GGUF_PAIRS,
     ),
     exported=exported_scale,
-    tiny={"cohere2": tiny_layer_norm(num_hidden_layers=5, sliding_window=12, logit_scale=1.5)},
+    tiny={
+        "cohere2": tiny(rms_norm_eps=None, num_hidden_layers=5, sliding_window=12, logit_scale=1.5)
+    },
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import followed
 from verbatim.model.spec import ModelSpec
 
@@ -28,6 +27,6 @@ FAMILY = Family(
     ),
     spec=_spec,
     names=tensors.hf_names({}, interleaved=True),
-    gguf=Gguf("ernie4_5", keys=gguf_rows.GGUF_ROTARY, names=tensors.GGUF_PAIRS),
+    gguf=Gguf("ernie4_5", names=tensors.GGUF_PAIRS),
     tiny={"ernie4_5": tiny(head_dim=16)},
 )

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import followed
 from verbatim.model.spec import ModelSpec
 
@@ -55,7 +54,6 @@ FAMILY = Family(
             **gguf_rows.GGUF_ROTARY,
             **gguf_rows.pattern(4, "; full layers then have no rotary positions"),
         },
-        names=tensors.GGUF_NAMES,
     ),
     exported=header.pattern_flags,
     tiny={"exaone4": tiny(head_dim=16, num_hidden_layers=5, sliding_window=12)},

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Names, Values
-from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.families.gpt_neox import LAYER
 from verbatim.model.keys import Table, followed, must_equal, renamed
 from verbatim.model.spec import ModelSpec
@@ -89,7 +88,7 @@ FAMILY = Family(
     models="Falcon",
     keys=_KEYS,
     spec=_spec,
-    names=Names(
+    names=tensors.Names(
         {
             **LAYER,
             **{f"attn.{part}": "self_attention.query_key_value" for part in ("q", "k", "v")},
@@ -114,7 +113,8 @@ FAMILY = Family(
         implied=_implied,
     ),
     tiny={
-        "falcon": tiny_layer_norm(
+        "falcon": tiny(
+            rms_norm_eps=None,
             num_key_value_heads=None,
             intermediate_size=None,
             num_kv_heads=2,

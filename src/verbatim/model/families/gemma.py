@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import parts, rows
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -29,7 +28,6 @@ FAMILY = Family(
         },
     ),
     spec=_spec,
-    names=tensors.LLAMA_NAMES,
-    gguf=Gguf("gemma", keys=gguf_rows.GGUF_ROTARY, names=tensors.GGUF_NAMES),
+    gguf=Gguf("gemma"),
     tiny={"gemma": tiny(head_dim=16)},
 )

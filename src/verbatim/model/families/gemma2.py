@@ -6,8 +6,15 @@ import math
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Record, Values
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common.family import (
+    Config,
+    Family,
+    Gguf,
+    GgufFields,
+    Record,
+    Values,
+    tiny,
+)
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -108,7 +115,6 @@ FAMILY = Family(
                 2, note="every other layer has a window"
             ),
         },
-        names=tensors.GGUF_NAMES,
         implied=lambda h: query_scalar(h, _LAYERS_OF_27B),
     ),
     exported=_exported,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
-from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows, tensors
+from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows
 from verbatim.model.families.common.family import (
     Config,
     Family,
@@ -16,8 +16,8 @@ from verbatim.model.families.common.family import (
     Record,
     Values,
     Wrapper,
+    tiny,
 )
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.families.gemma2 import KEYS, NAMES, TINY, gemma_2_and_3, query_scalar
 from verbatim.model.keys import followed, must_equal, renamed
 from verbatim.model.spec import ModelSpec
@@ -116,7 +116,6 @@ FAMILY = Family(
             "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
             "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
         },
-        names=tensors.GGUF_NAMES,
         implied=_implied,
     ),
     exported=_exported,

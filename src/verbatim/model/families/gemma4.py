@@ -16,13 +16,12 @@ from verbatim.model.families.common.family import (
     Family,
     Gguf,
     GgufFields,
-    Names,
     Record,
     Values,
     Wrapper,
     facts,
+    tiny,
 )
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.families.gemma2 import ACTIVATION, NAMES, gemma
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import LayerSpec, ModelSpec
@@ -304,7 +303,7 @@ _KEYS: Table = {
     "top_k_experts": followed("experts used per token, with enable_moe_block"),
     "moe_intermediate_size": followed("inner width of an expert, with enable_moe_block"),
 }
-_NAMES = Names(
+_NAMES = tensors.Names(
     {
         **NAMES.layer,
         "mlp_own_norm": "post_feedforward_layernorm_1",
@@ -344,7 +343,7 @@ FAMILY = Family(
     spec=_spec,
     records=_records,
     names=_NAMES,
-    gguf=Gguf("gemma4", keys=_GGUF_KEYS, names=tensors.GGUF_NAMES, implied=_implied),
+    gguf=Gguf("gemma4", keys=_GGUF_KEYS, implied=_implied),
     exported=_exported,
     tiny={
         "gemma4": {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
 from verbatim.model.families.glm4 import KEYS
 from verbatim.model.spec import ModelSpec
 
@@ -22,10 +21,6 @@ FAMILY = Family(
     spec=_spec,
     rope=RopeRules(partial=True),
     names=tensors.hf_names(tensors.FUSED_MLP, interleaved=True),
-    gguf=Gguf(
-        "chatglm",
-        keys=gguf_rows.GGUF_ROTARY,
-        names=tensors.gguf_names({"mlp.gate": "ffn_up"}, interleaved=True),
-    ),
+    gguf=Gguf("chatglm", names=tensors.gguf_names({"mlp.gate": "ffn_up"}, interleaved=True)),
     tiny={"glm": tiny(head_dim=16)},
 )

@@ -5,9 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
 from verbatim.model.keys import followed
 from verbatim.model.spec import ModelSpec
 
@@ -39,10 +38,6 @@ FAMILY = Family(
         },
         interleaved=True,
     ),
-    gguf=Gguf(
-        "glm4",
-        keys=gguf_rows.GGUF_ROTARY,
-        names=tensors.gguf_names({"mlp.gate": "ffn_up"}, interleaved=True),
-    ),
+    gguf=Gguf("glm4", names=tensors.gguf_names({"mlp.gate": "ffn_up"}, interleaved=True)),
     tiny={"glm4": tiny(head_dim=16)},
 )

@@ -12,8 +12,8 @@ from verbatim.model.families.common.family import (
     GgufFields,
     RopeRules,
     Values,
+    tiny,
 )
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 

@@ -9,7 +9,6 @@ from verbatim.model.families.common.family import (
     Family,
     Gguf,
     GgufFields,
-    Names,
     Values,
 )
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, renamed
@@ -88,7 +87,7 @@ FAMILY = Family(
     models="GPT-2",
     keys=_KEYS,
     spec=_spec,
-    names=Names(
+    names=tensors.Names(
         {
             "attn_norm": "ln_1",
             "attn.q": "attn.c_attn",

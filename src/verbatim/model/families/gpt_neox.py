@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, Names, RopeRules, Values
-from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, Values, tiny
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -54,7 +53,7 @@ FAMILY = Family(
     keys=rows.rotary_keys(rows.FULL, _KEYS, eps="layer_norm_eps"),
     spec=_spec,
     rope=RopeRules(partial=True, theta="rotary_emb_base", fraction="rotary_pct"),
-    names=Names(
+    names=tensors.Names(
         LAYER,
         top={"embed": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
         grouped=True,
@@ -68,5 +67,5 @@ FAMILY = Family(
         names=tensors.gguf_names(tensors.GGUF_FUSED_QKV),
     ),
     exported=_exported,
-    tiny={"gpt_neox": tiny_layer_norm(num_key_value_heads=None, rotary_pct=0.5)},
+    tiny={"gpt_neox": tiny(rms_norm_eps=None, num_key_value_heads=None, rotary_pct=0.5)},
 )

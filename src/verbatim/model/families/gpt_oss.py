@@ -13,8 +13,8 @@ from verbatim.model.families.common.family import (
     RopeRules,
     Values,
     facts,
+    tiny,
 )
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect
 from verbatim.model.spec import ModelSpec
 

@@ -6,8 +6,7 @@ import math
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.keys import followed, must_equal, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -53,7 +52,6 @@ FAMILY = Family(
         rows.BIASES, rows.FULL, {key: followed(note) for key, note in SCALES.items()}
     ),
     spec=granite,
-    names=tensors.LLAMA_NAMES,
     gguf=Gguf(
         "granite",
         keys={

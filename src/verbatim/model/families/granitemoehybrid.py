@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import rows, tensors
-from verbatim.model.families.common.family import Config, Family
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common.family import Config, Family, tiny
 from verbatim.model.families.granite import SCALES, exported_scales, granite
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect
 from verbatim.model.spec import LayerSpec, ModelSpec

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, parts, rope_record, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, Record, RopeRules
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import parts, rope_record, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, Record, RopeRules, tiny
 from verbatim.model.keys import followed, must_equal, no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -57,6 +56,6 @@ FAMILY = Family(
     names=tensors.hf_names(
         {"attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"}
     ),
-    gguf=Gguf("hunyuan-dense", keys=gguf_rows.GGUF_ROTARY, names=tensors.GGUF_NAMES),
+    gguf=Gguf("hunyuan-dense"),
     tiny={"hunyuan-dense": tiny(head_dim=16)},
 )

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from verbatim.model.config_fields import MAX_COUNT
 from verbatim.model.families.common import gguf_rows, mixers, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Names, Values
-from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -34,7 +33,7 @@ KEYS: Table = {
     "block_use_swiglu": must_equal(True, note="the MLP is a SwiGLU"),
     **dict.fromkeys(_UNUSED, no_effect("not used by transformers")),
 }
-NAMES = Names(
+NAMES = tensors.Names(
     {
         "attn_norm": "operator_norm",
         "attn.q": "self_attn.q_proj",
@@ -68,8 +67,8 @@ GGUF_KEYS: Table = {
     "attention.layer_norm_rms_epsilon": renamed("norm_eps", "epsilon of the norms"),
     "shortconv.l_cache": renamed("conv_L_cache", "taps of the convolutions"),
 }
-TINY: Values = tiny_layer_norm(
-    num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]
+TINY: Values = tiny(
+    rms_norm_eps=None, num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]
 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
 from verbatim.model.families.common.family import Family, Gguf, GgufFields, Values
-from verbatim.model.families.common.tiny import tiny
 
 
 def _experts(h: GgufFields) -> int:
@@ -25,7 +24,6 @@ FAMILY = Family(
     models="Llama 2, 3, SmolLM2, Falcon 3",
     keys=rows.rotary_keys(rows.BIASES, rows.FULL),
     spec=parts.rotary,
-    names=tensors.LLAMA_NAMES,
     gguf=Gguf(
         "llama",
         keys={**gguf_rows.GGUF_ROTARY, **gguf_rows.gguf_experts("num_local_experts")},
@@ -33,5 +31,4 @@ FAMILY = Family(
         implied=_implied,
         model_type=_model_type,
     ),
-    tiny={"llama": tiny()},
 )

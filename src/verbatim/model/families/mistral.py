@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from verbatim.model.families.common import parts, rows, tensors
-from verbatim.model.families.common.family import Family
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import parts, rows
+from verbatim.model.families.common.family import Family, tiny
 
 FAMILY = Family(
     model_type="mistral",
@@ -12,7 +11,6 @@ FAMILY = Family(
     models="Mistral 7B, Nemo, Small",
     keys=rows.rotary_keys(rows.NO_BIASES, rows.ONE_WINDOW),
     spec=parts.rotary,
-    names=tensors.LLAMA_NAMES,
     architecture="llama",
     tiny={"mistral": tiny(sliding_window=12)},
 )

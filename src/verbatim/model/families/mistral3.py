@@ -17,8 +17,8 @@ from verbatim.model.families.common.family import (
     Values,
     Wrapper,
     facts,
+    tiny,
 )
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.keys import alias, followed, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -93,7 +93,6 @@ FAMILY = Family(
             "max_position_embeddings": no_effect("the config's own value decides"),
         },
     ),
-    names=tensors.LLAMA_NAMES,
     gguf=Gguf(
         "mistral3",
         keys={

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common.family import Config, Family, tiny
 from verbatim.model.keys import alias
 from verbatim.model.spec import ModelSpec
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.keys import followed
 from verbatim.model.spec import ModelSpec
 
@@ -49,9 +48,7 @@ FAMILY = Family(
             **gguf_rows.pattern(4, "; rope scaling applies to full layers only"),
             "rope.freq_base_swa": followed("base of the frequencies of sliding layers"),
         },
-        names=tensors.GGUF_NAMES,
         implied=_implied,
         model_type=lambda h: "olmo3" if _windowed(h) else "olmo2",
     ),
-    tiny={"olmo2": tiny()},
 )

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import header, parts, rope_record, rows
-from verbatim.model.families.common.family import Config, Family, Record
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common.family import Config, Family, Record, tiny
 from verbatim.model.families.olmo2 import NAMES, olmo
 from verbatim.model.keys import followed
 from verbatim.model.spec import ModelSpec

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import gguf_rows, header, parts, rows
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.keys import Table, alias, followed, must_equal
 from verbatim.model.spec import ModelSpec
 
@@ -40,7 +39,6 @@ FAMILY = Family(
     models="OLMoE",
     keys=rows.rotary_keys(rows.ROUTER, rows.FULL, rows.ATTENTION_BIASES, _KEYS),
     spec=_spec,
-    names=tensors.LLAMA_NAMES,
     gguf=Gguf(
         "olmoe",
         keys={
@@ -48,7 +46,6 @@ FAMILY = Family(
             **gguf_rows.gguf_experts("num_experts"),
             "expert_weights_norm": must_equal(False, note="weights are not divided by their sum"),
         },
-        names=tensors.GGUF_NAMES,
         implied=_implied,
     ),
     tiny={"olmoe": tiny(num_experts=4, num_experts_per_tok=2)},

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common import parts, rows, tensors
 from verbatim.model.families.common.family import Family, Gguf, RopeRules
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.keys import must_equal
 
 _UNUSED = must_equal(1, note="not used by transformers")
@@ -22,10 +21,5 @@ FAMILY = Family(
     names=tensors.hf_names(
         {f"attn.{part}": "self_attn.qkv_proj" for part in ("q", "k", "v")} | tensors.FUSED_MLP
     ),
-    gguf=Gguf(
-        "phi3",
-        keys=gguf_rows.GGUF_ROTARY,
-        names=tensors.gguf_names({**tensors.GGUF_FUSED_QKV, "mlp.gate": "ffn_up"}),
-    ),
-    tiny={"phi3": tiny()},
+    gguf=Gguf("phi3", names=tensors.gguf_names({**tensors.GGUF_FUSED_QKV, "mlp.gate": "ffn_up"})),
 )

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import header, parts, rows
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -37,12 +36,6 @@ FAMILY = Family(
         },
     ),
     spec=_spec,
-    names=tensors.LLAMA_NAMES,
-    gguf=Gguf(
-        "qwen2",
-        keys=gguf_rows.GGUF_ROTARY,
-        names=tensors.GGUF_NAMES,
-        implied=header.every_layer_window,
-    ),
+    gguf=Gguf("qwen2", implied=header.every_layer_window),
     tiny={"qwen2": tiny(tie_word_embeddings=True)},
 )

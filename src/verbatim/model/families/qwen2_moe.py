@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.families.qwen3_next import shared_mixture
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
@@ -64,7 +63,6 @@ FAMILY = Family(
             ),
             "expert_weights_norm": must_equal(False, note="weights are not divided by their sum"),
         },
-        names=tensors.GGUF_NAMES,
         implied=_implied,
     ),
     exported=_exported,

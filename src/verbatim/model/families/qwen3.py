@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import header, parts, rows
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.families.qwen2 import windowed
 from verbatim.model.spec import ModelSpec
 
@@ -20,12 +19,6 @@ FAMILY = Family(
     models="Qwen 3",
     keys=rows.rotary_keys(rows.QWEN_WINDOWS, rows.ATTENTION_BIASES, {"head_dim": rows.HEAD_DIM}),
     spec=_spec,
-    names=tensors.LLAMA_NAMES,
-    gguf=Gguf(
-        "qwen3",
-        keys=gguf_rows.GGUF_ROTARY,
-        names=tensors.GGUF_NAMES,
-        implied=header.every_layer_window,
-    ),
+    gguf=Gguf("qwen3", implied=header.every_layer_window),
     tiny={"qwen3": tiny(head_dim=16)},
 )

@@ -15,8 +15,8 @@ from verbatim.model.families.common.family import (
     Values,
     Wrapper,
     facts,
+    tiny,
 )
-from verbatim.model.families.common.tiny import tiny
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import DeltaSpec, ModelSpec
 

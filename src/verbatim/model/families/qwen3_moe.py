@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import gguf_rows, header, parts, rows
+from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.keys import Table, alias, followed, must_equal
 from verbatim.model.spec import ModelSpec
 
@@ -72,11 +71,9 @@ FAMILY = Family(
     models="Qwen 3 MoE",
     keys=rows.rotary_keys(rows.ROUTER, rows.ATTENTION_BIASES, KEYS),
     spec=_spec,
-    names=tensors.LLAMA_NAMES,
     gguf=Gguf(
         "qwen3moe",
         keys={**gguf_rows.GGUF_ROTARY, **gguf_rows.gguf_experts("num_experts")},
-        names=tensors.GGUF_NAMES,
         implied=_implied,
     ),
     tiny={"qwen3moe": TINY},

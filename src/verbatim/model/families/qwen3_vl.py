@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import gguf_rows, parts, rows
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.families.qwen3_5 import ONE_POSITION, RULES, qwen_wrapper
 from verbatim.model.keys import no_effect
 from verbatim.model.spec import ModelSpec
@@ -23,7 +22,6 @@ FAMILY = Family(
     keys=rows.rotary_keys(rows.FULL, rows.ATTENTION_BIASES, {"head_dim": rows.HEAD_DIM}),
     spec=_spec,
     rope=replace(RULES, partial=False),
-    names=tensors.LLAMA_NAMES,
     gguf=Gguf(
         "qwen3vl",
         keys={
@@ -31,7 +29,6 @@ FAMILY = Family(
             "rope.dimension_sections": ONE_POSITION,
             "n_deepstack_layers": no_effect("images are not read"),
         },
-        names=tensors.GGUF_NAMES,
     ),
     exported=lambda spec: {"rope.dimension_sections": [24, 20, 20, 0]},
     tiny={"qwen3vl": tiny(head_dim=16)},

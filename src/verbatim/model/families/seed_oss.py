@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import followed
 from verbatim.model.spec import ModelSpec
 
@@ -31,9 +30,6 @@ FAMILY = Family(
         },
     ),
     spec=_spec,
-    names=tensors.LLAMA_NAMES,
-    gguf=Gguf(
-        "seed_oss", keys=gguf_rows.GGUF_ROTARY, names=tensors.gguf_names(tensors.GGUF_MLP_NORM)
-    ),
+    gguf=Gguf("seed_oss", names=tensors.gguf_names(tensors.GGUF_MLP_NORM)),
     tiny={"seed_oss": tiny(head_dim=16)},
 )

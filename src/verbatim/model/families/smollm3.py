@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny
+from verbatim.model.families.common import header, parts, rows, tensors
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import followed, no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -50,13 +49,7 @@ FAMILY = Family(
         },
     ),
     spec=_spec,
-    names=tensors.LLAMA_NAMES,
     # no key of a header says which layers are rotated: all but every fourth
-    gguf=Gguf(
-        "smollm3",
-        keys=gguf_rows.GGUF_ROTARY,
-        names=tensors.GGUF_PAIRS,
-        implied=header.every_layer_window,
-    ),
+    gguf=Gguf("smollm3", names=tensors.GGUF_PAIRS, implied=header.every_layer_window),
     tiny={"smollm3": tiny(num_hidden_layers=4)},
 )

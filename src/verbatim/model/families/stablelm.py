@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import gguf_rows, parts, rows, tensors
+from verbatim.model.families.common import gguf_rows, parts, rows
 from verbatim.model.families.common.family import (
     Config,
     Family,
@@ -12,8 +12,8 @@ from verbatim.model.families.common.family import (
     GgufFields,
     RopeRules,
     Values,
+    tiny,
 )
-from verbatim.model.families.common.tiny import tiny_layer_norm
 from verbatim.model.keys import followed, must_equal, no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -50,15 +50,13 @@ FAMILY = Family(
     ),
     spec=_spec,
     rope=RopeRules(partial=True),
-    names=tensors.LLAMA_NAMES,
     gguf=Gguf(
         "stablelm",
         keys={
             **gguf_rows.gguf_layer_norm("layer_norm_eps"),
             "use_parallel_residual": no_effect("the norms in the file decide"),
         },
-        names=tensors.GGUF_NAMES,
         implied=_implied,
     ),
-    tiny={"stablelm": tiny_layer_norm(use_qkv_bias=True, partial_rotary_factor=0.5)},
+    tiny={"stablelm": tiny(rms_norm_eps=None, use_qkv_bias=True, partial_rotary_factor=0.5)},
 )

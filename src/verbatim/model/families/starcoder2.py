@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf
-from verbatim.model.families.common.tiny import tiny_layer_norm
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import Table, followed, must_equal, no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -32,8 +31,6 @@ FAMILY = Family(
     keys=rows.rotary_keys(rows.NO_BIASES, rows.ONE_WINDOW, _KEYS, eps="norm_epsilon"),
     spec=_spec,
     names=tensors.hf_names({"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}),
-    gguf=Gguf(
-        "starcoder2", keys=gguf_rows.gguf_layer_norm("norm_epsilon"), names=tensors.GGUF_NAMES
-    ),
-    tiny={"starcoder2": tiny_layer_norm()},
+    gguf=Gguf("starcoder2", keys=gguf_rows.gguf_layer_norm("norm_epsilon")),
+    tiny={"starcoder2": tiny(rms_norm_eps=None)},
 )

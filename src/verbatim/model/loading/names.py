@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from verbatim.model.families import config_names, gguf_names
-from verbatim.model.families.common.family import Names
-from verbatim.model.families.common.tensors import BARE, GGUF_TOP, HF_PREFIXES, HF_TOP
+from verbatim.model.families.common.tensors import BARE, GGUF_TOP, HF_PREFIXES, HF_TOP, Names
 
 FUSED_EXPERTS, FUSED_EXPERTS_GGUF = "gate_up_proj", "ffn_gate_up_exps"  # gate and up in one stack
 

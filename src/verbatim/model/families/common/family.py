@@ -1,5 +1,5 @@
-"""The records of which a family's file consists: Family, Gguf, Names, RopeRules; and the inputs of
-its functions: Config and GgufFields.
+"""The records of which a family's file consists: Family, Gguf, RopeRules (Names is in tensors.py);
+the inputs of its functions: Config and GgufFields; and the configs of the tests' tiny models.
 
 A family's `spec` reads a Config: a config.json, or a GGUF header under the names of a config.json.
 What only a GGUF file says (its tensors tell which biases it has) is a fact of the Config.
@@ -14,6 +14,8 @@ from typing import Any
 from verbatim.base.errors import ModelError
 from verbatim.formats.tensor import Tensor
 from verbatim.model.config_fields import Fields
+from verbatim.model.families.common.gguf_rows import GGUF_ROTARY
+from verbatim.model.families.common.tensors import GGUF_NAMES, LLAMA_NAMES, Names
 from verbatim.model.keys import Checked, Table
 from verbatim.model.spec import ModelSpec
 
@@ -21,19 +23,6 @@ Values = dict[str, Any]  # values of a config.json or of a GGUF header
 Record = Values  # a rope record: rope_type and that type's numbers
 Tensors = Mapping[str, Tensor]
 _FACT = "gguf."  # before the names of facts; check_keys() has removed such a key of a config.json
-
-
-@dataclass(frozen=True, slots=True)
-class Names:
-    """Tensor names of a family in one file format, by the names of model/spec.py."""
-
-    layer: Mapping[str, str]  # weights of a layer; {e}: the number of an expert
-    top: Mapping[str, str] = field(default_factory=dict)  # other weights, where not the usual
-    two_norms: Mapping[str, str] = field(default_factory=dict)  # names where a block has two norms
-    interleaved: bool = False  # the rows of a rotated pair are 2j and 2j + 1
-    transposed: bool = False  # matrices are [in, out] (gpt2)
-    grouped: bool = False  # a fused matrix holds, KV head by KV head, the rows of its q, k and v
-    stacked: bool = False  # stacks of experts are [experts, in, out] (gpt_oss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +42,8 @@ class Gguf:
     """An architecture of llama.cpp: its header, and its tensor names."""
 
     architecture: str
-    keys: Table
-    names: Names
+    keys: Table = field(default_factory=lambda: GGUF_ROTARY)
+    names: Names = GGUF_NAMES
     # Config values that the header implies beyond its renamed keys; see header.py.
     implied: Callable[[GgufFields], Values] = lambda h: {}
     # The model_type, where several have one architecture.
@@ -68,8 +57,8 @@ class Family:
     model_type: str
     keys: Table
     spec: Callable[[Config], ModelSpec]
-    names: Names
     models: str  # published models, for the documentation
+    names: Names = LLAMA_NAMES
     name: str = ""  # ModelSpec.family, where it is not the model_type
     rope: RopeRules = RopeRules()
     # The rope records of full and of sliding layers, where they are not one.
@@ -79,9 +68,11 @@ class Family:
     exported: Callable[[ModelSpec], Values] = lambda spec: {}  # GGUF keys that it needs
     drafts: bool = False  # files may have more layers, which draft tokens
     key_names: Mapping[str, str] = field(default_factory=dict)  # see model/layout.py
-    tiny: Mapping[str, Values] = field(default_factory=dict)  # the tests' tiny models
+    tiny: Mapping[str, Values] = field(default_factory=dict)  # the tests' tiny models; {}: tiny()
 
     def __post_init__(self) -> None:
+        if not self.tiny:
+            object.__setattr__(self, "tiny", {self.model_type: tiny()})
         if not self.name:
             object.__setattr__(self, "name", self.model_type)
 
@@ -150,3 +141,22 @@ class GgufFields(Fields):
 
 
 MAX_LAYERS = 4096  # far above any real model; bounds the work on a hostile config
+
+
+# What the tests' tiny configs start from.
+_TINY: Values = {
+    "vocab_size": 260,  # verbatim.testing.fakes.ByteTokenizer's ids
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+}
+
+
+def tiny(**changes: Any) -> Values:
+    """A tiny config; None removes a key."""
+    return {key: value for key, value in {**_TINY, **changes}.items() if value is not None}

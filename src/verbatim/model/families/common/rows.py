@@ -10,62 +10,52 @@ from verbatim.model.families.common.class_defaults import GENERATION_KEYS
 from verbatim.model.keys import Key, Table, followed, must_equal, no_effect
 
 _GENERATION = no_effect("default of a generation setting; requests set their own")
-_METADATA = no_effect("metadata")
 TRAINING = no_effect("training only")
 OUTPUT = no_effect("chooses what a call returns, not the logits")
-_KERNEL = no_effect("choice of kernel in transformers")
 LABELS = no_effect("classification heads only")
 
-# Keys that any config may hold: fields of transformers' base class and of its older versions.
+# Keys that cannot change logits, by the reason. Any config may hold them: they are fields of
+# transformers' base class and of its older versions, or are written by tools.
+_WITHOUT_EFFECT = {
+    "metadata": "transformers_version name_or_path _name_or_path _commit_hash prefix"
+    " finetuning_task is_llama_config _from_model_config _pre_quantization_dtype unsloth_fixed"
+    " unsloth_version transformers.js_config",
+    "the tokenizer's own setting decides": "bos_token_id bos_token eos_token",
+    "sequences are not padded": "pad_token_id pad_token",
+    "not used in a causal model": "sep_token_id decoder_start_token_id",
+    "the KV cache is always used, and changes no logits": "use_cache",
+    "the tensors decide which head the file has": "architectures",
+    "the tensors have their own types": "dtype torch_dtype",
+    "read with the tokenizer": "tokenizer_class",
+    "names code beside the model, which is never run": "auto_map",
+    LABELS.note: "id2label label2id num_labels _num_labels problem_type classifier_dropout"
+    " hidden_dropout",
+    OUTPUT.note: "output_hidden_states output_attentions _output_attentions return_dict"
+    " tie_last_hidden_states output_past",
+    "splits the MLP into chunks, with equal results": "chunk_size_feed_forward",
+    "choice of kernel in transformers": "attn_implementation _attn_implementation"
+    " _attn_implementation_internal experts_implementation _experts_implementation"
+    " _experts_implementation_internal distributed_config cache_implementation"
+    " _attn_implementation_autoset _flash_attn_2_enabled",
+    "choice of kernel": "use_flash_attn",
+    TRAINING.note: "initializer_range gradient_checkpointing attention_dropout attn_pdrop"
+    " embd_pdrop resid_pdrop",
+    "splits matrix products, with equal results; unused by transformers 5": "pretraining_tp",
+    "decoder-only families are decoders": "is_decoder",
+    "export only": "torchscript",
+    "TensorFlow only": "use_bfloat16 tf_legacy_loss",
+    "there is no encoder": "tie_encoder_decoder",
+    "`max_position_embeddings` decides": "max_sequence_length model_max_length seq_length",
+}
+# Keys that any config may hold.
 COMMON_KEYS: dict[str, Key] = {
-    **dict.fromkeys(GENERATION_KEYS, _GENERATION),
+    **dict.fromkeys((*GENERATION_KEYS, "task_specific_params"), _GENERATION),
+    **{name: no_effect(note) for note, names in _WITHOUT_EFFECT.items() for name in names.split()},
     "model_type": followed("chooses the family"),
     "eos_token_id": followed("stop tokens, together with those of generation_config.json"),
-    "bos_token_id": no_effect("the tokenizer's own setting decides"),
-    "pad_token_id": no_effect("sequences are not padded"),
-    "sep_token_id": no_effect("not used in a causal model"),
-    "decoder_start_token_id": no_effect("not used in a causal model"),
-    "use_cache": no_effect("the KV cache is always used, and changes no logits"),
-    "architectures": no_effect("the tensors decide which head the file has"),
-    "dtype": no_effect("the tensors have their own types"),
-    "torch_dtype": no_effect("the tensors have their own types"),
-    "transformers_version": _METADATA,
-    "name_or_path": _METADATA,
-    "_name_or_path": _METADATA,
-    "_commit_hash": _METADATA,
-    "tokenizer_class": no_effect("read with the tokenizer"),
-    "auto_map": no_effect("names code beside the model, which is never run"),
-    "prefix": _METADATA,
-    "task_specific_params": _GENERATION,
-    "id2label": LABELS,
-    "label2id": LABELS,
-    "num_labels": LABELS,
-    "problem_type": LABELS,
-    "classifier_dropout": LABELS,
-    "hidden_dropout": LABELS,
-    "output_hidden_states": OUTPUT,
-    "output_attentions": OUTPUT,
-    "_output_attentions": OUTPUT,
-    "return_dict": OUTPUT,
-    "tie_last_hidden_states": OUTPUT,
-    "chunk_size_feed_forward": no_effect("splits the MLP into chunks, with equal results"),
-    "attn_implementation": _KERNEL,
-    "_attn_implementation": _KERNEL,
-    "_attn_implementation_internal": _KERNEL,
-    "experts_implementation": _KERNEL,
-    "_experts_implementation": _KERNEL,
-    "_experts_implementation_internal": _KERNEL,
-    "distributed_config": _KERNEL,
-    "cache_implementation": _KERNEL,
-    "initializer_range": TRAINING,
-    "gradient_checkpointing": TRAINING,
-    "attention_dropout": TRAINING,
-    "pretraining_tp": no_effect(
-        "splits matrix products, with equal results; unused by transformers 5"
-    ),
-    "is_decoder": no_effect("decoder-only families are decoders"),
     "is_encoder_decoder": must_equal(False, note="there is no encoder"),
     "add_cross_attention": must_equal(False, note="there is no encoder to attend to"),
+    "cross_attention_hidden_size": must_equal(note="there is no encoder to attend to"),
     "is_causal": must_equal(
         True, note="attention is causal; encoders are not supported", nullable=False
     ),
@@ -78,39 +68,12 @@ COMMON_KEYS: dict[str, Key] = {
     ),
     "fusion_config": must_equal(note="the weights are read under their usual names"),
     "transformers_weights": must_equal(note="the weights are read from the usual files"),
-    # written by older versions of transformers and by tools; found in many published configs
-    "finetuning_task": no_effect("metadata"),
-    "output_past": no_effect("chooses what a call returns, not the logits"),
-    "torchscript": no_effect("export only"),
-    "use_bfloat16": no_effect("TensorFlow only"),
-    "tf_legacy_loss": no_effect("TensorFlow only"),
-    "tie_encoder_decoder": no_effect("there is no encoder"),
-    "cross_attention_hidden_size": must_equal(note="there is no encoder to attend to"),
-    "pruned_heads": must_equal({}, note="all heads of all layers are used"),
     "compression_config": must_equal(note="the weights are read as they are"),
-    "is_llama_config": no_effect("metadata"),
-    "max_sequence_length": no_effect("`max_position_embeddings` decides"),
-    "model_max_length": no_effect("`max_position_embeddings` decides"),
-    "seq_length": no_effect("`max_position_embeddings` decides"),
-    "_attn_implementation_autoset": no_effect("choice of kernel in transformers"),
-    "_flash_attn_2_enabled": no_effect("choice of kernel in transformers"),
-    "use_flash_attn": no_effect("choice of kernel"),
-    "_from_model_config": no_effect("metadata"),
-    "_num_labels": no_effect("classification heads only"),
-    "_pre_quantization_dtype": no_effect("metadata"),
-    "unsloth_fixed": no_effect("metadata"),
-    "unsloth_version": no_effect("metadata"),
-    "transformers.js_config": no_effect("metadata"),
-    "bos_token": no_effect("the tokenizer's own setting decides"),
-    "eos_token": no_effect("the tokenizer's own setting decides"),
-    "pad_token": no_effect("sequences are not padded"),
+    "pruned_heads": must_equal({}, note="all heads of all layers are used"),
     "rope_interleaved": must_equal(False, note="rotary halves, not interleaved pairs"),
     "use_mrope": must_equal(False, note="positions are one number per token"),
     "qk_layernorm": must_equal(False, note="no layer norm of queries and keys"),
     "lm_head_bias": must_equal(False, note="the head has no bias"),
-    "attn_pdrop": no_effect("training only"),
-    "embd_pdrop": no_effect("training only"),
-    "resid_pdrop": no_effect("training only"),
 }
 
 

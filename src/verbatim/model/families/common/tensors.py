@@ -6,9 +6,22 @@ A family is given as its difference from llama. model/loading/names.py finds a w
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.model.families.common.family import Names
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """Tensor names of a family in one file format, by the names of model/spec.py."""
+
+    layer: Mapping[str, str]  # weights of a layer; {e}: the number of an expert
+    top: Mapping[str, str] = field(default_factory=dict)  # other weights, where not the usual
+    two_norms: Mapping[str, str] = field(default_factory=dict)  # names where a block has two norms
+    interleaved: bool = False  # the rows of a rotated pair are 2j and 2j + 1
+    transposed: bool = False  # matrices are [in, out] (gpt2)
+    grouped: bool = False  # a fused matrix holds, KV head by KV head, the rows of its q, k and v
+    stacked: bool = False  # stacks of experts are [experts, in, out] (gpt_oss)
+
 
 # Names of one layer in Hugging Face's llama. Other families are given as differences.
 LLAMA_LAYER = {
