@@ -14,6 +14,7 @@ from verbatim.server.api.routes import BODIES
 
 pytestmark = pytest.mark.server
 HI = [{"role": "user", "content": "hi"}]
+NAMED = [{"role": "user", "content": "hi", "name": "planner"}]
 SCHEMA = {"type": "boolean", "x-order": 1}
 # A request of each streaming route whose schema has a keyword that asserts nothing
 SCHEMAS: dict[str, dict[str, Any]] = {
@@ -89,62 +90,44 @@ def test_the_last_chunk_with_a_finish_reason_has_the_warnings(
 
 # ------------------------------------------------------------------------- fields without an effect
 
-# (route, body, the start of each warning)
+HINTS = {"service_tier": "flex", "prompt_cache_retention": "24h", "prompt_cache_key": "k",
+         "cache_prompt": False, "client_metadata": {"a": "b"}}  # fmt: skip
+# (route, fields, the warnings' fields if they have other names)
 IGNORED: list[tuple[str, dict[str, Any], list[str]]] = [
-    (route, {**SCHEMAS[route], name: value}, [f"{name}: has no effect; "])
-    for route, name, value in (
-        ("/v1/chat/completions", "service_tier", "flex"),
-        ("/v1/chat/completions", "verbosity", "low"),
-        ("/v1/chat/completions", "prompt_cache_retention", "24h"),
-        ("/v1/chat/completions", "prompt_cache_key", "k"),
-        ("/v1/chat/completions", "cache_prompt", False),
-        ("/v1/chat/completions", "client_metadata", {"a": "b"}),
-        ("/v1/chat/completions", "enable_thinking", False),
-        ("/v1/chat/completions", "reasoning_effort", "low"),
-        ("/v1/chat/completions", "prediction", {"type": "content", "content": "x"}),
-        ("/v1/completions", "cache_prompt", False),
-        ("/v1/completions", "guided_decoding_backend", "xgrammar"),
-        ("/v1/responses", "service_tier", "priority"),
-        ("/v1/responses", "truncation", "auto"),
-        ("/v1/responses", "client_metadata", {"a": "b"}),
-        ("/v1/responses", "max_tool_calls", 3),
-        ("/v1/messages", "cache_control", {"type": "ephemeral"}),
-        ("/v1/messages", "speed", "fast"),
-        ("/api/chat", "keep_alive", "5m"),
-        ("/api/chat", "truncate", True),
-        ("/completion", "cache_prompt", False),
-        ("/completion", "id_slot", 0),
-        ("/completion", "n_keep", 3),
-    )
-] + [
-    (
-        "/v1/chat/completions",
-        {"messages": HI, "chat_template_kwargs": {"enable_thinking": False}},
-        ["chat_template_kwargs.enable_thinking: has no effect; "],
-    ),
-    (
-        "/v1/responses",
-        {"input": "hi", "reasoning": {"effort": "low"}, "text": {"verbosity": "low"}},
-        ["text.verbosity: has no effect; ", "reasoning.effort: has no effect; "],
-    ),
-    ("/v1/messages",
-     {"messages": HI, "max_tokens": 4, "output_config": {"effort": "low"}},
-     ["output_config.effort: has no effect; "]),
-    ("/api/chat", {"messages": HI, "think": "low", "options": {"num_gpu": 1, "mirostat_tau": 5.0}},
-     ["options.num_gpu: has no effect; ", "options.mirostat_tau: has no effect; ",
-      "think: has no effect; "]),
+    ("/v1/chat/completions", {**HINTS, "verbosity": "low", "prediction": {"type": "content"}}, []),
+    ("/v1/chat/completions", {"enable_thinking": False, "reasoning_effort": "low"}, []),
+    ("/v1/chat/completions", {"chat_template_kwargs": {"enable_thinking": False}},
+     ["chat_template_kwargs.enable_thinking"]),
+    ("/v1/completions", {**HINTS, "guided_decoding_backend": "xgrammar", "store": True}, []),
+    ("/v1/completions", {"metadata": {"a": "b"}}, []),
+    ("/v1/responses", {**HINTS, "truncation": "auto", "max_tool_calls": 3}, []),
+    ("/v1/responses", {"reasoning": {"effort": "low"}, "text": {"verbosity": "low"}},
+     ["text.verbosity", "reasoning.effort"]),
+    ("/v1/responses", {"input": NAMED}, ["input[].name"]),
+    ("/v1/messages", {"cache_control": {"type": "ephemeral"}, "speed": "fast"}, []),
+    ("/v1/messages", {"output_config": {"effort": "low"}}, ["output_config.effort"]),
+    ("/v1/messages", {"messages": NAMED}, ["messages[].name"]),
+    ("/v1/messages", {"messages": [{**HI[0], "cache_control": {}}]}, ["messages[0].cache_control"]),
+    ("/api/chat", {"keep_alive": "5m", "truncate": True, "shift": True}, []),
+    ("/api/chat", {"messages": NAMED}, ["messages[].name"]),
+    ("/api/chat", {"think": "low", "options": {"num_gpu": 1, "mirostat_tau": 5.0}},
+     ["options.num_gpu", "options.mirostat_tau", "think"]),
+    ("/api/generate", {"options": {"draft_num_predict": 4, "num_gqa": 1}},
+     ["options.draft_num_predict", "options.num_gqa"]),
+    ("/completion", {"cache_prompt": False, "id_slot": 0, "n_keep": 3}, []),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize(("route", "body", "starts"), IGNORED)
+@pytest.mark.parametrize(("route", "fields", "names"), IGNORED)
 def test_a_field_that_changes_nothing_is_accepted_with_a_warning(
-    fake: Live, route: str, body: dict[str, Any], starts: list[str], stream: bool
+    fake: Live, route: str, fields: dict[str, Any], names: list[str], stream: bool
 ) -> None:
     short = {"seed": 1, "max_tokens": 64} if route == "/v1/completions" else {}
-    found = warnings_in(parts_of(fake, route, {**short, **body, "stream": stream}))
-    named = [line for line in found if "x-order" not in line]
-    assert [line[: len(start)] for line, start in zip(named, starts, strict=True)] == starts
+    body = {**SCHEMAS[route], **short, **fields, "stream": stream}
+    named = [line for line in warnings_in(parts_of(fake, route, body)) if "x-order" not in line]
+    assert all(": has no effect; " in line for line in named)
+    assert sorted(line.partition(":")[0] for line in named) == sorted(names or fields)
 
 
 def test_values_that_hold_anyway_get_no_warning(fake: Live) -> None:
@@ -155,9 +138,28 @@ def test_values_that_hold_anyway_get_no_warning(fake: Live) -> None:
     assert "warnings" not in disabled
     auto = ok(fake.post("/v1/responses", {"input": "hi", "truncation": "auto"}))
     assert (disabled["truncation"], auto["truncation"]) == ("disabled", "auto")
+    same = {"safety_identifier": "s", "store": False, "user": "u"}
+    assert "warnings" not in ok(fake.post("/v1/completions", {"prompt": "hi", **same}))
+    same = {"include_reasoning": True, "top_logprobs": 0, "max_tool_calls": None,
+            "background": False, "safety_identifier": "s"}  # fmt: skip
+    assert "warnings" not in ok(fake.post("/v1/responses", {"input": "hi", **same}))
+    same = {"container": None, "mcp_servers": [], "metadata": {"user_id": "u"}}
+    assert "warnings" not in ok(
+        fake.post("/v1/messages", {"messages": HI, "max_tokens": 4, **same})
+    )
     for wrong in ("medium", 3):
         body = {"input": "hi", "truncation": wrong}
         assert refusal(fake.post("/v1/responses", body))["param"] == "truncation"
+
+
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+def test_stream_options_hold_for_streams_alone(fake: Live, route: str) -> None:
+    options = {**SCHEMAS[route], "stream_options": {"include_usage": True}}
+    found = warnings_in(parts_of(fake, route, options))
+    assert "stream_options: has no effect; only with stream: true" in found
+    streamed = parts_of(fake, route, {**options, "stream": True})
+    assert not any("stream_options" in line for line in warnings_in(streamed))
+    assert any(part.get("usage") or part.get("response", {}).get("usage") for part in streamed)
 
 
 def test_a_prompt_that_does_not_fit_is_refused_whatever_truncation_says(fake: Live) -> None:
@@ -263,9 +265,8 @@ def test_a_cache_breakpoint_is_not_in_the_prompt(fake: Live) -> None:
 
 
 def test_every_route_with_messages_reports_names(fake: Live) -> None:
-    named = [{"role": "user", "content": "hi", "name": "planner"}]
     for route in ("/tokenize", "/apply-template", "/v1/chat/completions"):
-        (warning,) = ok(fake.post(route, {"messages": named}))["warnings"]
+        (warning,) = ok(fake.post(route, {"messages": NAMED}))["warnings"]
         assert warning.endswith("does not read the name of user messages"), route
 
 

@@ -94,7 +94,10 @@ def chat_messages(body: JsonObject) -> tuple[list[JsonObject], list[str]]:
         split = _template_messages(
             message["role"], [b for b in blocks if b["type"] != "tool_result"]
         )
-        out += split if split or results else [{"role": message["role"], "content": ""}]
+        if not split and not results:
+            split = [{"role": message["role"], "content": ""}]
+        named = {"name": message["name"]} if "name" in message else {}
+        out += [{**made, **named} for made in split]
         places += [f"messages[{index}].content"] * (len(out) - len(places))
     return out, places
 

@@ -18,7 +18,7 @@ from verbatim.server.api.anthropic.anthropic_schemas import (
     AnthropicTool,
 )
 from verbatim.server.api.common.field_rules import (
-    CACHE_HINT,
+    CACHE,
     MODEL,
     REPORT,
     SEED,
@@ -43,7 +43,7 @@ class AnthropicMessages(taking({name: name for name in ("temperature", "top_k", 
         required=True,
     )
     max_tokens: Length = honoured("maximum number of output tokens", required=True)
-    cache_control: Unchecked | None = CACHE_HINT
+    cache_control: Unchecked | None = ignored(CACHE)
     container: Refused = refused("the server runs no code")
     context_management: Refused = refused("the server never compacts or truncates input")
     diagnostics: Refused = refused("see the x-request-id header and the log")

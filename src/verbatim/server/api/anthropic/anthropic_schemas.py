@@ -7,39 +7,31 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from verbatim.base.json_io import JsonObject
-from verbatim.server.api.common.schemas import Label, Name, Strict, Text
+from verbatim.server.api.common.schemas import Cached, Label, Name, Strict, Text
 
 
-class CacheControl(Strict):
-    type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
-
-
-class AnthropicText(Strict):
+class AnthropicText(Cached):
     type: Literal["text"]
     text: Text
-    cache_control: CacheControl | None = None
     citations: Annotated[list[Any], Field(max_length=0)] | None = None
 
 
-class AnthropicToolUse(Strict):
+class AnthropicToolUse(Cached):
     type: Literal["tool_use"]
     id: Text
     name: Text
     input: JsonObject
-    cache_control: CacheControl | None = None
     caller: None = None
 
 
-class AnthropicToolResult(Strict):
+class AnthropicToolResult(Cached):
     type: Literal["tool_result"]
     tool_use_id: Text
     content: Text | list[AnthropicText] | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
 
 
-class AnthropicReasoning(Strict):
+class AnthropicReasoning(Cached):
     type: Literal["thinking"]
     thinking: Text
     signature: Text | None = None
@@ -51,18 +43,18 @@ AnthropicBlock = Annotated[
 ]
 
 
-class AnthropicMessage(Strict):
+class AnthropicMessage(Cached):
     role: Literal["user", "assistant"]
+    name: Label | None = None
     content: Text | Annotated[list[AnthropicBlock], Field(min_length=1, max_length=4096)]
 
 
-class AnthropicTool(Strict):
+class AnthropicTool(Cached):
     name: Name
     description: Text | None = None
     input_schema: JsonObject
     type: Literal["custom"] | None = None
     strict: bool | None = None
-    cache_control: CacheControl | None = None
 
 
 class AnthropicChoice(Strict):

@@ -35,6 +35,8 @@ def take_ignored(model: type[RequestBody], body: JsonObject) -> list[str]:
     for name, value in body.items():
         if isinstance(value, dict) and (members := member_model(model, name)):
             found += _no_effect(rules_of(members), value, f"{name}.")
+    if "stream_options" in body and not body.get("stream"):
+        found.append("stream_options: has no effect; only with stream: true")
     places: dict[str, str] = {}  # the first of each
     for field in ("system", "messages", "input", "tools"):
         for place, item in _objects(body.get(field), field):

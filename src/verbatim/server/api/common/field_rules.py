@@ -21,16 +21,8 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, create_model
 from pydantic.json_schema import SkipJsonSchema
 
-from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS
-from verbatim.server.api.common.schemas import (
-    Alternatives,
-    Label,
-    Strict,
-    StructuredOutputs,
-    Text,
-    type_of,
-)
+from verbatim.server.api.common.schemas import Strict, type_of
 
 Kind = Literal["honoured", "label", "ignored", "refused"]
 Unchecked = Any  # the rule decides, or the value is never read
@@ -120,59 +112,31 @@ def taking(params: Mapping[str, str], base: type[RequestBody] = RequestBody) -> 
     return create_model("Taking", __base__=base, **made)
 
 
-@functools.cache
-def extended(*taken: str) -> Any:
-    """A base with Verbatim's parameters as extra fields of OpenAI's routes, except those in
-    `taken`."""
-    names = (name for name in FIELDS if name not in (*taken, "top_k"))
-    return taking({name: name for name in names}, _Extensions)
-
-
 REPORT = honoured(
     "true: the response ends with params, the parameters in force and where each came from "
     "(request, model, protocol, default)"
 )
 MODEL = honoured("a name from the start-up table (see /v1/models)", required=True)
-_SEED_TEXT = (
+SEED_TEXT = (
     "makes sampling repeatable; a negative seed, which OpenAI allows, is taken modulo 2**63 "
     "(-1 is 9223372036854775807); the response reports the seed used"
 )
-SEED = honoured(_SEED_TEXT)
-LIST_SEED = honoured(
-    f"{_SEED_TEXT}; all prompts of a list share it, so equal prompts get equal outputs; missing: "
-    "each prompt of a list gets its own, which its choices report (the response's seed is null)"
-)
+SEED = honoured(SEED_TEXT)
 TRUNCATE = honoured(
     "true: cut the end of a text that is longer than the context, with a warning (of a pair, the "
     "longer text first); missing: such a text is refused"
 )
 STREAM = honoured("stream the output as events")
 USER = label("written to the log")
-STREAM_OPTIONS = honoured(
-    "include_usage, include_obfuscation, continuous_usage_stats (the usage so far in every chunk, "
-    "as vLLM sends it; needs include_usage)"
-)
-STOP = honoured(FIELDS["stop"].help)
-TIER = ignored("there is one tier", "auto", "default")
-NO_METADATA = ignored("it is not stored; metadata is")
-CACHE_HINT = ignored(CACHE)
-CACHE_KEY = ignored(CACHE)
 CACHE_PROMPT = ignored("the prefix cache is always on", True)
-RETENTION = ignored(
-    "cached prefixes stay in memory until they are evicted", "in_memory", "in-memory"
-)
 NO_VERBOSITY = ignored(
     "no model here has such a setting; ask for a short or a long answer in a message", "medium"
 )
-SAFETY = label("written to the log")
-METADATA = label("stored with the object; echoed where the protocol echoes it")
-NO_MODERATION = refused("no moderation model runs here")
 PARSE_TEXT = (
     "true: the text of a control token (<|im_start|>) in the prompt becomes that token; missing: "
     "it stays plain text, and the response has a warning"
 )
 PARSE = honoured(PARSE_TEXT)
-NO_PARSE = refused("the chat template adds the control tokens; message text stays text", False)
 ADD_PROMPT = honoured(
     "false: the template starts no answer after the last message; true, also after a last message "
     "of the assistant"
@@ -197,32 +161,4 @@ KWARGS = honoured(
 class WithTopK(RequestBody):
     top_k: type_of("top_k") | Literal[-1] | None = honoured(  # type: ignore[valid-type]
         f"{FIELDS['top_k'].help}, and so is -1", param="top_k"
-    )
-
-
-class _Extensions(WithTopK):
-    """Verbatim's own fields, and those of vLLM's and llama.cpp's clients (field_effects.py)."""
-
-    # 262 KB per token for a vocabulary of 49,152 ids: too much to send with every explanation
-    explain_rows: bool | None = honoured(
-        "with explain and receipt, for one choice: the explanations of the first 64 tokens include "
-        "the whole row of logits (four bytes per id, in base64) and the grammar's mask, for a "
-        "what-if; missing: row and mask are null; at most 4 such requests at once"
-    )
-    report_params: bool | None = REPORT
-    repeat_penalty: type_of("repetition_penalty") | None = honoured(  # type: ignore[valid-type]
-        "llama.cpp's name of repetition_penalty"
-    )
-    n_probs: Alternatives | None = honoured(
-        "llama.cpp's clients: report each token's log-probability and this many alternatives"
-    )
-    cache_prompt: bool | None = CACHE_PROMPT
-    guided_json: JsonObject | bool | Text | None = honoured("vLLM's name of json_schema")
-    guided_regex: Text | None = honoured("vLLM's name of regex")
-    guided_choice: Text | list[Text] | None = honoured("vLLM's name of choice")
-    guided_grammar: Text | None = honoured("vLLM's name of grammar")
-    guided_decoding_backend: Label | None = ignored("there is one grammar engine")
-    guided_whitespace_pattern: Refused = refused("white space between JSON tokens is fixed")
-    structured_outputs: StructuredOutputs | None = honoured(
-        "one of vLLM's json, json_object, regex, choice, grammar"
     )

@@ -168,7 +168,8 @@ def warnings_of(call: RequestContext) -> dict[str, list[str]]:
     """`warnings` of a response, if any. Every response of every protocol has them, and the last
     part of every stream."""
     results = [run.done for run in call.runs]
-    found = sorted({warning for done in results for warning in getattr(done, "warnings", ())})
+    lines = {line for done in results for line in getattr(done, "warnings", ())}
+    found = sorted(map(call.in_client_names, lines))
     found += sorted({line for done in _generated(call.runs) for line in _loops(done)})
     found += call.notices
     return {"warnings": found} if found else {}

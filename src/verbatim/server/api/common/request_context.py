@@ -200,6 +200,11 @@ class RequestContext:
         named = with_client_names(problem, self.names, self.shift, self.places)
         return name_tool(named, self.tools, self.names)
 
+    def in_client_names(self, warning: str) -> str:
+        """A warning of the engine about a field, under the client's name of it."""
+        named = Problem("invalid_parameter", warning, warning.partition(":")[0])
+        return self._with_client_names(named).message
+
     def _expire(self) -> None:
         for running in self.runs:
             if not running.ended:

@@ -22,6 +22,7 @@ from verbatim.server.process.messages import ModelFacts, WireFinish
 from verbatim.server.settings import Limits
 
 MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
+ANY_MESSAGE = "messages[].name"  # a warning about the messages of a role
 
 
 def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> JsonObject:
@@ -105,7 +106,9 @@ def with_client_names(
     `shift` is the number of messages that the server put before the client's; `places` are the
     client's fields behind its messages, where these are not messages[0], messages[1] and so on."""
     field_name = problem.param and names.get(problem.param)
-    if problem.param and (place := MESSAGE_KEY(problem.param)):
+    if problem.param == ANY_MESSAGE:
+        field_name = f"{names.get('messages', 'messages')}[].name"
+    elif problem.param and (place := MESSAGE_KEY(problem.param)):
         index = int(place[1]) - shift
         field_name = (
             places[index]

@@ -80,6 +80,7 @@ def messages_of(rows: list[JsonObject]) -> list[JsonObject]:
     out = []
     for row in rows:
         made: JsonObject = {"role": row["role"], "content": row.get("content", "")}
+        made |= {"name": row["name"]} if "name" in row else {}
         if row.get("tool_calls"):
             made["tool_calls"] = [
                 {

@@ -59,7 +59,7 @@ class _OllamaText(RequestBody):
     truncate: bool | None = ignored(
         "a prompt is never truncated; one that does not fit is refused", False
     )
-    shift: Literal[False] | None = refused("the server never truncates a prompt", False)
+    shift: bool | None = ignored("an answer ends where the context does", False)
     debug_render_only_: Literal[False] | None = refused(
         "use /tokenize", False, alias="_debug_render_only"
     )

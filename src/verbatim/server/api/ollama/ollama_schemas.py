@@ -9,7 +9,7 @@ from pydantic import Field, create_model
 from verbatim.base.json_io import JsonObject
 from verbatim.base.param_checks import MAX_STOP_STRINGS, MOST
 from verbatim.server.api.common.field_rules import Refused, RequestBody, ignored, refused, taking
-from verbatim.server.api.common.schemas import Int64, LastN, Length, Strict, Text
+from verbatim.server.api.common.schemas import Int64, Label, LastN, Length, Strict, Text
 
 # Ollama option -> SamplingParams field, where both have the same range
 OLLAMA_PARAMS = {
@@ -39,6 +39,7 @@ class OllamaCall(Strict):
 class OllamaMessage(Strict):
     role: Literal["system", "user", "assistant", "tool"]
     content: Text | None = None
+    name: Label | None = None
     thinking: Text | None = None
     images: Annotated[list[Any], Field(max_length=0)] | None = None
     tool_calls: list[OllamaCall] | None = None
@@ -62,6 +63,8 @@ OLLAMA_MACHINE_OPTIONS = {
     "vocab_only": "the whole model is loaded",
     "logits_all": "logits are computed where they are needed",
     "embedding_only": "every model generates and embeds",
+    "draft_num_predict": f"{_AT_START} (--speculate)",
+    "num_gqa": "the model's file states it",
     "num_keep": "the server never truncates a prompt, so no token has to be kept",
 }
 _NO_SAMPLER = refused("this sampler does not exist here; min_p and typical_p do")

@@ -65,9 +65,7 @@ def check_streamed_width(call: RequestContext) -> None:
 
 
 def stream_options(stream: bool | None, options: StreamOptions | None) -> StreamExtras:
-    if options is not None and not stream:
-        raise invalid("stream_options", "only with stream: true")
-    options = options or StreamOptions()
+    options = options if options and stream else StreamOptions()
     running = bool(options.continuous_usage_stats)
     if running and not options.include_usage:
         where = "stream_options.continuous_usage_stats"

@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import functools
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from verbatim.base.json_io import JsonObject
+from verbatim.base.params import FIELDS
 from verbatim.server.api.common.field_rules import (
     ADD_PROMPT,
-    CACHE_HINT,
-    CACHE_KEY,
+    CACHE,
+    CACHE_PROMPT,
     CHAT_MESSAGES,
     CONTINUE,
     KWARGS,
-    LIST_SEED,
-    METADATA,
     MODEL,
-    NO_METADATA,
-    NO_MODERATION,
-    NO_PARSE,
     NO_VERBOSITY,
     PARSE,
-    RETENTION,
-    SAFETY,
+    REPORT,
     SEED,
-    STOP,
+    SEED_TEXT,
     STREAM,
-    STREAM_OPTIONS,
-    TIER,
     TOOLS,
     TRUNCATE,
     USER,
     Refused,
     RequestBody,
     Unchecked,
-    extended,
+    WithTopK,
     honoured,
     ignored,
     label,
     refused,
     subset,
+    taking,
 )
 from verbatim.server.api.common.schemas import (
     Alternatives,
@@ -54,10 +49,12 @@ from verbatim.server.api.common.schemas import (
     Prompt,
     ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
     Text,
     Tool,
     ToolChoice,
     Verbosity,
+    type_of,
 )
 from verbatim.server.api.openai.responses_schemas import (
     ResponseInput,
@@ -69,7 +66,67 @@ from verbatim.server.api.openai.responses_schemas import (
 )
 
 
-class Completions(extended("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs")):  # type: ignore[misc]
+class _TextRoute(WithTopK):
+    """The fields that completions, chat completions and responses share: OpenAI's, Verbatim's own,
+    and those of vLLM's and llama.cpp's clients (field_effects.py)."""
+
+    client_metadata: JsonObject | None = ignored("it is not stored")
+    metadata: Metadata | None = label("stored with the object; echoed where the protocol echoes it")
+    moderation: Refused = refused("no moderation model runs here")
+    prompt_cache_key: Label | None = ignored(CACHE)
+    prompt_cache_options: Unchecked | None = ignored(CACHE)
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = ignored(
+        "cached prefixes stay in memory until they are evicted", "in_memory", "in-memory"
+    )
+    safety_identifier: Label | None = label("written to the log")
+    seed: Int64 | None = SEED
+    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = ignored(
+        "there is one tier", "auto", "default"
+    )
+    stop: Text | list[Text] | None = honoured(FIELDS["stop"].help)
+    stream: bool | None = STREAM
+    stream_options: StreamOptions | None = honoured(
+        "include_usage, include_obfuscation, continuous_usage_stats (the usage so far in every "
+        "chunk, as vLLM sends it; needs include_usage)"
+    )
+    user: Label | None = USER
+    # 262 KB per token for a vocabulary of 49,152 ids: too much to send with every explanation
+    explain_rows: bool | None = honoured(
+        "with explain and receipt, for one choice: the explanations of the first 64 tokens include "
+        "the whole row of logits (four bytes per id, in base64) and the grammar's mask, for a "
+        "what-if; missing: row and mask are null; at most 4 such requests at once"
+    )
+    report_params: bool | None = REPORT
+    repeat_penalty: type_of("repetition_penalty") | None = honoured(  # type: ignore[valid-type]
+        "llama.cpp's name of repetition_penalty"
+    )
+    n_probs: Alternatives | None = honoured(
+        "llama.cpp's clients: report each token's log-probability and this many alternatives"
+    )
+    cache_prompt: bool | None = CACHE_PROMPT
+    guided_json: JsonObject | bool | Text | None = honoured("vLLM's name of json_schema")
+    guided_regex: Text | None = honoured("vLLM's name of regex")
+    guided_choice: Text | list[Text] | None = honoured("vLLM's name of choice")
+    guided_grammar: Text | None = honoured("vLLM's name of grammar")
+    guided_decoding_backend: Label | None = ignored("there is one grammar engine")
+    guided_whitespace_pattern: Refused = refused("white space between JSON tokens is fixed")
+    structured_outputs: StructuredOutputs | None = honoured(
+        "one of vLLM's json, json_object, regex, choice, grammar"
+    )
+
+
+@functools.cache
+def extended(*taken: str) -> Any:
+    """A base with Verbatim's parameters as extra fields of OpenAI's routes, except those in
+    `taken` and those that _TextRoute has."""
+    names = (name for name in FIELDS if name not in (*taken, *_TextRoute.model_fields))
+    return taking({name: name for name in names}, _TextRoute)
+
+
+_NO_PARSE = refused("the chat template adds the control tokens; message text stays text", False)
+
+
+class Completions(extended("max_tokens", "logprobs", "prompt_logprobs")):  # type: ignore[misc]
     model: Label = MODEL
     prompt: Prompt = honoured(
         "a string, a list of strings, token ids, or a list of lists of them", required=True
@@ -85,23 +142,24 @@ class Completions(extended("max_tokens", "seed", "stop", "logprobs", "prompt_log
         "maximum number of output tokens; missing: 16, as in OpenAI's API; -1: up to the context "
         "length"
     )
-    seed: Int64 | None = LIST_SEED
-    stop: Text | list[Text] | None = STOP
-    stream: bool | None = STREAM
-    stream_options: StreamOptions | None = STREAM_OPTIONS
+    metadata: Metadata | None = ignored("a completion is not stored")
+    seed: Int64 | None = honoured(
+        f"{SEED_TEXT}; all prompts of a list share it, so equal prompts get equal outputs; "
+        "missing: each prompt of a list gets its own, which its choices report (the response's "
+        "seed is null)"
+    )
+    store: bool | None = ignored("a completion is not stored", False)
     suffix: Refused = refused("infilling needs a model trained for it")
     parse_special: bool | None = PARSE
-    user: Label | None = USER
 
 
-class ChatCompletions(extended("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs")):  # type: ignore[misc]
+class ChatCompletions(extended("max_tokens", "logprobs", "prompt_logprobs")):  # type: ignore[misc]
     model: Label = MODEL
     messages: Annotated[list[Message], Field(min_length=1)] = CHAT_MESSAGES
     audio: Refused = refused("only text output is supported")
     add_generation_prompt: bool | None = ADD_PROMPT
     continue_final_message: bool | None = CONTINUE
     chat_template_kwargs: JsonObject | None = KWARGS
-    client_metadata: JsonObject | None = NO_METADATA
     enable_thinking: bool | None = honoured(
         "Qwen's clients: true switches thinking on, false off, where the chat template has the "
         "switch"
@@ -120,16 +178,11 @@ class ChatCompletions(extended("max_tokens", "seed", "stop", "logprobs", "prompt
     max_tokens: Length | Literal[-1] | None = honoured(
         "the older name of max_completion_tokens; not both, unless equal"
     )
-    metadata: Metadata | None = METADATA
     modalities: Unchecked | None = refused("only text output is supported", ["text"])
-    moderation: Refused = NO_MODERATION
     parallel_tool_calls: bool | None = honoured("false: at most one call per response")
     prediction: Unchecked | None = ignored(
         "speculative decoding needs no prediction (see speculate)"
     )
-    prompt_cache_key: Label | None = CACHE_KEY
-    prompt_cache_options: Unchecked | None = CACHE_HINT
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = RETENTION
     reasoning_effort: Effort | None = honoured(
         "passed to a chat template that reads it; else none switches thinking off and any other "
         "level on; no effect with a model that does not reason"
@@ -138,33 +191,23 @@ class ChatCompletions(extended("max_tokens", "seed", "stop", "logprobs", "prompt
         "text, json_object, json_schema (the schema is enforced while sampling; its name and "
         "description are labels); json_object may have a schema, as llama.cpp's clients send it"
     )
-    safety_identifier: Label | None = SAFETY
-    seed: Int64 | None = SEED
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = TIER
-    stop: Text | list[Text] | None = STOP
     store: bool | None = honoured(
         "true: store the response in memory for /v1/chat/completions/{id}"
     )
-    stream: bool | None = STREAM
-    stream_options: StreamOptions | None = STREAM_OPTIONS
     tool_choice: ToolChoice | None = honoured(
         "none, auto, required, or one function (the last two enforced by a grammar)"
     )
     tools: list[Tool] | None = TOOLS
     top_logprobs: Alternatives | None = honoured("alternatives for each token; needs logprobs")
-    parse_special: Literal[False] | None = NO_PARSE
-    user: Label | None = USER
+    parse_special: Literal[False] | None = _NO_PARSE
     verbosity: Verbosity | None = NO_VERBOSITY
     web_search_options: Refused = refused("the server fetches nothing for a request")
 
 
-_NOT_OF_A_RESPONSE = (
-    *("max_tokens", "seed", "stop", "logprobs", "prompt_logprobs"),
-    *("n", "best_of", "num_return_sequences"),
-)
+_NOT_OF_A_RESPONSE = ("n", "best_of", "num_return_sequences")
 
 
-class Responses(extended(*_NOT_OF_A_RESPONSE)):  # type: ignore[misc]
+class Responses(extended("max_tokens", "logprobs", "prompt_logprobs", *_NOT_OF_A_RESPONSE)):  # type: ignore[misc]
     model: Label | None = honoured("a name from the start-up table; missing: the served model")
     input: ResponseInput | None = honoured(
         "a string, or messages, function calls and their outputs; missing: an empty user message"
@@ -174,7 +217,6 @@ class Responses(extended(*_NOT_OF_A_RESPONSE)):  # type: ignore[misc]
         "responses are generated while the client waits", False
     )
     chat_template_kwargs: JsonObject | None = KWARGS
-    client_metadata: JsonObject | None = NO_METADATA
     context_management: Refused = refused("the server never compacts or truncates input")
     conversation: Refused = refused("use previous_response_id, or send the whole input")
     image: Refused = refused("only text input is supported")
@@ -188,28 +230,21 @@ class Responses(extended(*_NOT_OF_A_RESPONSE)):  # type: ignore[misc]
         "message.output_text.logprobs; reasoning.encrypted_content: thoughts also in a form that "
         "clients send back (base64, not encrypted)"
     )
+    include_reasoning: Literal[True] | None = refused("the output has the reasoning items", True)
     instructions: Text | None = honoured("a system message before the input")
     max_output_tokens: Length | None = honoured("maximum number of output tokens")
     max_tool_calls: Length | None = ignored("there are no built-in tools to count")
-    metadata: Metadata | None = METADATA
-    moderation: Refused = NO_MODERATION
     parallel_tool_calls: bool | None = honoured("false: at most one call per response")
     previous_response_id: Label | None = honoured("continue a stored response")
     prompt: Refused = refused("the server stores no prompt templates")
-    prompt_cache_key: Label | None = CACHE_KEY
-    prompt_cache_options: Unchecked | None = CACHE_HINT
-    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = RETENTION
     reasoning: ResponseReasoning | None = honoured(
         "effort as reasoning_effort of chat completions; the whole thought is returned as a "
         "reasoning item, so a summary is never written"
     )
-    safety_identifier: Label | None = SAFETY
-    service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = TIER
     store: bool | None = honoured(
         "store the response in memory for GET and previous_response_id, until newer ones evict it; "
         "missing: true, unless the server stores nothing (--store-items 0)"
     )
-    stream: bool | None = STREAM
     stream_options: ResponseStreamOptions | None = honoured("include_obfuscation")
     text: ResponseText | None = honoured(
         "format: text, json_object, json_schema (enforced while sampling); verbosity has no effect"
@@ -224,10 +259,7 @@ class Responses(extended(*_NOT_OF_A_RESPONSE)):  # type: ignore[misc]
     truncation: Literal["auto", "disabled"] | None = ignored(
         "a prompt is never truncated; one that does not fit is refused", "disabled"
     )
-    parse_special: Literal[False] | None = NO_PARSE
-    user: Label | None = USER
-    seed: Int64 | None = SEED
-    stop: Text | list[Text] | None = STOP
+    parse_special: Literal[False] | None = _NO_PARSE
 
 
 class Embeddings(RequestBody):

@@ -16,15 +16,12 @@ from verbatim.server.api.openai.openai_fields import Responses, ResponsesInputTo
 from verbatim.server.api.openai.responses_input import NAMES, as_chat
 from verbatim.server.api.openai.responses_object import ResponsesReply
 from verbatim.server.api.openai.responses_stream import ResponseEvents
-from verbatim.server.problem import invalid
 
 
 async def create(call: RequestContext) -> Response:
     given = await call.body(Responses)
     body, model = call.given, call.served_model()
     call.state.store.check_enabled(bool(given.store))
-    if given.stream_options is not None and not given.stream:
-        raise invalid("stream_options", "only with stream: true")
     ask = ChatRequest(call, as_chat(call, body), call.route.fields, NAMES)
     answer = ResponsesReply(ask, body, model)
     stream = bool(given.stream)

@@ -47,6 +47,7 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
             out.append({"role": "assistant", "content": "", "reasoning_content": text})
         elif kind == "message":
             message = {"role": item["role"], "content": plain_text(item["content"])}
+            message |= {"name": item["name"]} if "name" in item else {}
             if reasoning and item["role"] == "assistant":
                 out[-1] |= message
             else:

@@ -7,10 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from verbatim.base.json_io import JsonObject
-from verbatim.server.api.common.field_rules import NO_VERBOSITY
+from verbatim.server.api.common.field_rules import NO_VERBOSITY, ignored
 from verbatim.server.api.common.schemas import (
+    Cached,
     Effort,
     JsonFormat,
+    Label,
     Name,
     Parts,
     Strict,
@@ -20,12 +22,13 @@ from verbatim.server.api.common.schemas import (
 )
 
 
-class InputMessage(Strict):
+class InputMessage(Cached):
     """Clients send `id` and `status` back with earlier output items. The server ignores them."""
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
     content: Text | Parts
+    name: Label | None = None
     id: Text | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
     phase: None = None
@@ -106,3 +109,4 @@ class ResponseReasoning(Strict):
 
 class ResponseStreamOptions(Strict):
     include_obfuscation: bool | None = None
+    include_usage: bool | None = ignored("response.completed has the usage", True)
