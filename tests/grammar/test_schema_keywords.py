@@ -27,6 +27,7 @@ import numpy as np
 import pydantic
 import pytest
 import typing_extensions
+from llguidance import LLMatcher
 from pydantic import Field, Json, SecretStr
 
 from verbatim import LLM, SamplingParams
@@ -804,15 +805,124 @@ def test_an_object_closes_when_every_listed_name_is_there(pattern: str) -> None:
     assert structure.check is None
 
 
-def test_an_object_whose_names_run_out_ends_with_the_reason() -> None:
-    """The pattern admits one-digit names only, so a second "1" cannot go on."""
+FINITE_NAMES: list[dict[str, Any]] = [
+    {"patternProperties": {"^[ab]$": INT}, "additionalProperties": False},
+    {"patternProperties": {"^[0-9]$": INT}, "additionalProperties": False, "minProperties": 3},
+    {"patternProperties": {"^(abc|x[0-9]*)$": INT}, "additionalProperties": False},
+    {"patternProperties": {"^[ab\\n]$": INT}, "additionalProperties": False},
+    {"patternProperties": {"^(é|è)$": INT}, "additionalProperties": False},
+    {"properties": {"a": INT}, "required": ["a"], "patternProperties": {"^[ab]$": INT},
+     "additionalProperties": False},
+    {"propertyNames": {"pattern": "^[01]{1,2}$"}},
+    {"propertyNames": {"enum": ["a", "b"]}},
+    {"propertyNames": {"const": "a"}},
+    {"propertyNames": {"format": "date"}},
+    {"propertyNames": {"maxLength": 1}},
+    {"propertyNames": {"minLength": 2, "maxLength": 3}},
+    {"properties": {"a": INT}, "propertyNames": {"maxLength": 1}},
+    {"propertyNames": {"$ref": "#/$defs/name"}, "$defs": {"name": {"format": "uuid"}}},
+    {"patternProperties": {"^[ab]$": {"type": "object", "propertyNames": {"pattern": "^[xy]$"},
+                                      "additionalProperties": INT}},
+     "additionalProperties": False},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", FINITE_NAMES, ids=str)
+def test_an_object_whose_names_run_out_closes(schema: dict[str, Any]) -> None:
+    """No comma follows where every name is there, and no name starts that has no unused end. The
+    random model writes few values and many names; whatever it writes, there is a next token."""
+    schema = {"type": "object", "additionalProperties": INT, **schema}
+    structure = build(schema)
+    for seed in range(6):
+        rng, matcher, out = random.Random(seed), structure.start(), bytearray()
+        while not matcher.finished and len(out) < 250:
+            tokens = [t for t in allowed(matcher.mask()) if t not in b" \t\n\r"]
+            wanted = [t for t in tokens if t in b',:"{0'] if len(out) < 200 else []
+            wanted = wanted or [t for t in tokens if t in CLOSERS] if rng.random() < 0.8 else tokens
+            token = rng.choice(wanted or tokens)
+            if token >= 256:
+                break
+            matcher.advance(token)
+            out.append(token)
+        if matcher.finished or token >= 256:
+            jsonschema.validate(json.loads(out), schema)
+
+
+def test_the_end_of_the_names_is_seen_through_tokens_of_several_characters() -> None:
     schema = {
         "type": "object",
-        "patternProperties": {"^[0-9]$": {"type": "integer"}},
+        "patternProperties": {"^(ab|ac|[0-9]{3})$": {"type": "integer"}},
         "additionalProperties": False,
     }
-    matcher = build(schema).start()
-    for byte in b'{"1":1,"1':
-        matcher.advance(byte)
-    with pytest.raises(UnsupportedError, match="a name is there already"):
-        matcher.mask()
+    grammar = build(schema)
+    assert grammar.check is not None
+    tokens = [b'{"ab":1', b',"', b"a", b'ac":1', b', "a', b'"', b"}", b"12", b"1"]
+    names = LLMatcher.grammar_from_json_schema(json.dumps(schema))
+    check = DocumentCheck(True, tokens, [], names)
+
+    def after(*ids: int) -> set[int]:
+        state = CheckState()
+        for token in ids:
+            state = check.after(token, state)
+        return set(allowed(check.filter(bytes([0xFF, 1]), state)[0]))
+
+    assert {1, 4} <= after(0)  # "ac" is unused
+    assert {2, 3, 7} <= after(0, 1)
+    full = after(0, 1, 3)
+    assert 4 not in full  # no unused name starts with "a"
+    assert 1 in full
+    assert 2 not in after(0, 1, 3, 1)
+    assert {7, 8} <= after(0, 1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        ({"patternProperties": {"^[ab]$": {}}, "additionalProperties": False}, "only 2 different"),
+        ({"propertyNames": {"enum": ["a", "b"]}}, "only 2 different names"),
+        ({"properties": {"a": {}, "b": {}}, "additionalProperties": False}, "only 2 different"),
+        ({"maxProperties": 2}, "minProperties 3 with maxProperties 2"),
+    ],
+    ids=str,
+)
+def test_more_names_than_there_are_is_refused(schema: dict[str, Any], why: str) -> None:
+    schema = {"type": "object", "minProperties": 3, **schema}
+    with pytest.raises(ParameterError, match=f"no document satisfies it: .*{why}"):
+        build(schema)
+    assert takes(build({**schema, "type": ["object", "null"]}), "null")
+    assert takes(build({"anyOf": [schema, {"type": "integer"}]}), "1")
+
+
+def test_many_names_are_not_counted() -> None:
+    schema = {"patternProperties": {"^(b*a|.{5})$": {}}, "additionalProperties": False}
+    build({"type": "object", "minProperties": 5000, **schema})
+
+
+@pytest.mark.parametrize(
+    ("names", "good", "bad"),
+    [
+        ({"maxLength": 2}, ['{"ab":1', '{"é😀":1', '{"\\n\\n":1', '{"":1'], ['{"abc', '{"\\n\\n1']),
+        ({"minLength": 2}, ['{"ab":1', '{"abcdef":1'], ['{"a"']),
+        ({"format": "date"}, ['{"2024-02-29":1'], ['{"2024-02-3', '{"x']),
+        ({"format": "date-time"}, ['{"2024-02-29T23:59:60.5+01:00":1'], ['{"2024-02-29"']),
+        ({"format": "ipv4"}, ['{"127.0.0.1":1'], ['{"256']),
+        ({"pattern": "^a", "maxLength": 2}, ['{"ab":1'], ['{"b']),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_names_must_be_is_held_while_they_are_written(
+    names: dict[str, Any], good: list[str], bad: list[str]
+) -> None:
+    structure = build({"type": "object", "propertyNames": names})
+    for text in good:
+        assert reaches(structure, text), text
+    for text in bad:
+        assert not reaches(structure, text), text
+
+
+@pytest.mark.parametrize("name", ["email", "hostname", "ipv6", "uri", "duration"])
+def test_other_formats_of_names_are_checked(name: str) -> None:
+    good = {"email": "a@b.org", "ipv6": "::1", "uri": "a:b", "duration": "P1D"}.get(name, "a.b")
+    structure = build({"type": "object", "propertyNames": {"format": name}})
+    assert takes(structure, json.dumps({good: 1}))
+    assert not takes(structure, '{"/ ":1}')

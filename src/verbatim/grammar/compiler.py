@@ -108,15 +108,16 @@ def _compile(
         )
 
 
-def _document_check(field: str, schema: Any, tokenizer: GrammarTokenizer) -> DocumentCheck | None:
-    if schema is None:
+def _document_check(field: str, check: Any, tokenizer: GrammarTokenizer) -> DocumentCheck | None:
+    if check is None:
         return None
     tokens = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
     try:
         if field == "grammar":
-            documents = [Document(*document) for document in schema]
+            documents = [Document(*document) for document in check]
             return EmbeddedCheck(documents, tokens, tokenizer.eos_ids)
-        return DocumentCheck(schema, tokens, tokenizer.eos_ids)
+        schema, names = check
+        return DocumentCheck(schema, tokens, tokenizer.eos_ids, names)
     except ImportError:
         raise not_installed(field, "jsonschema") from None
 

@@ -27,12 +27,14 @@ from typing import Any, NamedTuple
 
 from verbatim.base.errors import UnsupportedError
 from verbatim.grammar.ecma_pattern import rust_pattern
-from verbatim.grammar.lower import canonical, distinct, finite_items, target
-from verbatim.grammar.translate import pattern_matcher
+from verbatim.grammar.llguidance_tokenizer import string_matcher
+from verbatim.grammar.lower import FORMATS, canonical, distinct, finite_items, target
+from verbatim.grammar.unused_names import UnusedNames
 
 MAX_EVALUATIONS = 20_000  # keywords per document; some tenths of a second
 LITERALS = (b"true", b"false", b"null")
 MAX_VERDICTS = 64  # documents whose verdicts are kept
+MANY_NAMES = 64  # names of an object from which no step waits for a search of unused ones
 FIELD = "json_schema"
 
 
@@ -59,13 +61,21 @@ class CheckState(NamedTuple):
     complete: bool = False
 
 
-class Invalid(Exception):
+class Invalid(ValueError):
     """The text cannot become a valid document; the message says why."""
 
 
 class DocumentCheck:
-    def __init__(self, schema: Any, token_bytes: Sequence[bytes], eos_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        schema: Any,
+        token_bytes: Sequence[bytes],
+        eos_ids: Sequence[int],
+        finite_names: str = "",
+    ) -> None:
+        """`finite_names`: the grammar of the document, if the names of an object may run out."""
         self._schema, self._tokens, self._eos = schema, token_bytes, frozenset(eos_ids)
+        self._unused = UnusedNames(finite_names, token_bytes) if finite_names else None
         self._validate = None if schema is True else validator(schema)
         self._names = NameTokens(token_bytes)
         self._rules: dict[tuple[Any, ...], Frame] = {}
@@ -100,7 +110,12 @@ class DocumentCheck:
     def has_work(self, mask: bytes, state: CheckState) -> bool:
         """Whether filter() has tokens of this mask to check."""
         allowed = int.from_bytes(mask, "little")
-        return bool(allowed & self._suspects(state) or self._repeats(allowed, state))
+        return bool(
+            allowed & self._suspects(state)
+            or self._repeats(allowed, state)
+            or (self._unused and any(len(frame.seen) > MANY_NAMES for frame in state.stack))
+            or self._dead_ends(allowed, state)
+        )
 
     def filter(self, mask: bytes, state: CheckState) -> tuple[bytes, str]:
         """(the mask without the tokens that make the document invalid, the last reason)."""
@@ -120,6 +135,8 @@ class DocumentCheck:
                 raise UnsupportedError(FIELD, "a number is too long to check") from None
         if repeats := self._repeats(allowed & ~removed, state):
             removed, reason = removed | repeats, "a name is there already"
+        if dead_ends := self._dead_ends(allowed & ~removed, state):
+            removed, reason = removed | dead_ends, "every name is there already"
         return (allowed & ~removed).to_bytes(len(mask), "little"), reason
 
     def accepts(self, state: CheckState) -> bool:
@@ -168,6 +185,11 @@ class DocumentCheck:
                 except Invalid:
                     removed |= 1 << token
         return removed
+
+    def _dead_ends(self, allowed: int, state: CheckState) -> int:
+        """The allowed tokens after which an object needs a name that it does not have, and there is
+        none."""
+        return self._unused.dead_ends(allowed, state, self._feed) if self._unused else 0
 
     # ------------------------------------------------------------------------------ scanner
 
@@ -411,7 +433,7 @@ def validator(schema: Any) -> Callable[[Any], str]:
     rules = {name: counted(rule) for name, rule in Draft202012Validator.VALIDATORS.items()}
     rules |= {"pattern": _pattern, "patternProperties": _pattern_properties}
     rules |= {"additionalProperties": _additional_properties}
-    rules |= {"uniqueItems": _unique_items, "format": _regex_format}
+    rules |= {"uniqueItems": _unique_items, "format": _format}
     kind = extend(Draft202012Validator, rules)
     inner = kind(schema, registry=Registry(), format_checker=FormatChecker(()))
 
@@ -455,13 +477,16 @@ def _unique_items(_: Any, wanted: Any, instance: Any, __: Any) -> Iterator[Any]:
             yield ValidationError("has an item twice")
 
 
-def _regex_format(_: Any, named: Any, instance: Any, __: Any) -> Iterator[Any]:
-    """The other formats are part of the grammar."""
+def _format(_: Any, named: Any, instance: Any, __: Any) -> Iterator[Any]:
     import re
 
     from jsonschema import ValidationError
 
-    if named == "regex" and isinstance(instance, str):
+    if not isinstance(instance, str):
+        return
+    if named in FORMATS and not _matches("format", named, instance):
+        yield ValidationError(f"is not of the format {named}")
+    if named == "regex":
         try:
             re.compile(instance)
         except (re.error, RecursionError, OverflowError):
@@ -475,7 +500,11 @@ def _found(patterns: tuple[str, ...], name: str) -> tuple[str, ...]:
 
 def _searches(pattern: str, text: str) -> bool:
     """Whether the pattern occurs in the text, in linear time."""
-    matcher = pattern_matcher(rust_pattern(pattern, common=False)).deep_copy()
+    return _matches("pattern", rust_pattern(pattern, common=False), text)
+
+
+def _matches(keyword: str, value: str, text: str) -> bool:
+    matcher = string_matcher(keyword, value).deep_copy()
     written = list(_written(text))
     return bool(
         matcher.validate_tokens(written) == len(written)

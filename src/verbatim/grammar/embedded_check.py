@@ -17,11 +17,12 @@ NOT_JSON = (Invalid, IndexError, ValueError)  # what reading another text as a d
 
 class Document(NamedTuple):
     """A kind of document. `before`: the text it follows; "": it starts the output. `first`: its
-    possible first characters; "": all."""
+    possible first characters; "": all. `schema` and `names`: of its DocumentCheck."""
 
     before: str
     first: str
     schema: Any
+    names: str = ""
 
 
 class Outside(NamedTuple):
@@ -42,7 +43,7 @@ class EmbeddedCheck(DocumentCheck):
     ) -> None:
         self._tokens, self._eos = token_bytes, frozenset(eos_ids)
         self._starts = [(d.before.encode(), d.first.encode()) for d in documents]
-        self._checks = [DocumentCheck(d.schema, token_bytes, eos_ids) for d in documents]
+        self._checks = [DocumentCheck(d.schema, token_bytes, eos_ids, d.names) for d in documents]
         self._longest = max(len(before) for before, _ in self._starts)
         # A token may hold a whole document.
         self._whole = [i for i, t in enumerate(token_bytes) if t.strip()[-1:] in b"]}" and t[1:]]

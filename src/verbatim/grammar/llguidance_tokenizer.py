@@ -6,6 +6,8 @@ In: a tokenizer of ours. Out: an llguidance.LLTokenizer. The library is an optio
 
 from __future__ import annotations
 
+import functools
+import json
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -79,3 +81,31 @@ def llguidance_tokenizer(lib: Any, tokenizer: GrammarTokenizer) -> Any:
             )
             _TOKENIZERS[tokenizer] = found
         return found
+
+
+class _Bytes:
+    """A vocabulary of single bytes, the smallest with which llguidance builds its lexer."""
+
+    is_tokenizer_wrapper = True
+    bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
+    tokens = (*(bytes([i]) for i in range(256)), b"\xff<end>")
+
+    def __call__(self, text: str) -> list[int]:
+        return list(text.encode())
+
+
+@functools.cache
+def byte_tokenizer() -> Any:
+    from llguidance import LLTokenizer
+
+    vocabulary: Any = _Bytes()
+    return LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
+
+
+@functools.lru_cache(256)
+def string_matcher(keyword: str, value: str) -> Any:
+    """A matcher of JSON strings with this `pattern` or `format`; copy it before use."""
+    from llguidance import LLMatcher
+
+    schema = json.dumps({"type": "string", keyword: value})
+    return LLMatcher(byte_tokenizer(), LLMatcher.grammar_from_json_schema(schema), log_level=0)

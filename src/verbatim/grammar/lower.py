@@ -5,6 +5,7 @@ In: the schema of json_schema.normalise(). Out: a Lowered record:
     schema   what llguidance accepts; every valid document satisfies it
     checked  keywords that it does not enforce, or not wholly; document_check.py does
     ignored  formats that nothing enforces ("format: path")
+    impossible  why no array, or no object, satisfies a part
 
 Invariant: the lowered schema admits every document of the given one, except that some formats
 admit a subset (`iri` is written as `uri`) and patterns leave out what validators disagree on. So a
@@ -19,11 +20,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.errors import UnsupportedError
 from verbatim.grammar.ecma_pattern import rust_pattern
 from verbatim.grammar.json_schema import bounds, rounds
+from verbatim.grammar.unused_names import fewer_names
 
 MAX_CONDITIONALS = 6  # if/then/else written as alternatives; each one doubles the grammar
+MAX_NAME = 1000  # characters; longer bounds on a name's length are checked
 MAX_RANGE = 256  # integers of a range that counts as a list of values
 
 _POINTER = r"(/([^~/]|~[01])*)*"
@@ -35,6 +38,21 @@ PATTERNS = {
     "json-pointer": f"^{_POINTER}$",
     "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
     "uri-reference": r"^[A-Za-z0-9._~/-]*(\?[A-Za-z0-9._~/=&-]*)?(#[A-Za-z0-9._~/-]*)?$",
+}
+# Formats of names, as llguidance 1.9 reads them; it takes no format for a name.
+_DATE = (
+    "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    "|02-(0[1-9]|[12][0-9]))"
+)
+_HOUR = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = rf"{_HOUR}:([0-5][0-9]|60)(\.[0-9]+)?([zZ]|[+-]{_HOUR})"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+NAME_FORMATS = {
+    "date": _DATE,
+    "time": _TIME,
+    "date-time": f"{_DATE}[tT]{_TIME}",
+    "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
+    "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
 PATTERNS["iri-reference"] = PATTERNS["uri-template"] = PATTERNS["uri-reference"]
 # Keywords that llguidance enforces unchanged -> what their value holds: "many" (a list or mapping
@@ -72,6 +90,7 @@ class Lowered:
     schema: Any = None
     checked: set[str] = field(default_factory=set)
     ignored: set[str] = field(default_factory=set)
+    impossible: list[str] = field(default_factory=list)
 
 
 def lower(schema: Any, options: Options = Options()) -> Lowered:
@@ -109,7 +128,7 @@ class _Lowering:
             out["allOf"] = [*out.get("allOf", []), {"anyOf": out.pop("oneOf")}]
         if "if" in node:
             self._conditional(node, out, scope)
-        return _names_together(out)
+        return False if out.get("type") == [] else _names_together(out)
 
     def _value(self, keyword: str, value: Any, scope: Mapping[str, Any] | None) -> Any:
         kind = DIRECT[keyword]
@@ -164,15 +183,23 @@ class _Lowering:
         self.result.checked.add("uniqueItems")
         values = finite_items(node, self.root)
         if values is not None:
-            most = min([len(values), *map(int, bounds(node, "maxItems"))])
+            out["maxItems"] = min([len(values), *map(int, bounds(node, "maxItems"))])
             least = max(bounds(node, "minItems"), default=0)
-            if most < least:
-                raise ParameterError(
-                    "json_schema",
-                    f"minItems {least} with uniqueItems: there are only {len(values)} "
-                    "different items",
+            if out["maxItems"] < least:
+                self._without_type(
+                    out,
+                    "array",
+                    f"minItems {least} with uniqueItems: there are only {len(values)} different "
+                    "items",
                 )
-            out["maxItems"] = most
+
+    def _without_type(self, out: dict[str, Any], kind: str, why: str) -> None:
+        """No array, or no object, satisfies the schema; a value of another type may."""
+        types = out.get("type", ["null", "boolean", "number", "string", "array", "object"])
+        out["type"] = [
+            name for name in ([types] if isinstance(types, str) else types) if name != kind
+        ]
+        self.result.impossible.append(why)
 
     # ------------------------------------------------------------------------------ objects
 
@@ -195,6 +222,21 @@ class _Lowering:
                 if out.pop(keyword, None) is not None:
                     self.result.checked.add(keyword)
         self._other_names(out)
+        self._count(node, out)
+
+    def _count(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+        """Exclude objects that would need more names than they may have."""
+        least = int(max(bounds(node, "minProperties"), default=0))
+        most = int(min(bounds(node, "maxProperties"), default=least))
+        if most < least:
+            self._without_type(out, "object", f"minProperties {least} with maxProperties {most}")
+        elif least and out.get("additionalProperties") is False:
+            patterns, properties = (
+                _mapping(out.get(keyword)) for keyword in ("patternProperties", "properties")
+            )
+            if (fewer := fewer_names(patterns, properties, least)) is not None:
+                why = f"minProperties {least}: there are only {fewer} different names"
+                self._without_type(out, "object", why)
 
     def _listed_names(self, out: dict[str, Any]) -> None:
         """Write a pattern that lists names, such as ^(a|b)$, as properties: the grammar writes each
@@ -230,22 +272,22 @@ class _Lowering:
             self.result.checked.add("additionalProperties")
 
     def _names(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
-        """propertyNames of a plain mapping: a list of names, or a pattern; otherwise checked."""
+        """propertyNames: a list of names or a pattern where the object declares none, or admits any
+        further ones; what this does not express is checked."""
         names, rest = node["propertyNames"], self.node(node.get("additionalProperties", True))
+        declared = "properties" in node or "patternProperties" in node
+        pattern, exact = _name_pattern(names, self.root)
         values = finite_values(names, self.root)
-        pattern = names.get("pattern") if isinstance(names, Mapping) else None
-        if "properties" in node or "patternProperties" in node:
+        if declared or not (exact if values is None else _only_lists(names, self.root)):
             self.result.checked.add("propertyNames")
-        elif values is not None:
-            out["properties"] = {name: rest for name in values if isinstance(name, str)}
+        if (declared and rest not in (True, {})) or "patternProperties" in node:
+            return
+        if values is not None:
+            listed = {name: rest for name in values if isinstance(name, str)}
+            out["properties"] = {**listed, **_mapping(out.get("properties"))}
             out["additionalProperties"] = False
-            if not _only_lists(names, self.root):
-                self.result.checked.add("propertyNames")
-        elif isinstance(pattern, str) and not set(names) - {"pattern", "type"}:
-            name = rust_pattern(pattern, common=True)
-            out["patternProperties"], out["additionalProperties"] = {name: rest}, False
-        else:
-            self.result.checked.add("propertyNames")
+        elif pattern is not None:
+            out["patternProperties"], out["additionalProperties"] = {pattern: rest}, False
 
     def _unevaluated(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         """Lower unevaluatedProperties: false to a closed object whose keys are the names that any
@@ -348,6 +390,40 @@ def has_free_names(schema: Any) -> bool:
         parts += [*node.get("prefixItems", ()), node.get("items", False)]
         stack += [(part, True, True) for part in parts]
     return False
+
+
+def _name_pattern(names: Any, root: Any) -> tuple[str | None, bool]:
+    """(a pattern of all names that match a propertyNames, whether it matches no others)."""
+    for _ in range(8):
+        if isinstance(names, Mapping) and set(names) == {"$ref"}:
+            names = target(names["$ref"], root)
+    if not isinstance(names, Mapping) or names.get("type", "string") != "string":
+        return None, False
+    rest = set(names) - {"type"}
+    low, high = int(names.get("minLength", 0)), names.get("maxLength")
+    if "pattern" in names:
+        return rust_pattern(names["pattern"], common=True), rest == {"pattern"}
+    if names.get("format") in NAME_FORMATS:
+        return f"^({NAME_FORMATS[names['format']]})$", rest == {"format"}
+    if rest & {"minLength", "maxLength"} and max(low, high or 0) <= MAX_NAME:
+        pattern = f"(?s:^.{{{low}}})" if high is None else f"(?s:^.{{{low},{int(high)}}}$)"
+        return pattern, rest <= {"minLength", "maxLength"}
+    return None, False
+
+
+# A pattern whose every match has longer ones: it does not say where a name ends, or its last part
+# repeats without a limit, and it has no alternatives.
+_ENDLESS = re.compile(r"[^$]*|[^|$]*[^\\|$](?:[*+]|\{[0-9]+,\})\$")
+
+
+def names_may_run_out(schema: Any) -> bool:
+    """Whether a lowered schema may admit an object with names from a pattern that, from some
+    beginning of a name on, has finitely many."""
+    if isinstance(schema, Mapping):
+        if any(not _ENDLESS.fullmatch(name) for name in _mapping(schema.get("patternProperties"))):
+            return True
+        return any(map(names_may_run_out, schema.values()))
+    return isinstance(schema, list) and any(map(names_may_run_out, schema))
 
 
 def finite_items(node: Mapping[str, Any], root: Any) -> list[Any] | None:

@@ -7,7 +7,6 @@ the engine's process: normalising a schema and the GBNF parser.
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +18,14 @@ from verbatim.base.param_checks import no_key_twice
 from verbatim.grammar.finite import infinite_definitions, infinite_keyword
 from verbatim.grammar.gbnf import RULE, gbnf_to_lark
 from verbatim.grammar.json_schema import normalise
-from verbatim.grammar.lower import Options, has_free_names, lower, without_definitions
+from verbatim.grammar.llguidance_tokenizer import byte_tokenizer as byte_tokenizer
+from verbatim.grammar.lower import (
+    Options,
+    has_free_names,
+    lower,
+    names_may_run_out,
+    without_definitions,
+)
 
 WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON tokens; bounded, or a model may write blanks forever
 # Characters of a schema whose oneOf parts are tested for disjointness, which takes a second compile
@@ -28,8 +34,9 @@ MAX_EXACT_ONE_OF = 64 * 1024
 
 
 class Translation(NamedTuple):
-    """`check`: the schema that finished documents must satisfy, if the grammar is wider than it; of
-    a grammar the Documents of embedded_check.py. `warnings`: sentences for the client."""
+    """`check`: what the grammar does not enforce: the schema that finished documents must satisfy
+    (True: only that names do not repeat) and a grammar for the look-ahead, "" if names cannot run
+    out; of a grammar the Documents of embedded_check.py. `warnings`: sentences for the client."""
 
     grammar: str
     check: Any = None
@@ -74,8 +81,10 @@ def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, 
     dropped: dict[str, str] = {}  # $defs that no document satisfies -> why
     while True:
         lowered = lower(normal.schema, options)
+        reasons = list(dict.fromkeys(lowered.impossible))
         if lowered.schema is False:
-            raise ParameterError("json_schema", "false: no text can satisfy it")
+            why = f"no document satisfies it: {'; '.join(reasons)}"
+            raise ParameterError("json_schema", why if reasons else "false: no text can satisfy it")
         for name in _infinite(lowered.schema):
             dropped.setdefault(name, "every document would contain itself")
         schema = without_definitions(lowered.schema, dropped) if dropped else lowered.schema
@@ -86,7 +95,7 @@ def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, 
             if found := _UNSATISFIABLE.search(str(error)):
                 if found["name"] is None:
                     places = [f"{why} (at {normal.places[n]})" for n, why in dropped.items()]
-                    why = "; ".join([found["why"], *places])
+                    why = "; ".join([found["why"], *reasons, *places])
                     raise ParameterError(
                         "json_schema", f"no document satisfies it: {why}"
                     ) from None
@@ -104,7 +113,9 @@ def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, 
             else:
                 raise
             continue
-        check = normal.schema if lowered.checked else has_free_names(schema) or None
+        names = _schema_grammar(schema) if names_may_run_out(schema) else ""
+        checked = normal.schema if lowered.checked else has_free_names(schema)
+        check = [checked, names] if checked else None
         return schema, check, _ignored(normal.ignored, lowered.ignored)
 
 
@@ -195,7 +206,7 @@ def _grammar_text(grammar: str, compiles: Callable[[str], None]) -> Translation:
         ):
             raise ParameterError("grammar", f"{DOCUMENTS!r}: lists of three strings are needed")
     text, checks, warnings = _lower_embedded(grammar, compiles, {name for *_, name in places})
-    check = [[before, first, checks[name]] for before, first, name in places if name in checks]
+    check = [[before, first, *checks[name]] for before, first, name in places if name in checks]
     return Translation(str(LLMatcher.grammar_from_lark(text)), check or None, warnings)
 
 
@@ -317,33 +328,6 @@ def first_line(text: str) -> str:
 
 
 # --- the first compile
-
-
-class _Bytes:
-    """A vocabulary of single bytes, the smallest with which llguidance builds its lexer."""
-
-    is_tokenizer_wrapper = True
-    bos_token_id, eos_token_id, special_token_ids = None, 256, (256,)
-    tokens = (*(bytes([i]) for i in range(256)), b"\xff<end>")
-
-    def __call__(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
-def byte_tokenizer() -> Any:
-    from llguidance import LLTokenizer
-
-    vocabulary: Any = _Bytes()
-    return LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
-
-
-@functools.lru_cache(256)
-def pattern_matcher(pattern: str) -> Any:
-    """A matcher of JSON strings in which a schema's `pattern` is found; copy it before use."""
-    from llguidance import LLMatcher
-
-    schema = json.dumps({"type": "string", "pattern": pattern})
-    return LLMatcher(byte_tokenizer(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
 
 
 def parser_limits(limits: dict[str, Any]) -> Any:
