@@ -26,7 +26,7 @@ LINES: dict[str, int] = {
     "backend": 8849,
     "base": 2521,
     "bench": 856,
-    "cli": 6980,
+    "cli": 6974,
     "convert": 757,
     "diagnose": 2688,
     "encoder": 918,
@@ -34,25 +34,25 @@ LINES: dict[str, int] = {
     "explain": 895,
     "files": 1517,
     "formats": 2305,
-    "grammar": 3497,
+    "grammar": 3808,
     "hub": 1100,
     "lens": 44,
     "lora": 704,
-    "model": 2759,
+    "model": 2758,
     "model/families": 4754,
     "observe": 820,
     "sampling": 1518,
     "scale": 2216,
     "schedule": 1999,
-    "server": 13014,
+    "server": 12992,
     "speculate": 1084,
     "testing": 652,
     "text": 4437,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 72936, "tests": 63038, "docs": 9454}
-ANY = 1380  # uses of Any in src
+TOTALS = {"src": 73225, "tests": 63148, "docs": 9454}
+ANY = 1394  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
@@ -64,8 +64,8 @@ WIDE: dict[str, int] = {
     "cli/commands/convert.py": 20,
     "cli/lib/doctor_model.py": 19,
     "engine/core.py": 21,
-    "engine/loading/engine_setup.py": 17,
     "engine/loaded_model.py": 19,
+    "engine/loading/engine_setup.py": 17,
     "scale/deploy.py": 19,
 }
 
