@@ -1,7 +1,8 @@
 """Convert a Hugging Face checkpoint to GGUF, independently of the code under test.
 
-Shares no code with the reader, so that it can find the reader's errors in: names, interleaving of
-llama's rotated rows, gemma's norms with 1 added, gpt2's transposed matrices, stacked experts.
+Shares no code with the reader, so that it can find the reader's errors in: names (here those of the
+gguf package), interleaving of llama's rotated rows, gemma's norms with 1 added, gpt2's transposed
+matrices, stacked experts.
 """
 
 from __future__ import annotations
@@ -12,133 +13,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
-from gemma4_convert import GEMMA4_NAMES, gemma4_metadata
+from gemma4_convert import gemma4_metadata
 from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
 
 from verbatim.files.gguf_write import write_gguf
 from verbatim.formats.conversion import quantise
 from verbatim.formats.tensor import Tensor
 
-_NAMES = {
-    r"model\.embed_tokens\.(\w+)": r"token_embd.\1",
-    r"model\.norm\.(\w+)": r"output_norm.\1",
-    r"lm_head\.(\w+)": r"output.\1",
-    r"model\.layers\.(\d+)\.input_layernorm\.(\w+)": r"blk.\1.attn_norm.\2",
-    r"model\.layers\.(\d+)\.self_attn\.([qkv])_proj\.(\w+)": r"blk.\1.attn_\2.\3",
-    r"model\.layers\.(\d+)\.self_attn\.o_proj\.(\w+)": r"blk.\1.attn_output.\2",
-    r"model\.layers\.(\d+)\.self_attn\.qkv_proj\.(\w+)": r"blk.\1.attn_qkv.\2",
-    r"model\.layers\.(\d+)\.self_attn\.([qk])_norm\.(\w+)": r"blk.\1.attn_\2_norm.\3",
-    r"model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
-    r"model\.layers\.(\d+)\.mlp\.(gate|up|down)_proj\.(\w+)": r"blk.\1.ffn_\2.\3",
-    r"model\.layers\.(\d+)\.mlp\.gate_up_proj\.(\w+)": r"blk.\1.ffn_up.\2",
-    r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.gate\.(\w+)": r"blk.\1.ffn_gate_inp.\2",
-    r"transformer\.wte\.weight": "token_embd.weight",
-    r"transformer\.wpe\.weight": "position_embd.weight",
-    r"transformer\.ln_f\.(\w+)": r"output_norm.\1",
-    r"transformer\.h\.(\d+)\.ln_1\.(\w+)": r"blk.\1.attn_norm.\2",
-    r"transformer\.h\.(\d+)\.ln_2\.(\w+)": r"blk.\1.ffn_norm.\2",
-    r"transformer\.h\.(\d+)\.attn\.c_attn\.(\w+)": r"blk.\1.attn_qkv.\2",
-    r"transformer\.h\.(\d+)\.attn\.c_proj\.(\w+)": r"blk.\1.attn_output.\2",
-    r"transformer\.h\.(\d+)\.mlp\.c_fc\.(\w+)": r"blk.\1.ffn_up.\2",
-    r"transformer\.h\.(\d+)\.mlp\.c_proj\.(\w+)": r"blk.\1.ffn_down.\2",
-}
-_GEMMA_NAMES = {
-    r"model\.layers\.(\d+)\.post_attention_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2",
-    r"model\.layers\.(\d+)\.pre_feedforward_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
-    r"model\.layers\.(\d+)\.post_feedforward_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
-}
-# Families whose norms have other meanings, or whose tensors have other names.
-_L = r"model\.layers\.(\d+)\."
-_POST_NORMS = {
-    _L + r"post_attention_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2",
-    _L + r"post_feedforward_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
-}
-_MLP_NORM = {_L + r"post_attention_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2"}
-_G, _F = r"gpt_neox\.layers\.(\d+)\.", r"transformer\.h\.(\d+)\."
-_OTHER_NAMES = {
-    "olmo2": _POST_NORMS,
-    "exaone4": _POST_NORMS,
-    "seed_oss": _MLP_NORM,
-    "glm4moe": {
-        **_MLP_NORM,
-        _L + r"mlp\.gate\.e_score_correction_bias": r"blk.\1.exp_probs_b.bias",
-        _L + r"mlp\.shared_experts\.(\w+)_proj\.weight": r"blk.\1.ffn_\2_shexp.weight",
-    },
-    "gpt-oss": {
-        **_MLP_NORM,
-        _L + r"self_attn\.sinks": r"blk.\1.attn_sinks.weight",
-        _L + r"mlp\.router\.(\w+)": r"blk.\1.ffn_gate_inp.\2",
-        _L + r"mlp\.experts\.(gate|up|down)_proj": r"blk.\1.ffn_\2_exps.weight",
-        _L + r"mlp\.experts\.(gate|up|down)_proj_bias": r"blk.\1.ffn_\2_exps.bias",
-    },
-    "hunyuan-dense": {
-        _L + r"self_attn\.query_layernorm\.(\w+)": r"blk.\1.attn_q_norm.\2",
-        _L + r"self_attn\.key_layernorm\.(\w+)": r"blk.\1.attn_k_norm.\2",
-    },
-    "glm4": {
-        _L + r"post_self_attn_layernorm\.(\w+)": r"blk.\1.post_attention_norm.\2",
-        _L + r"post_mlp_layernorm\.(\w+)": r"blk.\1.post_ffw_norm.\2",
-    },
-    "starcoder2": {
-        _L + r"mlp\.c_fc\.(\w+)": r"blk.\1.ffn_up.\2",
-        _L + r"mlp\.c_proj\.(\w+)": r"blk.\1.ffn_down.\2",
-    },
-    "gptneox": {
-        r"gpt_neox\.embed_in\.weight": "token_embd.weight",
-        r"gpt_neox\.final_layer_norm\.(\w+)": r"output_norm.\1",
-        r"embed_out\.weight": "output.weight",
-        _G + r"input_layernorm\.(\w+)": r"blk.\1.attn_norm.\2",
-        _G + r"post_attention_layernorm\.(\w+)": r"blk.\1.ffn_norm.\2",
-        _G + r"attention\.query_key_value\.(\w+)": r"blk.\1.attn_qkv.\2",
-        _G + r"attention\.dense\.(\w+)": r"blk.\1.attn_output.\2",
-        _G + r"mlp\.dense_h_to_4h\.(\w+)": r"blk.\1.ffn_up.\2",
-        _G + r"mlp\.dense_4h_to_h\.(\w+)": r"blk.\1.ffn_down.\2",
-    },
-    "falcon": {
-        r"transformer\.word_embeddings\.weight": "token_embd.weight",
-        r"transformer\.ln_f\.(\w+)": r"output_norm.\1",
-        _F + r"input_layernorm\.(\w+)": r"blk.\1.attn_norm.\2",
-        _F + r"ln_mlp\.(\w+)": r"blk.\1.attn_norm.\2",
-        _F + r"ln_attn\.(\w+)": r"blk.\1.attn_norm_2.\2",
-        _F + r"self_attention\.query_key_value\.weight": r"blk.\1.attn_qkv.weight",
-        _F + r"self_attention\.dense\.weight": r"blk.\1.attn_output.weight",
-        _F + r"mlp\.dense_h_to_4h\.weight": r"blk.\1.ffn_up.weight",
-        _F + r"mlp\.dense_4h_to_h\.weight": r"blk.\1.ffn_down.weight",
-    },
-}
-_DELTA_NAMES = {
-    **_MLP_NORM,
-    _L + r"linear_attn\.in_proj_qkv\.weight": r"blk.\1.attn_qkv.weight",
-    _L + r"linear_attn\.in_proj_z\.weight": r"blk.\1.attn_gate.weight",
-    _L + r"linear_attn\.in_proj_b\.weight": r"blk.\1.ssm_beta.weight",
-    _L + r"linear_attn\.in_proj_a\.weight": r"blk.\1.ssm_alpha.weight",
-    _L + r"linear_attn\.in_proj_ba\.weight": r"blk.\1.ssm_ba.weight",
-    _L + r"linear_attn\.conv1d\.weight": r"blk.\1.ssm_conv1d.weight",
-    _L + r"linear_attn\.A_log": r"blk.\1.ssm_a",
-    _L + r"linear_attn\.dt_bias": r"blk.\1.ssm_dt.bias",
-    _L + r"linear_attn\.norm\.weight": r"blk.\1.ssm_norm.weight",
-    _L + r"linear_attn\.out_proj\.weight": r"blk.\1.ssm_out.weight",
-    _L + r"mlp\.shared_expert\.(\w+)_proj\.weight": r"blk.\1.ffn_\2_shexp.weight",
-    _L + r"mlp\.shared_expert_gate\.weight": r"blk.\1.ffn_gate_inp_shexp.weight",
-}
-_OTHER_NAMES |= {"qwen3next": _DELTA_NAMES, "qwen35": _DELTA_NAMES, "qwen35moe": _DELTA_NAMES}
-_OTHER_NAMES["lfm2"] = _OTHER_NAMES["lfm2moe"] = {
-    r"model\.embedding_norm\.weight": "token_embd_norm.weight",
-    _L + r"operator_norm\.weight": r"blk.\1.attn_norm.weight",
-    _L + r"self_attn\.out_proj\.weight": r"blk.\1.attn_output.weight",
-    _L + r"self_attn\.([qk])_layernorm\.weight": r"blk.\1.attn_\2_norm.weight",
-    _L + r"conv\.(in|out)_proj\.weight": r"blk.\1.shortconv.\2_proj.weight",
-    _L + r"conv\.conv\.weight": r"blk.\1.shortconv.conv.weight",
-    _L + r"feed_forward\.w1\.weight": r"blk.\1.ffn_gate.weight",
-    _L + r"feed_forward\.w2\.weight": r"blk.\1.ffn_down.weight",
-    _L + r"feed_forward\.w3\.weight": r"blk.\1.ffn_up.weight",
-    _L + r"ffn_norm\.weight": r"blk.\1.ffn_norm.weight",
-    _L + r"feed_forward\.gate\.weight": r"blk.\1.ffn_gate_inp.weight",
-    _L + r"feed_forward\.expert_bias": r"blk.\1.exp_probs_b.bias",
-    _L + r"conv\.(in|out)_proj\.bias": r"blk.\1.shortconv.\2_proj.bias",
-    _L + r"conv\.conv\.bias": r"blk.\1.shortconv.conv.bias",
-}
+_ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 _DELTA = ("qwen3next", "qwen35", "qwen35moe")
 # Architectures whose rotated rows llama.cpp's converter interleaves.
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3", "arcee")
@@ -191,10 +75,6 @@ def to_gguf(
 def _arrays(
     state: dict[str, np.ndarray], config: dict[str, Any], architecture: str
 ) -> dict[str, np.ndarray]:
-    own = _GEMMA_NAMES if architecture.startswith("gemma") else _OTHER_NAMES.get(architecture, {})
-    if architecture == "gemma4":
-        own = {**own, **GEMMA4_NAMES}
-    rules = {**own, **{k: v for k, v in _NAMES.items() if k not in own}}  # the first match counts
     if architecture == "gpt-oss":
         state = _split_gpt_oss(state)
     if config["model_type"] == "granitemoehybrid":
@@ -203,6 +83,9 @@ def _arrays(
         state = delta_state(state, config, architecture)
     if architecture.startswith("lfm2"):
         state = {n: v.squeeze(1) if n.endswith("conv.conv.weight") else v for n, v in state.items()}
+    known = gguf.get_tensor_name_map(
+        _ARCHITECTURES[architecture], config.get("num_hidden_layers", 9)
+    )
     result: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in state.items():
@@ -212,11 +95,22 @@ def _arrays(
                 int(expert)
             ] = values
             continue
-        pattern = next(p for p in rules if re.fullmatch(p, name))
-        result[re.fullmatch(pattern, name).expand(rules[pattern])] = _converted(
-            name, values, config, architecture
-        )  # type: ignore[union-attr]
+        result[_gguf_name(name, known)] = _converted(name, values, config, architecture)
     return result | {name: np.stack([by[e] for e in sorted(by)]) for name, by in experts.items()}
+
+
+def _gguf_name(name: str, known: gguf.TensorNameMap) -> str:
+    """By the gguf package's table. llama.cpp's converter also renames what is no module there."""
+    if name.startswith("lm_head."):  # tied heads are not in the table
+        return name.replace("lm_head", "output")
+    if found := re.fullmatch(r"model\.layers\.(\d+)\.router\.(scale|per_expert_scale)", name):
+        part = "ffn_gate_inp" if found[2] == "scale" else "ffn_down_exps"
+        return f"blk.{found[1]}.{part}.scale"
+    spellings = (name, *(re.sub("_bias$", end, name) for end in (".bias", "_proj.bias")))
+    result = next(filter(None, (known.get_name(s, (".weight", ".bias")) for s in spellings)))
+    if result.endswith((".weight", ".bias", ".ssm_a")):
+        return result
+    return result + (".bias" if result.endswith("exp_probs_b") else ".weight")
 
 
 def _converted(

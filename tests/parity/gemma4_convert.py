@@ -1,28 +1,10 @@
-"""Tensors and keys of Gemma 4 in GGUF, as llama.cpp's converter writes them."""
+"""Keys of Gemma 4 in GGUF, as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
-
-_L = r"model\.layers\.(\d+)\."
-GEMMA4_NAMES = {
-    _L + r"post_feedforward_layernorm_([12])\.weight": r"blk.\1.post_ffw_norm_\2.weight",
-    _L + r"pre_feedforward_layernorm_2\.weight": r"blk.\1.pre_ffw_norm_2.weight",
-    _L + r"router\.proj\.weight": r"blk.\1.ffn_gate_inp.weight",
-    _L + r"router\.scale": r"blk.\1.ffn_gate_inp.scale",
-    _L + r"router\.per_expert_scale": r"blk.\1.ffn_down_exps.scale",
-    _L + r"experts\.gate_up_proj": r"blk.\1.ffn_gate_up_exps.weight",
-    _L + r"experts\.down_proj": r"blk.\1.ffn_down_exps.weight",
-    _L + r"per_layer_input_gate\.weight": r"blk.\1.inp_gate.weight",
-    _L + r"per_layer_projection\.weight": r"blk.\1.proj.weight",
-    _L + r"post_per_layer_input_norm\.weight": r"blk.\1.post_norm.weight",
-    _L + r"layer_scalar": r"blk.\1.layer_output_scale.weight",
-    r"model\.embed_tokens_per_layer\.weight": "per_layer_token_embd.weight",
-    r"model\.per_layer_model_projection\.weight": "per_layer_model_proj.weight",
-    r"model\.per_layer_projection_norm\.weight": "per_layer_proj_norm.weight",
-}
 
 
 def gemma4_metadata(config: dict[str, Any]) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
