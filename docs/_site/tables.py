@@ -297,13 +297,15 @@ def families() -> str:
 
 
 def formats() -> str:
-    from verbatim.formats.registry import BLOCKS
+    from verbatim.formats.registry import BLOCKS, FORMATS
 
-    rows = (
-        (code(name.upper()), str(values), str(size), f"{8 * size / values:.2f}")
-        for name, (values, size) in BLOCKS.items()
-    )
-    return table(("type", "weights per block", "bytes per block", "bits per weight"), rows)
+    rows = []
+    for name, (values, size) in BLOCKS.items():
+        gpu = FORMATS[name].gpu
+        own = f"{gpu.bits + 8 * gpu.scale_bytes / gpu.group:.2f}" if gpu else ""
+        rows.append((code(name.upper()), str(values), str(size), f"{8 * size / values:.2f}", own))
+    names = "type", "weights per block", "bytes per block", "bits per weight", "in a GPU's blocks"
+    return table(names, rows)
 
 
 # ---------------------------------------------------------------------------------------- documents

@@ -823,7 +823,7 @@ def half_values(tensor: Tensor) -> torch.Tensor:
     return values.to(HALVES[gpu_layout.BLOCK_FORMATS[tensor.type].result]).float()
 
 
-# q5_k and types with another group or result have the code of these; 896 and 160: smaller packs
+# types with another group or result have the code of these; 896 and 160: smaller packs
 BLOCK_CASES = [
     *[(type, 512) for type in READERS if type not in CHECKPOINT_TYPES],
     ("q4_0", 160), ("e4m3_128_bf16", 512), ("e4m3_32_f32", 160), ("i4_128_bf16", 896),

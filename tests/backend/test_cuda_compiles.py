@@ -14,6 +14,7 @@ import pytest
 
 from verbatim import SamplingParams
 from verbatim.base.records import DrawSpec
+from verbatim.formats.registry import BLOCKS, FORMATS
 
 VOCAB = 49_152
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -245,8 +246,9 @@ def test_the_tiles_of_attention_fit_into_shared_memory(
 
 # types of BLOCK_FORMATS whose kernels differ
 BLOCK_TYPES = (
-    "q4_1", "q4_k", "q5_k", "q6_k", "q8_0", "mxfp4", "e4m3_128_bf16", "e4m3_32_f16", "i4_128_bf16",
-    "i4z_128_bf16", "i4z_32_f16", "i8_128_bf16", "i8z_128_f16", "i4_128_f32",
+    *(name for name in BLOCKS if FORMATS[name].gpu and name != "q4_0"),
+    "e4m3_128_bf16", "e4m3_32_f16", "i4_128_bf16", "i4z_128_bf16", "i4z_32_f16", "i8_128_bf16",
+    "i8z_128_f16", "i4_128_f32",
 )  # fmt: skip
 
 

@@ -105,23 +105,23 @@ def _pack_q8_0(x: np.ndarray, out: np.ndarray) -> None:
 
 FORMATS = (
     Format(
-        "q4_0", 32, 18, 2, _unpack_q4_0, pack=_pack_q4_0, scales=(0,),
+        "q4_0", 32, 18, 2, _unpack_q4_0, pack=_pack_q4_0, pack_error=0.096, scales=(0,),
         gpu=GpuBlocks(4, 32, 2), file_type=FileType(2),
     ),
     Format(
-        "q4_1", 32, 20, 3, _unpack_q4_1, pack=_pack_q4_1, scales=(0, 2),
+        "q4_1", 32, 20, 3, _unpack_q4_1, pack=_pack_q4_1, pack_error=0.086, scales=(0, 2),
         gpu=GpuBlocks(4, 32, 4, offset="add"), file_type=FileType(3),
     ),
     Format(
-        "q5_0", 32, 22, 6, _unpack_q5_0, pack=_pack_q5_0, scales=(0,),
+        "q5_0", 32, 22, 6, _unpack_q5_0, pack=_pack_q5_0, pack_error=0.048, scales=(0,),
         gpu=GpuBlocks(8, 32, 2), file_type=FileType(8),
     ),
     Format(
-        "q5_1", 32, 24, 7, _unpack_q5_1, pack=_pack_q5_1, scales=(0, 2),
+        "q5_1", 32, 24, 7, _unpack_q5_1, pack=_pack_q5_1, pack_error=0.042, scales=(0, 2),
         gpu=GpuBlocks(8, 32, 4, offset="add"), file_type=FileType(9),
     ),
     Format(
-        "q8_0", 32, 34, 8, _unpack_q8_0, pack=_pack_q8_0, scales=(0,),
+        "q8_0", 32, 34, 8, _unpack_q8_0, pack=_pack_q8_0, pack_error=0.006, scales=(0,),
         gpu=GpuBlocks(8, 32, 2), file_type=FileType(7),
     ),
 )  # fmt: skip

@@ -50,9 +50,12 @@ FORMATS = (
         "f32", 1, 4, 0, _unpack_f32, pack=_pack_f32, scales=(0,), scale_type="<f4",
         file_type=FileType(0),
     ),
-    Format("f16", 1, 2, 1, _unpack_f16, pack=_pack_f16, scales=(0,), file_type=FileType(1)),
     Format(
-        "bf16", 1, 2, 30, _unpack_bf16, pack=_pack_bf16, broken=_broken_bf16,
+        "f16", 1, 2, 1, _unpack_f16, pack=_pack_f16, pack_error=0.0003, scales=(0,),
+        file_type=FileType(1),
+    ),
+    Format(
+        "bf16", 1, 2, 30, _unpack_bf16, pack=_pack_bf16, pack_error=0.0019, broken=_broken_bf16,
         file_type=FileType(32),
     ),
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""What the K-quants share: 6-bit scales and minima, and the search for scales.
+"""What the K-quants share: the search for scales; and, where a block has offsets, 6-bit scales and
+minima.
 
 The formats leave the choice of scales to the writer. Here each run tries a few scales around the
 one that covers its range, fits scale and offset by least squares for each, and keeps the one with
@@ -18,7 +19,7 @@ _LEVEL_OFFSETS = (0.0, -1.5, -0.8, -0.4, 0.4, 0.8)
 
 
 def _k_scales(packed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Twelve bytes -> eight 6-bit scales and eight 6-bit minima (q4_k and q5_k).
+    """Twelve bytes -> eight 6-bit scales and eight 6-bit minima.
 
     Bytes 0..3: scale j in the low six bits, the two high bits of scale j+4 above them.
     Bytes 4..7: the same for the minima. Bytes 8..11: low nibbles of scale and minimum j+4."""
@@ -94,7 +95,7 @@ def _pack_k_scales(scale: np.ndarray, minimum: np.ndarray) -> np.ndarray:
 
 
 def pack_affine(x: np.ndarray, out: np.ndarray, levels: int) -> np.ndarray:
-    """q4_k and q5_k: writes d, m and the scales, returns q [n, 256]."""
+    """Writes d, m and the scales, returns q [n, 256]."""
     n = len(x)
     runs = x.reshape(n, 8, 32)
     scale, offset = _fit_affine(runs, levels)

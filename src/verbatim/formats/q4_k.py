@@ -22,7 +22,7 @@ def _pack(x: np.ndarray, out: np.ndarray) -> None:
 
 FORMATS = (
     Format(
-        "q4_k", 256, 144, 12, _unpack, pack=_pack, scales=(0, 2),
+        "q4_k", 256, 144, 12, _unpack, pack=_pack, pack_error=0.0736, scales=(0, 2),
         gpu=GpuBlocks(4, 32, 8, offset="add"),
         file_type=FileType(14, ("q4_k_s", "q4_k_m"), small="q5_0"),
     ),

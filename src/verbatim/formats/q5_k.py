@@ -15,24 +15,20 @@ from verbatim.formats.k_scales import pack_affine, unpack_affine
 
 def _unpack(blocks: np.ndarray, out: np.ndarray) -> None:
     n = len(blocks)
-    fifth = ((blocks[:, 16:48].reshape(n, 1, 1, 32) >> BITS) & np.uint8(1)).reshape(
-        n, 256
-    ) << np.uint8(4)
-    unpack_affine(blocks, low_high(blocks[:, 48:], 32) | fifth, out)
+    fifth = ((blocks[:, 16:48].reshape(n, 1, 1, 32) >> BITS) & np.uint8(1)).reshape(n, 256)
+    unpack_affine(blocks, low_high(blocks[:, 48:], 32) | (fifth << np.uint8(4)), out)
 
 
 def _pack(x: np.ndarray, out: np.ndarray) -> None:
     q = pack_affine(x, out, 31)
-    fifth = (q >> np.uint8(4)).reshape(len(x), 8, 32) << np.arange(8, dtype=np.uint8).reshape(
-        1, 8, 1
-    )
+    fifth = (q >> np.uint8(4)).reshape(len(x), 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
     out[:, 16:48] = np.bitwise_or.reduce(fifth, axis=1)
     out[:, 48:] = pack_nibbles(q, 32)
 
 
 FORMATS = (
     Format(
-        "q5_k", 256, 176, 13, _unpack, pack=_pack, scales=(0, 2),
+        "q5_k", 256, 176, 13, _unpack, pack=_pack, pack_error=0.0366, scales=(0, 2),
         gpu=GpuBlocks(8, 32, 8, offset="add"),
         file_type=FileType(16, ("q5_k_s", "q5_k_m"), small="q5_1"),
     ),

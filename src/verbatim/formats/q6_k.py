@@ -31,22 +31,16 @@ def _pack(x: np.ndarray, out: np.ndarray) -> None:
     d = put_half(out, 208, largest / np.float32(-128))
     s = np.clip(np.rint(scale * inverse_of(d)), -128, 127).astype(np.int8)
     out[:, 192:208] = s.view(np.uint8)
-    q = (
-        np.clip(np.rint(runs * inverse_of(d * s)[..., None]), -32, 31)
-        .astype(np.int8)
-        .reshape(n, 256)
-    )
-    q = (q + np.int8(32)).view(np.uint8)
+    q = np.clip(np.rint(runs * inverse_of(d * s)[..., None]), -32, 31).astype(np.int8)
+    q = (q + np.int8(32)).view(np.uint8).reshape(n, 256)
     out[:, :128] = pack_nibbles(q, 64)
-    high = (q >> np.uint8(4)).reshape(n, 2, 4, 32) << np.array(
-        [0, 2, 4, 6], dtype=np.uint8
-    ).reshape(1, 1, 4, 1)
+    high = (q >> np.uint8(4)).reshape(n, 2, 4, 32) << np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     out[:, 128:192] = np.bitwise_or.reduce(high, axis=2).reshape(n, 64)
 
 
 FORMATS = (
     Format(
-        "q6_k", 256, 210, 14, _unpack, pack=_pack, scales=(208,),
+        "q6_k", 256, 210, 14, _unpack, pack=_pack, pack_error=0.0178, scales=(208,),
         gpu=GpuBlocks(8, 16, 4), file_type=FileType(18, small="q8_0"),
     ),
 )  # fmt: skip

@@ -55,7 +55,7 @@ def _q8_0(blocks: torch.Tensor) -> Values:
 
 
 def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and offsets of q4_k and q5_k."""
+    """Scales and offsets of K-quants with offsets."""
     a, b, c = (blocks[..., at : at + 4] for at in (4, 8, 12))
     scales = torch.cat([a & 63, (c & 15) | ((a >> 2) & 48)], -1).float()
     minima = torch.cat([b & 63, (c >> 4) | ((b >> 2) & 48)], -1).float()
