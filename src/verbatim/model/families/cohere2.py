@@ -11,10 +11,8 @@ from verbatim.model.spec import ModelSpec
 
 
 def _spec(c: Config) -> ModelSpec:
-    base, period = parts.layer_norm(c, uniform=False), c.integer("sliding_window_pattern")
-    windows = parts.layer_windows(
-        c, len(base.layers), lambda i: (i + 1) % period != 0, parts.window_of(c)
-    )
+    base = parts.layer_norm(c, uniform=False)
+    windows = parts.period_windows(c, base, c.integer("sliding_window_pattern"))
     return parallel(c, parts.rotary_only_in_windows(base, windows))
 
 

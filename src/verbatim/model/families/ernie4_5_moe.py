@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.families.ernie4_5 import with_bias
@@ -12,15 +10,15 @@ from verbatim.model.spec import ModelSpec
 
 
 def _spec(c: Config) -> ModelSpec:
-    base, inner = parts.rotary(with_bias(c)), c.integer("moe_intermediate_size")
-    return replace(
-        parts.with_experts(
-            base, c.integer("moe_num_experts", high=4096), _sparse(c, len(base.layers))
-        ),
-        experts_used=c.integer("moe_k"),
-        expert_mlp=inner,
+    base, shared = parts.rotary(with_bias(c)), c.integer("moe_num_shared_experts", 0, low=0)
+    return parts.with_experts(
+        c,
+        base,
+        "moe_num_experts",
+        _sparse(c, len(base.layers)),
+        used="moe_k",
         choice_bias=True,
-        shared_mlp=inner * c.integer("moe_num_shared_experts", 0, low=0),
+        shared_mlp=shared * c.integer("moe_intermediate_size"),
     )
 
 

@@ -72,7 +72,7 @@ def query_scalar(h: GgufFields, layers_of_27b: int) -> Values:
 
 def _spec(c: Config) -> ModelSpec:
     base = gemma_2_and_3(c)
-    windows = parts.layer_windows(c, len(base.layers), lambda i: i % 2 == 0, parts.window_of(c))
+    windows = parts.period_windows(c, base, 2)
     cap = c.cap("attn_logit_softcapping")
     return replace(parts.with_windows(base, windows), attention_softcap=cap)
 

@@ -36,10 +36,7 @@ def _spec(c: Config) -> ModelSpec:
     _check_pattern(c)
     full, sliding = _records(c)
     base = gemma_2_and_3(c, full)
-    pattern = c.integer("sliding_window_pattern")
-    windows = parts.layer_windows(
-        c, len(base.layers), lambda i: (i + 1) % pattern != 0, parts.window_of(c)
-    )
+    windows = parts.period_windows(c, base, c.integer("sliding_window_pattern"))
     return replace(parts.with_local_rope(c, base, sliding, windows), qk_norm="head")
 
 

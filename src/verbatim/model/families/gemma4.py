@@ -92,14 +92,8 @@ def _layers(
 
 def _with_experts(c: Config, spec: ModelSpec) -> ModelSpec:
     """Experts beside the MLP of every layer."""
-    experts = parts.with_experts(spec, c.integer("num_experts", high=4096))
-    return replace(
-        experts,
-        mlp=spec.mlp,
-        experts_beside=True,
-        experts_used=c.integer("top_k_experts"),
-        expert_mlp=c.integer("moe_intermediate_size"),
-    )
+    experts = parts.with_experts(c, spec, used="top_k_experts", experts_beside=True)
+    return replace(experts, mlp=spec.mlp)
 
 
 def _sliding(c: Config, count: int) -> list[bool]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
 from verbatim.model.families.common.family import (
     Config,
@@ -19,19 +17,18 @@ from verbatim.model.spec import ModelSpec
 
 
 def _spec(c: Config) -> ModelSpec:
-    base, experts = parts.rotary(c), c.integer("n_routed_experts", high=4096)
-    dense, inner = c.integer("first_k_dense_replace", low=0), c.integer("moe_intermediate_size")
-    return replace(
-        parts.with_experts(base, experts, [i >= dense for i in range(len(base.layers))]),
+    base, dense = parts.rotary(c), c.integer("first_k_dense_replace", low=0)
+    shared = c.integer("n_shared_experts", 0, low=0)
+    return parts.with_experts(
+        c,
+        base,
+        "n_routed_experts",
+        [i >= dense for i in range(len(base.layers))],
         out_bias=c.fact("out_bias", False),
         qk_norm="head" if c.boolean("use_qk_norm", False) else "",
-        experts_used=c.integer("num_experts_per_tok"),
-        expert_mlp=inner,
-        experts_renormalised=c.boolean("norm_topk_prob", True),
-        experts_scale=c.number("routed_scaling_factor", 1.0),
         router="sigmoid",
         choice_bias=True,
-        shared_mlp=inner * c.integer("n_shared_experts", 0, low=0),
+        shared_mlp=shared * c.integer("moe_intermediate_size"),
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
 from verbatim.model.families.common.family import (
     Config,
@@ -21,16 +19,14 @@ from verbatim.model.spec import ModelSpec
 
 def _spec(c: Config) -> ModelSpec:
     base = parts.rotary(c.with_values(hidden_act=None), uniform=False)
-    windows = parts.layer_windows(c, len(base.layers), lambda i: i % 2 == 0, parts.window_of(c))
-    return replace(
-        parts.with_windows(
-            parts.with_experts(base, c.integer("num_local_experts", high=4096)), windows
-        ),
+    return parts.with_experts(
+        c,
+        parts.with_windows(base, parts.period_windows(c, base, 2)),
+        "num_local_experts",
+        inner="intermediate_size",
         mlp_bias=c.fact("mlp_bias", False),
         activation="swiglu_oai",
         sinks=True,
-        experts_used=c.integer("num_experts_per_tok"),
-        expert_mlp=base.mlp,
         router_bias=True,
         expert_bias=True,
     )

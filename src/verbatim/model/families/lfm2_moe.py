@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verbatim.model.families.common import gguf_rows, parts, rows
 from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
 from verbatim.model.families.lfm2 import (
@@ -24,13 +22,10 @@ def _spec(c: Config) -> ModelSpec:
     if not c.has("layer_types"):
         raise c.fail("layer_types", "it is needed: full_attention or conv, layer by layer")
     base, dense = lfm2(c), c.integer("num_dense_layers", low=0)
-    experts = c.integer("num_experts", high=4096)
-    return replace(
-        parts.with_experts(base, experts, [i >= dense for i in range(len(base.layers))]),
-        experts_used=c.integer("num_experts_per_tok"),
-        expert_mlp=c.integer("moe_intermediate_size"),
-        experts_renormalised=c.boolean("norm_topk_prob", True),
-        experts_scale=c.number("routed_scaling_factor", 1.0),
+    return parts.with_experts(
+        c,
+        base,
+        sparse=[i >= dense for i in range(len(base.layers))],
         router="sigmoid",
         choice_bias=c.boolean("use_expert_bias", True),
     )

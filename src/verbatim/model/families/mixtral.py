@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verbatim.model.families.common import parts, rows, tensors
 from verbatim.model.families.common.family import Config, Family, tiny
 from verbatim.model.keys import alias
@@ -11,12 +9,7 @@ from verbatim.model.spec import ModelSpec
 
 
 def _spec(c: Config) -> ModelSpec:
-    base = parts.rotary(c)
-    return replace(
-        parts.with_experts(base, c.integer("num_local_experts", high=4096)),
-        experts_used=c.integer("num_experts_per_tok"),
-        expert_mlp=base.mlp,
-    )
+    return parts.with_experts(c, parts.rotary(c), "num_local_experts", inner="intermediate_size")
 
 
 FAMILY = Family(

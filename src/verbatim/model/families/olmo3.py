@@ -14,9 +14,7 @@ _THETA = 500000.0
 def _spec(c: Config) -> ModelSpec:
     full, sliding = _records(c)
     base = parts.rotary(c, full, uniform=False)
-    windows = parts.layer_windows(
-        c, len(base.layers), lambda i: (i + 1) % 4 != 0, parts.window_of(c)
-    )
+    windows = parts.period_windows(c, base, 4)
     return olmo(parts.with_local_rope(c, base, sliding, windows))
 
 

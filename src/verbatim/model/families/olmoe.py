@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from verbatim.model.families.common import gguf_rows, header, parts, rows
 from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
 from verbatim.model.keys import Table, alias, followed, must_equal
@@ -12,13 +10,7 @@ from verbatim.model.spec import ModelSpec
 
 def _spec(c: Config) -> ModelSpec:
     base = parts.whole_heads(c, parts.rotary(c))
-    return replace(
-        parts.with_experts(base, c.integer("num_experts", high=4096)),
-        qk_norm="width",
-        experts_used=c.integer("num_experts_per_tok"),
-        expert_mlp=base.mlp,
-        experts_renormalised=c.boolean("norm_topk_prob", False),
-    )
+    return parts.with_experts(c, base, inner="intermediate_size", qk_norm="width")
 
 
 def _implied(h: GgufFields) -> Values:

@@ -21,8 +21,7 @@ def _spec(c: Config) -> ModelSpec:
         qkv_bias=c.fact("qkv_bias", c.boolean("qkv_bias", True)),
         out_bias=c.fact("out_bias", False),
     )
-    experts = c.integer("num_experts", high=4096)
-    return shared_mixture(c, base, experts, parts.sparse_layers(c, len(base.layers)))
+    return shared_mixture(c, base, parts.sparse_layers(c, len(base.layers)))
 
 
 def _implied(h: GgufFields) -> Values:

@@ -22,8 +22,7 @@ from verbatim.model.spec import ModelSpec
 
 def _spec(c: Config) -> ModelSpec:
     inner = c.with_values(intermediate_size=c.integer("moe_intermediate_size"))
-    base = delta_net(inner)
-    return shared_mixture(inner, base, c.integer("num_experts", high=4096))
+    return shared_mixture(inner, delta_net(inner))
 
 
 FAMILY = Family(

@@ -34,13 +34,7 @@ def _one_window(c: Config) -> Config:
 def mixture(c: Config) -> ModelSpec:
     """llama with the mixtures and the window of qwen3_moe."""
     base = parts.rotary(_one_window(c))
-    experts = c.integer("num_experts", high=4096)
-    return replace(
-        parts.with_experts(base, experts, parts.sparse_layers(c, len(base.layers))),
-        experts_used=c.integer("num_experts_per_tok"),
-        expert_mlp=c.integer("moe_intermediate_size"),
-        experts_renormalised=c.boolean("norm_topk_prob", False),
-    )
+    return parts.with_experts(c, base, sparse=parts.sparse_layers(c, len(base.layers)))
 
 
 def _spec(c: Config) -> ModelSpec:

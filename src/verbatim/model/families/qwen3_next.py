@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, Values
@@ -42,24 +41,16 @@ TINY_MOE: Values = {
 }
 
 
-def shared_mixture(
-    c: Config, base: ModelSpec, experts: int, sparse: Sequence[bool] | None = None
-) -> ModelSpec:
+def shared_mixture(c: Config, base: ModelSpec, sparse: Sequence[bool] | None = None) -> ModelSpec:
     """Mixtures with a gated shared MLP in the `sparse` layers; None: in all."""
-    return replace(
-        parts.with_experts(base, experts, sparse),
-        experts_used=c.integer("num_experts_per_tok"),
-        expert_mlp=c.integer("moe_intermediate_size"),
-        experts_renormalised=c.boolean("norm_topk_prob", True),
-        shared_mlp=c.integer("shared_expert_intermediate_size"),
-        shared_gate=True,
-    )
+    width = c.integer("shared_expert_intermediate_size")
+    return parts.with_experts(c, base, sparse=sparse, shared_mlp=width, shared_gate=True)
 
 
 def _spec(c: Config) -> ModelSpec:
     base, experts = delta_net(c), c.integer("num_experts", low=0, high=4096)
     sparse = parts.sparse_layers(c, len(base.layers))
-    return shared_mixture(c, base, experts, sparse) if experts and any(sparse) else base
+    return shared_mixture(c, base, sparse) if experts and any(sparse) else base
 
 
 FAMILY = Family(

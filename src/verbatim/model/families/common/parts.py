@@ -159,6 +159,11 @@ def layer_windows(
     return [window if s else None for s in sliding]
 
 
+def period_windows(c: Config, spec: ModelSpec, period: int) -> list[int | None]:
+    """As layer_windows; by default every `period`-th layer is full."""
+    return layer_windows(c, len(spec.layers), lambda i: (i + 1) % period != 0, window_of(c))
+
+
 def check_one_window(f: Fields, layers: int, window: int | None) -> None:
     """In a family whose layers are all of one type, `layer_types` must list that type."""
     types = layer_types(f, layers)
@@ -244,13 +249,32 @@ def rotary_only_in_windows(spec: ModelSpec, windows: list[int | None]) -> ModelS
     return replace(spec, layers=layers)
 
 
-def with_experts(spec: ModelSpec, experts: int, sparse: Sequence[bool] | None = None) -> ModelSpec:
-    """`experts` in the layers that are `sparse`; None: in all. Without dense layers the spec has no
-    width of a dense MLP."""
+def with_experts(
+    c: Config,
+    spec: ModelSpec,
+    key: str = "num_experts",
+    sparse: Sequence[bool] | None = None,
+    *,
+    used: str = "num_experts_per_tok",
+    inner: str = "moe_intermediate_size",
+    **more: Any,
+) -> ModelSpec:
+    """Mixtures of experts in the layers that are `sparse`; None: in all. Without dense layers the
+    spec has no width of a dense MLP. `key`, `used`, `inner`: the config's keys of the experts, of
+    those that a token uses, and of their width. `more`: further fields of the spec."""
     sparse = [True] * len(spec.layers) if sparse is None else sparse
+    experts = c.integer(key, high=4096)
     pairs = zip(spec.layers, sparse, strict=True)
-    layers = tuple(replace(a, experts=experts if s else 0) for a, s in pairs)
-    return replace(spec, mlp=0 if all(sparse) else spec.mlp, layers=layers)
+    return replace(
+        spec,
+        mlp=0 if all(sparse) else spec.mlp,
+        layers=tuple(replace(a, experts=experts if s else 0) for a, s in pairs),
+        experts_used=c.integer(used),
+        expert_mlp=c.integer(inner),
+        experts_renormalised=c.boolean("norm_topk_prob", True),
+        experts_scale=c.number("routed_scaling_factor", 1.0),
+        **more,
+    )
 
 
 def sparse_layers(c: Config, layers: int) -> list[bool]:
