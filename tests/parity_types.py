@@ -52,7 +52,8 @@ PACKED_FORMATS = {
 REFUSED_FORMATS: tuple[tuple[dict[str, object], str], ...] = (
     ({"quant_method": "bitsandbytes"}, "bitsandbytes"),
     ({"quant_method": "modelopt"}, "modelopt"),
-    ({}, "None"),
+    ({}, "quant_method is missing"),
+    ({"quant_method": None}, "quant_method is null"),
     ({"quant_method": "gptq", "bits": 3}, "bits is 3"),
     ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
     ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8}}, "kv_cache"),

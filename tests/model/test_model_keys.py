@@ -182,7 +182,7 @@ def test_a_rope_type_is_a_name(value: Any) -> None:
         with pytest.raises(ModelError, match=rf"rope_parameters.{key}"):
             read("llama", rope_parameters={key: value, "rope_theta": 100.0})
     record = {"type": None, "rope_type": "linear", "factor": 2.0, "rope_theta": 100.0}
-    assert read("llama", rope_parameters=record)[1] == ()
+    assert read("llama", rope_parameters=record, rope_theta=100)[1] == ()
 
 
 @pytest.mark.parametrize("family", ["gemma3", "gemma4", "olmo3"])
@@ -192,9 +192,8 @@ def test_the_rope_record_of_a_layer_type_is_an_object(family: str) -> None:
         records = {"full_attention": record, "sliding_attention": record, name: None}
         with pytest.raises(ModelError, match=f"rope_parameters.{name} is None: an object"):
             read(family, rope_parameters=records)
-    (warning,) = read(
-        family, rope_parameters={**dict.fromkeys(_LAYER_TYPES, record), "chunked_attention": None}
-    )[1]
+    records = {**dict.fromkeys(_LAYER_TYPES, record), "chunked_attention": None}
+    warning = read(family, rope_parameters=records)[1][0]
     assert warning.startswith("rope_parameters.chunked_attention is not known")
 
 
@@ -277,6 +276,15 @@ def test_a_key_that_is_not_read_still_needs_a_value_of_its_type(
             "a language model (llama) with an encoder of images or sound",
         ),
         ({"model_type": "llava", "vision_config": {}}, "a language model with an encoder of"),
+        (
+            {
+                "model_type": "qwen2_5_omni",
+                "thinker_config": {"text_config": {"model_type": "qwen2_5_omni_text"}},
+            },
+            "a language model (qwen2_5_omni_text) with an encoder of images or sound",
+        ),
+        ({"model_type": "qwen3_omni_moe"}, "a language model with an encoder of images or sound"),
+        ({"model_type": "qwen2_vl"}, "a language model with an encoder of images or sound"),
         ({"model_type": "qwen3moe"}, "the nearest name is qwen3_moe"),
         ({"model_type": "Llama"}, "the nearest name is llama"),
         ({"model_type": "gemma-3"}, "the nearest name is gemma3"),
@@ -471,9 +479,10 @@ _THETA_KEYS = {"gpt_neox": "rotary_emb_base"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-@pytest.mark.parametrize(
-    "family", [f for f in TINY_CONFIGS if f != "gpt2" and not f.startswith("gemma4")]
-)
+_WITH_THETA = [f for f in TINY_CONFIGS if f != "gpt2" and not f.startswith("gemma4")]
+
+
+@pytest.mark.parametrize("family", _WITH_THETA)
 def test_a_null_theta_takes_the_theta_of_the_rope_record(family: str) -> None:
     """As in transformers, which reads the config's own theta only where the record has none."""
     key = _THETA_KEYS.get(family, "rope_theta")
@@ -488,6 +497,33 @@ def test_a_null_theta_takes_the_theta_of_the_rope_record(family: str) -> None:
     assert null.layers != read(family, **changes[1])[0].layers
     with pytest.raises(ModelError, match=f"rope_theta is None: .* here or in {key}$"):
         read(family, **changes[1], **{key: None})
+
+
+@pytest.mark.parametrize("family", _WITH_THETA)
+def test_two_thetas_are_a_warning_that_names_both(family: str) -> None:
+    """As in transformers the record's is used; a config that says the same twice is no warning."""
+    key = _THETA_KEYS.get(family, "rope_theta")
+    record = {**TINY_CONFIGS[family].get("rope_parameters", {}), "rope_theta": 777.0}
+    changes: dict[str, Any] = {"rope_parameters": record}
+    if family in ("gemma3", "olmo3"):
+        changes = {"rope_parameters": dict.fromkeys(_LAYER_TYPES, record)}
+    spec, warnings = read(family, **changes, **{key: 778.0})
+    assert spec.layers == read(family, **changes, **{key: 777})[0].layers
+    (warning,) = set(warnings) - set(read(family, **changes, **{key: 777})[1])
+    assert f"{key} is 778.0 and rope_parameters" in warning
+    assert "rope_theta is 777.0" in warning
+
+
+def test_a_theta_of_rope_scaling_differs_from_the_configs() -> None:
+    record = {"rope_type": "linear", "factor": 2.0, "rope_theta": 777.0}
+    (warning,) = read("llama", rope_scaling=record, rope_theta=778.0)[1]
+    assert warning == (
+        "rope_theta is 778.0 and rope_scaling.rope_theta is 777.0: the record's is used, as in "
+        "transformers"
+    )
+    record = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    (warning,) = read("glm", rope_scaling=record, partial_rotary_factor=1.0)[1]
+    assert "partial_rotary_factor is 1.0 and rope_scaling.partial_rotary_factor is 0.5" in warning
 
 
 def test_proportional_rope_takes_the_fraction_of_the_config() -> None:

@@ -65,8 +65,10 @@ def unpack_checkpoint(
     reader = _METHODS.get(method) if isinstance(method, str) else None
     if reader is None:
         known = ", ".join(_METHODS)
+        absent = "null" if "quant_method" in config else "missing"
+        found = absent if method is None else f"{method!r:.60}"
         raise ModelError(
-            f"quantization_config.quant_method is {method!r:.60}; supported: {known}; "
+            f"quantization_config.quant_method is {found}; supported: {known}; "
             "use a float or GGUF file of this model",
             file=file,
         )

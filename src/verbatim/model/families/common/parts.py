@@ -32,6 +32,8 @@ _ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu2": "relu2",
 }
+# model_types that tell of an encoder; `clip` is GGUF's name of such a file
+_MULTIMODAL = re.compile(r"^clip$|(^|_)(omni|vl|audio)(_|$)")
 
 
 def unknown_family(
@@ -39,10 +41,13 @@ def unknown_family(
 ) -> ModelError:
     """The error for an architecture that is not implemented. `what`: the key that names it.
     `known`: those that are. `keys`: the file's, which tell what kind of model it is."""
-    known, inner, hint = sorted(known), keys.get("text_config"), ""
+    thinker = keys.get("thinker_config")  # the part of an Omni model that generates text
+    parts = thinker if isinstance(thinker, Mapping) else keys
+    known, inner, hint = sorted(known), parts.get("text_config"), ""
+    multimodal = {"vision_config", "audio_config", "text_config"} & set(parts)
     if keys.get("is_encoder_decoder") is True or f"{kind}.decoder_block_count" in keys:
         hint = ": an encoder-decoder model"
-    elif kind == "clip" or {"vision_config", "audio_config", "text_config"} & set(keys):
+    elif multimodal or _MULTIMODAL.search(kind):
         text = inner.get("model_type") if isinstance(inner, Mapping) else None
         of = f" ({printable(text)})" if isinstance(text, str) else ""
         hint = f": a language model{of} with an encoder of images or sound"

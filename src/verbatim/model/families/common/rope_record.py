@@ -60,6 +60,7 @@ def _flat_record(f: Config) -> Record:
     _fill_theta(f, record, where, rules.theta)
     if record.get("partial_rotary_factor") is None:
         record["partial_rotary_factor"] = f.number(rules.fraction, 1.0)
+    _warn_of_two(f, record, where, "partial_rotary_factor", rules.fraction)
     if not rules.partial and record["partial_rotary_factor"] != 1:
         raise _fail(f, where, record, "partial_rotary_factor", _WHOLE_HEADS)
     return record
@@ -72,6 +73,18 @@ def _fill_theta(f: Config, record: Record, where: str, theta: float | str) -> No
     if "rope_theta" not in record and value is None:
         raise _fail(f, where, record, "rope_theta", f"a number is needed here or in {theta}")
     record.setdefault("rope_theta", value)
+    if isinstance(theta, str):
+        _warn_of_two(f, record, where, "rope_theta", theta)
+
+
+def _warn_of_two(f: Config, record: Record, where: str, name: str, key: str) -> None:
+    """Warn of a config whose own `key` differs from `name` of its record."""
+    own = f.given.get(key)
+    if own is not None and own != record[name]:
+        f.warn(
+            f"{key} is {short(own)} and {where}.{name} is {short(record[name])}: the record's is "
+            "used, as in transformers"
+        )
 
 
 def layer_type_record(f: Config, layer_type: str, theta: float | str) -> Record:
