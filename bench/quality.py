@@ -61,6 +61,8 @@ def main() -> None:
         "--window", type=int, default=512, help="tokens of one window (default: %(default)s)"
     )
     score.add_argument("--threads", type=int, default=0, help="0: the engine's default")
+    score.add_argument("--activations", default="auto", help="cpu: int8, int12 or auto")
+    score.add_argument("--kv-type", default="f16", help="cpu: f16, q8 or fp8")
     score.add_argument("--rule", action="append", default=[], help="simulate: REGEX=FORMAT")
     compare = verbs.add_parser("compare", help="a table of several results against the first")
     compare.add_argument("results", nargs="+", type=Path)
@@ -207,7 +209,10 @@ def cpu_engine(args: argparse.Namespace) -> Scorer:
     from verbatim.base.records import SeqStep, StepPlan
     from verbatim.model.loading.load import load_model
 
-    backend = CpuBackend(load_model(args.model), EngineConfig(threads=args.threads or None))
+    config = EngineConfig(
+        threads=args.threads or None, activations=args.activations, kv_type=args.kv_type
+    )
+    backend = CpuBackend(load_model(args.model), config)
     blocks = tuple(range(-(-args.window // 16)))
     backend.allocate((len(blocks),) * len(backend.spec.groups))
 

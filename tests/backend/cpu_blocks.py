@@ -36,11 +36,13 @@ def random_blocks(
     return out.reshape(-1)
 
 
-def matmul(isa: str, kind: str, weights: np.ndarray, n: int, x: np.ndarray) -> np.ndarray:
+def matmul(
+    isa: str, kind: str, weights: np.ndarray, n: int, x: np.ndarray, fine: bool = False
+) -> np.ndarray:
     """x times the transpose of an [n, k] matrix of any type of a file, as the backend computes it:
-    a type with a codebook is rewritten first."""
+    a type with a codebook is rewritten first. `fine`: with int12 activations, else int8."""
     from verbatim.backend.cpu import backend as cpu  # where the extension is built
 
     tensor = Tensor("w", kind, (n, x.shape[-1]), weights)
-    product: np.ndarray = cpu.native.product(isa, *repack(tensor), n, x)
+    product: np.ndarray = cpu.native.product(isa, *repack(tensor), n, x, fine)
     return product

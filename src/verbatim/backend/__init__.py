@@ -40,10 +40,11 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
             cpu = import_module("verbatim.backend.cpu")
             opened: Backend = cpu.CpuBackend(model, config, note=gpu_note)
             return opened
-        if name == "cpu":
+        if name == "cpu" or config.activations != "auto":
+            without = "" if config.activations == "auto" else ", and leave out activations"
             raise BackendError(
                 f"the cpu backend cannot run this model: {reason}; "
-                "use the backend auto or reference"
+                f"use the backend auto or reference{without}"
             )
         note = f"no cpu kernels: {reason}"
     from verbatim.backend.reference import ReferenceBackend
@@ -70,6 +71,8 @@ def _unpacked(model: Model) -> Model:
 
 def _auto_cuda(model: Model, config: EngineConfig) -> Backend:
     """Open the cuda backend, or raise a BackendError with the reason why auto cannot use it."""
+    if config.activations != "auto":
+        raise BackendError(f"activations is {config.activations}, which only the cpu backend has")
     if config.speculate.partition(":")[0] == "head":
         raise BackendError(f"it runs no draft heads, and speculate is {config.speculate!r}")
     reason = gpu.missing()

@@ -110,6 +110,21 @@ class LaunchedStep(Protocol):
         """Wait for the draws of these rows. None: the device did not decide; execute the row."""
 
 
+SMALL_MODEL = 1_000_000_000  # parameters; from so many on, int8 activations are fine enough
+
+
+def activation_type(setting: str, parameters: int) -> str:
+    """int8 or int12: the integers of the cpu backend's activations. The rule knows the size of the
+    model only, so that one model has one arithmetic (docs/adr/0029).
+
+    >>> activation_type("auto", 135_000_000), activation_type("auto", 8_000_000_000)
+    ('int12', 'int8')
+    """
+    if setting != "auto":
+        return setting
+    return "int12" if parameters < SMALL_MODEL else "int8"
+
+
 def kv_numerics(version: str, kv_type: str) -> str:
     """BackendInfo.numerics of a KV cache of this type: another type, other bits.
 

@@ -89,6 +89,13 @@ class EngineConfig:
         choices=("f16", "q8", "fp8"),
         encoders=False,
     )
+    activations: str = setting(  # docs/adr/0029
+        "auto",
+        "integers of the activations in the matrix products of the cpu backend: int8 or int12;"
+        " auto: int12 for a model below a billion parameters, whose answers int8 would change",
+        choices=("auto", "int8", "int12"),
+        encoders=False,
+    )
     prefix_cache: bool = setting(
         True, "reuse the KV cache of a shared prompt prefix", encoders=False
     )
@@ -182,6 +189,11 @@ class EngineConfig:
             raise ParameterError(
                 "cache_dir", "needs the prefix cache, which is switched off; leave one out"
             )
+        if self.activations != "auto" and self.backend not in ("auto", "cpu"):
+            raise ParameterError(
+                "activations",
+                f"has an effect on the cpu backend only, and backend is {self.backend}",
+            )
         mode, colon, _ = self.speculate.partition(":")
         if mode not in SPECULATE or (colon and mode not in ("head", "draft")):
             raise ParameterError(
@@ -206,6 +218,7 @@ class EngineOptions(TypedDict, total=False):
     kv_memory: int | str | None
     kv_blocks: int | None
     kv_type: str
+    activations: str
     prefix_cache: bool
     cache_dir: str | os.PathLike[str] | None
     cache_dir_size: int | str

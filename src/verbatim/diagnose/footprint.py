@@ -22,7 +22,7 @@ from verbatim.files.safetensors import read_json
 from verbatim.formats.packed.packed_blocks import planned_gpu_type, planned_type
 from verbatim.formats.registry import BLOCKS
 from verbatim.model.architecture import read_config, read_header
-from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout
+from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout, parameters
 from verbatim.model.loading.collect_weights import PACKED
 from verbatim.model.loading.names import FUSED_EXPERTS_GGUF, gguf_source
 from verbatim.model.spec import ModelSpec
@@ -236,7 +236,7 @@ def _of_spec(
         name=name,
         shape=_shape(spec),
         stored=stored,
-        params=sum(prod(part.shape) for part in parts.values()),
+        params=parameters(spec),
         weight_bytes=sum(sizes.values()),
         step_bytes=dense,
         expert_bytes=expert_bytes,

@@ -6,6 +6,8 @@ table, so backends can rely on it.
 
 from __future__ import annotations
 
+from math import prod
+
 from verbatim.model.spec import ModelSpec
 
 Shape = tuple[int, ...]
@@ -156,6 +158,11 @@ def layout(spec: ModelSpec) -> dict[str, Shape]:
     if not spec.tied:
         weights["head"] = (spec.vocab, spec.hidden)
     return weights
+
+
+def parameters(spec: ModelSpec) -> int:
+    """The number of weights; an embedding that is also the head counts once."""
+    return sum(prod(shape) for shape in layout(spec).values())
 
 
 def _norm(spec: ModelSpec, name: str) -> dict[str, Shape]:

@@ -24,7 +24,7 @@ LISTS = ("mat", "bias")
 class Writer:
     """Records the calls to a native engine, and returns the numbers that it would return."""
 
-    def __init__(self, to: BinaryIO, model: Model) -> None:
+    def __init__(self, to: BinaryIO, model: Model, fine: bool) -> None:
         self.to = to
         self.counts: dict[str, int] = {}
         spec = model.spec
@@ -36,7 +36,7 @@ class Writer:
             spec.head_dim,
             ACTIVATIONS.index(spec.activation),
         )
-        self.line(*shape, int(spec.norm == "layer"), float(spec.norm_eps))
+        self.line(*shape, int(spec.norm == "layer"), float(spec.norm_eps), int(fine))
 
     def line(self, *fields: object) -> None:
         texts = (f.hex() if isinstance(f, float) else str(f) for f in fields)
@@ -86,9 +86,12 @@ class Writer:
         self.line("finish")
 
 
-def write_model(model: Model, prompt: tuple[int, ...], count: int, path: Path) -> None:
-    """Write the model, the prompt, and the number of greedy tokens to generate."""
+def write_model(
+    model: Model, prompt: tuple[int, ...], count: int, path: Path, fine: bool = False
+) -> None:
+    """Write the model, the prompt, and the number of greedy tokens to generate. `fine`: with int12
+    activations, else int8."""
     with path.open("wb") as to:
-        writer = Writer(to, model)
+        writer = Writer(to, model, fine)
         record(model, writer)
         writer.line("generate", count, len(prompt), *prompt)

@@ -106,7 +106,8 @@ int main(int argc, char** argv) {
     if (argc < 2 || !(in = fopen(argv[1], "rb"))) return 2;
     const Kernels& kernels = select_isa(argc > 2 ? argv[2] : "");
     fprintf(stderr, "%s\n", kernels.name);
-    Engine e(kernels, 2, read_shape(), KV_F16);
+    const Shape shape = read_shape();
+    Engine e(kernels, 2, shape, KV_F16, integer() != 0);
     for (std::string what = word();; what = word()) {
         if (what == "matrix") matrix(e);
         else if (what == "vector") {

@@ -195,9 +195,15 @@ def test_newer_families_have_the_same_bits_everywhere(family: str) -> None:
 # ---- the default model
 
 
-def generate(path: Path, count: int, threads: int | None = None) -> tuple[list[int], str]:
+TYPES = {"int8": "", "int12": "int12_"}  # of activations -> prefix of the digests' names
+
+
+def generate(
+    path: Path, count: int, activations: str, threads: int | None = None
+) -> tuple[list[int], str]:
     """Greedy tokens, and a digest of all logits."""
-    backend = cpu.CpuBackend(load_model(path), EngineConfig(threads=threads))
+    config = EngineConfig(threads=threads, activations=activations)
+    backend = cpu.CpuBackend(load_model(path), config)
     backend.allocate((32,))
     digest = hashlib.sha256()
     tokens: list[int] = []
@@ -214,33 +220,40 @@ def generate(path: Path, count: int, threads: int | None = None) -> tuple[list[i
     return tokens, digest.hexdigest()
 
 
+def recorded(activations: str, count: int) -> tuple[list[int], str]:
+    """What generate() returned when the digests were recorded, for 8 or 200 tokens."""
+    digests, prefix = committed(), TYPES[activations]
+    return digests[f"{prefix}tokens"][:count], digests[f"{prefix}logits_{count}"]
+
+
 @pytest.mark.model
+@pytest.mark.parametrize("activations", TYPES)
 @pytest.mark.parametrize("isa", every_isa(without=("scalar",)))
 def test_the_default_model_reproduces_its_tokens_and_logits(
-    isa: str, default_model: Path, monkeypatch: pytest.MonkeyPatch
+    isa: str, activations: str, default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERBATIM_ISA", isa)
-    tokens, digest = generate(default_model, 200)
-    assert (tokens, digest) == (committed()["tokens"], committed()["logits_200"])
+    assert generate(default_model, 200, activations) == recorded(activations, 200)
 
 
 @pytest.mark.model
+@pytest.mark.parametrize("activations", TYPES)
 @pytest.mark.parametrize(("isa", "threads"), [("scalar", 2), (ISAS[-1], 1), (ISAS[-1], 7)])
 def test_the_default_model_has_the_same_bits_scalar_and_with_any_threads(
-    isa: str, threads: int, default_model: Path, monkeypatch: pytest.MonkeyPatch
+    isa: str, threads: int, activations: str, default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERBATIM_ISA", isa)
-    tokens, digest = generate(default_model, 8, threads)
-    assert (tokens, digest) == (committed()["tokens"][:8], committed()["logits_8"])
+    assert generate(default_model, 8, activations, threads) == recorded(activations, 8)
 
 
 @pytest.mark.soak
 @pytest.mark.model
+@pytest.mark.parametrize("activations", TYPES)
 def test_the_default_model_has_the_same_200_tokens_with_scalar_kernels(
-    default_model: Path, monkeypatch: pytest.MonkeyPatch
+    activations: str, default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VERBATIM_ISA", "scalar")
-    assert generate(default_model, 200) == (committed()["tokens"], committed()["logits_200"])
+    assert generate(default_model, 200, activations) == recorded(activations, 200)
 
 
 def test_an_unknown_instruction_set_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,23 +392,24 @@ def test_arm_selects_the_best_instruction_set_of_the_cpu(arm: Emulator) -> None:
 @pytest.mark.soak
 @pytest.mark.model
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("activations", TYPES)
 @pytest.mark.parametrize(
     ("chip", "isa"), [("max", "i8mm"), ("neoverse-n1", "neon"), ("cortex-a72", "scalar")]
 )
 def test_the_default_model_has_the_same_bits_on_arm(
-    chip: str, isa: str, arm: Emulator, default_model: Path, tmp_path: Path
+    chip: str, isa: str, activations: str, arm: Emulator, default_model: Path, tmp_path: Path
 ) -> None:
     """The committed tokens and logits, with the instruction set that each CPU selects."""
     model = load_model(default_model)
-    tokens = committed()["tokens"]
-    write_model(model, PROMPT, len(tokens), tmp_path / "model")
+    tokens, digest = recorded(activations, 200)
+    write_model(model, PROMPT, len(tokens), tmp_path / "model", fine=activations == "int12")
     logits, chosen = arm.run(chip, "model", tmp_path / "model")
     assert chosen == f"{isa}\n"
     assert (
         np.frombuffer(logits, np.float32).reshape(-1, model.spec.vocab).argmax(axis=1).tolist()
         == tokens
     )
-    assert hashlib.sha256(logits).hexdigest() == committed()["logits_200"]
+    assert hashlib.sha256(logits).hexdigest() == digest
 
 
 @pytest.fixture(scope="module")
@@ -483,14 +497,9 @@ if __name__ == "__main__":
     from verbatim.hub import catalog
 
     path = catalog.resolve(catalog.DEFAULT)
-    tokens, digest = generate(path, 200)
     kernels = dict(cpu.native.digests(os.environ.get("VERBATIM_ISA", ISAS[-1]), 2))
-    record(
-        {
-            "numerics": cpu.NUMERICS_VERSION,
-            "kernels": kernels,
-            "tokens": tokens,
-            "logits_200": digest,
-            "logits_8": generate(path, 8)[1],
-        }
-    )
+    found = {"numerics": cpu.NUMERICS_VERSION, "kernels": kernels}
+    for activations, prefix in TYPES.items():
+        found[f"{prefix}tokens"], found[f"{prefix}logits_200"] = generate(path, 200, activations)
+        found[f"{prefix}logits_8"] = generate(path, 8, activations)[1]
+    record(found)

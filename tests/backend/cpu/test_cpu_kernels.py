@@ -26,30 +26,32 @@ pytestmark = pytest.mark.native
 FLOATS = ("f32", "f16", "bf16")
 
 
+@pytest.mark.parametrize("fine", [False, True])
 @pytest.mark.parametrize("rows", [1, 5, 33])
 @pytest.mark.parametrize("kind", sorted(BLOCKS))
-def test_a_matmul_is_within_its_tolerance(kind: str, rows: int) -> None:
-    """Float weights: float32 rounding. Quantised weights: activations are rounded to 8 bits, an
-    error of at most max / 254 per value."""
+def test_a_matmul_is_within_its_tolerance(kind: str, rows: int, fine: bool) -> None:
+    """Float weights: float32 rounding. Quantised weights: activations are rounded to int8 or int12,
+    an error of at most max / 254 or max / 4,064 per value."""
     random = np.random.default_rng(5)
     n, k = 50, 768
     weights = random_blocks(kind, random, n, k)
     x = random.standard_normal((rows, k), dtype=np.float32)
     exact = x.astype(np.float64) @ dequantise(kind, weights, (n, k)).astype(np.float64).T
-    ours = matmul(cpu.native.best_isa(), kind, weights, n, x)
+    ours = matmul(cpu.native.best_isa(), kind, weights, n, x, fine)
     error = np.sqrt(np.mean((ours - exact) ** 2) / np.mean(exact**2))
-    assert error < (1e-6 if kind in FLOATS else 0.0102)  # 8-bit activations in 127 steps
+    assert error < (1e-6 if kind in FLOATS else 0.0008 if fine else 0.0102)
 
 
-def test_a_matmul_of_8_bit_activations_is_exact() -> None:
-    """With activations that 8 bits hold exactly, only float rounding remains."""
+@pytest.mark.parametrize(("fine", "steps"), [(False, 127), (True, 16 * 127)])
+def test_a_matmul_of_activations_that_are_integers_is_exact(fine: bool, steps: int) -> None:
+    """With activations that int8 or int12 holds exactly, only float rounding remains."""
     random = np.random.default_rng(6)
-    x = random.integers(-127, 128, (4, 256)).astype(np.float32)
-    x[:, ::32] = 127.0  # every block's scale is 1
+    x = random.integers(-steps, steps + 1, (4, 256)).astype(np.float32)
+    x[:, ::32] = random.choice([-steps, steps], (4, 8))  # every block's scale is 1
     for kind in set(BLOCKS) - set(FLOATS):
         weights = random_blocks(kind, random, 20, 256)
         exact = x.astype(np.float64) @ dequantise(kind, weights, (20, 256)).astype(np.float64).T
-        ours = matmul(cpu.native.best_isa(), kind, weights, 20, x)
+        ours = matmul(cpu.native.best_isa(), kind, weights, 20, x, fine)
         assert np.abs(ours - exact).max() < 2e-6 * np.abs(x).sum(axis=1).max(), kind
 
 

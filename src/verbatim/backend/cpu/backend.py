@@ -19,13 +19,13 @@ import numpy as np
 from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.repack import memory_bytes
 from verbatim.backend.cpu.sampler import NativeSampler
-from verbatim.backend.protocol import BackendInfo, kv_numerics
+from verbatim.backend.protocol import BackendInfo, activation_type, kv_numerics
 from verbatim.backend.step_rows import collect, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.formats.tensor import Tensor
-from verbatim.model.layout import is_expert
+from verbatim.model.layout import is_expert, parameters
 from verbatim.model.loading.load import Model
 from verbatim.sampling.pipeline import rows_of
 
@@ -61,6 +61,7 @@ class CpuBackend:
         self.launcher = None
         self.config = config
         self._model = model
+        self._fine = activation_type(config.activations, parameters(spec)) == "int12"
         try:
             self._engine: Any = native.Engine(
                 isa=os.environ.get("VERBATIM_ISA", ""),
@@ -74,6 +75,7 @@ class CpuBackend:
                 layer_norm=spec.norm == "layer",
                 eps=spec.norm_eps,
                 kv_type=config.kv_type,
+                fine=self._fine,
             )
             self._embed = record(model, self._engine)
         except ValueError as error:
@@ -90,7 +92,8 @@ class CpuBackend:
     def info(self) -> BackendInfo:
         sizes = zip(self.spec.groups, self._engine.block_bytes(), strict=True)
         kv = sum(size for group, size in sizes if group.kind == "attention") // BLOCK_SIZE
-        numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
+        version = f"{NUMERICS_VERSION}-int12" if self._fine else NUMERICS_VERSION
+        numerics = kv_numerics(version, self.config.kv_type)
         engine = self._engine
         return BackendInfo(
             "cpu",

@@ -149,6 +149,7 @@ def _fits_row(plan: Plan, needed: float, memory: float) -> tuple[str, str, str]:
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     from verbatim.backend.cpu.repack import MEMORY
+    from verbatim.backend.protocol import SMALL_MODEL, activation_type
 
     f, d = plan.footprint, plan.device
     stored = f"{_count(f.params)} parameters in {f.stored}"
@@ -157,6 +158,10 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     elif f.stored in MEMORY:
         stored += f", {MEMORY[f.stored]:g} bytes each when unpacked"
     rows = [("weights", _bytes(f.weight_bytes), stored)]
+    if not d.cuda:
+        why = "below" if f.params < SMALL_MODEL else "from"
+        name = activation_type("auto", f.params)
+        rows.append(("activations", name, f"on a CPU, for models {why} 1 billion parameters"))
     if not f.attention:
         rows.append(("KV cache", "-", "unknown: a parameter count has no heads"))
         if plan.fits is False and d.memory is not None:

@@ -72,6 +72,9 @@ def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) ->
     flags = _short_context(flags, files, CONTEXT)
     try:
         with open_llm(flags, quiet=as_json) as llm:
+            if not as_json:
+                info = llm.loaded.backend.info
+                note(f"the checks run on {info.name} {info.detail}, numerics {info.numerics}")
             found, reading = check_live(llm, seed=seed), read_texts(llm)
         if reading is None:
             return found

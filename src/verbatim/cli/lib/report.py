@@ -209,6 +209,7 @@ def completion_json(
         "backend": {
             "name": info.name,
             "detail": info.detail,
+            "numerics": info.numerics,
             **({"note": info.note} if info.note else {}),
         },
         "fingerprint": completion.fingerprint,

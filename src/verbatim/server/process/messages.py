@@ -148,6 +148,7 @@ class ModelFacts:
     reasoning_switches: list[str] = field(default_factory=list)
     slots: int = 0  # sequences that run at once
     device: str = ""  # the backend: cpu, cuda, reference
+    numerics: str = ""  # its numerics version
     family: str = ""  # of ModelSpec
     # of ModelSpec, by the names of GGUF headers (block_count, ...)
     sizes: dict[str, int] = field(default_factory=dict)

@@ -93,6 +93,7 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         reasoning_switches=switches_of(template),
         slots=engine.config.max_running,
         device=engine.loaded.backend.info.name,
+        numerics=engine.loaded.backend.info.numerics,
         family=spec.family,
         sizes={
             "block_count": len(spec.layers),

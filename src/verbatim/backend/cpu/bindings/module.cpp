@@ -112,10 +112,10 @@ class PyEngine {
   public:
     PyEngine(const std::string& isa, int threads, int vocab, int hidden, int heads, int kv_heads,
              int head_dim, const std::string& activation, bool layer_norm, float eps,
-             const std::string& kv_type)
+             const std::string& kv_type, bool fine)
         : engine_(select_isa(isa), threads,
                   Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps},
-                  kv(kv_type)) {
+                  kv(kv_type), fine) {
         if (heads % kv_heads || heads / kv_heads > MAX_QUERIES || head_dim > 1024)
             throw std::invalid_argument("no kernel for this number or size of attention heads");
     }
@@ -331,17 +331,16 @@ class PyEngine {
 
 // A single matrix product with the kernels of the engine, for tests.
 nb::object product(const std::string& isa, const std::string& type, Bytes data, int n,
-                   nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x) {
+                   nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu> x,
+                   bool fine) {
     const Kernels& k = select_isa(isa);
     int rows = (int)x.shape(0), width = (int)x.shape(1);
     Engine e(k, 1, Shape{16, 16, 1, 1, 16, A_SILU, false, 1e-5f}, KV_F16);
     const Packed& w = e.matrix(e.add_matrix(type, data.data(), (int64_t)data.size(), n, width, 0));
     int nb32 = width / 32;
-    size_t blocks = (size_t)(rows + ROW_GROUP) * nb32 + 16;
-    std::vector<int8_t> q(32 * blocks + 64);
-    std::vector<float> dx(blocks), ds(dx);
-    std::vector<int32_t> s16(2 * blocks);
-    QRows a{q.data(), dx.data(), ds.data(), s16.data(), row_group((int)rows)};
+    QRows a{};
+    Pages pages = quant_pages(rows, width, fine, a);
+    a.group = row_group(rows);
     if (KIND[w.kind].quantised)
         for (int64_t r = 0; r < rows; r++)
             k.quantise(x.data() + r * width, width, a.at_block(a.first_block(r, nb32)));
@@ -385,7 +384,7 @@ NB_MODULE(_native, m) {
         nb::arg("isa"), nb::arg("threads") = 2,
         "Digests of every kernel and of small models; equal on every instruction set.");
     m.def("product", &product, nb::arg("isa"), nb::arg("type"), nb::arg("data"), nb::arg("n"),
-          nb::arg("x"),
+          nb::arg("x"), nb::arg("fine") = false,
           "x [rows, k] times the transpose of an [n, k] matrix of GGUF blocks; for tests.");
     m.def(
         "rope_tables",
@@ -398,10 +397,11 @@ NB_MODULE(_native, m) {
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
         .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool,
-                      float, const std::string&>(),
+                      float, const std::string&, bool>(),
              nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"),
-             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"))
+             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"),
+             nb::arg("fine") = false)
         .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"),
              nb::arg("k"), nb::arg("group") = 0)
         .def("vector", &PyEngine::vector)

@@ -50,22 +50,23 @@ uint8_t* Arena::allocate(size_t bytes) {
 
 static size_t align64(size_t n) { return (n + 63) / 64 * 64; }
 
-// Memory for `rows` quantised rows of `width` inputs; only whole blocks of 32 have a quantised
-// form.
-static Pages quant_pages(int64_t rows, int width, QRows& q) {
+// Only whole blocks of 32 have a quantised form.
+Pages quant_pages(int64_t rows, int width, bool fine, QRows& q) {
     int64_t nb = width / 32;
     rows = (rows + ROW_GROUP - 1) / ROW_GROUP * ROW_GROUP;
-    size_t a = align64(rows * width), b = align64(rows * nb * 4), c = align64(rows * nb * 8);
+    size_t plane = align64(rows * width), a = fine ? 2 * plane : plane, b = align64(rows * nb * 4),
+           c = align64(rows * nb * 8);
     Pages p(a + 2 * b + c + 64);
     q.q = (int8_t*)p.data();
+    q.low = fine ? (int64_t)plane : 0;
     q.dx = (float*)(p.data() + a);
     q.ds = (float*)(p.data() + a + b);
     q.s16 = (int32_t*)(p.data() + a + 2 * b);
     return p;
 }
 
-Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type)
-    : shape(s), kernels(k), kv_type_(kv_type), pool_(threads) {
+Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type, bool fine)
+    : shape(s), kernels(k), kv_type_(kv_type), fine_(fine), pool_(threads) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
     zeros_.assign(vdim_, 0.0f);
     for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());
@@ -233,10 +234,10 @@ void Engine::reserve(int rows) {
     int want = std::max(rows, std::min(2 * rows_, 256));
     for (auto& b : buffers_) {
         b->f = Pages((size_t)want * b->width * 4 + 256);
-        if (b->has_quantised) b->q = quant_pages(want, b->width, b->qr);
+        if (b->has_quantised) b->q = quant_pages(want, b->width, fine_, b->qr);
     }
     shared_.f = Pages((size_t)want * max_width_ * 4 + 256);
-    shared_.q = quant_pages(want, max_width_, shared_.qr);
+    shared_.q = quant_pages(want, max_width_, fine_, shared_.qr);
     if (max_rank_) low_ = Pages((size_t)want * 3 * max_rank_ * 4 + 256);
     chunk_maxes_ = Pages((size_t)want * chunks() * 4 + 256);
     for (size_t i = 0; i < ropes_.size(); i++)
@@ -247,7 +248,7 @@ void Engine::reserve(int rows) {
         w->tile = Pages((size_t)2 * MM_ROWS * (std::max(vdim_, 64) + 64) * 4 + 256);
         w->act = Pages((size_t)MM_ROWS * 64 * 4 + 256);
         w->norm = Pages((size_t)MAX_PER_THREAD_ROWS * max_width_ * 4 + 256);
-        w->q = quant_pages(MAX_PER_THREAD_ROWS, max_width_, w->qr);
+        w->q = quant_pages(MAX_PER_THREAD_ROWS, max_width_, fine_, w->qr);
         w->low = Pages((size_t)(std::max(vdim_, 64) + 16) * 4 + 256);
         w->scores = Pages((size_t)group * TILE * 4 + 256);
         w->wide = Pages((size_t)WIDEN_BLOCKS * BLOCK * vdim_ * 4 + 256);

@@ -165,6 +165,9 @@ struct Step {
     std::vector<int32_t> logits;   // indices into `outputs` whose logits are needed
 };
 
+// Memory for `rows` quantised rows of `width` inputs, in one plane or two (QRows).
+Pages quant_pages(int64_t rows, int width, bool fine, QRows& q);
+
 struct Buffer {
     int width;
     bool has_quantised = false;  // its producer also writes the quantised form
@@ -175,7 +178,8 @@ struct Buffer {
 
 class Engine : ThreadPool::Job {
   public:
-    Engine(const Kernels& k, int threads, const Shape& shape, KvType kv_type);
+    // `fine`: the activations of matrix products are int12 instead of int8 (QRows).
+    Engine(const Kernels& k, int threads, const Shape& shape, KvType kv_type, bool fine = false);
 
     int add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
                    int64_t k, int group);
@@ -341,6 +345,7 @@ class Engine : ThreadPool::Job {
     int logits_buffer_ = -1, hidden_buffer_ = -1;
     std::vector<uint8_t> finite_outputs_;  // per row of Step::outputs; uint8_t: written in parallel
     KvType kv_type_;
+    bool fine_;
     int vdim_;  // the largest Group::vdim
     std::vector<std::vector<AttendItem>> attend_items_;  // per cache group
     std::vector<std::vector<QueryGroup>> query_groups_;

@@ -71,24 +71,32 @@ struct Packed {
     bool exceeds_cache = false;
 };
 
-// Quantised activations: blocks of 32 int8 with one scale. ds = dx * sum of the block, s16 = exact
-// sum of each half. `group` rows are interleaved block by block: 1 for a few rows, 16 (an AMX tile,
-// and good cache locality everywhere) for many.
+// Quantised activations: blocks of 32 integers with one scale. ds = dx * sum of the block, s16 =
+// exact sum of each half. `group` rows are interleaved block by block: 1 for a few rows, 16 (an AMX
+// tile, and good cache locality everywhere) for many.
+//
+// int8: STEPS = 127 steps on each side of zero. int12: FINE_STEPS = 16 * 127, in two planes of
+// bytes, value = high * 16 + low with low in [-8, 7]. A sum of 32 products with 8-bit weights stays
+// below 2^24 in both, so it is exact as a float.
 struct QRows {
-    int8_t* q;  // [rows / group][k/32][group][32]
+    int8_t* q;  // [rows / group][k/32][group][32]; of int12 the high plane
     float* dx;  // [rows / group][k/32][group]
     float* ds;
     int32_t* s16;  // [rows / group][k/32][group][2]
     int group = 1;
+    int64_t low = 0;  // int12: bytes from a value's high part to its low part; int8: 0
 
     // Index of the first block of a row, in blocks; the following ones are `group` apart.
     int64_t first_block(int64_t row, int blocks) const {
         return row / group * group * blocks + row % group;
     }
     QRows at_block(int64_t block) const {
-        return {q + 32 * block, dx + block, ds + block, s16 + 2 * block, group};
+        return {q + 32 * block, dx + block, ds + block, s16 + 2 * block, group, low};
     }
 };
+constexpr float STEPS = 127.0f;
+constexpr int LOW_BITS = 4;
+constexpr float FINE_STEPS = STEPS * (1 << LOW_BITS);
 constexpr int ROW_GROUP = 16;     // rows interleaved for tiled products
 constexpr int MIN_TILE_ROWS = 9;  // fewer rows are computed row by row
 inline int row_group(int rows) { return rows >= MIN_TILE_ROWS ? ROW_GROUP : 1; }

@@ -27,14 +27,7 @@ void Engine::moe_plan(const Op& op) {
         b = std::make_unique<Buffer>();
         b->width = width;
         b->f = Pages(bytes);
-        if (!q) return;
-        int64_t nb = width / 32;
-        size_t a = (size_t)slots * width + 64, s = (size_t)slots * nb * 4 + 64;
-        a = (a + 63) / 64 * 64;
-        s = (s + 63) / 64 * 64;
-        b->q = Pages(a + 4 * s + 64);
-        b->qr = {(int8_t*)b->q.data(), (float*)(b->q.data() + a), (float*)(b->q.data() + a + s),
-                 (int32_t*)(b->q.data() + a + 2 * s)};
+        if (q) b->q = quant_pages(slots, width, fine_, b->qr);
     };
     fit(slots_inner_, matrices_[op.experts[1][0]]->p.n, true);
     fit(slots_out_, shape.hidden, false);

@@ -78,20 +78,16 @@ std::vector<uint8_t> blocks(const Format& t, Noise& noise, int64_t rows, int64_t
     return out;
 }
 
-void quantise_rows(const Kernels& k, const std::vector<float>& x, int rows, int width,
-                   std::vector<uint8_t>& store, QRows& q) {
-    size_t nb = width / 32, blocks = (rows + ROW_GROUP) * nb;
-    store.assign(blocks * 48 + 256, 0);
-    q.q = (int8_t*)store.data();
-    q.dx = (float*)(store.data() + blocks * 32);
-    q.ds = q.dx + blocks;
-    q.s16 = (int32_t*)(q.ds + blocks);
-    q.group = row_group((int)rows);
+Pages quantise_rows(const Kernels& k, const std::vector<float>& x, int rows, int width, bool fine,
+                    QRows& q) {
+    Pages pages = quant_pages(rows + ROW_GROUP, width, fine, q);
+    q.group = row_group(rows);
     for (int r = 0; r < rows; r++)
-        k.quantise(x.data() + (size_t)r * width, width, q.at_block(q.first_block(r, (int)nb)));
+        k.quantise(x.data() + (size_t)r * width, width, q.at_block(q.first_block(r, width / 32)));
+    return pages;
 }
 
-uint64_t product(const Kernels& k, const Format& t, Noise noise) {
+uint64_t product(const Kernels& k, const Format& t, Noise noise, bool fine = false) {
     Hash hash;
     for (int width : {t.values == 1 ? 40 : t.values, t.values == 256 ? 512 : 96, 768}) {
         int n = 41, panels = (n + 15) / 16;
@@ -115,9 +111,9 @@ uint64_t product(const Kernels& k, const Format& t, Noise noise) {
         hash.floats(row.data(), width);
         for (int rows : {1, 2, 3, 4, 5, 7, 8, 11, 16, 17, 33, 64}) {
             auto x = noise.floats((size_t)rows * width, 2.0f);
-            std::vector<uint8_t> store;
+            Pages store;
             QRows q{};
-            if (KIND[w.kind].quantised) quantise_rows(k, x, rows, width, store, q);
+            if (KIND[w.kind].quantised) store = quantise_rows(k, x, rows, width, fine, q);
             std::vector<float> out((size_t)rows * panels * 16);
             k.mm[w.kind](w, 0, panels, q, x.data(), nullptr, rows, out.data(), panels * 16,
                          nullptr);
@@ -130,10 +126,11 @@ uint64_t product(const Kernels& k, const Format& t, Noise noise) {
 // A synthetic model of 2 layers (the second with a sliding window), prefilled in chunks; the digest
 // covers the logits of every position.
 uint64_t model(const Kernels& k, const Format& t, int threads, KvType kv_type,
-               std::vector<int> chunks, int head_dim) {
+               std::vector<int> chunks, int head_dim, bool fine = false) {
     Noise noise{77};
     int hidden = 256, heads = 6, kv = 2, inner = 512, vocab = 100, width = heads * head_dim;
-    Engine e(k, threads, Shape{vocab, hidden, heads, kv, head_dim, A_SILU, false, 1e-5f}, kv_type);
+    Engine e(k, threads, Shape{vocab, hidden, heads, kv, head_dim, A_SILU, false, 1e-5f}, kv_type,
+             fine);
     e.add_group(0, {0}, G_ATTENTION, 0);
     e.add_group(45, {1}, G_ATTENTION, 0);
     auto mat = [&](int rows, int cols, int group) {
@@ -308,6 +305,13 @@ std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int thre
     out.emplace_back("model fp8 cache",
                      model(k, FORMATS[7], threads, KV_FP8, {130, 1, 1, 60, 8}, 32));
     out.emplace_back("model heads of 24", model(k, FORMATS[7], threads, KV_F16, {150, 5}, 24));
+    for (const Format& t : FORMATS)
+        if (KIND[source_type(t.name)->kind].quantised)
+            out.emplace_back(std::string("int12 product ") + t.name,
+                             product(k, t, Noise{1}, true));
+    for (int t : {3, 4, 7, 9, 11})
+        out.emplace_back(std::string("int12 model ") + FORMATS[t].name,
+                         model(k, FORMATS[t], threads, KV_F16, {130, 1, 1, 60, 8}, 32, true));
     return out;
 }
 

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 // Loops over a register tile must be unrolled, or the tile spills to memory. The scalar layer has
 // no vector registers, so unrolling would only slow the compiler down.
 #if defined(VB_ISA_SCALAR)
@@ -45,6 +47,34 @@ static inline void dots(vi* c, const vb* w, const int8_t* const* a, int at) {
     for (int r = 0; r < R; r++) c[r] = dot<MAXW, G, N>(c[r], w, aload(a[r] + at));
 }
 #endif
+
+// Integer sums of one block of R rows, from `start` on: dots() of one plane of activations, or of
+// two (QRows). With few rows each plane has a chain of its own, which hides the latency of the dot
+// products; with many rows the registers are needed for the sums.
+template <bool FINE, int MAXW, int G, int N, int R>
+static inline void plane_dots(vi* sum, const vi* start, const vb* w, const int8_t* const* high,
+                              const int8_t* const* low, int at) {
+    VB_UNROLL(8)
+    for (int r = 0; r < R; r++) sum[r] = FINE ? iset1(0) : start[r];
+    dots<MAXW, G, N, R>(sum, w, high, at);
+    if constexpr (FINE && R <= 2) {
+        vi rest[R];
+        VB_UNROLL(2)
+        for (int r = 0; r < R; r++) rest[r] = start[r];
+        dots<MAXW, G, N, R>(rest, w, low, at);
+        VB_UNROLL(2)
+        for (int r = 0; r < R; r++) sum[r] = iadd(shl<verbatim::LOW_BITS>(sum[r]), rest[r]);
+    } else if constexpr (FINE) {
+        VB_UNROLL(8)
+        for (int r = 0; r < R; r++) sum[r] = iadd(shl<verbatim::LOW_BITS>(sum[r]), start[r]);
+        dots<MAXW, G, N, R>(sum, w, low, at);
+    }
+}
+
+// The high plane of int12 activations; the low one is v - 16 * high, in [-8, 7].
+static inline vi high_plane(vi v) {
+    return sar<verbatim::LOW_BITS>(iadd(v, iset1(1 << (verbatim::LOW_BITS - 1))));
+}
 
 // Sum of 16 lanes in the order used everywhere: lane i + lane i + 8, then + 4, + 2, + 1.
 static inline float tree16(const float* p) {

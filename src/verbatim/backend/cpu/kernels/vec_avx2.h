@@ -34,7 +34,9 @@ static inline vi iload(const int32_t* p) { return _mm256_loadu_si256((const __m2
 static inline void istore(int32_t* p, vi a) { _mm256_storeu_si256((__m256i*)p, a); }
 static inline vi iset1(int32_t x) { return _mm256_set1_epi32(x); }
 static inline vi iadd(vi a, vi b) { return _mm256_add_epi32(a, b); }
+static inline vi isub(vi a, vi b) { return _mm256_sub_epi32(a, b); }
 template <int N> static inline vi shl(vi a) { return _mm256_slli_epi32(a, N); }
+template <int N> static inline vi sar(vi a) { return _mm256_srai_epi32(a, N); }
 static inline vf tofloat(vi a) { return _mm256_cvtepi32_ps(a); }
 static inline vf bits(vi a) { return _mm256_castsi256_ps(a); }
 static inline vi ibits(vf a) { return _mm256_castps_si256(a); }

@@ -32,7 +32,9 @@ static inline vi iload(const int32_t* p) { return _mm512_loadu_si512(p); }
 static inline void istore(int32_t* p, vi a) { _mm512_storeu_si512(p, a); }
 static inline vi iset1(int32_t x) { return _mm512_set1_epi32(x); }
 static inline vi iadd(vi a, vi b) { return _mm512_add_epi32(a, b); }
+static inline vi isub(vi a, vi b) { return _mm512_sub_epi32(a, b); }
 template <int N> static inline vi shl(vi a) { return _mm512_slli_epi32(a, N); }
+template <int N> static inline vi sar(vi a) { return _mm512_srai_epi32(a, N); }
 static inline vf tofloat(vi a) { return _mm512_cvtepi32_ps(a); }
 static inline vf bits(vi a) { return _mm512_castsi512_ps(a); }
 static inline vi ibits(vf a) { return _mm512_castps_si512(a); }
@@ -94,12 +96,28 @@ static inline void dots(vi* c, const vb* w, const int8_t* const* a, int at) {
 }
 
 #define VB_HAS_PAIRS
+// Stores 64 integers as the bytes of two blocks of 32; the sums of each half of each block.
+static inline __m128i store_pair(const vi* r, int8_t* q0, int8_t* q1) {
+    const vi bytes = _mm512_permutexvar_epi32(
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
+        _mm512_packs_epi16(_mm512_packs_epi32(r[0], r[1]), _mm512_packs_epi32(r[2], r[3])));
+    _mm256_storeu_si256((__m256i*)q0, _mm512_castsi512_si256(bytes));
+    _mm256_storeu_si256((__m256i*)q1, _mm512_extracti64x4_epi64(bytes, 1));
+    vi eights = _mm512_sad_epu8(_mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80)),
+                                _mm512_setzero_si512());
+    eights = _mm512_add_epi64(eights, _mm512_shuffle_epi32(eights, _MM_PERM_BADC));
+    const vi sixteens = _mm512_sub_epi64(eights, _mm512_set1_epi64(16 * 128));
+    return _mm512_castsi512_si128(_mm512_permutexvar_epi32(
+        _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), sixteens));
+}
+
 // Quantises two blocks of 32 at once: horizontal maxima are shared and `sad` sums the bytes. The
 // bits equal those of quantise_block: maxima and integer sums are exact in any order, and each
 // quotient is one division.
+template <bool FINE>
 __attribute__((always_inline)) static inline void quantise_pair(const float* x, float steps,
-                                                                int8_t* q0, int8_t* q1, float* dx,
-                                                                int32_t* sums) {
+                                                                int8_t* q0, int8_t* q1, int64_t low,
+                                                                float* dx, int32_t* sums) {
     vf v[4], m[2];
     VB_UNROLL(4)
     for (int i = 0; i < 4; i++) v[i] = load(x + 16 * i);
@@ -121,19 +139,18 @@ __attribute__((always_inline)) static inline void quantise_pair(const float* x, 
     vi r[4];
     VB_UNROLL(4)
     for (int i = 0; i < 4; i++) r[i] = toint(mul(v[i], inv[i / 2]));
-    const vi bytes = _mm512_permutexvar_epi32(
-        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15),
-        _mm512_packs_epi16(_mm512_packs_epi32(r[0], r[1]), _mm512_packs_epi32(r[2], r[3])));
-    _mm256_storeu_si256((__m256i*)q0, _mm512_castsi512_si256(bytes));
-    _mm256_storeu_si256((__m256i*)q1, _mm512_extracti64x4_epi64(bytes, 1));
-    vi eights = _mm512_sad_epu8(_mm512_xor_si512(bytes, _mm512_set1_epi8((char)0x80)),
-                                _mm512_setzero_si512());
-    eights = _mm512_add_epi64(eights, _mm512_shuffle_epi32(eights, _MM_PERM_BADC));
-    const vi sixteens = _mm512_sub_epi64(eights, _mm512_set1_epi64(16 * 128));
-    _mm_storeu_si128(
-        (__m128i*)sums,
-        _mm512_castsi512_si128(_mm512_permutexvar_epi32(
-            _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), sixteens)));
+    if constexpr (FINE) {
+        vi high[4], rest[4];
+        __m128i high_sums, rest_sums;
+        VB_UNROLL(4)
+        for (int i = 0; i < 4; i++) {
+            high[i] = _mm512_srai_epi32(_mm512_add_epi32(r[i], iset1(8)), 4);
+            rest[i] = _mm512_sub_epi32(r[i], _mm512_slli_epi32(high[i], 4));
+        }
+        high_sums = store_pair(high, q0, q1);
+        rest_sums = store_pair(rest, q0 + low, q1 + low);
+        _mm_storeu_si128((__m128i*)sums, _mm_add_epi32(_mm_slli_epi32(high_sums, 4), rest_sums));
+    } else _mm_storeu_si128((__m128i*)sums, store_pair(r, q0, q1));
     _mm_storeh_pi((__m64*)dx, ratio);
 }
 

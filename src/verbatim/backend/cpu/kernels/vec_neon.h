@@ -35,7 +35,9 @@ static inline vi iload(const int32_t* p) { return vld1q_s32(p); }
 static inline void istore(int32_t* p, vi a) { vst1q_s32(p, a); }
 static inline vi iset1(int32_t x) { return vdupq_n_s32(x); }
 static inline vi iadd(vi a, vi b) { return vaddq_s32(a, b); }
+static inline vi isub(vi a, vi b) { return vsubq_s32(a, b); }
 template <int N> static inline vi shl(vi a) { return vshlq_n_s32(a, N); }
+template <int N> static inline vi sar(vi a) { return vshrq_n_s32(a, N); }
 static inline vf tofloat(vi a) { return vcvtq_f32_s32(a); }
 static inline vf bits(vi a) { return vreinterpretq_f32_s32(a); }
 static inline vi ibits(vf a) { return vreinterpretq_s32_f32(a); }

@@ -45,6 +45,10 @@ static inline vi iset1(int32_t x) { return {{x, x, x, x}}; }
 static inline vi iadd(vi a, vi b) {
     vi r; VB_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] + (uint32_t)b.v[i]); return r;
 }
+static inline vi isub(vi a, vi b) {
+    vi r; VB_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] - (uint32_t)b.v[i]); return r;
+}
+template <int N> static inline vi sar(vi a) { vi r; VB_EACH r.v[i] = a.v[i] >> N; return r; }
 template <int N> static inline vi shl(vi a) {
     vi r; VB_EACH r.v[i] = (int32_t)((uint32_t)a.v[i] << N); return r;
 }

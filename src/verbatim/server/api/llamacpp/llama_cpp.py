@@ -234,5 +234,6 @@ async def props(call: RequestContext) -> Response:
             "eos_token": facts.special_tokens.get("eos_token", ""),
             "build_info": f"verbatim {__version__}",
             "system_fingerprint": facts.fingerprint,
+            "numerics": facts.numerics,
         }
     )
