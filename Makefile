@@ -114,10 +114,9 @@ docs: $(VENV)-docs/.installed
 $(VENV)-docs/.installed: pyproject.toml constraints.txt
 	@echo "installing what the documentation needs into $(VENV)-docs (once)"
 	@$(PYTHON) -m venv $(VENV)-docs
+	@$(PYTHON) tests/extras.py core server grammar docs >$(VENV)-docs/docs.txt
 	@$(VENV)-docs/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt \
-		$$($(PYTHON) -c 'import tomllib; p = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
-		print(*p["dependencies"], *(x for e in ("server", "grammar", "docs") \
-		for x in p["optional-dependencies"][e]), sep="\n")' | sed "s/;.*//; s/ //g")
+		-r $(VENV)-docs/docs.txt
 	@touch $@
 
 # Every picture of README.md and docs/, or those named: make pictures PICTURES="explain lens". The
@@ -148,14 +147,14 @@ $(VENV)/.installed: $(NATIVE) constraints.txt | $(BIN)/python
 	@touch $@
 
 # torch first and alone: otherwise pip may choose another build of it for transformers, which is
-# gigabytes. The extras of the installed package, not of `.`: that would compile the kernels again.
+# gigabytes. The requirements of the extras, not `.[dev]`: that would compile the kernels again.
 $(VENV)/.dev: $(VENV)/.installed
 	@echo "installing what the tests need into $(VENV) (once; a few minutes)"
 	@$(PIP) torch==2.13.0
-	@$(PIP) "verbatim-llm[dev]"
+	@$(PYTHON) tests/extras.py dev >$(VENV)/dev.txt && $(PIP) -r $(VENV)/dev.txt
 	@touch $@
 
 $(VENV)/.ray: $(VENV)/.dev
 	@echo "installing Ray into $(VENV) (once)"
-	@$(PIP) "verbatim-llm[ray]"
+	@$(PYTHON) tests/extras.py ray >$(VENV)/ray.txt && $(PIP) -r $(VENV)/ray.txt
 	@touch $@

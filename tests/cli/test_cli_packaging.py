@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from extras import requirements
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -41,7 +43,7 @@ def test_the_install_page_names_every_dependency() -> None:
     for name, where in wanted:
         found = re.match(r"[\w-]+", name)
         assert found is not None
-        assert found[0] in where or found[0] == "verbatim-llm", name
+        assert found[0] in where or found[0] == "verbatim-engine", name
 
 
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="cmake is not installed")
@@ -134,6 +136,17 @@ def linked_checkout(folder: Path) -> Path:
     return folder / "v"
 
 
+def test_nothing_asks_pip_for_our_own_name() -> None:
+    """An index may hold another project under it, or under a name that it had."""
+    name = PROJECT["project"]["name"]
+    for file in ("Makefile", ".ci/run", "deploy/Dockerfile"):
+        text = (ROOT / file).read_text("utf-8") if (ROOT / file).exists() else ""
+        assert name not in text, file
+    wanted = requirements("dev")
+    assert not [line for line in wanted if line.startswith("verbatim")]
+    assert any(line.startswith("starlette") for line in wanted), "an extra of the extra"
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
     """With a stamp newer than the sources `make run` only runs the command; with an older one it
@@ -148,7 +161,7 @@ def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
     os.utime(venv / ".installed", (1, 1))
     assert "-c constraints.txt -e ." in dry("run")
     test = dry("test")
-    assert test.index("torch==") < test.index('"verbatim-llm[dev]"'), "torch comes first, pinned"
+    assert test.index("torch==") < test.index("extras.py dev"), "torch comes first, pinned"
     assert test.index("ruff check") < test.index("-m pytest")
     assert test.count("/mypy") == 1, "a checker that must be asked twice is not a check"
 
