@@ -39,7 +39,7 @@ def different(path: Path, activations: str, expected: dict[str, str]) -> list[st
     return [q for q in QUESTIONS if found[q] != expected[q]]
 
 
-@pytest.mark.parametrize("activations", ["int8", "int12"])
+@pytest.mark.parametrize("activations", ["int12", pytest.param("int8", marks=pytest.mark.soak)])
 def test_the_answers_that_differ_from_float32_are_the_recorded_ones(
     activations: str, default_model: Path
 ) -> None:

@@ -400,8 +400,7 @@ NB_MODULE(_native, m) {
                       float, const std::string&, bool>(),
              nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"),
-             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"),
-             nb::arg("fine") = false)
+             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"), nb::arg("fine") = false)
         .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"),
              nb::arg("k"), nb::arg("group") = 0)
         .def("vector", &PyEngine::vector)

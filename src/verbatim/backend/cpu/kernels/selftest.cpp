@@ -307,8 +307,7 @@ std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int thre
     out.emplace_back("model heads of 24", model(k, FORMATS[7], threads, KV_F16, {150, 5}, 24));
     for (const Format& t : FORMATS)
         if (KIND[source_type(t.name)->kind].quantised)
-            out.emplace_back(std::string("int12 product ") + t.name,
-                             product(k, t, Noise{1}, true));
+            out.emplace_back(std::string("int12 product ") + t.name, product(k, t, Noise{1}, true));
     for (int t : {3, 4, 7, 9, 11})
         out.emplace_back(std::string("int12 model ") + FORMATS[t].name,
                          model(k, FORMATS[t], threads, KV_F16, {130, 1, 1, 60, 8}, 32, true));
