@@ -51,7 +51,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73225, "tests": 63148, "docs": 9454}
+TOTALS = {"src": 73225, "tests": 63147, "docs": 9454}
 ANY = 1394  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines of the median
 

@@ -268,6 +268,9 @@ def check_log(live: Live) -> int:
     return len(ids())
 
 
+CANCELLED = 'verbatim_requests_ended_total{state="cancel"}'
+
+
 class Gate:
     """Lets a test engine with gate=FILE run a counted number of steps."""
 
@@ -284,6 +287,18 @@ class Gate:
 
     def open(self) -> None:
         self.allow(1 << 40)
+
+    def wait_until_left(self, live: Live, cancelled: float) -> None:
+        """Wait until the HTTP process has noticed the disconnect and, after one more step, the
+        engine has ended the request. `cancelled`: how many it has ended so by then."""
+        metrics = live.metrics
+        eventually(
+            lambda: metrics()["verbatim_http_open_requests"] == 0, "HTTP notices no disconnect"
+        )
+        live.barrier()
+        self.allow(1)
+        eventually(lambda: metrics()["verbatim_requests_open"] == 0, "the request still runs")
+        assert metrics()[CANCELLED] == cancelled
 
 
 def resident(pid: int) -> int:

@@ -982,6 +982,12 @@ def _references(value: Any) -> list[str]:
     return [r for v in value for r in _references(v)] if isinstance(value, list) else []
 
 
+def end_of(answer: Any, stream: bool) -> dict[str, Any]:
+    """The object of /v1/messages that has the stop_reason."""
+    lines = [line[6:] for line in answer.text.splitlines() if stream and '"stop_reason"' in line]
+    return dict(json.loads(lines[-1])["delta"] if stream else answer.json())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_stop_sequence_is_reported_only_if_the_text_matched_it(fake: Any, stream: bool) -> None:
     """The engine's own finish details are not stop sequences of the client."""
@@ -995,16 +1001,9 @@ def test_stop_sequence_is_reported_only_if_the_text_matched_it(fake: Any, stream
     form = {"output_config": {"format": {"type": "json_schema", "schema": only}}}
     for stops, reported in ((["eos"], "eos"), (["eos?", "json_schema"], None)):
         answer = fake.post("/v1/messages", {**ask, **form, "stop_sequences": stops})
-        ends = [
-            json.loads(line[6:])
-            for line in answer.text.splitlines()
-            if '"stop_reason"' in line and stream
-        ]
-        end = ends[-1]["delta"] if stream else answer.json()
-        assert (end["stop_reason"], end["stop_sequence"]) == (
-            "stop_sequence" if reported else "end_turn",
-            reported,
-        )
+        end = end_of(answer, stream)
+        reason = "stop_sequence" if reported else "end_turn"
+        assert (end["stop_reason"], end["stop_sequence"]) == (reason, reported)
 
 
 @pytest.mark.model
@@ -1017,12 +1016,7 @@ def test_the_eos_token_is_never_reported_as_a_stop_sequence(real: Any, stream: b
         "stream": stream,
     }
     answer = real.post("/v1/messages", {**ask, "stop_sequences": ["eos"]})
-    ends = [
-        json.loads(line[6:])
-        for line in answer.text.splitlines()
-        if '"stop_reason"' in line and stream
-    ]
-    end = ends[-1]["delta"] if stream else answer.json()
+    end = end_of(answer, stream)
     assert (end["stop_reason"], end["stop_sequence"]) == ("end_turn", None)
 
 

@@ -512,11 +512,11 @@ async def test_an_engine_that_restarts_is_unavailable_and_keeps_no_place(
     await pool.close()
 
 
-async def test_an_idle_model_whose_engine_restarts_is_unloaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch, restarts: bool) -> None:
     pool = make_pool(monkeypatch, [10_000], model_idle_seconds=0.001)
-    monkeypatch.setattr(FakeSupervisor, "start", FakeSupervisor.crash)
+    if restarts:  # its engine process died and is started again
+        monkeypatch.setattr(FakeSupervisor, "start", FakeSupervisor.crash)
     pool.start()
     task = asyncio.create_task(pool.unload_idle())
 
@@ -545,18 +545,6 @@ async def test_a_client_that_disconnects_during_the_load_is_noticed(
     call.close()
     assert pool.models["b"].users == 0
     await pool.close()
-
-
-async def test_an_idle_model_is_unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = make_pool(monkeypatch, [10_000], model_idle_seconds=0.001)
-    pool.start()
-    task = asyncio.create_task(pool.unload_idle())
-
-    async def unloaded() -> bool:
-        return not pool.loaded
-
-    await eventually_async(unloaded)
-    task.cancel()
 
 
 def test_flags_are_read_or_refused_by_name() -> None:

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from live_server import Gate, Live, check_ledger, resident
+from live_server import CANCELLED, Gate, Live, check_ledger, resident
 from streams import stream
 
 from eventually import HANG_SECONDS, eventually
@@ -106,22 +106,6 @@ def ask(live: Live, data: bytes) -> bytes:
 
 def text_of(answer: bytes) -> str:
     return str(json.loads(answer)["choices"][0]["text"])
-
-
-CANCELLED = 'verbatim_requests_ended_total{state="cancel"}'
-
-
-def wait_until_left(live: Live, gate: Gate, cancelled: float) -> None:
-    """Wait until the HTTP process has noticed the disconnect and, after one more step, the engine
-    has ended the request."""
-    eventually(
-        lambda: live.metrics()["verbatim_http_open_requests"] == 0,
-        "HTTP does not notice that the client left",
-    )
-    live.barrier()
-    gate.allow(1)
-    eventually(lambda: live.metrics()["verbatim_requests_open"] == 0, "the request still runs")
-    assert live.metrics()[CANCELLED] == cancelled
 
 
 # ----------------------------------------------------------------------- HTTP versions and framing
@@ -413,7 +397,7 @@ def test_a_disconnect_with_a_pipelined_request_frees_both(
         stepped.wait_for("verbatim_requests_open", 1)
         gate.allow(3)
         assert stepped.metrics()["verbatim_http_open_requests"] == 1
-    wait_until_left(stepped, gate, before + 1)
+    gate.wait_until_left(stepped, before + 1)
 
 
 def test_bytes_after_a_request_do_not_enter_its_stream(stepped: Live, gate: Gate) -> None:
@@ -428,7 +412,7 @@ def test_bytes_after_a_request_do_not_enter_its_stream(stepped: Live, gate: Gate
         got += read_all(sock)
     assert b" 400 " not in got
     assert got.count(b"HTTP/1.1") == 1
-    wait_until_left(stepped, gate, before + 1)
+    gate.wait_until_left(stepped, before + 1)
 
 
 def test_a_disconnect_during_prefill_frees_the_request(stepped: Live, gate: Gate) -> None:
@@ -438,7 +422,7 @@ def test_a_disconnect_during_prefill_frees_the_request(stepped: Live, gate: Gate
         sock.sendall(post(body(prompt="y" * 1500, max_tokens=5, stream=True, cache_salt="prefill")))
         stepped.wait_for("verbatim_requests_open", 1)
         gate.allow(3)
-    wait_until_left(stepped, gate, before + 1)
+    gate.wait_until_left(stepped, before + 1)
 
 
 # -------------------------------------------------------------------------- connections, shutdown

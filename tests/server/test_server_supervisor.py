@@ -133,6 +133,32 @@ async def test_an_engine_that_dies_has_ended_until_the_next_is_ready() -> None:
     assert supervisor.ended.is_set()
 
 
+@pytest.mark.parametrize(("ready", "crashes"), [(False, 1), (True, 3)])
+async def test_an_engine_that_crashes_again_and_again_names_kv_memory(
+    ready: bool, crashes: int
+) -> None:
+    """A limit on the memory kills every engine process, before it is ready or shortly after."""
+    supervisor = Supervisor(Settings(model="m", test_engine="pipeline", backoff_seconds=0.01))
+    supervisor.start()
+    for _ in range(crashes):
+        if ready:
+            await supervisor.ready.wait()
+        while supervisor.pid is None:
+            await asyncio.sleep(0)
+        assert not supervisor.fatal.done()
+        os.kill(supervisor.pid, signal.SIGABRT)
+        await supervisor.ended.wait()
+    assert "--kv-memory" in await supervisor.fatal
+    await supervisor.close()
+
+
+async def test_a_context_that_the_cache_reduces_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    supervisor = Supervisor(Settings(model="m", test_engine="pipeline", engine={"kv_blocks": 4}))
+    engine = engine_process.open_engine(supervisor._start_message(), lambda: None)
+    engine.close()
+    assert "--kv-memory" in caplog.text
+
+
 def ready_supervisor() -> Supervisor:
     """A supervisor whose engine is ready and answers nothing."""
     supervisor = Supervisor(Settings())

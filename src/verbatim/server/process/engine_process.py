@@ -30,6 +30,7 @@ from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.server.process.engine_session import EngineSession
 from verbatim.server.process.message_codec import WireError, decode_to_engine
 from verbatim.server.process.messages import (
+    NOT_LOADED,
     Abort,
     Close,
     Detokenize,
@@ -56,6 +57,11 @@ log = logging.getLogger("verbatim.engine")
 def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
     """Load the model and set the key of its prefix cache; blocks."""
     engine = _load(start, found)
+    model, plan = engine.loaded, engine.core.cache_plan
+    full = model.context or model.backend.spec.context
+    if engine.config.context is None and plan.context < full:
+        log.warning("the context is %d tokens, not the model's %d, because the KV cache has room "
+                    "for no more (%s); set --kv-memory", plan.context, full, plan.rule)  # fmt: skip
     if start.prefix_key and engine.core.disk_cache is None:  # a disk cache has its own key
         engine.core.scheduler.cache.set_prefix_key(start.prefix_key)
     return engine
@@ -193,6 +199,20 @@ class Bandwidth:
         return registry.render()
 
 
+async def open_session(
+    start: Start, outbox: wire.Outbox
+) -> tuple[AsyncEngine, EngineSession, Ready]:
+    loop, once = asyncio.get_running_loop(), itertools.count()
+
+    def found() -> None:  # in the thread that loads the model
+        if next(once) == 0:
+            loop.call_soon_threadsafe(outbox.put, Loading())
+
+    engine = await asyncio.to_thread(open_engine, start, found)
+    session = EngineSession(engine, outbox, start)
+    return engine, session, Ready(session.facts())
+
+
 async def serve(fd: int) -> int:
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-server"))
@@ -205,24 +225,17 @@ async def serve(fd: int) -> int:
     if start is None:
         return 0
     assert isinstance(start, Start), f"the first message is a {type(start).__name__}"
-    once = itertools.count()
-
-    def found() -> None:  # in the thread that loads the model
-        if next(once) == 0:
-            loop.call_soon_threadsafe(outbox.put, Loading())
-
-    opening = asyncio.ensure_future(asyncio.to_thread(open_engine, start, found))
     try:
-        engine = await opening
+        engine, session, ready = await open_session(start, outbox)
     except Exception as error:
-        text = MAIN_MEMORY if isinstance(error, MemoryError) else str(error)
+        no_memory = isinstance(error, MemoryError) or str(error) == "can't start new thread"
+        text = MAIN_MEMORY if no_memory else str(error)
         outbox.put(Failed(text))  # the HTTP process reports it
         await outbox.drain()
-        return 3
-    session = EngineSession(engine, outbox, start)
+        return NOT_LOADED
     bandwidth = Bandwidth(engine)
     outbox.put(heartbeat(engine, bandwidth))  # before Ready: /metrics is then complete at once
-    outbox.put(Ready(session.facts()))
+    outbox.put(ready)
     every = 1 if start.test_engine else METRICS_EVERY  # tests wait for the next metrics
     prefills = PrefillLog() if start.verbose else None
     heartbeats = asyncio.create_task(beat(engine, outbox, bandwidth, every, prefills))
@@ -259,6 +272,15 @@ async def dispatch(reader: asyncio.StreamReader, session: EngineSession) -> None
                 raise WireError("a second Start")
 
 
+async def serve_or_exit(fd: int) -> int:
+    """serve(). A process whose model is not loaded exits at once: to end its threads and native
+    objects may need memory that it does not have."""
+    code = await serve(fd)
+    if code == NOT_LOADED:
+        os._exit(code)
+    return code
+
+
 def die_with_parent() -> None:
     """Linux: the kernel kills this process when its parent dies, even while a step holds the
     GIL."""
@@ -282,8 +304,8 @@ def main(argv: list[str]) -> int:
     try:
         import uvloop
     except ImportError:
-        return asyncio.run(serve(int(argv[1])))
-    result: int = uvloop.run(serve(int(argv[1])))
+        return asyncio.run(serve_or_exit(int(argv[1])))
+    result: int = uvloop.run(serve_or_exit(int(argv[1])))
     return result
 
 

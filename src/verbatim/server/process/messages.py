@@ -18,6 +18,7 @@ from verbatim.base.records import Timings, Usage
 from verbatim.server.problem import Problem
 
 Conversation = list[dict[str, Any]]
+NOT_LOADED = 3  # exit code of an engine process that has sent Failed
 
 
 # ------------------------------------------------------------------------------------ to the engine

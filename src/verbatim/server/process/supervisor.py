@@ -25,6 +25,7 @@ from verbatim.server.process import wire
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.message_codec import decode_from_engine
 from verbatim.server.process.messages import (
+    NOT_LOADED,
     Abort,
     Accepted,
     Close,
@@ -46,6 +47,7 @@ from verbatim.server.settings import Settings
 
 log = logging.getLogger("verbatim.server")
 CLOSE_SECONDS = 5.0  # from the Close message until the engine process is killed
+MOST_CRASHES = 3  # engine processes in a row that crash before their first step
 STABLE_SECONDS = 60.0  # an engine that ran this long resets the restart back-off
 
 
@@ -84,6 +86,7 @@ class Supervisor:
         self._running: dict[str, Running] = {}
         self._outbox: wire.Outbox | None = None
         self._closing = asyncio.Event()
+        self._crashes = 0
         self._last_beat = 0.0
         self._last_progress = (0.0, -1)
         self._task: asyncio.Task[None] | None = None
@@ -206,7 +209,7 @@ class Supervisor:
         reader, writer = await asyncio.open_connection(sock=ours, limit=1 << 20)
         self._outbox = wire.Outbox(writer)
         self._outbox.put(self._start_message())
-        self._last_beat = self._clock()
+        self._last_beat, self.stats = self._clock(), {}
         watchdog = asyncio.create_task(self._watch(process))
         try:
             while (message := await wire.read(reader, decode_from_engine)) is not None:
@@ -228,10 +231,23 @@ class Supervisor:
             self._kill(process)
             await process.wait()
         self.pid = self._process = None
+        if not self._closing.is_set() and not self.fatal.done():
+            self._count_crash(process.returncode)
         level = logging.INFO if self._closing.is_set() else logging.ERROR
         if self.fatal.done():
             level = logging.DEBUG  # serve() and the model pool report why
         log.log(level, "the engine process ended with code %s", process.returncode)
+
+    def _count_crash(self, code: int | None) -> None:
+        """Give up where the first engine process crashes while it loads the model, or several in
+        a row before they compute anything: a limit on the memory kills each at the same place."""
+        served = self._running or self.stats.get("steps_total")
+        self._crashes = 0 if served or code == NOT_LOADED else self._crashes + 1
+        if self._crashes >= (1 if self.facts is None else MOST_CRASHES):
+            self.fatal.set_result(
+                f"the engine process ended with code {code} before its first step (see its log "
+                "above); if memory is short, try a smaller --kv-memory, --context or model"
+            )
 
     def _fail_running(self) -> None:
         """Fail every running request and close it in the ledger (the engine process ended)."""

@@ -45,30 +45,12 @@ NAMES = {
     "thinking_budget": "thinking.budget_tokens",
     "tools.parameters": "input_schema",
 }
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-    503: "overloaded_error",
-}
+TYPES = {413: "request_too_large", 500: "api_error", 503: "overloaded_error"}  # not OpenAI's names
 
 
 def error_body(problem: Problem) -> JsonObject:
-    kind = TYPES.get(problem.status, "invalid_request_error")
-    return {
-        "type": "error",
-        "error": {
-            "type": kind,
-            "message": problem.message,
-            "param": problem.param,
-            "code": problem.code,
-        },
-    }
+    error = {**problem.body()["error"], "type": TYPES.get(problem.status, problem.type)}
+    return {"type": "error", "error": error}
 
 
 def error_event(problem: Problem) -> bytes:
@@ -194,10 +176,9 @@ def _reasoning(body: JsonObject) -> JsonObject:
     if thinking := body.get("thinking"):
         out["think"] = thinking["type"] != "disabled"
         if "budget_tokens" in thinking:
-            name = "thinking.budget_tokens"
             if not out["think"]:
-                message = f"{name}: thinking is disabled; leave one of them out"
-                raise Problem("invalid_parameter", message, name)
+                why = "thinking is disabled; leave one of them out"
+                raise invalid("thinking.budget_tokens", why)
             out["thinking_budget"] = thinking["budget_tokens"]
     if effort := (body.get("output_config") or {}).get("effort"):
         out["reasoning_effort"] = {"max": "xhigh"}.get(effort, effort)

@@ -100,11 +100,7 @@ class ChatRequest:
     def _logprobs(self) -> None:
         top = self.body.get("top_logprobs")
         if top and not self.body.get("logprobs"):
-            raise Problem(
-                "invalid_parameter",
-                f"{self._client_name('top_logprobs')}: needs logprobs: true",
-                self._client_name("top_logprobs"),
-            )
+            raise invalid(self._client_name("top_logprobs"), "needs logprobs: true")
         if self.body.get("logprobs"):
             self.values["logprobs"] = top or 0
             self.names = {"logprobs": "top_logprobs", **self.names}

@@ -13,7 +13,7 @@ from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.request_context import RequestContext
 from verbatim.server.api.common.schemas import Prompt
-from verbatim.server.problem import Problem, invalid
+from verbatim.server.problem import invalid
 from verbatim.server.process.messages import Generate, Generated
 
 
@@ -59,8 +59,7 @@ async def embed(
     """Results that carry the embedding of each text in the field `name` of the client's request."""
     hidden = call.state.facts.hidden
     if (dimensions or 1) > hidden:
-        why = f"dimensions: {dimensions} is above the model's {hidden}"
-        raise Problem("invalid_parameter", why, "dimensions")
+        raise invalid("dimensions", f"{dimensions} is above the model's {hidden}")
     prompts = prompts_of(prompt, name, call, truncate=bool(truncate))
     call.names = {"prompt": name}
     more = {"prompt_name": prompt_name, "truncate": bool(truncate)}

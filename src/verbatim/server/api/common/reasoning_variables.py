@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.base.json_io import JsonObject
-from verbatim.server.problem import Problem, invalid
+from verbatim.server.problem import invalid
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.reasoning.reasoning_switches import (
     BOOLEAN_SWITCHES,
@@ -47,11 +47,9 @@ def reasoning_variables(
     notices += [f"{field}: has no effect; this model {why}" for field in said]
     for name in BOOLEAN_SWITCHES:  # in a template the text "false" would be true
         if isinstance(given.get(name), str):
-            field = f"chat_template_kwargs.{name}"
-            raise invalid(field, "true or false is needed")
+            raise invalid(f"chat_template_kwargs.{name}", "true or false is needed")
     for name, value in made.items():
         if given.get(name, value) != value:
-            field = f"chat_template_kwargs.{name}"
-            message = f"{field}: contradicts reasoning_effort or think; send one of them"
-            raise Problem("invalid_parameter", message, field)
+            why = "contradicts reasoning_effort or think; send one of them"
+            raise invalid(f"chat_template_kwargs.{name}", why)
     return given | made

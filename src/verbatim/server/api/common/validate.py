@@ -18,7 +18,7 @@ from verbatim.base.json_io import JsonObject, has_big_integer
 from verbatim.server.api.common.field_rules import RequestBody
 from verbatim.server.api.common.route import ApiRoute
 from verbatim.server.api.common.validation_errors import body_problem, suggestion
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, invalid, unsupported
 
 # Fields whose members may be null, which means "not given" as at the top.
 NULLS_INSIDE = ("messages", "input", "tools", "tool_choice", "options")
@@ -43,9 +43,7 @@ def check(route: ApiRoute, data: Any) -> tuple[JsonObject, RequestBody]:
         if value is None:
             continue
         if rule.kind == "refused" and not rule.holds(value):
-            raise Problem(
-                "unsupported_parameter", f"{name}: not supported; {rule.help}", param=name
-            )
+            raise unsupported(name, f"not supported; {rule.help}")
         given[name] = _without_nulls(value) if name in NULLS_INSIDE else value
     for name, rule in table.items():
         if rule.required and name not in given:
@@ -58,9 +56,7 @@ def check(route: ApiRoute, data: Any) -> tuple[JsonObject, RequestBody]:
         raise Problem("json_too_deep", "the body is nested too deeply") from None
     for name, value in given.items():
         if has_big_integer(value):
-            raise Problem(
-                "invalid_parameter", f"{name}: contains an integer of more than 64 bits", param=name
-            )
+            raise invalid(name, "contains an integer of more than 64 bits")
     return given, made
 
 
@@ -81,13 +77,9 @@ def check_query(route: ApiRoute, pairs: Sequence[tuple[str, str]]) -> dict[str, 
                 param=name[:64],
             )
         if name in given:
-            raise Problem("invalid_parameter", f"{name[:64]}: is given twice", param=name[:64])
+            raise invalid(name[:64], "is given twice")
         if re.fullmatch(rule.pattern, value, re.DOTALL) is None:
-            raise Problem(
-                "invalid_parameter",
-                f"{name[:64]}: {value[:40]!r} is not valid; {rule.help}",
-                param=name[:64],
-            )
+            raise invalid(name[:64], f"{value[:40]!r} is not valid; {rule.help}")
         given[name] = value
     return given
 

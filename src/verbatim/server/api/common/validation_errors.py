@@ -13,7 +13,7 @@ from verbatim.base.json_io import JsonObject
 from verbatim.base.migration_hints import hints
 from verbatim.server.api.common.field_rules import RequestBody, member_model, rules_of
 from verbatim.server.api.common.json_body import format_path
-from verbatim.server.problem import Problem, unsupported
+from verbatim.server.problem import Problem, invalid, unsupported
 
 Path = list[str | int]
 Paths = Sequence[tuple[Path, ErrorDetails]]
@@ -93,8 +93,7 @@ def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> 
     param = format_path(path)
     if chosen["type"] == "union_tag_invalid":
         expected, got = chosen["ctx"]["expected_tags"], chosen["ctx"]["tag"]
-        message = f"{param}: input should be one of {expected} (got {got!r:.40})"
-        return Problem("invalid_parameter", message, param)
+        return invalid(param, f"input should be one of {expected} (got {got!r:.40})")
     if (why := _refused_member(path, body)) is not None:
         return unsupported(param, f"not supported; {why}")
     if chosen["type"] in ("missing", "union_tag_not_found"):
@@ -107,7 +106,7 @@ def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> 
             )
         return Problem("unknown_parameter", f"{param}: unknown field{near}", param=param)
     accepted = _accepted([e for where, e in paths if where == path], chosen)
-    return Problem("invalid_parameter", f"{param}: {_message(chosen, accepted)}", param=param)
+    return invalid(param, _message(chosen, accepted))
 
 
 def _built_in_tool(paths: Paths) -> Problem | None:

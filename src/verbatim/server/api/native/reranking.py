@@ -9,7 +9,7 @@ from verbatim.server.api.common.generate import extra_fields
 from verbatim.server.api.common.prompts import prompt_usage, run_embeddings
 from verbatim.server.api.common.request_context import Json, RequestContext
 from verbatim.server.api.native.native_fields import Rerank
-from verbatim.server.problem import Problem, invalid, unsupported
+from verbatim.server.problem import invalid, unsupported
 
 MAX_QUERY_BODIES = 4  # the copies of a query in one rerank, in bodies of max_body_bytes
 
@@ -45,8 +45,7 @@ async def rerank(call: RequestContext) -> Response:
         )
     for name, text in named:
         if not text:
-            why = f"{name}: is empty; give at least one character"
-            raise Problem("invalid_parameter", why, name)
+            raise invalid(name, "is empty; give at least one character")
     _check_copies(body.query, len(documents), call.state.limits.max_body_bytes)
     pair = {"prompt": body.query, "truncate": bool(body.truncate)}
     results = await run_embeddings(call, [{**pair, "document": document} for document in documents])

@@ -148,10 +148,7 @@ class OllamaReply:
 
     def line(self, text: str, calls: list[Any], done: bool, reasoning: str = "") -> JsonObject:
         thinking = {"thinking": reasoning} if reasoning else {}
-        head = {
-            "model": self.model,
-            "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z"),
-        }
+        head = _head(self.model)
         if self.ask is None or "prompt" in self.ask.body:
             return {**head, "response": text, **thinking, "done": done}
         message: JsonObject = {"role": "assistant", "content": text, **thinking}
