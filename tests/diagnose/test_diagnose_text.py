@@ -24,7 +24,7 @@ from verbatim.diagnose.doctor.text_checks import (
     with_theta,
 )
 from verbatim.engine.calls.llm import LLM
-from verbatim.engine.loaded_model import load_for_engine
+from verbatim.engine.loading.load_engine import load_for_engine
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_write import write_gguf
 from verbatim.formats.tensor import Tensor

@@ -29,17 +29,17 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def read_once(default_model: Path) -> Iterator[None]:
     """Every block that loads the default model gets one reading of its header and its tokenizer,
     which take three quarters of a load. Weights are packed and engines are started by each."""
-    from verbatim.engine import loaded_model
+    from verbatim.engine.loading import model_info
     from verbatim.model.loading import load
 
-    read_gguf, read_text = load.read_gguf, loaded_model._read_text
+    read_gguf, read_text = load.read_gguf, model_info.read_text
     source, text = read_gguf(default_model), read_text(read_gguf(default_model))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             load, "read_gguf", lambda path: source if path == source.path else read_gguf(path)
         )
         patch.setattr(
-            loaded_model, "_read_text", lambda file: text if file is source else read_text(file)
+            model_info, "read_text", lambda file: text if file is source else read_text(file)
         )
         yield
 

@@ -29,8 +29,8 @@ from verbatim.base.errors import (
     VerbatimError,
 )
 from verbatim.base.records import Completion, Finish
+from verbatim.engine.embed_input import HiddenPool
 from verbatim.engine.loading.engine_setup import with_step_tokens
-from verbatim.engine.running_request import HiddenPool
 from verbatim.engine.stream import ChoiceStream
 from verbatim.explain.receipt import compare, read_receipt
 from verbatim.model.embedding import EmbeddingSpec

@@ -13,7 +13,8 @@ from safetensors.numpy import save_file
 from verbatim.backend import open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.engine.calls.llm import LLM
-from verbatim.engine.loaded_model import LoadedModel, adapter_infos
+from verbatim.engine.loaded_model import LoadedModel
+from verbatim.engine.loading.load_engine import adapter_infos
 from verbatim.lora.adapter_load import load_adapter
 from verbatim.model.adapter import is_adapted
 from verbatim.model.layout import layout

@@ -311,7 +311,7 @@ def test_a_draft_model_with_fewer_positions_than_the_target(backend: str) -> Non
 def test_a_draft_model_with_fewer_positions_than_asked_for_opens_with_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from verbatim.engine.loaded_model import _load_draft
+    from verbatim.engine.loading.load_engine import _load_draft
 
     def load(path: str, *, context: int | None = None, **_: Any) -> Any:
         return tiny_model("gpt2", context=context, n_positions=32)

@@ -7,8 +7,8 @@ picked twice forks its block table. Out: Deltas of the tokens that all possible 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
+from verbatim.base.params import SamplingParams
 from verbatim.base.records import BROKEN, Choice, Delta, Drawn, Finish, TokenEvent
 from verbatim.engine.running_request import RunningRequest
 from verbatim.engine.stream import ChoiceStream
@@ -161,5 +161,5 @@ class BeamRequest(RunningRequest):
         return sum(out.reasoning_tokens for out in self._outs)
 
 
-def request_class(params: Any) -> type[RunningRequest]:
+def request_class(params: SamplingParams) -> type[RunningRequest]:
     return BeamRequest if params.num_beams > 1 else RunningRequest

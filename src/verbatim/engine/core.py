@@ -11,37 +11,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, Unpack
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import DeviceMemoryError, OverloadedError, ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion, Finish, StepPlan, StepResult, TokenEvent
 from verbatim.engine.beam_request import request_class
-from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.engine_setup import (
     compile_ahead,
-    fingerprint_of,
     make_scheduler,
     open_disk_cache,
     size_cache,
     with_step_tokens,
 )
-from verbatim.engine.receipts import receipt_of
-from verbatim.engine.request import Request, make_request
-from verbatim.engine.running_request import Output, RunningRequest
+from verbatim.engine.request import AnyPrompt, Request, RequestOptions, make_request
+from verbatim.engine.running_request import Output, RunningRequest, store_results
+from verbatim.engine.step.core_metrics import CoreMetrics
 from verbatim.engine.step.drafting import Drafting
 from verbatim.engine.step.failed_step import PreemptOnError, log_not_finite, smaller_steps
 from verbatim.engine.step.grammar_steps import GrammarSteps
 from verbatim.engine.step.overlap import Overlap
 from verbatim.engine.step.step_budget import StepBudget
-from verbatim.engine.step.step_parts import step_parts
-from verbatim.engine.step.step_results import store_results
-from verbatim.observe.engine_metrics import EngineMetrics
-from verbatim.observe.step_log import StepLog
 from verbatim.schedule.invariants import check_scheduler
 
 
@@ -58,20 +51,20 @@ class EngineCore:
         self.disk_cache = open_disk_cache(loaded, config)
         self.scheduler = make_scheduler(loaded, config, self.cache_plan, self.disk_cache)
         self._preempt_on_error = PreemptOnError(self.scheduler)
-        self.fingerprint = fingerprint_of(loaded)
         # by number of the adapter; -1: the base model
         self.fingerprints = {
-            number: fingerprint_of(loaded, number) for number in range(-1, len(loaded.adapters))
+            number: loaded.fingerprint(number) for number in range(-1, len(loaded.adapters))
         }
-        self.metrics = EngineMetrics()
-        self.step_log = StepLog()
+        self.fingerprint = self.fingerprints[-1]
         self.drafting = Drafting(loaded, config, self.scheduler)
         self._step_budget = StepBudget(loaded, config, self.scheduler, self.drafting.cost)
         compile_ahead(loaded, config)
         self.requests: dict[str, RunningRequest] = {}  # by request id, waiting ones included
         self._by_seq: dict[int, RunningRequest] = {}
+        self.metrics = CoreMetrics(self._by_seq, self.drafting)
+        self.step_log = self.metrics.step_log
         self._grammars = GrammarSteps(self.requests, self._by_seq, self._flush)
-        self._ids = count()
+        self._new_id = count().__next__
         self._ready: list[Output] = []  # outputs produced outside commit: aborts, grammar errors
         self._started = self._planned = 0.0  # times of the current step
         self._closed = False
@@ -80,20 +73,13 @@ class EngineCore:
 
     def request(
         self,
-        prompt: str | Seq[int] | EmbedInput,
+        prompt: AnyPrompt,
         params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        tenant: str = "",
-        hidden: bool = False,
-        deadline: float | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Request:
-        """Tokenise and validate a request. Safe to call from any thread.
-
-        `deadline` bounds the grammar compile, on the clock of time.monotonic."""
-        named: dict[str, Any] = {"request_id": request_id, "tenant": tenant, "hidden": hidden}
-        named["defaults"] = self.config.defaults
-        return make_request(self.loaded, self.context, prompt, params, **named, deadline=deadline)
+        """Tokenise and validate a request. Safe to call from any thread."""
+        defaults = self.config.defaults
+        return make_request(self.loaded, self.context, prompt, params, defaults=defaults, **options)
 
     def add(self, request: Request, *, queued: bool = False, deltas: bool = True) -> None:
         """Queue a request, or raise CapacityError or OverloadedError.
@@ -127,14 +113,8 @@ class EngineCore:
         self.scheduler.check_capacity(self._running(request).sequence(-1, 0))
 
     def _running(self, request: Request) -> RunningRequest:
-        ends = {token: str(token) for token in request.params.stop_token_ids}
-        if not request.params.ignore_eos:
-            ends |= dict.fromkeys(self.loaded.eos_ids, "eos")
         kind = request_class(request.params)
-        return kind(request, self.loaded.tokenizer, self.scheduler, ends, self.context)
-
-    def _new_id(self) -> int:
-        return next(self._ids)
+        return kind(request, self.loaded, self.scheduler, self.context)
 
     def abort(self, request_id: str, finish: Finish | None = None) -> bool:
         """End a request. Frees its blocks now; the next step() returns its Completion."""
@@ -208,9 +188,7 @@ class EngineCore:
         self.drafting.learn(plan, executed - self._planned)
         self._step_budget.learn(plan, executed - self._planned)
         self.metrics.step(plan, self._started, self._planned, executed)
-        if self.step_log.watched:
-            parts = step_parts(plan, events, self._by_seq, self.drafting)
-            self.step_log.add(self._started, executed, parts)
+        self.metrics.log_step(plan, events, self._started, executed)
         for running in failed:
             self._flush(running)
         return self._outputs(events)
@@ -249,11 +227,7 @@ class EngineCore:
     def _complete(self, running: RunningRequest) -> Completion:
         request = running.request
         saved = sum(self.drafting.finish(seq, request.tenant) for seq in running.sequences)
-        fingerprint = self.fingerprints[request.adapter]
-        completion = running.completion(fingerprint, saved)
-        if request.params.receipt:
-            receipt = receipt_of(self.loaded, self.context, request, completion)
-            completion = replace(completion, receipt=receipt)
+        completion = running.completion(self.fingerprints[request.adapter], saved)
         del self.requests[request.id]
         self._grammars.remove(running)
         for seq_id in running.ids:

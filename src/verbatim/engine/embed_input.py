@@ -1,7 +1,8 @@
 """EmbedInput: one text, or one pair of texts, for an embedding or a relevance score.
 
-In: what a caller of `embed` or `rerank` gave. Out: token ids and warnings. The model must state how
-a text becomes one vector, or the user must: otherwise the request is refused by name.
+In: what a caller of `embed` or `rerank` gave. Out: token ids and warnings, and after the prefill
+the vector that HiddenPool makes of the hidden states. The model must state how a text becomes one
+vector, or the user must: otherwise the request is refused by name.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
-from verbatim.model.embedding import POOLINGS
+from verbatim.model.embedding import POOLINGS, EmbeddingSpec
 
 if TYPE_CHECKING:
     from verbatim.engine.loaded_model import LoadedModel
+
+MIN_LENGTH = 1e-12  # a shorter vector is divided by this, as torch.nn.functional.normalize does
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +132,37 @@ def cut_text(
     whole = isinstance(given.text, str)
     cut = tuple(tokenizer.truncated(list(ids), context)) if whole else ids[:context]
     return cut, (f"prompt: {len(ids)} tokens were truncated to {len(cut)}",)
+
+
+class HiddenPool:
+    """Pools the prompt's hidden states into one vector: their mean, the first (cls) or the last,
+    scaled to length 1 if the model says so.
+
+    States are added in order of position, so prefill chunk sizes change no bit. Memory: one state.
+    """
+
+    def __init__(self, spec: EmbeddingSpec | None = None) -> None:
+        self._pooling = spec.pooling if spec is not None else "mean"
+        self._normalise = spec is not None and spec.normalise
+        self._sum: np.ndarray | None = None  # float64 [hidden]
+        self.count = 0
+
+    def add(self, start: int, states: np.ndarray) -> None:
+        """Add float [positions, hidden] from position `start` on. Skips positions that are already
+        added: a preempted sequence computes them again."""
+        for state in states[self.count - start :]:
+            if self._sum is None or self._pooling == "last":
+                self._sum = state.astype(np.float64)
+            elif self._pooling == "mean":
+                self._sum = self._sum + state
+            self.count += 1
+
+    def vector(self) -> np.ndarray:
+        """The embedding of the prompt: float32 [hidden]."""
+        assert self._sum is not None, "no hidden state was computed"
+        divisor = self.count if self._pooling == "mean" else 1
+        pooled = self._sum / divisor
+        if self._normalise:
+            pooled = pooled / max(float(np.sqrt(np.sum(pooled * pooled))), MIN_LENGTH)
+        vector: np.ndarray = pooled.astype(np.float32)
+        return vector

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
 from verbatim.base.config import SPECULATE
@@ -26,6 +26,7 @@ from verbatim.engine.reasoning_tracker import make_tracker
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
+AnyPrompt = str | Sequence[int] | EmbedInput
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
 
 
@@ -68,10 +69,17 @@ class Request:
         return ReasoningMatcher(inner, tracker, tokenizer.vocab_size, tuple(ends), budget, close)
 
 
+class RequestOptions(TypedDict, total=False):
+    request_id: str | None
+    tenant: str
+    hidden: bool
+    deadline: float | None  # bounds the grammar compile, on the clock of time.monotonic
+
+
 def make_request(
     loaded: LoadedModel,
     context: int,
-    prompt: str | Sequence[int] | EmbedInput,
+    prompt: AnyPrompt,
     params: SamplingParams | None = None,
     *,
     defaults: str = "model",

@@ -7,86 +7,57 @@ choice has a Finish.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import VerbatimError
 from verbatim.base.records import (
+    BROKEN,
     Choice,
     Completion,
     Delta,
     Drawn,
     Finish,
+    StepPlan,
+    StepResult,
     Timings,
     TokenEvent,
     TokenLogprob,
     Usage,
 )
-from verbatim.engine.loaded_model import EngineTokenizer
+from verbatim.engine.embed_input import HiddenPool
+from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
 from verbatim.engine.stream import ChoiceStream
-from verbatim.model.embedding import EmbeddingSpec
+from verbatim.explain.receipt import make_receipt
 from verbatim.sampling.draw import noise_key
+from verbatim.schedule.no_token import not_finite
 from verbatim.schedule.prefix import prefix_salt
 from verbatim.schedule.scheduler import Scheduler
 from verbatim.schedule.sequence import Sequence
 
 Output = Delta | Completion
-MIN_LENGTH = 1e-12  # a shorter vector is divided by this, as torch.nn.functional.normalize does
-
-
-class HiddenPool:
-    """Pools the prompt's hidden states into one vector: their mean, the first (cls) or the last,
-    scaled to length 1 if the model says so.
-
-    States are added in order of position, so prefill chunk sizes change no bit. Memory: one state.
-    """
-
-    def __init__(self, spec: EmbeddingSpec | None = None) -> None:
-        self._pooling = spec.pooling if spec is not None else "mean"
-        self._normalise = spec is not None and spec.normalise
-        self._sum: np.ndarray | None = None  # float64 [hidden]
-        self.count = 0
-
-    def add(self, start: int, states: np.ndarray) -> None:
-        """Add float [positions, hidden] from position `start` on. Skips positions that are already
-        added: a preempted sequence computes them again."""
-        for state in states[self.count - start :]:
-            if self._sum is None or self._pooling == "last":
-                self._sum = state.astype(np.float64)
-            elif self._pooling == "mean":
-                self._sum = self._sum + state
-            self.count += 1
-
-    def vector(self) -> np.ndarray:
-        """The embedding of the prompt: float32 [hidden]."""
-        assert self._sum is not None, "no hidden state was computed"
-        divisor = self.count if self._pooling == "mean" else 1
-        pooled = self._sum / divisor
-        if self._normalise:
-            pooled = pooled / max(float(np.sqrt(np.sum(pooled * pooled))), MIN_LENGTH)
-        vector: np.ndarray = pooled.astype(np.float32)
-        return vector
 
 
 class RunningRequest:
     """One request, one sequence per choice. Beam search overrides this (engine/beam_request.py)."""
 
     def __init__(
-        self,
-        request: Request,
-        tokenizer: EngineTokenizer,
-        scheduler: Scheduler,
-        ends: dict[int, str],
-        context: int,
+        self, request: Request, loaded: LoadedModel, scheduler: Scheduler, context: int
     ) -> None:
         self.request = request
         self.scheduler = scheduler
-        self.tokenizer = tokenizer
-        self.ends = ends  # token ids that end a sequence, and the finish detail of each
+        self.context = context
+        self.tokenizer = loaded.tokenizer
+        self._loaded = loaded
         params = request.params
+        # token ids that end a sequence, and the finish detail of each
+        self.ends = {token: str(token) for token in params.stop_token_ids}
+        if not params.ignore_eos:
+            self.ends |= dict.fromkeys(loaded.eos_ids, "eos")
         if params.max_tokens is None:
             self.limit, self.limit_name = context, "context"
         else:
@@ -258,7 +229,7 @@ class RunningRequest:
         prompt: tuple[TokenLogprob | None, ...] = ()
         if request.params.prompt_logprobs is not None:
             prompt = tuple(self.scored.get(position) for position in range(len(request.prompt_ids)))
-        return Completion(
+        completion = Completion(
             request.id,
             request.prompt_ids,
             tuple(self.choices()),
@@ -283,3 +254,58 @@ class RunningRequest:
             prompt,
             params=request.params,
         )
+        if not request.params.receipt:
+            return completion
+        return replace(completion, receipt=self._receipt(completion))
+
+    def _receipt(self, completion: Completion) -> dict[str, Any]:
+        """Everything that `verbatim replay` needs to compute the completion again."""
+        loaded, request = self._loaded, self.request
+        info = loaded.backend.info
+        return make_receipt(
+            model=loaded.name,
+            digest=loaded.digest,
+            backend=info.name,
+            detail=info.detail,
+            numerics=info.numerics,
+            fingerprint=completion.fingerprint,
+            adapter=request.adapter_digest,
+            context=self.context,
+            prompt_ids=request.prompt_ids,
+            params=request.params,
+            seed=request.seed,
+            choices=completion.choices,
+            reasoning=request.reasoning is not None,
+        )
+
+
+def store_results(
+    plan: StepPlan, result: StepResult, requests: Mapping[int, RunningRequest], started: float
+) -> list[RunningRequest]:
+    """Hand the start time, prompt log-probabilities and hidden states of a step to its requests,
+    before the scheduler commits its tokens. A request with a value that is not finite ends here, so
+    nothing of it is committed or published; a drawn token that is not finite ends its sequence in
+    commit(), which knows the drafts that were accepted before it.
+
+    `requests`: by sequence id. `started`: time of the step. Returns the requests that ended."""
+    failed = []
+    for step, done in zip(plan.sequences, result.sequences, strict=True):
+        running = requests[step.seq_id]
+        if running.started_at is None:
+            running.started_at = started
+        broken: int | None = None
+        for position, scored in enumerate(done.scored, step.start + 1):
+            if scored.token == BROKEN:
+                broken = position
+                break
+            running.scored[position] = scored
+        if done.hidden is not None:
+            rows = np.isfinite(done.hidden).all(1)
+            if rows.all():
+                running.hidden.add(step.start, done.hidden)
+            else:
+                broken = step.start + int(rows.argmin())
+        if broken is not None and running not in failed:
+            running.end(not_finite(broken, running.request.params.adapter), publish=False)
+            failed.append(running)
+    return failed

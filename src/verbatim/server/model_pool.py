@@ -289,7 +289,7 @@ def file_bytes(model: ServedModel) -> int:
     """Size of the model's weight files; 0 where it is not known before the first load."""
     if model.facts is not None and model.facts.file.get("bytes"):
         return int(model.facts.file["bytes"])
-    from verbatim.engine.loaded_model import weight_files
+    from verbatim.engine.loading.model_info import weight_files
     from verbatim.hub.model_list import find_record
 
     path = Path(model.settings.model).expanduser()

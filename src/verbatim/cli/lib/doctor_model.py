@@ -93,7 +93,7 @@ def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) 
     from verbatim.base.config import EngineConfig
     from verbatim.diagnose.doctor.text_checks import THETAS, check_theta, read_texts, with_theta
     from verbatim.engine.calls.llm import LLM
-    from verbatim.engine.loaded_model import load_for_engine
+    from verbatim.engine.loading.load_engine import load_for_engine
 
     if not any(layer.rope for layer in model.spec.layers):
         return []

@@ -17,7 +17,8 @@ import numpy as np
 
 from verbatim.base.errors import UnavailableError, VerbatimError
 from verbatim.base.records import Completion, Delta
-from verbatim.engine.running_request import HiddenPool, Output
+from verbatim.engine.embed_input import HiddenPool
+from verbatim.engine.running_request import Output
 
 
 class SupportsAbort(Protocol):

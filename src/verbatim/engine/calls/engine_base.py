@@ -8,6 +8,7 @@ import logging
 import os
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Self, Unpack
 
@@ -15,8 +16,9 @@ from verbatim.base.config import SETTINGS, EngineConfig, EngineOptions, split_ad
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.migration_hints import AnsweringType, attribute, hints
 from verbatim.engine.core import EngineCore
-from verbatim.engine.loaded_model import LoadedModel, Progress, load_for_engine
-from verbatim.engine.loading.engine_setup import prepare
+from verbatim.engine.embed_input import can_embed
+from verbatim.engine.loaded_model import LoadedModel, Progress
+from verbatim.engine.loading.load_engine import load_for_engine
 from verbatim.engine.read_prompt import EncodedText, encoded, format_after, lost_in
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
@@ -113,7 +115,7 @@ class EngineBase(metaclass=AnsweringType):
 
     def _open(self, loaded: LoadedModel, config: EngineConfig) -> None:
         """Subclasses extend this with their own state: locks, streams, a thread."""
-        loaded, config = prepare(loaded, config)
+        loaded, config = _prepared(loaded, config)
         self.loaded = loaded
         self.core = EngineCore(loaded, config)
         self.config = self.core.config
@@ -272,3 +274,17 @@ def _config(caller: str, options: Mapping[str, Any]) -> EngineConfig:
             hint = hints("options").get(name) or (f"did you mean {near[0]!r}?" if near else known)
             raise TypeError(f"{caller} has no option {name!r}; {hint}")
     return EngineConfig(**options)
+
+
+def _prepared(loaded: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, EngineConfig]:
+    """Apply the setting `pooling`, and the settings of an engine that runs an encoder."""
+    if config.pooling is not None:
+        if loaded.task == "rerank":
+            raise ParameterError("pooling", "has no effect on a cross-encoder; leave it out")
+        loaded = replace(loaded, embedding=replace(loaded.embedding, pooling=config.pooling))
+    loaded = replace(loaded, file=replace(loaded.file, embeds=can_embed(loaded)))
+    if loaded.task != "generate":
+        from verbatim.encoder.encoder import encoder_config
+
+        config = encoder_config(config, loaded.context or loaded.backend.spec.context)
+    return loaded, config

@@ -1,9 +1,8 @@
-"""What EngineCore is built from: a LoadedModel and a config come in; cache plan, scheduler and
-fingerprint go out. Runs once per engine, before the first request."""
+"""What EngineCore is built from: a LoadedModel and a config come in; cache plan, scheduler
+and prompt cache go out. Runs once per engine, before the first request."""
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from dataclasses import replace
@@ -14,7 +13,6 @@ from verbatim.base.defaults import resolve
 from verbatim.base.errors import DeviceMemoryError, ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.units import size_text
-from verbatim.engine.embed_input import can_embed
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.disk_cache import DiskCache
 from verbatim.engine.step.drafting import cache_share
@@ -92,7 +90,7 @@ def open_disk_cache(loaded: LoadedModel, config: EngineConfig) -> DiskCache | No
     # The bytes of a block depend on more than the tokens do: on the instruction set, for example.
     layout = (backend.info.detail, backend.block_size, backend.block_bytes())
     # A fingerprint covers samples of the weights, and stored blocks are used by later engines.
-    identity = f"{fingerprint_of(loaded)} {layout} {content_digest(loaded.weight_files)}"
+    identity = f"{loaded.fingerprint()} {layout} {content_digest(loaded.weight_files)}"
     return DiskCache(config.cache_dir, identity, backend, config.cache_dir_size)
 
 
@@ -117,14 +115,6 @@ def make_scheduler(
     )
 
 
-def fingerprint_of(loaded: LoadedModel, adapter: int = -1) -> str:
-    """Digest of weights, backend, numerics and adapter: equal fingerprints promise equal tokens."""
-    info = loaded.backend.info
-    adapted = (loaded.adapters[adapter].digest,) if adapter >= 0 else ()
-    identity = "\0".join((loaded.digest, info.name, info.numerics, *adapted))
-    return f"vb-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-
-
 def _context(loaded: LoadedModel, config: EngineConfig) -> int:
     limit = loaded.context or loaded.backend.spec.context
     if config.context is not None and config.context > limit:
@@ -133,17 +123,3 @@ def _context(loaded: LoadedModel, config: EngineConfig) -> int:
             f"{config.context} is more than this model's {limit} positions; ask for at most that",
         )
     return config.context or limit
-
-
-def prepare(loaded: LoadedModel, config: EngineConfig) -> tuple[LoadedModel, EngineConfig]:
-    """Apply the setting `pooling`, and the settings of an engine that runs an encoder."""
-    if config.pooling is not None:
-        if loaded.task == "rerank":
-            raise ParameterError("pooling", "has no effect on a cross-encoder; leave it out")
-        loaded = replace(loaded, embedding=replace(loaded.embedding, pooling=config.pooling))
-    loaded = replace(loaded, file=replace(loaded.file, embeds=can_embed(loaded)))
-    if loaded.task != "generate":
-        from verbatim.encoder.encoder import encoder_config
-
-        config = encoder_config(config, loaded.context or loaded.backend.spec.context)
-    return loaded, config

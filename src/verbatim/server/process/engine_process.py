@@ -71,7 +71,7 @@ def open_text(
     model: str, *, revision: str | None, offline: bool, test_engine: str
 ) -> tuple[EngineTokenizer, Any]:
     """The tokenizer and the chat template (None: the model has none), without the weights."""
-    from verbatim.engine.loaded_model import load_text
+    from verbatim.engine.loading.model_info import load_text
 
     if test_engine:
         from verbatim.testing import fakes as testing
@@ -144,7 +144,7 @@ async def beat(
         if engine.error is not None:
             break
         if prefills is not None:
-            from verbatim.engine.step.step_parts import prefills as in_progress
+            from verbatim.engine.step.core_metrics import prefills as in_progress
 
             prefills.add(in_progress(list(engine.core.requests.values())))
         outbox.put(heartbeat(engine, bandwidth if count % metrics_every == 0 else None))

@@ -1,0 +1,172 @@
+"""Load a model for the engine: its name comes in; a LoadedModel goes out.
+
+The engine calls code that knows about files and formats only from this folder, so that an engine
+can also run on the fakes of verbatim.testing.fakes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verbatim.backend.protocol import Backend
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ModelError, ParameterError
+from verbatim.engine.loaded_model import AdapterInfo, LoadedModel, Progress
+from verbatim.engine.loading import model_info
+from verbatim.model.embedding import EmbeddingSpec
+
+if TYPE_CHECKING:
+    from verbatim.model.loading.draft_head import DraftHead
+    from verbatim.model.loading.load import Model
+
+
+def load_for_engine(
+    model: str | os.PathLike[str],
+    config: EngineConfig,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    progress: Progress | None = None,
+    change: Callable[[Model], Model] = lambda model: model,
+) -> LoadedModel:
+    """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend.
+    `change` is applied to the loaded model before the backend opens."""
+    from verbatim.backend import open_backend
+    from verbatim.encoder.encoder_load import encoder_type
+    from verbatim.hub.catalog import resolve
+
+    path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
+    if encoder_type(path) is not None:
+        return _load_encoder(os.fspath(model), path, config)
+    loaded = _load_decoder(path, config, change)
+    # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(model_info.read_text, loaded.source)
+        backend = open_backend(loaded, config)
+    try:
+        tokenizer, template = text.result()
+        # Models pad their vocabulary: an id without a token may be drawn, and decodes to no text.
+        tokenizer.fit(loaded.spec.vocab)
+        draft, draft_warnings = _load_draft(config, loaded.spec.vocab, offline, progress)
+        head = _find_head(config, loaded)
+    except BaseException:
+        backend.close()
+        raise
+    defaults = model_info.sampling_defaults(os.fspath(model), path, loaded)
+    return LoadedModel(
+        draft=draft,
+        head=head,
+        backend=backend,
+        tokenizer=tokenizer,
+        eos_ids=tuple(sorted({*loaded.eos_ids, *tokenizer.eos_ids})),
+        name=os.fspath(model),
+        digest=loaded.weights.digest,
+        context=config.context or loaded.spec.context,
+        template=template,
+        defaults=defaults,
+        warnings=(*loaded.warnings, *defaults.warnings, *draft_warnings),
+        embedding=loaded.embedding,
+        file=model_info.file_of(loaded.path, model_info.weight_types(loaded), loaded.source),
+        weight_files=tuple(model_info.weight_files(loaded.path)),
+        adapters=adapter_infos(loaded),
+    )
+
+
+def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
+    from verbatim.backend import may_use_gpu
+    from verbatim.lora.adapter_load import with_adapters
+    from verbatim.model.loading.load import load_model
+
+    gpu = may_use_gpu(config)
+    model = change(load_model(path, context=config.context, quant=config.quant, gpu=gpu))
+    return with_adapters(model, config.adapters) if config.adapters else model
+
+
+def adapter_infos(model: Model) -> tuple[AdapterInfo, ...]:
+    return tuple(AdapterInfo(a.name, a.digest, a.rank, a.path) for a in model.adapters)
+
+
+def _load_encoder(name: str, path: Path, config: EngineConfig) -> LoadedModel:
+    from verbatim.encoder.encoder import EncoderBackend
+    from verbatim.encoder.encoder_load import load_encoder
+    from verbatim.text import tokenizer as text
+
+    model = load_encoder(path, context=config.context)
+    metadata = getattr(model.source, "metadata", None)
+    tokenizer = text.from_directory(path) if metadata is None else text.from_gguf(metadata)
+    tokenizer.fit(model.spec.vocab)
+    separator, embedding, task = None, model.embedding, "embed"
+    if model.spec.scores:
+        pair = tokenizer.pair
+        if pair is None:
+            raise ModelError(
+                "the tokenizer puts nothing between the two texts of a pair, "
+                "which a cross-encoder needs",
+                file=str(path / "tokenizer.json"),
+            )
+        separator = pair.between[0] if pair.typed and model.spec.types > 1 else None
+        # The backend returns one row, the score.
+        embedding, task = EmbeddingSpec("last"), "rerank"
+    return LoadedModel(
+        EncoderBackend(model, config, separator),
+        tokenizer,
+        eos_ids=(),
+        name=name,
+        digest=model.digest,
+        context=model.spec.context,
+        warnings=model.warnings,
+        embedding=embedding,
+        task=task,
+        file=model_info.file_of(path, model.types),
+    )
+
+
+def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
+    """The draft head of `speculate=head:FILE`, or the one that ships with the engine."""
+    from verbatim.model.loading.draft_head import find_head, read_head
+
+    mode, colon, file = config.speculate.partition(":")
+    if mode == "head" and colon and not file:
+        raise ParameterError(
+            "speculate",
+            "'head:' needs a file: head:FILE, or head alone for the one that comes with the model",
+        )
+    return read_head(file, model.spec) if mode == "head" and file else find_head(model)
+
+
+def _load_draft(
+    config: EngineConfig, vocab: int, offline: bool, progress: Progress | None
+) -> tuple[Backend | None, tuple[str, ...]]:
+    """The draft model of `speculate=draft:MODEL`, and its warnings. It must have the target's
+    vocabulary: drafts are token ids."""
+    from verbatim.backend import may_use_gpu, open_backend
+    from verbatim.hub.catalog import resolve
+    from verbatim.model.loading.load import load_model
+
+    mode, _, name = config.speculate.partition(":")
+    if mode != "draft":
+        return None, ()
+    if not name:
+        raise ParameterError("speculate", "'draft' needs a model: draft:MODEL")
+    path = resolve(name, offline=offline, progress=progress)
+    gpu = may_use_gpu(config)
+    try:
+        model = load_model(path, context=config.context, quant=config.quant, gpu=gpu)
+    except ParameterError as error:
+        if error.param != "context":
+            raise
+        # The draft model's context is shorter than requested: beyond it, it drafts nothing.
+        model = load_model(path, quant=config.quant, gpu=gpu)
+    if model.spec.vocab != vocab:
+        raise ParameterError(
+            "speculate",
+            f"the draft model {name} has {model.spec.vocab} tokens and the model {vocab}; "
+            "they must be the same",
+        )
+    return open_backend(model, config), tuple(
+        f"draft model {name}: {line}" for line in model.warnings
+    )
