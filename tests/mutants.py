@@ -64,7 +64,7 @@ AGREES = "parity/test_families.py -k llama"
 MUTANTS = (
     # ---- sampler
     Mutant(
-        "filter-order", "sampling/processors.py", "(TopK(), TopP(),", "(TopP(), TopK(),",
+        "filter-order", "sampling/filters.py", "(TopK(), TopP(),", "(TopP(), TopK(),",
         "sampling/test_sampling_pipeline.py",
     ),
     Mutant(

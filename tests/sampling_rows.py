@@ -8,17 +8,16 @@ import numpy as np
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Drawn, DrawSpec
-from verbatim.sampling.filters import Temperature
 from verbatim.sampling.logprobs import as_row
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
-from verbatim.sampling.processors import BEFORE, FILTER_STAGES
+from verbatim.sampling.processors import STAGES
 from verbatim.sampling.row_state import RowState
 
 
 def processed(logits: np.ndarray, params: SamplingParams, **row: Any) -> RowState:
     """The row after every active stage, before the draw."""
     state = state_of(as_row(logits), make_row(params, **row))
-    for stage in (*BEFORE, Temperature(), *FILTER_STAGES):
+    for stage in STAGES:
         if stage.active(state):
             stage.apply(state)
     return state

@@ -25,6 +25,7 @@ import triton.language as tl
 from cpu_blocks import random_blocks
 from plans import BLOCKS, MARKS, Blocks, ScoredSeq, run, run_alone, run_prompts, same_bits
 
+from filter_values import WEAK
 from overlap_crowd import count_rows, generate_all
 from parity_types import INTERPRETED, interpreted_type
 from verbatim.backend import gpu, gpu_layout, open_backend
@@ -1440,15 +1441,15 @@ ELSEWHERE = {
 }  # fmt: skip
 # Parameters with a value that the device does not support.
 HOST_ONLY: dict[str, object] = {
-    "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35, "xtc_probability": 0.5,
-    "explain": 1,
-    "logprobs": 33, "top_k": 513, "penalty_range": 5,
+    **{name: value for name, value in WEAK.items() if name not in sampling_plan.DEVICE_FILTERS},
+    "dry_multiplier": 0.8, "no_repeat_ngram": 3, "temperature": 1e-35, "explain": 1, "logprobs": 33,
+    "top_k": 513, "penalty_range": 5,
 }  # fmt: skip
 # Parameters that change the plan of the device.
 ON_DEVICE: dict[str, object] = {
     "allowed_token_ids": (1, 2), "banned_token_ids": (7,), "repetition_penalty": 1.1,
-    "frequency_penalty": 0.1, "presence_penalty": 0.1, "top_p": 0.9, "min_p": 0.1, "best_of": 2,
-    "typical_p": 0.9, "top_n_sigma": 1.0, "logit_bias": {3: 1.0},
+    "frequency_penalty": 0.1, "presence_penalty": 0.1, "best_of": 2, "logit_bias": {3: 1.0},
+    **{name: value for name, value in WEAK.items() if name in sampling_plan.DEVICE_FILTERS},
 }  # fmt: skip
 
 
@@ -1472,12 +1473,12 @@ def test_gpu_sampler_classifies_every_sampling_parameter() -> None:
 def random_params(r: random.Random) -> SamplingParams:
     options: dict[str, Any] = {"temperature": r.choice((0.0, 0.3, 0.8, 1.0, 1.7))}
     choices: dict[str, tuple[Any, ...]] = {
+        **{name: FIELDS[name].trials for name in sampling_plan.DEVICE_FILTERS},
         "top_k": (1, 3, 20, 40), "top_p": (0.01, 0.3, 0.9, 0.999), "min_p": (0.001, 0.1, 1.0),
         "repetition_penalty": (1.3, 0.7), "frequency_penalty": (0.4, -0.3),
         "presence_penalty": (0.7, -1.1), "banned_token_ids": ((0, 5, 700),),
         "allowed_token_ids": ((1, 2, 3, 9, 77, 300, 699),), "logprobs": (0, 1, 5), "best_of": (2,),
-        "min_tokens": (30,), "typical_p": (0.1, 0.6, 0.95), "top_n_sigma": (0.3, 1.0, 2.0),
-        "logit_bias": ({0: 4.0, 5: -100.0, 300: 2.5},),
+        "min_tokens": (30,), "logit_bias": ({0: 4.0, 5: -100.0, 300: 2.5},),
     }  # fmt: skip
     for name, values in choices.items():
         if r.random() < 0.3:

@@ -12,14 +12,15 @@ from typing import Any
 
 import pytest
 
+from filter_values import WEAK
 from verbatim import SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.formats.registry import BLOCKS, FORMATS
 
 VOCAB = 49_152
 OPTIONS: dict[str, dict[str, Any]] = {
-    "filters": {"top_p": 0.9, "typical_p": 0.9, "top_n_sigma": 1.0},
-    "list": {"top_k": 8, "typical_p": 0.5, "top_n_sigma": 1.0},
+    "filters": {"top_k": 0},  # and every other filter of the device
+    "list": {"top_k": 8},  # the same
     "bias": {"top_p": 0.9, "logit_bias": {1: 2.0}},
     "counts": {"repetition_penalty": 1.2, "banned_token_ids": (3,), "logprobs": 2},
 }
@@ -49,7 +50,12 @@ def test_the_kernels_of_the_sampler_compile(
     from triton.compiler import ASTSource
 
     from verbatim.backend.cuda.kernels import launch
-    from verbatim.backend.cuda.sampler import device_filters, gpu_sampler, token_counts
+    from verbatim.backend.cuda.sampler import (
+        device_filters,
+        gpu_sampler,
+        sampling_plan,
+        token_counts,
+    )
 
     if launch.INTERPRETED:
         pytest.skip("the kernels of this process are interpreted")
@@ -82,7 +88,9 @@ def test_the_kernels_of_the_sampler_compile(
     for module in (device_filters, gpu_sampler, token_counts):
         monkeypatch.setattr(module, "launch", compile_only)
     sampler = gpu_sampler.GpuSampler(VOCAB, torch.device("cpu"))
-    params = SamplingParams(temperature=1.0, **OPTIONS[name])
+    filters = sampling_plan.DEVICE_FILTERS if "top_k" in OPTIONS[name] else ()
+    options = {filter: WEAK[filter] for filter in filters} | OPTIONS[name]
+    params = SamplingParams(temperature=1.0, **options)
     specs = [DrawSpec(params, i, 1, (1, 2, 3)) for i in range(2)]
     sampler.launch(torch.zeros((2, VOCAB)), specs, [5, 5], [0, 1])
     assert len({key[0] for key in compiled}) >= 5

@@ -8,11 +8,13 @@ import math
 import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 
+from sampling_rows import processed
 from verbatim.base.errors import ParameterError, UnknownParameterError
 from verbatim.base.param_checks import Field
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.sampling.warnings import warnings_for
 
 WRONG_KIND: dict[str, list[Any]] = {
@@ -156,6 +158,20 @@ def test_defaults_are_accepted_without_a_warning() -> None:
         warnings_for(SamplingParams(temperature=0.7, top_p=0.9, max_tokens=10, stop="x", seed=3))
         == ()
     )
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_a_filter_declares_values_for_tests_the_strongest_first(name: str) -> None:
+    rule = FIELDS[name]
+    assert len(rule.trials) >= 3
+    assert rule.slider is not None
+    assert rule.slider[0] <= rule.default <= rule.slider[1]
+    for value in rule.trials:
+        assert getattr(SamplingParams(**{name: value}), name) == value != rule.default
+    row = 4 * np.random.default_rng(1).normal(size=300)
+    left = [len(processed(row, SamplingParams(**{name: value})).ids) for value in rule.trials]
+    assert left == sorted(left)
+    assert left[0] < 300
 
 
 @pytest.mark.parametrize(

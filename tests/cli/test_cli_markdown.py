@@ -92,11 +92,7 @@ def test_blocks(text: str, blocks: list[str], rest: str) -> None:
 def test_tab_completion(tmp_path: object) -> None:
     commands = ["help", "params", "model", "save"]
     assert candidates("/m", "/m", commands, list) == ["/model "]
-    assert candidates("/params top_", "top_", commands, list) == [
-        "top_k=",
-        "top_p=",
-        "top_n_sigma=",
-    ]
+    assert candidates("/params min_", "min_", commands, list) == ["min_tokens=", "min_p="]
     assert candidates("/model sm", "sm", commands, lambda: ["smollm2", "qwen3:0.6b"]) == ["smollm2"]
     assert candidates(f"/save {tmp_path}", str(tmp_path), commands, list) == [f"{tmp_path}/"]
     assert candidates("hello /m", "/m", commands, list) == []

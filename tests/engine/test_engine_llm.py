@@ -17,6 +17,7 @@ import pytest
 from engine_rig import cpu_available, tiny_parts
 
 from eventually import eventually
+from filter_values import WEAK
 from verbatim import LLM, SamplingParams
 from verbatim.backend.gpu_layout import activation_bytes
 from verbatim.base.config import EngineConfig
@@ -832,14 +833,7 @@ FIELDS: list[dict[str, Any]] = [
     {"n": 3},
     {"frequency_penalty": 1.0, "repetition_penalty": 1.2},
     {"dry_multiplier": 1.0, "no_repeat_ngram": 3},
-    {
-        "top_k": 20,
-        "top_p": 0.9,
-        "min_p": 0.01,
-        "typical_p": 0.95,
-        "top_n_sigma": 2.0,
-        "xtc_probability": 0.5,
-    },
+    WEAK,
     {"stop": ["ab"], "min_tokens": 5},
     {
         "logit_bias": {97: 3.0},

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from filter_values import STRONG
 from sampling_rows import bits, make_row, sample, softmax
 from verbatim.base.errors import ParameterError, RequestError
 from verbatim.base.params import SamplingParams
@@ -171,10 +172,7 @@ CHANGES: list[dict[str, Any]] = [
     {"temperature": 2.0},
     {"temperature": 0.0},
     {"top_p": 0.3, "temperature": 1.2},
-    {"top_k": 2},
-    {"min_p": 0.5},
-    {"typical_p": 0.2},
-    {"top_n_sigma": 0.5},
+    *STRONG.values(),
     {"xtc_probability": 1.0, "xtc_threshold": 0.01},
     {"repetition_penalty": 2.0},
     {"frequency_penalty": 1.0, "presence_penalty": 1.0},

@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 
 from eventually import HANG_SECONDS
+from filter_values import STRONG, WEAK
 from sampling_rows import sample
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
@@ -857,15 +858,7 @@ def written(matcher: Matcher, params: SamplingParams, seed: int) -> str:
 
 
 @pytest.mark.parametrize(
-    "setting",
-    [
-        {"temperature": 1.5},
-        {"temperature": 0},
-        {"top_k": 2},
-        {"top_p": 0.3, "xtc_probability": 0.5},
-        {"typical_p": 0.2, "top_n_sigma": 1.0},
-    ],
-    ids=str,
+    "setting", [{"temperature": 1.5}, {"temperature": 0}, *STRONG.values(), WEAK], ids=str
 )
 def test_random_logits_under_a_schema_give_valid_documents(setting: dict[str, Any]) -> None:
     import jsonschema

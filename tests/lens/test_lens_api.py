@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import hashlib
+import re
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,13 @@ def test_the_page_is_small_and_names_its_libraries() -> None:
 
 def test_the_page_lists_every_parameter_and_every_filter() -> None:
     """tests/lens/test_lens_draw.py compares the page's sampler with the stages."""
-    text = {name: (lens.PAGE / name).read_text() for name in ("controls.js", "inspector.js")}
+    stages = re.findall(r"^  (\w+)\(live", (lens.PAGE / "sampler.js").read_text(), re.MULTILINE)
+    assert tuple(stages) == FILTERS
+    text = (lens.PAGE / "controls.js").read_text()
     of_chats = {"thinking_budget"}  # the Lens completes token ids
-    assert {name for name in FIELDS if f'"{name}"' not in text["controls.js"]} == of_chats
-    assert [name for name in FILTERS if f'"{name}"' not in text["inspector.js"]] == []
+    assert {name for name in FIELDS if f'"{name}"' not in text} == of_chats | set(FILTERS)
+    for name in ("controls.js", "inspector.js"):
+        assert "...FILTERS" in (lens.PAGE / name).read_text()
 
 
 def test_files_are_served_with_their_type_and_the_policy(live: Live) -> None:

@@ -11,12 +11,12 @@ import pytest
 from lens_page import MS, report
 from live_server import Live
 
-from verbatim.base.params import FILTERS, SamplingParams
+from filter_values import random_value
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.draw import draw_many, noise_key
-from verbatim.sampling.filters import Temperature
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
-from verbatim.sampling.processors import FILTER_STAGES
+from verbatim.sampling.processors import AFTER
 
 CASES = 100
 
@@ -33,19 +33,9 @@ def page(browser: Any, live: Live) -> Iterator[Any]:
 def random_params(random: np.random.Generator, *, xtc: bool) -> dict[str, float]:
     """Each filter is on in about a third of the cases."""
     params: dict[str, float] = {"temperature": float(random.choice([0.1, 0.3, 0.7, 1.0, 1.3, 2.0]))}
-    ranges: dict[str, Any] = {
-        "top_k": lambda: int(random.integers(1, 300)),
-        "top_p": lambda: float(np.round(random.uniform(0.1, 1), 3)),
-        "min_p": lambda: float(np.round(random.uniform(0, 0.3), 3)),
-        "typical_p": lambda: float(np.round(random.uniform(0.1, 1), 3)),
-        "top_n_sigma": lambda: float(np.round(random.uniform(0.5, 3), 2)),
-    }
-    assert {*ranges, "xtc_probability"} == set(FILTERS), "add a range for each filter"
-    if xtc:
-        ranges["xtc_probability"] = lambda: float(np.round(random.uniform(0.1, 1), 2))
-    for name, value in ranges.items():
-        if random.random() < 0.35:
-            params[name] = value()
+    for name in FILTERS:
+        if random.random() < 0.35 and (xtc or name != "xtc_probability"):
+            params[name] = random_value(name, random.random())
     if "xtc_probability" in params:
         params["xtc_threshold"] = float(np.round(random.uniform(0.001, 0.1), 3))
     return params
@@ -67,7 +57,7 @@ def test_draws_are_equal(page: Any, per_case: int) -> None:
         first = int(random.choice([0, 17, 2**31, 2**33 + 5]))
         spec = DrawSpec(params, key, 1)
         state = state_of(row.astype(np.float64), Row(spec, first))
-        for stage in (Temperature(), *FILTER_STAGES):
+        for stage in AFTER:
             if stage.active(state):
                 stage.apply(state)
         positions = np.arange(first, first + per_case)
@@ -138,8 +128,14 @@ def test_stages_scores_and_leads_are_equal_also_from_256_candidates(page: Any) -
 
 
 def test_the_page_knows_every_filter(page: Any) -> None:
-    names = page.evaluate("async () => (await import('/lens/sampler.js')).FILTERS")
-    assert names == [stage.name for stage in FILTER_STAGES]
+    names, defaults = page.evaluate(
+        """async () => {
+          const { FILTERS, DEFAULTS } = await import("/lens/sampler.js");
+          return [FILTERS, DEFAULTS];
+        }"""
+    )
+    assert names == [stage.name for stage in AFTER[1:]]
+    assert defaults == {n: FIELDS[n].default for n in ("temperature", *FILTERS, "xtc_threshold")}
 
 
 def test_exp_log_and_masses_have_the_same_bits(page: Any) -> None:

@@ -13,7 +13,8 @@ from lens_page import LensPage, api, prompt_ids, report
 from live_server import Live
 
 from eventually import eventually
-from verbatim.base.params import SamplingParams
+from filter_values import WEAK
+from verbatim.base.params import FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.draw import noise_key
 from verbatim.sampling.pipeline import Row, sample_rows
@@ -238,7 +239,6 @@ def check_bar(lens: LensPage, stage: str, shares: list[tuple[int, float]], mass:
     assert shown.removeprefix("≈ ") == percent(mass), stage
 
 
-FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability")
 LIKELY = [203, 62, 238]  # of the first step after lens_page.PROMPT
 
 
@@ -248,7 +248,7 @@ LIKELY = [203, 62, 238]  # of the first step after lens_page.PROMPT
         {"temperature": 0.7, "top_k": 30, "top_p": 0.8, "min_p": 0.1},
         pytest.param({"temperature": 1.3, "min_p": 0.2}, marks=pytest.mark.soak),
         pytest.param({"temperature": 0.4, "top_p": 0.6}, marks=pytest.mark.soak),
-        {"temperature": 0.9, "typical_p": 0.5, "top_n_sigma": 1.5},
+        {"temperature": 0.9, **WEAK, "top_k": 40},
         {"xtc_probability": 1, "xtc_threshold": 0.02, "top_k": 50},
         {"temperature": 0.8, "top_k": 9, "banned_token_ids": LIKELY, "logit_bias": {"100": 6.0}},
         {"repetition_penalty": 1.2, "frequency_penalty": 0.4, "top_p": 0.7},

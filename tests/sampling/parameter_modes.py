@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from filter_values import STRONG
 from verbatim.base.errors import RequestError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Completion
@@ -75,11 +76,7 @@ VALUES: dict[str, dict[str, Any]] = {
         "allowed_token_ids": [32, 97, 99, 116, 104, 101, 100],
     },
     "temperature": {"temperature": 2.5},
-    "top_k": {"top_k": 2},
-    "top_p": {"top_p": 0.2},
-    "min_p": {"min_p": 0.7},
-    "typical_p": {"typical_p": 0.1},
-    "top_n_sigma": {"top_n_sigma": 0.1},
+    **STRONG,
     "xtc_probability": {"xtc_probability": 1.0, "xtc_threshold": 0.02},
     "xtc_threshold": {"xtc_threshold": 0.001, "xtc_probability": 1.0},
     "seed": {"seed": 6},
@@ -263,17 +260,9 @@ def cell(engines: Engines, name: str, mode: str, alone: Any) -> str:
 
 FINE = {"num_beams", "early_stopping", "length_penalty"}  # these may leave the best beam unchanged
 SUBTLE = FINE | {
-    "early_stopping",
-    "length_penalty",
-    "dry_breakers",
-    "dry_range",
-    "dry_base",
-    "include_stop",
-    "min_tokens",
-    "ignore_eos",
-    "on_loop",
+    "dry_breakers", "dry_range", "dry_base", "include_stop", "min_tokens", "ignore_eos", "on_loop",
     "skip_special",
-}
+}  # fmt: skip
 
 
 def mode_table() -> list[list[str]]:
@@ -283,17 +272,7 @@ def mode_table() -> list[list[str]]:
     engines.together(engines.tight, [params_of(values) for values in VALUES.values()])
     for extra in COMBINED.values():
         engines.together(engines.plain, combined(extra))
-    modes = (
-        "single",
-        "batch",
-        "streamed",
-        "n>1",
-        "beam",
-        "grammar",
-        "chunked",
-        "preempted",
-        "speculation",
-    )
+    modes = ("single", "batch", "streamed", *COMBINED, "chunked", "preempted", "speculation")
     rows = [["parameter", *modes]]
     wrong = []
     for name in VALUES:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from sampling_rows import make_row, processed, sample, softmax
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.sampling import draw
 from verbatim.sampling.pipeline import sample_rows
 
@@ -29,16 +29,12 @@ SETTINGS = [
     {"temperature": 0.5},
     {"temperature": 2.0},
     {"temperature": 30.0},
+    *({name: value} for name in FILTERS for value in FIELDS[name].trials),
     {"top_k": 1},
-    {"top_k": 2},
     {"top_k": 7, "temperature": 1.3},
-    {"top_p": 0.5},
     {"top_p": 0.9, "temperature": 0.8},
-    {"min_p": 0.1},
     {"min_p": 0.02, "top_p": 0.95, "top_k": 8},
-    {"typical_p": 0.4},
     {"typical_p": 0.9, "temperature": 1.5},
-    {"top_n_sigma": 1.0},
     {"xtc_probability": 0.5, "xtc_threshold": 0.12},
     {"xtc_probability": 1.0, "xtc_threshold": 0.05, "temperature": 1.2},
     {"repetition_penalty": 1.5, "frequency_penalty": 0.3, "presence_penalty": 0.2},

@@ -4,6 +4,8 @@ candidate."""
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,11 +15,11 @@ from hypothesis import strategies as st
 
 from sampling_rows import bits, make_row, processed, sample, softmax
 from verbatim.base.errors import BackendError
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import BROKEN, NOTHING, DrawSpec, SeqStep
 from verbatim.sampling.logprobs import as_row, score_targets
 from verbatim.sampling.pipeline import rows_of, sample_rows
-from verbatim.sampling.processors import STAGES
+from verbatim.sampling.processors import AFTER, STAGES
 
 RNG = np.random.default_rng(21)
 
@@ -31,8 +33,15 @@ def test_stages_run_in_the_order_of_the_parameter_table() -> None:
         "logit_bias", "structure", "allowed_token_ids", "banned_token_ids", "min_tokens",
         "repetition_penalty", "frequency_penalty", "presence_penalty", "dry_multiplier",
         "no_repeat_ngram",
-        "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
+        "temperature", *FILTERS,
     ]  # fmt: skip
+    text = (Path(__file__).parents[2] / "docs" / "sampling.md").read_text(encoding="utf-8")
+    order = text.partition("## The order")[2].partition("The order is fixed")[0]
+    after = re.findall(r"\w+", order.partition(" temperature\n")[2])
+    assert [s.name for s in AFTER[1:]] == [
+        "xtc_probability" if name == "XTC" else name for name in after[:-1]
+    ]
+    assert after[-1] == "sample"
 
 
 def test_each_stage_acts_on_the_result_of_the_one_before() -> None:
@@ -79,12 +88,7 @@ ALL: list[dict[str, Any]] = [
     {"no_repeat_ngram": 2},
     {"temperature": 0.0},
     {"temperature": 1.7},
-    {"top_k": 5},
-    {"top_p": 0.6},
-    {"min_p": 0.1},
-    {"typical_p": 0.5},
-    {"top_n_sigma": 1.0},
-    {"xtc_probability": 0.5},
+    *({name: value} for name in FILTERS for value in FIELDS[name].trials),
     {"explain": 3},
     {"logprobs": 4, "logprobs_mode": "processed"},
 ]

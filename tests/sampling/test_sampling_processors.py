@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sampling_rows import bits, processed, softmax
-from verbatim.base.params import SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.sampling.dry_breakers import breakers_of
 from verbatim.sampling.penalties import breaker_flags, repeat_lengths
 
@@ -380,14 +380,14 @@ def test_filters_always_leave_one_id_and_never_restore_a_removed_one(data: st.Da
     row = np.array(
         draw(st.lists(st.floats(-50, 50, width=32), min_size=2, max_size=30)), np.float32
     )
+    filters: dict[str, Any] = {"top_k": draw(st.integers(0, 5))}
+    for name in FILTERS[1:]:
+        rule = FIELDS[name]
+        known = st.sampled_from([*rule.trials, rule.default])
+        filters[name] = draw(known | st.floats(rule.low or 1e-9, rule.high))
     params = SamplingParams(
+        **filters,
         temperature=draw(st.sampled_from([1e-300, 1e-6, 0.5, 1.0, 3.0, 100.0])),
-        top_k=draw(st.integers(0, 5)),
-        top_p=draw(st.floats(1e-9, 1.0)),
-        min_p=draw(st.floats(0.0, 1.0)),
-        typical_p=draw(st.floats(1e-9, 1.0)),
-        top_n_sigma=draw(st.floats(0.0, 3.0)),
-        xtc_probability=draw(st.sampled_from([0.0, 1.0])),
         xtc_threshold=draw(st.floats(0.0, 1.0)),
         banned_token_ids=[0],
     )

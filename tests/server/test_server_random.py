@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 from live_server import report
 
+from filter_values import WEAK
+
 pytestmark = pytest.mark.server
 
 TEXTS = [
@@ -45,14 +47,14 @@ ARGUMENTS = [
 ]
 # every value is valid by itself; together they may contradict each other
 FIELDS: dict[str, Any] = {
-    "n": 2, "explain": 2, "receipt": True, "explain_rows": True, "top_k": 5, "top_p": 0.9,
-    "min_p": 0.1, "typical_p": 0.5, "top_n_sigma": 1.5, "best_of": 3, "num_beams": 3,
+    **WEAK, "n": 2, "explain": 2, "receipt": True, "explain_rows": True, "top_k": 5, "best_of": 3,
+    "num_beams": 3,
     "num_return_sequences": 2, "num_beam_groups": 3, "diversity_penalty": 1.0,
     "length_penalty": 2.0, "early_stopping": True, "regex": "[ab]{3,9}", "choice": ["é😀", "abc",
     "ab"], "grammar": 'start: "a"+', "json_schema": {"type": "object", "properties": {"a": {"type":
     "integer"}}}, "stop": ["a", "bc"], "stop_token_ids": [98], "logit_bias": {"65": 5, "97": 8,
     "98": 7}, "banned_token_ids": [1, 2], "allowed_token_ids": [65, 66, 97, 98, 195, 169, 257],
-    "speculate": "ngram", "on_loop": "stop", "xtc_probability": 0.5, "dry_multiplier": 1.0,
+    "speculate": "ngram", "on_loop": "stop", "dry_multiplier": 1.0,
     "no_repeat_ngram": 2, "min_tokens": 2, "ignore_eos": True, "temperature": 0,
     "repetition_penalty": 1.3, "frequency_penalty": 1, "presence_penalty": -1,
     "include_stop": True, "skip_special": False, "logprobs_mode": "processed", "cache_salt": "s",

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from verbatim.base.params import SamplingParams
+from filter_values import random_value
+from verbatim.base.params import FILTERS, SamplingParams
 from verbatim.base.records import Completion
 
 _STRUCTURES: tuple[dict[str, Any], ...] = (
@@ -37,12 +38,7 @@ def random_params(r: random.Random) -> SamplingParams:
         "max_tokens": r.randrange(1, 28),
         "min_tokens": maybe(0.2, 1, 0),
         "temperature": r.choice((0.0, 0.0, 0.3, 0.7, 1.0, 1.5)),
-        "top_k": maybe(0.3, r.randrange(1, 40), 0),
-        "top_p": maybe(0.3, r.uniform(0.2, 1.0), 1.0),
-        "min_p": maybe(0.2, r.uniform(0, 0.2), 0.0),
-        "typical_p": maybe(0.1, r.uniform(0.3, 1.0), 1.0),
-        "top_n_sigma": maybe(0.1, r.uniform(0.5, 3), 0.0),
-        "xtc_probability": maybe(0.1, 0.5, 0.0),
+        **{name: random_value(name, r.random()) for name in FILTERS if r.random() < 0.2},
         "repetition_penalty": maybe(0.2, 1.2, 1.0),
         "frequency_penalty": maybe(0.2, 0.4, 0.0),
         "presence_penalty": maybe(0.2, 0.3, 0.0),

@@ -39,6 +39,8 @@ class Field:
     choices: tuple[Any, ...] = ()
     history: bool = False  # the sampler needs the tokens so far when this differs from its default
     filter: bool = False  # enables a filter after the temperature, so it does nothing at 0
+    slider: tuple[float, float, float] | None = None  # range and step on the page
+    trials: tuple[float, ...] = ()  # values of a filter for tests, the strongest first
 
     @property
     def optional(self) -> bool:

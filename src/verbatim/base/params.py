@@ -74,25 +74,20 @@ class SamplingParams:
     )
     allowed_token_ids: Sequence[int] | None = declared("ids", None, "only these may be sampled")
     banned_token_ids: Sequence[int] = declared("ids", (), "these are never sampled")
+    # low: a smaller divisor makes logits infinite, and their differences NaN
     repetition_penalty: float = declared(
-        "float",
-        1.0,
+        "float", 1.0,
         "divides the positive and multiplies the negative logits of tokens that occurred",
-        low=1e-6,  # a smaller divisor makes logits infinite, and their differences NaN
-        high=10,
-        history=True,
-    )
+        low=1e-6, high=10, history=True, slider=(0.5, 2, 0.01),
+    )  # fmt: skip
     frequency_penalty: float = declared(
-        "float",
-        0.0,
-        "subtracted once for each time the token was generated",
-        low=-2,
-        high=2,
-        history=True,
-    )
+        "float", 0.0, "subtracted once for each time the token was generated",
+        low=-2, high=2, history=True, slider=(-2, 2, 0.05),
+    )  # fmt: skip
     presence_penalty: float = declared(
-        "float", 0.0, "subtracted once if the token was generated", low=-2, high=2, history=True
-    )
+        "float", 0.0, "subtracted once if the token was generated",
+        low=-2, high=2, history=True, slider=(-2, 2, 0.05),
+    )  # fmt: skip
     penalty_range: int = declared(
         "int", 0, "the three penalties look back this many tokens; 0 is all", low=0, high=MOST
     )
@@ -125,53 +120,37 @@ class SamplingParams:
         history=True,
     )
     temperature: float = declared(
-        "float",
-        1.0,
-        "0: always the most likely token; 1: the model's own distribution",
-        low=0,
-        high=100,
-    )
+        "float", 1.0, "0: always the most likely token; 1: the model's own distribution",
+        low=0, high=100, slider=(0, 2, 0.05),
+    )  # fmt: skip
     top_k: int = declared(
-        "int", 0, "keep the k most likely tokens; 0 is off", low=0, high=MOST, filter=True
-    )
+        "int", 0, "keep the k most likely tokens; 0 is off",
+        low=0, high=MOST, filter=True, slider=(0, 256, 1), trials=(2, 40, 300),
+    )  # fmt: skip
     top_p: float = declared(
-        "float",
-        1.0,
-        "keep the fewest tokens with this total probability",
-        above=0,
-        high=1,
-        filter=True,
-    )
+        "float", 1.0, "keep the fewest tokens with this total probability",
+        above=0, high=1, filter=True, slider=(0.01, 1, 0.01), trials=(0.2, 0.5, 0.9),
+    )  # fmt: skip
     min_p: float = declared(
-        "float",
-        0.0,
-        "keep tokens with at least this share of the best token's probability",
-        low=0,
-        high=1,
-        filter=True,
-    )
+        "float", 0.0, "keep tokens with at least this share of the best token's probability",
+        low=0, high=1, filter=True, slider=(0, 0.5, 0.005), trials=(0.7, 0.1, 0.01),
+    )  # fmt: skip
     typical_p: float = declared(
-        "float",
-        1.0,
-        "keep the most typical tokens with this total probability",
-        above=0,
-        high=1,
-        filter=True,
-    )
+        "float", 1.0, "keep the most typical tokens with this total probability",
+        above=0, high=1, filter=True, slider=(0.01, 1, 0.01), trials=(0.1, 0.5, 0.95),
+    )  # fmt: skip
     top_n_sigma: float = declared(
-        "float",
-        0.0,
-        "keep logits within n standard deviations of the best; 0 is off",
-        low=0,
-        high=1000,
-        filter=True,
-    )
+        "float", 0.0, "keep logits within n standard deviations of the best; 0 is off",
+        low=0, high=1000, filter=True, slider=(0, 5, 0.05), trials=(0.1, 1.0, 2.0),
+    )  # fmt: skip
     xtc_probability: float = declared(
-        "float", 0.0, "XTC: chance to remove the top choices; 0 is off", low=0, high=1, filter=True
-    )
+        "float", 0.0, "XTC: chance to remove the top choices; 0 is off",
+        low=0, high=1, filter=True, slider=(0, 1, 0.05), trials=(1.0, 0.5, 0.2),
+    )  # fmt: skip
     xtc_threshold: float = declared(
-        "float", 0.1, "XTC: a top choice is one at least this likely", low=0, high=1
-    )
+        "float", 0.1, "XTC: a top choice is one at least this likely",
+        low=0, high=1, slider=(0, 0.5, 0.01),
+    )  # fmt: skip
     seed: int | None = declared(
         "int",
         None,

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from verbatim.sampling.draw import chance
 from verbatim.sampling.numerics import I64, best, lane_sum, log1, mass_needed, spreads
-from verbatim.sampling.row_state import REMOVED, RowState
+from verbatim.sampling.row_state import REMOVED, RowState, Stage
 
 
 class Temperature:
@@ -149,6 +149,9 @@ class Xtc:
         which = np.ones(len(row.ids), bool)
         which[order[:-1]] = False
         row.keep(which)
+
+
+FILTER_STAGES: tuple[Stage, ...] = (TopK(), TopP(), MinP(), TypicalP(), TopNSigma(), Xtc())
 
 
 def _prefix(mass: I64, order: I64, need: int) -> NDArray[np.bool_]:

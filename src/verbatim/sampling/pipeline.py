@@ -23,14 +23,11 @@ from numpy.typing import NDArray
 
 from verbatim.base.records import BROKEN, NOTHING, Drawn, DrawSpec, SeqStep
 from verbatim.sampling import draw as noise
-from verbatim.sampling.filters import Temperature
 from verbatim.sampling.logprobs import finite_row, log_normaliser, token_logprobs
 from verbatim.sampling.numerics import F64, best, log_mass
-from verbatim.sampling.processors import BEFORE, FILTER_STAGES
+from verbatim.sampling.processors import AFTER, BEFORE
 from verbatim.sampling.record import Recorder
 from verbatim.sampling.row_state import REMOVED, RowState, Stage
-
-_TEMPERATURE = Temperature()
 
 
 class Row(NamedTuple):
@@ -84,7 +81,7 @@ def _sample(raw: F64 | None, row: Row) -> Drawn:
         token, scores = int(np.argmax(state.logits)), None
         processed = state.logits
     else:
-        _run((_TEMPERATURE, *FILTER_STAGES), state, recorder)
+        _run(AFTER, state, recorder)
         winner, g, scores = noise.draw(state.ids, state.d, state.key, state.position)
         token = int(state.ids[winner])
         processed = np.full(len(raw), REMOVED)

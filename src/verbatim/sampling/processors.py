@@ -13,7 +13,7 @@ records what each one removed in the same run.
 
 from __future__ import annotations
 
-from verbatim.sampling.filters import MinP, Temperature, TopK, TopNSigma, TopP, TypicalP, Xtc
+from verbatim.sampling.filters import FILTER_STAGES, Temperature
 from verbatim.sampling.logit_edits import Allowed, Banned, Grammar, LogitBias, MinTokens
 from verbatim.sampling.penalties import Dry, Frequency, NoRepeatNgram, Presence, Repetition
 from verbatim.sampling.row_state import Stage
@@ -22,5 +22,5 @@ BEFORE: tuple[Stage, ...] = (
     LogitBias(), Grammar(), Allowed(), Banned(), MinTokens(),
     Repetition(), Frequency(), Presence(), Dry(), NoRepeatNgram(),
 )  # fmt: skip
-FILTER_STAGES: tuple[Stage, ...] = (TopK(), TopP(), MinP(), TypicalP(), TopNSigma(), Xtc())
-STAGES: tuple[Stage, ...] = (*BEFORE, Temperature(), *FILTER_STAGES)
+AFTER: tuple[Stage, ...] = (Temperature(), *FILTER_STAGES)
+STAGES = (*BEFORE, *AFTER)

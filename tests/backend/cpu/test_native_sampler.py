@@ -12,14 +12,16 @@ import subprocess
 from functools import cache
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from cpu_isas import every_isa
 
+from filter_values import STRONG, WEAK, random_value
 from verbatim.base.errors import ParameterError
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.logprobs import score_targets
 from verbatim.sampling.pipeline import Row, sample_rows
@@ -33,15 +35,13 @@ def random_row(r: random.Random, vocab: int) -> Row | None:
         return value if r.random() < chance else default
 
     ids = [r.randrange(vocab) for _ in range(4)]
+    filters: Any = {name: random_value(name, r.random()) for name in FILTERS if r.random() < 0.35}
+    if "top_k" in filters:
+        filters["top_k"] = r.choice((r.randrange(1, 200), r.randrange(1, vocab + 2)))
     try:
         params = SamplingParams(
             temperature=r.choice((0.0, 1e-300, 1e-30, 1e-3, 0.3, 1.0, 1.0, 1.5, 9.0, 100.0)),
-            top_k=maybe(0.4, r.choice((r.randrange(1, 200), r.randrange(1, vocab + 2))), 0),
-            top_p=maybe(0.4, r.uniform(0.001, 1.0), 1.0),
-            min_p=maybe(0.3, r.random() ** 3, 0.0),
-            typical_p=maybe(0.3, r.uniform(0.001, 1.0), 1.0),
-            top_n_sigma=maybe(0.3, r.uniform(0.01, 3.0), 0.0),
-            xtc_probability=maybe(0.3, r.random(), 0.0),
+            **filters,
             xtc_threshold=r.uniform(0, 0.3),
             repetition_penalty=maybe(0.3, r.uniform(0.7, 1.5), 1.0),
             frequency_penalty=maybe(0.3, r.uniform(-2, 2), 0.0),
@@ -130,8 +130,7 @@ def test_draws_have_the_same_bits_as_the_specification(isa: str) -> None:
 
 def one_stage(r: random.Random) -> dict[str, Any]:
     return r.choice((
-        {"top_k": r.randrange(1, 60)}, {"top_p": r.random() ** 0.3}, {"min_p": r.random() ** 2},
-        {"typical_p": r.random() ** 0.3}, {"top_n_sigma": r.uniform(0.1, 2.0)},
+        *({name: random_value(name, r.random())} for name in FILTERS),
         {"xtc_probability": 1.0, "xtc_threshold": r.uniform(0.0, 0.05)},
         {"repetition_penalty": r.uniform(0.7, 1.5)}, {"frequency_penalty": r.uniform(-2, 2)},
         {"presence_penalty": r.uniform(-2, 2)},
@@ -199,7 +198,7 @@ LARGE: list[dict[str, Any]] = [
         "top_k": 50, "top_p": 0.95, "min_p": 0.02, "repetition_penalty": 1.1,
         "frequency_penalty": 0.2,
     },
-    {"top_k": 60_000, "typical_p": 0.5}, {"top_n_sigma": 1.0, "xtc_probability": 1.0},
+    {"top_k": 60_000, "typical_p": 0.5}, *STRONG.values(), WEAK,
     {"xtc_probability": 1.0, "logprobs": 3}, {"logprobs": 1000},
     {"logprobs": 5, "logprobs_mode": "processed", "temperature": 2.0},
     {"temperature": 0.0, "logprobs": 2},
@@ -305,10 +304,10 @@ def test_a_row_that_is_not_finite_is_an_error_and_a_fully_masked_row_draws_minus
 
 def test_the_kernel_accepts_the_ends_of_every_parameter_range() -> None:
     """A value that SamplingParams allows and the kernel cannot hold would end the engine."""
-    from verbatim.backend.cpu.sampler import _SAME
+    from verbatim.backend.cpu.sampler import NativeSampler
 
     logits = np.random.default_rng(2).normal(size=(1, 50)).astype(np.float32)
-    for name in _SAME:
+    for name in NativeSampler(native, None).same:
         for end in (FIELDS[name].low, FIELDS[name].high):
             if end is not None:
                 params = SamplingParams.from_mapping(
@@ -360,7 +359,7 @@ def serialise(logits: np.ndarray, row: Row) -> bytes:
         return struct.pack("<q", len(values)) + np.asarray(values, kind).tobytes()
 
     floats = (
-        p.temperature, p.top_p, p.min_p, p.typical_p, p.top_n_sigma, p.xtc_probability,
+        p.temperature, *(getattr(p, name) for name in FILTERS if name != "top_k"),
         p.xtc_threshold, p.repetition_penalty, p.frequency_penalty, p.presence_penalty,
         p.dry_multiplier, p.dry_base,
     )  # fmt: skip
@@ -438,18 +437,9 @@ def test_the_sampler_does_not_access_memory_out_of_bounds(isa: str, tmp_path: Pa
     if compiler is None:
         pytest.skip("needs g++")
     wide = [
-        f"-m{f}"
-        for f in (
-            "avx2",
-            "fma",
-            "f16c",
-            "avx512f",
-            "avx512bw",
-            "avx512vl",
-            "avx512dq",
-            "avx512vnni",
-        )
-    ]
+        "-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq",
+        "-mavx512vnni",
+    ]  # fmt: skip
     arm = "-march=armv8.2-a+dotprod+fp16"
     sets = {
         "scalar": [],
@@ -469,18 +459,18 @@ def test_the_sampler_does_not_access_memory_out_of_bounds(isa: str, tmp_path: Pa
     check_program([build(compiler, flags, tmp_path)], cases=300, seed=22)
 
 
-def test_a_parameter_without_a_native_kernel_is_sampled_by_the_pipeline(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A new parameter that no list of backend/cpu/sampler.py names must not be ignored."""
-    from verbatim.backend.cpu import sampler
+def test_a_parameter_without_a_native_kernel_is_sampled_by_the_pipeline() -> None:
+    """A new parameter that the native SampleParams does not have must not be ignored."""
+    from verbatim.backend.cpu.sampler import NativeSampler
 
+    sampler = NativeSampler(native, None)
     # penalty_range is rare (Ollama's repeat_last_n); explain needs every stage in Python
-    only = [name for name, _ in sampler._PIPELINE_ONLY]
+    only = [name for name, _ in sampler.pipeline_only]
     assert only == ["penalty_range", "explain"], "add a native kernel"
     assert not sampler.needs_pipeline(SamplingParams(min_p=0.2))
     assert sampler.needs_pipeline(SamplingParams(explain=1))
-    monkeypatch.setattr(sampler, "_PIPELINE_ONLY", (("min_p", 0.0),))
+    known = {name: None for name in dir(native.SampleParams) if name != "min_p"}
+    older = SimpleNamespace(SampleParams=SimpleNamespace(**known))
     logits = np.log(np.array([[0.5, 0.3, 0.2]], np.float32))
     row = Row(DrawSpec(SamplingParams(min_p=0.9), 1, 0), 0)
 
@@ -490,4 +480,4 @@ def test_a_parameter_without_a_native_kernel_is_sampled_by_the_pipeline(
         def logits(self) -> np.ndarray:
             return logits
 
-    assert sampler.NativeSampler(native, Engine()).draw([row])[0].token == 0
+    assert NativeSampler(older, Engine()).draw([row])[0].token == 0

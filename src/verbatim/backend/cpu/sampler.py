@@ -15,15 +15,8 @@ from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import BROKEN, Drawn, DrawSpec, TokenLogprob
 from verbatim.sampling.pipeline import Row, sample_rows
 
-# fields of SamplingParams that the native SampleParams has under the same name and meaning
 # fmt: off
-_SAME = (
-    "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability",
-    "xtc_threshold", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "no_repeat_ngram",
-    "min_tokens",
-)
-# fields that _build converts
+# fields of SamplingParams that _build converts
 _CONVERTED = (
     "logprobs", "logprobs_mode", "logit_bias", "allowed_token_ids", "banned_token_ids",
     "dry_breakers", "best_of",
@@ -36,19 +29,8 @@ _ELSEWHERE = (
     "adapter", "cache_salt", "thinking_budget", "output_prefix", *STRUCTURE,
 )
 # fmt: on
-# All other fields, with the default that leaves them off: rows that set one go to the pipeline, so
-# a new sampling parameter takes effect before it has a native kernel.
-_PIPELINE_ONLY = tuple(
-    (name, rule.default)
-    for name, rule in FIELDS.items()
-    if name not in {*_SAME, *_CONVERTED, *_ELSEWHERE}
-)
 _BROKEN_ROW = "not finite"  # part of the native error of a row with NaN or infinity
 _MAX_CACHED = 512  # requests whose native parameters are cached; a full cache is cleared
-
-
-def needs_pipeline(params: SamplingParams) -> bool:
-    return any(getattr(params, name) != default for name, default in _PIPELINE_ONLY)
 
 
 class NativeSampler:
@@ -58,14 +40,23 @@ class NativeSampler:
     def __init__(self, native: Any, engine: Any) -> None:
         self._native = native
         self._engine = engine
+        others = [name for name in FIELDS if name not in {*_CONVERTED, *_ELSEWHERE}]
+        # fields that the native SampleParams has under the same name and meaning
+        self.same = [name for name in others if hasattr(native.SampleParams, name)]
+        # The rest, with the default that leaves it off: rows that set one go to the pipeline, so a
+        # new sampling parameter takes effect before it has a native kernel.
+        self.pipeline_only = [(n, FIELDS[n].default) for n in others if n not in self.same]
         self._cache: dict[tuple[int, tuple[int, ...], int], tuple[DrawSpec, Any]] = {}
+
+    def needs_pipeline(self, params: SamplingParams) -> bool:
+        return any(getattr(params, name) != default for name, default in self.pipeline_only)
 
     def draw(self, rows: Sequence[Row], first: int = 0) -> list[Drawn]:
         """Sample rows[i] from row first + i of the engine's logits.
 
         Rows without a native kernel go to the pipeline; all other rows stay in one native call."""
         native_rows = [
-            None if row.spec.beam or needs_pipeline(row.spec.params) else self.native_row(row)
+            None if row.spec.beam or self.needs_pipeline(row.spec.params) else self.native_row(row)
             for row in rows
         ]
         fallback = [i for i, row in enumerate(native_rows) if row is None]
@@ -114,7 +105,7 @@ class NativeSampler:
 
     def _build(self, p: SamplingParams, spec: DrawSpec) -> Any:
         out = self._native.SampleParams()
-        for name in _SAME:
+        for name in self.same:
             setattr(out, name, getattr(p, name))
         out.logprobs = p.logprobs or 0
         out.report = p.wants_logprob

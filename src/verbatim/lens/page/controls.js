@@ -3,10 +3,11 @@
 
 import { html, nothing } from "./vendor/lit-html.js";
 import { LENS } from "./run.js";
+import { FILTERS } from "./sampler.js";
 import { changed, state } from "./store.js";
 
 const GROUPS = {
-  Distribution: ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability", "xtc_threshold", "seed"],
+  Distribution: ["temperature", ...FILTERS, "xtc_threshold", "seed"],
   "Length and stops": ["max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop"],
   "Penalties and bans": ["repetition_penalty", "frequency_penalty", "presence_penalty", "penalty_range", "no_repeat_ngram", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "logit_bias", "allowed_token_ids", "banned_token_ids"],
   Structure: ["json_schema", "regex", "grammar", "choice"],
@@ -15,13 +16,6 @@ const GROUPS = {
 };
 // The page sets these itself.
 const OWN = ["explain", "receipt", "logprobs", "prompt_logprobs", "output_prefix"];
-const SLIDERS = {
-  temperature: [0, 2, 0.05], top_p: [0.01, 1, 0.01], min_p: [0, 0.5, 0.005], typical_p: [0.01, 1, 0.01],
-  top_n_sigma: [0, 5, 0.05], xtc_probability: [0, 1, 0.05], xtc_threshold: [0, 0.5, 0.01],
-  top_k: [0, 256, 1], repetition_penalty: [0.5, 2, 0.01], frequency_penalty: [-2, 2, 0.05],
-  presence_penalty: [-2, 2, 0.05],
-};
-export const sliderRange = (name) => SLIDERS[name];
 
 const valueOf = (name) =>
   state.params[name] ?? LENS[name] ?? state.info.parameters[name].default;
@@ -114,7 +108,7 @@ function input(name, rule) {
 }
 
 function control(name) {
-  const rule = state.info.parameters[name], range = SLIDERS[name];
+  const rule = state.info.parameters[name], range = rule?.slider;
   if (!rule) return nothing;
   const wrong = state.trouble?.param === name;
   return html`<div class="control ${wrong ? "wrong" : ""}" title=${rule.help}>

@@ -3,15 +3,15 @@
 
 import { html, nothing } from "./vendor/lit-html.js";
 import { count, number, percent } from "./format.js";
-import { DEFAULTS, sample } from "./sampler.js";
+import { DEFAULTS, FILTERS, sample } from "./sampler.js";
 import { exp } from "./numerics.js";
 import { state } from "./store.js";
 
 // titles of the stages that are no parameter, or better known by another name
 export const TITLES = {
+  ...Object.fromEntries(FILTERS.map((name) => [name, name.replaceAll("_", "-")])),
   raw: "softmax of the logits", structure: "grammar", min_tokens: "minimum length", dry_multiplier: "DRY",
-  no_repeat_ngram: "no repeated n-gram", top_k: "top-k", top_p: "top-p", min_p: "min-p", typical_p: "typical-p",
-  top_n_sigma: "top-n-sigma", xtc_probability: "XTC",
+  no_repeat_ngram: "no repeated n-gram", xtc_probability: "XTC",
 };
 const SEGMENTS = 24;
 

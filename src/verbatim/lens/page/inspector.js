@@ -1,16 +1,14 @@
 // The chosen step: the loop, its candidates, sliders that redraw with the same noise, the funnel.
 
 import { html, nothing } from "./vendor/lit-html.js";
-import { sliderRange } from "./controls.js";
 import { count, number, percent } from "./format.js";
 import { draw, logprobOf, settingsOf, sideBySide, stages, TITLES } from "./funnel.js";
 import { keyFromHex, noiseKey, noiseOf } from "./noise.js";
 import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
-import { sample } from "./sampler.js";
+import { FILTERS, sample } from "./sampler.js";
 import { changed, current, isRunning, select, state } from "./store.js";
 import { play } from "./tiles.js";
 
-const SLIDERS = ["temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
 // Stages before the temperature need the whole history: the server runs them, the page draws.
 const PENALTIES = { repetition_penalty: 1, frequency_penalty: 0, presence_penalty: 0 };
 const ownOf = (params) => ({ ...settingsOf(params), ...Object.fromEntries(Object.entries(PENALTIES).map(([name, off]) => [name, params[name] ?? off])) });
@@ -143,8 +141,8 @@ function sliders(branch, index, step) {
   return html`<section class="card" aria-label="what if">
     <h2>What if? <small>the same logits, the same noise</small></h2>
     <div class="sliders">
-      ${[...SLIDERS, ...(state.offline ? [] : Object.keys(PENALTIES))].map((name) => {
-        const [low, high, by] = sliderRange(name);
+      ${["temperature", ...FILTERS, ...(state.offline ? [] : Object.keys(PENALTIES))].map((name) => {
+        const [low, high, by] = state.info.parameters[name].slider;
         return html`<label class=${name in state.whatIf ? "moved" : ""}><span>${name} <output>${settings[name]}</output></span>
           <input type="range" data-what=${name} aria-label=${name} min=${low} max=${high} step=${by} .value=${String(settings[name])}
             @input=${(e) => whatIf(name, Number(e.target.value))} /></label>`;

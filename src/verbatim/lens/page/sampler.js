@@ -8,8 +8,6 @@
 import { allNoise, chance, keyFromHex } from "./noise.js";
 import { ExactSum, exp, logMass, logOfShare, massNeeded, massOf, spreadOf } from "./numerics.js";
 
-export const FILTERS = ["top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"];
-
 const EDGE = 1e-9; // logits; a bin's bounds are widened by it against rounding
 const LEADERS = 6; // candidates of largest score in a result
 const SHOWN = 6; // most likely candidates in a result
@@ -165,6 +163,7 @@ function prefix(masses, need) {
   return 0;
 }
 
+// One function per filter, in the order in which they run; false: the filter is off.
 const STAGES = {
   top_k(live, { top_k }) {
     if (!(top_k > 0 && top_k < live.left)) return false;
@@ -233,6 +232,8 @@ const STAGES = {
     return true;
   },
 };
+
+export const FILTERS = Object.keys(STAGES);
 
 export const DEFAULTS = {
   temperature: 1, top_k: 0, top_p: 1, min_p: 0, typical_p: 1, top_n_sigma: 0,

@@ -113,6 +113,11 @@ export function restore(data, { offline }) {
     current: data.current, selected: data.selected, colour: data.colour, other: null, proof: null, trouble: null,
     whatIf: {}, turns: [], offline,
   });
-  if (offline) Object.assign(state, { info: data.info, vocab: Vocab.fromSaved(data.vocab) });
+  if (offline) {
+    // a run of an older version says nothing of sliders
+    const here = state.info?.parameters, rules = Object.entries(data.info.parameters);
+    const parameters = Object.fromEntries(rules.map(([name, rule]) => [name, { slider: here?.[name]?.slider, ...rule }]));
+    Object.assign(state, { info: { ...data.info, parameters }, vocab: Vocab.fromSaved(data.vocab) });
+  }
   changed();
 }

@@ -349,7 +349,7 @@ class GpuSampler:
     ) -> None:
         best = self._best_ids(x, row_max, shapes, table.list_k, False)
         chunks = triton.cdiv(self.vocab, CHUNK)
-        moments = shapes  # an unused pointer without top_n_sigma
+        moments = shapes  # an unused pointer, if no row filters by sigma
         if table.sigma:
             moments = device_filters.chunk_sums(
                 x, row_max, shapes, best.list_k, moments=True

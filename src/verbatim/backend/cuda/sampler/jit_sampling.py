@@ -11,8 +11,7 @@ import triton.language as tl
 
 from verbatim.backend.cuda.sampler.jit_numerics import gumbel64, gumbel_noise, mass_of
 
-# `shapes` has SHAPES float64 values per row: temperature, top_p, log(min_p) (-inf without min_p),
-# typical_p (1 without), top_n_sigma (0 without)
+# `shapes` has SHAPES float64 values per row: sampling_plan.RowShape
 SHAPES: tl.constexpr = tl.constexpr(5)
 LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of float32; a removed id is -inf
 

@@ -22,11 +22,24 @@ MAX_TOP_K = 512
 MAX_LOGPROBS = 32  # alternatives that the device reports
 COLUMNS = 6  # int32 values per row, see jit_sampling.chunk_top2 and jit_list.draw_from_list
 POSITIONS = 2  # the column of the rows' positions
-SHAPES = 5  # float64 values per row, see jit_sampling.SHAPES
 NO_PENALTIES = (1.0, 0.0, 0.0)  # repetition, frequency, presence
 # Filters without a kernel, with the default that leaves them off: the host samples rows with one.
 DEVICE_FILTERS = ("top_k", "top_p", "min_p", "typical_p", "top_n_sigma")
 HOST_FILTERS = tuple((name, FIELDS[name].default) for name in FILTERS if name not in DEVICE_FILTERS)
+
+
+class RowShape(NamedTuple):
+    """The temperature and the filters of a row, which kernels read by place: one line of `shapes`
+    [rows, SHAPES] float64. The defaults are off."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    log_min_p: float = -np.inf
+    typical_p: float = 1.0
+    top_n_sigma: float = 0.0
+
+
+SHAPES = len(RowShape._fields)
 
 
 class RowPlan(NamedTuple):
@@ -36,12 +49,8 @@ class RowPlan(NamedTuple):
     slack: float = -1.0
     list_k: int = 0  # ids to collect in a list; 0: draw from all ids
     open: bool = False  # a filter without top-k; device_filters.py removes ids first
-    temperature: float = 1.0
-    top_k: int = 0  # filters of a draw from the list
-    top_p: float = 1.0
-    log_min_p: float = -np.inf
-    typical_p: float = 1.0
-    top_n_sigma: float = 0.0
+    top_k: int = 0  # of a draw from the list
+    shape: RowShape = RowShape()
     biased: bool = False  # logit_bias
     penalties: tuple[float, float, float] | None = None  # repetition, frequency, presence
     bans: bool = False  # allowed_token_ids or banned_token_ids
@@ -78,17 +87,13 @@ def row_plan(p: SamplingParams) -> RowPlan | None:
         or p.top_k > MAX_TOP_K
     ):
         return None
-    plan = plan._replace(
-        temperature=p.temperature,
-        top_p=p.top_p,
-        log_min_p=log_of_share(p.min_p) if p.min_p else -np.inf,
-        typical_p=p.typical_p,
-        top_n_sigma=p.top_n_sigma,
-    )
+    log_min_p = log_of_share(p.min_p) if p.min_p else -np.inf
+    shape = RowShape(p.temperature, p.top_p, log_min_p, p.typical_p, p.top_n_sigma)
+    plan = plan._replace(shape=shape)
     if p.top_k:
         return plan._replace(slack=np.inf, list_k=p.top_k, top_k=p.top_k)
-    filtered = p.top_p < 1.0 or p.min_p or p.typical_p < 1.0 or p.top_n_sigma
-    return plan._replace(scale=1.0 / p.temperature, slack=SLACK, open=bool(filtered))
+    filtered = shape[1:] != RowShape()[1:]
+    return plan._replace(scale=1.0 / p.temperature, slack=SLACK, open=filtered)
 
 
 class Bias(NamedTuple):
@@ -115,7 +120,7 @@ class RowTable(NamedTuple):
     specs: Sequence[DrawSpec]
     plans: Sequence[RowPlan | None]  # None: the host samples the row
     columns: np.ndarray  # [COLUMNS, rows] int32; POSITIONS are left empty
-    shapes: np.ndarray  # [rows, SHAPES] float64, see jit_sampling.SHAPES
+    shapes: np.ndarray  # [rows, SHAPES] float64: each row's RowShape
     bias: Bias | None
     filtered: FilterRows | None
     masked: bool  # bans or min_tokens may exclude ids
@@ -124,7 +129,7 @@ class RowTable(NamedTuple):
     from_all: bool  # a row draws from all ids
     noise: bool  # such a row is not an argmax
     list_k: Sequence[int]
-    sigma: bool  # a row with a list has top_n_sigma
+    sigma: bool  # a row with a list filters by sigma
     logprobs: Sequence[int]  # alternatives to report per row; -1: none
 
 
@@ -136,15 +141,11 @@ def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> Row
         np.array([(plan.scale, plan.slack) for plan in some], np.float32).view(np.int32).T
     )
     columns[5] = [plan.top_k for plan in some]
-    shapes = np.array([
-        (plan.temperature, plan.top_p, plan.log_min_p, plan.typical_p, plan.top_n_sigma)
-        for plan in some
-    ])  # fmt: skip
     return RowTable(
         specs,
         plans,
         columns,
-        shapes,
+        np.array([plan.shape for plan in some]),
         bias_of(specs, some),
         filter_rows(some),
         masked=any(plan.bans for plan in some) or any(spec.withheld for spec in specs),
@@ -153,7 +154,7 @@ def row_table(specs: Sequence[DrawSpec], plans: Sequence[RowPlan | None]) -> Row
         from_all=any(not plan.list_k for plan in some),
         noise=any(plan.scale for plan in some),
         list_k=[plan.list_k for plan in some],
-        sigma=any(plan.list_k and plan.top_n_sigma for plan in some),
+        sigma=any(plan.list_k and plan.shape.top_n_sigma for plan in some),
         logprobs=[plan.logprobs for plan in some],
     )
 
@@ -164,10 +165,10 @@ def filter_rows(plans: Sequence[RowPlan]) -> FilterRows | None:
     sigma = False
     for row, plan in enumerate(plans):
         if plan.open:
-            top_p, typical = plan.top_p < 1.0, plan.typical_p < 1.0
-            sums = top_p or typical or plan.top_n_sigma > 0.0
-            flags[:, row] = 1, sums, top_p, typical
-            sigma = sigma or plan.top_n_sigma > 0.0
+            top_p, typical = plan.shape.top_p < 1.0, plan.shape.typical_p < 1.0
+            by_sigma = plan.shape.top_n_sigma > 0.0
+            flags[:, row] = 1, top_p or typical or by_sigma, top_p, typical
+            sigma = sigma or by_sigma
     if not flags[0].any():
         return None
     return FilterRows(flags, bool(flags[2].any()), bool(flags[3].any()), sigma)

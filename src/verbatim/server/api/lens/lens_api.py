@@ -80,6 +80,7 @@ async def info(call: RequestContext) -> Response:
             "high": rule.high,
             "above": rule.above,
             "choices": list(rule.choices),
+            "slider": rule.slider,
         }
         | (
             {"default": supplied[name]["value"], "origin": supplied[name]["origin"]}

@@ -7,7 +7,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verbatim.base.json_io import JsonObject
-from verbatim.base.params import FIELDS
+from verbatim.base.migration_hints import hints
+from verbatim.base.params import FIELDS, FILTERS
 from verbatim.server.api.common.field_rules import (
     ADD_PROMPT,
     CACHE_PROMPT,
@@ -43,8 +44,8 @@ from verbatim.server.api.common.schemas import (
 
 # llama.cpp's name -> ours, where the value is passed on unchanged
 _SAME = (
-    *("temperature", "top_p", "min_p", "typical_p", "top_n_sigma", "xtc_probability"),
-    *("xtc_threshold", "presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base"),
+    *("temperature", *(name for name in FILTERS if name != "top_k"), "xtc_threshold"),
+    *("presence_penalty", "frequency_penalty", "dry_multiplier", "dry_base"),
     *("dry_allowed_length", "ignore_eos", "json_schema", "grammar"),
 )
 _PARAMS = {name: name for name in _SAME} | {
@@ -88,9 +89,7 @@ class LlamaCompletion(taking(_PARAMS, WithTopK)):  # type: ignore[misc]
     id_slot: Int64 | None = ignored("the scheduler has no slots to choose from", -1)
     n_keep: Int64 | None = ignored("the server never truncates a prompt")
     samplers: Refused = refused("the order of the samplers is fixed (docs/sampling.md)")
-    mirostat: Literal[0] | None = refused(
-        "this sampler does not exist here; min_p, typical_p and top_n_sigma do", 0
-    )
+    mirostat: Literal[0] | None = refused(hints("parameters")["mirostat"], 0)
     mirostat_tau: Number | None = ignored("there is no mirostat")
     mirostat_eta: Number | None = ignored("there is no mirostat")
     dynatemp_range: Unchecked | None = refused("the temperature is fixed", 0, 0.0)
