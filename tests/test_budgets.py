@@ -23,37 +23,37 @@ SRC = ROOT / "src" / "verbatim"
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
     "": 168,
-    "backend": 8849,
-    "base": 2521,
+    "backend": 8861,
+    "base": 2515,
     "bench": 856,
-    "cli": 6974,
+    "cli": 6983,
     "convert": 757,
     "diagnose": 2688,
     "encoder": 918,
-    "engine": 5891,
+    "engine": 5889,
     "explain": 895,
     "files": 1517,
-    "formats": 2305,
+    "formats": 2304,
     "grammar": 3808,
     "hub": 1100,
     "lens": 44,
     "lora": 704,
-    "model": 2758,
-    "model/families": 4754,
+    "model": 2765,
+    "model/families": 4737,
     "observe": 820,
     "sampling": 1518,
     "scale": 2216,
     "schedule": 1999,
-    "server": 12992,
+    "server": 12995,
     "speculate": 1084,
     "testing": 652,
     "text": 4437,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73225, "tests": 63147, "docs": 9454}
-ANY = 1394  # uses of Any in src
-LONG_FUNCTIONS, MEDIAN_FUNCTION = 20, 7  # functions of src over 50 lines; lines of the median
+TOTALS = {"src": 73230, "tests": 63172, "docs": 9501}
+ANY = 1386  # uses of Any in src
+LONG_FUNCTIONS, MEDIAN_FUNCTION = 19, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
@@ -63,17 +63,14 @@ WIDE: dict[str, int] = {
     "backend/cuda/backend.py": 25,
     "cli/commands/convert.py": 20,
     "cli/lib/doctor_model.py": 19,
-    "engine/core.py": 21,
-    "engine/loaded_model.py": 19,
-    "engine/loading/engine_setup.py": 17,
     "scale/deploy.py": 19,
 }
 
 # Most files that name one thing: what the next thing of its kind would touch.
-SPREAD = {"glm4": 9, "q5_k": 17, "top_n_sigma": 33, "warm_up": 10}
+SPREAD = {"glm4": 8, "q5_k": 8, "top_n_sigma": 13, "warm_up": 10}
 
 # Pages of docs/extend -> most files that their walk names: what adding one thing touches.
-WALKS = {"family": 8, "format": 6, "sampler": 13, "setting": 5, "route": 8}
+WALKS = {"family": 8, "format": 5, "sampler": 9, "setting": 5, "route": 8}
 FILE = re.compile(r"[\w/]+\.(?:py|cpp|h|js|html)\b")
 
 # Folders of a package -> folders or modules of the same package that they must not import.
