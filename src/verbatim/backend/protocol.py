@@ -30,7 +30,7 @@ class BackendInfo:
     weight_bytes: int  # weight bytes read per decode step, every expert counted
     kv_token_bytes: int  # KV cache bytes per token, all layers
     note: str = ""  # why backend=auto does not use the GPU of this machine
-    expert_bytes: int = 0  # of weight_bytes: all experts, of which a step reads a share
+    expert_bytes: int = 0  # share of weight_bytes: all experts, of which a step reads a few
 
 
 class Backend(Protocol):

@@ -246,7 +246,7 @@ class Delta:
     explain: tuple[dict[str, Any], ...] = ()
     finish: Finish | None = None
     reasoning: str = ""  # a piece of the thought of a reasoning model; `text` is the answer
-    reasoning_tokens: int = 0  # of token_ids, those of the thought
+    reasoning_tokens: int = 0  # share of token_ids
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,7 +317,7 @@ class Choice:
     reasoning: str = ""  # the thought of a reasoning model; `text` is the answer without it
     # text of each token, if logprobs were asked for; U+FFFD where a token ends inside a character
     pieces: tuple[str, ...] = ()
-    json_schema: str | None = field(default=None, repr=False)  # of the request
+    json_schema: str | None = field(default=None, repr=False)  # request's schema
 
     @property
     def finish_reason(self) -> FinishReason:

@@ -49,12 +49,12 @@ class Plan:
     fits: bool | None  # None: the memory size is unknown
     room_tokens: float | None  # tokens of KV cache beside the weights
     room_sequences: int | None
-    prefill: Bound  # of one prompt
+    prefill: Bound  # one prompt's
     decode_empty: Bound  # one step of the batch at context 0
     decode: Bound  # one step of the batch at the whole context
     compute_bound_empty: int | None  # batch from which decode is compute-bound; None: never
     compute_bound: int | None
-    decode_share: float  # of the time of one batch of requests
+    decode_share: float  # fraction of the time of one batch of requests
     input_price: float | None  # per million tokens, in the currency of the price
     output_price: float | None
 

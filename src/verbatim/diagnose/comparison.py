@@ -42,7 +42,7 @@ class Outcome:
     diversity: float  # distinct 2-grams of all outputs together
     loops: int  # outputs that end in a loop
     same: int  # prompts whose tokens equal those of the first setting
-    seconds: float  # of the whole batch
+    seconds: float  # time of the whole batch
     finish: tuple[str, ...]
     seeds: tuple[int, ...]
     fingerprint: str

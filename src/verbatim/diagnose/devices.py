@@ -25,7 +25,7 @@ class Device:
     memory: float | None  # bytes; None: unknown
     count: int = 1
     kind: str = "data sheet"  # where the numbers come from
-    unit: str = "FLOPS"  # of the peak: FLOPS (half precision) or int8 OPS
+    unit: str = "FLOPS"  # unit of the peak: FLOPS (half precision) or int8 OPS
     cuda: bool = False  # a GPU of the cuda backend, which keeps weights in its own layout
 
     @property

@@ -65,7 +65,7 @@ class Footprint:
     params: int
     weight_bytes: float  # in memory
     step_bytes: float  # read by every decode step, experts not counted
-    expert_bytes: float  # of all experts
+    expert_bytes: float  # all experts
     experts: int
     experts_used: int
     kv_type: str

@@ -43,7 +43,7 @@ class EncoderSpec:
     norm_eps: float = 1e-12
     activation: Literal["gelu", "gelu_tanh", "silu", "relu"] = "gelu"
     gated: bool = False  # down(act(gate(x)) * up(x)); False: down(act(up(x)))
-    bias: bool = True  # of every linear layer
+    bias: bool = True  # every linear layer has one
     scores: bool = False  # a cross-encoder: the first state becomes one relevance score
     score_activation: Literal["sigmoid", "identity"] = "sigmoid"
 
@@ -97,7 +97,7 @@ class EncoderModel:
     spec: EncoderSpec
     weights: dict[str, np.ndarray] = field(repr=False)
     source: GGUFFile | SafetensorsDir = field(repr=False)
-    digest: str  # of the file and the options; part of the fingerprint
+    digest: str  # hash of the file and the options; part of the fingerprint
     embedding: EmbeddingSpec
     types: dict[str, int] = field(default_factory=dict)  # parameters by type in the file
     warnings: tuple[str, ...] = ()

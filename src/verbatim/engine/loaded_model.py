@@ -66,7 +66,7 @@ class AdapterInfo:
     """A loaded LoRA adapter. Its place in LoadedModel.adapters is its number in step plans."""
 
     name: str
-    digest: str  # of its matrices; part of the fingerprint and of the prefix cache's salt
+    digest: str  # hash of its matrices; part of the fingerprint and of the prefix cache's salt
     rank: int = 0  # the largest one
     path: str = ""
 
@@ -79,7 +79,7 @@ class LoadedModel:
     tokenizer: EngineTokenizer
     eos_ids: tuple[int, ...]
     name: str = "model"
-    digest: str = ""  # of the weights; part of the fingerprint
+    digest: str = ""  # hash of the weights; part of the fingerprint
     context: int | None = None  # tokens; None: the context of the backend's spec
     template: Any = None  # text.chat_template.ChatTemplate
     draft: Backend | None = None  # draft model of speculative decoding, with the same vocabulary

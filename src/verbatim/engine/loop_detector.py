@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from verbatim.base.records import STALE_LOOP
 
 MIN_TOKENS = 64  # minimum length of a loop, in tokens; longer than any ruler or table edge
-MIN_REPEATS = 4  # of the n-gram
+MIN_REPEATS = 4  # occurrences of the n-gram
 MAX_NGRAM = 64  # tokens
 TAIL = 16  # tokens that the quick test searches for; any loop repeats at least this many
 # Tokens between checks. Counted in tokens of the output, so that the position where a loop is found
@@ -32,7 +32,7 @@ INTERVAL = 16
 # an id, drawn from 16 possible ones, after 576 tokens; rows of a week's plan, drawn from 42, after
 # 1,920.
 STALE_NGRAM = 12  # tokens
-STALE_SHARE = 0.9  # of the 12-grams of the last STALE_LOOP tokens
+STALE_SHARE = 0.9  # fraction of the 12-grams of the last STALE_LOOP tokens
 STALE_EARLIER = 2  # occurrences before
 STALE_DISTINCT = 96  # at most so many different tokens; 256 tokens of prose have more
 STALE_HISTORY = 2048  # tokens in which occurrences are counted

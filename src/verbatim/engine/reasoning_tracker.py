@@ -161,7 +161,7 @@ class TagTracker:
     def _open(self, output: bytes) -> None:
         decoder = _UTF8("replace")
         text = decoder.decode(output).lstrip().encode()
-        pending = decoder.getstate()[0]  # of an incomplete character
+        pending = decoder.getstate()[0]  # bytes of an incomplete character
         self._head = text + pending
         if text.startswith(self._markers.open):
             self.state, self.opened = "reasoning", True

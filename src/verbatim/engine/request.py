@@ -46,7 +46,7 @@ class Request:
     warnings: tuple[str, ...] = ()
     hidden: bool = False  # also collect the final hidden state of every prompt token
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)  # how they become one vector
-    reasoning: ReasoningFormat | None = None  # of a chat with a reasoning model
+    reasoning: ReasoningFormat | None = None  # set for a chat with a reasoning model
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""  # what identifies the adapter also after a restart
 

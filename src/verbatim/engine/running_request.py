@@ -73,7 +73,7 @@ class RunningRequest:
         self.first_token_at: float | None = None
         self.error: VerbatimError | None = None
         self.sequences: list[Sequence] = []  # the first one computes the prompt
-        self.ids: list[int] = []  # of every sequence the request has had
+        self.ids: list[int] = []  # every sequence the request has had
         self.streams: dict[int, ChoiceStream] = {}  # by sequence id
         self.paused: set[int] = set()  # sequences that wait for their mask
         self._output_tokens = 0

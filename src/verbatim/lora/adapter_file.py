@@ -67,7 +67,7 @@ _TENSOR = re.compile(
 )
 _COPY = re.compile(r"(?:base_model\.model\.)?(?!.+\.lora_)(.+?)(?:\.base_layer)?\.weight")
 _GGUF_TENSOR = re.compile(r"(.+)\.lora_([ab])")
-MAX_SCALE = 1e6  # of a low-rank product; those in use are below 100
+MAX_SCALE = 1e6  # largest factor of a low-rank product; those in use are below 100
 _GGUF_KEYS = ("adapter.type", "adapter.lora.alpha")
 
 

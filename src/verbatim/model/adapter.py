@@ -43,7 +43,7 @@ def is_adapted(name: str) -> bool:
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
     name: str  # requests name it
-    digest: str  # of every matrix and scale
+    digest: str  # hash of every matrix and scale
     parts: Mapping[str, LowRank]  # internal weight name -> matrices
     path: str = ""
     warnings: tuple[str, ...] = ()  # shown at load

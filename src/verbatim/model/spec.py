@@ -150,7 +150,7 @@ class ModelSpec:
     shared_gate: bool = False  # the shared MLP's output is multiplied by sigmoid(shared.scale · h)
     conv_kernel: int = 0  # taps of the causal convolution of conv and delta layers
     conv_bias: bool = False  # biases of all matrices and of the kernel of conv layers
-    delta: DeltaSpec | None = None  # of delta layers
+    delta: DeltaSpec | None = None  # sizes of the delta layers
     value_norm: bool = False  # RMS norm of each head of the values, without a weight
     # Each layer adds an input of its own per token: its part, this wide, of a second embedding and
     # of a projection of the first (gemma4). 0: none.

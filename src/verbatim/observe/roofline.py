@@ -30,7 +30,7 @@ class MachineLimits:
 
     read_bytes: float
     threads: int
-    method: str  # of the measurement: "native" or "numpy"
+    method: str  # how it was measured: "native" or "numpy"
     int8_ops: float | None = None
     one_thread_bytes: float | None = None
     buffer_bytes: int = 0
@@ -50,7 +50,7 @@ class CostCard:
     ops_token: int  # multiplications and additions in matrices, per token
     ops_position: int  # the same in attention, per position attended to
     prompt_ops_token: int = 0  # prompt tokens skip the LM head; 0: the same as ops_token
-    expert_bytes: int = 0  # of weight_bytes: all experts
+    expert_bytes: int = 0  # share of weight_bytes: all experts
     experts: int = 0  # per layer
     experts_used: int = 0  # per row
 

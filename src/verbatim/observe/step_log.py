@@ -28,8 +28,8 @@ class StepPart(NamedTuple):
     draws: int
     drawn: int
     source: str  # proposer of the drafts
-    arrival: float = 0.0  # of the request, on the clock of the log
-    preemptions: int = 0  # of the request so far
+    arrival: float = 0.0  # request's arrival, on the clock of the log
+    preemptions: int = 0  # request's preemptions so far
 
     def report(self) -> dict[str, Any]:
         drafts = max(self.draws - 1, 0)

@@ -26,12 +26,12 @@ class RowState:
 
     params: SamplingParams
     key: int  # noise key: seed and choice
-    position: int  # of the token to draw
+    position: int  # position of the token to draw
     prompt_len: int
     history: Sequence[int]  # all tokens before it; empty if no parameter reads them
     withheld: tuple[int, ...]  # ids that end the output: removed before min_tokens
-    breakers: tuple[tuple[int, ...], ...]  # of DRY, as runs of ids
-    mask: bytes | None  # of the grammar: bit i allows id i
+    breakers: tuple[tuple[int, ...], ...]  # DRY breakers, as runs of ids
+    mask: bytes | None  # grammar mask: bit i allows id i
     logits: F64
     ids: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     d: F64 = field(default_factory=lambda: np.zeros(0))

@@ -43,7 +43,7 @@ class Replica:
         self._probe: asyncio.Task[bytes] | None = None
         self._hashes = b""
         self._open = 0  # requests of clients
-        self._channels: dict[str, Channel] = {}  # of the gateways that listen
+        self._channels: dict[str, Channel] = {}  # one per listening gateway
         self._supervisor.start()
         ready = asyncio.ensure_future(self._supervisor.ready.wait())
         await asyncio.wait((ready, self._supervisor.fatal), return_when=asyncio.FIRST_COMPLETED)

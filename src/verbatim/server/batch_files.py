@@ -18,7 +18,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import no_key_twice
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
-ANSWER_START = b'{"id":"batch_req_'  # of a line in OUT, without its spaces
+ANSWER_START = b'{"id":"batch_req_'  # start of a line in OUT, without its spaces
 Line = dict[str, Any]
 
 

@@ -152,7 +152,7 @@ async def send_request(app: Any, model: str, line: Line) -> tuple[Line, float]:
 def drop_cached_tokens(body: Line) -> None:
     """Remove the one count of `usage` that depends on the order of the requests."""
     usage = body.get("usage") or {}
-    for name in ("prompt_tokens_details", "input_tokens_details"):  # of chat, of responses
+    for name in ("prompt_tokens_details", "input_tokens_details"):  # chat, responses
         usage.get(name, {}).pop("cached_tokens", None)
 
 

@@ -29,9 +29,9 @@ class State:
     ) -> None:
         self.settings = settings
         self.limits = settings.limits
-        self.supervisor = supervisor  # of the model that a request chose, else of the first model
+        self.supervisor = supervisor  # for the model that a request chose, else for the first one
         self.pool = pool  # None: one model
-        self._known: ModelFacts | None = None  # of an earlier load of that model, in a pool
+        self._known: ModelFacts | None = None  # facts of an earlier load, in a pool
         self.clock = clock  # seconds; the time base of every request deadline
         self.metrics = Metrics()
         self.store = Store(settings.store_items, settings.limits.max_store_bytes)

@@ -28,7 +28,8 @@ from verbatim.speculate.step_cost import StepCost
 MARGIN = 1.5  # a draft must gain this many times its cost, because measured times are noisy
 MAX_DRAFTS = 15  # per sequence and step; with the token before them 16 rows, a full kernel tile
 MAX_BATCH_PRICE = 0.5  # tokens per row: a batch in which a row costs more drafts nothing
-MAX_SLOWDOWN = 0.01  # of a step by drafts of others, for a sequence that expects no gain itself
+# Most slowdown (fraction of a step) that other sequences' drafts may cost one that drafts nothing
+MAX_SLOWDOWN = 0.01
 MAX_BACKOFF = 32  # steps
 
 

@@ -18,7 +18,7 @@ from verbatim.text.spm import piece_bytes
 from verbatim.text.vocabulary import SPACE, PairTemplate, Vocabulary, byte_level_bytes, end_of_turn
 
 MAX_JSON = 256 * 2**20  # bytes; the largest tokenizer.json in use has some 35 MB
-MAX_STEPS = 64  # of normalizer and pre-tokenizer together
+MAX_STEPS = 64  # normalizer and pre-tokenizer together
 MAX_GROWTH = 64  # factor by which those steps may lengthen a text
 MAX_ADDED_TOKENS = 16  # tokens that the post-processor may add to a prompt
 _REQUIRED: Any = object()

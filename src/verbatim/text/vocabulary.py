@@ -65,7 +65,7 @@ class Vocabulary:
     tokens: Sequence[str]  # by id; "" where an id has no token
     plain: Any  # tokenizers.Tokenizer without the control tokens
     special: Any  # the same with the control tokens
-    to_bytes: Callable[[str], bytes]  # of an ordinary token; control tokens are literal text
+    to_bytes: Callable[[str], bytes]  # ordinary tokens only; control tokens are literal text
     control: Mapping[str, int]
     added: Mapping[int, AddedToken]  # control and user-defined tokens with their matching rules
     bos_id: int | None = None

@@ -139,7 +139,7 @@ class ProgramRecorder(WeightPacker):
             self._emit(x, self._y, add=False)
             self.engine.op("norm", dst=self._beside, **self._normed(Handle(self._y, norm=name)))
             return Handle(self._beside)
-        if name == "final_norm":  # of the rows in Batch.outputs
+        if name == "final_norm":  # only the rows in Batch.outputs
             self.engine.op(
                 "norm", dst=self._h, outputs=True, **self._normed(Handle(x.buffer, norm=name))
             )

@@ -19,7 +19,7 @@ F32 = np.float32
 Array: TypeAlias = Any  # a float32 array
 TINY = F32(1e-30)  # a vector whose largest magnitude is not above this is stored as zeros
 E4M3_MAX = F32(448)  # larger magnitudes are clamped to it
-_SMALLEST_NORMAL = F32(2.0**-6)  # of e4m3; below it the step is 2^-9
+_SMALLEST_NORMAL = F32(2.0**-6)  # e4m3's; below it the step is 2^-9
 _STEP_2_9 = F32(2.0**14)  # float32 numbers of this size are multiples of 2^-9
 
 

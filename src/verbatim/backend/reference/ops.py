@@ -28,7 +28,7 @@ Array: TypeAlias = Any
 FloatAdapter: TypeAlias = dict[str, tuple[Array, Array, Any]]
 _GELU = F32(math.sqrt(2.0 / math.pi))
 _ERF = np.frompyfunc(math.erf, 1, 1)
-SWIGLU_LIMIT, SWIGLU_ALPHA = F32(7.0), F32(1.702)  # of swiglu_oai
+SWIGLU_LIMIT, SWIGLU_ALPHA = F32(7.0), F32(1.702)  # constants of swiglu_oai
 
 
 class FloatWeights:

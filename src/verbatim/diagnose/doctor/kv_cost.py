@@ -58,7 +58,7 @@ class KvCost:
     kv_type: str
     positions: int
     kl: float  # mean KL divergence from f16's distribution, nats per token
-    worst: float  # of one position
+    worst: float  # one position's
     agreement: float  # share of positions with the same most likely token
     token_bytes: int  # KV cache of one token
     f16_bytes: int

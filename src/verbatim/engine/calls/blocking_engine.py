@@ -95,7 +95,7 @@ class BlockingEngine(EngineBase):
         self.closed = False
         self._lock = threading.RLock()  # serialises all access to the core
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
-        self._done: dict[str, Completion] = {}  # of generate(), by request id
+        self._done: dict[str, Completion] = {}  # results of generate(), by request id
         self._wanted: set[str] = set()  # request ids whose Completions generate() waits for
         self._dropped: deque[str] = deque()  # request ids of streams that were garbage-collected
 

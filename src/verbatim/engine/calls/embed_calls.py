@@ -24,7 +24,7 @@ class Ranked:
     0.98
     """
 
-    index: int  # of the document in the list that was given
+    index: int  # the document's place in the list that was given
     score: float  # relevance, as the model's activation gives it: 0 to 1 after a sigmoid
     document: str
 

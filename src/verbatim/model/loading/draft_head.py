@@ -33,7 +33,7 @@ from verbatim.model.spec import ModelSpec
 
 ARCHITECTURE = "verbatim-draft-head"
 SCALES = ("state_scale", "word_scale", "keep", "out")
-EPS = np.float32(1e-6)  # of the RMS norms
+EPS = np.float32(1e-6)  # epsilon of the RMS norms
 # Temperatures up to this count as greedy, and acceptance probabilities are those of temperature 1.
 # Logits divided by a tiny temperature would make every draft look certain.
 GREEDY_TEMPERATURE = 0.05

@@ -24,10 +24,10 @@ from dataclasses import dataclass
 REPORT_SECONDS = 1.0  # interval of a replica's reports
 # A prompt is in a report at the latest two intervals after its prefill; its prefill may wait.
 ASSUME_SECONDS = 10 * REPORT_SECONDS
-HASH_BYTES = 8  # of a block hash's 16: one false hit in 2**64, and it costs only a prefill
+HASH_BYTES = 8  # a half of a block hash: one false hit in 2**64, which costs a prefill
 MAX_HASHES = 16_384  # per replica, in a report and assumed: 262,144 tokens at blocks of 16
 DECODE_TOKENS = 256  # assumed output of a request that states no max_tokens
-MEAN_WEIGHT = 0.05  # of the newest request in the mean work of a request
+MEAN_WEIGHT = 0.05  # newest request's weight in the mean work of a request
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Route:
     """What the router knows about a request. Hashes are those of the engine's prefix cache, so the
     hashes of two tenants are never equal."""
 
-    hashes: tuple[bytes, ...] = ()  # of the prompt's full blocks
-    tokens: int = 0  # of the prompt; 0: unknown
+    hashes: tuple[bytes, ...] = ()  # the prompt's full blocks
+    tokens: int = 0  # prompt's length; 0: unknown
     output: int = DECODE_TOKENS  # tokens that the request may generate, all choices together
     block_size: int = 16
     decode_cost: float = 1.0  # operations of an output token per operation of a prompt token
@@ -106,7 +106,7 @@ class Decider:
         self.prefixes = PrefixMap(clock)
         self.mean_work = float(DECODE_TOKENS)
         self.possible = 0  # requests of which some replica had a part of the prefix
-        self.found = 0  # of these, sent to a replica with a part of the prefix
+        self.found = 0  # those sent to a replica with a part of the prefix
         self.routed_total = 0
 
     def rank(self, route: Route, candidates: Sequence[Candidate]) -> list[str]:

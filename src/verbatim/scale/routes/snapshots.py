@@ -14,8 +14,8 @@ class Snapshot:
 
     reports: dict[str, dict[str, Any]] = field(default_factory=dict)  # by replica
     routed: int = 0  # requests
-    possible: int = 0  # of these, requests with a prefix in some replica
-    found: int = 0  # of these, requests sent to a replica with a part of the prefix
+    possible: int = 0  # requests with a prefix in some replica
+    found: int = 0  # those sent to a replica with a part of the prefix
 
 
 _sources: dict[str, Callable[[], Snapshot]] = {}  # by application

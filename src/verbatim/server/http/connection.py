@@ -303,7 +303,7 @@ class HttpProtocol(asyncio.Protocol):
             "headers": self._headers,
             "state": {},
             "verbatim.abort": self.abort,
-            "verbatim.target_host": url.host,  # of an absolute target; else None
+            "verbatim.target_host": url.host,  # None unless the target is absolute
         }
 
     # ---------------------------------------------------------------------------------- exchanges

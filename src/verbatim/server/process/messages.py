@@ -150,8 +150,8 @@ class ModelFacts:
     slots: int = 0  # sequences that run at once
     device: str = ""  # the backend: cpu, cuda, reference
     numerics: str = ""  # its numerics version
-    family: str = ""  # of ModelSpec
-    # of ModelSpec, by the names of GGUF headers (block_count, ...)
+    family: str = ""  # ModelSpec.family
+    # sizes of ModelSpec, by the names of GGUF headers (block_count, ...)
     sizes: dict[str, int] = field(default_factory=dict)
     template: str = ""  # source of the chat template; empty: none
     # text of each special token, by the names of chat templates (bos_token, ...)
@@ -241,7 +241,7 @@ class WireDelta(NamedTuple):
     logprobs: Sequence[WireLogprob]
     explain: Sequence[dict[str, Any]]
     reasoning: str = ""
-    reasoning_tokens: int = 0  # of token_ids
+    reasoning_tokens: int = 0  # share of token_ids
 
 
 @dataclass(frozen=True, slots=True)

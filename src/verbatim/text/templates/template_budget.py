@@ -21,7 +21,7 @@ MAX_WORK = 32 * 2**20  # characters of all intermediate strings, plus elements o
 MAX_VALUE = 8 * 2**20  # characters in one value; a part that is shared counts every time
 MAX_ELEMENTS = 100_000  # elements of one value, in addition to four times the conversation's
 MAX_SECONDS = 0.4  # CPU time of this thread: a loaded machine must not fail a sound template
-MAX_BITS = 4096  # of an integer
+MAX_BITS = 4096  # size of an integer
 
 clock = time.thread_time  # CPU seconds; tests replace it
 

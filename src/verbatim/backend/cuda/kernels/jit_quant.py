@@ -218,7 +218,7 @@ def quant_matmul(
     tile, split = tl.program_id(0), tl.program_id(1)
     n = (tile * 64 + tl.arange(0, 64)).to(tl.int64)
     m = tl.program_id(2) * BM + tl.arange(0, BM)
-    TYPE: tl.constexpr = x.dtype.element_ty  # of rows and unpacked weights
+    TYPE: tl.constexpr = x.dtype.element_ty  # rows and unpacked weights
     inside = (m < M)[:, None]
     column = tl.arange(0, PACK)
     total = tl.zeros((64, BM), tl.float32)
@@ -314,7 +314,7 @@ def unpack_row(
         q = nibble_values((code >> (nibble * 4).to(tl.uint8)) & 15, OFFSET != ADDED, FLOAT)
     else:
         q = byte_values(code, FLOAT)
-    INPUTS: tl.constexpr = GROUP if GROUP > CHUNK else CHUNK  # of the scales of a line
+    INPUTS: tl.constexpr = GROUP if GROUP > CHUNK else CHUNK  # inputs of a line's scales
     scale_at = (tile * (WIDE // INPUTS) + k // INPUTS) * 4 + warp
     scale_at = (scale_at * 8 + line) * BY_EIGHT + (eight // 2) % BY_EIGHT
     scale_at = (scale_at * 2 + half) * BY_NIBBLE + nibble % BY_NIBBLE

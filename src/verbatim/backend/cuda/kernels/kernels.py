@@ -46,11 +46,11 @@ WIDE_SPAN = 32  # positions per span of such heads; another number changes their
 WIDE_LINES = 32
 LOG2E = 1.4426950408889634
 ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention's spans
-FEW_ROWS = 16  # of a step that does not use programmatic dependent launch, which slows it down
+FEW_ROWS = 16  # up to here programmatic dependent launch slows a step down
 # activations whose arithmetic has no multiplication that is added to something: fused into the
 # matmul, which allows fused multiply-add, they have the bits of their own kernel
 FUSED_ACTIVATIONS = ("silu", "relu2")
-HEADS_PER_PROGRAM = 4  # of norm and RoPE; one warp each, so it does not affect the bits
+HEADS_PER_PROGRAM = 4  # norm and RoPE: one warp each, so it does not affect the bits
 
 
 # ---- matmul

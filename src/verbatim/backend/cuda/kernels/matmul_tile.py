@@ -17,7 +17,7 @@ class MatmulTile(NamedTuple):
 
     rows: int
     columns: int
-    inputs: int  # of a block
+    inputs: int  # inputs per block
     warps: int
     stages: int  # blocks prefetched at once
     parallel: int  # programs that share the splits of a tile: 1, or one per split

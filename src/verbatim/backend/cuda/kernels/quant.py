@@ -36,7 +36,7 @@ from verbatim.formats.format import GpuBlocks
 from verbatim.formats.registry import SIZES
 from verbatim.formats.tensor import Tensor
 
-ROWS = (16, 32)  # of a matmul that unpacks weights in its kernel; more are multiplied with float16
+ROWS = (16, 32)  # tiles that unpack weights in the kernel; more rows use unpacked float16
 CHUNK_VALUES = 1 << 26  # values converted at a time while loading
 OFFSETS = {"none": 0, "add": 1, "zero": 2}  # as jit_quant.py has them
 EXPERT_ROWS = 64  # most rows of experts that a program multiplies

@@ -18,7 +18,7 @@ from verbatim.backend.step_rows import Batch
 from verbatim.base.records import CacheGroup
 from verbatim.model.spec import ModelSpec
 
-Caches = tuple[torch.Tensor, ...]  # of one group: [layers, blocks, …]
+Caches = tuple[torch.Tensor, ...]  # one group's: [layers, blocks, …]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ MAX_OUTPUTS = 256  # rows of logits of a step that replays a graph
 OUTPUTS = (16, MAX_OUTPUTS)  # sizes to which they are rounded up, and the tiles of few rows
 MORE_TILES = 32  # tiles beyond those of full ones: sequences whose last tile is not full
 MIN_ROWS = 64  # the smallest tile of a large matmul
-MAX_ROWS = 8192  # of a step that replays a graph: more take longer than the host's launches
+MAX_ROWS = 8192  # steps with more run longer than the host's launches, so no graph
 
 
 class TileArrays(NamedTuple):

@@ -69,11 +69,11 @@ class GpuSampler:
         self.counts = TokenCounts(vocab, device)
         self._cache: dict[int, tuple[SamplingParams, RowPlan | None]] = {}
         self._bans: dict[tuple[int, tuple[int, ...]], tuple[SamplingParams, np.ndarray]] = {}
-        self._last = row_table((), ())  # of the last launch()
+        self._last = row_table((), ())  # table of the last launch()
         self._strengths = (self._last.strengths, torch.zeros((0, 3), dtype=torch.float64))
         self._bias: tuple[Bias | None, list[torch.Tensor]] = (None, [])
         self._flags: tuple[FilterRows | None, torch.Tensor] = (None, torch.zeros(0))
-        # of the last reported rows: RowTable.logprobs, ids to list per row, shapes without effect
+        # last reported rows: RowTable.logprobs, ids to list per row, shapes without effect
         self._listed: tuple[Sequence[int], list[int], torch.Tensor] = ((), [], torch.zeros(0))
         self._wanted: tuple[Sequence[int], torch.Tensor] = ((), torch.zeros(0))  # on the device
 

@@ -13,7 +13,7 @@ from verbatim.backend.cuda.sampler.jit_numerics import gumbel64, gumbel_noise, m
 
 # `shapes` has SHAPES float64 values per row: sampling_plan.RowShape
 SHAPES: tl.constexpr = tl.constexpr(5)
-LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # of float32; a removed id is -inf
+LOWEST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)  # float32's; a removed id is -inf
 
 
 # ---- a draw from all ids, in float32
@@ -127,7 +127,7 @@ def resolve_ties(
                 key = (value - top) / temperature + gumbel64(id, position, k0, k1)
                 peak = tl.max(key, 0)
                 first = tl.min(tl.where(key == peak, id, VOCAB), 0)
-                better = peak > best  # of equal keys the lower id, in an earlier chunk, stays
+                better = peak > best  # equal keys: the lower id, in an earlier chunk, stays
                 best = tl.where(better, peak, best)
                 token = tl.where(better, first, token)
         tl.store(out + row, token)

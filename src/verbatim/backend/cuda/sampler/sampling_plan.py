@@ -49,7 +49,7 @@ class RowPlan(NamedTuple):
     slack: float = -1.0
     list_k: int = 0  # ids to collect in a list; 0: draw from all ids
     open: bool = False  # a filter without top-k; device_filters.py removes ids first
-    top_k: int = 0  # of a draw from the list
+    top_k: int = 0  # top-k of a draw from the list
     shape: RowShape = RowShape()
     biased: bool = False  # logit_bias
     penalties: tuple[float, float, float] | None = None  # repetition, frequency, presence

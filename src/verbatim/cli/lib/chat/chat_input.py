@@ -13,7 +13,7 @@ from pathlib import Path
 from verbatim.base.errors import ModelError
 from verbatim.base.params import FIELDS
 
-MAX_LINES = 1000  # of the history file
+MAX_LINES = 1000  # lines of the history file
 FILES = ("/save", "/load")
 
 

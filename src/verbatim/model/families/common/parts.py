@@ -19,7 +19,7 @@ from verbatim.model.keys import printable
 from verbatim.model.layout import HF_KEY_NAMES
 from verbatim.model.spec import LayerSpec, ModelSpec
 
-MAX_VOCAB = 1 << 20  # of the sampler, whose integer sums hold no more (docs/numerics.md)
+MAX_VOCAB = 1 << 20  # the sampler's integer sums hold no more (docs/numerics.md)
 _ACTIVATIONS = {
     "silu": "silu",
     "swish": "silu",

@@ -348,7 +348,7 @@ class BlockEvents:
 
     def __init__(self) -> None:
         self.number = 0
-        self.kind = ""  # of the open block: text or thinking; empty: none is open
+        self.kind = ""  # the open block's type: text or thinking; empty: none is open
 
     def _event(self, kind: str, **data: Any) -> bytes:
         return sse({"type": kind, "index": self.number, **data}, kind)

@@ -40,7 +40,7 @@ class ChoiceDelta:
     finish: WireFinish | None = None
     tokens: int = 0
     reasoning: str = ""
-    reasoning_tokens: int = 0  # of `tokens`
+    reasoning_tokens: int = 0  # share of `tokens`
 
 
 async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | None]:
@@ -290,7 +290,7 @@ def _best(best: Sequence[TopLogprob] | None, top: int) -> dict[str, float] | Non
         return None
     found: dict[str, float] = {}
     for _, logprob, raw in best[:top]:
-        found.setdefault(unique_name(raw), floor(logprob))  # of equal names, the most likely
+        found.setdefault(unique_name(raw), floor(logprob))  # equal names: the most likely stays
     return found
 
 

@@ -36,7 +36,7 @@ from verbatim.server.server_state import State
 log = logging.getLogger("verbatim.server")
 R = TypeVar("R", bound=Result)
 B = TypeVar("B", bound=RequestBody)
-CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # of a plain `curl -d`
+CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # sent by `curl -d`
 WRITE_GRACE = 10.0  # seconds a client has to read the last bytes before it is disconnected
 SLOW_GRACE = 1.0  # seconds, for a client that has already proved to read too slowly
 
@@ -78,7 +78,7 @@ class RequestContext:
         self.signal = Signal()
         self.runs: list[Running] = []
         self._not_abortable: list[str] = []  # ids of messages that the engine does not abort
-        self.deadline: asyncio.Timeout | None = None  # of the open event stream
+        self.deadline: asyncio.Timeout | None = None  # timeout of the open event stream
         # resources taken at admission; a stream holds them until its last byte
         self.admission = contextlib.ExitStack()
         self._timer: asyncio.TimerHandle | None = None
