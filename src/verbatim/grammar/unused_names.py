@@ -15,7 +15,7 @@ import json
 import re
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from itertools import count
 from typing import Any
@@ -152,7 +152,7 @@ def _byte_matcher(grammar: str) -> Any:
     return LLMatcher(byte_tokenizer(), grammar, log_level=0)
 
 
-def _names(matcher: Any, start: bytes, follow: Callable[[bytes], bool]) -> Iterator[bytes]:
+def _names(matcher: Any, start: bytes, follow: Callable[[bytes], bool]) -> Generator[bytes]:
     """The names that a matcher inside a name, whose part `start` it has read, can complete, with
     their quotation marks. A beginning of a name that `follow` rejects stands for all names with it;
     it exists, because a mask never leads nowhere. The matcher is as before at the end."""
