@@ -1,4 +1,4 @@
-"""The thought of a reasoning model in `run` and `chat`: dimmed on a terminal, absent from pipes."""
+"""Reasoning of a model in `run` and `chat`: dimmed on a terminal, absent from pipes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FLAGS = ("--temperature", "1", "--thinking-budget", "6", "--max-tokens", "20", "
 
 @pytest.fixture
 def level(verbatim: Call, monkeypatch: pytest.MonkeyPatch) -> Call:
-    """The command line with a fake reasoning model that closes its thought at the budget."""
+    """The command line with a fake reasoning model that closes its reasoning at the budget."""
     backend = FakeBackend(fake_spec(vocab=ThinkByteTokenizer.vocab_size), pipeline=True)
     template = ChatTemplate(THINK_SOURCE, "<s>", "</s>")
 
@@ -56,7 +56,7 @@ def test_a_pipe_gets_the_answer_alone_and_json_the_reasoning(level: Call) -> Non
     piped = level("run", *FLAGS, "hi")
     assert piped.out == found["text"] + "\n"
     assert found["reasoning"] not in piped.err
-    assert f"{found['usage']['reasoning_tokens']} of them thought" in piped.err
+    assert f"{found['usage']['reasoning_tokens']} of them reasoning" in piped.err
 
 
 def test_a_terminal_shows_the_reasoning_dimmed_before_the_answer(
@@ -92,7 +92,7 @@ def test_a_chat_shows_the_reasoning_and_keeps_it_out_of_the_conversation(
 def test_reasoning_that_the_limit_cut_is_named(level: Call) -> None:
     cut = level("run", "--temperature", "1", "--max-tokens", "3", "--ignore-eos", "hi")
     assert cut.out == "\n"
-    assert "the thought was cut after 3 tokens, so there is no answer" in cut.err
+    assert "the reasoning was cut after 3 tokens, so there is no answer" in cut.err
 
 
 # ---------------------------------------------------------------------------------- the switches
@@ -167,7 +167,7 @@ def test_the_switch_reaches_the_chat_template(
     [
         (("--no-think",), ALWAYS, "--no-think: this model always thinks"),
         (("--think=false",), LEVELLED, "--think: this model always thinks"),
-        (("--think",), PLAIN, "--think: this model's chat template has no thoughts"),
+        (("--think",), PLAIN, "--think: this model's chat template has no reasoning"),
         (("--reasoning-effort", "high"), PLAIN, "--reasoning-effort: this model's chat template"),
         (
             ("--think", "--no-think"),
@@ -240,7 +240,7 @@ def test_a_chat_refuses_a_switch_and_goes_on(
 ) -> None:
     seen = template_llm(PLAIN, monkeypatch)
     found = verbatim("chat", *ANSWER, stdin="/think\na\n")
-    assert "think: this model's chat template has no thoughts" in found.err
+    assert "think: this model's chat template has no reasoning" in found.err
     assert seen == [{}]
 
 

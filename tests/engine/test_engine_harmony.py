@@ -171,7 +171,7 @@ def allowed(mask: bytes | None) -> list[int]:
 
 @pytest.mark.parametrize("header", HEADERS)
 def test_a_grammar_starts_with_the_first_message_to_the_user(header: str) -> None:
-    """Also where ordinary tokens in the thought spell such a message."""
+    """Also where ordinary tokens in the reasoning spell such a message."""
     one = matcher()
     written = tokenizer().encode("<|end|><|start|>assistant<|channel|>final<|message|>{}")
     head = ids("<|channel|>analysis<|message|>")

@@ -1,4 +1,4 @@
-"""Reasoning models in the engine: the thought is split off, and grammars apply to the answer."""
+"""Reasoning models in the engine: the reasoning is split off, and grammars apply to the answer."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_grammar_binds_the_answer_and_not_the_reasoning() -> None:
             tokens: list[int] = []
             while not matcher.finished:
                 mask = matcher.mask()
-                # The model likes to close its thoughts, so that each sequence ends soon.
+                # The model likes to close its reasoning, so that each sequence ends soon.
                 wish = [CLOSE] * 40 if rng.random() < 0.2 else []
                 choices = [t for t in [*range(VOCAB), *wish] if allowed(mask, t)]
                 tokens.append(rng.choice(choices))
@@ -186,7 +186,7 @@ def test_white_space_before_reasoning_escapes_neither_budget_nor_grammar() -> No
     assert structure is not None
     matcher = make_matcher(structure.start(), reasoning_format())
     matcher.advance(ord("\n"))
-    assert allowed(matcher.mask(), OPEN), "white space switched the thought off"
+    assert allowed(matcher.mask(), OPEN), "white space switched the reasoning off"
     for each in (matcher, matcher.copy()):
         for token in (OPEN, *b"x {", CLOSE):
             each.advance(token)
@@ -195,7 +195,7 @@ def test_white_space_before_reasoning_escapes_neither_budget_nor_grammar() -> No
         for token in b"no":
             each.advance(token)
         assert each.finished
-    for start in ("\n", "\n\n  "):  # an answer behind white space, without a thought
+    for start in ("\n", "\n\n  "):  # an answer behind white space, without reasoning
         loose = make_matcher(None, reasoning_format(), 2)
         for token in (*start.encode(), *b"abc", OPEN):
             loose.advance(token)
@@ -231,7 +231,7 @@ def test_vllm_46042_and_45687_the_tags_of_minimax_m3_do_not_leak(cut: int) -> No
 
 
 def test_vllm_39885_reasoning_after_tool_results_is_reasoning() -> None:
-    """Earlier turns with closed thoughts and tool results do not decide about the next output."""
+    """Earlier turns with closed reasoning and tool results do not decide about the next output."""
     template = "{{ messages }}<|channel>thought\n<channel|>"
     reasoning = find_format([template], ByteTokenizer())
     assert reasoning is not None
@@ -242,7 +242,7 @@ def test_vllm_39885_reasoning_after_tool_results_is_reasoning() -> None:
 
 @pytest.mark.parametrize("size", range(1, 12))
 def test_vllm_55195_markers_in_deltas_of_several_tokens(size: int) -> None:
-    """One delta may hold a whole thought, both markers and the start of the answer."""
+    """One delta may hold a whole reasoning, both markers and the start of the answer."""
     tokens = [OPEN, *b"So.", CLOSE, *b"\n\nYes </think> no"]
     stream = ChoiceStream("r", 0, SamplingParams(), ThinkByteTokenizer(), reasoning_format())
     deltas = []
@@ -258,7 +258,7 @@ def test_vllm_55195_markers_in_deltas_of_several_tokens(size: int) -> None:
 
 @pytest.mark.parametrize("source", [TEMPLATE, TEMPLATE + "<think>"])
 def test_vllm_47027_a_json_schema_does_not_switch_thinking_off(source: str) -> None:
-    """The opening tag stays allowed, or the prompt has opened the thought; only the budget ends
+    """The opening tag stays allowed, or the prompt has opened the reasoning; only the budget ends
     it."""
     with open_llm(source) as llm:
         params = SamplingParams(
@@ -270,7 +270,7 @@ def test_vllm_47027_a_json_schema_does_not_switch_thinking_off(source: str) -> N
 
 
 def test_vllm_50948_constrained_json_is_the_answer_and_not_the_reasoning() -> None:
-    """A model that writes the document at once, without a thought, has an answer."""
+    """A model that writes the document at once, without reasoning, has an answer."""
     with open_llm() as llm:
         params = SamplingParams(json_schema=SCHEMA, max_tokens=200, seed=3, logit_bias={OPEN: -100})
         done = llm.chat([{"role": "user", "content": "hi"}], params)
@@ -281,7 +281,7 @@ def test_vllm_50948_constrained_json_is_the_answer_and_not_the_reasoning() -> No
 @pytest.mark.parametrize("seed", range(4))
 def test_vllm_53469_a_free_reasoning_then_the_document_in_one_stream(seed: int) -> None:
     """The text of this report was not found. Reports of its group say: tags leak into the content,
-    tags are split over deltas, a schema switches the thought off or constrains it. Here is one
+    tags are split over deltas, a schema switches the reasoning off or constrains it. Here is one
     streamed answer with a schema that shows none of these."""
     ask = [{"role": "user", "content": "hi"}]
     params = SamplingParams(
@@ -289,7 +289,7 @@ def test_vllm_53469_a_free_reasoning_then_the_document_in_one_stream(seed: int) 
         thinking_budget=12,
         max_tokens=200,
         seed=seed,
-        logit_bias={OPEN: -100.0, CLOSE: -100.0},  # only the budget ends the thought
+        logit_bias={OPEN: -100.0, CLOSE: -100.0},  # only the budget ends the reasoning
     )
     with open_llm(TEMPLATE + "<think>") as llm:
         with llm.chat_stream(ask, params) as stream:
@@ -297,8 +297,8 @@ def test_vllm_53469_a_free_reasoning_then_the_document_in_one_stream(seed: int) 
         whole = llm.chat(ask, params)
     reasoning = "".join(delta.reasoning for delta in deltas)
     assert (reasoning, "".join(delta.text for delta in deltas)) == (whole.reasoning, whole.text)
-    assert whole.usage.reasoning_tokens >= 12, "the schema does not switch the thought off"
-    assert not reasoning.startswith("{"), "nor does it constrain the thought"
+    assert whole.usage.reasoning_tokens >= 12, "the schema does not switch the reasoning off"
+    assert not reasoning.startswith("{"), "nor does it constrain the reasoning"
     assert len(set(reasoning)) > 4
     assert json.loads(whole.text)["n"] in (1, 2, 3)
     for delta in deltas:

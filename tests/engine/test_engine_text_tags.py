@@ -1,4 +1,4 @@
-"""Structured answers behind a thought whose tags are ordinary text (Granite 3.2): the grammar
+"""Structured answers behind reasoning whose tags are ordinary text (Granite 3.2): the grammar
 starts behind the closing tag, wherever the borders of the tokens are."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verbatim.text.reasoning.tag_splitter import spellings
 from verbatim.text.templates.chat_template import ChatTemplate
 
 OPEN, CLOSE = TAGS[-1]
-# Pieces of both tags; pieces that cross their ends into the thought and into the answer.
+# Pieces of both tags; pieces that cross their ends into the reasoning and into the answer.
 PIECES = (
     "Here", " Here", "\n\nHere", " is", " my", " thought", " process", ":", " my thought process:",
     "process: so", "process:\n\n", " response", " respon", "se", "se:", "se:\n", ":\n\n", ": ",
@@ -50,7 +50,7 @@ class SpanTokenizer(ChatByteTokenizer):
 VOCAB, ENDS = SpanTokenizer.vocab_size, SpanTokenizer.eos_ids
 TEMPLATE = (
     "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}"
-    f"Write your thoughts behind '{OPEN}' and the answer behind '{CLOSE}'.<|assistant|>"
+    f"Write your reasoning behind '{OPEN}' and the answer behind '{CLOSE}'.<|assistant|>"
 )
 SCHEMA = {
     "type": "object",
@@ -127,7 +127,7 @@ def draw(matcher: ReasoningMatcher, rng: random.Random) -> list[int]:
 @pytest.mark.parametrize("count", [60, pytest.param(300, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("prompt", [TEMPLATE, f"{TEMPLATE}{OPEN}", f"{TEMPLATE}{OPEN}{CLOSE}", ""])
 def test_the_answer_is_valid_in_random_streams(prompt: str, count: int) -> None:
-    """Streams of each kind: the model decides, is inside a thought, behind one, has none."""
+    """Streams of each kind: the model decides, is inside reasoning, behind one, has none."""
     rng, reasoning = random.Random(prompt), text_format(prompt)
     reasoning_count = straddling = 0
     for _ in range(count):
@@ -210,7 +210,9 @@ def test_before_reasoning_the_grammar_and_the_opening_tag_are_allowed() -> None:
     matcher = start(SamplingParams(json_schema=SCHEMA), text_format())
     for token in b"Here is my ":
         matcher.advance(token)
-    assert forbidden not in allowed(matcher.mask()), "a whole thought and the start of the answer"
+    assert forbidden not in allowed(matcher.mask()), (
+        "all of the reasoning and the start of the answer"
+    )
 
 
 def test_drafts_end_before_the_token_that_completes_the_tag() -> None:

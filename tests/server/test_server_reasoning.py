@@ -1,4 +1,4 @@
-"""Thoughts of a reasoning model over every chat protocol: streamed and whole are equal, no marker
+"""Reasoning of a reasoning model over every chat protocol: streamed and whole are equal, no marker
 leaks, and the switches of each protocol are honoured or refused by name."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def ollama(live: Live, body: dict[str, Any]) -> tuple[str, str]:
     return reasoning, text
 
 
-# (protocol, a structured answer after a thought of at most 7 tokens, thinking switched off)
+# (protocol, a structured answer after reasoning of at most 7 tokens, thinking switched off)
 CASES: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (
         chat,
@@ -153,7 +153,7 @@ def test_vllm_44012_text_format_of_responses_constrains_the_message(
     reasoner: Live, seed: int
 ) -> None:
     """The document was written into the unconstrained reasoning item. Here it is the message, after
-    a thought and without one, and the thought is free."""
+    reasoning and without one, and the reasoning is free."""
     schema = {
         "type": "object",
         "properties": {"n": {"enum": [1, 2, 3]}},
@@ -369,12 +369,12 @@ def test_a_stored_reasoning_is_left_out_where_the_template_reads_none(reads: boo
 
 
 def test_reasoning_without_an_answer_reaches_the_template() -> None:
-    """An output that max_output_tokens cut inside the thought has no message behind it."""
+    """An output that max_output_tokens cut inside the reasoning has no message behind it."""
     user, answer = ({"role": role, "content": role[0]} for role in ("user", "assistant"))
     call = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
 
     def found(*items: dict[str, Any] | str) -> list[tuple[str, str, int]]:
-        """Content, thought and number of calls of each message; a text is a thought."""
+        """Content, thought and number of calls of each message; a text is reasoning."""
         given = [
             {"type": "reasoning", "content": [{"type": "reasoning_text", "text": item}]}
             if isinstance(item, str)
@@ -427,7 +427,7 @@ def test_reasoning_travel_with_a_client_that_stores_nothing(reasoner: Live, fake
         for items in (turns, plain, [turns[0], *turns[2:]])
     ]
     assert counts[0] == counts[1] > counts[2]
-    # a template that reads no thoughts: the server's own are left out
+    # a template that reads no reasoning: the server's own are left out
     assert fake.post("/v1/responses", {"input": turns, "max_output_tokens": 2}).status_code == 200
     wrong = [turns[0], {**back, "encrypted_content": "!"}, *turns[2:]]
     refused = reasoner.post("/v1/responses", {"input": wrong})

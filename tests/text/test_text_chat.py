@@ -574,7 +574,7 @@ def test_reasoning_that_the_template_does_not_know_are_refused() -> None:
     _, chatml = pair("chatml")
     for key in ("reasoning_content", "thinking", "reasoning"):
         with pytest.raises(
-            UnsupportedError, match=rf"messages\[0\].{key}: .*does not support thoughts"
+            UnsupportedError, match=rf"messages\[0\].{key}: .*does not support reasoning"
         ):
             chatml.render([{"role": "assistant", "content": "c", key: "why"}])
         chatml.render([{"role": "assistant", "content": "c", key: ""}])

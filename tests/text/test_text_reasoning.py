@@ -1,4 +1,4 @@
-"""Splitting thoughts from answers: independent of the pieces, and no marker leaks."""
+"""Splitting reasoning from answers: independent of the pieces, and no marker leaks."""
 
 from __future__ import annotations
 

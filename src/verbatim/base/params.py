@@ -55,11 +55,7 @@ class SamplingParams:
     include_stop: bool = declared("bool", False, "keep the stop string in the text")
     ignore_eos: bool = declared("bool", False, "do not end at the model's end-of-sequence tokens")
     thinking_budget: int | None = declared(
-        "int",
-        None,
-        "maximum tokens of a reasoning model's thought, which is then closed",
-        low=1,
-        high=MOST,
+        "int", None, "maximum tokens of reasoning, which is then closed", low=1, high=MOST
     )
     skip_special: bool = declared("bool", True, "leave control tokens out of the text")
     on_loop: str = declared(

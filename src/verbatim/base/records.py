@@ -245,7 +245,7 @@ class Delta:
     logprobs: tuple[TokenLogprob, ...] = ()
     explain: tuple[dict[str, Any], ...] = ()
     finish: Finish | None = None
-    reasoning: str = ""  # a piece of the thought of a reasoning model; `text` is the answer
+    reasoning: str = ""  # a piece of the reasoning of a reasoning model; `text` is the answer
     reasoning_tokens: int = 0  # share of token_ids
 
 
@@ -262,7 +262,7 @@ class Usage:
     cached_tokens: int = 0  # prompt tokens from prefix hits
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-    reasoning_tokens: int = 0  # output tokens of thoughts, markers included
+    reasoning_tokens: int = 0  # output tokens of reasoning, markers included
 
     @property
     def total_tokens(self) -> int:
@@ -314,7 +314,7 @@ class Choice:
     # length of the n-gram that repeats at the end (engine/loop_detector.py); STALE_LOOP: no n-gram,
     # but so many tokens at the end repeat earlier parts of the output; or 0
     loop: int = 0
-    reasoning: str = ""  # the thought of a reasoning model; `text` is the answer without it
+    reasoning: str = ""  # the reasoning of a reasoning model; `text` is the answer without it
     # text of each token, if logprobs were asked for; U+FFFD where a token ends inside a character
     pieces: tuple[str, ...] = ()
     json_schema: str | None = field(default=None, repr=False)  # request's schema

@@ -9,7 +9,7 @@ from verbatim.engine.embed_input import EmbedInput, cut_text, encode_pair
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
-TAIL = 64  # last tokens of a prompt that show whether it ends inside a thought
+TAIL = 64  # last tokens of a prompt that show whether it ends inside reasoning
 
 
 class EncodedText(list[int]):
@@ -17,7 +17,7 @@ class EncodedText(list[int]):
 
     lost: characters of the text that the vocabulary cannot encode
     plain: the text itself, when its literal control tokens were encoded as plain text
-    thoughts: how the model marks its thoughts, in a conversation with a reasoning model
+    reasoning: how the model marks its reasoning, in a conversation with a reasoning model
     warnings: about messages of a conversation, for the client"""
 
     lost: str = ""
@@ -29,7 +29,7 @@ class EncodedText(list[int]):
 def format_after(
     ids: Sequence[int], reasoning: ReasoningFormat | None, tokenizer: EngineTokenizer
 ) -> ReasoningFormat | None:
-    """The format of thoughts for an output that follows these ids, a rendered conversation."""
+    """The format of reasoning for an output that follows these ids, a rendered conversation."""
     if reasoning is None:
         return None
     # An opening tag of ordinary text counts where the prompt mentions it (ReasoningFormat.told):

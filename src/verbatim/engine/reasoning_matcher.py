@@ -1,11 +1,11 @@
-"""A matcher for reasoning models: the grammar applies to the answer, not to the thought.
+"""A matcher for reasoning models: the grammar applies to the answer, not to the reasoning.
 
-In: the matcher of the request's grammar, or None, and a tracker of the thought
+In: the matcher of the request's grammar, or None, and a tracker of the reasoning
 (reasoning_tracker.py). Out: the masks of a Matcher. While the model thinks, every token is allowed
-except an end of sequence and a token that holds both the end of the thought and the start of the
-answer (with a grammar), and only the closing tag once the thought has used its token budget.
+except an end of sequence and a token that holds both the end of the reasoning and the start of the
+answer (with a grammar), and only the closing tag once the reasoning has used its token budget.
 
-Before a thought, the output may become a thought or an answer: the masks allow what the grammar
+Before reasoning, the output may become reasoning or an answer: the masks allow what the grammar
 allows and what continues the opening tag. White space before the tag belongs to the format.
 """
 
@@ -22,7 +22,7 @@ from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 
 
 def check_supported(reasoning: ReasoningFormat, field: str) -> None:
-    """A budget needs tokens that close the thought, and harmony its markers as tokens."""
+    """A budget needs tokens that close the reasoning, and harmony its markers as tokens."""
     if reasoning.start == "closed":
         return
     missing = [m for m in (CHANNEL, MESSAGE) if reasoning.harmony and m not in reasoning.special]
@@ -49,11 +49,11 @@ class ReasoningMatcher:
         close_ids: Sequence[int] = (),
     ) -> None:
         self._inner, self._tracker = inner, tracker
-        self._fresh: Any = None  # the grammar before text that may belong to a thought
+        self._fresh: Any = None  # the grammar before text that may belong to reasoning
         self._live = True  # the grammar allows the text so far: the output may be an answer
         self._size = (vocab + 7) // 8  # bytes of a mask
         self._ends, self._budget, self._close = frozenset(end_ids), budget, tuple(close_ids)
-        self._used = 0  # tokens of the thought so far
+        self._used = 0  # tokens of the reasoning so far
         self._inside_mask = _changed(b"\xff" * self._size, without=self._ends)
 
     # --------------------------------------------------------------- the interface of a Matcher
@@ -98,11 +98,11 @@ class ReasoningMatcher:
                 used += not tracker.calling
                 found.append(self._reasoning_mask(used, tracker))
             return tuple(found)
-        assert not (drafts and self._tracker.state == "start"), "no drafts before the thought"
+        assert not (drafts and self._tracker.state == "start"), "no drafts before the reasoning"
         return (self.mask(), *(None for _ in drafts))
 
     def allowed_drafts(self, drafts: Sequence[int]) -> tuple[int, ...]:
-        """Drafts end before the token that closes the thought, and before its budget is used."""
+        """Drafts end before the token that closes the reasoning, and before its budget is used."""
         if self._answering:
             return tuple(drafts if self._inner is None else self._inner.allowed_drafts(drafts))
         if self._tracker.state == "start":
@@ -133,7 +133,7 @@ class ReasoningMatcher:
             self._advance_grammar(token)
 
     def _advance_grammar(self, token: int) -> None:
-        """Consume a token of the answer, or of text that may still become a thought."""
+        """Consume a token of the answer, or of text that may still become reasoning."""
         undecided = self._tracker.state == "start"
         if undecided and self._fresh is None:
             self._fresh = self._inner.copy()
@@ -162,7 +162,7 @@ class ReasoningMatcher:
         return self._tracker.state == "answer"
 
     def _reasoning_mask(self, used: int, tracker: ReasoningTracker) -> bytes | None:
-        """The mask after `used` tokens of thought: from the budget on, the closing tokens one by
+        """The mask after `used` tokens of reasoning: from the budget on, the closing tokens one by
         one."""
         if self._budget is not None and used >= self._budget:
             at = min(used - self._budget, len(self._close) - 1)

@@ -1,9 +1,9 @@
-"""Where the thought of an output starts and ends, followed token by token.
+"""Where the reasoning of an output starts and ends, followed token by token.
 
-In: the drawn tokens of one sequence. Out: whether the sequence is before the thought, inside it or
-in the answer, and which tokens a grammar must forbid there. A grammar starts with the first token
-of the answer, so no token may hold the end of a thought and the start of an answer: such tokens
-are forbidden, except where only white space follows the marker, which the splitter drops.
+In: the drawn tokens of one sequence. Out: whether the sequence is before its reasoning, inside it
+or in the answer, and which tokens a grammar must forbid there. A grammar starts with the first
+token of the answer, so no token may hold the end of reasoning and the start of an answer: such
+tokens are forbidden, except where only white space follows the marker, which the splitter drops.
 
 Invariant: a tracker changes to the answer at the token at which the splitter
 (text/reasoning/tag_splitter.py, text/reasoning/harmony.py) does, wherever the borders of the tokens
@@ -29,8 +29,8 @@ _UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class ReasoningTracker(Protocol):
-    """The state of one sequence. `opened`: a thought has begun. `calling`: a call of a tool is
-    being written, which is no thought, and which no budget ends."""
+    """The state of one sequence. `opened`: reasoning has begun. `calling`: a call of a tool is
+    being written, which is no reasoning, and which no budget ends."""
 
     state: State
     opened: bool
@@ -43,12 +43,12 @@ class ReasoningTracker(Protocol):
     def copy(self) -> ReasoningTracker: ...
 
     def opening(self) -> tuple[Ids, Ids]:
-        """Before a thought: the tokens that continue its opening marker, and the tokens that hold a
-        whole thought and the start of the answer."""
+        """Before reasoning: the tokens that continue its opening marker, and the tokens that hold a
+        all of the reasoning and the start of the answer."""
         ...
 
     def crossing(self) -> Ids:
-        """Inside a thought: the tokens that a grammar forbids, because they hold the end of the
+        """Inside reasoning: the tokens that a grammar forbids, because they hold the end of the
         thought and the start of the answer, or because they start an answer without a grammar."""
         ...
 
@@ -137,7 +137,7 @@ class TagMarkers:
 
 
 class TagTracker:
-    """Follows a thought between two tags. `told`: the prompt says that the model may think, so a
+    """Follows reasoning between two tags. `told`: the prompt says that the model may think, so a
     grammar allows the opening tag."""
 
     calling = False
@@ -148,8 +148,8 @@ class TagTracker:
         if start:
             self.state = "reasoning" if start == "open" else "answer"
         self.opened = start == "open"
-        self._head = b""  # the output before a thought, without its leading white space
-        self._held = b""  # part of a closing tag at the end of the thought so far
+        self._head = b""  # the output before reasoning, without its leading white space
+        self._held = b""  # part of a closing tag at the end of the reasoning so far
 
     def push(self, token: int) -> None:
         data = self._markers.shown(token)
@@ -186,7 +186,7 @@ class TagTracker:
 
 
 class HarmonyTracker:
-    """Follows the channels of the harmony format, whose markers are tokens: everything is thought
+    """Follows the channels of the harmony format, whose markers are tokens: everything is reasoning
     up to the first message to the user, whose channel is not analysis. A grammar binds that message
     and no call of a tool (`to=functions.NAME`), so beside a grammar no header has a `=`.
 

@@ -57,7 +57,7 @@ class Request:
         return None if self.structure is None else self.structure.start()
 
     def matcher(self, tokenizer: EngineTokenizer, ends: Mapping[int, str]) -> Any:
-        """A new matcher for one sequence; None without a grammar and without a thought budget."""
+        """A new matcher for one sequence; None without a grammar and without a reasoning budget."""
         inner = self.grammar_matcher()
         if inner is not None:
             inner.submit = lambda work: mask_threads().submit(self.tenant, work)
@@ -155,7 +155,7 @@ def _check_reasoning(
     if params.thinking_budget is not None and reasoning is None:
         raise UnsupportedError(
             "thinking_budget",
-            "only a chat with a reasoning model has thoughts; this chat template marks none",
+            "only a chat with a reasoning model has reasoning; this chat template marks none",
         )
     if reasoning is None:
         return

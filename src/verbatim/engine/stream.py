@@ -1,6 +1,6 @@
 """ChoiceStream: the drawn tokens of one choice come in; Deltas and finally a Choice go out.
 
-    Drawn -> TextDecoder (whole characters) -> thoughts (reasoning models) ->
+    Drawn -> TextDecoder (whole characters) -> reasoning (reasoning models) ->
     StopMatcher (holds back partial stops) -> Delta
 
 - `token_ids`, `logprobs` and usage count every drawn token, including the one that ends the choice.
@@ -9,8 +9,8 @@
 - `text` holds whole characters. A choice that ends inside a character ends before it; the token ids
   still hold its bytes.
 - Stop strings are searched only in the text after min_tokens tokens: earlier text is already sent.
-- `reasoning` is the thought of a reasoning model, without its markers. Stop strings do not apply to
-  it, and `text` does not contain it.
+- `reasoning` comes without its markers. Stop strings do not apply to it, and `text` does not
+  contain it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ChoiceStream:
             self._text.append(self._stops.flush())
 
     def _split(self, token: int, text: str) -> str | None:
-        """Separate the thought from the answer. Returns the stop string that ends the choice."""
+        """Separate the reasoning from the answer. Returns the stop string that ends the choice."""
         assert self._splitter is not None
         in_reasoning = self._splitter.in_reasoning
         if token in self._markers:  # the text before it is U+FFFD, if it cuts off a character

@@ -41,7 +41,7 @@ def make_receipt(
 ) -> dict[str, Any]:
     """The receipt of a finished request. `adapter`: digest of the LoRA adapter params.adapter.
     `thinks`: a conversation with a reasoning model, so that structure and stop strings apply behind
-    its thought."""
+    its reasoning."""
     asked = {
         k: v
         for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items()

@@ -411,7 +411,7 @@ class ThinkByteTokenizer(ChatByteTokenizer):
     vocab_size = 262
 
 
-# A template like Qwen3's: the model opens its thought itself, and a switch closes it at once.
+# A template like Qwen3's: the model opens its reasoning itself, and a switch closes it at once.
 THINK_SOURCE = (
     "{% for m in messages %}{{ '<|user|>' if m.role != 'assistant' else '<|assistant|>' }}"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"

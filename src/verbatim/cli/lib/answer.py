@@ -106,15 +106,16 @@ class PromptFlags:
             )
         if self.level is not None:
             raise ParameterError(
-                self.level.field, "only a chat turn with a chat template has thoughts; leave it out"
+                self.level.field,
+                "only a chat turn with a chat template has reasoning; leave it out",
             )
 
 
 def collect(
     stream: Stream, *, show: Callable[[str], None] | None, reasoning: ReasoningView | None = None
 ) -> tuple[int, Completion]:
-    """Read a stream to its end, passing the text of the first answer to `show` and its thought to
-    `thoughts`. Returns the exit code and the completion.
+    """Read a stream to its end, passing the text of the first answer to `show` and its reasoning to
+    `reasoning`. Returns the exit code and the completion.
 
     The first Ctrl-C cancels the request after the running step, and the partial completion is
     returned with code 130. A second Ctrl-C raises at once."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
 
 F = TypeVar("F", bound=Callable[..., Any])
-SECTION = "Thoughts"
+SECTION = "Reasoning"
 LEVELS = ("true", "false", *EFFORTS)
 
 

@@ -30,7 +30,7 @@ def closing_line(
     if usage.cached_tokens:
         parts[0] += f" ({usage.cached_tokens} from the prefix cache)"
     if usage.reasoning_tokens:
-        parts[0] += f", {usage.reasoning_tokens} of them thought"
+        parts[0] += f", {usage.reasoning_tokens} of them reasoning"
     if usage.output_tokens:
         parts.append(f"first token {timings.first_token:.2f} s")
     rate = timings.decode_rate(usage.output_tokens)
@@ -128,8 +128,8 @@ def length_line(completion: Completion) -> str | None:
     allowed = completion.params.max_tokens if completion.params else len(cut[0].token_ids)
     if cut[0].reasoning and not cut[0].text:
         return (
-            f"the thought was cut after {_tokens(allowed or 0)}, so there is no answer; a larger "
-            "--max-tokens allows more, --thinking-budget limits the thought"
+            f"the reasoning was cut after {_tokens(allowed or 0)}, so there is no answer; a larger "
+            "--max-tokens allows more, --thinking-budget limits the reasoning"
         )
     return f"the answer was cut after {_tokens(allowed or 0)}; a larger --max-tokens allows more"
 

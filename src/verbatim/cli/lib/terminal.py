@@ -88,7 +88,7 @@ def warn(text: str) -> None:
 
 
 class ReasoningView:
-    """Streams the thought of a reasoning model to stderr, dimmed, or between <think> tags without
+    """Streams the reasoning of a reasoning model to stderr, dimmed, or between <think> tags without
     colours. Shown on a terminal only: logs and pipes carry answers and notices."""
 
     def __init__(self, *, quiet: bool = False) -> None:
@@ -107,7 +107,7 @@ class ReasoningView:
         self._write(paint(text, DIM))
 
     def close(self) -> None:
-        """End the thought; the answer starts below it."""
+        """End the reasoning; the answer starts below it."""
         if self._open:
             line_end = "" if self._at_line_start else "\n"
             self._write(line_end + ("\n" if self._dim else "</think>\n"))

@@ -166,7 +166,7 @@ class EngineBase(metaclass=AnsweringType):
 
     @cached_property
     def reasoning(self) -> ReasoningFormat | None:
-        """How a reasoning model marks its thoughts, from its chat template; None without any."""
+        """How a reasoning model marks its reasoning, from its chat template; None without any."""
         from verbatim.text.reasoning.reasoning_format import find_format
 
         if self.loaded.template is None:

@@ -143,8 +143,10 @@ class ModelFacts:
     longest_token: int  # bytes
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapter -> its fingerprint
     task: str = "generate"  # or embed, rerank: an encoder
-    reasoning: bool = False  # the chat template marks thoughts (text/reasoning/reasoning_format.py)
-    template_reasoning: bool = False  # the chat template reads the thoughts of earlier turns
+    reasoning: bool = (
+        False  # the chat template marks reasoning (text/reasoning/reasoning_format.py)
+    )
+    template_reasoning: bool = False  # the chat template reads the reasoning of earlier turns
     # template variables that switch thinking, see api/common/reasoning_variables.py
     reasoning_switches: list[str] = field(default_factory=list)
     slots: int = 0  # sequences that run at once

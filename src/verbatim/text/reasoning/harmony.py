@@ -3,12 +3,12 @@
     <|channel|>analysis<|message|>The user greets.<|end|><|start|>assistant<|channel|>final
     <|message|>Hello!
 
-In: the output text, and its markers. Out: pieces of the thought (channel analysis) and of the
+In: the output text, and its markers. Out: pieces of the reasoning (channel analysis) and of the
 answer (channel final, and commentary to the user). A message to a tool (`to=functions.NAME`)
 becomes `<tool_call>{"name": ..., "arguments": ...}</tool_call>` in the answer, the form that the
 tool-call parser reads. An output that does not start as a message does is an answer.
 
-Messages that are not for the user are thought: a call of a built-in tool (`to=python`), which no
+Messages that are not for the user are reasoning: a call of a built-in tool (`to=python`), which no
 client can run, and a message of another role that the model writes itself (`<|start|>user`, or a
 result `<|start|>functions.NAME to=assistant`).
 
@@ -51,7 +51,7 @@ class HarmonySplitter:
 
     @property
     def in_reasoning(self) -> bool:
-        """Headers count as thought, as the markers do."""
+        """Headers count as reasoning, as the markers do."""
         return self._kind == "reasoning" if self._body else self._seen
 
     @property

@@ -1,4 +1,4 @@
-"""Reasoning models: split an output into the thought and the answer.
+"""Reasoning models: split an output into the reasoning and the answer.
 
 In: a model's chat templates and a prompt. Out: a ReasoningFormat, which makes the Splitter of an
 output. The markers are those of the chat template: a pair of tags such as `<think>` and `</think>`
@@ -27,7 +27,7 @@ TAGS = (
     ("<|START_THINKING|>", "<|END_THINKING|>"),  # Cohere: Command R7B, Command A Reasoning
     ("Here is my thought process:", "Here is my response:"),  # Granite 3.2
 )
-# Tags around the answer behind a thought, where the chat template mentions them.
+# Tags around the answer behind reasoning, where the chat template mentions them.
 WRAPPERS = (("<response>", "</response>"), ("<answer>", "</answer>"))  # Granite 3.3; Hunyuan
 
 
@@ -36,7 +36,7 @@ class Splitter(Protocol):
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the text so far ends inside a thought."""
+        """Whether the text so far ends inside reasoning."""
         ...
 
     def push(self, text: str) -> list[Piece]: ...
@@ -52,13 +52,13 @@ class Splitter(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How a model marks its thoughts, and where the output of one prompt starts.
+    """How a model marks its reasoning, and where the output of one prompt starts.
 
     open_id: token that begins the opening tag; None where it is ordinary text
-    close_ids: the tokens that end a thought and begin the answer; empty where no tokens spell it
+    close_ids: the tokens that end reasoning and begin the answer; empty where no tokens spell it
     marker_ids: tokens that are markers, which the splitter needs to see
     special: markers of the harmony format that are tokens, and are recognised by their id
-    start: "open" when the prompt ends inside a thought, "closed" when it ends behind one, ""
+    start: "open" when the prompt ends inside reasoning, "closed" when it ends behind one, ""
     when the model decides
     named: the prompt contains the opening tag, as one that explains how to think does
     wrapper: tags around the answer, which are no part of it
@@ -81,13 +81,13 @@ class ReasoningFormat:
 
     @property
     def told(self) -> bool:
-        """Whether the output may start with a thought. An opening tag of ordinary text counts only
+        """Whether the output may start with reasoning. An opening tag of ordinary text counts only
         where the prompt mentions it."""
         return self.start == "open" or self.named or self.open_id is not None
 
     def after(self, prompt: str) -> ReasoningFormat:
         """The format for an output that follows this prompt text."""
-        # with a thinking budget of 0 Seed-OSS' template starts the thought with a second tag
+        # with a thinking budget of 0 Seed-OSS' template starts the reasoning with a second tag
         tail = prompt.rstrip().removesuffix("<seed:cot_budget_reflect>")
         if self.harmony:
             return self
@@ -104,7 +104,7 @@ class ReasoningFormat:
 
 
 def find_format(sources: Iterable[str], tokenizer: Any) -> ReasoningFormat | None:
-    """The thought format of a model, from its chat templates; None if it has none."""
+    """The reasoning format of a model, from its chat templates; None if it has none."""
     text = "\n".join(source for source in sources if isinstance(source, str))
     if CHANNEL in text and "analysis" in text:
         return _harmony(tokenizer)

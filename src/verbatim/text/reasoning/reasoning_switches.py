@@ -27,7 +27,7 @@ def effort_variables(
     switches: Collection[str], reasoning: bool, effort: str, field: str
 ) -> dict[str, Any]:
     """Variables for a level of EFFORTS. A template without levels gets none as false and every
-    other level as true. `thinks`: the template marks thoughts; `field`: the name for an error."""
+    other level as true. `thinks`: the template marks reasoning; `field`: the name for an error."""
     if LEVEL in switches and effort != "none":
         return {LEVEL: effort}
     return switch_variables(switches, reasoning, effort != "none", field)
@@ -46,5 +46,5 @@ def switch_variables(
         field,
         "this model always thinks; its chat template has no switch"
         if reasoning
-        else "this model's chat template has no thoughts",
+        else "this model's chat template has no reasoning",
     )

@@ -1,6 +1,6 @@
-"""A thought between two tags: split it from the answer.
+"""Reasoning between two tags: split it from the answer.
 
-In: the output text in pieces. Out: pieces of the thought and of the answer, without the tags.
+In: the output text in pieces. Out: pieces of the reasoning and of the answer, without the tags.
 
 Invariant: the result does not depend on how the output is cut into pieces, so a streamed output
 concatenates to the whole one. Text that may still become a tag is held back.
@@ -24,11 +24,11 @@ OTHER_SPELLINGS = {
 
 
 class TagSplitter:
-    """A thought between two tags at the start of the output.
+    """Reasoning between two tags at the start of the output.
 
     Whitespace around the tags belongs to the format and is dropped. A tag later in the output is
-    text, except opening tags that a thought starts with. An output that ends inside the thought
-    has no answer. `wrapper`: tags around the answer behind a thought; the closing one is dropped at
+    text, except opening tags that reasoning starts with. An output that ends inside the reasoning
+    has no answer. `wrapper`: tags around the answer behind reasoning; the closing one is dropped at
     the end of the output only. `opener`: the start of the opening tag that is a control token; an
     output that is cut off behind it has no answer either."""
 
@@ -47,7 +47,7 @@ class TagSplitter:
             self._state = "behind"
         self._held = ""
         self._trim = start == "open"  # drop whitespace before the next text
-        self._may_repeat = True  # the thought may start with the opening tag again
+        self._may_repeat = True  # the reasoning may start with the opening tag again
 
     @property
     def in_reasoning(self) -> bool:
@@ -89,7 +89,7 @@ class TagSplitter:
         return out
 
     def _begin(self) -> None:
-        """Decide whether the output starts with a thought, once enough of it is there."""
+        """Decide whether the output starts with reasoning, once enough of it is there."""
         start = self._held.lstrip()
         if start.startswith(self._open):
             self._state, self._trim = "reasoning", True
@@ -104,7 +104,7 @@ class TagSplitter:
         return next(start[len(tag) :] for tag in self._open if start.startswith(tag))
 
     def _repeats(self) -> bool:
-        """Drop further opening tags at the start of the thought. True: the text may become one."""
+        """Drop further opening tags. True: the text may become reasoning."""
         start = self._held.lstrip()
         while start.startswith(self._open):
             self._held = self._behind_open(start)

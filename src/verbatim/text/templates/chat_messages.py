@@ -57,7 +57,7 @@ def prepare_message(
     if reasoning is not None:
         if reasoning and not any(program.reads.may_read(key) for key in REASONING):
             own = next(key for key in REASONING if plain.get(key) is not None)
-            why = "the model's chat template does not support thoughts; "
+            why = "the model's chat template does not support reasoning; "
             raise UnsupportedError(f"{where}.{own}", why + "leave it out, or write it into content")
         # both names, as transformers does
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}

@@ -176,7 +176,7 @@ class ChatTemplate:
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether the template reads the thoughts of earlier assistant messages."""
+        """Whether the template reads the reasoning of earlier assistant messages."""
         own = self._reads_or_none("default")
         return own is not None and any(own.may_read(key) for key in REASONING)
 

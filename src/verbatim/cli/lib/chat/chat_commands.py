@@ -212,7 +212,7 @@ def _keep_reasoning_level(talk: Conversation) -> None:
         talk.set_reasoning(talk.level)
     except UnsupportedError as error:
         talk.set_reasoning(None)
-        note(f"{error.message}; thoughts are as the model's default again")
+        note(f"{error.message}; reasoning is as the model's default again")
 
 
 def _save(chat: Chat, rest: str) -> None:
@@ -236,7 +236,7 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "system": (_system, "[TEXT]", "set the system message and clear the chat; alone: show it"),
     "params": (_params, "[NAME=VALUE]", "change a parameter; without one show those that are set"),
     "think": (_reason, "[LEVEL]", "let the model think; LEVEL: true, false, low, medium, high …"),
-    "nothink": (_no_reasoning, "", "answer without a thought"),
+    "nothink": (_no_reasoning, "", "answer without reasoning"),
     "retry": (_retry, "", "answer the last message again, with the next seed"),
     "undo": (_undo, "", "forget the last message and its answer"),
     "drop": (_drop, "[N]", "forget the N oldest messages and their answers [1]"),

@@ -59,7 +59,7 @@ class Conversation:
         self.last: tuple[list[Message], SamplingParams, Completion] | None = None
 
     def set_reasoning(self, level: ReasoningLevel | None) -> None:
-        """Switch thoughts for the next turns; raises where the chat template has no such switch."""
+        """Switch reasoning for the next turns; raises where the template has no such switch."""
         self.template = {} if level is None else level.variables(self.llm)
         self.level = level
 
@@ -79,7 +79,7 @@ class Conversation:
         reasoning: ReasoningView | None = None,
     ) -> tuple[int, Completion]:
         """Send a user message. Returns the exit code (130: interrupted) and the completion. A
-        cancelled answer stays in the history up to where the user saw it; thoughts do not."""
+        cancelled answer stays in the history up to where the user saw it; reasoning does not."""
         params = params or self.params
         messages = [*self.messages, {"role": "user", "content": text}]
         code, completion = collect(

@@ -68,7 +68,7 @@ class AnthropicMessages(taking({name: name for name in ("temperature", "top_k", 
     system: Text | list[AnthropicText] | None = honoured("a string or text blocks")
     thinking: AnthropicThinking | None = honoured(
         "enabled and adaptive switch thinking on, disabled off, where the chat template has the "
-        "switch; budget_tokens: most tokens of the thought"
+        "switch; budget_tokens: most tokens of the reasoning"
     )
     tool_choice: AnthropicChoice | None = honoured("auto, any, tool, none")
     tools: list[AnthropicTool] | None = honoured(

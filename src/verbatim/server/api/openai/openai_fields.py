@@ -227,7 +227,7 @@ class Responses(extended("max_tokens", "logprobs", "prompt_logprobs", *_NOT_OF_A
         ]
         | None
     ) = honoured(
-        "message.output_text.logprobs; reasoning.encrypted_content: thoughts also in a form that "
+        "message.output_text.logprobs; reasoning.encrypted_content: reasoning also in a form that "
         "clients send back (base64, not encrypted)"
     )
     include_reasoning: Literal[True] | None = refused("the output has the reasoning items", True)
@@ -238,7 +238,7 @@ class Responses(extended("max_tokens", "logprobs", "prompt_logprobs", *_NOT_OF_A
     previous_response_id: Label | None = honoured("continue a stored response")
     prompt: Refused = refused("the server stores no prompt templates")
     reasoning: ResponseReasoning | None = honoured(
-        "effort as reasoning_effort of chat completions; the whole thought is returned as a "
+        "effort as reasoning_effort of chat completions; the whole reasoning is returned as a "
         "reasoning item, so a summary is never written"
     )
     store: bool | None = honoured(

@@ -37,7 +37,7 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
         return [{"role": "user", "content": items}], ["input"]
     out: list[JsonObject] = []
     places: list[str] = []
-    reasoning = False  # the last message is a thought, which the next answer or call completes
+    reasoning = False  # the last message is reasoning, which the next answer or call completes
     for index, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "reasoning":
@@ -76,7 +76,7 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
 
 
 def sealed(reasoning: str) -> str:
-    """A thought as `encrypted_content`: one word that clients send back as it is."""
+    """Reasoning as `encrypted_content`: one word that clients send back as it is."""
     return base64.b64encode(reasoning.encode()).decode()
 
 
@@ -93,7 +93,7 @@ def _sealed_text(item: Mapping[str, Any], place: str) -> str:
 
 
 def earlier_messages(call: RequestContext, name: str) -> list[JsonObject]:
-    """The conversation of a stored response. Its thoughts are the server's own, so they are left
+    """The conversation of a stored response. Its reasoning is the server's own, so it is left
     out where the chat template reads none."""
     try:
         found = list(call.state.store.get(call.tenant, "response", name)["messages"])
@@ -136,7 +136,7 @@ def _messages(call: RequestContext, body: JsonObject) -> tuple[list[JsonObject],
     """Chat messages of the whole conversation, and for each the field that it comes from."""
     items = body.get("input", "")
     if not isinstance(items, str) and not call.state.facts.template_reasoning:
-        # thoughts that the server itself has sent; the chat template reads none
+        # reasoning that the server itself has sent; the chat template reads none
         items = [{"type": "reasoning"} if i.get("encrypted_content") else i for i in items]
     messages, places = chat_messages(items)
     if not messages:

@@ -216,7 +216,7 @@ class ResponsesReply:
 
 
 def reasoning_item(text: str, status: str) -> JsonObject:
-    """The thought of a reasoning model as an output item."""
+    """The reasoning of a reasoning model as an output item."""
     return {
         "id": new_id("rs_"),
         "type": "reasoning",

@@ -77,7 +77,7 @@ class ResponseEvents:
 
     def _delta_events(self, piece: ChoiceDelta) -> list[bytes]:
         out = self._reasoning(piece.reasoning)
-        # log-probabilities of a thought belong to no message
+        # log-probabilities of reasoning belong to no message
         piece.logprobs = piece.logprobs[piece.reasoning_tokens :]
         if self.reasoning is not None and not (piece.text or piece.logprobs):
             return out

@@ -184,7 +184,7 @@ def _call_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, Jso
 def _reasoning_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, JsonObject]]:
     (part,) = item["content"]
     where = {"item_id": item["id"], "output_index": index, "content_index": 0}
-    # a thought is sealed when it ends
+    # reasoning is sealed when it ends
     begun = {k: v for k, v in item.items() if k != "encrypted_content"}
     begun |= {"status": "in_progress", "content": []}
     return [
