@@ -811,6 +811,7 @@ FINITE_NAMES: list[dict[str, Any]] = [
     {"patternProperties": {"^(abc|x[0-9]*)$": INT}, "additionalProperties": False},
     {"patternProperties": {"^[ab\\n]$": INT}, "additionalProperties": False},
     {"patternProperties": {"^(é|è)$": INT}, "additionalProperties": False},
+    {"patternProperties": {'^["a]{1,2}$': INT}, "additionalProperties": False},
     {"properties": {"a": INT}, "required": ["a"], "patternProperties": {"^[ab]$": INT},
      "additionalProperties": False},
     {"propertyNames": {"pattern": "^[01]{1,2}$"}},
@@ -907,6 +908,8 @@ def test_many_names_are_not_counted() -> None:
         ({"format": "date-time"}, ['{"2024-02-29T23:59:60.5+01:00":1'], ['{"2024-02-29"']),
         ({"format": "ipv4"}, ['{"127.0.0.1":1'], ['{"256']),
         ({"pattern": "^a", "maxLength": 2}, ['{"ab":1'], ['{"b']),
+        ({"pattern": "^[a-z]+$", "maxLength": 2}, ['{"ab":1'], ['{"abc', '{"A', '{"":']),
+        ({"pattern": r"^[\]a]*$", "minLength": 2}, ['{"]a]":1'], ['{"a"', '{"[']),
     ],
     ids=str,
 )  # fmt: skip

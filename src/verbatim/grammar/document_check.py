@@ -19,22 +19,25 @@ its work and with llguidance's regular expressions, which take linear time.
 from __future__ import annotations
 
 import json
+import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from verbatim.base.errors import UnsupportedError
 from verbatim.grammar.ecma_pattern import rust_pattern
-from verbatim.grammar.llguidance_tokenizer import string_matcher
+from verbatim.grammar.llguidance_tokenizer import byte_matcher, completions, string_matcher
 from verbatim.grammar.lower import FORMATS, canonical, distinct, finite_items, target
-from verbatim.grammar.unused_names import UnusedNames
 
 MAX_EVALUATIONS = 20_000  # keywords per document; some tenths of a second
 LITERALS = (b"true", b"false", b"null")
 MAX_VERDICTS = 64  # documents whose verdicts are kept
-MANY_NAMES = 64  # names of an object from which no step waits for a search of unused ones
+MAX_INLINE = 1024  # bytes of a document up to which a step waits for a search of unused names
+MAX_CURSORS = 16  # documents that a search of names follows at a time; another costs 1 ms per KB
+ESCAPES_TRIED = 256  # most tokens of a mask that are tried one by one inside an escaped name
 FIELD = "json_schema"
 
 
@@ -75,9 +78,12 @@ class DocumentCheck:
     ) -> None:
         """`finite_names`: the grammar of the document, if the names of an object may run out."""
         self._schema, self._tokens, self._eos = schema, token_bytes, frozenset(eos_ids)
-        self._unused = UnusedNames(finite_names, token_bytes) if finite_names else None
         self._validate = None if schema is True else validator(schema)
         self._names = NameTokens(token_bytes)
+        self._leads = LeadingTokens(token_bytes) if finite_names else None
+        self._names_grammar = finite_names
+        self._cursors: list[tuple[bytes, Any]] = []  # texts, and matchers that have read them
+        self._lock = threading.Lock()  # sequences are checked in several threads
         self._rules: dict[tuple[Any, ...], Frame] = {}
         self._verdicts: dict[Any, str] = {}  # verdicts on the last documents, by key
         if self._validate is None:
@@ -113,7 +119,7 @@ class DocumentCheck:
         return bool(
             allowed & self._suspects(state)
             or self._repeats(allowed, state)
-            or (self._unused and any(len(frame.seen) > MANY_NAMES for frame in state.stack))
+            or (len(state.text) > MAX_INLINE and self._leading(allowed, state))
             or self._dead_ends(allowed, state)
         )
 
@@ -187,9 +193,76 @@ class DocumentCheck:
         return removed
 
     def _dead_ends(self, allowed: int, state: CheckState) -> int:
-        """The allowed tokens after which an object needs a name that it does not have, and there is
-        none."""
-        return self._unused.dead_ends(allowed, state, self._feed) if self._unused else 0
+        """The allowed tokens after which an object needs a name that it does not have, and the
+        grammar has none. Under {"^[ab]$": ...} no comma may follow {"a":1,"b":2, and no b {"b":1,".
+        """
+        removed = 0
+        found: dict[tuple[int, bytes], bool] = {}  # depth and part of a name -> may it go on?
+        for token in _set_bits(self._leading(allowed, state)):
+            try:
+                after = self._feed(state, self._tokens[token], known=True)
+            except (ValueError, IndexError):  # it completes the document, or repeats an item
+                continue
+            if not after.stack or not after.stack[-1].wants_key:
+                continue
+            part = after.text[after.scalar + 1 :] if after.string else b""
+            place = (len(after.stack), part)
+            if place not in found:
+                more = self._tokens[token] if after.string else self._tokens[token] + b'"'
+                found[place] = self._has_unused(state.text, more, part, after.stack[-1].seen)
+            removed |= 0 if found[place] else 1 << token
+        return removed
+
+    def _leading(self, allowed: int, state: CheckState) -> int:
+        """The allowed tokens that lead towards a name which its object has, or to the start of
+        one, where the names may run out."""
+        if self._leads is None:
+            return 0
+        top = state.stack[-1] if state.stack else None
+        if top is None or not top.wants_key:
+            return allowed & (self._leads.closing if state.string else self._leads.commas)
+        written = state.text[state.scalar + 1 :] if state.string else b""
+        names, quote = [*map(_utf8, top.seen)], b"" if state.string else b'"'
+        rests = [quote + name[len(written) :] for name in names if name.startswith(written)]
+        leads = [
+            part
+            for rest in rests
+            for end in range(len(rest))
+            for part in self._leads.parts.get(rest[: end + 1], ())
+        ]
+        found = allowed & _bits(iter(leads))
+        if b"\\" in written or any(map(_ESCAPED.search, names)):
+            few = allowed.bit_count() <= ESCAPES_TRIED
+            found |= allowed if few else allowed & self._leads.escapes
+        return found
+
+    def _has_unused(self, text: bytes, more: bytes, part: bytes, used: Collection[str]) -> bool:
+        """Whether the name that `more` starts or continues can become one that is not in `used`.
+        `part`: the name so far. The search goes along used names; the first byte that leads to
+        another one ends it."""
+        names = sorted(map(_utf8, used))
+        if not _starts_one(part, names):
+            return True  # a mask never leads nowhere
+        with self._lock:
+            for _ in range(2):  # copies share a lexer, which other documents may have used up
+                matcher = self._follow(text).deep_copy()
+                matcher.consume_tokens(list(more))
+                found = completions(matcher, part, lambda part: _starts_one(part, names))
+                unused = any(name is None or name not in used for name in found)
+                if not matcher.is_error():
+                    return unused
+                self._cursors = []
+        return True
+
+    def _follow(self, text: bytes) -> Any:
+        """A matcher over single bytes that has read the text; copy it before use."""
+        cursors = self._cursors or [(b"", byte_matcher(self._names_grammar))]
+        known = max(cursors, key=lambda one: len(one[0]) if text.startswith(one[0]) else -1)
+        matcher = known[1].deep_copy()
+        matcher.consume_tokens(list(text[len(known[0]) :]))
+        others = [cursor for cursor in cursors[1:] if cursor is not known]
+        self._cursors = [cursors[0], *others[1 - MAX_CURSORS :], (text, matcher)]
+        return matcher
 
     # ------------------------------------------------------------------------------ scanner
 
@@ -338,6 +411,39 @@ class NameTokens:
                 self.crossing.add(token)
 
 
+class LeadingTokens:
+    """The tokens that may lead towards a name, for a search of unused ones."""
+
+    def __init__(self, tokens: Sequence[bytes]) -> None:
+        self.parts: dict[bytes, list[int]] = {}  # tokens by what they add to the quote and the name
+        commas, closing = [], []
+        for token, text in enumerate(tokens):
+            opened = text.lstrip(b" \t\n\r")
+            self.parts.setdefault(opened if opened[:1] == b'"' else text, []).append(token)
+            before, comma, after = text.rpartition(b",")
+            if comma and after.strip(b" \t\n\r").rfind(b'"') <= 0:
+                commas.append(token)
+                if b'"' in before:
+                    closing.append(token)
+        self.commas = _bits(iter(commas))  # tokens that end where a name may start, or inside it
+        self.closing = _bits(iter(closing))  # the same where a string ends first
+        self.escapes = _bits(i for i, text in enumerate(tokens) if b"\\" in text)
+
+
+_ESCAPED = re.compile(rb'[\x00-\x1f"\\\x7f]')  # bytes of a name that are written as an escape
+
+
+def _starts_one(part: bytes, names: list[bytes]) -> bool:
+    """Whether one of the sorted names starts so, or may: an escape is not complete."""
+    if b"\\" in part:
+        try:
+            part = _utf8(json.loads(b'"' + part + b'"'))
+        except ValueError:
+            return True
+    at = bisect_left(names, part)
+    return at < len(names) and names[at].startswith(part)
+
+
 def _utf8(name: str) -> bytes:
     return name.encode("utf-8", "surrogatepass")
 
@@ -478,8 +584,6 @@ def _unique_items(_: Any, wanted: Any, instance: Any, __: Any) -> Iterator[Any]:
 
 
 def _format(_: Any, named: Any, instance: Any, __: Any) -> Iterator[Any]:
-    import re
-
     from jsonschema import ValidationError
 
     if not isinstance(instance, str):

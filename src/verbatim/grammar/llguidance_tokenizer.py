@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
@@ -102,10 +102,41 @@ def byte_tokenizer() -> Any:
     return LLTokenizer(vocabulary, n_vocab=257, eos_token=256, slices=[])
 
 
+def byte_matcher(grammar: str) -> Any:
+    from llguidance import LLMatcher
+
+    return LLMatcher(byte_tokenizer(), grammar, log_level=0)
+
+
 @functools.lru_cache(256)
 def string_matcher(keyword: str, value: str) -> Any:
     """A matcher of JSON strings with this `pattern` or `format`; copy it before use."""
     from llguidance import LLMatcher
 
     schema = json.dumps({"type": "string", keyword: value})
-    return LLMatcher(byte_tokenizer(), LLMatcher.grammar_from_json_schema(schema), log_level=0)
+    return byte_matcher(LLMatcher.grammar_from_json_schema(schema))
+
+
+def completions(
+    matcher: Any, start: bytes, follow: Callable[[bytes], bool]
+) -> Iterator[str | None]:
+    """The strings that a matcher over single bytes can write which has read the quotation mark and
+    the part `start`. None stands for all strings with a part that `follow` rejects; there is one,
+    because a mask never leads nowhere."""
+    at, open_parts = len(start), [start]
+    while open_parts:
+        part = open_parts.pop()
+        if len(part) > len(start):
+            matcher.rollback(at - len(part) + 1)
+            matcher.consume_token(part[-1])
+        at = len(part)
+        escape = (at - len(part.rstrip(b"\\"))) % 2 == 1
+        mask = int.from_bytes(matcher.compute_bitmask(), "little")
+        for byte in (i for i in range(256) if mask >> i & 1):
+            more = part + bytes([byte])
+            if byte == 0x22 and not escape:
+                yield json.loads(b'"' + more)
+            elif follow(more):
+                open_parts.append(more)  # the highest is next: models count upwards
+            else:
+                yield None

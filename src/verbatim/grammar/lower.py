@@ -16,17 +16,19 @@ document.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from verbatim.base.errors import UnsupportedError
 from verbatim.grammar.ecma_pattern import rust_pattern
 from verbatim.grammar.json_schema import bounds, rounds
-from verbatim.grammar.unused_names import fewer_names
+from verbatim.grammar.llguidance_tokenizer import completions, string_matcher
 
 MAX_CONDITIONALS = 6  # if/then/else written as alternatives; each one doubles the grammar
 MAX_NAME = 1000  # characters; longer bounds on a name's length are checked
+MAX_VISITS = 2000  # beginnings of names, to count the names of a pattern; some 50 ms
 MAX_RANGE = 256  # integers of a range that counts as a list of values
 
 _POINTER = r"(/([^~/]|~[01])*)*"
@@ -392,6 +394,10 @@ def has_free_names(schema: Any) -> bool:
     return False
 
 
+# A pattern that repeats one kind of character, so a bound on the length is the number of repeats.
+_REPEATED = re.compile(r"\^(\[(?:\\.|[^\\\]])+\]|\\[dws])([*+])\$")
+
+
 def _name_pattern(names: Any, root: Any) -> tuple[str | None, bool]:
     """(a pattern of all names that match a propertyNames, whether it matches no others)."""
     for _ in range(8):
@@ -402,7 +408,13 @@ def _name_pattern(names: Any, root: Any) -> tuple[str | None, bool]:
     rest = set(names) - {"type"}
     low, high = int(names.get("minLength", 0)), names.get("maxLength")
     if "pattern" in names:
-        return rust_pattern(names["pattern"], common=True), rest == {"pattern"}
+        repeated = _REPEATED.fullmatch(names["pattern"])
+        if repeated and max(low, high or 0) <= MAX_NAME:
+            low, rest = max(low, repeated[2] == "+"), rest - {"minLength", "maxLength"}
+            pattern = f"^{repeated[1]}{{{low:d},{'' if high is None else int(high)}}}$"
+        else:
+            pattern = names["pattern"]
+        return rust_pattern(pattern, common=True), rest == {"pattern"}
     if names.get("format") in NAME_FORMATS:
         return f"^({NAME_FORMATS[names['format']]})$", rest == {"format"}
     if rest & {"minLength", "maxLength"} and max(low, high or 0) <= MAX_NAME:
@@ -424,6 +436,20 @@ def names_may_run_out(schema: Any) -> bool:
             return True
         return any(map(names_may_run_out, schema.values()))
     return isinstance(schema, list) and any(map(names_may_run_out, schema))
+
+
+def fewer_names(patterns: Iterable[str], names: Iterable[str], least: int) -> int | None:
+    """The number of names in `names` or under a pattern if it is less than `least`; otherwise, or
+    where a search of MAX_VISITS beginnings does not show it, None."""
+    found, visits = set(names), count()
+    for pattern in patterns:
+        matcher = string_matcher("pattern", pattern).deep_copy()
+        matcher.consume_token(0x22)
+        for name in completions(matcher, b"", lambda _: next(visits) < MAX_VISITS):
+            if name is None or len(found) >= least:
+                return None
+            found.add(name)
+    return len(found) if len(found) < least else None
 
 
 def finite_items(node: Mapping[str, Any], root: Any) -> list[Any] | None:
