@@ -5,29 +5,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verbatim.model.families.common import parts, rows, tensors
+from verbatim.model.families.common import rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
-from verbatim.model.keys import followed
+from verbatim.model.families.glm import KEYS, glm_spec
 from verbatim.model.spec import ModelSpec
 
 
 def _spec(c: Config) -> ModelSpec:
-    return replace(parts.rotary(c), out_bias=c.fact("out_bias", False), post_norms=True)
+    return replace(glm_spec(c), post_norms=True)
 
 
-KEYS = rows.rotary_keys(
-    rows.FULL,
-    rows.PARTIAL,
-    {
-        "head_dim": rows.HEAD_DIM,
-        "attention_bias": followed("biases of q, k and v"),
-        "mlp_bias": rows.NO_BIAS,
-    },
-)
 FAMILY = Family(
     model_type="glm4",
     models="GLM-4-0414",
-    keys=KEYS,
+    keys={**KEYS, "head_dim": rows.HEAD_DIM},
     spec=_spec,
     rope=RopeRules(partial=True),
     names=tensors.hf_names(
