@@ -30,7 +30,7 @@ from overlap_crowd import count_rows, generate_all
 from parity_types import INTERPRETED, interpreted_type
 from verbatim.backend import gpu, gpu_layout, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
-from verbatim.backend.cuda import device_weights, warm_up
+from verbatim.backend.cuda import device_weights, kernel_compile
 from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.kernels import experts, kernels, matmul_tile, quant
@@ -660,8 +660,8 @@ def test_compiling_ahead_launches_every_tile(blocks: bool, monkeypatch: pytest.M
 
     monkeypatch.setattr(kernels, "matmul", matmul)
     monkeypatch.setattr(kernels, "gated_matmul", gated_matmul)
-    monkeypatch.setattr(warm_up, "STEPS", ())
-    warm_up.compile_kernels(backend, 4096)  # type: ignore[arg-type]
+    monkeypatch.setattr(kernel_compile, "STEPS", ())
+    kernel_compile.compile_kernels(backend, 4096)  # type: ignore[arg-type]
     chosen = set()
     for n, k in ((64, 1024), (576, 64)):
         splits = gpu_layout.split_k(n, k)[0]
@@ -683,7 +683,7 @@ def test_compiling_ahead_runs_the_steps_of_recurrent_models_and_mixtures(
     monkeypatch.setattr(backend, "compute", lambda step: rows.append(len(step.tokens)))
     for step_tokens, heights in ((8192, {16, 64, 128}), (200, {16, 64})):
         rows.clear()
-        warm_up.compile_kernels(backend, step_tokens)
+        kernel_compile.compile_kernels(backend, step_tokens)
         assert {experts.tile_height(2 * count, 4) for count in rows} == heights
         assert max(rows) == min(step_tokens, 4096)
     for family in ("lfm2", "qwen3next"):
@@ -691,7 +691,7 @@ def test_compiling_ahead_runs_the_steps_of_recurrent_models_and_mixtures(
         executed: list[StepPlan] = []
         monkeypatch.setattr(backend, "matrices", list)
         monkeypatch.setattr(backend, "execute", executed.append)
-        warm_up.compile_kernels(backend, 64)
+        kernel_compile.compile_kernels(backend, 64)
         assert [[len(step.tokens) for step in plan.sequences] for plan in executed[:2]] == [
             [32 + 128, 1],
             [64, 1],
@@ -705,10 +705,10 @@ def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatc
     model = small("llama")
     backend: Any = opened(replace(model, adapters=(tiny_adapter(model.spec),)))
     executed: list[StepPlan] = []
-    monkeypatch.setattr(warm_up, "compile_kernels", lambda backend, step_tokens: None)
+    monkeypatch.setattr(kernel_compile, "compile_kernels", lambda backend, step_tokens: None)
     monkeypatch.setattr(backend, "execute", executed.append)
     penalty = SamplingParams(repetition_penalty=1.1)
-    warm_up.warm_up(backend, [penalty], max_running=4)
+    kernel_compile.compile_all(backend, [penalty], max_running=4)
     prompts = [plan for plan in executed if plan.rows > len(plan.sequences)]
     assert [plan.rows for plan in prompts] == [10, 10, 102, 102]
     assert {len(plan.sequences) for plan in executed} == {1, 3, 4}
@@ -719,7 +719,7 @@ def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatc
     steps = [plan.sequences[0] for plan in executed]
     assert {step.adapter for step in steps} == {-1, 0}
     drawn = [step.draw.params for step in steps if step.draw is not None]
-    assert set(drawn) == {*warm_up.SAMPLERS, penalty}
+    assert set(drawn) == {*kernel_compile.SAMPLERS, penalty}
     # the device samples all of them, so their kernels are compiled
     assert all(backend.gpu_sampler.supports(step.draw) for step in steps)
     monkeypatch.undo()
@@ -730,15 +730,15 @@ def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatc
         raise torch.OutOfMemoryError
 
     # the large steps do not fit: the kernels of the other steps are compiled nevertheless
-    monkeypatch.setattr(warm_up, "compile_kernels", full)
+    monkeypatch.setattr(kernel_compile, "compile_kernels", full)
     again: list[StepPlan] = []
     monkeypatch.setattr(backend, "execute", again.append)
     with pytest.raises(DeviceMemoryError):
-        warm_up.warm_up(backend, [penalty], max_running=4)
+        kernel_compile.compile_all(backend, [penalty], max_running=4)
     assert again == executed
     monkeypatch.setattr(backend, "execute", full)
     with pytest.raises(DeviceMemoryError):
-        warm_up.warm_up(backend)
+        kernel_compile.compile_all(backend)
 
 
 def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) -> None:

@@ -232,14 +232,13 @@ def on_card(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> 
     """A fake engine that says it is on a GPU; returns the calls of the warm-up."""
     calls: list[Any] = []
 
-    def warm_up(*given: Any) -> None:
+    def compile_all(*given: Any) -> None:
         calls.append(given)
         if error is not None:
             raise error
 
-    monkeypatch.setitem(
-        sys.modules, "verbatim.backend.cuda.warm_up", SimpleNamespace(warm_up=warm_up)
-    )
+    name = "verbatim.backend.cuda.kernel_compile"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(compile_all=compile_all))
     info = BackendInfo("cuda", "a card", 1, "cuda", weight_bytes=0, kv_token_bytes=16)
     monkeypatch.setattr(FakeBackend, "info", info)
     return calls

@@ -37,26 +37,26 @@ def steps_to_first_token(rig: Rig, seq: Sequence, most: int = 60) -> int:
     return steps
 
 
-def bob_beside(requests: int, max_running: int, warm_up: int, tenants: int = 1) -> int:
+def bob_beside(requests: int, max_running: int, before: int, tenants: int = 1) -> int:
     """Steps to bob's first token, who arrives when alice's requests (or those of several tenants)
-    have run for `warm_up` steps."""
+    have run for `before` steps."""
     rig = rig_of(max_running)
     for number in range(tenants):
         crowd(rig, requests, f"alice {number}")
-    for _ in range(warm_up):
+    for _ in range(before):
         rig.step()
     (bob,) = rig.add(BOB, 8, tenant="bob")
     return steps_to_first_token(rig, bob)
 
 
-@pytest.mark.parametrize("warm_up", [0, 1, 8, 20])
+@pytest.mark.parametrize("before", [0, 1, 8, 20])
 @pytest.mark.parametrize("max_running", [16, 256])
 @pytest.mark.parametrize("requests", [120, 1200])
 def test_a_tenant_with_many_requests_delays_another_by_a_few_steps(
-    requests: int, max_running: int, warm_up: int
+    requests: int, max_running: int, before: int
 ) -> None:
-    one = bob_beside(1, max_running, warm_up)
-    assert bob_beside(requests, max_running, warm_up) <= one + LATER
+    one = bob_beside(1, max_running, before)
+    assert bob_beside(requests, max_running, before) <= one + LATER
 
 
 @pytest.mark.parametrize("max_running", [32, 256])

@@ -62,14 +62,14 @@ def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
     backends: list[Any] = [b for b in opened if b is not None and b.info.name == "cuda"]
     if not config.warm_up or not backends or loaded.task != "generate":
         return
-    from verbatim.backend.cuda.warm_up import warm_up
+    from verbatim.backend.cuda.kernel_compile import compile_all
 
     stated = resolve(SamplingParams(), loaded.defaults, config.defaults)
     log.info("compiling GPU kernels; Triton keeps them on disk, so the next start is faster")
     began, tokens = time.perf_counter(), config.step_tokens or GPU_STEP_TOKENS
     try:
         for backend in backends:
-            warm_up(backend, [stated], config.max_running, tokens)
+            compile_all(backend, [stated], config.max_running, tokens)
     except DeviceMemoryError as error:
         log.warning("not all GPU kernels are compiled: %s", error.message)
     log.info("the GPU kernels are ready after %.1f s", time.perf_counter() - began)

@@ -46,7 +46,7 @@ SAMPLERS = (
 )
 
 
-def warm_up(
+def compile_all(
     backend: CudaBackend,
     params: Sequence[SamplingParams] = (),
     max_running: int = 256,
