@@ -119,7 +119,7 @@ def test_null_never_takes_the_default_of_an_absent_key(kind: str) -> None:
     ("family", "changes", "named"),
     [
         ("qwen35", {"partial_rotary_factor": None}, "partial_rotary_factor is null"),
-        ("glm4", {"partial_rotary_factor": None}, "partial_rotary_factor is null"),
+        ("glm", {"partial_rotary_factor": None}, "partial_rotary_factor is null"),
         ("llama", {"is_causal": None}, "is_causal is null"),
         ("llama", {"tie_word_embeddings": None}, "tie_word_embeddings is null"),
         (
@@ -160,7 +160,7 @@ ROPE_RECORDS = rope_records(head_dim=8)
 
 
 @pytest.mark.parametrize(
-    "family", ["llama", "glm4", "qwen35", "gemma3", "gemma4", "olmo3", "ministral3"]
+    "family", ["llama", "glm", "qwen35", "gemma3", "gemma4", "olmo3", "ministral3"]
 )
 @pytest.mark.parametrize("kind", ROPE_KEYS)
 def test_null_is_refused_in_every_other_key_of_a_rope_record(kind: str, family: str) -> None:
@@ -528,7 +528,7 @@ def test_a_theta_of_rope_scaling_differs_from_the_configs() -> None:
 
 def test_proportional_rope_takes_the_fraction_of_the_config() -> None:
     record = {"rope_type": "proportional", "rope_theta": 777.0}
-    for family, key in (("gpt_neox", "rotary_pct"), ("glm4", "partial_rotary_factor")):
+    for family, key in (("gpt_neox", "rotary_pct"), ("glm", "partial_rotary_factor")):
         (rope,) = {a.rope for a in read(family, rope_parameters=record, **{key: 0.5})[0].layers}
         assert rope is not None
         stopped = [f == 0 for f in rope.inv_freq]

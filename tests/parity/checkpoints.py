@@ -60,7 +60,7 @@ _PHI_LONG = {
 }
 
 FIRST_CASES = [
-    Case("llama-gqa", "Llama", gguf="llama"),
+    Case("llama", "Llama", gguf="llama"),
     Case(
         "llama-mha-tied",
         "Llama",
@@ -107,9 +107,9 @@ FIRST_CASES = [
     # within it is short for both.
     Case("llama-longrope-long", "Llama", _LONGROPE),
     Case("llama-longrope-short", "Llama", _LONGROPE_SHORT, context=64),
-    Case("mistral-window", "Mistral", {"sliding_window": 9}, gguf="llama"),
+    Case("mistral", "Mistral", {"sliding_window": 9}, gguf="llama"),
     Case("mistral-no-window", "Mistral", {"sliding_window": None, "head_dim": 16}, gguf="llama"),
-    Case("qwen2-tied", "Qwen2", {"tie_word_embeddings": True}, gguf="qwen2"),
+    Case("qwen2", "Qwen2", {"tie_word_embeddings": True}, gguf="qwen2"),
     Case(
         "qwen2-windows",
         "Qwen2",
@@ -188,7 +188,7 @@ FIRST_CASES = [
 ]
 
 _LISTED = FIRST_CASES + NEWER_CASES + RECURRENT_CASES + GEMMA4_CASES
-CASES = _LISTED + derived_cases(case.kind for case in _LISTED)
+CASES = _LISTED + derived_cases(case.name for case in _LISTED)
 
 
 def config_of(case: Case) -> Any:

@@ -126,7 +126,7 @@ def _converted(
         if architecture == "falcon" and not config["new_decoder_architecture"]:
             kv = 1
         return _ungrouped(values, heads, kv)
-    if architecture in ("gemma2", "gemma3") and name.endswith("norm.weight"):
+    if architecture in ("gemma", "gemma2", "gemma3") and name.endswith("norm.weight"):
         return values + np.float32(1)
     if architecture == "gpt2" and re.search(r"(c_attn|c_proj|c_fc)\.weight$", name):
         return values.T

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from newer_mutations import ABSENT, Values
+from parity_case import ABSENT
+from special_values import Values
 
 KIND = {
     "bert": "Bert",

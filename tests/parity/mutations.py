@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import encoder_mutations
-import newer_mutations
 import registry_cases
 import wrapper_mutations
-from newer_mutations import ABSENT
+from parity_case import ABSENT
 
 from verbatim.model.families.common.class_defaults import class_defaults
 
@@ -72,7 +71,6 @@ BASE: dict[str, dict[str, Any]] = {
     },
 }
 FAMILIES = tuple(BASE)
-BASE |= newer_mutations.bases(_BASE)
 _DERIVED = registry_cases.derived_bases(_BASE, {base["model_type"] for base in BASE.values()})
 BASE |= _DERIVED
 NEWER_FAMILIES = tuple(family for family in BASE if family not in FAMILIES)
@@ -247,7 +245,6 @@ VALUES: dict[str, dict[str, tuple[Any, ...]]] = {
         "rope_theta": (100.0,),
     },
 }
-VALUES |= newer_mutations.values(_ROTARY, _ANY)
 VALUES |= {name: registry_cases.derived_values(name, _ROTARY, _ANY) for name in _DERIVED}
 _TEXT_VALUES = {n: registry_cases.derived_values(n, _ROTARY, _ANY) for n in _TEXTS}
 VALUES |= wrapper_mutations.values(VALUES | _TEXT_VALUES, _ANY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from parity_case import ABSENT, Case, rope
+from parity_case import Case, rope
 
 _FULL, _LINEAR = "full_attention", "linear_attention"
 _DELTA: dict[str, Any] = {
@@ -30,16 +30,6 @@ _LFM2_MOE: dict[str, Any] = {
 
 RECURRENT_CASES = [
     Case(
-        "lfm2",
-        "Lfm2",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", "conv", _FULL, "conv"],
-            "block_multiple_of": 16,
-        },
-        gguf="lfm2",
-    ),
-    Case(
         "lfm2-bias",
         "Lfm2",
         {
@@ -50,17 +40,6 @@ RECURRENT_CASES = [
             "block_auto_adjust_ff_dim": False,
             "tie_word_embeddings": False,
         },
-    ),
-    Case(
-        "lfm2_moe",
-        "Lfm2Moe",
-        {
-            **_LFM2_MOE,
-            "num_hidden_layers": 4,
-            "layer_types": ["conv", _FULL, "conv", _FULL],
-            "routed_scaling_factor": 1.5,
-        },
-        gguf="lfm2moe",
     ),
     Case(
         "lfm2_moe-no-bias",
@@ -75,7 +54,6 @@ RECURRENT_CASES = [
         },
         gguf="lfm2moe",
     ),
-    Case("qwen3_next", "Qwen3Next", {**_DELTA, **_MOE}, gguf="qwen3next"),
     Case(
         "qwen3_next-mixed",
         "Qwen3Next",
@@ -91,7 +69,6 @@ RECURRENT_CASES = [
         },
         refused="mlp_only_layers",
     ),
-    Case("qwen3_5", "Qwen3_5Text", {**_DELTA, "linear_value_head_dim": 8}, gguf="qwen35"),
     Case(
         "qwen3_5-tied",
         "Qwen3_5Text",
@@ -105,11 +82,5 @@ RECURRENT_CASES = [
             **rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
         },
         gguf="qwen35",
-    ),
-    Case(
-        "qwen3_5_moe",
-        "Qwen3_5MoeText",
-        {**_DELTA, **_MOE, "intermediate_size": ABSENT},
-        gguf="qwen35moe",
     ),
 ]

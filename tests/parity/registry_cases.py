@@ -3,18 +3,21 @@ this folder names: the family's tiny config, and values of its keys by their kin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from newer_mutations import ABSENT, Values
-from parity_case import Case
+from parity_case import ABSENT, VOCAB, Case
+from special_values import SPECIAL, Values
 
 from verbatim.model.families import CONFIG_KEYS, FAMILIES, WRAPPERS
 from verbatim.model.families.common.class_defaults import class_defaults
 from verbatim.model.keys import Key
 
-# What a checkpoint or a mutation has its own values of.
-_SIZES = {"vocab_size", "max_position_embeddings", "num_hidden_layers"}
+# Tiny models whose GGUF file `verbatim convert` writes: convert.py lacks keys or names of theirs.
+EXPORTED = {"ernie4_5_moe", "qwen2moe", "qwen3vl"}
+_OPTIONAL = {"num_key_value_heads", "intermediate_size", "rms_norm_eps"}
+# What a mutation has its own values of.
+_SIZES = {"max_position_embeddings"}
 VISION = {
     "depth": 1,
     "hidden_size": 16,
@@ -44,19 +47,26 @@ def wrapper_of(model_type: str) -> str:
     )
 
 
-def derived_cases(kinds: Iterable[str]) -> list[Case]:
-    """A checkpoint of each tiny config of the families whose classes are not in `kinds`."""
-    known = set(kinds)
+def derived_cases(named: Iterable[str]) -> list[Case]:
+    """A checkpoint of each tiny config whose name is not in `named`."""
+    known = set(named)
     return [
-        Case(name, kind_of(model_type), _changes(model_type, config))
+        Case(
+            name,
+            kind_of(model_type),
+            _changes(model_type, config),
+            gguf="" if name in EXPORTED else family.gguf_architecture,
+        )
         for model_type, family in FAMILIES.items()
-        if class_defaults(model_type).name not in known
         for name, config in family.tiny.items()
+        if name not in known
     ]
 
 
 def _changes(model_type: str, tiny: Any) -> dict[str, Any]:
-    changes = {key: value for key, value in tiny.items() if key not in _SIZES}
+    unstated = _OPTIONAL - tiny.keys() - {"rms_norm_eps"}
+    changes = {key: value for key, value in tiny.items() if key not in ("vocab_size", "rope_theta")}
+    changes |= dict.fromkeys(unstated, ABSENT)
     if wrapper_of(model_type):
         return {"text_config": {"model_type": model_type, **changes}, "vision_config": VISION}
     return changes
@@ -68,22 +78,35 @@ def derived_bases(
     """model_type -> tiny config of the mutations, of families that are not `named`. `wrapped`: of
     those that transformers has only inside a multi-modal model."""
     return {
-        model_type: {**common, **config, **{key: common[key] for key in _SIZES}}
+        model_type: {"model_type": model_type, **_base(common, next(iter(family.tiny.values())))}
         for model_type, family in FAMILIES.items()
         if model_type not in named and bool(wrapper_of(model_type)) == wrapped
-        for config in [{"model_type": model_type, **next(iter(family.tiny.values()))}]
     }
+
+
+def _base(common: dict[str, Any], tiny: Mapping[str, Any]) -> dict[str, Any]:
+    base = {key: value for key, value in common.items() if key in tiny or key not in _OPTIONAL}
+    base |= {**tiny, **{key: common[key] for key in _SIZES}}
+    base |= {key: VOCAB for key in tiny if key.startswith("vocab_size")}
+    base.pop("logit_scale", None)  # larger logits have larger rounding errors
+    if "sliding_window" in tiny:
+        base["sliding_window"] = 5  # less than the tokens that are compared
+    return base
 
 
 def derived_values(family: str, rotary: Values, common: Values) -> Values:
     """Values of every key: those that all families have, and for the others by their default."""
-    table = CONFIG_KEYS[family]
+    table, tiny = CONFIG_KEYS[family], next(iter(FAMILIES[family].tiny.values()))
+    rotary = {
+        name: values for name, values in rotary.items() if name not in _OPTIONAL - tiny.keys()
+    }
     own = {
         name: _values(key)
         for name, key in table.items()
         if name not in rotary and name not in common and not key.alias
     }
-    return {**rotary, **common, **{name: choices for name, choices in own.items() if choices}}
+    own = {name: choices for name, choices in own.items() if choices}
+    return {**rotary, **common, **own, **SPECIAL.get(family, {})}
 
 
 def _values(key: Key) -> tuple[Any, ...]:
@@ -92,7 +115,7 @@ def _values(key: Key) -> tuple[Any, ...]:
     if isinstance(key.default, bool):
         return (True, False, ABSENT)
     if isinstance(key.default, int):
-        return (1, 2, ABSENT)
+        return (*range(6), *((16, 40) if key.default > 16 else ()), ABSENT)
     if isinstance(key.default, float):
-        return (0.5, 2.0, ABSENT)
+        return (0.5, 0.75, 2.0, 100 * key.default, ABSENT)
     return ()

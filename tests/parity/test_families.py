@@ -241,7 +241,7 @@ def test_a_q8_0_gguf_file_gives_the_logits_of_transformers_with_that_file(
 # One checkpoint per layout of GGUF that transformers 5.22 reads. It misreads falcon and gemma4 also
 # from convert.py's files, whose tensors are the same to the last bit, and cannot open gpt-oss.
 READ_BY_TRANSFORMERS = (
-    *("llama-gqa", "qwen2-tied", "qwen3", "gemma2", "gemma3", "phi3-longrope", "gpt2", "qwen3moe"),
+    *("llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3-longrope", "gpt2", "qwen3moe"),
     *("starcoder2", "stablelm", "lfm2"),
 )
 
@@ -255,17 +255,25 @@ def test_transformers_reads_what_convert_writes(name: str, built: Any, tmp_path:
     assert np.abs(theirs - logits).max() < TOLERANCE
 
 
+# model_type of a multi-modal model -> the checkpoint of its language model
+MULTI_MODAL = {
+    "gemma3": "gemma3",
+    "mistral3": "ministral3",
+    "qwen3_5": "qwen35",
+    "qwen3_5_moe": "qwen35moe",
+}
+
+
 @pytest.mark.parametrize("style", ["language_model.model.", "model.language_model."])
-@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3", "qwen3_5", "qwen3_5_moe"])
+@pytest.mark.parametrize(("wrapper", "name"), MULTI_MODAL.items())
 def test_the_language_model_of_a_multimodal_checkpoint_is_loaded(
-    wrapper: str, style: str, built: Any, tmp_path: Path
+    wrapper: str, name: str, style: str, built: Any, tmp_path: Path
 ) -> None:
     """A text_config, a prefix before all names, and a vision tower, which is ignored. The tensors
     of qwen3_5 that draft tokens are ignored with a warning. The experts of qwen3_5_moe are fused
     stacks, as in published files; transformers saves a text model's experts one by one."""
     from safetensors.numpy import load_file, save_file
 
-    name = "ministral3" if wrapper == "mistral3" else wrapper
     case = next(c for c in CASES if c.name == name)
     directory, tokens, logits = built(case)
     state = load_file(directory / "model.safetensors")
@@ -312,7 +320,7 @@ def fused_experts(state: dict[str, np.ndarray], experts: int) -> dict[str, np.nd
 
 
 OLD_KEYS = [
-    "llama-gqa",
+    "llama",
     "llama-linear",
     "llama-llama3",
     "llama-yarn",

@@ -9,7 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 import registry_cases
-from newer_mutations import ABSENT, Values
+from parity_case import ABSENT
+from special_values import Values
 
 _TEXT = {
     "gemma3-wrapper": "gemma3",

