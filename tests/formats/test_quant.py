@@ -132,7 +132,7 @@ def test_difficult_rows_are_quantised_within_one_step(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", [k for k in WRITABLE if BLOCKS[k][0] == 256])
 def test_the_scale_search_recovers_representable_values(kind: str) -> None:
-    """The bits of a K-quant are in its name: q5_k has 5."""
+    """The bits of a K-quant are the digit in its name."""
     rng, levels, blocks = np.random.default_rng(6), 1 << int(kind[1]), FORMATS[kind].gpu
     assert blocks is not None
     q = rng.integers(0, levels, (20, 256 // blocks.group, blocks.group)).astype(np.float32)

@@ -26,7 +26,7 @@ enum Kind : int {
     K_8,   // q8_0: 8 bits, f16 scale
     K_8W,  // q8_k, q8_f: 8 bits, f32 scale
     K_4K,  // q4_k: blocks of 32 with u8 scale and minimum, f16 d and dmin per super-block
-    K_5K,  // q5_k: the same with 5 bits
+    K_5K,  // the same with 5 bits
     K_6K,  // q6_k: blocks of 16 with i8 scale, f16 d per super-block
     K_3K,  // q3_k: the same with 3 bits
     K_2K,  // q2_k: blocks of 16 with u8 scale and minimum, f16 d and dmin per super-block
