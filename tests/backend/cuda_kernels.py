@@ -30,14 +30,14 @@ from overlap_crowd import count_rows, generate_all
 from parity_types import INTERPRETED, interpreted_type
 from verbatim.backend import gpu, gpu_layout, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
-from verbatim.backend.cuda import device_weights, kernel_compile
+from verbatim.backend.cuda import cache_memory, device_weights, kernel_compile, opening
 from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.kernels import experts, kernels, matmul_tile, quant
 from verbatim.backend.cuda.kernels.block_readers import HALVES, READERS
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.lora import LowRankPart, add_low_rank
-from verbatim.backend.cuda.runtime import step_inputs
+from verbatim.backend.cuda.runtime import step_graphs, step_inputs
 from verbatim.backend.cuda.runtime.device import kernel_ran
 from verbatim.backend.cuda.runtime.step_graph import GraphInputs
 from verbatim.backend.cuda.sampler import (
@@ -340,12 +340,12 @@ def test_attention_does_not_read_a_block_that_left_the_window() -> None:
     backend: Any = opened(small("gemma2"))
     groups = backend.spec.groups
     torch.manual_seed(1)
-    for cache in (cache for caches in backend._caches for cache in caches):
+    for cache in (cache for caches in backend._memory.caches for cache in caches):
         cache.normal_()
     tables = tuple((-1, 4) if group.window else (3, 4) for group in groups)
     step = SeqStep(1, (9,), 20, tables, 1, DrawSpec(SamplingParams(logprobs=3), 5, 1))
     clean = backend.execute(StepPlan(1, (step,)))
-    for group, caches in zip(groups, backend._caches, strict=True):
+    for group, caches in zip(groups, backend._memory.caches, strict=True):
         for cache in caches if group.window else ():
             cache[:, 0] = cache[:, 3] = torch.nan
     assert backend.execute(StepPlan(1, (step,))) == clean
@@ -532,7 +532,7 @@ def test_out_of_memory_in_a_step_or_in_the_cache_is_an_error_that_says_what_to_c
             backend.launcher.launch(plan.sequences)
     assert backend.execute(plan) == wanted
     other: Any = open_backend(small("llama"), EngineConfig(backend="cuda"))
-    monkeypatch.setattr(cuda_backend, "empty_kv", full)
+    monkeypatch.setattr(cache_memory, "empty_kv", full)
     with pytest.raises(DeviceMemoryError, match=r"the KV cache of 0\.0 GB does not fit; lower"):
         other.allocate((BLOCKS,))
     backend.close()
@@ -554,20 +554,20 @@ def test_graphs_of_steps_with_prompts_are_dropped_least_recently_used_first(
         def replay(self) -> tuple[torch.Tensor, torch.Tensor]:
             return torch.zeros(1, 1), torch.zeros(1, 1)
 
-    monkeypatch.setattr(cuda_backend, "StepGraph", FakeGraph)
-    monkeypatch.setattr(cuda_backend, "MAX_PADDED_GRAPHS", 2)
-    monkeypatch.setattr(cuda_backend, "cut_tiles", lambda *_: {})
+    monkeypatch.setattr(step_graphs, "StepGraph", FakeGraph)
+    monkeypatch.setattr(step_graphs, "MAX_PADDED_GRAPHS", 2)
+    monkeypatch.setattr(step_graphs, "cut_tiles", lambda *_: {})
     monkeypatch.setattr(
-        cuda_backend, "PaddedInputs", lambda *_: SimpleNamespace(fill=lambda *_: None)
+        step_graphs, "PaddedInputs", lambda *_: SimpleNamespace(fill=lambda *_: None)
     )
     shapes = [step_inputs.StepShape(64 * (i + 1), 4, 4, 1) for i in range(3)]
-    monkeypatch.setattr(cuda_backend, "padded_shape", lambda *_: now[0])
+    monkeypatch.setattr(step_graphs, "padded_shape", lambda *_: now[0])
     batch = SimpleNamespace(outputs=[0])
     for i in (0, 0, 1, 1, 0, 2, 2, 0, 1):  # the second time captures; 2 replaces 1
         now[:] = [shapes[i]]
-        backend._replay_padded(batch)
+        backend._graphs._replay_padded(backend.compute, batch)
     assert captured == [shapes[i] for i in (0, 1, 2, 1)]
-    assert list(backend._padded_graphs) == [shapes[0], shapes[1]]
+    assert list(backend._graphs._of_shapes) == [shapes[0], shapes[1]]
 
 
 def test_a_value_beyond_float16_does_not_change_the_rows_before_it(device: torch.device) -> None:
@@ -623,7 +623,7 @@ def test_the_heads_per_program_of_norm_and_rope_keep_the_bits(
 def test_a_draft_that_is_not_finite_does_not_change_the_draw_before_it() -> None:
     """The draft shares a step with a prompt, so no graph with a tile per row holds it."""
     backend: Any = opened(small("llama", **FEW_HEADS))
-    backend._weights["embed"][7] = torch.nan
+    backend.weights["embed"][7] = torch.nan
     spec = DrawSpec(SamplingParams(temperature=0, logprobs=2), 5, 1)
     prompt = SeqStep(0, tuple(TOKENS), 0, ((1,),), 1, spec)
 
@@ -679,7 +679,7 @@ def test_compiling_ahead_runs_the_steps_of_recurrent_models_and_mixtures(
     """Every height of expert tiles that a step can have. A recurrent model has no padded steps."""
     backend: Any = opened(small("mixtral"))
     rows: list[int] = []
-    monkeypatch.setattr(backend, "matrices", list)
+    monkeypatch.setattr(kernel_compile, "matrices", lambda *_, **__: [])
     monkeypatch.setattr(backend, "compute", lambda step: rows.append(len(step.tokens)))
     for step_tokens, heights in ((8192, {16, 64, 128}), (200, {16, 64})):
         rows.clear()
@@ -689,7 +689,7 @@ def test_compiling_ahead_runs_the_steps_of_recurrent_models_and_mixtures(
     for family in ("lfm2", "qwen3next"):
         backend = opened(small(family))
         executed: list[StepPlan] = []
-        monkeypatch.setattr(backend, "matrices", list)
+        monkeypatch.setattr(kernel_compile, "matrices", lambda *_, **__: [])
         monkeypatch.setattr(backend, "execute", executed.append)
         kernel_compile.compile_kernels(backend, 64)
         assert [[len(step.tokens) for step in plan.sequences] for plan in executed[:2]] == [
@@ -941,7 +941,7 @@ def test_a_model_that_stays_in_its_blocks_agrees_with_the_reference(
     monkeypatch.setattr(cuda_backend.CudaBackend, "available_memory", lambda _: 0)
     monkeypatch.setattr(quant, "ROWS", (16,))
     backend: Any = opened(model)
-    held = [w for w in backend._weights.values() if isinstance(w, quant.BlockWeight)]
+    held = [w for w in backend.weights.values() if isinstance(w, quant.BlockWeight)]
     assert held
     assert all(weight.unpacked is None for weight in held)
     assert difference(model, [*TOKENS, *TOKENS]) < 0.02
@@ -1616,21 +1616,22 @@ def test_only_rows_that_the_device_cannot_sample_are_copied_to_the_host(
     logits = torch.from_numpy(
         np.random.default_rng(4).standard_normal((len(rows), backend.spec.vocab)).astype(np.float32)
     )
-    on_host, draw_on_host = [], backend._draw_on_host
+    draws = backend._draws
+    on_host, draw_on_host = [], draws._on_host
 
     def record(logits: torch.Tensor, rows: list[Row]) -> list[Drawn]:
         on_host.append([row.position - 6 for row in rows])
         return draw_on_host(logits, rows)  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(backend, "_draw_on_host", record)
+    monkeypatch.setattr(draws, "_on_host", record)
     ids = list(range(len(rows)))
-    host = backend._host_rows(logits.numpy()).draw(rows)
-    assert backend._draw(logits.to(device), rows, ids) == host
+    host = draws.host_rows(logits.numpy()).draw(rows)
+    assert draws.draw(logits.to(device), rows, ids) == host
     assert on_host == [[1, 3, 5, 7]]
     for row, value in ((2, torch.nan), (3, torch.inf)):  # sampled on the device, on the host
         logits[row, 3] = value
         host[row] = Drawn(BROKEN, 0.0)
-    assert backend._draw(logits.to(device), rows, ids) == host
+    assert draws.draw(logits.to(device), rows, ids) == host
 
 
 def test_unsupported_options_and_missing_gpus_are_errors_with_a_reason(
@@ -1716,17 +1717,17 @@ def test_a_model_that_does_not_fit_is_rejected_before_and_during_loading(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, config = small("llama"), EngineConfig(backend="cuda")
-    assert cuda_backend.open_checked(model, config).info.name == "cuda"
+    assert opening.open_checked(model, config).info.name == "cuda"
     needs = r"the model needs 0\.5 GB of GPU memory and \d+\.\d GB are free; end other programs"
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(cuda_backend, "load", full)
+    monkeypatch.setattr(device_weights, "load", full)
     with pytest.raises(BackendError, match=r"did not fit into the \d+\.\d GB of GPU memory that"):
-        cuda_backend.open_checked(model, config)
-    monkeypatch.setattr(cuda_backend, "device", lambda: torch.device("cuda"))
+        opening.open_checked(model, config)
+    monkeypatch.setattr(opening, "device", lambda: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1000, 10**9))
-    monkeypatch.setattr(cuda_backend, "load", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(device_weights, "load", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(BackendError, match=needs):
-        cuda_backend.open_checked(model, config)
+        opening.open_checked(model, config)

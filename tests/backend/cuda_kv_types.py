@@ -228,12 +228,12 @@ def test_chunks_batches_and_restored_blocks_keep_the_bits(
 @pytest.mark.parametrize("kv_type", EIGHT_BITS)
 def test_attention_reads_neither_codes_nor_scales_of_a_released_block(kv_type: str) -> None:
     backend = opened(small("gemma2"), kv_type)
-    for cache in (cache for caches in backend._caches for cache in caches):
+    for cache in (cache for caches in backend._memory.caches for cache in caches):
         cache.copy_(torch.rand(cache.shape) * (100 if cache.element_size() == 1 else 0.02))
     tables = tuple((-1, 4) if group.window else (3, 4) for group in backend.spec.groups)
     step = SeqStep(1, (9,), 20, tables, 1, DrawSpec(SamplingParams(logprobs=3), 5, 1))
     clean = backend.execute(StepPlan(1, (step,)))
-    for group, caches in zip(backend.spec.groups, backend._caches, strict=True):
+    for group, caches in zip(backend.spec.groups, backend._memory.caches, strict=True):
         for cache in caches if group.window else ():
             cache[:, 0] = cache[:, 3] = 127 if cache.element_size() == 1 else torch.nan
     assert backend.execute(StepPlan(1, (step,))) == clean
@@ -243,7 +243,7 @@ def test_attention_reads_neither_codes_nor_scales_of_a_released_block(kv_type: s
 def test_the_memory_plan_is_what_is_allocated(kv_type: str, share: float) -> None:
     backend = opened(small("gemma4"), kv_type)
     spec, planned = backend.spec, 0
-    for caches, size in zip(backend._caches, backend.block_bytes(), strict=True):
+    for caches, size in zip(backend._memory.caches, backend.block_bytes(), strict=True):
         assert sum(cache.nbytes for cache in caches) == size * (BLOCKS + 1)  # a padding block
         assert KvLayer(*(cache[0] for cache in caches)).kind.startswith(kv_type)
         planned += size

@@ -5,7 +5,8 @@ Imported only if there is a GPU or the configuration names this backend: the imp
 
 from __future__ import annotations
 
-from verbatim.backend.cuda.backend import NUMERICS_VERSION, CudaBackend, open_checked
+from verbatim.backend.cuda.backend import NUMERICS_VERSION, CudaBackend
+from verbatim.backend.cuda.opening import open_checked
 from verbatim.backend.cuda.runtime.device import kernel_ran
 
 __all__ = ["NUMERICS_VERSION", "CudaBackend", "kernel_ran", "open_checked"]

@@ -15,14 +15,27 @@ import torch
 
 from verbatim.backend.cuda.kernels import quant
 from verbatim.backend.cuda.kernels.launch import unpacks_in_order
-from verbatim.backend.gpu_layout import BlockMode, is_matrix, keeps_blocks
+from verbatim.backend.gpu_layout import BlockMode, block_mode, is_matrix, keeps_blocks
 from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
 from verbatim.formats.requantise import requantise
 from verbatim.formats.tensor import Tensor
+from verbatim.model.layout import is_expert, is_read_by_row
+from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import ModelSpec
 
 Weight: TypeAlias = Any  # a tensor, or a quant.BlockWeight
+
+
+def load_model(model: Model, device: torch.device, memory: int) -> dict[str, Weight]:
+    """The weights of a model, in the layout for which `memory` bytes suffice."""
+    return load(model.weights, model.spec, device, block_mode(model.weights, memory))
+
+
+def sizes(weights: Mapping[str, Weight], *, tied: bool) -> tuple[int, int]:
+    """Bytes that a token reads if it reads all experts, and bytes of the experts."""
+    read = sum(w.nbytes for name, w in weights.items() if not is_read_by_row(name, tied=tied))
+    return read, sum(w.nbytes for name, w in weights.items() if is_expert(name))
 
 
 def load(

@@ -9,21 +9,23 @@ other numbers of rows, and a kernel another variant where a number is 1 or a mul
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.matmul_tile import all_tiles
+from verbatim.backend.cuda.kernels.quant import BlockWeight
 from verbatim.backend.cuda.runtime.step_inputs import OUTPUTS, PaddedInputs, StepShape
-from verbatim.backend.gpu_layout import split_k
+from verbatim.backend.gpu_layout import is_matrix, split_k
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 
 if TYPE_CHECKING:
     from verbatim.backend.cuda.backend import CudaBackend
+    from verbatim.backend.cuda.device_weights import Weight
     from verbatim.model.spec import ModelSpec
 
 # rows and spans of steps whose attention is split over programs, and merged in one
@@ -69,7 +71,7 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
     """Launch every tile of the matmuls, and steps of padding rows."""
     launched = set()
     activation = backend.spec.activation if backend.spec.gated else None
-    for weight in backend.matrices():
+    for weight in matrices(backend.weights, tied=backend.spec.tied):
         n, k = weight.shape
         splits, _ = split_k(n, k)
         fused = activation is not None and kernels.can_fuse(weight, activation)
@@ -94,6 +96,16 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
         backend.compute(inputs.step)
     if backend.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def matrices(weights: Mapping[str, Weight], *, tied: bool) -> list[torch.Tensor]:
+    """The weights [n, k] that one matmul reads, in half precision."""
+    plain = {
+        name: weight.plain if isinstance(weight, BlockWeight) else weight
+        for name, weight in weights.items()
+        if is_matrix(name.split("+")[0]) and (name != "embed" or tied)
+    }
+    return [w for w in plain.values() if w is not None and w.ndim == 2]
 
 
 def expert_steps(spec: ModelSpec, step_tokens: int) -> Iterator[tuple[int, int]]:
