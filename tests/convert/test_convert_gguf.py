@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from verbatim.base.errors import ModelError
-from verbatim.cli.commands import convert
 from verbatim.cli.main import main
 from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
 from verbatim.convert.export_tokenizer import tokenizer_metadata
+from verbatim.convert.tensor_types import type_for
 from verbatim.files.gguf import read_gguf
 from verbatim.files.gguf_write import write_gguf
 from verbatim.model.loading.load import Model, load_model
@@ -493,7 +493,7 @@ def test_the_stop_tokens_of_generation_config_are_kept(tmp_path: Path, count: in
 def test_tensor_types_for_quantisation(
     name: str, shape: tuple[int, ...], quant: str | None, head: str | None, wanted: str
 ) -> None:
-    assert convert._type_for(name, "f16", shape, quant, head) == wanted
+    assert type_for(name, "f16", shape, quant, head) == wanted
 
 
 def _convert_until(tiny: Path, target: Path, limit: int = 0) -> subprocess.Popen[bytes]:

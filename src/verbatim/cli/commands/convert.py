@@ -4,38 +4,23 @@ The file is written atomically: complete or not at all."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.base.defaults import (
-    catalog_defaults,
-    gguf_metadata,
-    read_generation_config,
-    without_gguf_key,
-)
 from verbatim.base.errors import ParameterError
 from verbatim.cli.lib.command_class import Command, option, switch
 from verbatim.cli.lib.options import offline_option
 from verbatim.cli.lib.terminal import Progress, note, warn, write
 from verbatim.cli.lib.texts import check_output, file_text
-from verbatim.formats.registry import FORMATS
+from verbatim.convert.tensor_types import FILE_TYPES, FLOATS, MIXTURES, type_for
 
 if TYPE_CHECKING:
     from verbatim.files.gguf_write import LazyTensor
     from verbatim.formats.tensor import Tensor
-    from verbatim.model.loading.load import Model
 
-# Types that `convert` writes, by value of general.file_type as llama.cpp numbers them.
-FILE_TYPES = {name: f.file_type for name, f in FORMATS.items() if f.file_type is not None}
-# llama.cpp's names of mixtures -> the type that most of their matrices have.
-MIXTURES = {mixture: name for name, f in FILE_TYPES.items() for mixture in f.mixtures}
-FLOATS = ("f32", "f16", "bf16")
-# Ends of the names of small matrices that decide much: routers and gates.
-UNQUANTISED = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_alpha", "ssm_beta", "ssm_ba")
-KERNELS = ("shortconv.conv", "ssm_conv1d")  # llama.cpp's convolution takes float32 only
 WINDOW = 512  # tokens per perplexity window, as in llama.cpp
 
 
@@ -88,37 +73,30 @@ def command(
     Metadata, tokenizer and chat template are kept. Norms and biases stay float. A model property
     that GGUF cannot express is an error that names it.
     """
+    from verbatim.convert.source import read_source
     from verbatim.files.gguf_write import write_gguf
     from verbatim.files.split import with_siblings
     from verbatim.hub.catalog import resolve
 
     quant, head = _type_name("quant", quant), _type_name("head", head)
-    out = Path(target)
-    if out.suffix != ".gguf":
-        raise ParameterError("target", f"{target!r} does not end in .gguf")
-    check_output("target", target)
-    if out.exists() and not force:
-        raise ParameterError("target", f"{target!r} exists; --force overwrites it")
+    out = _checked_target(target, force)
     text = file_text(perplexity, "perplexity") if perplexity else None
     progress = Progress()
     path = resolve(source, offline=offline, progress=progress)
     if out.exists() and any(file.exists() and out.samefile(file) for file in with_siblings(path)):
         raise ParameterError("target", "is the source itself; choose another name")
-    metadata, kinds, tensors = _read_model(path)
+    metadata, kinds, tensors = read_source(path, warn)
     chosen = {
-        name: _type_for(name, tensor.type, tensor.shape, quant, head)
+        name: type_for(name, tensor.type, tensor.shape, quant, head)
         for name, tensor in tensors.items()
     }
     if not requantise:
         _check_source(tensors, chosen)
     _explain_types(tensors, chosen, quant)
     if quant:
-        metadata = {
-            **metadata,
-            "general.file_type": FILE_TYPES[quant].number,
-            "general.quantization_version": 2,
-        }
-        kinds = {**kinds, "general.file_type": "u32", "general.quantization_version": "u32"}
+        file_type = FILE_TYPES[quant].number
+        metadata |= {"general.file_type": file_type, "general.quantization_version": 2}
+        kinds |= {"general.file_type": "u32", "general.quantization_version": "u32"}
     try:
         write_gguf(out, metadata, _converted(tensors, chosen, progress), types=kinds)
     finally:
@@ -130,6 +108,16 @@ def command(
     if text is not None:
         _compare(path, out, text)
     return 0
+
+
+def _checked_target(target: str, force: bool) -> Path:
+    out = Path(target)
+    if out.suffix != ".gguf":
+        raise ParameterError("target", f"{target!r} does not end in .gguf")
+    check_output("target", target)
+    if out.exists() and not force:
+        raise ParameterError("target", f"{target!r} exists; --force overwrites it")
+    return out
 
 
 def _type_name(param: str, given: str | None) -> str | None:
@@ -158,101 +146,6 @@ def _check_source(tensors: dict[str, Tensor], chosen: dict[str, str]) -> None:
             f"{again[0].type}), and quantising it again adds to its error; start from the original "
             "weights, or use --requantise",
         )
-
-
-def write_merged(path: Path, target: Path, change: Callable[[Model], Model]) -> None:
-    """Write a changed model as GGUF; every other tensor and key is the source's, and vectors are
-    float32."""
-    from verbatim.files.gguf_write import converted, write_gguf
-
-    metadata, kinds, tensors = _read_model(path, change)
-    if path.is_file():
-        from verbatim.convert.export_model import model_tensors
-        from verbatim.model.loading.load import load_model
-
-        before = load_model(path)
-        after = change(before)
-        kept = before.weights.tensors
-        changed = {n for n, tensor in after.weights.items() if tensor is not kept[n]}
-        tensors |= {t.name: t for t in model_tensors(after, only=changed)}
-    written = [
-        converted(t, _type_for(t.name, t.type, t.shape, None, None)) for t in tensors.values()
-    ]
-    write_gguf(target, metadata, written, types=kinds)
-
-
-def _read_model(
-    path: Path, change: Callable[[Model], Model] | None = None
-) -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor]]:
-    """Metadata, the GGUF types of its values, and tensors by their GGUF names. `change` replaces
-    the weights of a safetensors model."""
-    if path.is_file():
-        from verbatim.files.gguf import read_gguf
-        from verbatim.hub.catalog import sampling_defaults
-
-        file = read_gguf(path)
-        stated = gguf_metadata(catalog_defaults(sampling_defaults("", path)))
-        # the file's own keys win
-        return {**stated, **file.metadata}, dict(file.types), dict(file.tensors)
-    from verbatim.convert.export_model import check_round_trip, model_metadata, model_tensors
-    from verbatim.convert.export_tokenizer import tokenizer_metadata
-    from verbatim.model.families import gguf_architecture
-    from verbatim.model.loading.load import load_model
-    from verbatim.text.templates.template_files import template_from_directory
-    from verbatim.text.tokenizer import from_directory
-
-    model = load_model(path)
-    for line in model.warnings:
-        warn(line)
-    if change is not None:
-        model = change(model)
-    arch = gguf_architecture(model.spec.family)
-    metadata, extra = model_metadata(model, path.name)
-    tokenizer = from_directory(path)
-    metadata |= tokenizer_metadata(path, tokenizer, model.spec.vocab, arch, model.eos_ids)
-    template = template_from_directory(path)
-    if template is not None:
-        key = "tokenizer.chat_template"
-        named = {name: one for name, one in sorted(template.sources.items()) if name != "default"}
-        metadata |= {key: template.source, **{f"{key}.{name}": one for name, one in named.items()}}
-        if named:
-            metadata[f"{key}s"] = list(named)
-    defaults = read_generation_config(model.generation_config)
-    metadata |= gguf_metadata(defaults)
-    for name in without_gguf_key(defaults):
-        warn(f"generation_config.json: {name} has no key in GGUF, so the file does not state it")
-    stated = {"normalisation": model.embedding.normalise, "prompts": model.embedding.prompts}
-    if lost := [name for name, value in stated.items() if value]:
-        warn(
-            f"{' and '.join(lost)} of modules.json have no key in GGUF; keep the safetensors "
-            "directory for embeddings with them"
-        )
-    tensors = {tensor.name: tensor for tensor in (*extra, *model_tensors(model))}
-    check_round_trip(model, metadata, tensors)
-    return metadata, {}, tensors
-
-
-# ----------------------------------------------------------------------------------- tensor types
-
-
-def _type_for(
-    name: str, type: str, shape: tuple[int, ...], quant: str | None, head: str | None
-) -> str:
-    """The type to write a tensor as. Matrices become `quant`; routers and position embeddings
-    keep their type; convolutions and 1-D tensors (norms, biases, rope tables) become f32."""
-    stem = name.removesuffix(".weight")
-    if len(shape) < 2 or stem.endswith(KERNELS):
-        return "f32" if type in ("f16", "bf16") else type
-    if stem == "position_embd" or stem.endswith(UNQUANTISED) or quant is None:
-        return head or type if stem in ("token_embd", "output") else type
-    chosen = quant
-    if stem in ("token_embd", "output"):
-        chosen = head or (
-            quant if FORMATS[quant].size / FORMATS[quant].values >= 34 / 32 else "q8_0"
-        )
-    if shape[-1] % FORMATS[chosen].values:
-        chosen = FILE_TYPES[chosen].small or type
-    return chosen if shape[-1] % FORMATS[chosen].values == 0 else type
 
 
 def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: str | None) -> None:

@@ -10,7 +10,7 @@ import click
 from verbatim.base.errors import ParameterError
 from verbatim.cli.lib.command_class import Command, option, switch
 from verbatim.cli.lib.options import offline_option
-from verbatim.cli.lib.terminal import Progress, note
+from verbatim.cli.lib.terminal import Progress, note, warn
 from verbatim.cli.lib.texts import check_output
 
 
@@ -50,10 +50,10 @@ def command(
     for line in found.warnings:
         note(f"warning: {line}")
     if target.suffix == ".gguf":
-        from verbatim.cli.commands.convert import write_merged
         from verbatim.convert.merge_adapter import merged_model
+        from verbatim.convert.source import write_merged
 
-        write_merged(path, target, lambda m: merged_model(m, found, requantise=requantise))
+        write_merged(path, target, warn, lambda m: merged_model(m, found, requantise=requantise))
     elif not path.is_dir():
         raise ParameterError("out", f"{out!r} does not end in .gguf, and {model} is a GGUF file")
     else:
