@@ -14,7 +14,7 @@ from replicas_without_ray import settings_of
 
 from eventually import HANG_SECONDS
 from verbatim.base.errors import ModelError
-from verbatim.scale import deploy
+from verbatim.scale import deploy, replicas
 from verbatim.scale.deploy import OwnService
 from verbatim.scale.ray_options import RayOptions
 from verbatim.scale.resources import Node
@@ -112,7 +112,7 @@ def test_a_missing_file_is_an_error_before_ray_starts(
     gone = replace(settings_of(), test_engine="", model=str(tmp_path / "gone.gguf"))
     with pytest.raises(ModelError, match=r"gone\.gguf"):
         OwnService(gone, RayOptions())
-    monkeypatch.setattr(deploy, "footprint_of", lambda settings: object())
+    monkeypatch.setattr(replicas, "footprint_of", lambda settings: object())
     adapted = replace(gone, engine={"adapters": (f"a={tmp_path}/none",)})
     with pytest.raises(ModelError, match="no such adapter"):
         OwnService(adapted, RayOptions())

@@ -9,9 +9,10 @@ from typing import Any
 from ray import serve
 
 from verbatim.scale.cluster import Cluster
-from verbatim.scale.deploy import HandleService, cluster_nodes, footprint_of, replicas_application
+from verbatim.scale.deploy import HandleService
 from verbatim.scale.ray_options import RayOptions
-from verbatim.scale.ray_start import connect
+from verbatim.scale.ray_start import cluster_nodes, connect
+from verbatim.scale.replicas import footprint_of, replicas_application
 from verbatim.scale.resources import state_needs
 from verbatim.server.app import make_app
 from verbatim.server.http_process import send_keepalives

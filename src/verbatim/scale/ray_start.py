@@ -24,6 +24,7 @@ from typing import Any
 
 from verbatim.base.errors import BackendError, ParameterError
 from verbatim.scale.ray_options import LOCAL, require_ray
+from verbatim.scale.resources import Node
 
 log = logging.getLogger("verbatim.scale")
 HANG_SECONDS = 600  # no start of a process takes that long
@@ -154,3 +155,17 @@ def _kill(pids: set[int]) -> None:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
+
+
+def cluster_nodes() -> list[Node]:
+    import ray
+
+    return [
+        Node(
+            node["Resources"].get("CPU", 0.0),
+            node["Resources"].get("GPU", 0.0),
+            int(node["Resources"].get("memory", 0)),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]

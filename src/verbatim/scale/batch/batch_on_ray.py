@@ -15,9 +15,9 @@ from dataclasses import replace
 
 from verbatim.base.errors import ModelError
 from verbatim.scale.batch.batch_actor import AnswerRequests
-from verbatim.scale.deploy import check_files, cluster_nodes
 from verbatim.scale.ray_options import RayOptions
-from verbatim.scale.ray_start import UNPROTECTED, connect, has_token_authentication
+from verbatim.scale.ray_start import UNPROTECTED, cluster_nodes, connect, has_token_authentication
+from verbatim.scale.replicas import check_files
 from verbatim.scale.resources import state_needs
 from verbatim.scale.start_error import reason_in
 from verbatim.server.batch_requests import Line
