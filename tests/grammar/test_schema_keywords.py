@@ -682,19 +682,59 @@ def reaches(structure: Structure, text: str) -> bool:
     return True
 
 
-def test_a_schema_that_no_document_satisfies_is_refused_with_the_place() -> None:
-    schema = {
-        "type": "object",
-        "properties": {"p": {"$ref": "#/definitions/impossible"}},
-        "required": ["p"],
-        "definitions": {"impossible": IMPOSSIBLE},
-    }
+def requiring(part: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": part}, "required": ["a"]}
+
+
+BAD = {"type": "integer", "minimum": 5, "maximum": 3}
+
+
+@pytest.mark.parametrize(
+    ("schema", "why"),
+    [
+        (BAD, "minimum (5) is greater than maximum (3) (at #)"),
+        (False, "the schema is false (at #)"),
+        (requiring(False), "the schema is false (at #/properties/a)"),
+        (requiring({"not": {}}), "the schema is false (at #/properties/a)"),
+        (requiring(requiring({"type": "array", "items": BAD, "minItems": 1})),
+         "minimum (5) is greater than maximum (3) (at #/properties/a/properties/a/items)"),
+        (requiring({"type": "array", "prefixItems": [INT, False], "minItems": 2}),
+         "the schema is false (at #/properties/a/prefixItems/1)"),
+        (requiring({"allOf": [INT, BAD]}),
+         "minimum (5) is greater than maximum (3) (at #/properties/a/allOf/1)"),
+        ({"allOf": [INT, {"type": "string"}]}, "incompatible types (at #)"),
+        ({"title": "x", "type": "integer", "anyOf": [BAD, False]},
+         "minimum (5) is greater than maximum (3) (at #/anyOf/0)"),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"$ref": "#/$defs/B"}, "B": BAD}},
+         "minimum (5) is greater than maximum (3) (at #/$defs/B)"),
+        (requiring({"type": "array", "items": {"const": 1}, "minItems": 2, "uniqueItems": True}),
+         "minItems 2 with uniqueItems: there are only 1 different items (at #/properties/a)"),
+        ({"type": "object", "required": ["z"], "additionalProperties": False},
+         "required property 'z' is unsatisfiable (at #)"),
+        ({**requiring({"$ref": "#/definitions/impossible"}),
+          "definitions": {"impossible": IMPOSSIBLE}},
+         "required property 'range' is unsatisfiable (at #/definitions/impossible)"),
+        (requiring({"anyOf": [{"type": "null"}, INT], "enum": ["x"]}),
+         "incompatible types (at #/properties/a)"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_schema_that_no_document_satisfies_is_refused_with_the_innermost_place(
+    schema: Any, why: str
+) -> None:
     with pytest.raises(ParameterError) as caught:
         build(schema)
-    assert str(caught.value) == (
-        "json_schema: no document satisfies it: required property 'p' is unsatisfiable; "
-        "required property 'range' is unsatisfiable (at #/definitions/impossible)"
-    )
+    assert str(caught.value) == f"json_schema: no document satisfies it: {why}"
+
+
+def test_the_search_for_the_place_is_bounded() -> None:
+    """Every level is compiled again, so a schema of many levels gets an outer place."""
+    schema: Any = BAD
+    for _ in range(40):
+        padding = {f"p{i}": {"type": "string", "enum": ["x" * 100]} for i in range(10)}
+        schema = {**requiring(schema), "properties": {**padding, "a": schema}}
+    with pytest.raises(ParameterError, match=r"\(at #(/properties/a){3,30}\)$"):
+        build(schema)
 
 
 # --- names of an object

@@ -24,6 +24,9 @@ def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
 
 
 STRUCTURE = ("json_schema", "regex", "grammar", "choice")
+# A keyword that the server writes into a JSON schema: this part must have a document, also where it
+# is one of several alternatives, and warnings about it give its place.
+SCHEMA_PART = "x-verbatim-part"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ from typing import Any, NamedTuple
 
 from verbatim.base.errors import UnsupportedError
 from verbatim.grammar.ecma_pattern import rust_pattern
+from verbatim.grammar.json_schema import FORMATS
 from verbatim.grammar.llguidance_tokenizer import byte_matcher, completions, string_matcher
-from verbatim.grammar.lower import FORMATS, canonical, distinct, finite_items, target
+from verbatim.grammar.lower import canonical, distinct, finite_items, target
 
 MAX_EVALUATIONS = 20_000  # keywords per document; some tenths of a second
 LITERALS = (b"true", b"false", b"null")

@@ -86,36 +86,31 @@ def _blocked(node: Mapping[str, Any], root: Any, finite: Known) -> str | None:
     """The first keyword of this schema that requires a part not known to be finite."""
     if "$ref" in node and not finite(_target(node["$ref"], root)):
         return "$ref"
-    if not all(finite(part) for part in node.get("allOf", ())):
-        return "allOf"
     for keyword in ("anyOf", "oneOf"):
         if keyword in node and not any(finite(part) for part in node[keyword]):
             return keyword
+    return next((keyword for keyword, _, part in needed(node) if not finite(part)), None)
+
+
+def needed(node: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """The parts that every document of a schema satisfies, or has: (the keyword that says so, the
+    place of the part below the schema, the part)."""
+    for i, part in enumerate(node.get("allOf", ())):
+        yield "allOf", f"/allOf/{i}", part
     if "enum" in node or "const" in node:
-        return None
-    kinds = node.get("type")
-    if kinds in ("object", ["object"]):
-        return "required" if not all(finite(part) for part in _required(node)) else None
-    if kinds in ("array", ["array"]):
-        return "minItems" if not all(finite(part) for part in _least_items(node)) else None
-    return None  # a value of another type is allowed
-
-
-def _required(node: Mapping[str, Any]) -> Iterator[Any]:
-    properties = node.get("properties", {})
-    for name in node.get("required", ()):
-        if name in properties:
-            yield properties[name]
-        elif "patternProperties" not in node:
-            yield node.get("additionalProperties", True)
-
-
-def _least_items(node: Mapping[str, Any]) -> Iterator[Any]:
-    count = node.get("minItems", 0)
-    first = node.get("prefixItems", [])
-    yield from first[: int(count)]
-    if count > len(first) and not isinstance(node.get("items"), list):
-        yield node.get("items", True)
+        return
+    if node.get("type") in ("object", ["object"]):
+        for name in node.get("required", ()):
+            if name in (properties := node.get("properties", {})):
+                yield "required", f"/properties/{name}", properties[name]
+            elif "patternProperties" not in node and "additionalProperties" in node:
+                yield "required", "/additionalProperties", node["additionalProperties"]
+    if node.get("type") in ("array", ["array"]):
+        count, first = int(node.get("minItems", 0)), node.get("prefixItems", [])
+        for i, part in enumerate(first[:count]):
+            yield "minItems", f"/prefixItems/{i}", part
+        if count > len(first) and not isinstance(node.get("items"), list):
+            yield "minItems", "/items", node.get("items", True)
 
 
 def _target(ref: Any, root: Any) -> Any:

@@ -3,8 +3,10 @@
 In: a schema of any draft from 4 on. Out: a Normal record:
 
     schema     the same assertions in 2020-12; every $ref is "#" or "#/$defs/NAME"
-    ignored    keywords that assert nothing by the standard and are not well known ("$default")
-    places     name under $defs -> the $ref that names it in the given schema
+    ignored    keywords that assert nothing by the standard and are not well known ("$default"), of
+               each part apart
+    places     name under $defs -> its place in the given schema
+    parts      the names under $defs of the parts that must each have a document (SCHEMA_PART)
 
 Invariant: no assertion is lost. An unknown keyword is an annotation, as the standard says; the
 warning about one that resembles an assertion ("requierd") names that too. Assertions that nothing
@@ -16,13 +18,14 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.params import SCHEMA_PART
 
 MAX_DEPTH = 64  # levels of nested schemas
 MAX_NODES = 50_000  # schemas in all; a schema of 1 MiB has about 30,000
@@ -44,7 +47,7 @@ ASSERTIONS = {
 ANNOTATIONS = {
     "$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$recursiveAnchor",
     "$vocabulary", "$defs", "definitions", "title", "description", "default", "examples", "example",
-    "deprecated", "readOnly", "writeOnly", "discriminator", "markdownDescription",
+    SCHEMA_PART, "deprecated", "readOnly", "writeOnly", "discriminator", "markdownDescription",
 }  # fmt: skip
 # Assertions, of the standard or of validators' extensions, that are not supported.
 REFUSED = {
@@ -58,14 +61,27 @@ _NOT_JSON = {
     "instanceof": {"Function", "RegExp", "Date", "Promise", "Map", "Set", "Error", "Buffer"},
     "typeof": {"function", "undefined", "symbol", "bigint"},
 }
+_POINTER = r"(/([^~/]|~[01])*)*"
+FORMATS = {
+    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
+}  # fmt: skip
+SUBSETS = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
+PATTERNS = {
+    "json-pointer": f"^{_POINTER}$",
+    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
+    "uri-reference": r"^[A-Za-z0-9._~/-]*(\?[A-Za-z0-9._~/=&-]*)?(#[A-Za-z0-9._~/-]*)?$",
+}
+PATTERNS["iri-reference"] = PATTERNS["uri-template"] = PATTERNS["uri-reference"]
+KNOWN_FORMATS = {*FORMATS, *SUBSETS, *PATTERNS, "regex"}
 _MISTAKABLE = sorted({*ASSERTIONS, "$ref", "dependencies", "additionalItems"})
 
 
 @dataclass(frozen=True, slots=True)
 class Normal:
     schema: Any
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[tuple[str, ...], ...] = ()
     places: Mapping[str, str] = field(default_factory=dict)
+    parts: Collection[str] = ()
 
 
 @dataclass(slots=True)
@@ -85,15 +101,21 @@ def normalise(schema: Any, field: str = "json_schema") -> Normal:
     normal = work.node(schema, "#", 0)
     if work.defs and isinstance(normal, dict):
         normal = {**normal, "$defs": work.finished_defs()}
-    return Normal(normal, tuple(sorted(work.ignored.values())), work.places)
+    ignored: dict[str, list[str]] = {}
+    for part, name in sorted(work.ignored, key=lambda key: (key[1].startswith("format: "), key)):
+        ignored.setdefault(part, []).append(work.ignored[part, name])
+    parts = [work.defs[node] for node in work.parts]
+    return Normal(normal, tuple(map(tuple, ignored.values())), work.places, parts)
 
 
 class _Normaliser:
     def __init__(self, schema: Any, field: str) -> None:
         self.field = field
         self.document = _read_document(schema)
-        self.ignored: dict[str, str] = {}  # keyword -> the keyword and its likely meaning
+        # (place of the part, or "", keyword) -> the keyword, its place and its likely meaning
+        self.ignored: dict[tuple[str, str], str] = {}
         self.places: dict[str, str] = {}
+        self.parts: dict[int, str] = {}  # id(node with SCHEMA_PART) -> its place
         self.defs: dict[int, str] = {}  # id(target node) -> its name under $defs
         self._bodies: dict[str, Any] = {}
         self._queue: list[tuple[str, Any, str]] = []  # targets that are not normalised yet
@@ -103,7 +125,7 @@ class _Normaliser:
         """Every target of a $ref, by its new name; targets may refer to further targets."""
         while self._queue:
             name, target, path = self._queue.pop()
-            self._bodies[name] = self.node(target, path, 0)
+            self._bodies[name] = self._body(target, path, 0)
         return dict(sorted(self._bodies.items()))
 
     def node(self, node: Any, path: str, depth: int) -> Any:
@@ -116,6 +138,13 @@ class _Normaliser:
             return node
         if not isinstance(node, Mapping):
             raise ParameterError(self.field, f"at {path}: a schema is an object, true or false")
+        if SCHEMA_PART in node:
+            return {"$ref": self._definition(node, "part", path)}
+        return self._body(node, path, depth)
+
+    def _body(self, node: Any, path: str, depth: int) -> Any:
+        if isinstance(node, bool):
+            return node
         if "$ref" in node and self.document.legacy:
             return {"$ref": self._reference(node, path)}
         if _matches_nothing(node):
@@ -146,6 +175,8 @@ class _Normaliser:
                 f"the integer {number} (at {path}) has too many digits: the grammar would write "
                 "another one; use a string",
             )
+        if keyword == "format" and value not in KNOWN_FORMATS:
+            self._ignore(f"format: {value}", path.removesuffix("/format"))
         kind = ASSERTIONS[keyword]
         if kind == "one":
             return self.node(value, path, depth + 1)
@@ -160,14 +191,20 @@ class _Normaliser:
             raise UnsupportedError(
                 self.field, f"the keyword {keyword!r} (at {path}) is not supported"
             )
-        if keyword in ANNOTATIONS:
-            return
-        if keyword in self.ignored:
+        if keyword not in ANNOTATIONS:
+            self._ignore(keyword, path)
+
+    def _ignore(self, keyword: str, path: str) -> None:
+        """Note a keyword or format that asserts nothing, once for each part."""
+        inside = (place for place in self.parts.values() if f"{path}/".startswith(f"{place}/"))
+        part = next(inside, "")
+        if (part, keyword) in self.ignored:
             return
         close = difflib.get_close_matches(keyword, _MISTAKABLE, 1, 0.85)
         similar = close and not keyword.startswith(("x-", "$"))
-        hint = f" (at {path}; did you mean {close[0]!r}?)" if similar else ""
-        self.ignored[keyword] = keyword + hint
+        hint = f"; did you mean {close[0]!r}?" if similar else ""
+        where = f" (at {path}{hint})" if part or hint else ""
+        self.ignored[part, keyword] = f"{keyword}{where}"
 
     def _reference(self, node: Mapping[str, Any], path: str) -> str:
         """The new $ref. Its target gets a name under $defs, whatever its place was before."""
@@ -184,11 +221,17 @@ class _Normaliser:
             )
         if target is self.document.root:
             return "#"
+        return self._definition(target, unquote(ref.rsplit("/", 1)[-1]), ref)
+
+    def _definition(self, target: Any, stem: str, place: str) -> str:
+        """The $ref to a part of the schema, which becomes a definition."""
         if id(target) not in self.defs:
-            stem = re.sub(r"\W+", "_", unquote(ref.rsplit("/", 1)[-1])).strip("_")[:40]
+            if isinstance(target, Mapping) and SCHEMA_PART in target:
+                self.parts[id(target)] = place
+            stem = re.sub(r"\W+", "_", stem).strip("_")[:40]
             name = self.defs[id(target)] = f"{stem or 'part'}.{len(self.defs)}"
-            self._queue.append((name, target, ref))
-            self.places[name] = ref
+            self._queue.append((name, target, place))
+            self.places[name] = place
         return f"#/$defs/{self.defs[id(target)]}"
 
 

@@ -4,7 +4,6 @@ In: the schema of json_schema.normalise(). Out: a Lowered record:
 
     schema   what llguidance accepts; every valid document satisfies it
     checked  keywords that it does not enforce, or not wholly; document_check.py does
-    ignored  formats that nothing enforces ("format: path")
     impossible  why no array, or no object, satisfies a part
 
 Invariant: the lowered schema admits every document of the given one, except that some formats
@@ -23,7 +22,7 @@ from typing import Any
 
 from verbatim.base.errors import UnsupportedError
 from verbatim.grammar.ecma_pattern import rust_pattern
-from verbatim.grammar.json_schema import bounds, rounds
+from verbatim.grammar.json_schema import FORMATS, PATTERNS, SUBSETS, bounds, rounds
 from verbatim.grammar.llguidance_tokenizer import completions, string_matcher
 
 MAX_CONDITIONALS = 6  # if/then/else written as alternatives; each one doubles the grammar
@@ -31,16 +30,6 @@ MAX_NAME = 1000  # characters; longer bounds on a name's length are checked
 MAX_VISITS = 2000  # beginnings of names, to count the names of a pattern; some 50 ms
 MAX_RANGE = 256  # integers of a range that counts as a list of values
 
-_POINTER = r"(/([^~/]|~[01])*)*"
-FORMATS = {
-    "date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"
-}  # fmt: skip
-SUBSETS = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri"}
-PATTERNS = {
-    "json-pointer": f"^{_POINTER}$",
-    "relative-json-pointer": f"^(0|[1-9][0-9]*)(#|{_POINTER})$",
-    "uri-reference": r"^[A-Za-z0-9._~/-]*(\?[A-Za-z0-9._~/=&-]*)?(#[A-Za-z0-9._~/-]*)?$",
-}
 # Formats of names, as llguidance 1.9 reads them; it takes no format for a name.
 _DATE = (
     "[0-9]{4}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
@@ -56,7 +45,6 @@ NAME_FORMATS = {
     "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-PATTERNS["iri-reference"] = PATTERNS["uri-template"] = PATTERNS["uri-reference"]
 # Keywords that llguidance enforces unchanged -> what their value holds: "many" (a list or mapping
 # of schemas), "one" (a schema), "" (no schema).
 DIRECT = {
@@ -91,7 +79,6 @@ class Options:
 class Lowered:
     schema: Any = None
     checked: set[str] = field(default_factory=set)
-    ignored: set[str] = field(default_factory=set)
     impossible: list[str] = field(default_factory=list)
 
 
@@ -172,8 +159,6 @@ class _Lowering:
             self.result.checked.add("format")
         elif named in PATTERNS:
             out["allOf"] = [*out.get("allOf", []), {"pattern": PATTERNS[named]}]
-        else:
-            self.result.ignored.add(f"format: {named}")
 
     # ------------------------------------------------------------------------------- arrays
 

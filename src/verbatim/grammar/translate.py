@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.base.param_checks import no_key_twice
-from verbatim.grammar.finite import infinite_definitions, infinite_keyword
+from verbatim.grammar.finite import infinite_definitions, infinite_keyword, needed
 from verbatim.grammar.gbnf import RULE, gbnf_to_lark
-from verbatim.grammar.json_schema import normalise
+from verbatim.grammar.json_schema import Normal, normalise
 from verbatim.grammar.llguidance_tokenizer import byte_tokenizer as byte_tokenizer
 from verbatim.grammar.lower import (
     Options,
@@ -31,6 +31,8 @@ WHITESPACE = r"[ \t\n\r]{0,32}"  # between JSON tokens; bounded, or a model may 
 # Characters of a schema whose oneOf parts are tested for disjointness, which takes a second compile
 # if they are not; beyond it the document check counts the parts.
 MAX_EXACT_ONE_OF = 64 * 1024
+# Characters of schemas compiled to find the part that no document satisfies; a quarter second
+MAX_SEARCHED = 256 * 1024
 
 
 class Translation(NamedTuple):
@@ -72,33 +74,56 @@ def _json_translation(text: str, compiles: Callable[[str], None]) -> Translation
     return Translation(_schema_grammar(schema), check, warnings)
 
 
+class _Unsatisfiable(Exception):
+    """No document satisfies the schema, or the definition of this name; the message says why."""
+
+    def __init__(self, why: str, name: str | None = None) -> None:
+        super().__init__(why)
+        self.name = name
+
+
 def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, tuple[str, ...]]:
-    """The schema that llguidance compiles, and `check` and `warnings` of its Translation. Compile
-    with everything in the grammar; leave to the document check what llguidance refuses and the
-    check can do."""
+    """The schema that llguidance compiles, and `check` and `warnings` of its Translation."""
     normal = normalise(json.loads(text))
     options = Options(one_of=len(text) <= MAX_EXACT_ONE_OF)
+    try:
+        schema, enforced = _compiled(normal.schema, normal.parts, options, compiles)
+    except _Unsatisfiable as error:
+        why, place = _innermost(normal, error, compiles)
+        raise ParameterError(
+            "json_schema", f"no document satisfies it: {why} (at {place})"
+        ) from None
+    names = _schema_grammar(schema) if names_may_run_out(schema) else ""
+    checked = has_free_names(schema) if enforced else normal.schema
+    check = [checked, names] if checked else None
+    return schema, check, _ignored(normal.ignored)
+
+
+def _compiled(
+    given: Any, parts: Collection[str], options: Options, compiles: Callable[[str], None]
+) -> tuple[Any, bool]:
+    """The lowered schema that llguidance compiles, and whether it enforces all of the given one.
+    Compile with everything in the grammar; leave to the document check what llguidance refuses and
+    the check can do. Raises _Unsatisfiable, also for one of `parts`."""
     dropped: dict[str, str] = {}  # $defs that no document satisfies -> why
     while True:
-        lowered = lower(normal.schema, options)
-        reasons = list(dict.fromkeys(lowered.impossible))
-        if lowered.schema is False:
-            why = f"no document satisfies it: {'; '.join(reasons)}"
-            raise ParameterError("json_schema", why if reasons else "false: no text can satisfy it")
-        for name in _infinite(lowered.schema):
-            dropped.setdefault(name, "every document would contain itself")
+        lowered = lower(given, options)
+        reasons = "; ".join(dict.fromkeys(lowered.impossible))
+        for name, why in _infinite(lowered.schema):
+            dropped.setdefault(name, why)
         schema = without_definitions(lowered.schema, dropped) if dropped else lowered.schema
+        for name in parts if isinstance(lowered.schema, dict) else ():
+            if name in dropped or lowered.schema["$defs"][name] is False:
+                raise _Unsatisfiable(dropped.get(name, reasons or "the schema is false"), name)
+        if schema is False:
+            raise _Unsatisfiable(reasons or "; ".join(dropped.values()) or "the schema is false")
         try:
             compiles(_schema_grammar(schema))
         except (ValueError, RequestError) as error:
             message = first_line(str(error))
             if found := _UNSATISFIABLE.search(str(error)):
                 if found["name"] is None:
-                    places = [f"{why} (at {normal.places[n]})" for n, why in dropped.items()]
-                    why = "; ".join([found["why"], *reasons, *places])
-                    raise ParameterError(
-                        "json_schema", f"no document satisfies it: {why}"
-                    ) from None
+                    raise _Unsatisfiable(reasons or found["why"]) from None
                 dropped[found["name"]] = found["why"]
             elif "oneOf" in message and options.one_of:
                 options = replace(options, one_of=False)
@@ -113,10 +138,75 @@ def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, 
             else:
                 raise
             continue
-        names = _schema_grammar(schema) if names_may_run_out(schema) else ""
-        checked = normal.schema if lowered.checked else has_free_names(schema)
-        check = [checked, names] if checked else None
-        return schema, check, _ignored(normal.ignored, lowered.ignored)
+        return schema, not lowered.checked
+
+
+def _innermost(
+    normal: Normal, error: _Unsatisfiable, compiles: Callable[[str], None]
+) -> tuple[str, str]:
+    """Why no document satisfies a schema, and the place of the innermost part that shows it."""
+    definitions = dict(normal.schema.get("$defs", {})) if isinstance(normal.schema, dict) else {}
+    whole = json.dumps({"$defs": {**definitions, "#": normal.schema}}).replace(
+        '"$ref": "#"', '"$ref": "#/$defs/#"'
+    )
+    definitions = json.loads(whole)["$defs"]
+    name, places = error.name or "#", {**normal.places, "#": "#"}
+    node, place, seen, left = definitions[name], places[name], {name}, MAX_SEARCHED
+    while isinstance(node, dict):
+        found = None
+        for part, where in _needed_parts(node, place, definitions, places, seen):
+            tested = _alone(part, definitions)
+            left -= len(json.dumps(tested))
+            if left < 0:
+                break
+            try:
+                _compiled(tested, (), Options(), compiles)
+            except _Unsatisfiable as inner:
+                found = error, node, place = inner, part, where
+                break
+            except (ValueError, RequestError):
+                continue  # the whole schema had no such fault
+        if found is None:
+            break
+    return str(error), place
+
+
+def _needed_parts(
+    node: dict[str, Any],
+    place: str,
+    definitions: dict[str, Any],
+    places: Mapping[str, str],
+    seen: set[str],
+) -> Iterator[tuple[Any, str]]:
+    """The parts without which no document satisfies a schema, with their places; each definition
+    once (`seen`). Alternatives stand together, and are parts of their list."""
+    if "$ref" in node and (name := node["$ref"].removeprefix("#/$defs/")) not in seen:
+        seen.add(name)
+        yield definitions[name], places[name]
+    for keyword in ("anyOf", "oneOf"):
+        if keyword in node:
+            if len(node) > 1:
+                yield {keyword: node[keyword]}, place
+            else:
+                yield from ((p, f"{place}/{keyword}/{i}") for i, p in enumerate(node[keyword]))
+    for _, where, part in needed(node):
+        name = part.get("$ref", "").removeprefix("#/$defs/") if isinstance(part, dict) else ""
+        if name not in seen and (part, where) != (False, "/additionalProperties"):
+            yield part, place + where
+
+
+def _alone(part: Any, definitions: dict[str, Any]) -> Any:
+    """A part of a schema with the definitions that it needs."""
+    if not isinstance(part, dict):
+        return part
+    names: dict[str, Any] = {}
+    texts = [json.dumps(part)]
+    while texts:
+        for name in re.findall(r'"\$ref": "#/\$defs/([^"]+)"', texts.pop()):
+            if name in definitions and name not in names:
+                names[name] = definitions[name]
+                texts.append(json.dumps(names[name]))
+    return {**part, "$defs": names} if names else part
 
 
 # llguidance's message; without a name the root is meant.
@@ -133,32 +223,27 @@ def _schema_grammar(schema: Any) -> str:
     return str(LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options))
 
 
-def _infinite(schema: Any) -> list[str]:
-    """The names under $defs that no finite document satisfies; an error if the schema is such."""
+def _infinite(schema: Any) -> Iterator[tuple[str, str]]:
+    """The names under $defs that no finite document satisfies, and why. Raises _Unsatisfiable if
+    the schema is such."""
+    why = "every document would contain itself"
     try:
         keyword, names = infinite_keyword(schema), infinite_definitions(schema)
     except (TypeError, ValueError, AttributeError):
-        keyword, names = None, []  # a keyword of a wrong type, which llguidance reports
+        return  # a keyword of a wrong type, which llguidance reports
     if keyword is not None:
-        raise ParameterError(
-            "json_schema",
-            f"{keyword}: no finite text can satisfy it; every document would contain itself",
-        )
-    return names
+        raise _Unsatisfiable(f"{keyword}: {why}")
+    yield from ((name, why) for name in names)
 
 
-def _ignored(
-    keywords: Sequence[str], formats: set[str], field: str = "json_schema"
-) -> tuple[str, ...]:
-    """The warning about keywords that assert nothing, if there are any.
+def _ignored(parts: Iterable[Iterable[str]], field: str = "json_schema") -> tuple[str, ...]:
+    """The warnings about keywords that assert nothing, one for each part of the schema.
 
-    >>> _ignored(["$default"], {"format: path"})
+    >>> _ignored([["$default", "format: path"]])
     ('json_schema: these keywords assert nothing and were ignored: $default, format: path',)
     """
-    names = [*keywords, *sorted(formats)]
-    if not names:
-        return ()
-    return (f"{field}: these keywords assert nothing and were ignored: {', '.join(names)}",)
+    why = "these keywords assert nothing and were ignored"
+    return tuple(f"{field}: {why}: {', '.join(names)}" for names in parts)
 
 
 # --- one translator per other kind of structure
@@ -240,7 +325,7 @@ def _lower_embedded(
             continue
         normal = normalise(schema, "grammar")
         lowered = lower(normal.schema)
-        warnings |= dict.fromkeys(_ignored(normal.ignored, lowered.ignored, "grammar: %json"))
+        warnings |= dict.fromkeys(_ignored(normal.ignored, "grammar: %json"))
         if lowered.checked:
             raise UnsupportedError(
                 "grammar",
