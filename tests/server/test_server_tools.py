@@ -24,6 +24,7 @@ from verbatim.server.api.common.tools import (
     ToolParser,
     call_or_text,
     forced_schema,
+    name_tool,
     read_calls,
     template_messages,
 )
@@ -1281,18 +1282,92 @@ def test_a_response_format_beside_strict_tools_is_checked(fake: Any) -> None:
         assert len(set(tags)) == len(tags) >= 2
 
 
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("choice", ["auto", "required"])
-def test_an_error_about_a_schema_names_the_tool(fake: Any, choice: str) -> None:
-    bad = {"type": "object", "properties": {"a": {"$ref": "#/$defs/B"}}}
+@pytest.mark.parametrize("choice", ["auto", "required", named("tag"), named("lost")], ids=str)
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ({"$ref": "#/$defs/B"}, "$ref '#/$defs/B' (at #/properties/a)"),
+        (False, "no document satisfies it: the schema is false (at #/properties/a)"),
+        (
+            {"type": "integer", "minimum": 5, "maximum": 3},
+            "no document satisfies it: minimum (5) is greater than maximum (3) (at #/properties/a)",
+        ),
+        (
+            {"$ref": "#/$defs/A"},
+            "no document satisfies it: anyOf is empty (at #/$defs/A/properties/b)",
+        ),
+    ],
+    ids=str,
+)
+def test_an_error_about_a_schema_names_the_tool(
+    fake: Any, choice: Any, part: Any, why: str
+) -> None:
+    """The strict tool that cannot be called is refused under each tool_choice."""
+    bad = {"type": "object", "properties": {"a": part}, "required": ["a"],
+           "$defs": {"A": closed(b={"enum": []})}}  # fmt: skip
     for tools in ([strict_tool("tag", TAGS), strict_tool("lost", bad)], [strict_tool("lost", bad)]):
+        if choice == named("tag") and len(tools) == 1:
+            continue
         body = {"messages": [{"role": "user", "content": "x"}], "tools": tools}
         answer = fake.post("/v1/chat/completions", {**body, "tool_choice": choice})
         assert answer.status_code == 400
         error = answer.json()["error"]
         where = f"tools[{len(tools) - 1}].function.parameters"
         assert error["param"] == where
-        assert error["message"].startswith(f"{where}: of the tool 'lost', $ref '#/$defs/B'")
+        assert error["message"].startswith(f"{where}: of the tool 'lost', {why}")
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("choice", ["auto", "required", named("tag")], ids=str)
+def test_a_warning_about_a_schema_names_the_tool(fake: Any, choice: Any) -> None:
+    field = {"type": "string", "x-order": 1, "format": "path"}
+    tools = [strict_tool("tag", {**TAGS, "x-a": 1}), strict_tool("other", closed(p=field))]
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": tools, "max_tokens": 2}
+    answer = fake.post("/v1/chat/completions", {**body, "tool_choice": choice}).json()
+    why = "these keywords assert nothing and were ignored"
+    assert answer["warnings"] == [
+        f"tools[0].function.parameters: of the tool 'tag', {why}: x-a (at #)",
+        f"tools[1].function.parameters: of the tool 'other', {why}: "
+        "x-order (at #/properties/p), format: path (at #/properties/p)",
+    ]
+
+
+@pytest.mark.server
+def test_an_error_about_a_response_format_beside_tools_names_that(fake: Any) -> None:
+    schema = {"type": "object", "properties": {"arguments": False}, "required": ["arguments"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [strict_tool("tag", TAGS)]}
+    error = fake.post("/v1/chat/completions", {**body, "response_format": form}).json()["error"]
+    assert error["message"] == (
+        "response_format: no document satisfies it: the schema is false (at #/properties/arguments)"
+    )
+    assert error["param"] == "response_format"
+
+
+@pytest.mark.parametrize("form", ["hermes", "llama3"])
+@pytest.mark.parametrize("bad", ["tag", "other", "text"])
+def test_the_grammar_of_each_format_names_the_part_without_documents(form: str, bad: str) -> None:
+    from verbatim.base.errors import ParameterError
+    from verbatim.grammar.compiler import compile_structure
+
+    def schema(name: str) -> Any:
+        return closed(a=False) if name == bad else TAGS
+
+    tools = [strict_tool("tag", schema("tag")), strict_tool("other", schema("other"))]
+    grammar = call_or_text(tools, form, single=False, text=schema("text"))
+    with pytest.raises(ParameterError) as caught:
+        compile_structure(SamplingParams(grammar=grammar), ByteTokenizer())
+    why = str(caught.value).removeprefix("json_schema: ")
+    placed = [{**tool, "place": i} for i, tool in enumerate(tools)]
+    found = name_tool(Problem("invalid_parameter", f"tools: {why}", "tools"), placed, {})
+    where = {"tag": "tools[0].function.parameters", "other": "tools[1].function.parameters"}
+    assert found.param == where.get(bad, "response_format")
+    assert found.message.endswith("the schema is false (at #/properties/a)")
 
 
 @pytest.mark.server

@@ -20,6 +20,7 @@ from verbatim.server.api.common.tools import (
     ParsedCall,
     ToolParser,
     call_or_text,
+    compiled_tools,
     forced_schema,
     template_messages,
 )
@@ -177,7 +178,7 @@ class ChatRequest:
         """Errors about the schema are about the parameters of one of these tools."""
         self.names["json_schema"] = "tools"
         placed = [{**tool, "place": place} for place, tool in enumerate(self.tools)]
-        self.call.tools = [t for t in placed if wanted in (None, t["function"]["name"])]
+        self.call.tools = compiled_tools(placed, wanted)
 
     def _check_continued(self) -> None:
         if self.continues and any(name in self.values for name in STRUCTURE):

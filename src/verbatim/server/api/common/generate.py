@@ -169,7 +169,7 @@ def warnings_of(call: RequestContext) -> dict[str, list[str]]:
     part of every stream."""
     results = [run.done for run in call.runs]
     lines = {line for done in results for line in getattr(done, "warnings", ())}
-    found = sorted(map(call.in_client_names, lines))
+    found = sorted(set(map(call.in_client_names, lines)))
     found += sorted({line for done in _generated(call.runs) for line in _loops(done)})
     found += call.notices
     return {"warnings": found} if found else {}

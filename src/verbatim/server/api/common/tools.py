@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.base.json_io import JsonObject, dumps_lossless, loads_lossless, loads_strict
+from verbatim.base.params import SCHEMA_PART
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.reasoning.tag_splitter import partial_tag_length
@@ -131,6 +132,16 @@ def _call_json(function: Mapping[str, Any]) -> str:
     )
 
 
+def compiled_tools(tools: Sequence[Mapping[str, Any]], name: str | None) -> list[Mapping[str, Any]]:
+    """The tools whose schemas the grammar of a forced call has: the named tool or all of them, and
+    every strict tool, because a schema that is refused is refused under each tool_choice."""
+    return [
+        tool
+        for tool in tools
+        if name in (None, tool["function"]["name"]) or tool["function"].get("strict")
+    ]
+
+
 def forced_schema(
     tools: Sequence[Mapping[str, Any]], name: str | None, *, place: str = "#", many: bool = False
 ) -> JsonObject:
@@ -139,52 +150,60 @@ def forced_schema(
     if many:
         call = forced_schema(tools, name, place=f"{place}/items")
         return {"type": "array", "items": call, "minItems": 1}
-    functions = [
-        tool["function"] for tool in tools if name is None or tool["function"]["name"] == name
-    ]
-    if len(functions) == 1:
-        return _call_schema(functions[0], place)
-    calls = [_call_schema(function, f"{place}/anyOf/{i}") for i, function in enumerate(functions)]
-    return {"anyOf": calls}
+    tools = compiled_tools(tools, name)
+    places = [f"{place}/anyOf/{i}" for i in range(len(tools))] if len(tools) > 1 else [place]
+    calls = [_call_schema(t["function"], p, name) for t, p in zip(tools, places, strict=True)]
+    return {"anyOf": calls} if len(calls) > 1 else calls[0]
 
 
-def _call_schema(function: Mapping[str, Any], place: str) -> JsonObject:
+def _call_schema(function: Mapping[str, Any], place: str, named: str | None = None) -> JsonObject:
+    """The calls of a function. Where only another one may be called there are none, and the schema
+    of the arguments is compiled nevertheless."""
     arguments = _rebase_refs(
         function.get("parameters") or {"type": "object"}, f"{place}/properties/arguments"
     )
+    properties: JsonObject = {
+        "name": {"const": function["name"]},
+        "arguments": {**arguments, SCHEMA_PART: True},
+    }
+    if named not in (None, function["name"]):
+        properties["never"] = False
     return {
         "type": "object",
-        "properties": {"name": {"const": function["name"]}, "arguments": arguments},
-        "required": ["name", "arguments"],
+        "properties": properties,
+        "required": list(properties),
         "additionalProperties": False,
     }
 
 
-# The place of a tool's parameters in a forced schema, and the index among several tools
+# The place of a tool's parameters in a schema of calls, and the index among several tools
 _PARAMETERS = re.compile(
     r"#(?:/anyOf/\d+(?=/items))?(?:/items)?(?:/anyOf/(\d+))?/properties/arguments"
 )
+_TEXT = "#/$defs/text"  # the place of the schema of a text beside calls
 
 
 def name_tool(
     problem: Problem, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]
 ) -> Problem:
-    """An error about the schema of calls as one about the parameters of a tool. `tools`: those that
-    may be called, with their places in the request as `place`. `names`: the client's field names.
-    """
-    found = _PARAMETERS.search(problem.message)
-    index = int(found[1] or 0) if found else 0
-    if problem.param != "tools" or (found is None and len(tools) > 1):
+    """An error about the schema of calls as one about the parameters of a tool, or about the
+    format of a text beside them. `tools`: those whose schemas are compiled, with their places in
+    the request as `place`. `names`: the client's field names."""
+    if problem.param != "tools":
         return problem
-    field = names.get("tools.parameters", "function.parameters")
-    where = f"tools[{tools[index]['place']}].{field}"
-    why = _PARAMETERS.sub("#", problem.message.removeprefix("tools: "))
+    why = problem.message.removeprefix("tools: ")
     for ours in ("grammar: ", "json_schema: ", "%json: "):
         why = why.removeprefix(ours)
-    name = tools[index]["function"]["name"]
-    return Problem(
-        problem.code, f"{where}: of the tool {name!r}, {why}", where, problem.retry_after
-    )
+    found = _PARAMETERS.search(why)
+    if found is None and _TEXT in why:
+        where, why = names.get("response_format", "response_format"), why.replace(_TEXT, "#")
+    elif found is None and len(tools) > 1:
+        return problem
+    else:
+        tool = tools[int(found[1] or 0) if found else 0]
+        where = f"tools[{tool['place']}].{names.get('tools.parameters', 'function.parameters')}"
+        why = f"of the tool {tool['function']['name']!r}, {_PARAMETERS.sub('#', why)}"
+    return Problem(problem.code, f"{where}: {why}", where, problem.retry_after)
 
 
 # keywords whose members are schemas
@@ -219,28 +238,37 @@ def call_or_text(
     if CALL_FORMATS[form].control:
         return None
     if form == "llama3":  # a call has no tags, and several are a list
-        options: list[Any] = [forced_schema(tools, None, place="#/anyOf/0")]
+        options: list[Any] = [
+            _call_schema(tool["function"], f"#/anyOf/{i}") for i, tool in enumerate(tools)
+        ]
         if not single:
-            options.append(forced_schema(tools, None, place="#/anyOf/1", many=True))
+            options.append(forced_schema(tools, None, place=f"#/anyOf/{len(options)}", many=True))
         if text is not None:
-            options.append(_rebase_refs(text, f"#/anyOf/{len(options)}"))
-            return _lark([("", "", "body")], f"start: body\n{_json_rule('body', options)}")
+            rule = _json_rule("body", {"anyOf": [*options, {"$ref": _TEXT}], **_text(text)})
+            return _lark([("", "", "body")], f"start: body\n{rule}")
         free = "start: TEXT? | body\nTEXT: /[^{\\[](.|\\n)*/\n"
-        return _lark([("", "{[", "body")], f"{free}{_json_rule('body', options)}")
+        return _lark([("", "{[", "body")], free + _json_rule("body", {"anyOf": options}))
     documents = [(f"{OPEN}\n", "", "body")]
     if text is None:
         plain = f"text: TEXT?\nTEXT: /[^<](.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n"
     else:
-        plain = f"text: %json {json.dumps(text)}\n"
+        plain = _json_rule("text", {"$ref": _TEXT, **_text(text)})
         documents.append(("", "", "text"))
     calls = "calls: call\n" if single else 'calls: call ("\\n" call)*\n'
     call = f'call: "{OPEN}\\n" body "\\n{CLOSE}"\n'
-    body = f"body: %json {json.dumps(forced_schema(tools, None))}\n"
+    body = _json_rule("body", forced_schema(tools, None))
     return _lark(documents, f"start: text | calls\n{calls}{call}{body}{plain}")
 
 
-def _json_rule(name: str, options: list[Any]) -> str:
-    return f"{name}: %json {json.dumps({'anyOf': options})}\n"
+def _text(schema: Any) -> JsonObject:
+    """The definition of a text, at the place _TEXT."""
+    if isinstance(schema, dict):
+        schema = {**_rebase_refs(schema, _TEXT), SCHEMA_PART: True}
+    return {"$defs": {"text": schema}}
+
+
+def _json_rule(name: str, schema: JsonObject) -> str:
+    return f"{name}: %json {json.dumps(schema)}\n"
 
 
 def _lark(documents: list[tuple[str, str, str]], rules: str) -> str:
