@@ -304,3 +304,56 @@ def test_vllm_53469_a_free_reasoning_then_the_document_in_one_stream(seed: int) 
     for delta in deltas:
         assert "think>" not in delta.text + delta.reasoning
         assert not (delta.reasoning and delta.text) or delta.text.startswith("{")
+
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+ALWAYS = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+
+
+@pytest.mark.parametrize(
+    ("source", "switch", "why"),
+    [
+        (PLAIN, {"enable_thinking": False}, "does not reason"),
+        (PLAIN, {"thinking": False}, "does not reason"),
+        (PLAIN, {"reasoning_effort": "low"}, "does not reason"),
+        (ALWAYS, {"enable_thinking": True}, "always reasons"),
+        (PLAIN, {"enable_thinking": True}, None),
+        (ALWAYS, {"enable_thinking": False}, None),
+        (PLAIN, {"enable_thinkin": False}, None),
+    ],
+)
+def test_a_switch_that_says_what_holds_anyway_is_a_warning(
+    source: str, switch: dict[str, Any], why: str | None
+) -> None:
+    """One that asks for something else is an error."""
+    llm, short = open_llm(source), SamplingParams(max_tokens=2, seed=1)
+    messages = [{"role": "user", "content": "hi"}]
+    (name,) = switch
+    if why is None:
+        with pytest.raises(UnsupportedError, match=f"never reads '{name}'"):
+            llm.chat(messages, short, **switch)
+        return
+    line = f"{name}: has no effect; this model {why}"
+    assert llm.chat(messages, short, **switch).warnings == (line,)
+    stream = llm.chat_stream(messages, short, **switch)
+    assert list(stream)
+    assert stream.completion.warnings == (line,)
+    assert llm.chat(messages, short).warnings == ()
+
+
+def test_a_key_of_a_text_part_is_a_warning_or_an_error() -> None:
+    llm, short = open_llm(PLAIN), SamplingParams(max_tokens=2, seed=1)
+
+    def chat(**keys: Any) -> Any:
+        parts = [{"type": "text", "text": "hi", **keys}]
+        return llm.chat([{"role": "user", "content": parts}], short)
+
+    assert chat().warnings == ()
+    assert chat(cache_control={"type": "ephemeral"}).warnings == (
+        "messages[0].content[0].cache_control: has no effect; prefixes are cached without being "
+        "marked",
+    )
+    with pytest.raises(
+        UnsupportedError, match=r"messages\[0\].content\[0\] has the key 'citation'"
+    ):
+        chat(citation=1)

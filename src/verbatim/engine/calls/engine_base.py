@@ -219,6 +219,7 @@ class EngineBase(metaclass=AnsweringType):
                 f"{self.loaded.name} has no chat template; use generate() with plain text",
             )
         from verbatim.text.control_tokens import strings_in
+        from verbatim.text.reasoning.reasoning_switches import idle_switches, no_effect, switches_of
         from verbatim.text.templates.chat_template import encode_chat
 
         check_messages(messages)
@@ -227,7 +228,10 @@ class EngineBase(metaclass=AnsweringType):
                 "chat_template_kwargs", f"{name!r} is set by the engine; leave it out"
             )
         tokenizer: Any = self.loaded.tokenizer
-        warnings: list[str] = []
+        reasons = self.reasoning is not None
+        idle = idle_switches(template, switches_of(self.loaded.template), reasons)
+        warnings = [no_effect(name, reasons) for name in idle]
+        template = {name: value for name, value in template.items() if name not in idle}
         ids = EncodedText(
             encode_chat(tokenizer, self.loaded.template, messages, warnings=warnings, **template)
         )

@@ -7,7 +7,7 @@ template does not have is refused. The server and the command line share this ma
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from verbatim.base.errors import UnsupportedError
@@ -21,6 +21,19 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 def switches_of(template: Any) -> list[str]:
     """The switches that a chat template reads; none without a template."""
     return [] if template is None else [name for name in SWITCHES if template.reads(name)]
+
+
+def idle_switches(
+    given: Mapping[str, Any], switches: Collection[str], reasoning: bool
+) -> list[str]:
+    """The given switches that a template without any need not read: they say what holds anyway."""
+    names = [] if switches else [name for name in SWITCHES if name in given]
+    return [n for n in names if given[n] == reasoning or (n == LEVEL and not reasoning)]
+
+
+def no_effect(field: str, reasoning: bool) -> str:
+    why = "always reasons" if reasoning else "does not reason"
+    return f"{field}: has no effect; this model {why}"
 
 
 def effort_variables(

@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.base.errors import RequestError, UnsupportedError
 from verbatim.text.control_tokens import ControlEscaper
 from verbatim.text.templates.template_program import TemplateProgram
-from verbatim.text.tools.tool_calls import redundant_names
+from verbatim.text.tools.tool_calls import CACHE_KEYS, redundant_names
 
 MAX_DEPTH = 64  # nesting levels of messages and tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms in templates and clients
@@ -25,9 +25,14 @@ UNTRACKED_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
 
 
 def prepare_message(
-    program: TemplateProgram, escaper: ControlEscaper, message: Any, index: int
+    program: TemplateProgram,
+    escaper: ControlEscaper,
+    message: Any,
+    index: int,
+    warnings: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Check one message and copy it as plain JSON types that the template may read."""
+    """Check one message and copy it as plain JSON types that the template may read. `warnings`
+    collects the keys of content parts that have no effect; without it they are errors."""
     where = f"messages[{index}]"
     if not isinstance(message, Mapping):
         raise RequestError(
@@ -39,6 +44,8 @@ def prepare_message(
     content = message.get("content")
     if isinstance(content, (list, tuple)):
         texts = [_part_text(part, where) for part in content]
+        for i, part in enumerate(content):
+            _check_part_keys(program, part, f"{where}.content[{i}]", warnings)
         if not program.accepts_content_parts:
             message = {**message, "content": "\n".join(texts)}
     elif content is None:
@@ -159,6 +166,24 @@ def _part_text(part: Any, where: str) -> str:
     raise UnsupportedError(
         "messages", f"{where} has a content part of type {str(kind)[:40]!r}; only text is supported"
     )
+
+
+def _check_part_keys(
+    program: TemplateProgram, part: Mapping[str, Any], where: str, warnings: list[str] | None
+) -> None:
+    """A key of a text part that the template cannot read is an error, or a warning if it marks
+    where another server caches the prompt."""
+    for key in part:
+        if key in ("type", "text") or (
+            program.accepts_content_parts and program.reads.may_read(key)
+        ):
+            continue
+        if key not in CACHE_KEYS or warnings is None:
+            why = "is not read; a text part has type and text"
+            raise UnsupportedError(
+                "messages", f"{where} has the key {str(key)[:40]!r}, which {why}"
+            )
+        warnings.append(f"{where}.{key}: has no effect; prefixes are cached without being marked")
 
 
 def plain_copy(value: Any, escaper: ControlEscaper, where: str, depth: int = 0) -> Any:

@@ -107,7 +107,7 @@ class ChatTemplate:
                 )
         self._check_read(program, variables, tools, documents)
         chat = [
-            prepare_message(program, escaper, m, i)
+            prepare_message(program, escaper, m, i, warnings)
             for i, m in enumerate(as_list(messages, "messages"))
         ]
         values = {

@@ -6,6 +6,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+# Keys of messages, content parts and tools that mark where another server caches a prompt
+CACHE_KEYS = ("cache_control", "prompt_cache_breakpoint")
+
 
 def redundant_names(messages: Sequence[Mapping[str, Any]]) -> set[int]:
     """The indexes of tool results whose `name` equals the name of the call that they answer. Some

@@ -12,9 +12,8 @@ from typing import Any
 from verbatim.base.json_io import JsonObject, loads_strict
 from verbatim.server.api.common.field_rules import CACHE, RequestBody, Rule, member_model, rules_of
 from verbatim.server.problem import invalid
+from verbatim.text.tools.tool_calls import CACHE_KEYS
 
-# Fields inside messages, content parts and tools that have no effect
-INSIDE = ("cache_control", "prompt_cache_breakpoint")
 # A field of another server's clients -> this server's. structured_outputs has more than one member.
 SAME = {
     "repeat_penalty": "repetition_penalty",
@@ -40,7 +39,7 @@ def take_ignored(model: type[RequestBody], body: JsonObject) -> list[str]:
     places: dict[str, str] = {}  # the first of each
     for field in ("system", "messages", "input", "tools"):
         for place, item in _objects(body.get(field), field):
-            for name in INSIDE:
+            for name in CACHE_KEYS:
                 if item.pop(name, None) is not None:
                     places.setdefault(name, f"{place}.{name}")
     return found + [f"{place}: has no effect; {CACHE}" for place in places.values()]

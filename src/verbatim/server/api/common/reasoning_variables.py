@@ -15,9 +15,9 @@ from verbatim.server.problem import invalid
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.reasoning.reasoning_switches import (
     BOOLEAN_SWITCHES,
-    LEVEL,
-    SWITCHES,
     effort_variables,
+    idle_switches,
+    no_effect,
     switch_variables,
 )
 
@@ -29,7 +29,6 @@ def reasoning_variables(
     made: JsonObject = {}
     switches, reasoning = facts.reasoning_switches, facts.reasoning
     given = dict(body.get("chat_template_kwargs") or {})
-    why = "always reasons" if reasoning else "does not reason"
     said = []  # fields without an effect
     if (effort := body.get("reasoning_effort")) is not None:
         field = names.get("reasoning_effort", "reasoning_effort")
@@ -40,11 +39,10 @@ def reasoning_variables(
         field = names.get("think", "think")
         made |= switch_variables(switches, reasoning, think, field)
         said += [] if switches else [field]
-    for name in SWITCHES if not switches else ():
-        if name in given and (given[name] == reasoning or (name == LEVEL and not reasoning)):
-            del given[name]
-            said.append(f"chat_template_kwargs.{name}")
-    notices += [f"{field}: has no effect; this model {why}" for field in said]
+    for name in idle_switches(given, switches, reasoning):
+        del given[name]
+        said.append(f"chat_template_kwargs.{name}")
+    notices += [no_effect(field, reasoning) for field in said]
     for name in BOOLEAN_SWITCHES:  # in a template the text "false" would be true
         if isinstance(given.get(name), str):
             raise invalid(f"chat_template_kwargs.{name}", "true or false is needed")
