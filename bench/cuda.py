@@ -26,7 +26,7 @@ from verbatim.backend.cuda.device_weights import unpack_blocks
 from verbatim.backend.cuda.kernel_compile import compile_kernels
 from verbatim.backend.cuda.kernels import quant
 from verbatim.backend.cuda.kernels.block_readers import E2M1_BIAS, E4M3_BIAS, HALVES
-from verbatim.backend.gpu_layout import BLOCK_FORMATS, TILE, BlockMode, packing
+from verbatim.backend.gpu_weights import BLOCK_FORMATS, TILE, BlockMode, packing
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.files.safetensors import SafetensorsDir

@@ -28,7 +28,7 @@ from plans import BLOCKS, MARKS, Blocks, ScoredSeq, run, run_alone, run_prompts,
 from filter_values import WEAK
 from overlap_crowd import count_rows, generate_all
 from parity_types import INTERPRETED, interpreted_type
-from verbatim.backend import gpu, gpu_layout, open_backend
+from verbatim.backend import gpu, gpu_weights, open_backend
 from verbatim.backend.cuda import backend as cuda_backend
 from verbatim.backend.cuda import cache_memory, device_weights, kernel_compile, opening
 from verbatim.backend.cuda.device_weights import _half as half_weight
@@ -182,7 +182,7 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
     """Compares a prefill in one step with chunks beside another sequence. Some matmuls have two
     splits, which run in parallel for few rows and in one program for many."""
     monkeypatch.setattr(kernels, "BK", 16)
-    monkeypatch.setattr(gpu_layout, "BK", 16)
+    monkeypatch.setattr(gpu_weights, "BK", 16)
     choose_tile = matmul_tile.choose_tile
 
     def choose(m: int, n: int, k: int, splits: int, tma: bool) -> matmul_tile.MatmulTile:
@@ -195,7 +195,7 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
     monkeypatch.setattr(kernels, "choose_tile", choose)
     monkeypatch.setattr(kernels, "float32_tile", choose_float32)
     model = small(family, hidden_size=64)
-    assert gpu_layout.split_k(64, 64)[0] == 2
+    assert gpu_weights.split_k(64, 64)[0] == 2
     backend, expected = run_checked(model, TOKENS)
     blocks = Blocks(backend.spec, backend.block_size, 5)
     seq, other = blocks.allocate(0, TOKENS), blocks.allocate(1, TOKENS[::-1])
@@ -239,7 +239,7 @@ def test_low_rank_sums_are_added_behind_the_splits_of_any_tile(device: torch.dev
     x, weight = torch.randn(8, 512, device=device), torch.randn(48, 512, device=device)
     bias = torch.randn(48, device=device)
     low = LowRankPart(0, torch.randn(4, 512, device=device), torch.randn(48, 4, device=device), 0.1)
-    splits, _ = gpu_layout.split_k(48, 512)
+    splits, _ = gpu_weights.split_k(48, 512)
     assert splits > 1
     found = []
     for count, parallel in ((8, 1), (3, splits)):
@@ -471,12 +471,12 @@ def test_every_tile_of_a_matmul_has_the_same_sums(device: torch.device) -> None:
     """Exact sums: the interpreter adds in any order. The last row tile is not full; in a tile of
     two parts the first or the second part is not full. The interpreter runs these tiles alone."""
     random, others = np.random.default_rng(5), device.type == "cuda"
-    for n, k in ((40, gpu_layout.BK // 2), (16, 4 * gpu_layout.BK)):  # one split, two
+    for n, k in ((40, gpu_weights.BK // 2), (16, 4 * gpu_weights.BK)):  # one split, two
         weight, *inputs = (
             torch.from_numpy(random.integers(-2, 3, shape).astype(np.float16)).to(device)
             for shape in ((n, k), (150, k), (230, k))
         )
-        splits = gpu_layout.split_k(n, k)[0]
+        splits = gpu_weights.split_k(n, k)[0]
         for x in inputs:
             expected = (x.float() @ weight.float().T).cpu()
             for tile in matmul_tile.all_tiles(splits, True):
@@ -664,7 +664,7 @@ def test_compiling_ahead_launches_every_tile(blocks: bool, monkeypatch: pytest.M
     kernel_compile.compile_kernels(backend, 4096)  # type: ignore[arg-type]
     chosen = set()
     for n, k in ((64, 1024), (576, 64)):
-        splits = gpu_layout.split_k(n, k)[0]
+        splits = gpu_weights.split_k(n, k)[0]
         chosen |= {matmul_tile.choose_tile(m, n, k, splits, True) for m in range(1, 4200, 37)}
     assert len(chosen) > 5
     assert {tile._replace(parallel=1) for tile in chosen} <= {
@@ -821,7 +821,7 @@ def checkpoint_tensor(raw: np.ndarray, kind: CheckpointType, random: np.random.G
 def half_values(tensor: Tensor) -> torch.Tensor:
     """Tensor.to_f32() in the type of the unpacked weight, in float32."""
     values = torch.from_numpy(tensor.to_f32())
-    return values.to(HALVES[gpu_layout.BLOCK_FORMATS[tensor.type].result]).float()
+    return values.to(HALVES[gpu_weights.BLOCK_FORMATS[tensor.type].result]).float()
 
 
 # types with another group or result have the code of these; 896 and 160: smaller packs
@@ -841,7 +841,7 @@ def test_weights_in_blocks_have_the_values_of_the_file(
     weight = quant.to_blocks(tensor, device)
     assert quant.unpack(weight).dtype == weight.dtype
     assert torch.equal(quant.unpack(weight).cpu().float(), expected)
-    found = gpu_layout.device_bytes({"layers.0.mlp.up": tensor}, "only")
+    found = gpu_weights.device_bytes({"layers.0.mlp.up": tensor}, "only")
     assert weight.nbytes == found["layers.0.mlp.up"].held
     chosen = torch.tensor([8, 0, 3], dtype=torch.int32, device=device)
     assert torch.equal(quant.unpack(weight, rows=chosen).cpu().float(), expected[[8, 0, 3]])
@@ -1057,7 +1057,7 @@ def test_the_planned_bytes_are_those_on_the_device(
         for name in ("layers.0.attn.v", "layers.0.mlp.down"):
             weights[name] = requantise(weights[name], "q6_k")
     loaded = load(weights, model.spec, device, blocks)
-    found = gpu_layout.device_bytes(weights, blocks)
+    found = gpu_weights.device_bytes(weights, blocks)
     read = sum(weight.nbytes for weight in loaded.values())
     assert sum(size.read for size in found.values()) == read
     copies = [getattr(weight, "unpacked", None) for weight in loaded.values()]

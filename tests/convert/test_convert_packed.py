@@ -15,7 +15,7 @@ import pytest
 from test_convert_gguf import byte_level, call, same_weights
 
 from verbatim import backend as backends
-from verbatim.backend import gpu_layout, open_backend
+from verbatim.backend import gpu_weights, open_backend
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ModelError, ParameterError
 from verbatim.base.params import SamplingParams
@@ -223,7 +223,7 @@ def test_a_packed_llama_for_a_gpu(method: str, type: str, tmp_path: Path) -> Non
     plan = read_footprint(str(directory), quant=None, kv_type="f16", resolve=Path)
     for mode in ("both", "only"):
         planned, loaded = (
-            sum(size.held for size in gpu_layout.device_bytes(parts, mode).values())
+            sum(size.held for size in gpu_weights.device_bytes(parts, mode).values())
             for parts in (plan.gpu_parts, blocks.weights)
         )
         assert planned == loaded

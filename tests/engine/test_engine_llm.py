@@ -19,7 +19,7 @@ from engine_rig import cpu_available, tiny_parts
 from eventually import eventually
 from filter_values import WEAK
 from verbatim import LLM, SamplingParams
-from verbatim.backend.gpu_layout import activation_bytes
+from verbatim.backend.gpu_weights import activation_bytes
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import (
     CapacityError,

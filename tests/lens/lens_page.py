@@ -16,7 +16,7 @@ from live_server import Live
 from eventually import HANG_SECONDS
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row, state_of
-from verbatim.server.process.inspector import step_report
+from verbatim.server.process.lens_queries import step_report
 
 MS = 1000 * HANG_SECONDS
 PROMPT = "Once upon a time"

@@ -18,7 +18,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.engine.core import EngineCore
 from verbatim.observe.step_log import WATCH_SECONDS, StepLog, StepPart
-from verbatim.server.process.inspector import engine_report
+from verbatim.server.process.lens_queries import engine_report
 from verbatim.testing.fakes import fake_parts
 
 pytestmark = pytest.mark.server

@@ -82,7 +82,7 @@ class Rig:
             params or SamplingParams(),
             limit=len(prompt) + more,
             key=self._next * 31,
-            ends={EOS: "eos"},
+            stop_ids={EOS: "eos"},
             beam=beam,
             salt=salt,
             tenant=tenant,
@@ -166,10 +166,10 @@ class Rig:
         for token in tokens:
             number = mix(number, token)
         while len(tokens) < seq.limit:
-            withheld = tuple(seq.ends) if len(tokens) < seq.min_len else ()
+            withheld = tuple(seq.stop_ids) if len(tokens) < seq.min_len else ()
             drawn = self.backend._hash_draw(number, seq.key, len(tokens), withheld, 0)
             tokens.append(drawn.token)
             number = mix(number, drawn.token)
-            if drawn.token in seq.ends and len(tokens) > seq.min_len:
+            if drawn.token in seq.stop_ids and len(tokens) > seq.min_len:
                 break
         return tokens

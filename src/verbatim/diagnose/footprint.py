@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from verbatim.backend.cpu.repack import MEMORY
-from verbatim.backend.gpu_layout import block_mode, device_bytes, weight_bytes
+from verbatim.backend.gpu_weights import block_mode, device_bytes, weight_bytes
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.files.gguf import read_gguf

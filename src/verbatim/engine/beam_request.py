@@ -25,7 +25,7 @@ class BeamRequest(RunningRequest):
         request, self._new_id = self.request, new_id
         self.search = BeamSearch(
             request.params,
-            end_ids=tuple(self.ends),
+            end_ids=tuple(self.stop_ids),
             max_new=self.limit - len(request.prompt_ids),
             ends=self._ends,
         )
@@ -120,8 +120,8 @@ class BeamRequest(RunningRequest):
     def _ends(self, tokens: tuple[int, ...]) -> Finish | None:
         """The Finish of a beam that ends with its last token: stop id, stop string or length."""
         params = self.request.params
-        if tokens[-1] in self.ends and len(tokens) > params.min_tokens:
-            return Finish("stop", self.ends[tokens[-1]])
+        if tokens[-1] in self.stop_ids and len(tokens) > params.min_tokens:
+            return Finish("stop", self.stop_ids[tokens[-1]])
         if params.stop:
             trial = self._stream(0)
             for token in tokens:

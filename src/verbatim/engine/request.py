@@ -56,7 +56,7 @@ class Request:
             return self.prefix_matcher.copy()
         return None if self.structure is None else self.structure.start()
 
-    def matcher(self, tokenizer: EngineTokenizer, ends: Mapping[int, str]) -> Any:
+    def matcher(self, tokenizer: EngineTokenizer, stop_ids: Mapping[int, str]) -> Any:
         """A new matcher for one sequence; None without a grammar and without a reasoning budget."""
         inner = self.grammar_matcher()
         if inner is not None:
@@ -66,7 +66,9 @@ class Request:
             return inner
         tracker = make_tracker(self.reasoning, tokenizer, self.params.skip_special)
         close = self.reasoning.close_ids
-        return ReasoningMatcher(inner, tracker, tokenizer.vocab_size, tuple(ends), budget, close)
+        return ReasoningMatcher(
+            inner, tracker, tokenizer.vocab_size, tuple(stop_ids), budget, close
+        )
 
 
 class RequestOptions(TypedDict, total=False):

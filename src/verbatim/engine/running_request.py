@@ -55,9 +55,9 @@ class RunningRequest:
         self._loaded = loaded
         params = request.params
         # token ids that end a sequence, and the finish detail of each
-        self.ends = {token: str(token) for token in params.stop_token_ids}
+        self.stop_ids = {token: str(token) for token in params.stop_token_ids}
         if not params.ignore_eos:
-            self.ends |= dict.fromkeys(loaded.eos_ids, "eos")
+            self.stop_ids |= dict.fromkeys(loaded.eos_ids, "eos")
         if params.max_tokens is None:
             self.limit, self.limit_name = context, "context"
         else:
@@ -90,7 +90,7 @@ class RunningRequest:
             self.streams[seq.id] = ChoiceStream(
                 request.id, index, params, self.tokenizer, request.reasoning, prefix
             )
-            matcher = request.matcher(self.tokenizer, self.ends)
+            matcher = request.matcher(self.tokenizer, self.stop_ids)
             if matcher is not None:
                 self.matchers[seq.id] = matcher
         self._unfinished = len(self.sequences)
@@ -107,7 +107,7 @@ class RunningRequest:
             limit=self.limit,
             limit_name=self.limit_name,
             key=key,
-            ends=self.ends,
+            stop_ids=self.stop_ids,
             salt=prefix_salt(request.tenant, request.params.cache_salt, request.adapter_digest),
             tenant=request.tenant,
             adapter=request.adapter,

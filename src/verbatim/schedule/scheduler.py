@@ -276,8 +276,8 @@ class Scheduler(TenantShares):
                 emit(TokenEvent(seq.id, None, self._end_without_token(seq, token)))
                 return
             tokens.append(token)
-            if token in seq.ends and len(tokens) > seq.min_len:
-                finish = Finish("stop", seq.ends[token])
+            if token in seq.stop_ids and len(tokens) > seq.min_len:
+                finish = Finish("stop", seq.stop_ids[token])
             elif len(tokens) >= seq.limit:
                 finish = Finish("length", seq.limit_name)
             ended = emit(TokenEvent(seq.id, draw, finish))

@@ -43,7 +43,6 @@ class Sequence:
         "computed",
         "drafted",
         "drafts",
-        "ends",
         "frozen_blocks",
         "hashes",
         "held",
@@ -69,6 +68,7 @@ class Sequence:
         "spec",
         "spec_withheld",
         "state",
+        "stop_ids",
         "tenant",
         "tokens",
     )
@@ -82,7 +82,7 @@ class Sequence:
         limit: int,
         limit_name: str = "max_tokens",
         key: int = 0,
-        ends: Mapping[int, str] | None = None,
+        stop_ids: Mapping[int, str] | None = None,
         salt: str = "",
         tenant: str = "",
         hidden: bool = False,
@@ -99,7 +99,7 @@ class Sequence:
         self.limit = limit
         self.limit_name = limit_name
         self.key = key
-        self.ends = dict(ends or {})
+        self.stop_ids = dict(stop_ids or {})
         # Position of the first output token, for the sampler: an output_prefix is part of a prompt.
         first_output = self.prompt_len - params.output_prefix
         self.min_len = first_output + params.min_tokens
@@ -134,7 +134,7 @@ class Sequence:
         # Built once, because every step needs a DrawSpec and only its history and masks change.
         self.history = params.needs_history
         self.spec = DrawSpec(params, key, first_output, beam=beam, breakers=breakers)
-        self.spec_withheld = replace(self.spec, withheld=tuple(sorted(self.ends)))
+        self.spec_withheld = replace(self.spec, withheld=tuple(sorted(self.stop_ids)))
 
     @property
     def known(self) -> int:

@@ -15,7 +15,7 @@ import torch
 
 from verbatim.backend.cuda.kernels import quant
 from verbatim.backend.cuda.kernels.launch import unpacks_in_order
-from verbatim.backend.gpu_layout import BlockMode, block_mode, is_matrix, keeps_blocks
+from verbatim.backend.gpu_weights import BlockMode, block_mode, is_matrix, keeps_blocks
 from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
 from verbatim.formats.requantise import requantise
 from verbatim.formats.tensor import Tensor

@@ -18,7 +18,7 @@ from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.matmul_tile import all_tiles
 from verbatim.backend.cuda.kernels.quant import BlockWeight
 from verbatim.backend.cuda.runtime.step_inputs import OUTPUTS, PaddedInputs, StepShape
-from verbatim.backend.gpu_layout import is_matrix, split_k
+from verbatim.backend.gpu_weights import is_matrix, split_k
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, StepPlan

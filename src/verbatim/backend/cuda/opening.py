@@ -9,7 +9,7 @@ import torch
 
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.runtime.device import device, kernel_ran
-from verbatim.backend.gpu_layout import weight_bytes
+from verbatim.backend.gpu_weights import weight_bytes
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.model.loading.load import Model

@@ -32,7 +32,7 @@ def with_step_tokens(loaded: LoadedModel, config: EngineConfig) -> EngineConfig:
         return config
     backend, step_tokens = loaded.backend, STEP_TOKENS
     if backend.info.name == "cuda":
-        from verbatim.backend.gpu_layout import activation_bytes
+        from verbatim.backend.gpu_weights import activation_bytes
 
         free, step_tokens = backend.available_memory() or 0, GPU_STEP_TOKENS
         while step_tokens > STEP_TOKENS and step_tokens * activation_bytes(backend.spec) > free / 4:

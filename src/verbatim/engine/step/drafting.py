@@ -172,7 +172,7 @@ class Drafting:
             max_drafts=seq.limit - len(seq.tokens) - 1,
             tenant=request.request.tenant,
             forced=matcher.forced() if matcher is not None else (),
-            end_ids=seq.ends,
+            end_ids=seq.stop_ids,
             drafted=seq.drafted,
             accepted=seq.accepted,
         )

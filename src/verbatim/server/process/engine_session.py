@@ -33,7 +33,7 @@ from verbatim.engine.read_prompt import conversation, encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 from verbatim.server.problem import Problem, problem_of
 from verbatim.server.process import wire
-from verbatim.server.process.inspector import Inspector
+from verbatim.server.process.lens_queries import Inspector
 from verbatim.server.process.messages import (
     Accepted,
     Deltas,

@@ -96,7 +96,7 @@ class Detokenize:
 
 @dataclass(frozen=True, slots=True)
 class Inspect:
-    """A read-only question of the Lens (process/inspector.py): it computes no token."""
+    """A read-only question of the Lens (process/lens_queries.py): it computes no token."""
 
     request_id: str
     tenant: str

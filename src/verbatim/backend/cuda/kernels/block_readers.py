@@ -127,7 +127,7 @@ def _checkpoint(kind: CheckpointType, blocks: torch.Tensor) -> Values:
     elif kind.code == "e4m3":
         scales = scales * E4M3_BIAS
     zeros = _half(blocks, kind.scale_bytes) if kind.zero else None
-    if kind.group == 128:  # gpu_layout.BLOCK_FORMATS
+    if kind.group == 128:  # gpu_weights.BLOCK_FORMATS
         return Values(_rows(codes), scales.float(), None if zeros is None else zeros.float())
     return Values(_rows(codes), scales, zeros)
 

@@ -23,7 +23,7 @@ from verbatim.backend.cuda.kernels.experts import ExpertTiles
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.launch import launch
 from verbatim.backend.cuda.kernels.matmul_tile import BN, MatmulTile, choose_tile, float32_tile
-from verbatim.backend.gpu_layout import BK, split_k
+from verbatim.backend.gpu_weights import BK, split_k
 
 TensorDescriptor: Any = None  # an older Triton has none
 with contextlib.suppress(ImportError):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import triton
 
-from verbatim.backend.gpu_layout import BK
+from verbatim.backend.gpu_weights import BK
 
 BN = 64  # outputs per tile of a matmul without tensor descriptors
 

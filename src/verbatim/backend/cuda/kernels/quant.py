@@ -22,7 +22,7 @@ from verbatim.backend.cuda.kernels.block_readers import HALVES, READERS
 from verbatim.backend.cuda.kernels.experts import ExpertTiles
 from verbatim.backend.cuda.kernels.kernels import SplitSums
 from verbatim.backend.cuda.kernels.launch import INTERPRETED, launch, unpacks_in_order
-from verbatim.backend.gpu_layout import (
+from verbatim.backend.gpu_weights import (
     BK,
     BLOCK_FORMATS,
     HEADS,
