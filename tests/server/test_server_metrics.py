@@ -32,9 +32,14 @@ async def test_open_requests_that_do_not_run_count_as_waiting() -> None:
     metrics.answered("/v1/models", 200)
     engine = Supervisor(Settings())
     engine.ledger, engine.stats = ledger, {"requests_running": 1}
-    engine.restarts, engine.metrics = 2, "verbatim_x 1\n"
+    refused = "verbatim_requests_refused_total"
+    engine.metrics = (
+        f"# TYPE verbatim_x gauge\nverbatim_x 1\n# TYPE {refused} counter\n{refused} 4\n"
+    )
+    engine.restarts = 2
     engine._running = dict.fromkeys("abc")  # type: ignore[arg-type]
-    found = scrape(metrics.text({"m": engine}, 5, 2))
+    found = scrape(metrics.text({"m": engine}, 5, 2, refused=3))
+    assert found[(refused,)] == 7
     assert found[("verbatim_requests_open",)] == 3
     assert found[("verbatim_requests_waiting",)] == 2
     assert found[("verbatim_requests_opened_total",)] == 4

@@ -82,6 +82,7 @@ def test_no_key_is_refused_below_its_share_of_a_full_queue(
     assert [sum(got.finished for got in each) for each in done] == shares
     codes = {e["code"] for each in done for got in each if got.status == 429 for e in got.errors}
     assert codes == {"overloaded"}
+    assert live.metrics()["verbatim_requests_refused_total"] == sum(refused)
     check_ledger(live.wait_at_rest())
     assert live.stop() == 0, live.log_text()
 
@@ -166,6 +167,7 @@ def test_the_key_with_most_unfinished_bodies_loses_its_oldest(slow: Live, keys: 
     for sender in alice[:2]:
         status, data = sender.answer()
         assert (status, b"max-unfinished-bytes" in data) == (429, True)
+    assert slow.metrics()["verbatim_requests_refused_total"] == 2
     assert all(sender.waits() for sender in alice[2:])
     assert [sender.finish()[0] for sender in (bob, *alice[2:])] == [200] * 6
 

@@ -240,9 +240,10 @@ def test_the_host_of_an_absolute_target_is_checked_like_the_header(
     quick: Live, target: bytes, status: int
 ) -> None:
     """RFC 9112, 3.2.2: the host of an absolute target comes before the header's."""
-    for host in (b"Host: localhost\r\n", b""):  # a health probe needs no Host
-        answer = ask(quick, b"GET %s HTTP/1.1\r\n%s" % (target, host + CLOSE))
+    for head in (b"1.1\r\nHost: localhost", b"1.0"):  # a probe of HTTP/1.0 has no Host
+        answer = ask(quick, b"GET %s HTTP/%s\r\n%s" % (target, head, CLOSE))
         assert int(answer.split(b" ", 2)[1]) == status, answer
+    assert b" 400 " in ask(quick, b"GET %s HTTP/1.1\r\n%s" % (target, CLOSE))[:20]
     answer = ask(quick, b"GET %s HTTP/1.1\r\nHost: evil.example\r\n%s" % (target, CLOSE))
     assert int(answer.split(b" ", 2)[1]) == 403
 

@@ -34,13 +34,24 @@ class Admission:
         self.bodies = UnfinishedBodies(limits)
         self.draining = False
         self.open = 0
+        self._refused = 0  # answers 429 of this class
         self._with_rows = 0
         self._per_tenant: Counter[str] = Counter()
+
+    @property
+    def refused(self) -> int:
+        """Requests answered with 429 here, for the metrics."""
+        return self._refused + self.bodies.given_up
 
     def rejection(self, tenant: str) -> Problem | None:
         """The 429 or 503 for one more request of this tenant; None: it is admitted."""
         if self.draining:
             return Problem("unavailable", "the server is shutting down", retry_after=30)
+        problem = self._overload(tenant)
+        self._refused += problem is not None
+        return problem
+
+    def _overload(self, tenant: str) -> Problem | None:
         count = self._per_tenant.get(tenant, 0)
         share = self.limits.max_queue / (len(self._per_tenant) + (count == 0))
         if self.open >= self.limits.max_queue and count >= share:
@@ -61,6 +72,7 @@ class Admission:
     @contextlib.contextmanager
     def admit_rows(self) -> Iterator[None]:
         if self._with_rows >= MAX_ROWS:
+            self._refused += 1
             why = f"{self._with_rows} requests with rows are open, which is this server's limit"
             raise Problem("overloaded", f"explain_rows: {why}", "explain_rows", retry_after=1)
         self._with_rows += 1

@@ -48,9 +48,11 @@ class Access:
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) > 1:  # a proxy may have checked the other one
             return Problem("invalid_request", "there are several Host headers; send one", "host")
+        if not hosts and scope["http_version"] == "1.1":  # RFC 9112, 3.2
+            return Problem("invalid_request", "an HTTP/1.1 request needs a Host header", "host")
         if target := scope.get("verbatim.target_host"):
             hosts.append(target)
-        # A load balancer's health probe may send no Host. Every browser sends one, so this
+        # A load balancer's health probe of HTTP/1.0 has no Host. Every browser sends one, so this
         # exception opens no DNS rebinding; and the health routes reveal no secret.
         if not (all(map(self._host_allowed, hosts)) if hosts else scope["path"] in OPEN_ROUTES):
             return Problem(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 import verbatim
 from verbatim.observe.engine_metrics import Registry
-from verbatim.observe.merge_metrics import merge
+from verbatim.observe.merge_metrics import add_counters, merge
 from verbatim.server.process.supervisor import Supervisor
 
 
@@ -43,11 +43,13 @@ class Metrics:
         open_requests: int,
         unfinished: int,
         loaded: Mapping[str, bool] | None = None,
+        refused: int = 0,
     ) -> str:
         """Prometheus text. `open_requests`: requests admitted and not yet answered; `unfinished`:
-        requests whose body is still arriving. Of several models, what an engine counts has a label
-        `model`, and `loaded` says which have an engine: a model that is not loaded has no
-        `verbatim_engine_up`, because it is not a fault."""
+        requests whose body is still arriving; `refused`: those that got a 429 in this process. Of
+        several models, what an engine counts has a label `model`, and `loaded` says which have an
+        engine: a model that is not loaded has no `verbatim_engine_up`, because it is not a fault.
+        """
         ledger = next(iter(engines.values())).ledger  # one for all models
 
         def put(name: str, help: str, value: float, **labels: str) -> None:
@@ -73,6 +75,10 @@ class Metrics:
             put("model_loaded", "1 for a model that is loaded", int(is_loaded), model=name)
         texts = {name: supervisor.metrics for name, supervisor in engines.items()}
         merged = merge("model", texts) if len(texts) > 1 else "".join(texts.values())
+        here = Registry()  # the engine counts those that its own queue refused
+        name, help = "verbatim_requests_refused_total", "requests refused because a queue was full"
+        here.number(name, help).value = refused
+        merged = add_counters(here.render(), merged)
         return self._registry.render() + engines_text(engines, loaded or {}) + merged
 
 

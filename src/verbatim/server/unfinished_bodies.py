@@ -40,6 +40,7 @@ class UnfinishedBodies:
         self._limits = limits
         self._bodies: dict[_Body, None] = {}  # the oldest first
         self._costs: Counter[str] = Counter()  # bytes per tenant
+        self.given_up = 0  # bodies answered with 429
 
     def __len__(self) -> int:
         return len(self._bodies)
@@ -98,6 +99,7 @@ class UnfinishedBodies:
             oldest = next(body for body in self._bodies if body.tenant == tenant)
             self._drop(oldest)
             oldest.given_up = True
+            self.given_up += 1
             oldest.deadline.reschedule(asyncio.get_running_loop().time())
 
     def _problem(self, body: _Body) -> Problem:

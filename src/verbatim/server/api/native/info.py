@@ -44,7 +44,11 @@ async def metrics(call: RequestContext) -> Response:
     state = call.state
     return Response(
         state.metrics.text(
-            state.engines(), state.open, len(state.admission.bodies), state.loaded()
+            state.engines(),
+            state.open,
+            len(state.admission.bodies),
+            state.loaded(),
+            state.admission.refused,
         ),
         media_type="text/plain; version=0.0.4",
     )
