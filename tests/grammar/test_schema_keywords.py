@@ -709,6 +709,12 @@ BAD = {"type": "integer", "minimum": 5, "maximum": 3}
          "minimum (5) is greater than maximum (3) (at #/$defs/B)"),
         (requiring({"type": "array", "items": {"const": 1}, "minItems": 2, "uniqueItems": True}),
          "minItems 2 with uniqueItems: there are only 1 different items (at #/properties/a)"),
+        (requiring({"type": "array", "contains": {"not": {}}}),
+         "contains: nothing satisfies it (at #/properties/a)"),
+        ({"type": "object", "propertyNames": False, "minProperties": 1},
+         "minProperties 1: there are only 0 different names (at #)"),
+        ({"type": "object", "properties": {"a/b~": False}, "required": ["a/b~"]},
+         "the schema is false (at #/properties/a~1b~0)"),
         ({"type": "object", "required": ["z"], "additionalProperties": False},
          "required property 'z' is unsatisfiable (at #)"),
         ({**requiring({"$ref": "#/definitions/impossible"}),
@@ -961,6 +967,15 @@ def test_what_names_must_be_is_held_while_they_are_written(
         assert reaches(structure, text), text
     for text in bad:
         assert not reaches(structure, text), text
+
+
+@pytest.mark.parametrize("names", [False, {"minLength": 3, "maxLength": 2}], ids=str)
+def test_an_object_without_possible_names_is_empty(names: Any) -> None:
+    structure = build({"type": "object", "properties": {"a": INT}, "propertyNames": names})
+    assert takes(structure, "{}")
+    assert not reaches(structure, '{"')
+    pattern = {"pattern": "^[a-z]*$", "minLength": 3, "maxLength": 2}
+    assert not reaches(build({"type": "object", "propertyNames": pattern}), '{"')
 
 
 @pytest.mark.parametrize("name", ["email", "hostname", "ipv6", "uri", "duration"])

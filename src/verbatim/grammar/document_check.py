@@ -22,6 +22,7 @@ import json
 import re
 import threading
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import lru_cache
@@ -549,6 +550,10 @@ def validator(schema: Any) -> Callable[[Any], str]:
         error = next(inner.iter_errors(document), None)
         if error is None:
             return ""
+        while error.context:  # of alternatives, the one that the document is closest to
+            faults = Counter(inner.schema_path[0] for inner in error.context)
+            best = min(faults, key=lambda part: faults[part])
+            error = next(inner for inner in error.context if inner.schema_path[0] == best)
         where = "/".join(map(str, error.absolute_path))
         return f"{error.validator}: not met" + (f" at {where!r}" if where else "")
 

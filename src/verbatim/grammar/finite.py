@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from verbatim.grammar.json_schema import escaped
+
 Known = Callable[[Any], bool]
 MAX_VISITS = 200_000  # schema nodes; some tenths of a second, then the schema counts as finite
 
@@ -102,7 +104,7 @@ def needed(node: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
     if node.get("type") in ("object", ["object"]):
         for name in node.get("required", ()):
             if name in (properties := node.get("properties", {})):
-                yield "required", f"/properties/{name}", properties[name]
+                yield "required", f"/properties/{escaped(name)}", properties[name]
             elif "patternProperties" not in node and "additionalProperties" in node:
                 yield "required", "/additionalProperties", node["additionalProperties"]
     if node.get("type") in ("array", ["array"]):

@@ -183,7 +183,10 @@ class _Normaliser:
         if kind == "many" and isinstance(value, list):
             return [self.node(s, f"{path}/{i}", depth + 1) for i, s in enumerate(value)]
         if kind == "many":
-            return {name: self.node(s, f"{path}/{name}", depth + 1) for name, s in value.items()}
+            return {
+                name: self.node(s, f"{path}/{escaped(name)}", depth + 1)
+                for name, s in value.items()
+            }
         return int(value) if keyword in _COUNTS else value
 
     def _annotation(self, keyword: str, path: str) -> None:
@@ -236,6 +239,15 @@ class _Normaliser:
 
 
 # --- references
+
+
+def escaped(name: str) -> str:
+    """A name as a part of a JSON pointer.
+
+    >>> escaped("a/b~c")
+    'a~1b~0c'
+    """
+    return name.replace("~", "~0").replace("/", "~1")
 
 
 def _read_document(root: Any) -> _Document:

@@ -14,6 +14,7 @@ document.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -165,6 +166,8 @@ class _Lowering:
     def _array(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
         if "contains" in node and node.get("minContains", 1) > 0:
             out["minItems"] = max(1, out.get("minItems", 0))
+            if self.node(node["contains"]) is False:
+                self._without_type(out, "array", "contains: nothing satisfies it")
         if node.get("uniqueItems") is not True:
             return
         self.result.checked.add("uniqueItems")
@@ -262,6 +265,10 @@ class _Lowering:
         """propertyNames: a list of names or a pattern where the object declares none, or admits any
         further ones; what this does not express is checked."""
         names, rest = node["propertyNames"], self.node(node.get("additionalProperties", True))
+        if _no_name(names):
+            out.pop("patternProperties", None)
+            out["properties"], out["additionalProperties"] = {}, False
+            return
         declared = "properties" in node or "patternProperties" in node
         pattern, exact = _name_pattern(names, self.root)
         values = finite_values(names, self.root)
@@ -381,6 +388,13 @@ def has_free_names(schema: Any) -> bool:
 
 # A pattern that repeats one kind of character, so a bound on the length is the number of repeats.
 _REPEATED = re.compile(r"\^(\[(?:\\.|[^\\\]])+\]|\\[dws])([*+])\$")
+
+
+def _no_name(names: Any) -> bool:
+    """Whether no name matches a propertyNames, as far as it says so itself."""
+    if not isinstance(names, Mapping):
+        return names is False
+    return bool(names.get("minLength", 0) > names.get("maxLength", math.inf))
 
 
 def _name_pattern(names: Any, root: Any) -> tuple[str | None, bool]:
