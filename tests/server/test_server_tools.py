@@ -1338,6 +1338,29 @@ def test_a_warning_about_a_schema_names_the_tool(fake: Any, choice: Any) -> None
 
 
 @pytest.mark.server
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_without_a_valid_end_is_an_error_that_names_the_tool(
+    fake: Any, stream: bool
+) -> None:
+    """With a format for a text beside, or several tools, the error names the field alone."""
+    tool = strict_tool("lost", {**closed(a={"type": "boolean"}), "not": closed(a={})})
+    ask = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required",
+           "max_tokens": 400, "stream": stream, "parallel_tool_calls": False}  # fmt: skip
+    where = "tools[0].function.parameters"
+    for tools, start in (
+        ([tool], f"{where}: of the tool 'lost', the text so far cannot become"),
+        ([tool, {**tool, "function": {**tool["function"], "name": "two"}}], "tools: the text so"),
+    ):
+        body = {**ask, "tools": tools}
+        if stream:
+            error = fake.events("/v1/chat/completions", body)[-2]["error"]
+        else:
+            error = fake.post("/v1/chat/completions", body).json()["error"]
+        assert error["message"].startswith(start)
+        assert "(not: not met at 'arguments')" in error["message"]
+
+
+@pytest.mark.server
 def test_an_error_about_a_response_format_beside_tools_names_that(fake: Any) -> None:
     schema = {"type": "object", "properties": {"arguments": False}, "required": ["arguments"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

@@ -172,6 +172,8 @@ class ChatRequest:
         self.values.pop("json_schema", None)
         self.values["grammar"] = grammar
         self.names["grammar"] = "tools"
+        if schema is not None:
+            self.names["text"] = self._client_name("response_format")
         self._name_tools(None)
 
     def _name_tools(self, wanted: str | None) -> None:

@@ -13,7 +13,6 @@ from dataclasses import astuple, dataclass
 from verbatim.base.json_io import JsonObject
 from verbatim.base.records import Usage, loop_text
 from verbatim.server.api.common.request_context import RequestContext
-from verbatim.server.api.common.to_params import check_finish
 from verbatim.server.process.messages import (
     Generated,
     ModelFacts,
@@ -59,7 +58,7 @@ async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | Non
                 found = True
                 finish, piece.finish = piece.finish, None if _failed(piece.finish) else piece.finish
                 yield piece
-                check_finish(finish, call.names)
+                call.check_finish(finish)
             if run.closed:
                 return
             if run.problem is not None:

@@ -29,7 +29,7 @@ from verbatim.server.api.common.tools import name_tool
 from verbatim.server.api.common.validate import check
 from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.problem import Problem, invalid, problem_of
-from verbatim.server.process.messages import Generate, Generated, Result, Work
+from verbatim.server.process.messages import Generate, Generated, Result, WireFinish, Work
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.server_state import State
 
@@ -262,8 +262,15 @@ class RequestContext:
         for done in results:
             assert isinstance(done, kind), f"{type(done).__name__} is not a {kind.__name__}"
             for choice in done.choices if isinstance(done, Generated) else ():
-                check_finish(choice.finish, self.names)
+                self.check_finish(choice.finish)
         return results
+
+    def check_finish(self, finish: WireFinish | None) -> None:
+        """Raise the Problem of a choice that ended in an error, about a tool if it has one."""
+        try:
+            check_finish(finish, self.names)
+        except Problem as problem:
+            raise name_tool(problem, self.tools, self.names) from None
 
     async def _all(self, wait: Callable[[Running], Awaitable[Any]]) -> list[Any]:
         return [await wait(running) for running in self.runs]

@@ -188,7 +188,8 @@ def name_tool(
 ) -> Problem:
     """An error about the schema of calls as one about the parameters of a tool, or about the
     format of a text beside them. `tools`: those whose schemas are compiled, with their places in
-    the request as `place`. `names`: the client's field names."""
+    the request as `place`. `names`: the client's field names, and "text" where a text has a
+    format."""
     if problem.param != "tools":
         return problem
     why = problem.message.removeprefix("tools: ")
@@ -196,8 +197,8 @@ def name_tool(
         why = why.removeprefix(ours)
     found = _PARAMETERS.search(why)
     if found is None and _TEXT in why:
-        where, why = names.get("response_format", "response_format"), why.replace(_TEXT, "#")
-    elif found is None and len(tools) > 1:
+        where, why = names.get("text", "response_format"), why.replace(_TEXT, "#")
+    elif found is None and (len(tools) > 1 or "text" in names):
         return problem
     else:
         tool = tools[int(found[1] or 0) if found else 0]

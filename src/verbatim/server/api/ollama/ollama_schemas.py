@@ -45,6 +45,7 @@ class OllamaMessage(Strict):
     tool_calls: list[OllamaCall] | None = None
     tool_name: Text | None = None
     tool_call_id: Text | None = None
+    cache_control: JsonObject | None = None  # without effect (common/field_effects.py)
 
 
 # Ollama options that say how a machine loads and runs a model -> where that is decided here. No
