@@ -229,7 +229,7 @@ class DocumentCheck:
         leads = [
             part
             for rest in rests
-            for end in range(len(rest))
+            for end in range(min(len(rest), self._leads.longest))
             for part in self._leads.parts.get(rest[: end + 1], ())
         ]
         found = allowed & _bits(iter(leads))
@@ -418,6 +418,7 @@ class LeadingTokens:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.parts: dict[bytes, list[int]] = {}  # tokens by what they add to the quote and the name
+        self.longest = max(map(len, tokens), default=0)
         commas, closing = [], []
         for token, text in enumerate(tokens):
             opened = text.lstrip(b" \t\n\r")
