@@ -998,6 +998,7 @@ def open_fake_model(windows: tuple[int | None, ...], monkeypatch: pytest.MonkeyP
         ("execute", execute_copies),
         ("allocate", fake.allocate),
         ("spec", fake.spec),
+        ("_memory", cache_memory.CacheMemory(fake.spec, "f16", backend.device)),
     ):
         monkeypatch.setattr(backend, name, value)
     return backend
