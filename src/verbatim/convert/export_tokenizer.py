@@ -98,7 +98,11 @@ def tokenizer_metadata(
             f"{K}add_space_prefix": original.space_prefix,
         }
         return _checked(meta, original, path)
-    meta |= {f"{K}model": "gpt2", f"{K}merges": merges}
+    return _with_split_rules(meta | {f"{K}model": "gpt2", f"{K}merges": merges}, original, path)
+
+
+def _with_split_rules(meta: dict[str, Any], original: Tokenizer, path: Path) -> dict[str, Any]:
+    """With the name of a pre-tokenizer that splits as the original does."""
     names: dict[SplitRules, str] = {}  # many names stand for the same rules: try the first
     for name, rules in SPLIT_RULES.items():
         names.setdefault(rules, name)

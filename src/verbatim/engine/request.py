@@ -78,6 +78,13 @@ class RequestOptions(TypedDict, total=False):
     deadline: float | None  # bounds the grammar compile, on the clock of time.monotonic
 
 
+def _check_speculate(params: SamplingParams) -> None:
+    if params.speculate is not None and params.speculate not in SPECULATE:
+        raise ParameterError(
+            "speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}"
+        )
+
+
 def make_request(
     loaded: LoadedModel,
     context: int,
@@ -107,10 +114,7 @@ def make_request(
     _check_ids(params, loaded.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
-    if params.speculate is not None and params.speculate not in SPECULATE:
-        raise ParameterError(
-            "speculate", f"{params.speculate!r} is not one of {', '.join(SPECULATE)}"
-        )
+    _check_speculate(params)
     adapter = _adapter(loaded, params.adapter)
     reasoning = getattr(prompt, "reasoning", None)
     _check_reasoning(params, reasoning, loaded.tokenizer)

@@ -72,6 +72,24 @@ class WhatIf:
         return self.before != self.after
 
 
+def _check_changes(params: SamplingParams, changes: Mapping[str, Any]) -> None:
+    for name in changes:
+        if name not in FIELDS:
+            raise ParameterError(name, "no such parameter")
+        if name not in CHANGEABLE:
+            raise ParameterError(
+                name, "cannot be changed by a what-if: it does not decide how a token is sampled"
+            )
+    if params.num_beams > 1:
+        raise ParameterError(
+            "num_beams", "a what-if needs sampled tokens, and beam search samples none"
+        )
+    if params.dry_multiplier and "dry_breakers" in changes:
+        raise ParameterError(
+            "dry_breakers", "cannot be changed by a what-if where the record was made with DRY on"
+        )
+
+
 def what_if(
     records: Sequence[Mapping[str, Any]],
     params: SamplingParams,
@@ -84,22 +102,8 @@ def what_if(
 
     `prompt_ids` is needed if a penalty reads the history, `breakers`
     (sampling.dry_breakers.breakers_of) if DRY is on."""
-    for name in changes:
-        if name not in FIELDS:
-            raise ParameterError(name, "no such parameter")
-        if name not in CHANGEABLE:
-            raise ParameterError(
-                name, "cannot be changed by a what-if: it does not decide how a token is sampled"
-            )
+    _check_changes(params, changes)
     then = params.with_(**changes)
-    if params.num_beams > 1:
-        raise ParameterError(
-            "num_beams", "a what-if needs sampled tokens, and beam search samples none"
-        )
-    if params.dry_multiplier and "dry_breakers" in changes:
-        raise ParameterError(
-            "dry_breakers", "cannot be changed by a what-if where the record was made with DRY on"
-        )
     past = _past(records, prompt_ids, needed=params.needs_history or then.needs_history)
     if breakers is None and (params.dry_multiplier or then.dry_multiplier):
         raise ParameterError(

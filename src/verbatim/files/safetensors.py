@@ -75,6 +75,28 @@ class SafetensorsDir:
     warnings: tuple[str, ...] = ()  # about a quantised checkpoint
 
 
+def _read_shards(directory: Path) -> tuple[dict[str, Tensor], dict[str, RawTensor]]:
+    """The tensors of all shards, and those of types that only a quantised checkpoint has."""
+    tensors: dict[str, Tensor] = {}
+    others: dict[str, RawTensor] = {}
+    for shard, expected in shard_names(directory).items():
+        found, passed = read_safetensors(directory / shard)
+        for name in expected:
+            if name not in found and name not in passed:
+                raise ModelError(
+                    f"the index places the tensor {name!r:.80} in {shard}, which does not hold it",
+                    file=str(directory),
+                )
+        for name in (*found, *passed):
+            if name in tensors or name in others:
+                raise ModelError(
+                    f"tensor {name!r:.80} appears in two shards", file=str(directory / shard)
+                )
+        tensors |= found
+        others |= passed
+    return tensors, others
+
+
 def read_directory(
     path: str | os.PathLike[str], *, blocks: bool = False, gpu: bool = False
 ) -> SafetensorsDir:
@@ -98,24 +120,7 @@ def read_directory(
     config = read_json(directory / "config.json")
     generation = directory / "generation_config.json"
     generation_config = read_json(generation) if generation.exists() else {}
-    tensors: dict[str, Tensor] = {}
-    others: dict[str, RawTensor] = {}
-    shards = shard_names(directory)
-    for shard, expected in shards.items():
-        found, passed = read_safetensors(directory / shard)
-        for name in expected:
-            if name not in found and name not in passed:
-                raise ModelError(
-                    f"the index places the tensor {name!r:.80} in {shard}, which does not hold it",
-                    file=str(directory),
-                )
-        for name in (*found, *passed):
-            if name in tensors or name in others:
-                raise ModelError(
-                    f"tensor {name!r:.80} appears in two shards", file=str(directory / shard)
-                )
-        tensors |= found
-        others |= passed
+    tensors, others = _read_shards(directory)
     digest = _digest(config, tensors)
     warnings: tuple[str, ...] = ()
     packing = config.pop("quantization_config", None)

@@ -91,6 +91,25 @@ class Checked:
     written: dict[str, str] = field(default_factory=dict)
 
 
+def _check_value(
+    reader: Fields, name: str, key: Key, value: Any, what: str, no_nulls: bool
+) -> None:
+    required = key.values or key.default is not None or (no_nulls and key.treatment == "followed")
+    if value is None:
+        if required and not key.nullable:
+            default = key.values[0] if key.values else key.default
+            hint = "" if default is None else f" for the default {short(default)}"
+            raise ModelError(
+                f"{reader.prefix}{name} is null: {what} needs a value here; remove the key{hint}",
+                file=reader.file,
+            )
+    elif key.treatment == "must equal" and not any(_same(value, v) for v in key.values):
+        allowed = " or ".join(short(v) for v in key.values) or "null"
+        raise reader.fail(name, f"only {allowed} is supported for {what} ({key.note})")
+    elif rule := _wrong_kind(name, key, value):
+        raise reader.fail(name, rule)
+
+
 def check_keys(
     values: Mapping[str, Any],
     table: Table,
@@ -114,30 +133,10 @@ def check_keys(
         if key is None:
             _unknown(full, value, what, unknown, checked.warnings)
             del checked.values[full]
-        elif (
-            value is None
-            and not key.nullable
-            and (
-                key.values or key.default is not None or (no_nulls and key.treatment == "followed")
-            )
-        ):
-            default = key.values[0] if key.values else key.default
-            raise ModelError(
-                f"{full} is null: {what} needs a value here; remove the key"
-                + ("" if default is None else f" for the default {short(default)}"),
-                file=file,
-            )
-        elif (
-            key.treatment == "must equal"
-            and value is not None
-            and not any(_same(value, v) for v in key.values)
-        ):
-            allowed = " or ".join(short(v) for v in key.values) or "null"
-            raise reader.fail(name, f"only {allowed} is supported for {what} ({key.note})")
-        elif value is not None and (rule := _wrong_kind(name, key, value)):
-            raise reader.fail(name, rule)
-        elif key.alias and value is not None:
-            _resolve_alias(full, prefix + key.alias, value, checked, file)
+        else:
+            _check_value(reader, name, key, value, what, no_nulls)
+            if key.alias and value is not None:
+                _resolve_alias(full, prefix + key.alias, value, checked, file)
     if unknown:
         more = f" (and {len(unknown) - _MAX_LISTED} more)" if len(unknown) > _MAX_LISTED else ""
         raise ModelError(

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 import uvicorn
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.server.app import make_app
+from verbatim.server.app import Middleware, make_app
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
 from verbatim.server.model_pool import ModelPool
@@ -82,6 +82,31 @@ def check_certificate(settings: Settings) -> None:
         ) from None
 
 
+def _http_config(app: Middleware, settings: Settings) -> uvicorn.Config:
+    HttpProtocol.limits = settings.limits
+    HttpProtocol.reject_early = app.reject_early
+    HttpProtocol.count_malformed = app.count_malformed
+    HttpProtocol.max_connections = connection_limit(settings.limits.max_connections)
+    return uvicorn.Config(
+        app, http=HttpProtocol, ws="none", lifespan="off",
+        access_log=False, log_config=None, server_header=False, proxy_headers=False, backlog=4096,
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
+    )  # fmt: skip
+
+
+def _handle_signals(
+    loop: asyncio.AbstractEventLoop, stop: asyncio.Future[signal.Signals], drain_now: asyncio.Event
+) -> None:
+    """The first signal drains, the second ends the drain."""
+
+    def on_signal(number: signal.Signals) -> None:
+        drain_now.set() if stop.done() else stop.set_result(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            loop.add_signal_handler(number, on_signal, number)
+
+
 async def serve(
     settings: Settings,
     clock: Callable[[], float] = time.monotonic,
@@ -97,27 +122,13 @@ async def serve(
     state = State(settings, supervisor, clock, pool)
     state.access = AccessLog(settings.log_format)
     app = make_app(state)
-    config = uvicorn.Config(
-        app, http=HttpProtocol, ws="none", lifespan="off",
-        access_log=False, log_config=None, server_header=False, proxy_headers=False, backlog=4096,
-        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
-    )  # fmt: skip
-    HttpProtocol.limits = settings.limits
-    HttpProtocol.reject_early = app.reject_early
-    HttpProtocol.count_malformed = app.count_malformed
-    HttpProtocol.max_connections = connection_limit(settings.limits.max_connections)
-    server = Server(config)
+    server = Server(_http_config(app, settings))
     stop: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
     drain_now = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.set_default_executor(ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-http"))
 
-    def on_signal(number: signal.Signals) -> None:
-        drain_now.set() if stop.done() else stop.set_result(number)
-
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            loop.add_signal_handler(number, on_signal, number)
+    _handle_signals(loop, stop, drain_now)
     gc.freeze()  # the modules and the app stay: no collection needs to visit them
     (supervisor if pool is None else pool).start()
     serving = asyncio.create_task(server.serve(sockets=[sock]))
@@ -139,17 +150,10 @@ async def serve(
         state.access.flush()
     if supervisor.fatal.done():
         raise ModelError(supervisor.fatal.result())
-    assert supervisor.ledger.balanced()
-    log.info(
-        "ended: %s",
-        json.dumps(
-            {
-                "opened": supervisor.ledger.opened,
-                **supervisor.ledger.states,
-                "usage": supervisor.ledger.usage,
-            }
-        ),
-    )
+    ledger = supervisor.ledger
+    assert ledger.balanced()
+    counts = {"opened": ledger.opened, **ledger.states, "usage": ledger.usage}
+    log.info("ended: %s", json.dumps(counts))
     return 0
 
 

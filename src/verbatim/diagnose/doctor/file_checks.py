@@ -333,8 +333,12 @@ def _rope_lengths(files: ModelFiles) -> Iterator[Finding]:
         kind = record.get("rope_type", record.get("type")) or "none"
         most, window = config.get("max_position_embeddings"), config.get("sliding_window")
         theta = config.get("rope_theta") or record.get("rope_theta")
-    if not isinstance(most, int):
-        return
+    if isinstance(most, int):
+        yield from _trained_length(trained, factor, kind, most)
+        yield from _rope_base(theta, kind, most, window)
+
+
+def _trained_length(trained: object, factor: object, kind: object, most: int) -> Iterator[Finding]:
     if isinstance(trained, int) and trained > most:
         yield bad(
             "context",
@@ -354,6 +358,9 @@ def _rope_lengths(files: ModelFiles) -> Iterator[Finding]:
             f"{trained} × {factor:g} = {trained * factor:,.0f}, context {most:,}",
             "set max_position_embeddings to original length × factor, or correct the factor",
         )
+
+
+def _rope_base(theta: object, kind: object, most: int, window: object) -> Iterator[Finding]:
     if (
         kind in ("none", "default")
         and most > LONG
