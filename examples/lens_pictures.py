@@ -52,7 +52,7 @@ def set_param(page: Page, name: str, value: object) -> None:
 
 
 def generate(page: Page, url: str, view: str) -> None:
-    page.goto(url)
+    page.goto(f"{url}/lens")
     page.wait_for_selector("#send:not([disabled])")
     set_param(page, "seed", 18)
     set_param(page, "temperature", 0.9)

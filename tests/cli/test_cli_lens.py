@@ -24,7 +24,7 @@ def test_lens_serves_the_page_at_the_address_it_prints(spawn: Any) -> None:
     )
     try:
         for line in process.stderr:
-            if found := re.match(rb"the Lens: (http://127\.0\.0\.1:\d+/)", line):
+            if found := re.match(rb"the Lens: (http://127\.0\.0\.1:\d+/lens)", line):
                 break
         else:
             raise AssertionError("no address was printed")

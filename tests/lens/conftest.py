@@ -14,35 +14,16 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 from live_server import Live
 
 from chromium import launched
-
-MANY = 10**9  # steps
-
-
-class Gate:
-    """The file that says how many steps the fake engine may run."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.open()
-
-    def set(self, steps: int) -> None:
-        new = self.path.with_suffix(
-            ".new"
-        )  # replaced at once: the engine never reads half a number
-        new.write_text(str(steps))
-        new.replace(self.path)
-
-    def open(self) -> None:
-        self.set(MANY)
+from step_gate import StepGate
 
 
 @pytest.fixture(scope="session")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
-    return Gate(tmp_path_factory.mktemp("lens") / "gate")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> StepGate:
+    return StepGate(tmp_path_factory.mktemp("lens") / "gate")
 
 
 @pytest.fixture(scope="session")
-def live(gate: Gate) -> Iterator[Live]:
+def live(gate: StepGate) -> Iterator[Live]:
     # 64: the explanations of /v1 hold every candidate that the bars of a stage may show
     server = Live("--max-logprobs", "64", engine=f"pipeline,gate={gate.path}").wait_ready()
     yield server

@@ -41,7 +41,7 @@ class LensPage:
         self.context.on("request", lambda request: self.requests.append(request.url))
 
     def open(self) -> LensPage:
-        self.page.goto(self.live.url + "/")
+        self.page.goto(self.live.url + "/lens")
         self.page.wait_for_selector("#send:not([disabled])")
         return self
 

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +10,10 @@ import pytest
 from lens_page import LensPage
 from live_server import Live
 
+from axe_core import axe, violations
+
 pytestmark = pytest.mark.server
-AXE = "axe-core@4.14.0"  # MPL-2.0, 650 KB: not part of this repository
+__all__ = ["axe"]  # a fixture
 DESKTOP, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
 # Visible controls that a key must reach; of the radio buttons of one name, the chosen one.
 CONTROLS = """() => [...document.querySelectorAll(
@@ -74,26 +73,6 @@ def test_tab_reaches_every_control_and_keys_operate_them(browser: Any, live: Liv
     assert page.errors == []
     page.page.unroute_all(behavior="ignoreErrors")
     page.close()
-
-
-@pytest.fixture(scope="module")
-def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if shutil.which("npm") is None:
-        pytest.skip("no npm")
-    folder = tmp_path_factory.mktemp("axe")
-    done = subprocess.run(
-        ["npm", "pack", "--silent", AXE], cwd=folder, capture_output=True, text=True, check=True
-    )
-    with tarfile.open(folder / done.stdout.strip()) as pack:
-        member = pack.extractfile("package/axe.min.js")
-        assert member is not None
-        return member.read().decode()
-
-
-def violations(page: Any, axe: str) -> list[str]:
-    page.evaluate(axe)
-    found = page.evaluate("async () => (await axe.run(document)).violations")
-    return [f"{v['id']}: {[n['html'][:100] for n in v['nodes']][:3]}" for v in found]
 
 
 @pytest.mark.soak

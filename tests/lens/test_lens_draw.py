@@ -25,7 +25,7 @@ CASES = 100
 def page(browser: Any, live: Live) -> Iterator[Any]:
     page = browser.new_page()
     page.set_default_timeout(MS)
-    page.goto(live.url + "/")
+    page.goto(live.url + "/lens")
     yield page
     page.close()
 

@@ -90,7 +90,7 @@ def test_a_server_with_keys_is_asked_for_one(browser: Any, live: Live) -> None:
             route.fulfill(status=401, json=message)
 
     page.page.route("**/lens/api/*", answer)
-    page.page.goto(live.url + "/")
+    page.page.goto(live.url + "/lens")
     page.page.fill("input[name=key]", "open sesame")
     page.page.click("text=Use it")
     page.page.wait_for_selector("#send:not([disabled])")
@@ -154,7 +154,7 @@ def test_a_key_that_no_header_can_hold_is_said_to_be_one(browser: Any, live: Liv
     page = LensPage(browser, live)
     wrong = {"error": {"message": "this server needs a key", "code": "invalid_api_key"}}
     page.page.route("**/lens/api/*", lambda route: route.fulfill(status=401, json=wrong))
-    page.page.goto(live.url + "/")
+    page.page.goto(live.url + "/lens")
     page.page.wait_for_selector("main >> text=This server needs an API key.")
     for key, said in (("ключ", "ASCII characters only"), ("wrong", "this server needs a key")):
         page.page.fill("input[name=key]", key)

@@ -37,7 +37,7 @@ def lens(browser: Any, live: Live) -> Iterator[LensPage]:
 
 
 def test_the_page_is_served_under_a_strict_policy(live: Live) -> None:
-    answer = live.client.get("/")
+    answer = live.client.get("/lens")
     assert answer.status_code == 200
     policy = answer.headers["content-security-policy"]
     assert "default-src 'none'" in policy

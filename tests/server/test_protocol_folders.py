@@ -31,6 +31,7 @@ REQUESTS = {
     "ollama": ("POST", "/api/generate", {"model": "m", "prompt": "hi", "stream": False,
                                          "options": {"num_predict": 2}}),
     "lens": ("GET", "/lens/api/info", None),
+    "chat": ("GET", "/", None),
 }  # fmt: skip
 # The app with a fake engine, without a socket. Prints the status of each request.
 SERVE = """

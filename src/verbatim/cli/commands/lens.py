@@ -42,7 +42,7 @@ def page_address(flags: Values) -> str:
     host = flags["host"] or HOST
     scheme = "https" if flags["tls_cert"] else "http"
     shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{flags['port']}/"
+    return f"{scheme}://{f'[{shown}]' if ':' in shown else shown}:{flags['port']}/lens"
 
 
 def show_page(address: str, host: str, port: int, browser: bool) -> None:

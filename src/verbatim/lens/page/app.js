@@ -6,6 +6,7 @@ import { controls } from "./controls.js";
 import { engineView, poll, watch } from "./engine.js";
 import { fiveSamplers, inspector, loopView } from "./inspector.js";
 import { prove } from "./proof.js";
+import { openAnswer } from "./receipt.js";
 import { extend, send, stopAll } from "./run.js";
 import { download, parseRun, restore } from "./save.js";
 import { canUndo, changed, current, fail, isRunning, onChange, select, show, state, stored, undo } from "./store.js";
@@ -205,6 +206,7 @@ async function open() {
     state.trouble = null;
     if (!info.has_template) state.mode = "raw";
     poll(); // the server records steps from now on
+    openAnswer().catch(fail);
   } catch (error) {
     if (error.status === 503 || error.status === 0) {
       state.loading = error.status ? "the model is being loaded …" : error.message;

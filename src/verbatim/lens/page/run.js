@@ -114,7 +114,7 @@ async function generate(places, params, { answer = null, step = false } = {}) {
   }
 }
 
-function read(event, place, segment) {
+export function read(event, place, segment) {
   if (event.seed !== undefined && event.seed !== null) segment.params.seed ??= event.seed;
   for (const choice of event.choices) {
     const branch = place(choice.index);

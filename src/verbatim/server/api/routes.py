@@ -24,6 +24,7 @@ NAMES = (  # folders, in the order of the documentation
     "anthropic",
     "ollama",
     "lens",
+    "chat",
 )
 
 

@@ -1,6 +1,5 @@
-"""The Lens: its page, and the questions that no other route answers.
+"""The questions of the Lens that no other route answers. Its page is verbatim.lens.
 
-    GET  /                  the page (verbatim.lens), without a key; everything below needs one
     GET  /lens/api/info     model, backend, parameters with their ranges, limits
     GET  /lens/api/vocab    the bytes of every token
     GET  /lens/api/engine   running requests of this key, cache blocks, the last steps
@@ -19,7 +18,7 @@ from typing import Any, cast
 
 from starlette.responses import Response
 
-from verbatim import __version__, lens
+from verbatim import __version__
 from verbatim.base.defaults import DEFAULT, report
 from verbatim.base.errors import RequestError
 from verbatim.base.json_io import JsonObject
@@ -34,27 +33,8 @@ from verbatim.server.api.lens.lens_fields import LensReplay, LensStep
 from verbatim.server.problem import Problem, invalid, problem_of
 from verbatim.server.process.messages import Generate, Generated, Inspect, Inspected
 
-PAGE_HEADERS = {
-    "content-security-policy": lens.POLICY,
-    "x-content-type-options": "nosniff",
-    "referrer-policy": "no-referrer",
-    "cross-origin-opener-policy": "same-origin",
-    "cache-control": "no-cache",  # a new version of the package is seen at once
-}
 # They decide how long an output is and what is reported, not how one token is drawn.
 NOT_OF_A_STEP = ("max_tokens", "n", "best_of", "logprobs", "prompt_logprobs", "explain", "receipt")
-
-
-def is_page(path: str) -> bool:
-    """Whether a path is a file of the page, which needs no key: it holds no data of the server."""
-    return path == "/" or (path.startswith("/lens/") and path[len("/lens/") :] in lens.names())
-
-
-async def page(call: RequestContext) -> Response:
-    found = lens.asset(call.request.path_params.get("id", "index.html"))
-    if found is None:
-        raise Problem("not_found", "the page has no such file")
-    return Response(found[0], media_type=found[1], headers=PAGE_HEADERS)
 
 
 async def _inspect(call: RequestContext, what: str, **arguments: Any) -> JsonObject:
@@ -190,6 +170,9 @@ async def replay(call: RequestContext) -> Response:
     to_params.check_id_count("receipt", prompt, call.state.facts)
     to_params.check_vocabulary("receipt", prompt, call.state.facts)
     values = {**receipt["params"], "receipt": True, "explain": body.explain or 0}
+    if body.explain and values.get("max_tokens") is None:  # all reports must fit in memory
+        longest = max((len(choice["token_ids"]) for choice in receipt["choices"]), default=0)
+        values["max_tokens"] = max(1, min(longest + 1, receipt["context"] - len(prompt)))
     params = _limited(call, values)
     reasoning = receipt.get("thinks", False)
     call.submit(Generate(call.next_id(), call.tenant, params, False, prompt, reasoning=reasoning))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from verbatim.lens import PAGE
+from verbatim.server.api.common.page_routes import page_routes
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query
 from verbatim.server.api.lens import lens_api, lens_fields
 
@@ -22,8 +24,7 @@ PROTOCOL = ApiProtocol(
         ),
         ApiRoute("/lens/api/step", lens_api.step, lens_fields.LensStep, is_queued=True),
         ApiRoute("/lens/api/replay", lens_api.replay, lens_fields.LensReplay, is_queued=True),
-        ApiRoute("/", lens_api.page, method="GET", any_query=True),
-        ApiRoute("/lens/{id:path}", lens_api.page, method="GET"),
+        *page_routes(PAGE),
     ),
-    is_open=lens_api.is_page,
+    is_open=PAGE.has,
 )

@@ -23,6 +23,8 @@ def _model(call: RequestContext, name: str) -> JsonObject:
     parent = parents.get(name) if pool is None else pool.adapters.get(name)
     if parent is not None:  # as vLLM lists them
         out["parent"] = parent
+    elif pool is not None:  # a server with one model never unloads it
+        out["loaded"] = pool.models[name].supervisor.ready.is_set()
     if facts is None:
         return out
     return out | {

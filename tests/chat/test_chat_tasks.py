@@ -1,0 +1,350 @@
+"""Twenty tasks that people do on a chat page, each in a real browser."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from chat_page import ChatPage
+
+pytestmark = pytest.mark.server
+
+
+def test_01_ask_and_read_a_formatted_answer(chat: ChatPage) -> None:
+    text = (
+        "# Sorting\n\nIt is **fast**: $O(n \\log n)$, at most $5 and $6.\n\n"
+        "```python\nprint(1)  # one\n```\n\n| a | b |\n|--|--:|\n| 1 | 2 |\n\n$$x^2$$\n"
+    )
+    answer = chat.ask("How do I sort?", text)
+    answer.locator("math").nth(1).wait_for()
+    answer.locator(".hljs-comment").wait_for()
+    assert answer.locator("h3").inner_text() == "Sorting"
+    assert answer.locator("strong").inner_text() == "fast"
+    assert "at most $5 and $6." in answer.locator("p").first.inner_text()
+    assert answer.locator("td[align=right]").inner_text() == "2"
+    assert answer.locator("math[display=block], math.tml-display").count() == 1
+    assert chat.titles() == ["How do I sort?"]
+    assert "tokens/s" in answer.locator(".facts").inner_text()
+
+
+def test_02_an_answer_streams_and_stops(chat: ChatPage, gate: Any) -> None:
+    chat.says("one two three four five six seven", speculate="off")
+    gate.set(int(chat.live.metrics()["verbatim_steps_total"]) + 14)
+    chat.type("Count.")
+    chat.page.wait_for_selector(".md:has-text('one two')")
+    assert chat.page.locator(".assistant[aria-busy=true]").count() == 1
+    chat.page.keyboard.press("Escape")
+    answer = chat.last()
+    gate.open()
+    assert "Stopped." in answer.inner_text()
+    shown = chat.turns()[-1]
+    assert "one two three four five six seven".startswith(shown)
+    assert len(shown) < 33
+
+
+def test_03_edit_a_question_and_switch_between_versions(chat: ChatPage) -> None:
+    chat.ask("First?", "one")
+    chat.says("two")
+    chat.click("edit and send again")
+    chat.page.fill("textarea[name=text]", "Second?")
+    chat.page.press("textarea[name=text]", "Enter")
+    chat.page.wait_for_selector(".md:has-text('two')")
+    chat.last()
+    assert chat.turns() == ["Second?", "two"]
+    chat.click("previous version")
+    chat.page.wait_for_selector(".bubble:has-text('First?')")
+    assert chat.turns() == ["First?", "one"]
+    chat.click("next version")
+    chat.page.wait_for_selector(".bubble:has-text('Second?')")
+    assert chat.turns() == ["Second?", "two"]
+
+
+def test_04_another_answer_keeps_the_first(chat: ChatPage) -> None:
+    chat.ask("Again?", "one")
+    chat.says("two")
+    chat.click("another answer")
+    chat.page.wait_for_selector(".md:has-text('two')")
+    chat.last()
+    assert chat.page.locator(".assistant .versions").inner_text().strip() == "2/2"
+    chat.click("previous version", ".assistant")
+    chat.page.wait_for_selector(".md:has-text('one')")
+
+
+def test_05_a_conversation_has_a_memory(chat: ChatPage) -> None:
+    sent: list[Any] = []
+    chat.page.on(
+        "request", lambda r: sent.append(r.post_data_json) if "completions" in r.url else None
+    )
+    chat.ask("My name is Ada.", "Hello Ada")
+    chat.ask("Who am I?", "Ada")
+    roles = [(m["role"], m["content"]) for m in sent[-1]["messages"]]
+    assert roles == [("user", "My name is Ada."), ("assistant", "Hello Ada"), ("user", "Who am I?")]
+    extra = {"model", "messages", "choice", "receipt", "report_params", "stream", "stream_options"}
+    assert set(sent[-1]) == extra, "nothing that the user did not set"
+
+
+def test_06_delete_a_message_and_take_it_back(chat: ChatPage) -> None:
+    chat.ask("one?", "1")
+    chat.ask("two?", "2")
+    chat.click("delete this message and what follows", ".user")
+    chat.page.wait_for_selector(".bubble:has-text('two?')", state="detached")
+    assert chat.turns() == ["one?", "1"]
+    chat.page.click(".toast >> text=Undo")
+    chat.page.wait_for_selector(".bubble:has-text('two?')")
+    assert chat.turns() == ["one?", "1", "two?", "2"]
+
+
+def test_07_find_rename_and_delete_conversations(chat: ChatPage) -> None:
+    for name in ("apples", "pears"):
+        chat.ask(name, name)
+        chat.page.keyboard.press("Control+Shift+O")
+        chat.page.wait_for_selector(".welcome")
+    assert chat.titles() == ["pears", "apples"]
+    chat.page.keyboard.press("Control+k")
+    chat.page.wait_for_function("() => document.activeElement.id === 'search'")
+    chat.page.fill("#search", "app")
+    chat.page.wait_for_selector(".list li >> nth=1", state="detached")
+    assert chat.titles() == ["apples"]
+    chat.click("menu of apples")
+    chat.page.fill("input[name=title]", "orchard")
+    chat.page.press("input[name=title]", "Enter")
+    chat.page.fill("#search", "")
+    chat.page.wait_for_selector(".list >> text=orchard")
+    chat.click("menu of orchard")
+    chat.page.click("text=Delete")
+    chat.page.wait_for_selector(".list >> text=orchard", state="detached")
+    chat.page.click(".toast >> text=Undo")
+    chat.page.wait_for_selector(".list >> text=orchard")
+    assert chat.turns() == ["apples", "apples"]
+
+
+def test_08_drop_text_files_into_a_message(chat: ChatPage) -> None:
+    sent: list[Any] = []
+    chat.page.on(
+        "request", lambda r: sent.append(r.post_data_json) if "completions" in r.url else None
+    )
+    files = [
+        {"name": "a.py", "mimeType": "text/x-python", "buffer": b"print('```')\n"},
+        {"name": "b.bin", "mimeType": "application/octet-stream", "buffer": b"\xff\xfe\x00"},
+    ]
+    chat.page.set_input_files(".composer input[type=file]", files)
+    chat.page.wait_for_selector(".chips >> text=a.py")
+    assert "b.bin is not a text in UTF-8" in chat.page.inner_text(".toast")
+    chat.ask("What is it?", "Python")
+    assert sent[-1]["messages"][0]["content"] == "a.py:\n````\nprint('```')\n````\n\nWhat is it?"
+    assert "a.py" in chat.page.locator(".user .file").inner_text()
+
+
+def test_09_a_system_prompt_kept_by_name(chat: ChatPage) -> None:
+    sent: list[Any] = []
+    chat.page.on(
+        "request", lambda r: sent.append(r.post_data_json) if "completions" in r.url else None
+    )
+    chat.page.keyboard.press("Control+,")
+    chat.page.fill("#system", "Be brief.")
+    chat.page.fill(".named input[name=name] >> nth=0", "brief")
+    chat.page.click(".named button >> text=Save")
+    chat.page.wait_for_selector("#prompt-name option:checked >> text=brief", state="attached")
+    chat.ask("Hi", "Hi")
+    assert sent[-1]["messages"][0] == {"role": "system", "content": "Be brief."}
+    chat.page.keyboard.press("Control+Shift+O")
+    chat.page.wait_for_selector(".welcome")
+    assert chat.page.input_value("#system") == ""
+    chat.page.select_option("#prompt-name", "brief")
+    chat.page.wait_for_function("() => document.getElementById('system').value === 'Be brief.'")
+
+
+def test_10_sampling_shows_the_models_own_values_and_sends_only_changes(chat: ChatPage) -> None:
+    sent: list[Any] = []
+    chat.page.on(
+        "request", lambda r: sent.append(r.post_data_json) if "completions" in r.url else None
+    )
+    chat.page.click("#settings")
+    assert chat.page.input_value("#s-temperature") == "1"
+    assert "1 · server default" in chat.page.locator(".field:has(#s-temperature)").inner_text()
+    chat.page.fill("#s-temperature", "0.5")
+    chat.page.press("#s-temperature", "Tab")
+    chat.page.wait_for_selector(".field.mine #s-temperature")
+    chat.ask("Hi", "Hi")
+    assert sent[-1]["temperature"] == 0.5
+    chat.page.select_option("#preset", "Always the most likely (temperature 0)")
+    chat.page.wait_for_function("() => document.getElementById('s-temperature').value === '0'")
+    chat.click("Use the model's: 1")
+    chat.page.wait_for_selector(".field.mine", state="detached")
+    chat.ask("Hi", "Hi")
+    assert "temperature" not in sent[-1]
+
+
+def test_11_a_preset_kept_by_name(chat: ChatPage) -> None:
+    chat.page.click("#settings")
+    chat.page.fill("#s-seed", "7")
+    chat.page.press("#s-seed", "Tab")
+    chat.page.fill(".named:has(#preset) input[name=name]", "seven")
+    chat.page.press(".named:has(#preset) input[name=name]", "Enter")
+    chat.page.wait_for_selector("#preset option:checked >> text=seven", state="attached")
+    first, second = chat.ask("Hi").inner_text(), ""
+    chat.click("another answer")
+    chat.page.wait_for_selector(".toast:has-text('A fixed seed gives the same answer again')")
+    second = chat.last().inner_text()
+    assert first.split("\n")[1] == second.split("\n")[1]
+
+
+def test_12_export_and_import_everything_in_one_file(
+    chat: ChatPage, browser: Any, tmp_path: Path
+) -> None:
+    chat.ask("Keep this.", "Kept.")
+    chat.page.click("#more")
+    with chat.page.expect_download() as found:
+        chat.page.click("text=Export all conversations")
+    found.value.save_as(tmp_path / "chats.json")
+    other = ChatPage(browser, chat.live).open()
+    other.page.click("#more")
+    other.page.set_input_files("#import", tmp_path / "chats.json")
+    other.page.click(".list >> text=Keep this.")
+    other.page.wait_for_selector(".md:has-text('Kept.')")
+    assert other.turns() == ["Keep this.", "Kept."]
+    (tmp_path / "no.json").write_text("{}")
+    other.page.click("#more")
+    other.page.set_input_files("#import", tmp_path / "no.json")
+    other.page.wait_for_selector(".toast:has-text('This file holds no conversations')")
+    assert other.errors == []
+    other.close()
+
+
+def test_13_explain_opens_the_same_tokens_in_the_lens(chat: ChatPage) -> None:
+    chat.ask("Why?", "Because.")
+    with chat.context.expect_page() as opened:
+        chat.click("Explain", ".assistant")
+    lens = opened.value
+    lens.wait_for_selector("#tile-7")
+    text = "".join(
+        chr(int(t.split(" ")[0])) for t in lens.locator(".tile small").all_text_contents()[:8]
+    )
+    assert text == "Because."
+    lens.wait_for_selector("#proof.identical")
+    assert "/lens#answer=" in lens.url
+
+
+def test_14_explain_an_answer_that_was_stopped(chat: ChatPage, gate: Any) -> None:
+    chat.says("one two three four five six seven", speculate="off")
+    gate.set(int(chat.live.metrics()["verbatim_steps_total"]) + 14)
+    chat.type("Count.")
+    chat.page.wait_for_selector(".md:has-text('one')")
+    chat.page.click("#stop")
+    chat.last()
+    gate.open()
+    with chat.context.expect_page() as opened:
+        chat.click("Explain", ".assistant")
+    opened.value.wait_for_selector("#tile-2")
+    opened.value.wait_for_selector("#proof.identical")
+
+
+def test_15_continue_an_answer_that_was_cut(chat: ChatPage) -> None:
+    chat.says(None)
+    chat.page.click("#settings")
+    chat.page.fill("#s-max_completion_tokens", "6")
+    chat.page.press("#s-max_completion_tokens", "Tab")
+    answer = chat.ask("Go on")
+    assert "Cut at the length limit." in answer.inner_text()
+    before = chat.store("return s.path().at(-1).content;")
+    answer.get_by_role("button", name="Continue").click()
+    chat.page.wait_for_function(
+        "async (n) => { const s = await import('/chat/store.js');"
+        " return !s.running.size && s.path().at(-1).content.length > n; }",
+        arg=len(before),
+    )
+    assert chat.store("return s.path().at(-1).content;").startswith(before)
+    assert chat.page.locator(".turn").count() == 2
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
+TOOL = [
+    {
+        "name": "weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    }
+]
+
+
+def test_16_tool_calls_are_readable_and_get_a_result(chat: ChatPage) -> None:
+    chat.store("s.state.chat.settings.tools = a;", json.dumps(TOOL))
+    answer = chat.ask("Weather?", CALL)
+    card = answer.locator(".call")
+    assert "Calls weather" in card.inner_text().replace("\n", " ")
+    assert card.locator("dd").all_inner_texts() == ["Paris", "2"]
+    chat.says("It rains.")
+    answer.locator("textarea[name=result]").fill('{"rain": true}')
+    answer.get_by_role("button", name="Send result").click()
+    chat.page.wait_for_selector(".md:has-text('It rains.')")
+    chat.last()
+    assert "Result of weather" in chat.page.locator(".turn.result").inner_text()
+
+
+def test_17_structured_output_is_shown_as_json(chat: ChatPage) -> None:
+    answer = chat.ask("JSON?", '{"a":12345678901234567890,"b":[1,{}],"c":"x,{y"}')
+    answer.locator(".hljs-attr").first.wait_for()
+    shown = answer.locator(".code code").inner_text()
+    assert '  "a": 12345678901234567890,' in shown
+    assert '"c": "x,{y"' in shown
+    assert json.loads(shown)["b"] == [1, {}]
+
+
+def test_18_dark_mode_and_shortcuts(chat: ChatPage) -> None:
+    colour = "() => getComputedStyle(document.body).backgroundColor"
+    light = chat.page.evaluate(colour)
+    chat.page.click("#more")
+    for _ in range(2):
+        chat.page.click("#theme")
+    chat.page.wait_for_selector("html[data-theme=dark]", state="attached")
+    assert chat.page.evaluate(colour) != light
+    chat.page.keyboard.press("Escape")
+    chat.page.keyboard.press("Control+/")
+    chat.page.wait_for_selector("dialog#keys[open]")
+    assert "stop the answer" in chat.page.inner_text("#keys")
+    chat.page.keyboard.press("Escape")
+    chat.reload()
+    assert chat.page.get_attribute("html", "data-theme") == "dark"
+
+
+def test_19_a_phone_has_room_for_everything(browser: Any, chat: ChatPage) -> None:
+    phone = ChatPage(
+        browser, chat.live, viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True
+    ).open()
+    phone.says("| a | b |\n|-|-|\n| 1 | 2 |\n\n```\n" + "x" * 300 + "\n```")
+    phone.page.fill("#message", "Wide?")
+    phone.page.tap("#send")
+    phone.last()
+    assert phone.page.evaluate("() => document.documentElement.scrollWidth") == 390
+    phone.page.tap(".show-list")
+    phone.page.wait_for_selector(".sidebar.open >> text=Wide?")
+    phone.page.tap(".sidebar >> text=New chat")
+    phone.page.wait_for_selector(".welcome")
+    phone.page.tap("#settings")
+    phone.page.wait_for_selector(".drawer")
+    assert phone.page.evaluate("() => document.documentElement.scrollWidth") == 390
+    assert phone.errors == []
+    phone.close()
+
+
+def test_20_a_server_with_keys_asks_for_one(browser: Any, chat: ChatPage) -> None:
+    """The server here has no keys: the test answers as one that has."""
+    message = {"error": {"message": "this server needs a key", "code": "invalid_api_key"}}
+
+    def answer(route: Any) -> None:
+        if route.request.headers.get("authorization") == "Bearer open-sesame":
+            route.continue_()
+        else:
+            route.fulfill(status=401, json=message)
+
+    for path in ("v1/**", "api/**"):
+        chat.page.route(f"**/{path}", answer)
+    chat.page.reload()
+    chat.page.fill("input[name=key]", "open-sesame")
+    chat.page.press("input[name=key]", "Enter")
+    chat.page.wait_for_selector("dialog#key", state="hidden")
+    chat.ready()
+    assert chat.ask("Hi", "Hello").locator(".md").inner_text() == "Hello"
+    assert all("401" in error for error in chat.errors)
+    chat.errors.clear()
