@@ -11,43 +11,16 @@ from lens_page import LensPage
 from live_server import Live
 
 from axe_core import axe, violations
+from tab_order import unreached
 
 pytestmark = pytest.mark.server
 __all__ = ["axe"]  # a fixture
 DESKTOP, PHONE = {"width": 1400, "height": 900}, {"width": 390, "height": 844}
-# Visible controls that a key must reach; of the radio buttons of one name, the chosen one.
-CONTROLS = """() => [...document.querySelectorAll(
-    "a, button, input, select, textarea, summary, [tabindex='0']")]
-  .filter((e) => !e.disabled && e.checkVisibility() && !(e.type === "radio" && !e.checked))
-  .map((e) => { e.dataset.control = ''; return e.outerHTML.slice(0, 120); })"""
-FOCUS = """() => {
-  const active = document.activeElement, seen = active.dataset.reached;
-  active.dataset.reached = "yes"; // also of the body, which has the focus between two rounds
-  return !seen;
-}"""
-
-
-def unreached(page: LensPage) -> list[str]:
-    """Controls of this view that Tab does not reach in one round, from where the focus is."""
-    page.page.evaluate(CONTROLS)
-    page.page.evaluate(
-        "() => document.querySelectorAll('[data-reached]').forEach((e) => delete e.dataset.reached)"
-    )
-    page.page.keyboard.press("Tab")
-    while page.page.evaluate(FOCUS):
-        page.page.keyboard.press("Tab")
-    found = page.page.locator("[data-control]:not([data-reached])").evaluate_all(
-        "all => all.map((e) => e.outerHTML.slice(0, 120))"
-    )
-    page.page.evaluate(
-        "() => document.querySelectorAll('[data-control]').forEach((e) => delete e.dataset.control)"
-    )
-    return list(found)
 
 
 def test_tab_reaches_every_control_and_keys_operate_them(browser: Any, live: Live) -> None:
     page = LensPage(browser, live).open()
-    assert unreached(page) == []
+    assert unreached(page.page) == []
     page.page.focus("#prompt")
     page.set(max_tokens=6, seed=2)
     page.page.focus("#prompt")
@@ -57,7 +30,7 @@ def test_tab_reaches_every_control_and_keys_operate_them(browser: Any, live: Liv
     page.page.keyboard.press("Home")
     page.page.wait_for_selector("#tile-0[aria-selected=true]")
     page.page.wait_for_selector("#outcome[data-token]:not([data-token=''])")
-    assert unreached(page) == []
+    assert unreached(page.page) == []
     page.page.focus("[data-what=temperature]")
     page.page.keyboard.press("ArrowLeft")
     page.page.wait_for_selector("label.moved [data-what=temperature]")
@@ -69,7 +42,7 @@ def test_tab_reaches_every_control_and_keys_operate_them(browser: Any, live: Liv
     page.page.keyboard.press("Enter")
     page.page.wait_for_selector(".timeline i")
     page.page.route("**/lens/api/engine*", lambda route: None)  # no redraw while Tab walks
-    assert unreached(page) == []
+    assert unreached(page.page) == []
     assert page.errors == []
     page.page.unroute_all(behavior="ignoreErrors")
     page.close()

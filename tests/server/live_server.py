@@ -42,6 +42,7 @@ class Live:
         clock: bool = False,
         random_seeds: bool = False,
         names: tuple[str, ...] = NAMES,
+        port: int = 0,
     ) -> None:
         self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
         self.clocked = clock
@@ -49,7 +50,12 @@ class Live:
         words = [sys.executable, str(Path(__file__).with_name(script))]
         if random_seeds:
             words = [sys.executable, "-m", "verbatim"]
-        words += ["serve", "--port", "0", *(w for n in names for w in ("--served-model-name", n))]
+        words += [
+            "serve",
+            "--port",
+            str(port),
+            *(w for n in names for w in ("--served-model-name", n)),
+        ]
         # A loaded machine can keep an engine silent for a minute.
         if "--engine-silence-seconds" not in flags:
             words += ["--engine-silence-seconds", NEVER]

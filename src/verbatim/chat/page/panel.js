@@ -39,4 +39,4 @@ function toggled(event) {
   changed();
 }
 
-export const panel = () => html`<div id="panel" popover role="dialog" aria-label=${state.panel?.label ?? "panel"} @toggle=${toggled}>${state.panel?.view() ?? ""}</div>`;
+export const panel = () => html`<div id="panel" popover tabindex="0" role="dialog" aria-label=${state.panel?.label ?? "panel"} @toggle=${toggled}>${state.panel?.view() ?? ""}</div>`;

@@ -88,7 +88,10 @@ export const isSaved = (chat) => state.chats.some(({ id }) => id === chat.id);
 
 export async function saveChat(chat = state.chat, { touch = false } = {}) {
   if (touch) chat.updated = Date.now();
-  if (touch && !isSaved(chat)) state.chats.push(chat);
+  if (touch && !isSaved(chat)) {
+    state.chats.push(chat);
+    if (chat === state.chat) history.replaceState(null, "", `#${chat.id}`); // a reload opens it again
+  }
   state.chats.sort((a, b) => b.updated - a.updated);
   changed();
   if (isSaved(chat)) await save({ put: { chats: [chat] } });
@@ -101,6 +104,7 @@ export async function openChat(id) {
   if (state.chat?.id !== id) state.editing = null;
   const nodes = await db.ofChat("nodes", id);
   state.chat = chat;
+  chat.model ||= usualModel(); // an imported one may have none
   state.nodes = new Map(nodes.map((node) => [node.id, running.get(node.id)?.node ?? node]));
   for (const { node } of running.values()) if (node.chat === id) state.nodes.set(node.id, node);
   await markStale();
