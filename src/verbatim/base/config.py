@@ -238,7 +238,7 @@ TYPES = types_of(EngineConfig)
 CHOICES = {name: rule.choices for name, rule in SETTINGS.items() if rule.choices}
 
 
-def served(given: Mapping[str, Any]) -> dict[str, Any]:
+def served(given: Mapping[str, object]) -> dict[str, Any]:
     """The settings of a server's engine: its own defaults, and those that are given.
 
     >>> served({"context": 512})

@@ -89,7 +89,9 @@ class ModelDefaults:
 NO_DEFAULTS = ModelDefaults()
 
 
-def read_generation_config(config: Mapping[str, Any], context: int | None = None) -> ModelDefaults:
+def read_generation_config(
+    config: Mapping[str, object], context: int | None = None
+) -> ModelDefaults:
     """The defaults in transformers' generation_config.json. `do_sample: false` is temperature 0.
     `context` of the model: a max_length below it, which counts the prompt, is not followed."""
     stated = {
@@ -124,7 +126,7 @@ def read_generation_config(config: Mapping[str, Any], context: int | None = None
     return ModelDefaults(found.values, found.source, (*found.warnings, *ignored))
 
 
-def read_gguf(metadata: Mapping[str, Any]) -> ModelDefaults:
+def read_gguf(metadata: Mapping[str, object]) -> ModelDefaults:
     """The defaults in a GGUF file's general.sampling.* keys."""
     stated: dict[str, Any] = {}
     ignored = []
@@ -151,7 +153,7 @@ def without_gguf_key(defaults: ModelDefaults) -> list[str]:
     return [name for name, _ in defaults.values if name not in GGUF.values()]
 
 
-def _shortest(value: Any) -> Any:
+def _shortest(value: object) -> Any:
     """A float32 as the shortest decimal number that rounds to it: 0.2, not 0.20000000298."""
     if not isinstance(value, float):
         return value
@@ -164,7 +166,7 @@ def _shortest(value: Any) -> Any:
         return value
 
 
-def catalog_defaults(values: Mapping[str, Any]) -> ModelDefaults:
+def catalog_defaults(values: Mapping[str, object]) -> ModelDefaults:
     return _checked(dict(values), "catalog")
 
 

@@ -19,7 +19,7 @@ _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=
 _escape = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: object) -> bytes:
     try:
         return _encode(value).encode()
     except UnicodeEncodeError:  # a lone surrogate, which a model may write as an escape
@@ -47,7 +47,7 @@ def loads_lossless(text: str) -> Any:
     return _loads(text, keep_pairs)
 
 
-def dumps_lossless(value: Any) -> str:
+def dumps_lossless(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if _is_utf8(text) else json.dumps(value)
 
@@ -100,7 +100,7 @@ def _finite(digits: str) -> float:
     return number
 
 
-def depth_of(data: Any, limit: int) -> int:
+def depth_of(data: object, limit: int) -> int:
     """Nesting depth, counted breadth-first without recursion; stops above `limit`."""
     level, depth = [data], 0
     while level and depth <= limit:
@@ -114,7 +114,7 @@ def depth_of(data: Any, limit: int) -> int:
     return depth
 
 
-def has_big_integer(value: Any) -> bool:
+def has_big_integer(value: object) -> bool:
     """Whether any integer exceeds 64 bits, which msgpack cannot encode for the engine process."""
     level = [value]
     while level:

@@ -48,7 +48,7 @@ class Field:
         return self.default is None
 
 
-def checked(name: str, rule: Field, value: Any) -> Any:
+def checked(name: str, rule: Field, value: object) -> Any:
     """The value as SamplingParams stores it (tuples, canonical JSON). ParameterError if invalid."""
     if value is None:
         if rule.optional:
@@ -71,7 +71,7 @@ def _number(name: str, rule: Field, value: float) -> None:
         raise ParameterError(name, f"{shown} is above {_show(rule.high)}")
 
 
-def _int(name: str, rule: Field, value: Any) -> int:
+def _int(name: str, rule: Field, value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ParameterError(name, f"{_show(value)} is not a whole number")
     number = value.__index__()
@@ -94,19 +94,19 @@ def _float(name: str, rule: Field, value: Any) -> float:
     return number
 
 
-def _bool(name: str, rule: Field, value: Any) -> bool:
+def _bool(name: str, rule: Field, value: object) -> bool:
     if not isinstance(value, bool):
         raise ParameterError(name, f"{_show(value)} is not true or false")
     return value
 
 
-def _str(name: str, rule: Field, value: Any) -> str:
+def _str(name: str, rule: Field, value: object) -> str:
     if not isinstance(value, str):
         raise ParameterError(name, f"{_show(value)} is not a string")
     return _check_unicode(name, value)
 
 
-def _strings(name: str, rule: Field, value: Any) -> tuple[str, ...]:
+def _strings(name: str, rule: Field, value: object) -> tuple[str, ...]:
     items = (value,) if isinstance(value, str) else value
     if not isinstance(items, Sequence) or isinstance(items, (bytes, bytearray)):
         raise ParameterError(name, f"{_show(value)} is not a string or a list of strings")
@@ -136,7 +136,7 @@ def _check_unicode(name: str, text: str) -> str:
     return text
 
 
-def _ids(name: str, rule: Field, value: Any) -> tuple[int, ...]:
+def _ids(name: str, rule: Field, value: object) -> tuple[int, ...]:
     if isinstance(value, (str, bytes)) or not isinstance(value, (Sequence, set, frozenset)):
         raise ParameterError(name, f"{_show(value)} is not a list of token ids")
     out = tuple(_int(name, _ID, item) for item in value)
@@ -166,14 +166,14 @@ def _bias(name: str, rule: Field, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(out.items()))
 
 
-def _choice(name: str, rule: Field, value: Any) -> Any:
+def _choice(name: str, rule: Field, value: object) -> Any:
     for option in rule.choices:
         if type(value) is type(option) and value == option:
             return option
     raise ParameterError(name, f"{_show(value)} is not one of {', '.join(map(repr, rule.choices))}")
 
 
-def _schema(name: str, rule: Field, value: Any) -> str:
+def _schema(name: str, rule: Field, value: object) -> str:
     """Canonical JSON text: keeps the record hashable and picklable. A Python type (a pydantic
     model, a TypedDict) is replaced by its schema, which remembers the type for Choice.parsed."""
     kind = getattr(value, "kind", None) if isinstance(value, SchemaText) else None
@@ -221,7 +221,7 @@ def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python refuses to print integers of more than 4,300 digits

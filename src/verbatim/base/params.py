@@ -17,7 +17,7 @@ from verbatim.base.migration_hints import hints
 from verbatim.base.param_checks import MAX_LOGPROBS, MOST, Field, Kind, checked
 
 
-def declared(kind: Kind, default: Any, help: str, **rule: Any) -> Any:
+def declared(kind: Kind, default: object, help: str, **rule: Any) -> Any:
     """A field of SamplingParams with its rule. Returns Any, so that the field keeps its
     annotation."""
     return field(default=default, metadata={"rule": Field(kind, default, help, **rule)})
@@ -318,7 +318,7 @@ class SamplingParams:
         return made
 
     def with_origins(
-        self, origins: Mapping[str, str], checked: Mapping[str, Any] | None = None
+        self, origins: Mapping[str, str], checked: Mapping[str, object] | None = None
     ) -> SamplingParams:
         """A copy that names where these parameters came from. `checked`: new values that are valid
         already, so that a request costs no second validation of every field."""

@@ -26,7 +26,7 @@ class SchemaText(str):
     __slots__ = ("kind",)
     kind: Any
 
-    def __new__(cls, text: str, kind: Any) -> SchemaText:
+    def __new__(cls, text: str, kind: object) -> SchemaText:
         made = super().__new__(cls, text)
         made.kind = kind
         return made
@@ -55,7 +55,7 @@ def parse_answer(schema: str | None, text: str, finish: str) -> Any:
     return value if kind is None else build(kind, value)
 
 
-def build(kind: Any, value: Any) -> Any:
+def build(kind: object, value: object) -> Any:
     """A JSON value as an object of a type. ValueError: the value is not of that type.
 
     >>> build(list[tuple[int, str]], [[1, "a"]])
@@ -106,7 +106,7 @@ def _generic(kind: Any, value: Any) -> Any:
     return _checked(kind, value) if kind in (str, int, bool, list, dict) else value
 
 
-def _first(kinds: tuple[Any, ...], value: Any) -> Any:
+def _first(kinds: tuple[object, ...], value: object) -> Any:
     """The value as the first member of a union that takes it."""
     for kind in kinds:
         if (kind is type(None)) != (value is None):

@@ -31,12 +31,12 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 }
 
 
-def is_schema_type(value: Any) -> bool:
+def is_schema_type(value: object) -> bool:
     """Whether a value of json_schema is a Python type instead of a schema."""
     return isinstance(value, type) or typing.get_origin(value) is not None or value is Any
 
 
-def schema_of(kind: Any) -> dict[str, Any]:
+def schema_of(kind: object) -> dict[str, Any]:
     """The JSON schema of a type.
 
     >>> class City(typing.TypedDict):
@@ -72,7 +72,7 @@ def _schema(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     return _generic(kind, defs)
 
 
-def _generic(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
+def _generic(kind: object, defs: dict[str, Any]) -> dict[str, Any]:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return {"enum": list(args)}
@@ -113,14 +113,14 @@ def _object(kind: Any, required: frozenset[str] | set[str], defs: dict[str, Any]
     return {"$ref": f"#/$defs/{name}"}
 
 
-def _needed(hint: Any, otherwise: bool) -> bool:
+def _needed(hint: object, otherwise: bool) -> bool:
     """Whether a TypedDict key is required: by the Required or NotRequired of its hint, else
     `otherwise`. With string annotations the class itself does not know of these markers."""
     marker = _name(typing.get_origin(hint))
     return marker == "Required" or (otherwise and marker != "NotRequired")
 
 
-def _refers(schema: Any, name: str) -> bool:
+def _refers(schema: object, name: str) -> bool:
     if isinstance(schema, Mapping):
         return schema.get("$ref") == f"#/$defs/{name}" or any(
             _refers(part, name) for part in schema.values()
@@ -134,14 +134,14 @@ def _hoisted(schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
-def _looks_like_typed_dict(kind: Any) -> bool:
+def _looks_like_typed_dict(kind: object) -> bool:
     """TypedDict of typing_extensions, which typing.is_typeddict does not know."""
     return isinstance(kind, type) and issubclass(kind, dict) and hasattr(kind, "__required_keys__")
 
 
-def _name(origin: Any) -> str:
+def _name(origin: object) -> str:
     return str(getattr(origin, "__name__", getattr(origin, "_name", "")))
 
 
-def _unknown(kind: Any, why: str) -> UnsupportedError:
+def _unknown(kind: object, why: str) -> UnsupportedError:
     return UnsupportedError("json_schema", f"{kind!r} has no JSON schema here; {why}")

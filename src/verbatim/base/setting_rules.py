@@ -33,7 +33,7 @@ class SettingRule:
     hidden: bool = False  # a flag for tests
 
 
-def setting(default: Any, help: str, **rule: Any) -> Any:
+def setting(default: object, help: str, **rule: Any) -> Any:
     """A field of a record with its rule. Returns Any, so that the field keeps its annotation."""
     return field(default=default, metadata={"rule": SettingRule(default, help, **rule)})
 

@@ -108,7 +108,7 @@ def _windows(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _rope(
-    spec: ModelSpec, config: Mapping[str, Any], file: str
+    spec: ModelSpec, config: Mapping[str, object], file: str
 ) -> tuple[dict[str, Any], list[Tensor]]:
     whole, local = rope_records(config, file)
     rope = next(
@@ -241,7 +241,7 @@ def _joined(name: str, parts: list[Tensor], source: Source, spec: ModelSpec) -> 
 
 
 def check_round_trip(
-    model: Model, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]
+    model: Model, metadata: Mapping[str, object], tensors: Mapping[str, Tensor]
 ) -> None:
     """Raise ModelError unless the ModelSpec read from the new file equals the model's."""
     file = str(model.path)

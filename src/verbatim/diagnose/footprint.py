@@ -190,7 +190,7 @@ def footprint_of_config(
     return replace(found, gpu_parts=gpu_parts)
 
 
-def _block_type(packing: Mapping[str, Any], quant: str | None) -> str | None:
+def _block_type(packing: Mapping[str, object], quant: str | None) -> str | None:
     """The block type of the quantised weights of a safetensors checkpoint in memory; None: they are
     unpacked to floats, or `quant` names another type."""
     if quant not in (None, PACKED):

@@ -123,7 +123,7 @@ def _parsed(line: str, number: int) -> Any:
         raise ParameterError("quiz", f"line {number} is not JSON: {error}; {wanted}") from None
 
 
-def _question(row: Any, number: int) -> Question:
+def _question(row: object, number: int) -> Question:
     if not isinstance(row, dict) or not row.get("question") or row.get("answer") in (None, ""):
         raise ParameterError("quiz", f"question {number} needs the fields question and answer")
     if unknown := set(row) - {"question", "answer", "choices"}:

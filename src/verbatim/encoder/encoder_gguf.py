@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.encoder.encoder_spec import EncoderSpec
@@ -83,7 +82,7 @@ def peek_architecture(path: Path) -> str | None:
 
 
 def read_encoder_header(
-    metadata: Mapping[str, Any], tensors: Mapping[str, Tensor], file: str
+    metadata: Mapping[str, object], tensors: Mapping[str, Tensor], file: str
 ) -> tuple[EncoderSpec, EmbeddingSpec, tuple[str, ...]]:
     family = Fields(metadata, file).string("general.architecture")
     prefix = f"{family}."

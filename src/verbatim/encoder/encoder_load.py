@@ -171,7 +171,7 @@ def with_context(spec: EncoderSpec, embedding: EmbeddingSpec, context: int | Non
 
 
 def read_encoder_config(
-    config: Mapping[str, Any], file: str
+    config: Mapping[str, object], file: str
 ) -> tuple[EncoderSpec, tuple[str, ...]]:
     kind = Fields(config, file).string("model_type")
     checked = check_keys(config, ENCODER_KEYS[kind], what=kind, file=file)

@@ -39,12 +39,12 @@ section { border-top: 1px solid #8886; } section:target { background: #fd06; }
 
 
 def explain_page(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, object]],
     text: Text,
     *,
     title: str,
     prompt: str,
-    params: Mapping[str, Mapping[str, Any]],
+    params: Mapping[str, Mapping[str, object]],
 ) -> str:
     """The page of one answer. `params`: base.defaults.report."""
     force = ", ".join(f"{name} {row['value']} ({row['origin']})" for name, row in params.items())

@@ -72,7 +72,7 @@ class WhatIf:
         return self.before != self.after
 
 
-def _check_changes(params: SamplingParams, changes: Mapping[str, Any]) -> None:
+def _check_changes(params: SamplingParams, changes: Mapping[str, object]) -> None:
     for name in changes:
         if name not in FIELDS:
             raise ParameterError(name, "no such parameter")

@@ -73,7 +73,7 @@ def make_receipt(
     return {**body, "sha256": digest_of(body)}
 
 
-def digest_of(body: Mapping[str, Any]) -> str:
+def digest_of(body: Mapping[str, object]) -> str:
     """SHA-256 of everything but the digest, in a canonical form. It detects damage, not forgery."""
     plain = {k: v for k, v in body.items() if k != "sha256"}
     return hashlib.sha256(
@@ -81,7 +81,7 @@ def digest_of(body: Mapping[str, Any]) -> str:
     ).hexdigest()
 
 
-def read_receipt(data: Any) -> dict[str, Any]:
+def read_receipt(data: object) -> dict[str, Any]:
     """Validate a receipt, or an API response that contains one, and return the receipt."""
     if isinstance(data, Mapping) and isinstance(data.get("receipt"), Mapping):
         data = data["receipt"]
@@ -182,7 +182,7 @@ def compare(
     return Verdict(True, cancelled=cancelled)
 
 
-def _with_floats(params: Mapping[str, Any]) -> dict[str, Any]:
+def _with_floats(params: Mapping[str, object]) -> dict[str, Any]:
     """JavaScript and jq write 2.0 as 2, which would change the digest."""
     out = dict(params)
     for name, value in params.items():
@@ -194,13 +194,13 @@ def _with_floats(params: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     """A value in quotes; a digest by its first 12 characters."""
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:13]}…'"
 
 
-def _ids(value: Any) -> bool:
+def _ids(value: object) -> bool:
     return isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)
 
 

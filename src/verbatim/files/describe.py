@@ -111,6 +111,6 @@ def _main_type(tensors: Mapping[str, Tensor]) -> str:
     return weight.most_common(1)[0][0] if weight else ""
 
 
-def _licence(value: Any) -> str:
+def _licence(value: object) -> str:
     known = {"apache-2.0": "Apache-2.0", "mit": "MIT"}
     return known.get(str(value).lower(), str(value)) if isinstance(value, str) else ""

@@ -74,7 +74,7 @@ def converted(tensor: Tensor, type: str) -> LazyTensor:
 
 def write_gguf(
     path: str | os.PathLike[str],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     tensors: Iterable[Tensor | LazyTensor] = (),
     *,
     types: Mapping[str, str] | None = None,
@@ -177,7 +177,7 @@ def _data(item: Tensor | LazyTensor) -> memoryview:
 
 
 def _header(
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, object],
     items: list[Tensor | LazyTensor],
     types: Mapping[str, str],
     alignment: int,
@@ -212,7 +212,7 @@ def _text(out: bytearray, text: str) -> None:
     out += raw
 
 
-def _value(out: bytearray, key: str, value: Any, kind: str | None) -> None:
+def _value(out: bytearray, key: str, value: object, kind: str | None) -> None:
     if isinstance(value, (list, tuple, np.ndarray)):
         out += struct.pack("<I", ARRAY)
         _array(out, key, value, kind, 1)

@@ -272,7 +272,7 @@ def read_safetensors(file: Path) -> tuple[dict[str, Tensor], dict[str, RawTensor
     return tensors, others
 
 
-def _entry(file: Path, name: str, entry: Any) -> tuple[int, int, str, tuple[int, ...]]:
+def _entry(file: Path, name: str, entry: object) -> tuple[int, int, str, tuple[int, ...]]:
     """(begin, end, dtype, shape) of one tensor; checks that the offsets match dtype and shape."""
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise ModelError(

@@ -18,7 +18,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.files.gguf_file import GGUFFile
@@ -73,7 +72,7 @@ class SplitInfo:
     tensors: int  # in all parts
 
 
-def split_info(metadata: Mapping[str, Any], file: Path) -> SplitInfo | None:
+def split_info(metadata: Mapping[str, object], file: Path) -> SplitInfo | None:
     """The split.* keys of a file; None for a complete model.
 
     A file merged by gguf-split has a split.count of 0."""

@@ -218,7 +218,7 @@ def _only_gguf(repo: str, names: list[str]) -> str:
 # ----------------------------------------------------------------------------- without a network
 
 
-def _fall_back_to_cache(hub: Any, ref: HubRef, error: Exception) -> tuple[Path, str]:
+def _fall_back_to_cache(hub: object, ref: HubRef, error: Exception) -> tuple[Path, str]:
     """(path in the cache, notice), or an error with both reasons."""
     path, missing = _find_in_cache(hub, ref)
     if missing:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
@@ -38,7 +37,7 @@ ENCODERS = ("bert", "nomic_bert", "roberta", "xlm-roberta")
 
 
 def spec_from_config(
-    config: Mapping[str, Any], *, context: int | None = None, file: str = "config.json"
+    config: Mapping[str, object], *, context: int | None = None, file: str = "config.json"
 ) -> ModelSpec:
     """The architecture of a Hugging Face config, for an engine with `context` positions.
 
@@ -47,7 +46,7 @@ def spec_from_config(
 
 
 def read_config(
-    config: Mapping[str, Any], *, context: int | None = None, file: str = "config.json"
+    config: Mapping[str, object], *, context: int | None = None, file: str = "config.json"
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """The architecture, and warnings to show at load."""
     warnings: list[str] = []
@@ -56,7 +55,7 @@ def read_config(
     return check_spec(spec, file), tuple(warnings)
 
 
-def rope_records(config: Mapping[str, Any], file: str) -> tuple[Record, Record]:
+def rope_records(config: Mapping[str, object], file: str) -> tuple[Record, Record]:
     """The rope records of full and of sliding layers that the ModelSpec uses. Not for gpt2."""
     c = _text_model(Fields(config, file), None)
     return (c.family.records or one_record)(c)
@@ -120,13 +119,13 @@ class Header:
 
 
 def spec_from_gguf(
-    metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str
+    metadata: Mapping[str, object], tensors: Tensors, *, context: int | None = None, file: str
 ) -> ModelSpec:
     return read_header(metadata, tensors, context=context, file=file).spec
 
 
 def read_header(
-    metadata: Mapping[str, Any], tensors: Tensors, *, context: int | None = None, file: str
+    metadata: Mapping[str, object], tensors: Tensors, *, context: int | None = None, file: str
 ) -> Header:
     """Check every metadata key and build the Header."""
     architecture = Fields(metadata, file).string("general.architecture")
@@ -149,7 +148,7 @@ def read_header(
     return Header(spec, tuple(warnings), POOLING[kind] if stated else "")
 
 
-def _general_warnings(metadata: Mapping[str, Any], architecture: str, file: str) -> list[str]:
+def _general_warnings(metadata: Mapping[str, object], architecture: str, file: str) -> list[str]:
     """Check the keys outside the architecture's namespace."""
     others = {k: v for k, v in metadata.items() if not k.startswith(f"{architecture}.")}
     general = {name: value for name, value in others.items() if name in GENERAL_KEYS}

@@ -25,7 +25,7 @@ class Fields:
 
     def __init__(
         self,
-        values: Mapping[str, Any],
+        values: Mapping[str, object],
         file: str,
         prefix: str = "",
         warnings: list[str] | None = None,
@@ -48,7 +48,7 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.values.get(self.prefix + key) is not None
 
-    def raw(self, key: str, default: Any = _MISSING) -> Any:
+    def raw(self, key: str, default: object = _MISSING) -> Any:
         value = self.values.get(self.prefix + key)
         if value is not None:
             return value
@@ -65,14 +65,14 @@ class Fields:
         return ModelError(f"{self._name(key)} is {value}: {rule}", file=self.file)
 
     def integer(
-        self, key: str, default: Any = _MISSING, *, low: int = 1, high: int = MAX_COUNT
+        self, key: str, default: object = _MISSING, *, low: int = 1, high: int = MAX_COUNT
     ) -> int:
         value = self.raw(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self.fail(key, f"a whole number from {low} to {high} is needed")
         return value
 
-    def number(self, key: str, default: Any = _MISSING, *, above: float = 0.0) -> float:
+    def number(self, key: str, default: object = _MISSING, *, above: float = 0.0) -> float:
         value = self.raw(key, default)
         if (
             isinstance(value, bool)
@@ -92,7 +92,7 @@ class Fields:
             raise self.fail(key, "true or false is needed")
         return value
 
-    def string(self, key: str, default: Any = _MISSING) -> str:
+    def string(self, key: str, default: object = _MISSING) -> str:
         value = self.raw(key, default)
         if not isinstance(value, str):
             raise self.fail(key, "a string is needed")
@@ -133,7 +133,7 @@ class Fields:
         return found
 
 
-def short(value: Any) -> str:
+def short(value: object) -> str:
     """repr(value), cut to 80 characters for error texts."""
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

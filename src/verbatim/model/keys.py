@@ -53,12 +53,12 @@ Table = Mapping[str, Key]
 
 
 def followed(
-    note: str, default: Any = None, *, nullable: bool | None = None, private: bool = False
+    note: str, default: object = None, *, nullable: bool | None = None, private: bool = False
 ) -> Key:
     return Key("followed", note, default=default, nullable=nullable, private=private)
 
 
-def renamed(config: str, note: str, default: Any = None, *, zero: bool = False) -> Key:
+def renamed(config: str, note: str, default: object = None, *, zero: bool = False) -> Key:
     """A key of a GGUF header that has the meaning of the config's key `config`. `zero`: 0 means
     that it is absent."""
     return Key("followed", note, default=default, config=config, zero_is_absent=zero)
@@ -73,7 +73,7 @@ def alias(of: str, *, private: bool = False) -> Key:
     )
 
 
-def must_equal(*values: Any, note: str, nullable: bool = True, private: bool = False) -> Key:
+def must_equal(*values: object, note: str, nullable: bool = True, private: bool = False) -> Key:
     return Key("must equal", note, values=values, nullable=nullable, private=private)
 
 
@@ -92,7 +92,7 @@ class Checked:
 
 
 def _check_value(
-    reader: Fields, name: str, key: Key, value: Any, what: str, no_nulls: bool
+    reader: Fields, name: str, key: Key, value: object, what: str, no_nulls: bool
 ) -> None:
     required = key.values or key.default is not None or (no_nulls and key.treatment == "followed")
     if value is None:
@@ -111,7 +111,7 @@ def _check_value(
 
 
 def check_keys(
-    values: Mapping[str, Any],
+    values: Mapping[str, object],
     table: Table,
     *,
     what: str,
@@ -151,7 +151,7 @@ def check_keys(
     return checked
 
 
-def _wrong_kind(name: str, key: Key, value: Any) -> str:
+def _wrong_kind(name: str, key: Key, value: object) -> str:
     """The rule that a value of a followed key breaks by its type, or "". It is checked for all of
     them, because some are read only if another key says so."""
     if key.treatment != "followed":
@@ -168,7 +168,7 @@ def _wrong_kind(name: str, key: Key, value: Any) -> str:
     return ""
 
 
-def _unknown(name: str, value: Any, what: str, unknown: list[str], warnings: list[str]) -> None:
+def _unknown(name: str, value: object, what: str, unknown: list[str], warnings: list[str]) -> None:
     plain = name.rsplit(".", 1)[-1]
     if plain.startswith("_"):
         warnings.append(f"{printable(name)} is not known for {what}; a private key, ignored")
@@ -186,7 +186,7 @@ def printable(name: str) -> str:
     return name if name.isprintable() and len(name) <= 80 else short(name)
 
 
-def _resolve_alias(name: str, canonical: str, value: Any, checked: Checked, file: str) -> None:
+def _resolve_alias(name: str, canonical: str, value: object, checked: Checked, file: str) -> None:
     other = checked.values.get(canonical)
     if other is not None and not _same(other, value):
         raise ModelError(
@@ -199,6 +199,6 @@ def _resolve_alias(name: str, canonical: str, value: Any, checked: Checked, file
     checked.values[canonical], checked.written[canonical] = value, name
 
 
-def _same(a: Any, b: Any) -> bool:
+def _same(a: object, b: object) -> bool:
     """Equality of JSON values: true differs from 1, but 1 equals 1.0."""
     return isinstance(a, bool) == isinstance(b, bool) and bool(a == b)

@@ -39,7 +39,7 @@ def plain_frequencies(theta: float, dim: int) -> list[Decimal]:
 
 
 def make_rope(
-    scaling: Mapping[str, Any], *, theta: float, dim: int, context: int, trained: int, file: str
+    scaling: Mapping[str, object], *, theta: float, dim: int, context: int, trained: int, file: str
 ) -> RopeSpec:
     """Compute the frequencies.
 

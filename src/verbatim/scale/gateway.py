@@ -31,7 +31,7 @@ def _build() -> Any:
 
 @serve.ingress(_build)
 class Gateway:
-    async def __init__(self, settings: Settings, replicas: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: Settings, replicas: object) -> None:  # type: ignore[misc]
         global _app
         set_up_logs(settings)
         service = HandleService(settings, serve.get_replica_context().app_name)

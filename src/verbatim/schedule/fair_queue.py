@@ -43,7 +43,7 @@ class FairQueue:
         self._numbers = itertools.count()
 
     def add(
-        self, item: Any, *, tenant: str = "", priority: int = 0, width: int = 1, claim: int = 0
+        self, item: object, *, tenant: str = "", priority: int = 0, width: int = 1, claim: int = 0
     ) -> Waiting:
         entry = Waiting(priority, next(self._numbers), tenant, width, claim, item)
         heapq.heappush(self._queues.setdefault(tenant, []), entry)

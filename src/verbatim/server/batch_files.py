@@ -82,7 +82,7 @@ def _parsed(raw: bytes, where: str, encoding: str) -> Any:
         raise _wrong(f"{where}: {error}") from None
 
 
-def _check(line: Any, where: str) -> None:
+def _check(line: object, where: str) -> None:
     if (
         not isinstance(line, dict)
         or not isinstance(line.get("custom_id"), str)

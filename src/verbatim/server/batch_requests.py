@@ -131,7 +131,7 @@ async def one_round(
     return refused
 
 
-async def send_request(app: Any, model: str, line: Line) -> tuple[Line, float]:
+async def send_request(app: object, model: str, line: Line) -> tuple[Line, float]:
     """Send one request through the application. Returns its answer, and the seconds to wait before
     the next request if this one was rejected."""
     request_body = line["body"]

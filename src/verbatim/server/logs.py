@@ -58,7 +58,7 @@ def set_up_logs(settings: Settings) -> None:
         logger.setLevel(logging.INFO if name == "verbatim" else logging.ERROR)
 
 
-def _quoted(value: Any) -> Any:
+def _quoted(value: object) -> Any:
     """Quote a label that a client chose, so that it cannot inject a line or a field."""
     return json.dumps(value) if isinstance(value, str) and not PLAIN(value) else value
 

@@ -15,7 +15,6 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
 from tokenizers import AddedToken
 
@@ -138,7 +137,7 @@ class ControlEscaper:
     """Placeholders of one conversation. `escape` is applied to its strings, `unescape` to the
     rendered text."""
 
-    def __init__(self, finder: ControlFinder, conversation: Any = ()) -> None:
+    def __init__(self, finder: ControlFinder, conversation: object = ()) -> None:
         self._finder = finder
         self._conversation = conversation
         self._placeholders: dict[str, str] = {}
@@ -197,7 +196,7 @@ def _json_escape(char: str) -> str:
     return f"\\u{ord(char):04x}"
 
 
-def strings_in(value: Any, depth: int = 0) -> Iterable[str]:
+def strings_in(value: object, depth: int = 0) -> Iterable[str]:
     """Every string in plain data, keys included."""
     if isinstance(value, str):
         yield value

@@ -15,7 +15,7 @@ K = "tokenizer.ggml."
 class TokenizerKeys:
     """The `tokenizer.ggml.…` keys of one file."""
 
-    def __init__(self, metadata: Mapping[str, Any], file: str | None) -> None:
+    def __init__(self, metadata: Mapping[str, object], file: str | None) -> None:
         self.meta = metadata
         self.file = file
         self.tokens: list[str] = []  # set once read: an id outside it is an error

@@ -37,7 +37,7 @@ GEMMA4_MARKERS = frozenset(
 )
 
 
-def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> Vocabulary:
+def read_vocabulary(metadata: Mapping[str, object], *, file: str | None = None) -> Vocabulary:
     reader = _VocabReader(metadata, file)
     try:
         return reader.read()
@@ -50,7 +50,7 @@ def read_vocabulary(metadata: Mapping[str, Any], *, file: str | None = None) -> 
 
 
 class _VocabReader(TokenizerKeys):
-    def __init__(self, metadata: Mapping[str, Any], file: str | None) -> None:
+    def __init__(self, metadata: Mapping[str, object], file: str | None) -> None:
         super().__init__(metadata, file)
         self.merged: frozenset[str] = frozenset()
         self.padding: frozenset[int] = frozenset()  # ids without a token

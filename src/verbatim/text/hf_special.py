@@ -25,13 +25,13 @@ _BERT = {
 _PREFIX_SPACE = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer", "RobertaTokenizer")
 
 
-def merged(config: Mapping[str, Any], special_map: Mapping[str, Any]) -> Mapping[str, Any]:
+def merged(config: Mapping[str, object], special_map: Mapping[str, object]) -> Mapping[str, Any]:
     """special_tokens_map.json counts only beside a tokenizer_config.json without
     added_tokens_decoder, and wins there."""
     return config if "added_tokens_decoder" in config else {**config, **special_map}
 
 
-def named_tokens(config: Mapping[str, Any]) -> dict[str, AddedToken]:
+def named_tokens(config: Mapping[str, object]) -> dict[str, AddedToken]:
     """The tokens with a name: bos_token, …, any other key that ends in `_token`, and the entries of
     an `extra_special_tokens` object."""
     extra = config.get("extra_special_tokens")
@@ -99,7 +99,7 @@ def apply_settings(encoder: Any, config: Mapping[str, Any]) -> None:
         encoder.pre_tokenizer = before
 
 
-def _token(value: Any) -> AddedToken | None:
+def _token(value: object) -> AddedToken | None:
     """A token from a text or an object {content, lstrip, …}; None for anything else."""
     if isinstance(value, str):
         return AddedToken(value, normalized=False, special=True)
@@ -113,7 +113,7 @@ def _state(token: AddedToken) -> tuple[str, dict[str, bool], bool]:
     return token.content, {name: getattr(token, name) for name in _FLAGS}, token.special
 
 
-def _declared(config: Mapping[str, Any]) -> dict[int, AddedToken]:
+def _declared(config: Mapping[str, object]) -> dict[int, AddedToken]:
     """added_tokens_decoder, in the order of the ids."""
     decoder = config.get("added_tokens_decoder") or {}
     if not isinstance(decoder, Mapping):
@@ -127,7 +127,7 @@ def _declared(config: Mapping[str, Any]) -> dict[int, AddedToken]:
     return dict(sorted(found.items()))
 
 
-def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
+def _extra(config: Mapping[str, object]) -> list[AddedToken]:
     """The tokens of extra_special_tokens, or of its older name additional_special_tokens."""
     key = "extra_special_tokens"
     if key not in config:

@@ -52,7 +52,7 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
     return value
 
 
-def special_texts(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+def special_texts(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
     """Text of bos_token, eos_token, … in the configuration: a string or {"content": string}."""
     special_map = read_json(folder / "special_tokens_map.json", missing={})
     try:
@@ -89,7 +89,7 @@ def read_vocabulary(folder: Path) -> Vocabulary:
         ) from error
 
 
-def _follow_config(encoder: Any, config: Mapping[str, Any], folder: Path) -> dict[str, str]:
+def _follow_config(encoder: object, config: Mapping[str, object], folder: Path) -> dict[str, str]:
     """Apply tokenizer_config.json to the encoder. Returns the text of each named token."""
     try:
         named = hf_special.named_tokens(config)
@@ -100,7 +100,7 @@ def _follow_config(encoder: Any, config: Mapping[str, Any], folder: Path) -> dic
     return {name: token.content for name, token in named.items()}
 
 
-def check_parts(spec: Mapping[str, Any]) -> None:
+def check_parts(spec: Mapping[str, object]) -> None:
     """Reject what the library would accept: other models, randomness, steps that inflate a text,
     decoders whose text is not the concatenation of the tokens' bytes."""
     model = spec.get("model")
@@ -128,7 +128,7 @@ def check_parts(spec: Mapping[str, Any]) -> None:
     _check_decoder(spec)
 
 
-def _check_decoder(spec: Mapping[str, Any]) -> None:
+def _check_decoder(spec: Mapping[str, object]) -> None:
     """`token_bytes` decodes one token at a time: byte-level, as SentencePiece or as WordPiece."""
     decoders = _steps(spec.get("decoder"))
     kinds = [d.get("type") for d in decoders]
@@ -148,7 +148,7 @@ def _check_decoder(spec: Mapping[str, Any]) -> None:
             )
 
 
-def _is_sentencepiece(decoder: Mapping[str, Any]) -> bool:
+def _is_sentencepiece(decoder: Mapping[str, object]) -> bool:
     kind = decoder.get("type")
     if kind == "Metaspace":
         return decoder.get("replacement") == SPACE
@@ -159,7 +159,7 @@ def _is_sentencepiece(decoder: Mapping[str, Any]) -> bool:
     return kind == "ByteFallback"
 
 
-def _steps(part: Any) -> list[dict[str, Any]]:
+def _steps(part: object) -> list[dict[str, Any]]:
     """A normalizer, pre-tokenizer or decoder as a flat list of its steps."""
     if isinstance(part, list):
         return [step for item in part for step in _steps(item)]
@@ -173,7 +173,7 @@ def _steps(part: Any) -> list[dict[str, Any]]:
     return inner or [part]
 
 
-def _growth(step: Mapping[str, Any]) -> float:
+def _growth(step: Mapping[str, object]) -> float:
     """The largest factor by which a step can lengthen a text."""
     if step.get("type") == "ByteLevel":
         return 2.0  # a byte above 127 becomes a two-byte character
@@ -354,7 +354,10 @@ def _pair_template(encoder: Any) -> PairTemplate | None:
 
 
 def _apply_flag(
-    added_ids: tuple[int, ...], config: Mapping[str, Any], name: str, ids: Mapping[str, int | None]
+    added_ids: tuple[int, ...],
+    config: Mapping[str, object],
+    name: str,
+    ids: Mapping[str, int | None],
 ) -> tuple[int, ...]:
     flag, token = config.get(f"add_{name}_token"), ids.get(f"{name}_token")
     if flag is True and not added_ids and token is not None:
@@ -364,7 +367,7 @@ def _apply_flag(
     return added_ids
 
 
-def _types(part: Any) -> set[str]:
+def _types(part: object) -> set[str]:
     """The types of a normalizer, pre-tokenizer or decoder and of all its parts."""
     if isinstance(part, dict):
         own = {part["type"]} if isinstance(part.get("type"), str) else set()
@@ -374,7 +377,7 @@ def _types(part: Any) -> set[str]:
     return set()
 
 
-def _adds_space(spec: Mapping[str, Any]) -> bool:
+def _adds_space(spec: Mapping[str, object]) -> bool:
     pre_tokenizer = spec.get("pre_tokenizer")
     if (
         isinstance(pre_tokenizer, dict)

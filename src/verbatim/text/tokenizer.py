@@ -131,13 +131,13 @@ class Tokenizer:
     def finder(self) -> ControlFinder:
         return ControlFinder(self.control_tokens, self._vocab.added)
 
-    def _plain(self, text: str, encoder: Any) -> list[int]:
+    def _plain(self, text: str, encoder: object) -> list[int]:
         ids = _ids(encoder, text)
         if self._control_ids.isdisjoint(ids):
             return ids
         return self._without_control(text, ids, encoder)
 
-    def _without_control(self, text: str, ids: list[int], encoder: Any) -> list[int]:
+    def _without_control(self, text: str, ids: list[int], encoder: object) -> list[int]:
         """In some vocabularies merging can produce a control token. Encode such text in two halves.
 
         The unknown token is exempt: it stands for text that the vocabulary cannot encode.
@@ -278,7 +278,7 @@ def _check_text(text: str) -> None:
         ) from None
 
 
-def from_gguf(metadata: Mapping[str, Any], *, file: str | None = None) -> Tokenizer:
+def from_gguf(metadata: Mapping[str, object], *, file: str | None = None) -> Tokenizer:
     """Tokenizer from a GGUF file's metadata."""
     return Tokenizer(gguf_vocab.read_vocabulary(metadata, file=file))
 

@@ -349,7 +349,7 @@ def float_adapter(adapter: Adapter) -> FloatAdapter:
     }
 
 
-def low_rank(x: Array, a: Array, b: Array, scale: Any) -> Array:
+def low_rank(x: Array, a: Array, b: Array, scale: object) -> Array:
     """B · (scale · A · x) of each row."""
     return rows_times(rows_times(x, a) * scale, b)
 

@@ -102,7 +102,7 @@ class Worker:
 
 
 @lib.llama_log_callback  # type: ignore[untyped-decorator, unused-ignore]
-def _silent(level: int, text: bytes, data: Any) -> None:
+def _silent(level: int, text: bytes, data: object) -> None:
     pass
 
 

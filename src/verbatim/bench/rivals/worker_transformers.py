@@ -43,7 +43,7 @@ class Worker:
             device=self.device,
         )
 
-    def _run(self, rows: int, tokens: int, past: Any) -> tuple[float, Any]:
+    def _run(self, rows: int, tokens: int, past: object) -> tuple[float, Any]:
         ids = self._ids(rows, tokens)
         began = time.perf_counter()
         with torch.no_grad():

@@ -121,7 +121,7 @@ def collect(
     returned with code 130. A second Ctrl-C raises at once."""
     code = 0
 
-    def stop(signum: int, frame: Any) -> None:
+    def stop(signum: int, frame: object) -> None:
         nonlocal code
         if code:
             raise KeyboardInterrupt

@@ -45,7 +45,7 @@ def answered(*names: str, answer: str) -> Callable[[F], F]:
     return click.option(*names, cls=AnsweredFlag, answer=answer)
 
 
-def with_default(help: str, default: Any, size: bool = False) -> str:
+def with_default(help: str, default: object, size: bool = False) -> str:
     """A help text with the default in brackets: [256], [on], [8G]."""
     match default:
         case None | "":
@@ -88,7 +88,7 @@ class Option(click.Option):
             self.multiple = multiple
 
     def handle_parse_result(
-        self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
+        self, ctx: click.Context, opts: Mapping[str, object], args: list[str]
     ) -> tuple[Any, list[str]]:
         values = opts.get(self.name or "")
         if isinstance(values, list) and not self.multiple:
@@ -99,7 +99,7 @@ class Option(click.Option):
             opts = {**opts, self.name or "": values[-1]}
         return super().handle_parse_result(ctx, opts, args)
 
-    def _two_values(self, ctx: click.Context, typed: Sequence[Any]) -> str:
+    def _two_values(self, ctx: click.Context, typed: Sequence[object]) -> str:
         if self.is_flag:
             return f"{self.opts[0]} and {self.secondary_opts[0]} contradict each other; give one"
         first, other = list(dict.fromkeys(typed))[:2]
@@ -167,7 +167,7 @@ class AnsweredFlag(click.Option):
         )
         self.answer = answer
 
-    def refuse(self, ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    def refuse(self, ctx: click.Context, param: click.Parameter, value: object) -> None:
         if value:
             typed = flag_in(ctx.meta.get(ARGUMENTS, ()), self) or self.opts[0]
             raise click.UsageError(f"no such option: {typed}; {self.answer}", ctx)

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Never
+from typing import Never
 
 INTERRUPTED = 130
 
@@ -37,7 +37,7 @@ def _in_main_thread() -> bool:  # the only one that may set a handler
     return threading.current_thread() is threading.main_thread()
 
 
-def _exit(signum: int, frame: Any) -> Never:
+def _exit(signum: int, frame: object) -> Never:
     with suppress(Exception):  # a closed stdout, or one that is being flushed
         sys.stdout.flush()
     with suppress(OSError):

@@ -92,7 +92,7 @@ def params_line(completion: Completion) -> str:
     )
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if value is None:
         return "unlimited"
     text = f"{value:g}" if isinstance(value, float) else str(value)

@@ -203,7 +203,7 @@ def _is_file_name(text: str) -> bool:
     return text.endswith((".json", ".lark", ".gbnf", ".txt")) or Path(text).is_file()
 
 
-def _choice_text(choice: Any) -> str:
+def _choice_text(choice: object) -> str:
     return str(choice).lower() if isinstance(choice, bool) else str(choice)
 
 

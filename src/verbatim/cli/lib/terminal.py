@@ -16,7 +16,7 @@ from typing import Any
 DIM, RED, YELLOW, GREEN, BOLD = "2", "31", "33", "32", "1"
 
 
-def use_colour(stream: Any) -> bool:
+def use_colour(stream: object) -> bool:
     if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
         return False
     return is_terminal(stream)
@@ -29,7 +29,7 @@ def is_terminal(stream: Any) -> bool:
         return False
 
 
-def paint(text: str, code: str, stream: Any = None) -> str:
+def paint(text: str, code: str, stream: object = None) -> str:
     return f"\x1b[{code}m{text}\x1b[0m" if text and use_colour(stream or sys.stderr) else text
 
 
@@ -40,7 +40,7 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def write_json(value: Any) -> None:
+def write_json(value: object) -> None:
     """Write one JSON value on one line. Characters that stdout cannot encode are escaped."""
     line = json.dumps(value, ensure_ascii=False)
     if not _can_encode(sys.stdout, line):
@@ -75,7 +75,7 @@ def _ascii_fallback(text: str) -> str:
     return text if _can_encode(sys.stderr, text) else text.replace(" · ", ", ").replace("…", "...")
 
 
-def _can_encode(stream: Any, text: str) -> bool:
+def _can_encode(stream: object, text: str) -> bool:
     try:
         text.encode(getattr(stream, "encoding", None) or "utf-8")
     except (UnicodeEncodeError, LookupError):

@@ -56,7 +56,7 @@ def read_files(path: Path) -> ModelFiles:
     return _directory(path) if path.is_dir() else _gguf(path)
 
 
-def _try(errors: dict[str, str], part: str, read: Callable[[], Any]) -> Any:
+def _try(errors: dict[str, str], part: str, read: Callable[[], object]) -> Any:
     try:
         return read()
     except VerbatimError as error:
@@ -128,7 +128,7 @@ def _same_end(a: str, b: str) -> bool:
     return a.startswith("eos_token") and a.partition(" of ")[2] == b.partition(" of ")[2]
 
 
-def _ids_of(file: str, values: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, int]:
+def _ids_of(file: str, values: Mapping[str, object], names: tuple[str, ...]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in names:
         value = values.get(f"{name}_id")
@@ -138,7 +138,7 @@ def _ids_of(file: str, values: Mapping[str, Any], names: tuple[str, ...]) -> dic
     return found
 
 
-def _added_tokens(tokenizer: Mapping[str, Any], words: Mapping[str, Any]) -> dict[str, int]:
+def _added_tokens(tokenizer: Mapping[str, object], words: Mapping[str, object]) -> dict[str, int]:
     """The added tokens of tokenizer.json and of tokenizer_config.json, which a reader resolves by
     their ids."""
     found: dict[str, int] = {}
@@ -154,7 +154,7 @@ def _added_tokens(tokenizer: Mapping[str, Any], words: Mapping[str, Any]) -> dic
     return found
 
 
-def _templates(path: Path, words: Mapping[str, Any]) -> dict[str, str]:
+def _templates(path: Path, words: Mapping[str, object]) -> dict[str, str]:
     found: dict[str, str] = {}
     jinja, other = path / "chat_template.jinja", path / "chat_template.json"
     if jinja.is_file():

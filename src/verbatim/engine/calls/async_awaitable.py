@@ -24,7 +24,7 @@ class AwaitOnly(Coroutine[Any, Any, T]):
     def __await__(self) -> Generator[Any, Any, T]:
         return self._inner.__await__()
 
-    def send(self, value: Any) -> Any:
+    def send(self, value: object) -> Any:
         return self._inner.send(value)
 
     def throw(self, *error: Any) -> Any:

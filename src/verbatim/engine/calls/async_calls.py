@@ -93,10 +93,10 @@ class AsyncCalls(EngineBase):
 
     async def submit_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
         *,
-        template: Mapping[str, Any] | None = None,
+        template: Mapping[str, object] | None = None,
     ) -> AsyncStream:
         raise NotImplementedError
 
@@ -222,7 +222,7 @@ class AsyncCalls(EngineBase):
         found = await self._in_turn([partial(self._vector, pair, None, tenant) for pair in inputs])
         return ranked(documents, [float(vector[0]) for vector, _ in found], top_n)
 
-    async def _all(self, submits: Sequence[Submit], progress: Any) -> list[Completion]:
+    async def _all(self, submits: Sequence[Submit], progress: object) -> list[Completion]:
         """All answers, in order."""
         bar = progress_bar(progress, len(submits), "prompts")
 

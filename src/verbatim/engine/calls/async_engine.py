@@ -94,12 +94,12 @@ class AsyncEngine(AsyncLoop):
 
     async def submit_chat(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         tenant: str = "",
-        template: Mapping[str, Any] | None = None,
+        template: Mapping[str, object] | None = None,
     ) -> AsyncStream:
         """submit() of a conversation, rendered by the chat template with the options in `template`
         (tools, ...)."""
@@ -113,8 +113,8 @@ class AsyncEngine(AsyncLoop):
         prompt: str | Sequence[int] | EmbedInput | None,
         params: SamplingParams | None = None,
         *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
-        template: Mapping[str, Any] | None = None,
+        messages: Sequence[Mapping[str, object]] | None = None,
+        template: Mapping[str, object] | None = None,
         tenant: str = "",
         hidden: bool = False,
     ) -> SinkRequest:
@@ -246,7 +246,7 @@ class AsyncEngine(AsyncLoop):
         self.core.stats()
         return self.core.metrics.registry.render()
 
-    async def call(self, work: Callable[[EngineCore], Any]) -> Any:
+    async def call(self, work: Callable[[EngineCore], object]) -> Any:
         """Run work(core) on the engine's thread, between two steps."""
         future: Future[Any] = Future()
         with self._lock:

@@ -68,7 +68,7 @@ class AsyncLoop(AsyncCalls):
         if not self.alive:
             raise UnavailableError("the engine is shutting down")
 
-    def _post(self, what: str, value: Any) -> None:
+    def _post(self, what: str, value: object) -> None:
         """Post a message to the engine's thread, from any thread."""
         with self._lock:
             self._inbox.append((what, value))
@@ -134,7 +134,7 @@ class AsyncLoop(AsyncCalls):
             with self._lock:
                 self._arriving[request.tenant] -= 1
 
-    def _call(self, work: Callable[[EngineCore], Any], future: Future[Any]) -> None:
+    def _call(self, work: Callable[[EngineCore], object], future: Future[Any]) -> None:
         if not future.set_running_or_notify_cancel():  # the caller was cancelled
             return
         try:

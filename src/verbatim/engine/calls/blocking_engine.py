@@ -100,7 +100,7 @@ class BlockingEngine(EngineBase):
         self._dropped: deque[str] = deque()  # request ids of streams that were garbage-collected
 
     def _run(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: Any = False
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams], progress: object = False
     ) -> list[Completion]:
         """Validate all requests before the first one is queued, then run them to completion."""
         requests = [self.core.request(prompt, p) for prompt, p in zip(prompts, params, strict=True)]

@@ -36,7 +36,7 @@ class NoBar:
         """Do nothing."""
 
 
-def is_one(prompts: Any) -> bool:
+def is_one(prompts: object) -> bool:
     """A string or a list of ids is one prompt. A list of strings or of lists is a batch, and so is
     an empty list."""
     if isinstance(prompts, str):
@@ -52,17 +52,17 @@ def is_one(prompts: Any) -> bool:
     return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence))
 
 
-def _has(prompt: Any, key: str) -> bool:
+def _has(prompt: object, key: str) -> bool:
     return isinstance(prompt, Mapping) and key in prompt
 
 
-def is_one_chat(messages: Any) -> bool:
+def is_one_chat(messages: object) -> bool:
     return not isinstance(messages, (list, tuple)) or all(
         isinstance(message, Mapping) for message in messages
     )
 
 
-def one(params: Any) -> SamplingParams:
+def one(params: object) -> SamplingParams:
     if params is not None and not isinstance(params, SamplingParams):
         write = "SamplingParams(**params)" if isinstance(params, Mapping) else "SamplingParams(...)"
         raise ParameterError(
@@ -71,7 +71,7 @@ def one(params: Any) -> SamplingParams:
     return params or SamplingParams()
 
 
-def each(params: Any, count: int) -> list[SamplingParams]:
+def each(params: object, count: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [one(params)] * count
     if not isinstance(params, (list, tuple)):
@@ -83,21 +83,21 @@ def each(params: Any, count: int) -> list[SamplingParams]:
     return [one(p) for p in params]
 
 
-def refuse_unknown(call: str, unknown: Mapping[str, Any]) -> None:
+def refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:
     """TypeError for an argument that the call does not have."""
     for name in unknown:
         hint = f"give it in params: SamplingParams({name}=...)" if name in FIELDS else None
         raise argument(call, name, hint)
 
 
-def refuse_foreign(call: str, template: Mapping[str, Any]) -> None:
+def refuse_foreign(call: str, template: Mapping[str, object]) -> None:
     """TypeError for a template option that is a sampling parameter elsewhere or here."""
     for name in template:
         if name in FIELDS or name in hints("parameters") or name in FOREIGN:
             refuse_unknown(call, {name: None})
 
 
-def progress_bar(progress: Any, total: int, desc: str) -> ProgressBar:
+def progress_bar(progress: object, total: int, desc: str) -> ProgressBar:
     if progress is False or progress is None:
         return NoBar()
     if progress is True:

@@ -110,7 +110,7 @@ class EngineBase(metaclass=AnsweringType):
                 return getattr(self, RENAMED[name])
             raise attribute(self, name, "methods")
 
-        def __call__(self, *_: Any, **__: Any) -> Any:
+        def __call__(self, *_: object, **__: Any) -> Any:
             raise TypeError("an engine is not a function; use generate(prompt) or chat(messages)")
 
     def _open(self, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -249,7 +249,7 @@ class EngineBase(metaclass=AnsweringType):
         return self.core.stats()
 
 
-def check_messages(messages: Any) -> None:
+def check_messages(messages: object) -> None:
     """Check that a conversation is a list of messages with content.
 
     text/templates/chat_template.py checks the rest."""

@@ -303,7 +303,7 @@ class LLM(EmbedCalls, BlockingEngine):
         return [request.hidden.vector() for request in running]
 
 
-def _whole(name: str, value: Any) -> int:
+def _whole(name: str, value: object) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ParameterError(name, f"{value!r:.40} is not a whole number")
     return int(value)

@@ -48,7 +48,7 @@ def check_load(
         read_head(file, spec)
 
 
-def can_use_gpu(settings: Mapping[str, Any]) -> bool:
+def can_use_gpu(settings: Mapping[str, object]) -> bool:
     """Whether the weights may go to a GPU: then the machine's memory is no limit for them."""
     from verbatim.backend import gpu
 

@@ -51,7 +51,7 @@ class PlannedCodes(NamedTuple):
     group: int  # columns per scale; 0: all
 
 
-def planned_type(config: Mapping[str, Any]) -> str | None:
+def planned_type(config: Mapping[str, object]) -> str | None:
     """The block type in which `to_blocks` keeps the weights of a checkpoint with this
     quantization_config, or None for floats. It is known without the weights."""
     codes = _planned_codes(config)

@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -51,7 +50,7 @@ class RawTensor:
 
 
 def unpack_checkpoint(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     tensors: Mapping[str, Tensor],
     raw: Mapping[str, RawTensor],
     file: str,
@@ -101,7 +100,7 @@ class _Checkpoint:
         self,
         floats: dict[str, Tensor],
         raw: dict[str, RawTensor],
-        config: Mapping[str, Any],
+        config: Mapping[str, object],
         blocks: bool,
         gpu: bool,
     ) -> None:

@@ -79,7 +79,7 @@ _WEIGHT_VALUES = {
 }
 
 
-def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
+def check_keys(method: str, config: Mapping[str, object]) -> list[str]:
     """Warnings; a ModelError for a key whose value is not supported."""
     for key, fine in _REFUSED.get(method, {}).items():
         value = config.get(key)
@@ -98,7 +98,7 @@ def check_keys(method: str, config: Mapping[str, Any]) -> list[str]:
     return []
 
 
-def _unknown_in_groups(groups: Mapping[str, Any]) -> list[str]:
+def _unknown_in_groups(groups: Mapping[str, object]) -> list[str]:
     found: list[str] = []
     for name in groups:
         group = mapping(groups, name)
@@ -108,7 +108,7 @@ def _unknown_in_groups(groups: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def check_values(config: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]]) -> None:
+def check_values(config: Mapping[str, object], values: Mapping[str, tuple[object, ...]]) -> None:
     """Raise a ModelError for a key with none of its values. A missing one is fine."""
     for key, known in values.items():
         value = config.get(key)
@@ -121,7 +121,7 @@ def check_values(config: Mapping[str, Any], values: Mapping[str, tuple[Any, ...]
 class ConfigGroups:
     """The config groups of compressed-tensors: which weights belong to which module."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, object]) -> None:
         found = mapping(config, "config_groups")
         groups = [mapping(found, name, nullable=False) for name in found]
         self._groups = [group for group in groups if group]
@@ -161,7 +161,7 @@ class ConfigGroups:
             raise ModelError(f"targets: {error}") from None
 
 
-def mapping(config: Mapping[str, Any], key: str, *, nullable: bool = True) -> Mapping[str, Any]:
+def mapping(config: Mapping[str, object], key: str, *, nullable: bool = True) -> Mapping[str, Any]:
     """The object under a key; empty if there is none, or null where the library accepts it."""
     value = config.get(key, {})
     if value is None and nullable:

@@ -7,7 +7,6 @@ values of an earlier layer, and every layer may have an input of its own per tok
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from verbatim.model.config_fields import MAX_COUNT, short
 from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows, tensors
@@ -131,7 +130,7 @@ def _layer_heads(c: Config, slides: list[bool]) -> list[tuple[int, int]]:
     return found
 
 
-def _own_heads(c: Config, layer: int, entry: Any, plain: tuple[int, int]) -> tuple[int, int]:
+def _own_heads(c: Config, layer: int, entry: object, plain: tuple[int, int]) -> tuple[int, int]:
     if not isinstance(entry, dict) or any(key not in _HEADS for key in entry):
         raise c.fail("per_layer_config", f"only {' and '.join(_HEADS)} of a layer may differ")
     values = [entry.get(key, default) for key, default in zip(_HEADS, plain, strict=True)]

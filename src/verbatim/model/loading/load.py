@@ -275,14 +275,14 @@ def _ids(key: str, value: Any) -> list[int]:
     return [int(one) for one in values if one >= 0]
 
 
-def _gguf_eos(metadata: Mapping[str, Any]) -> tuple[int, ...]:
+def _gguf_eos(metadata: Mapping[str, object]) -> tuple[int, ...]:
     keys = ("eos_token_id", "eos_token_ids", "eot_token_id", "eom_token_id")
     names = [f"tokenizer.ggml.{key}" for key in keys]
     found = [i for name in names for i in _ids(name, metadata.get(name))]
     return tuple(dict.fromkeys(found))
 
 
-def _config_eos(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+def _config_eos(config: Mapping[str, object], generation: Mapping[str, object]) -> tuple[int, ...]:
     """Stop tokens of config.json and generation_config.json.
 
     Chat models often list their end-of-turn token in the second file only."""

@@ -61,7 +61,7 @@ class BatchActor:
 def batch_settings(
     model: str,
     concurrency: int,
-    engine: Mapping[str, Any],
+    engine: Mapping[str, object],
     *,
     test_engine: str = "",
     revision: str | None = None,
@@ -101,7 +101,7 @@ class Generate:
         model: str = "smollm2",
         *,
         column: str = "prompt",
-        params: Mapping[str, Any] | None = None,
+        params: Mapping[str, object] | None = None,
         concurrency: int = 64,
         test_engine: str = "",
         **engine: Any,
@@ -121,7 +121,7 @@ class Generate:
         rows = [_columns(answer["status_code"], answer["body"]) for answer in answers]
         return {**batch, **{name: [row[name] for row in rows] for name in COLUMNS}}
 
-    def _request(self, index: int, prompt: Any) -> Line:
+    def _request(self, index: int, prompt: object) -> Line:
         plain = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # NumPy, from Ray Data
         body: dict[str, Any] = dict(self._params)
         if isinstance(plain, str):
@@ -138,7 +138,7 @@ class Generate:
 _NOT_SHOWN = ("tools", "functions", "logprobs", "top_logprobs", "prompt_logprobs")
 
 
-def _checked(params: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(params: Mapping[str, object]) -> dict[str, Any]:
     for name, value in params.items():
         if name in ("prompt", "messages"):
             raise ParameterError("params", f"{name} comes from the column of prompts; leave it out")

@@ -88,7 +88,7 @@ class PrefixRouter(RequestRouter):
         return [r for r, p in zip(replicas, prints, strict=True) if p == self._fingerprint]
 
     def on_request_routed(
-        self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
+        self, pending_request: PendingRequest, replica_id: ReplicaID, result: object
     ) -> None:
         if "route" not in pending_request.kwargs:  # no request of a client
             return

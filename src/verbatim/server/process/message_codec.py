@@ -143,7 +143,7 @@ def _rule(annotation: Any) -> _Rule:
     return _Rule(frozenset((list,)), _decoder(annotation), record=True)
 
 
-def _list_of(rule: _Rule, annotation: Any) -> Callable[[list[Any]], list[Any]]:
+def _list_of(rule: _Rule, annotation: object) -> Callable[[list[Any]], list[Any]]:
     types, make, _ = rule
 
     def check(values: list[Any]) -> list[Any]:
@@ -155,7 +155,7 @@ def _list_of(rule: _Rule, annotation: Any) -> Callable[[list[Any]], list[Any]]:
     return check
 
 
-def _names(union: Any) -> dict[str, Callable[[list[Any]], Any]]:
+def _names(union: object) -> dict[str, Callable[[list[Any]], Any]]:
     return {kind.__name__: _decoder(kind) for kind in get_args(union)}
 
 

@@ -103,7 +103,7 @@ class ReasoningFormat:
         return TagSplitter(self.open, self.close, self.start, self.wrapper, self.opener)
 
 
-def find_format(sources: Iterable[str], tokenizer: Any) -> ReasoningFormat | None:
+def find_format(sources: Iterable[str], tokenizer: object) -> ReasoningFormat | None:
     """The reasoning format of a model, from its chat templates; None if it has none."""
     text = "\n".join(source for source in sources if isinstance(source, str))
     if CHANNEL in text and "analysis" in text:

@@ -24,7 +24,7 @@ def switches_of(template: Any) -> list[str]:
 
 
 def idle_switches(
-    given: Mapping[str, Any], switches: Collection[str], reasoning: bool
+    given: Mapping[str, object], switches: Collection[str], reasoning: bool
 ) -> list[str]:
     """The given switches that a template without any need not read: they say what holds anyway."""
     names = [] if switches else [name for name in SWITCHES if name in given]

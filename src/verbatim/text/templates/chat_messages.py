@@ -27,7 +27,7 @@ UNTRACKED_KEYS = ("role", "content", "tool_calls", "tool_call_id", *REASONING)
 def prepare_message(
     program: TemplateProgram,
     escaper: ControlEscaper,
-    message: Any,
+    message: object,
     index: int,
     warnings: list[str] | None = None,
 ) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def prepare_message(
 
 
 def _without_content(
-    program: TemplateProgram, message: Mapping[str, Any], where: str
+    program: TemplateProgram, message: Mapping[str, object], where: str
 ) -> Mapping[str, Any]:
     """A message with tool calls or reasoning needs no content. A template that does not handle
     missing content would print "None" or fail, so it gets an empty string. A message with
@@ -110,7 +110,7 @@ def _check_role_and_keys(program: TemplateProgram, message: Mapping[str, Any], w
             )
 
 
-def as_list(value: Any, what: str) -> Sequence[Any]:
+def as_list(value: object, what: str) -> Sequence[Any]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise RequestError(f"{what} is {type(value).__name__}, not a list", param=what)
     return value
@@ -124,7 +124,7 @@ def _tracked(message: dict[str, Any]) -> dict[str, Any]:
 
 def check_keys_read(
     rendered: Sequence[dict[str, Any]],
-    given: Sequence[Mapping[str, Any]],
+    given: Sequence[Mapping[str, object]],
     warnings: list[str] | None,
 ) -> None:
     """After rendering: a key that the template did not read was ignored. That is an error, unless
@@ -154,7 +154,7 @@ def check_keys_read(
         )
 
 
-def _part_text(part: Any, where: str) -> str:
+def _part_text(part: object, where: str) -> str:
     if (
         isinstance(part, Mapping)
         and part.get("type") == "text"
@@ -169,7 +169,7 @@ def _part_text(part: Any, where: str) -> str:
 
 
 def _check_part_keys(
-    program: TemplateProgram, part: Mapping[str, Any], where: str, warnings: list[str] | None
+    program: TemplateProgram, part: Mapping[str, object], where: str, warnings: list[str] | None
 ) -> None:
     """A key of a text part that the template cannot read is an error, or a warning if it marks
     where another server caches the prompt."""
@@ -186,7 +186,7 @@ def _check_part_keys(
         warnings.append(f"{where}.{key}: has no effect; prefixes are cached without being marked")
 
 
-def plain_copy(value: Any, escaper: ControlEscaper, where: str, depth: int = 0) -> Any:
+def plain_copy(value: object, escaper: ControlEscaper, where: str, depth: int = 0) -> Any:
     """Copy a value as plain JSON types with typed control tokens escaped. The template gets nothing
     else."""
     if value is None or isinstance(value, bool):

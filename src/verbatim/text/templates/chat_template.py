@@ -60,10 +60,10 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        messages: Sequence[Mapping[str, object]],
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        documents: Sequence[Mapping[str, Any]] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        documents: Sequence[Mapping[str, object]] | None = None,
         add_generation_prompt: bool = True,
         continue_final: bool = False,
         template: str | None = None,
@@ -89,13 +89,13 @@ class ChatTemplate:
     def _render(
         self,
         escaper: ControlEscaper,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        documents: Sequence[Mapping[str, Any]] | None,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] | None,
+        documents: Sequence[Mapping[str, object]] | None,
         add_generation_prompt: bool,
         continue_final: bool,
         template: str | None,
-        variables: Mapping[str, Any],
+        variables: Mapping[str, object],
         warnings: list[str] | None,
     ) -> str:
         program = self._program(self._choose(template, tools))
@@ -129,7 +129,11 @@ class ChatTemplate:
         return text
 
     def _check_read(
-        self, program: TemplateProgram, variables: Mapping[str, Any], tools: Any, documents: Any
+        self,
+        program: TemplateProgram,
+        variables: Mapping[str, object],
+        tools: object,
+        documents: object,
     ) -> None:
         """Reject tools, documents and variables that the template never reads: it would ignore them
         silently."""
@@ -149,7 +153,7 @@ class ChatTemplate:
                     f"so it would change nothing; leave it out (it reads: {own[:300]})",
                 )
 
-    def _choose(self, template: str | None, tools: Any) -> str:
+    def _choose(self, template: str | None, tools: object) -> str:
         if template is None:
             return "tool_use" if tools and "tool_use" in self.sources else "default"
         if template not in self.sources:

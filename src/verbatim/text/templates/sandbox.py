@@ -72,7 +72,7 @@ _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
 # ------------------------------------------------------------------------ globals and functions
 
 
-def _raise_exception(message: Any) -> Any:
+def _raise_exception(message: object) -> Any:
     raise RaisedByTemplate(str(message))
 
 
@@ -98,7 +98,7 @@ def _tojson(
     return text
 
 
-def _strftime_now(pattern: Any) -> str:
+def _strftime_now(pattern: object) -> str:
     if not isinstance(pattern, str) or len(pattern) > 256 or not _STRFTIME.fullmatch(pattern):
         raise SecurityError("strftime_now takes a short format of plain % fields")
     return datetime.now().strftime(pattern)
@@ -107,18 +107,18 @@ def _strftime_now(pattern: Any) -> str:
 class _TemplateNamespace(Namespace):
     """`namespace(...)` without names that start with an underscore."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:
+    def __init__(*args: object, **kwargs: Any) -> None:
         self, attributes = args[0], dict(*args[1:], **kwargs)
         for name in attributes:
             _check_name(name)
         Namespace.__init__(self, attributes)
 
-    def __setitem__(self, name: str, value: Any) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         _check_name(name)
         super().__setitem__(name, value)
 
 
-def _check_name(name: Any) -> None:
+def _check_name(name: object) -> None:
     if not isinstance(name, str) or name.startswith("_"):
         raise SecurityError(
             f"a namespace cannot hold {str(name)[:40]!r}: "
@@ -143,7 +143,7 @@ class _GenerationTag(Extension):
             yield token
 
     @pass_eval_context
-    def _render_body(self, context: Any, caller: Callable[[], str]) -> str:
+    def _render_body(self, context: object, caller: Callable[[], str]) -> str:
         return caller()
 
 
@@ -210,7 +210,7 @@ def _constant(items: list[Any]) -> bool:
 class _TimedGenerator(CodeGenerator):
     """Jinja's compiler under the time budget."""
 
-    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+    def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> Any:
         current().tick()
         return super().visit(node, *args, **kwargs)
 
@@ -242,7 +242,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
             "strftime_now": _strftime_now,
         }
 
-    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+    def is_safe_attribute(self, obj: object, attr: str, value: object) -> bool:
         if not super().is_safe_attribute(obj, attr, value):
             return False
         for kind, allowed in METHODS:
@@ -250,7 +250,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
                 return attr in allowed
         return isinstance(obj, OWN_TYPES)
 
-    def unsafe_undefined(self, obj: Any, attribute: str) -> Undefined:
+    def unsafe_undefined(self, obj: object, attribute: str) -> Undefined:
         """Raise. Jinja's default is an undefined value, which prints as nothing and hides an
         attack."""
         raise SecurityError(
@@ -290,16 +290,16 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         current().tick()
         return True
 
-    def guard_weigh(self, value: Any) -> Any:
+    def guard_weigh(self, value: object) -> Any:
         return current().weigh(value)
 
-    def guard_concat(self, *parts: Any) -> str:
+    def guard_concat(self, *parts: object) -> str:
         return "".join([str(self.guard_output(part)) for part in parts])
 
     def guard_slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         return current().weigh(value[start:stop:step])
 
-    def guard_output(self, value: Any) -> Any:
+    def guard_output(self, value: object) -> Any:
         """Only plain data is printed: repr() of other objects has memory addresses, or no bound."""
         if isinstance(value, (str, int, float, list, tuple, dict, Undefined, type(None))):
             current().tick()
@@ -337,7 +337,7 @@ def compile_template(source: str) -> Template:
 
 
 def render_template(
-    template: Template, variables: Mapping[str, Any], seconds: float = MAX_SECONDS
+    template: Template, variables: Mapping[str, object], seconds: float = MAX_SECONDS
 ) -> str:
     """Render. The size of the output is checked while it grows."""
     with use_budget(Budget(variables.values(), seconds)) as budget:

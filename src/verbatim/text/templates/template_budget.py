@@ -33,7 +33,7 @@ class BudgetError(TemplateError):
 class Budget:
     """The remaining budget of one rendering."""
 
-    def __init__(self, data: Iterable[Any] = (), seconds: float = MAX_SECONDS) -> None:
+    def __init__(self, data: Iterable[object] = (), seconds: float = MAX_SECONDS) -> None:
         self._deadline = clock() + seconds
         self._ticks = 0
         self._work = MAX_WORK
@@ -53,7 +53,7 @@ class Budget:
         if size > MAX_VALUE or self._work < 0:
             raise BudgetError("the chat template makes more text than a chat can need")
 
-    def weigh(self, value: Any) -> Any:
+    def weigh(self, value: object) -> Any:
         """Check a value that the template created, and charge it. Returns the value."""
         if isinstance(value, str):
             # Beyond ASCII a character takes up to four bytes.
@@ -66,7 +66,7 @@ class Budget:
             self.spend(self._measure(value)[1])
         return value
 
-    def _measure(self, value: Any) -> tuple[int, int]:
+    def _measure(self, value: object) -> tuple[int, int]:
         """Characters and elements of a value as a tree: a shared part counts every time, as it does
         when it is printed."""
         weight = elements = 0
@@ -96,7 +96,7 @@ class Budget:
         self.tick(1 + elements // 16)
         return weight, elements
 
-    def _measure_input(self, value: Any) -> tuple[int, int]:
+    def _measure_input(self, value: object) -> tuple[int, int]:
         """Store the size of every part of an input, so that _measure() need not walk it again."""
         if isinstance(value, str):
             return len(value), 0

@@ -15,7 +15,7 @@ from verbatim.text.tokenizer import Tokenizer
 
 
 def template_from_gguf(
-    metadata: Mapping[str, Any], tokenizer: Tokenizer | None = None, *, file: str | None = None
+    metadata: Mapping[str, object], tokenizer: Tokenizer | None = None, *, file: str | None = None
 ) -> ChatTemplate | None:
     """The chat template in a GGUF file's metadata, or None. Further ones are
     `tokenizer.chat_template.NAME`."""
@@ -82,7 +82,7 @@ def _new_template(
     return ChatTemplate(source, bos, eos, special_tokens=special, named=named, file=file)
 
 
-def _special_of(metadata: Mapping[str, Any]) -> dict[str, str]:
+def _special_of(metadata: Mapping[str, object]) -> dict[str, str]:
     tokens = metadata.get("tokenizer.ggml.tokens")
     found: dict[str, str] = {}
     for name, key in (

@@ -44,14 +44,14 @@ _CHEAP_ON_STRINGS = frozenset(
 _WIDE_FORMAT = re.compile(r"\*|\d{4,}|\{[^{}]*\{")
 
 
-def check_width(width: Any) -> None:
+def check_width(width: object) -> None:
     if isinstance(width, int) and width > MAX_PAD:
         raise BudgetError(
             f"the chat template pads to {width} characters; at most {MAX_PAD} are allowed"
         )
 
 
-def check_format(pattern: Any) -> None:
+def check_format(pattern: object) -> None:
     if isinstance(pattern, str) and _WIDE_FORMAT.search(pattern):
         raise BudgetError("the chat template formats with a width that no chat needs")
 
@@ -72,14 +72,14 @@ def charge_join(separator: Any, items: Any) -> list[Any]:
     return list(parts)
 
 
-def charge_replace(text: str, old: str, new: str, count: Any = None) -> None:
+def charge_replace(text: str, old: str, new: str, count: object = None) -> None:
     times = text.count(old)
     if isinstance(count, int) and count >= 0:
         times = min(times, count)
     current().spend(len(text) + times * len(new))
 
 
-def check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def check_method(owner: str, name: str, args: tuple[object, ...]) -> tuple[Any, ...]:
     """Check the arguments of a string method before it runs. Returns the arguments to use."""
     if name in ("ljust", "rjust", "center", "zfill"):
         for width in args[:1]:
@@ -100,7 +100,7 @@ def check_method(owner: str, name: str, args: tuple[Any, ...]) -> tuple[Any, ...
     return args
 
 
-def check_filter(name: str, value: Any, rest: list[Any]) -> Any:
+def check_filter(name: str, value: object, rest: list[Any]) -> Any:
     """The same for filters: `value` is filtered, `rest` are the other arguments in order."""
     if isinstance(value, str) and name not in _CHEAP_ON_STRINGS:
         check_list_size(value, len(value))
@@ -130,12 +130,12 @@ def check_filter(name: str, value: Any, rest: list[Any]) -> Any:
     return value
 
 
-def guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def guarded_filter(name: str, function: Callable[..., object]) -> Callable[..., Any]:
     """Wrap a filter: check its arguments before, charge its result after. update_wrapper() copies
     the attributes of Jinja's calling convention."""
     context_args = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-    def run(*args: Any, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: Any) -> Any:
         budget = current()
         budget.tick()
         context, values = args[:context_args], args[context_args:]
@@ -146,15 +146,15 @@ def guarded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any
     return update_wrapper(run, function)
 
 
-def guarded_test(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
+def guarded_test(function: Callable[..., object]) -> Callable[..., Any]:
+    def run(*args: object, **kwargs: Any) -> Any:
         current().tick()
         return function(*args, **kwargs)
 
     return update_wrapper(run, function)
 
 
-def check_product(left: Any, right: Any) -> None:
+def check_product(left: object, right: object) -> None:
     if isinstance(left, int) and not isinstance(right, int):
         left, right = right, left
     if isinstance(right, int):
@@ -164,7 +164,7 @@ def check_product(left: Any, right: Any) -> None:
             raise BudgetError("the chat template computes with an absurdly large number")
 
 
-def check_power(left: Any, right: Any) -> None:
+def check_power(left: object, right: object) -> None:
     if (
         isinstance(left, int)
         and isinstance(right, int)

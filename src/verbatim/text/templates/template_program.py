@@ -53,7 +53,7 @@ class TemplateProgram:
                 file=self.file,
             ) from error
 
-    def run(self, values: Mapping[str, Any]) -> str:
+    def run(self, values: Mapping[str, object]) -> str:
         """Render with these variables."""
         from verbatim.text.templates.sandbox import render_template
 

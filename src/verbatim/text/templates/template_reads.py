@@ -40,7 +40,7 @@ class TemplateReads:
 class _Tracker(TrackingCodeGenerator):
     """Jinja's variable analysis under the time budget: the source is untrusted."""
 
-    def visit(self, node: nodes.Node, *args: Any, **kwargs: Any) -> Any:
+    def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> Any:
         current().tick()
         return super().visit(node, *args, **kwargs)
 
@@ -82,7 +82,7 @@ class TrackedMessage(dict[str, Any]):
         self._read_keys.add(key)
         return super().get(key, default)
 
-    def __contains__(self, key: Any) -> bool:
+    def __contains__(self, key: object) -> bool:
         self._read_keys.add(key)
         return super().__contains__(key)
 

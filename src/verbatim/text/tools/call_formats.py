@@ -115,7 +115,7 @@ CALL_FORMATS = {
 # ------------------------------------------------------------------------------------------- values
 
 
-def typed_value(text: str, parameters: Any, key: str) -> Any:
+def typed_value(text: str, parameters: object, key: str) -> Any:
     """The value of a parameter that was written without quotes: a string, or JSON of another type.
 
     >>> schema = {"properties": {"zip": {"type": "string"}, "n": {"type": ["string", "integer"]}}}
@@ -137,7 +137,7 @@ def typed_value(text: str, parameters: Any, key: str) -> Any:
     return text if "string" in types and not _type_of(value) & (types - {"string"}) else value
 
 
-def _types(schema: Any, root: Any, seen: set[str], depth: int = 8) -> set[str]:
+def _types(schema: object, root: object, seen: set[str], depth: int = 8) -> set[str]:
     """The types that a schema allows, as far as it names them; empty: unknown. Each reference is
     followed once (`seen`), so that many to one schema do not multiply."""
     if not isinstance(schema, dict) or not depth:
@@ -159,12 +159,12 @@ def _types(schema: Any, root: Any, seen: set[str], depth: int = 8) -> set[str]:
     return found
 
 
-def _items(value: Any) -> list[Any]:
+def _items(value: object) -> list[Any]:
     """A list; empty for any other value, which the client's schema should not have here."""
     return value if isinstance(value, list) else []
 
 
-def _type_of(value: Any) -> set[str]:
+def _type_of(value: object) -> set[str]:
     if isinstance(value, int) and not isinstance(value, bool):
         return {"integer", "number"}
     return {TYPES.get(type(value), "object")}

@@ -111,7 +111,7 @@ class _CallReader:
         self._at = found.end()
         return found[0]
 
-    def items(self, read: Callable[[], Any], end: str) -> list[Any]:
+    def items(self, read: Callable[[], object], end: str) -> list[Any]:
         """Items with commas between them, up to `end`. "": up to the end of the text, and without
         commas too."""
         found: list[Any] = []

@@ -10,7 +10,7 @@ from typing import Any
 CACHE_KEYS = ("cache_control", "prompt_cache_breakpoint")
 
 
-def redundant_names(messages: Sequence[Mapping[str, Any]]) -> set[int]:
+def redundant_names(messages: Sequence[Mapping[str, object]]) -> set[int]:
     """The indexes of tool results whose `name` equals the name of the call that they answer. Some
     clients send it; dropping it loses nothing. A result without an id may answer every earlier
     call, and a call without an id may be answered by every result.
@@ -37,7 +37,7 @@ def redundant_names(messages: Sequence[Mapping[str, Any]]) -> set[int]:
     return found
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
+def _mappings(value: object) -> list[Mapping[str, Any]]:
     return (
         [item for item in value if isinstance(item, Mapping)]
         if isinstance(value, (list, tuple))

@@ -7,7 +7,7 @@ attention spans; padding rows fill it up. GraphInputs are those of a decode step
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -114,7 +114,7 @@ Inputs = TypeVar("Inputs", bound=HasStep)
 class StepGraph(Generic[Inputs]):
     """A captured CUDA graph of one step of a fixed shape."""
 
-    def __init__(self, inputs: Inputs, forward: Forward, pool: Any) -> None:
+    def __init__(self, inputs: Inputs, forward: Forward, pool: object) -> None:
         """`forward` computes a step; `pool` is the memory that all graphs share, because only one
         of them runs at a time. The inputs are filled with padding."""
         self.inputs = inputs

@@ -166,7 +166,7 @@ class Conversation:
         self.last = None
 
 
-def _checked(messages: Any, file: str) -> tuple[str | None, list[Message]]:
+def _checked(messages: object, file: str) -> tuple[str | None, list[Message]]:
     """(system message, turns) of a loaded conversation: user and assistant alternate."""
     if not isinstance(messages, list) or not all(
         isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages

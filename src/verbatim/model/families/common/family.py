@@ -102,7 +102,7 @@ class Config(Fields):
         self.context = context  # positions that the engine asks for; None: the model's own
         self.given: Mapping[str, Any] = {}  # the values of a config.json, without defaults
 
-    def fact(self, name: str, default: Any = None) -> Any:
+    def fact(self, name: str, default: object = None) -> Any:
         """What only a GGUF file says; for a config.json the default."""
         return self.values.get(_FACT + name, default)
 

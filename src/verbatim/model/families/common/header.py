@@ -20,7 +20,7 @@ from verbatim.model.spec import ModelSpec
 _ROPE = "rope.freq_base"  # a table with this key is that of a family with rotary positions
 
 
-def config_values(h: GgufFields, gguf: Gguf, defaults: Mapping[str, Any]) -> Checked:
+def config_values(h: GgufFields, gguf: Gguf, defaults: Mapping[str, object]) -> Checked:
     """The header as a config. `defaults`: those of the family's config keys; they fill in what no
     key of the header states."""
     values: Values = {}

@@ -37,7 +37,12 @@ _MULTIMODAL = re.compile(r"^clip$|(^|_)(omni|vl|audio)(_|$)")
 
 
 def unknown_family(
-    what: str, kind: str, known: Iterable[str], keys: Mapping[str, Any], file: str, more: str = ""
+    what: str,
+    kind: str,
+    known: Iterable[str],
+    keys: Mapping[str, object],
+    file: str,
+    more: str = "",
 ) -> ModelError:
     """The error for an architecture that is not implemented. `what`: the key that names it.
     `known`: those that are. `keys`: the file's, which tell what kind of model it is."""

@@ -13,7 +13,6 @@ Theta and partial_rotary_factor come from the record, else from the config.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
@@ -141,7 +140,7 @@ def rope_of(f: Fields, record: Record, head_dim: int, context: int) -> RopeSpec:
     return rope
 
 
-def _checked(f: Config, record: Mapping[str, Any], where: str) -> Record:
+def _checked(f: Config, record: Mapping[str, object], where: str) -> Record:
     """The record with `rope_type` set, and without nulls and keys of other rope types."""
     rules = f.family.rope
     name = "type" if "type" in record and "rope_type" not in record else "rope_type"
@@ -179,5 +178,5 @@ def _checked(f: Config, record: Mapping[str, Any], where: str) -> Record:
     return {name: value for name, value in found.items() if value is not None} | {"rope_type": kind}
 
 
-def _fail(f: Config, where: str, record: Mapping[str, Any], key: str, rule: str) -> ModelError:
+def _fail(f: Config, where: str, record: Mapping[str, object], key: str, rule: str) -> ModelError:
     return ModelError(f"{where}.{key} is {short(record.get(key))}: {rule}", file=f.file)
