@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.setting_rules import (
@@ -238,7 +238,7 @@ TYPES = types_of(EngineConfig)
 CHOICES = {name: rule.choices for name, rule in SETTINGS.items() if rule.choices}
 
 
-def served(given: Mapping[str, object]) -> dict[str, Any]:
+def served(given: Mapping[str, object]) -> dict[str, object]:
     """The settings of a server's engine: its own defaults, and those that are given.
 
     >>> served({"context": 512})

@@ -128,7 +128,7 @@ def read_generation_config(
 
 def read_gguf(metadata: Mapping[str, object]) -> ModelDefaults:
     """The defaults in a GGUF file's general.sampling.* keys."""
-    stated: dict[str, Any] = {}
+    stated: dict[str, object] = {}
     ignored = []
     for key, value in metadata.items():
         if not key.startswith(GGUF_PREFIX):
@@ -142,7 +142,7 @@ def read_gguf(metadata: Mapping[str, object]) -> ModelDefaults:
     return ModelDefaults(found.values, found.source, (*found.warnings, *ignored))
 
 
-def gguf_metadata(defaults: ModelDefaults) -> dict[str, Any]:
+def gguf_metadata(defaults: ModelDefaults) -> dict[str, object]:
     """The general.sampling.* keys that state these defaults."""
     names = {param: key for key, param in GGUF.items()}
     return {GGUF_PREFIX + names[name]: v for name, v in defaults.values if name in names}
@@ -153,7 +153,7 @@ def without_gguf_key(defaults: ModelDefaults) -> list[str]:
     return [name for name, _ in defaults.values if name not in GGUF.values()]
 
 
-def _shortest(value: object) -> Any:
+def _shortest(value: object) -> object:
     """A float32 as the shortest decimal number that rounds to it: 0.2, not 0.20000000298."""
     if not isinstance(value, float):
         return value
@@ -196,7 +196,7 @@ def resolve(
     missing = [name for name in DEFAULTED if name not in known]
     if not missing:
         return params
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     origins = dict.fromkeys(missing, DEFAULT)
     for name, (value, origin) in _supplied(params, stated, mode, protocol).items():
         if name in origins:
@@ -210,9 +210,9 @@ def resolve(
 
 def _supplied(
     params: SamplingParams, stated: ModelDefaults, mode: str, protocol: str
-) -> dict[str, tuple[Any, str]]:
+) -> dict[str, tuple[object, str]]:
     """(value, origin) of each parameter that something other than the request supplies."""
-    out: dict[str, tuple[Any, str]] = {}
+    out: dict[str, tuple[object, str]] = {}
     if params.num_beams > 1:  # beam search draws nothing, and refuses these parameters
         return out
     if mode == "greedy":

@@ -11,8 +11,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from verbatim.base.param_checks import no_key_twice
-
 JsonObject = dict[str, Any]  # a JSON object whose members are checked elsewhere
 MAX_DEPTH = 64  # nesting levels of a JSON string; far below Python's recursion limit
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
@@ -29,7 +27,7 @@ def dumps(value: object) -> bytes:
 # -------------------------------------------------------------------- JSON strings inside messages
 
 
-def loads_strict(text: str) -> Any:
+def loads_strict(text: str) -> object:
     """Parse a JSON string from a client. ValueError for a duplicate key, NaN or infinity, an
     integer above 64 bits, a lone surrogate, or nesting deeper than MAX_DEPTH: json.loads() accepts
     all of these, and encoding the value for the engine process would fail later."""
@@ -41,7 +39,7 @@ def loads_strict(text: str) -> Any:
     return data
 
 
-def loads_lossless(text: str) -> Any:
+def loads_lossless(text: str) -> object:
     """Parse a JSON string that a model generated. dumps_lossless() writes the value back without
     loss, duplicate keys included. ValueError: not JSON."""
     return _loads(text, keep_pairs)
@@ -60,7 +58,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def _loads(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, Any]]) -> Any:
+def _loads(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, object]]) -> object:
     try:
         data = json.loads(
             text, object_pairs_hook=pairs, parse_constant=_not_json, parse_float=_finite
@@ -89,7 +87,7 @@ def keep_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out if len(out) == len(pairs) else _Pairs(pairs)
 
 
-def _not_json(name: str) -> Any:
+def _not_json(name: str) -> object:
     raise ValueError(f"{name} is not JSON")
 
 
@@ -127,3 +125,18 @@ def has_big_integer(value: object) -> bool:
             for v in (item.values() if isinstance(item, dict) else item)
         ]
     return False
+
+
+def no_key_twice(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """object_pairs_hook for json.loads: a repeated key raises; Python would drop a value
+    silently."""
+    out = dict(pairs)
+    if len(out) < len(pairs):
+        seen: set[str] = set()
+        twice = next(
+            key
+            for key, _ in pairs
+            if key in seen or seen.add(key)  # type: ignore[func-returns-value]
+        )
+        raise ValueError(f"the key {twice[:40]!r} appears twice in one object")
+    return out

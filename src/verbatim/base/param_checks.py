@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import no_key_twice
 from verbatim.base.parsed import SchemaText
 from verbatim.base.schema_types import is_schema_type, schema_of
 
@@ -48,7 +49,7 @@ class Field:
         return self.default is None
 
 
-def checked(name: str, rule: Field, value: object) -> Any:
+def checked(name: str, rule: Field, value: object) -> object:
     """The value as SamplingParams stores it (tuples, canonical JSON). ParameterError if invalid."""
     if value is None:
         if rule.optional:
@@ -166,7 +167,7 @@ def _bias(name: str, rule: Field, value: Any) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(out.items()))
 
 
-def _choice(name: str, rule: Field, value: object) -> Any:
+def _choice(name: str, rule: Field, value: object) -> object:
     for option in rule.choices:
         if type(value) is type(option) and value == option:
             return option
@@ -204,21 +205,6 @@ def _schema(name: str, rule: Field, value: object) -> str:
     except TypeError as error:
         raise ParameterError(name, f"cannot be written as JSON: {error}") from None
     return text if kind is None else SchemaText(text, kind)
-
-
-def no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """object_pairs_hook for json.loads: a repeated key raises; Python would drop a value
-    silently."""
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        seen: set[str] = set()
-        twice = next(
-            key
-            for key, _ in pairs
-            if key in seen or seen.add(key)  # type: ignore[func-returns-value]
-        )
-        raise ValueError(f"the key {twice[:40]!r} appears twice in one object")
-    return out
 
 
 def _show(value: object) -> str:

@@ -35,7 +35,7 @@ class SchemaText(str):
         return str, (str.__str__(self),)
 
 
-def parse_answer(schema: str | None, text: str, finish: str) -> Any:
+def parse_answer(schema: str | None, text: str, finish: str) -> object:
     """The answer as an object; None without a schema. `finish` is its finish reason.
 
     >>> parse_answer('{"type": "object"}', '{"a": 1}', "stop")
@@ -55,7 +55,7 @@ def parse_answer(schema: str | None, text: str, finish: str) -> Any:
     return value if kind is None else build(kind, value)
 
 
-def build(kind: object, value: object) -> Any:
+def build(kind: object, value: object) -> object:
     """A JSON value as an object of a type. ValueError: the value is not of that type.
 
     >>> build(list[tuple[int, str]], [[1, "a"]])
@@ -106,7 +106,7 @@ def _generic(kind: Any, value: Any) -> Any:
     return _checked(kind, value) if kind in (str, int, bool, list, dict) else value
 
 
-def _first(kinds: tuple[object, ...], value: object) -> Any:
+def _first(kinds: tuple[object, ...], value: object) -> object:
     """The value as the first member of a union that takes it."""
     for kind in kinds:
         if (kind is type(None)) != (value is None):

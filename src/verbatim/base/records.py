@@ -363,11 +363,11 @@ class Completion:
         shown = ", ".join(f"{name}={value!r}" for name, value in self._shown())
         return f"Completion({self.text!r}, {shown})"
 
-    def __rich_repr__(self) -> Iterator[Any]:
+    def __rich_repr__(self) -> Iterator[object]:
         yield self.text
         yield from self._shown()
 
-    def _shown(self) -> Iterator[tuple[str, Any]]:
+    def _shown(self) -> Iterator[tuple[str, object]]:
         finish, usage = self.finish, self.usage
         yield "finish", finish.reason + (f" ({finish.detail})" if finish.detail else "")
         yield "tokens", f"{usage.prompt_tokens} + {usage.output_tokens}"
@@ -396,10 +396,10 @@ class Completion:
 
     if not TYPE_CHECKING:  # a type checker reports unknown names itself
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             raise attribute(self, name, "completion")
 
-        def __getitem__(self, _: object) -> Any:
+        def __getitem__(self, _: object) -> object:
             raise TypeError(
                 "a Completion is one answer and has no parts; generate() returns a list only for "
                 "a list of prompts. Use .text, or .choices for several answers"

@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.base.errors import UnsupportedError
+from verbatim.base.json_io import JsonObject
 
-_PLAIN: dict[Any, dict[str, Any]] = {
+_PLAIN: dict[Any, JsonObject] = {
     str: {"type": "string"},
     int: {"type": "integer"},
     float: {"type": "number"},
@@ -36,7 +37,7 @@ def is_schema_type(value: object) -> bool:
     return isinstance(value, type) or typing.get_origin(value) is not None or value is Any
 
 
-def schema_of(kind: object) -> dict[str, Any]:
+def schema_of(kind: object) -> JsonObject:
     """The JSON schema of a type.
 
     >>> class City(typing.TypedDict):
@@ -45,12 +46,12 @@ def schema_of(kind: object) -> dict[str, Any]:
     >>> schema_of(City)["required"]
     ['name', 'population']
     """
-    defs: dict[str, Any] = {}
+    defs: JsonObject = {}
     schema = _schema(kind, defs)
     return {**schema, "$defs": defs} if defs else schema
 
 
-def _schema(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
+def _schema(kind: Any, defs: JsonObject) -> JsonObject:
     plain = next((schema for known, schema in _PLAIN.items() if known is kind), None)
     if plain is not None:
         return dict(plain)
@@ -72,7 +73,7 @@ def _schema(kind: Any, defs: dict[str, Any]) -> dict[str, Any]:
     return _generic(kind, defs)
 
 
-def _generic(kind: object, defs: dict[str, Any]) -> dict[str, Any]:
+def _generic(kind: object, defs: JsonObject) -> JsonObject:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return {"enum": list(args)}
@@ -95,7 +96,7 @@ def _generic(kind: object, defs: dict[str, Any]) -> dict[str, Any]:
     raise _unknown(kind, "use a pydantic model, a TypedDict, a dataclass or a JSON schema")
 
 
-def _object(kind: Any, required: frozenset[str] | set[str], defs: dict[str, Any]) -> dict[str, Any]:
+def _object(kind: Any, required: frozenset[str] | set[str], defs: JsonObject) -> JsonObject:
     """A reference to the schema of a class with annotated fields; the class may contain itself."""
     name = f"{kind.__module__}.{kind.__qualname__}".replace("/", "_").replace("~", "_")
     if name not in defs:
@@ -128,7 +129,7 @@ def _refers(schema: object, name: str) -> bool:
     return isinstance(schema, list) and any(_refers(part, name) for part in schema)
 
 
-def _hoisted(schema: dict[str, Any], defs: dict[str, Any]) -> dict[str, Any]:
+def _hoisted(schema: JsonObject, defs: JsonObject) -> JsonObject:
     """A pydantic schema, with its definitions moved to the whole schema's."""
     defs.update(schema.pop("$defs", {}))
     return schema

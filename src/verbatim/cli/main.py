@@ -72,7 +72,7 @@ class LazyGroup(click.Group):
             command: click.Command = import_module(f"verbatim.cli.commands.{cmd_name}").command
         return command
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:  # click itself would end with code 1

@@ -49,12 +49,12 @@ CONFIG_KEYS = {
 }
 
 
-def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor]]:
+def model_metadata(model: Model, name: str) -> tuple[dict[str, object], list[Tensor]]:
     """The metadata keys, and the small tensors that some rope scalings need."""
     spec, config = model.spec, getattr(model.source, "config", {})
     arch = gguf_architecture(spec.family)
-    meta: dict[str, Any] = {"general.architecture": arch, "general.name": name}
-    keys: dict[str, Any] = {
+    meta: dict[str, object] = {"general.architecture": arch, "general.name": name}
+    keys: dict[str, object] = {
         "context_length": spec.trained_positions or spec.context,
         "embedding_length": spec.hidden,
         "block_count": len(spec.layers),
@@ -82,11 +82,11 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, Any], list[Tensor
     return meta | {f"{arch}.{key}": value for key, value in keys.items()}, extra
 
 
-def _experts(spec: ModelSpec) -> dict[str, Any]:
+def _experts(spec: ModelSpec) -> dict[str, object]:
     count = max(layer.experts for layer in spec.layers)
     if not count:
         return {}
-    keys: dict[str, Any] = {
+    keys: dict[str, object] = {
         "expert_count": count,
         "expert_used_count": spec.experts_used,
         "expert_feed_forward_length": spec.expert_mlp,
@@ -102,14 +102,14 @@ def _experts(spec: ModelSpec) -> dict[str, Any]:
     return keys
 
 
-def _windows(spec: ModelSpec) -> dict[str, Any]:
+def _windows(spec: ModelSpec) -> dict[str, object]:
     windows = [layer.window for layer in spec.layers if layer.window is not None]
     return {"attention.sliding_window": max(windows)} if windows else {}
 
 
 def _rope(
     spec: ModelSpec, config: Mapping[str, object], file: str
-) -> tuple[dict[str, Any], list[Tensor]]:
+) -> tuple[dict[str, object], list[Tensor]]:
     whole, local = rope_records(config, file)
     rope = next(
         layer.rope
@@ -117,7 +117,7 @@ def _rope(
         if layer.rope and (layer.window is None or local is whole)
     )
     theta = float(whole["rope_theta"])
-    keys: dict[str, Any] = {"rope.dimension_count": rope.dim, "rope.freq_base": theta}
+    keys: dict[str, object] = {"rope.dimension_count": rope.dim, "rope.freq_base": theta}
     if local is not whole:
         keys["rope.freq_base_swa"] = float(local["rope_theta"])
     kind = whole["rope_type"]
@@ -292,7 +292,7 @@ def _untiled(spec: ModelSpec) -> DeltaSpec | None:
     return None if spec.delta is None else replace(spec.delta, tiled=False)
 
 
-def _layer(spec: ModelSpec, i: int) -> dict[str, Any]:
+def _layer(spec: ModelSpec, i: int) -> dict[str, object]:
     """What a file must say about one layer, rope settings apart."""
     a = spec.layers[i]
     return {

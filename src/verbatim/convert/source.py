@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from verbatim.base.defaults import (
     catalog_defaults,
@@ -28,7 +27,7 @@ from verbatim.text.tokenizer import from_directory
 
 def read_source(
     path: Path, warn: Callable[[str], None], change: Callable[[Model], Model] | None = None
-) -> tuple[dict[str, Any], dict[str, str], dict[str, Tensor]]:
+) -> tuple[dict[str, object], dict[str, str], dict[str, Tensor]]:
     """Metadata, the GGUF types of its values, and tensors by their GGUF names. `change` replaces
     the weights of a safetensors model."""
     if path.is_file():

@@ -11,8 +11,9 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.diagnose.statistics import distinct, repetition
@@ -28,7 +29,7 @@ class Setting:
 
     name: str
     params: SamplingParams
-    engine: dict[str, Any] = field(default_factory=dict)  # fields of EngineConfig
+    engine: JsonObject = field(default_factory=dict)  # fields of EngineConfig
     model: str = ""  # "": the command's model
 
 
@@ -53,7 +54,7 @@ class Outcome:
         return self.tokens / self.seconds if self.seconds > 0 else 0.0
 
 
-Open = Callable[[str, dict[str, Any]], "LLM"]
+Open = Callable[[str, JsonObject], "LLM"]
 Encode = Callable[["LLM", str], list[int]]
 
 

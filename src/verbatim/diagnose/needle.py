@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.engine.step.failed_step import raise_error
@@ -33,7 +34,7 @@ TOKENS = 32
 LOW_PRIORITY = 5  # the scheduler preempts the needle first
 MATE_TOKENS = 40
 ISA = "VERBATIM_ISA"
-Open = Callable[[dict[str, Any]], "LLM"]
+Open = Callable[[JsonObject], "LLM"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Circumstance:
 
     group: str
     detail: str
-    engine: dict[str, Any] = field(default_factory=dict)
+    engine: JsonObject = field(default_factory=dict)
     mates: int = 0
     warm: bool = False  # run the needle once before, so that its prompt is in the prefix cache
     starve: bool = False  # a KV cache too small for all, and the needle last in rank

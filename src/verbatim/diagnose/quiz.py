@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Choice
 from verbatim.diagnose.statistics import wilson
@@ -167,7 +168,7 @@ class Accuracy:
 class QuizResult:
     methods: tuple[Accuracy, ...]  # greedy, sampled, best of n, majority of n
     samples: int
-    rows: tuple[dict[str, Any], ...]  # per question: greedy text, samples, what each method chose
+    rows: tuple[JsonObject, ...]  # per question: greedy text, samples, what each method chose
 
 
 def run_quiz(
@@ -215,7 +216,7 @@ def mean_logprob(choice: Choice) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _judge(question: Question, greedy: str, samples: Sequence[Choice]) -> dict[str, Any]:
+def _judge(question: Question, greedy: str, samples: Sequence[Choice]) -> JsonObject:
     best = max(samples, key=mean_logprob)  # a tie goes to the first
     votes = Counter(a for s in samples if (a := question.extract(s.text)) is not None)
     winner = votes.most_common(1)[0][0] if votes else None  # a tie goes to the first

@@ -12,11 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.encoder.encoder_gguf import (
     GGUF_ENCODER_KEYS,
     GGUF_NAMES,
@@ -183,7 +183,7 @@ def read_encoder_config(
     activation = f.string("hidden_act")
     if activation not in ACTIVATIONS:
         raise f.fail("hidden_act", f"one of {', '.join(ACTIVATIONS)} is needed")
-    common: dict[str, Any] = {
+    common: JsonObject = {
         "vocab": f.integer("vocab_size"),
         "hidden": hidden,
         "heads": heads,
@@ -212,7 +212,7 @@ def read_encoder_config(
     return spec, tuple(checked.warnings)
 
 
-def _nomic(f: Fields, positions: int, common: dict[str, Any]) -> EncoderSpec:
+def _nomic(f: Fields, positions: int, common: JsonObject) -> EncoderSpec:
     record = f.mapping("rope_parameters")
     inner = Fields(record, f.file, "")
     known = {"rope_type", "rope_theta"}
@@ -241,7 +241,7 @@ def _is_cross_encoder(f: Fields) -> bool:
     return True
 
 
-def _score_activation(f: Fields) -> Any:
+def _score_activation(f: Fields) -> object:
     """sentence-transformers' rule: the activation that the config names, else the sigmoid."""
     inner, old = f.mapping("sentence_transformers"), "sbert_ce_default_activation_function"
     if "activation_fn" not in inner and not f.has(old):

@@ -258,7 +258,7 @@ class RunningRequest:
             return completion
         return replace(completion, receipt=self._receipt(completion))
 
-    def _receipt(self, completion: Completion) -> dict[str, Any]:
+    def _receipt(self, completion: Completion) -> dict[str, object]:
         """Everything that `verbatim replay` needs to compute the completion again."""
         loaded, request = self._loaded, self.request
         info = loaded.backend.info

@@ -41,6 +41,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ParameterError, RequestError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import BROKEN, NOTHING, Drawn, DrawSpec
 
@@ -65,7 +66,7 @@ class WhatIf:
     position: int
     before: int
     after: int
-    record: dict[str, Any]
+    record: JsonObject
 
     @property
     def changed(self) -> bool:

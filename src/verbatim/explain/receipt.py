@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Choice
 
@@ -38,7 +39,7 @@ def make_receipt(
     choices: Sequence[Choice],
     adapter: str = "",
     reasoning: bool = False,
-) -> dict[str, Any]:
+) -> JsonObject:
     """The receipt of a finished request. `adapter`: digest of the LoRA adapter params.adapter.
     `thinks`: a conversation with a reasoning model, so that structure and stop strings apply behind
     its reasoning."""
@@ -47,7 +48,7 @@ def make_receipt(
         for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items()
         if k not in NOT_REPLAYED
     }
-    body: dict[str, Any] = {
+    body: JsonObject = {
         "receipt": VERSION,
         "model": model,
         "digest": digest,
@@ -81,7 +82,7 @@ def digest_of(body: Mapping[str, object]) -> str:
     ).hexdigest()
 
 
-def read_receipt(data: object) -> dict[str, Any]:
+def read_receipt(data: object) -> JsonObject:
     """Validate a receipt, or an API response that contains one, and return the receipt."""
     if isinstance(data, Mapping) and isinstance(data.get("receipt"), Mapping):
         data = data["receipt"]
@@ -182,7 +183,7 @@ def compare(
     return Verdict(True, cancelled=cancelled)
 
 
-def _with_floats(params: Mapping[str, object]) -> dict[str, Any]:
+def _with_floats(params: Mapping[str, object]) -> JsonObject:
     """JavaScript and jq write 2.0 as 2, which would change the digest."""
     out = dict(params)
     for name, value in params.items():
@@ -204,9 +205,9 @@ def _ids(value: object) -> bool:
     return isinstance(value, list) and all(type(t) is int and t >= 0 for t in value)
 
 
-def _json_ready(values: dict[str, Any]) -> dict[str, Any]:
+def _json_ready(values: JsonObject) -> JsonObject:
     """JSON has string keys only; without this the digest would change on the way through a file."""
-    plain: dict[str, Any] = json.loads(json.dumps(values))
+    plain: JsonObject = json.loads(json.dumps(values))
     return plain
 
 

@@ -182,8 +182,8 @@ class _Reader:
 
     # --------------------------------------------------------------------------------- metadata
 
-    def metadata(self, count: int) -> dict[str, Any]:
-        result: dict[str, Any] = {}
+    def metadata(self, count: int) -> dict[str, object]:
+        result: dict[str, object] = {}
         for index in range(count):
             key = self.text(f"metadata key {index}", MAX_NAME)
             if key in result:
@@ -302,7 +302,7 @@ class _Reader:
             self.grant(8 + min(_U64.unpack_from(self.view, self.pos)[0], 255))
             result.append(self.text(item))
 
-    def nested_array(self, key: str, count: int, depth: int) -> list[Any]:
+    def nested_array(self, key: str, count: int, depth: int) -> list[object]:
         self.require(12 * count, f"array {key!r} of {count} arrays")
         self.arrays -= count
         if self.arrays < 0:
@@ -336,7 +336,7 @@ class _Reader:
 
 
 def _map_tensors(
-    reader: _Reader, metadata: dict[str, Any], infos: dict[str, tuple[str, tuple[int, ...], int]]
+    reader: _Reader, metadata: dict[str, object], infos: dict[str, tuple[str, tuple[int, ...], int]]
 ) -> dict[str, Tensor]:
     """Check that tensors are aligned, inside the file and disjoint; return views of the map."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)

@@ -18,11 +18,11 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonObject
 from verbatim.files.mapped_file import hash_data, hash_samples, map_file, samples_per_tensor
 from verbatim.files.split import group_parts
 from verbatim.formats.packed.packed_checkpoint import RawTensor, unpack_checkpoint
@@ -67,8 +67,8 @@ class SafetensorsDir:
     """A parsed model directory. `generation_config` is empty if the file is absent."""
 
     path: Path
-    config: dict[str, Any] = field(repr=False)
-    generation_config: dict[str, Any] = field(repr=False)
+    config: JsonObject = field(repr=False)
+    generation_config: JsonObject = field(repr=False)
     tensors: dict[str, Tensor] = field(repr=False)
     digest: str
     others: dict[str, RawTensor] = field(default_factory=dict, repr=False)
@@ -303,7 +303,7 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
-def _digest(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+def _digest(config: JsonObject, tensors: dict[str, Tensor]) -> str:
     """SHA-256 of the config, of every tensor's name, type and shape, and of 4 KiB of its data.
 
     An identifier, not an integrity check (see the digest in gguf.py)."""
@@ -317,7 +317,7 @@ def _digest(config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
 # ----------------------------------------------------------------------------------------- JSON
 
 
-def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
+def read_json(file: Path, limit: int = MAX_JSON) -> JsonObject:
     """Parse a small JSON file beside the weights; the top level must be an object."""
     try:
         if not file.is_file():
@@ -335,7 +335,7 @@ def read_json(file: Path, limit: int = MAX_JSON) -> dict[str, Any]:
     return parse_json(raw, file, len(raw) + JSON_MEMORY)
 
 
-def parse_json(raw: bytes, file: Path, memory: int) -> dict[str, Any]:
+def parse_json(raw: bytes, file: Path, memory: int) -> JsonObject:
     """Parse a JSON object; fail before parsing if the result could exceed `memory` bytes.
 
     Estimate: each comma, colon and bracket may be one small Python object and its dict entry, at
@@ -358,7 +358,7 @@ def parse_json(raw: bytes, file: Path, memory: int) -> dict[str, Any]:
     return value
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
     """dict(pairs); a duplicate name is an error."""
     result = dict(pairs)
     if len(result) != len(pairs):

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
-from verbatim.base.param_checks import no_key_twice
+from verbatim.base.json_io import no_key_twice
 from verbatim.grammar.finite import infinite_definitions, infinite_keyword, needed
 from verbatim.grammar.gbnf import RULE, gbnf_to_lark
 from verbatim.grammar.json_schema import Normal, normalise

@@ -15,7 +15,6 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -163,7 +162,7 @@ def _transposed(tensor: Tensor) -> Tensor:
     return Tensor(tensor.name, tensor.type, tensor.shape[::-1], data)
 
 
-def _check_config(config: dict[str, Any], file: str) -> None:
+def _check_config(config: dict[str, object], file: str) -> None:
     def refuse(key: str, why: str) -> None:
         raise ModelError(f"{key} is {config[key]!r:.60}: {why}", file=file)
 

@@ -11,7 +11,9 @@ import time
 from collections import deque
 from collections.abc import Callable
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from verbatim.base.json_io import JsonObject
 
 STEPS = 4096  # steps kept; about two minutes of decode at 30 ms per step
 WATCH_SECONDS = 15.0  # several polling intervals of the page
@@ -31,7 +33,7 @@ class StepPart(NamedTuple):
     arrival: float = 0.0  # request's arrival, on the clock of the log
     preemptions: int = 0  # request's preemptions so far
 
-    def report(self) -> dict[str, Any]:
+    def report(self) -> JsonObject:
         drafts = max(self.draws - 1, 0)
         return {
             "request": self.request,
@@ -61,7 +63,7 @@ class StepLog:
     def add(self, started: float, ended: float, parts: tuple[StepPart, ...]) -> None:
         self._steps.append((next(self._numbers), started, ended, parts))
 
-    def read(self, tenant: str, after: int = 0) -> list[dict[str, Any]]:
+    def read(self, tenant: str, after: int = 0) -> list[JsonObject]:
         """The steps with a number above `after`, and WATCH_SECONDS more of recording."""
         self._until = self._clock() + WATCH_SECONDS
         out = []

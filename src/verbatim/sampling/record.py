@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import Any
 
 import numpy as np
 
+from verbatim.base.json_io import JsonObject
 from verbatim.sampling.numerics import F64, I64, best, log_mass, masses, spreads
 from verbatim.sampling.row_state import REMOVED, RowState
 
@@ -25,7 +25,7 @@ class Recorder:
         self.raw, self.state = raw, state
         self.top: list[int] = [int(i) for i in best(raw, state.params.explain) if raw[i] > REMOVED]
         self.removed_by: dict[int, str] = {}
-        self.stages: list[dict[str, Any]] = []
+        self.stages: list[JsonObject] = []
         self.left = int(np.count_nonzero(raw > REMOVED))
         self.scores: F64 | None = None
         self.g: F64 | None = None
@@ -53,13 +53,13 @@ class Recorder:
 
     def finish(
         self, token: int | None, candidates: tuple[tuple[int, float], ...] = ()
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         state, raw = self.state, self.raw
         d = raw - raw.max()
         mass = masses(d)
         total = int(mass.sum())
         norm = log_mass(total)
-        out: dict[str, Any] = {
+        out: JsonObject = {
             "position": state.position,
             "vocab": len(raw),
             "key": f"{state.key:016x}",
@@ -85,7 +85,7 @@ class Recorder:
             }
         return out
 
-    def _candidate(self, i: int, logprob: float) -> dict[str, Any]:
+    def _candidate(self, i: int, logprob: float) -> JsonObject:
         state = self.state
         place = _find(state.ids, i)
         drawn = place is not None and self.scores is not None and self.g is not None
@@ -105,7 +105,7 @@ class Recorder:
             "score": float(self.scores[place]) if drawn and self.scores is not None else None,
         }
 
-    def _lead(self, token: int) -> dict[str, Any]:
+    def _lead(self, token: int) -> JsonObject:
         """The winner's score, the runner-up, and the lead between them."""
         state = self.state
         scores = self.scores if self.scores is not None else state.logits
@@ -119,7 +119,7 @@ class Recorder:
             "lead": float(scores[first[0]] - scores[second]) if second is not None else None,
         }
 
-    def _inputs(self) -> dict[str, Any]:
+    def _inputs(self) -> JsonObject:
         """What a what-if needs besides the tokens: the raw logits, the grammar mask, the withheld
         ids."""
         state = self.state
@@ -137,7 +137,7 @@ class Recorder:
         }
 
 
-def chosen(raw: F64, norm: float, token: int) -> dict[str, Any]:
+def chosen(raw: F64, norm: float, token: int) -> JsonObject:
     """One id in the model's own distribution. rank 1 is the best id; margin is its logit less the
     best other logit."""
     value = float(raw[token])

@@ -25,7 +25,7 @@ def deployment(
     drain_seconds: float = 30.0,
     test_engine: str = "",
     **engine: Any,
-) -> Any:
+) -> object:
     """An application for Ray Serve: a gateway with every route of `verbatim serve`, and replicas.
 
         app = verbatim.scale.deployment("smollm2", replicas="2-8", context=4096)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from verbatim.base.errors import VerbatimError
+from verbatim.base.json_io import JsonObject
 from verbatim.observe.engine_metrics import Registry
 from verbatim.observe.merge_metrics import merge
 from verbatim.scale.routes.prompt_hashes import PromptHashes
@@ -58,13 +59,13 @@ class Service(Protocol):
 
     async def facts(self) -> bytes: ...
 
-    def run(self, frame: bytes, gateway: str, route: Route) -> Any:
+    def run(self, frame: bytes, gateway: str, route: Route) -> object:
         """An async iterator with cancel(): Replica.run() of the replica that the router chooses."""
 
-    def listen(self, gateway: str, channel: str, replica: str) -> Any:
+    def listen(self, gateway: str, channel: str, replica: str) -> object:
         """An async iterator with cancel(): Replica.listen() of one replica."""
 
-    def reports(self) -> dict[str, dict[str, Any]]:
+    def reports(self) -> dict[str, JsonObject]:
         """The newest report of each replica that is alive."""
 
     def routing(self) -> dict[str, int]:
@@ -94,7 +95,7 @@ class Cluster(Supervisor):
         self._id = secrets.token_hex(8)
         self._relays: dict[str, asyncio.Task[None]] = {}
         self._listeners: dict[str, Listener] = {}  # by the name of its channel
-        self._reports: dict[str, dict[str, Any]] = {}
+        self._reports: dict[str, JsonObject] = {}
         self._replicas_text = ""  # the replicas' metrics
         self._starting: asyncio.Task[PromptHashes | None]
 

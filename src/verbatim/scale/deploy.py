@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.diagnose.footprint import Footprint
 from verbatim.scale.ray_options import RayOptions, require_ray
 from verbatim.scale.ray_start import UNPROTECTED, cluster_nodes, connect
@@ -72,7 +73,7 @@ class HandleService:
     def progress(self) -> str:
         return ""
 
-    def reports(self) -> dict[str, dict[str, Any]]:
+    def reports(self) -> dict[str, JsonObject]:
         return snapshot(self.application).reports
 
     def routing(self) -> dict[str, int]:

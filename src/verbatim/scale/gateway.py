@@ -24,7 +24,7 @@ log = logging.getLogger("verbatim.scale")
 _app: Any = None  # the application of this process's gateway
 
 
-def _build() -> Any:
+def _build() -> object:
     """Serve calls this after the constructor."""
     return _app
 

@@ -13,7 +13,6 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator
-from typing import Any
 
 from verbatim.scale.channel import Channel
 from verbatim.scale.ray_start import has_token_authentication
@@ -116,12 +115,12 @@ class Replica:
         elif time.monotonic() - self._down_since > RESTART_SECONDS:
             raise RuntimeError(f"the engine is down for more than {RESTART_SECONDS:g} seconds")
 
-    def record_replica_metadata(self) -> dict[str, Any]:
+    def record_replica_metadata(self) -> dict[str, object]:
         """Report the replica's facts to Ray Serve, which calls this once, when it is ready."""
         assert self._supervisor.facts is not None
         return {"fingerprint": self._supervisor.facts.fingerprint}
 
-    async def record_routing_stats(self) -> dict[str, Any]:
+    async def record_routing_stats(self) -> dict[str, object]:
         """The report that reaches the router of every gateway."""
         up = self._supervisor.ready.is_set()
         [(_, state)] = self._supervisor.engines()

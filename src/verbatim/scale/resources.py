@@ -64,7 +64,7 @@ class ReplicaNeeds:
             f"{size_text(PROCESS_BYTES)})"
         )
 
-    def actor_options(self) -> dict[str, Any]:
+    def actor_options(self) -> dict[str, object]:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "memory": self.memory}
 
 

@@ -21,7 +21,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from verbatim.base.config import STEP_TOKENS, EngineConfig
 from verbatim.base.errors import ParameterError
@@ -43,7 +42,7 @@ class CachePlan:
     context: int  # maximum tokens of one sequence
     rule: str
 
-    def as_dict(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
     def __str__(self) -> str:

@@ -7,9 +7,9 @@ The store is a FIFO bounded by item count and by bytes; it evicts the oldest ite
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, Literal
+from typing import Literal
 
-from verbatim.base.json_io import dumps
+from verbatim.base.json_io import JsonObject, dumps
 from verbatim.server.problem import Problem, unsupported
 
 Kind = Literal["chat", "response"]
@@ -21,7 +21,7 @@ class Store:
         self._max_bytes = max_bytes
         self._bytes = 0
         # (tenant, kind, id) -> (item, size in bytes)
-        self._items: OrderedDict[tuple[str, Kind, str], tuple[dict[str, Any], int]] = OrderedDict()
+        self._items: OrderedDict[tuple[str, Kind, str], tuple[JsonObject, int]] = OrderedDict()
 
     @property
     def enabled(self) -> bool:
@@ -31,7 +31,7 @@ class Store:
         if requested and not self.enabled:
             raise unsupported("store", "this server stores no answers (--store-items 0)")
 
-    def put(self, tenant: str, kind: Kind, name: str, item: dict[str, Any]) -> None:
+    def put(self, tenant: str, kind: Kind, name: str, item: JsonObject) -> None:
         """Store `item`: the object that clients get, plus what its routes need. An item larger than
         the whole store is dropped."""
         size = len(dumps(item))
@@ -42,7 +42,7 @@ class Store:
         while len(self._items) > self._capacity or self._bytes > self._max_bytes:
             self._bytes -= self._items.popitem(last=False)[1][1]
 
-    def get(self, tenant: str, kind: Kind, name: str) -> dict[str, Any]:
+    def get(self, tenant: str, kind: Kind, name: str) -> JsonObject:
         found = self._items.get((tenant, kind, name))
         if found is None:
             raise Problem(
@@ -52,12 +52,12 @@ class Store:
             )
         return found[0]
 
-    def pop(self, tenant: str, kind: Kind, name: str) -> dict[str, Any]:
+    def pop(self, tenant: str, kind: Kind, name: str) -> JsonObject:
         item = self.get(tenant, kind, name)
         self._bytes -= self._items.pop((tenant, kind, name))[1]
         return item
 
-    def of(self, tenant: str, kind: Kind) -> list[dict[str, Any]]:
+    def of(self, tenant: str, kind: Kind) -> list[JsonObject]:
         return [
             item
             for (owner, item_kind, _), (item, _) in self._items.items()

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.param_checks import no_key_twice
+from verbatim.base.json_io import JsonObject, no_key_twice
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses")
 ANSWER_START = b'{"id":"batch_req_'  # start of a line in OUT, without its spaces
-Line = dict[str, Any]
+Line = JsonObject
 
 
 def check_files(source: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from verbatim.base.errors import BackendError, ModelError
+from verbatim.base.json_io import JsonObject
 from verbatim.server.app import make_app
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
@@ -23,7 +24,7 @@ from verbatim.server.settings import Settings
 SERIAL_RETRIES = 3  # last rounds with concurrency 1, before a 429 or 503 becomes the answer
 MAX_PAUSE = 10.0  # seconds; caps Retry-After
 RESTART_SECONDS = 900.0  # timeout for a restarted engine to load its model again
-Line = dict[str, Any]
+Line = JsonObject
 
 
 def status_of(answer: Line) -> int:
@@ -178,17 +179,17 @@ async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any
         "server": ("localhost", 0),
         "root_path": "",
     }
-    sent: list[dict[str, Any]] = []
+    sent: list[JsonObject] = []
     given = False
 
-    async def receive() -> dict[str, Any]:
+    async def receive() -> JsonObject:
         nonlocal given
         if given:
             await asyncio.Event().wait()  # this client never disconnects
         given = True
         return {"type": "http.request", "body": raw, "more_body": False}
 
-    async def send(message: dict[str, Any]) -> None:
+    async def send(message: JsonObject) -> None:
         sent.append(message)
 
     await app(scope, receive, send)

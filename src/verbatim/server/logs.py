@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from datetime import UTC, datetime
-from typing import Any, TextIO
+from typing import TextIO
 
 from verbatim.server.settings import Settings
 
@@ -58,7 +58,7 @@ def set_up_logs(settings: Settings) -> None:
         logger.setLevel(logging.INFO if name == "verbatim" else logging.ERROR)
 
 
-def _quoted(value: object) -> Any:
+def _quoted(value: object) -> object:
     """Quote a label that a client chose, so that it cannot inject a line or a field."""
     return json.dumps(value) if isinstance(value, str) and not PLAIN(value) else value
 
@@ -71,7 +71,7 @@ class AccessLog:
         self._lines: list[str] = []
         self._second = (0, "")  # the last second formatted, and its text
 
-    def add(self, line: dict[str, Any]) -> None:
+    def add(self, line: dict[str, object]) -> None:
         now = time.time()
         if self._json:
             text = json.dumps({"time": _iso(now), **line})

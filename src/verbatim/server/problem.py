@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 from verbatim.base.errors import OverloadedError, RequestError, UnavailableError, VerbatimError
+from verbatim.base.json_io import JsonObject
 
 TYPES = {
     400: "invalid_request_error",
@@ -89,7 +89,7 @@ class Problem(Exception):
     def type(self) -> str:
         return TYPES[self.status]
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         return {
             "error": {
                 "message": self.message,

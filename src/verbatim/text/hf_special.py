@@ -25,7 +25,7 @@ _BERT = {
 _PREFIX_SPACE = ("GPT2Tokenizer", "GPTNeoXTokenizer", "CodeGenTokenizer", "RobertaTokenizer")
 
 
-def merged(config: Mapping[str, object], special_map: Mapping[str, object]) -> Mapping[str, Any]:
+def merged(config: Mapping[str, object], special_map: Mapping[str, object]) -> Mapping[str, object]:
     """special_tokens_map.json counts only beside a tokenizer_config.json without
     added_tokens_decoder, and wins there."""
     return config if "added_tokens_decoder" in config else {**config, **special_map}

@@ -13,6 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonObject
 from verbatim.text import hf_special
 from verbatim.text.spm import piece_bytes
 from verbatim.text.vocabulary import SPACE, PairTemplate, Vocabulary, byte_level_bytes, end_of_turn
@@ -25,7 +26,7 @@ _REQUIRED: Any = object()
 _SECRET = secrets.token_hex(16)  # in the names of tokens that no text contains
 
 
-def read_json(path: Path, missing: Any = _REQUIRED) -> dict[str, Any]:
+def read_json(path: Path, missing: Any = _REQUIRED) -> JsonObject:
     """Read a JSON object; returns `missing`, if given, when there is no such file."""
     if missing is not _REQUIRED and not path.is_file():
         return dict(missing)
@@ -42,7 +43,7 @@ def read_bytes(path: Path) -> bytes:
         raise ModelError(f"cannot be read: {error}", file=str(path)) from None
 
 
-def parse_json(data: bytes, path: Path) -> dict[str, Any]:
+def parse_json(data: bytes, path: Path) -> JsonObject:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -159,7 +160,7 @@ def _is_sentencepiece(decoder: Mapping[str, object]) -> bool:
     return kind == "ByteFallback"
 
 
-def _steps(part: object) -> list[dict[str, Any]]:
+def _steps(part: object) -> list[JsonObject]:
     """A normalizer, pre-tokenizer or decoder as a flat list of its steps."""
     if isinstance(part, list):
         return [step for item in part for step in _steps(item)]
@@ -192,7 +193,7 @@ def _growth(step: Mapping[str, object]) -> float:
 
 
 def _vocabulary(
-    spec: dict[str, Any], special: Any, config: Mapping[str, Any], texts: Mapping[str, str]
+    spec: JsonObject, special: Any, config: Mapping[str, Any], texts: Mapping[str, str]
 ) -> Vocabulary:
     special.no_truncation()
     special.no_padding()

@@ -155,11 +155,11 @@ def split_rules_of(name: str) -> SplitRules:
         ) from None
 
 
-def normalizer_of(cut: SplitRules) -> Any:
+def normalizer_of(cut: SplitRules) -> object:
     return normalizers.NFC() if cut.nfc else None
 
 
-def pre_tokenizer_of(cut: SplitRules) -> Any:
+def pre_tokenizer_of(cut: SplitRules) -> object:
     steps = [_step(step) for step in cut.steps]
     if BYTES_GPT2 not in cut.steps:
         steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))

@@ -41,7 +41,7 @@ class Tokenizer:
 
     if not TYPE_CHECKING:  # a type checker reports unknown names itself
 
-        def __getattr__(self, name: str) -> Any:
+        def __getattr__(self, name: str) -> object:
             raise attribute(self, name, "tokenizer")
 
     def fit(self, size: int) -> None:

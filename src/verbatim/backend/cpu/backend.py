@@ -197,7 +197,7 @@ def _drop_file_pages(model: Model) -> None:
     valid."""
     seen: set[int] = set()
     for tensor in model.weights.values():
-        base: Any = tensor.data
+        base: object = tensor.data
         while isinstance(base, np.ndarray) and base.base is not None:
             base = base.base
         if isinstance(base, memoryview):

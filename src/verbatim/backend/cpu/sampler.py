@@ -87,11 +87,11 @@ class NativeSampler:
                 results += [None] if row is None else self._call([row], first + i)
         return results
 
-    def native_row(self, row: Row) -> tuple[Any, ...]:
+    def native_row(self, row: Row) -> tuple[object, ...]:
         spec, position, history, mask = row
         return self._params(spec), spec.key, position, spec.prompt_len, history, mask
 
-    def _params(self, spec: DrawSpec) -> Any:
+    def _params(self, spec: DrawSpec) -> object:
         """The native parameters, built once per request.
 
         The cache key holds object ids; the cached spec keeps those objects alive."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import BackendError
+from verbatim.base.json_io import JsonObject
 
 # rival -> (worker script, module it needs, distribution of that module)
 WORKERS = {
@@ -101,7 +102,7 @@ class Rival:
             if pipe:
                 pipe.close()
 
-    def _call(self, **request: Any) -> dict[str, Any]:
+    def _call(self, **request: Any) -> JsonObject:
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -119,7 +120,7 @@ class Rival:
             raise BackendError(
                 f"{self.name} ended ({how}): {said[-1] if said else 'no reason given'}"
             )
-        answer: dict[str, Any] = json.loads(line)
+        answer: JsonObject = json.loads(line)
         if "error" in answer:
             raise BackendError(f"{self.name}: {answer['error']}")
         return answer

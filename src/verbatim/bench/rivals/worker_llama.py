@@ -115,7 +115,7 @@ def main() -> None:
         try:
             if op == "open":
                 worker = Worker(**request)
-                answer: dict[str, Any] = {"version": lib.__version__, "load": worker.load}
+                answer: dict[str, object] = {"version": lib.__version__, "load": worker.load}
             else:
                 answer = {"seconds": getattr(worker, op)(**request)}
         except Exception as error:

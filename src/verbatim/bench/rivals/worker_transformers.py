@@ -37,13 +37,13 @@ class Worker:
         self.vocab = self.model.config.vocab_size
         self.random = random.Random(0)
 
-    def _ids(self, rows: int, tokens: int) -> Any:
+    def _ids(self, rows: int, tokens: int) -> object:
         return torch.tensor(
             [[self.random.randrange(self.vocab) for _ in range(tokens)] for _ in range(rows)],
             device=self.device,
         )
 
-    def _run(self, rows: int, tokens: int, past: object) -> tuple[float, Any]:
+    def _run(self, rows: int, tokens: int, past: object) -> tuple[float, object]:
         ids = self._ids(rows, tokens)
         began = time.perf_counter()
         with torch.no_grad():
@@ -76,7 +76,10 @@ def main() -> None:
         try:
             if op == "open":
                 worker = Worker(**request)
-                answer: dict[str, Any] = {"version": transformers.__version__, "load": worker.load}
+                answer: dict[str, object] = {
+                    "version": transformers.__version__,
+                    "load": worker.load,
+                }
             else:
                 answer = {"seconds": getattr(worker, op)(**request)}
         except Exception as error:

@@ -78,7 +78,10 @@ def main() -> None:
         try:
             if op == "open":
                 worker = Worker(**request)
-                answer: dict[str, Any] = {"version": worker.vllm.__version__, "load": worker.load}
+                answer: dict[str, object] = {
+                    "version": worker.vllm.__version__,
+                    "load": worker.load,
+                }
             else:
                 answer = {"seconds": getattr(worker, op)(**request)}
         except Exception as error:

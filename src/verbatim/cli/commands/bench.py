@@ -13,6 +13,7 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.bench_report import (
     WHY_ABOVE,
     above_limit,
@@ -154,7 +155,7 @@ def _run(
     rounds: int,
     quick: bool,
     plot: str | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure and print every row; returns the summary, and draws it with `plot`."""
     from verbatim.bench.measure import first_token
 
@@ -330,7 +331,7 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     return 0
 
 
-def _write_result(result: dict[str, Any]) -> None:
+def _write_result(result: JsonObject) -> None:
     """All figures as one line of JSON; not on a terminal, which has shown the table."""
     if not sys.stdout.isatty():
         sys.stdout.write(json.dumps(result) + "\n")

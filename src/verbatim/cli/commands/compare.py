@@ -10,6 +10,7 @@ import click
 
 from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.cli.lib.command_class import Command, option
 from verbatim.cli.lib.open_model import open_llm
@@ -135,8 +136,8 @@ def read_settings(texts: tuple[str, ...], flags: Values) -> list[Setting]:
     base = sampling_of(flags, max_tokens=DEFAULT_TOKENS)
     out = []
     for text in texts:
-        params: dict[str, Any] = {}
-        engine: dict[str, Any] = {}
+        params: JsonObject = {}
+        engine: JsonObject = {}
         model = ""
         for name, value in pairs(text, "setting", "top_p=0.9").items():
             if name == "model":
@@ -169,7 +170,7 @@ def _run(
     from verbatim.diagnose.comparison import compare
     from verbatim.diagnose.quiz import prompt_ids
 
-    def open_one(model: str, engine: dict[str, Any]) -> LLM:
+    def open_one(model: str, engine: JsonObject) -> LLM:
         own = {**flags, **{f"e_{name}": value for name, value in engine.items()}}
         if model:
             own["model"] = model
@@ -243,7 +244,7 @@ def _marked(first: str, other: str, out: Console) -> Text:
     return text
 
 
-def outcomes_json(asked: list[str], outcomes: list[Outcome]) -> dict[str, Any]:
+def outcomes_json(asked: list[str], outcomes: list[Outcome]) -> JsonObject:
     rows = []
     for o in outcomes:
         row = asdict(o)
@@ -330,7 +331,7 @@ def _print_quiz(result: QuizResult, params: SamplingParams, seed: int) -> None:
 
 def quiz_json(
     result: QuizResult, params: SamplingParams, seed: int, fingerprint: str
-) -> dict[str, Any]:
+) -> JsonObject:
     return {
         "questions": len(result.rows),
         "samples": result.samples,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -266,7 +266,7 @@ def _count(params: int) -> str:
     return f"{params / 1e9:.2f} B" if params >= 1e9 else f"{params / 1e6:.1f} M"
 
 
-def plan_json(plan: Plan) -> dict[str, Any]:
+def plan_json(plan: Plan) -> dict[str, object]:
     """The Plan as plain data, with the properties that people read."""
     out = asdict(plan)
     for name in ("attention", "parts"):

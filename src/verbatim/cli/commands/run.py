@@ -156,7 +156,7 @@ def _close(llm: LLM, completion: Completion, *, cut: bool, verbose: bool) -> Non
         note(params_line(completion))
 
 
-def _save(path: Path, receipt: dict[str, Any]) -> None:
+def _save(path: Path, receipt: dict[str, object]) -> None:
     try:
         path.write_text(json.dumps(receipt, ensure_ascii=False, indent=1) + "\n", "utf-8")
     except OSError as error:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.terminal import columns, note, use_colour
 
 if TYPE_CHECKING:
@@ -126,13 +127,13 @@ def ceiling_of(row: JobRow, card: CostCard, limits: MachineLimits) -> float | No
 
 def summary(
     llm: LLM, limits: MachineLimits, card: CostCard, rows: list[JobRow], rival: Rival | None
-) -> dict[str, Any]:
+) -> JsonObject:
     from dataclasses import asdict
 
     info = llm.loaded.backend.info
     measured = []
     for row in rows:
-        entry: dict[str, Any] = {
+        entry: JsonObject = {
             "kind": row.job.kind,
             "size": row.job.size,
             "rate": row.rate("verbatim"),

@@ -89,7 +89,7 @@ class Option(click.Option):
 
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, object], args: list[str]
-    ) -> tuple[Any, list[str]]:
+    ) -> tuple[object, list[str]]:
         values = opts.get(self.name or "")
         if isinstance(values, list) and not self.multiple:
             # a value that may be missing (`--ray`) is a sentinel of click here
@@ -189,7 +189,7 @@ class Command(click.Command):
             answer = "the model is an argument of this command, without a flag"
             self.params.append(AnsweredFlag(["-m", "--model"], answer))
 
-    def invoke(self, ctx: click.Context) -> Any:
+    def invoke(self, ctx: click.Context) -> object:
         try:
             return super().invoke(ctx)
         except RequestError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from verbatim.base.config import CHOICES, EngineConfig
 from verbatim.base.errors import RequestError, VerbatimError
@@ -31,7 +30,7 @@ from verbatim.model.loading.load import Model
 
 
 def run_checks(
-    flags: dict[str, Any], files: ModelFiles, found: list[Finding], *, seed: int, as_json: bool
+    flags: dict[str, object], files: ModelFiles, found: list[Finding], *, seed: int, as_json: bool
 ) -> list[Finding]:
     """`found` by the checks of the files, and what the running model shows."""
     if files.encoder:
@@ -40,7 +39,7 @@ def run_checks(
     return found + _kv_types(flags, files, as_json) if is_sound(found) else found
 
 
-def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) -> list[Finding]:
+def _live(flags: dict[str, object], files: ModelFiles, seed: int, as_json: bool) -> list[Finding]:
     """The live checks, if the model can be loaded at all and its weights are finite."""
     if not isinstance(files.model, Model):
         return []  # the error is among the findings already
@@ -65,7 +64,7 @@ def _live(flags: dict[str, Any], files: ModelFiles, seed: int, as_json: bool) ->
         return [bad("live", "the model does not run", error.message, remedy)]
 
 
-def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) -> list[Finding]:
+def _theta(flags: dict[str, object], model: Model, stated: Reading, as_json: bool) -> list[Finding]:
     """The file's rope_theta against others. The model is opened once per theta."""
     if not any(layer.rope for layer in model.spec.layers):
         return []
@@ -82,7 +81,7 @@ def _theta(flags: dict[str, Any], model: Model, stated: Reading, as_json: bool) 
     return [check_theta(stated, others)]
 
 
-def _live_encoder(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[Finding]:
+def _live_encoder(flags: dict[str, object], files: ModelFiles, as_json: bool) -> list[Finding]:
     """The live check of an encoder. A flag without effect on an encoder raises."""
     if not isinstance(files.model, EncoderModel):
         return []  # the error is among the findings already
@@ -98,13 +97,13 @@ def _live_encoder(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> li
         return [bad("live", "the model does not run", error.message, remedy)]
 
 
-def _short_context(flags: dict[str, Any], files: ModelFiles, tokens: int) -> dict[str, Any]:
+def _short_context(flags: dict[str, object], files: ModelFiles, tokens: int) -> dict[str, object]:
     if flags.get("e_context") is not None or files.model is None:
         return flags
     return {**flags, "e_context": min(tokens, files.model.spec.context)}
 
 
-def _kv_types(flags: dict[str, Any], files: ModelFiles, as_json: bool) -> list[Finding]:
+def _kv_types(flags: dict[str, object], files: ModelFiles, as_json: bool) -> list[Finding]:
     """The cost of each 8-bit KV cache against f16. The model is opened once per type."""
     if not isinstance(files.model, Model) or not files.model.spec.attention_layers:
         return []

@@ -38,7 +38,7 @@ class ReasoningLevel:
     level: str
     field: str = "think"
 
-    def variables(self, llm: LLM) -> dict[str, Any]:
+    def variables(self, llm: LLM) -> dict[str, object]:
         """Variables for the model's chat template; raises where it has no such switch."""
         switches, reasoning = switches_of(llm.loaded.template), llm.reasoning is not None
         if self.level in ("true", "false"):

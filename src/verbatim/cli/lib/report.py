@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.defaults import report
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import STRUCTURE
 from verbatim.base.records import Choice, Completion, Finish, TokenLogprob, loop_text
 
@@ -78,7 +79,7 @@ def _has_beams(completion: Completion) -> bool:
     return completion.params is not None and completion.params.num_beams > 1
 
 
-def params_in_force(completion: Completion) -> dict[str, dict[str, Any]]:
+def params_in_force(completion: Completion) -> dict[str, JsonObject]:
     """Name -> value and origin of each parameter in force."""
     assert completion.params is not None, "the engine reports the parameters"
     return report(completion.params, completion.seed)
@@ -183,15 +184,13 @@ def backend_text(llm: LLM) -> str:
     return f"{info.name} {info.detail}".strip() + threads
 
 
-def completion_json(
-    llm: LLM, completion: Completion, notices: Sequence[str] = ()
-) -> dict[str, Any]:
+def completion_json(llm: LLM, completion: Completion, notices: Sequence[str] = ()) -> JsonObject:
     """The object that --json prints. The first answer is at the top level; with several answers,
     `choices` holds all of them."""
     first = choice_json(completion.choices[0])
     info = llm.loaded.backend.info
     rate = completion.timings.decode_rate(completion.usage.output_tokens)
-    out: dict[str, Any] = {
+    out: JsonObject = {
         "text": first["text"],
         **({"reasoning": first["reasoning"]} if "reasoning" in first else {}),
         "tokens": first["tokens"],
@@ -228,8 +227,8 @@ def completion_json(
     return out
 
 
-def choice_json(choice: Choice) -> dict[str, Any]:
-    out: dict[str, Any] = {
+def choice_json(choice: Choice) -> JsonObject:
+    out: JsonObject = {
         "index": choice.index,
         "text": choice.text,
         **({"reasoning": choice.reasoning} if choice.reasoning else {}),
@@ -248,7 +247,7 @@ def choice_json(choice: Choice) -> dict[str, Any]:
     return out
 
 
-def token_logprobs(rows: Iterable[TokenLogprob | None]) -> list[dict[str, Any] | None]:
+def token_logprobs(rows: Iterable[TokenLogprob | None]) -> list[JsonObject | None]:
     return [
         None
         if row is None

@@ -139,7 +139,7 @@ def parse_changes(text: str, param: str, example: str) -> Values:
     }
 
 
-def parse_parameter(name: str, text: str) -> Any:
+def parse_parameter(name: str, text: str) -> object:
     """Parse the value of one parameter, as in `--what-if top_p=0.5` and chat's `/params
     top_p=0.5`."""
     name = name.strip().replace("-", "_")

@@ -252,7 +252,7 @@ def _in_range(name: str, value: float) -> bool:
     return True
 
 
-def text_config(config: Mapping[str, object]) -> Mapping[str, Any]:
+def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 

@@ -137,7 +137,7 @@ class ConfigGroups:
         # The library's order: names, then patterns, each in the order of their text.
         self._targets = sorted(self._by_target, key=lambda target: ("re:" in target, target))
 
-    def weights(self, module: str) -> Mapping[str, Any]:
+    def weights(self, module: str) -> Mapping[str, object]:
         """The `weights` of the group for the module: the one that names it, or else its class. A
         name of another prefix (language_model.) counts where the library finds no group."""
         if len(self._groups) < 2:

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import ParameterError, VerbatimError
+from verbatim.base.json_io import JsonObject
 from verbatim.scale.start_error import did_not_start
 from verbatim.server.batch_requests import BatchEngine, Line
 from verbatim.server.settings import Limits, Settings
@@ -111,7 +112,7 @@ class Generate:
         settings = batch_settings(model, concurrency, engine, test_engine=test_engine)
         self._actor = BatchActor(settings, concurrency)
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: JsonObject) -> JsonObject:
         if self._column not in batch:
             raise ParameterError(
                 "column", f"the dataset has no column {self._column!r}: {', '.join(batch)}"
@@ -123,7 +124,7 @@ class Generate:
 
     def _request(self, index: int, prompt: object) -> Line:
         plain = prompt.tolist() if hasattr(prompt, "tolist") else prompt  # NumPy, from Ray Data
-        body: dict[str, Any] = dict(self._params)
+        body: JsonObject = dict(self._params)
         if isinstance(plain, str):
             url, body["prompt"] = "/v1/completions", plain
         else:
@@ -138,7 +139,7 @@ class Generate:
 _NOT_SHOWN = ("tools", "functions", "logprobs", "top_logprobs", "prompt_logprobs")
 
 
-def _checked(params: Mapping[str, object]) -> dict[str, Any]:
+def _checked(params: Mapping[str, object]) -> JsonObject:
     for name, value in params.items():
         if name in ("prompt", "messages"):
             raise ParameterError("params", f"{name} comes from the column of prompts; leave it out")
@@ -155,7 +156,7 @@ def _checked(params: Mapping[str, object]) -> dict[str, Any]:
 COLUMNS = ("text", "finish_reason", "prompt_tokens", "output_tokens", "error")
 
 
-def _columns(status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+def _columns(status: int, body: Mapping[str, Any]) -> JsonObject:
     if status != 200:
         return dict.fromkeys(COLUMNS) | {"error": str(body["error"]["message"])}
     choice, usage = body["choices"][0], body["usage"]
@@ -181,6 +182,6 @@ class AnswerRequests:
         except VerbatimError as error:
             raise did_not_start(str(error)) from None
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+    def __call__(self, batch: JsonObject) -> JsonObject:
         answers = self._actor.answer([json.loads(text) for text in batch["request"]])
         return {"answer": [json.dumps(answer, ensure_ascii=False) for answer in answers]}

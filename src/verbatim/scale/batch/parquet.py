@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import BackendError, ParameterError
-from verbatim.base.param_checks import no_key_twice
+from verbatim.base.json_io import JsonObject, no_key_twice
 
 
 def _pyarrow() -> Any:
@@ -47,7 +47,7 @@ def read_rows(path: Path) -> Generator[bytes, None, None]:
         raise ParameterError("IN", f"{path} is not a Parquet file: {error}") from None
 
 
-def _request(row: dict[str, Any]) -> dict[str, Any]:
+def _request(row: JsonObject) -> JsonObject:
     out = {name: value for name, value in row.items() if value is not None}
     if isinstance(out.get("body"), str):
         try:
@@ -61,7 +61,7 @@ def _request(row: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def journal_answers(journal: Path) -> dict[str, Any]:
+def journal_answers(journal: Path) -> JsonObject:
     """The responses of a JSONL file by custom_id."""
     with open(journal, "rb") as file:  # str.splitlines() would also split at U+2028 in a text
         lines = map(json.loads, file)
@@ -91,6 +91,6 @@ def write_answers(journal: Path, target: Path, order: Sequence[str]) -> None:
     part.replace(target)
 
 
-def _message(body: dict[str, Any]) -> str | None:
+def _message(body: JsonObject) -> str | None:
     error = body.get("error")
     return str(error.get("message")) if isinstance(error, dict) else None

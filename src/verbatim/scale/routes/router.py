@@ -18,6 +18,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from verbatim.base.json_io import JsonObject
 from verbatim.scale.routes.routing import HASH_BYTES, Candidate, Decider, Route
 from verbatim.scale.routes.snapshots import Snapshot, publish
 
@@ -27,7 +28,7 @@ log = logging.getLogger("verbatim.scale")
 class PrefixRouter(RequestRouter):
     def initialize_state(self, **_: Any) -> None:
         self.decider = Decider()
-        self.reports: dict[str, dict[str, Any]] = {}
+        self.reports: dict[str, JsonObject] = {}
         self._fingerprint = ""
         self._open: Counter[str] = Counter()  # calls per replica: sent, or decided and not yet sent
         self._decided: dict[asyncio.Future[Any], str] = {}  # calls that are not sent yet

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+
+from verbatim.base.json_io import JsonObject
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The replicas of one application, as this process knows them."""
 
-    reports: dict[str, dict[str, Any]] = field(default_factory=dict)  # by replica
+    reports: dict[str, JsonObject] = field(default_factory=dict)  # by replica
     routed: int = 0  # requests
     possible: int = 0  # requests with a prefix in some replica
     found: int = 0  # those sent to a replica with a part of the prefix

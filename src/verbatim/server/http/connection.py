@@ -284,7 +284,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._is_idle():  # the body arrived after its response
             self._set_timeout(self.limits.idle_seconds)
 
-    def _scope(self) -> dict[str, Any]:
+    def _scope(self) -> dict[str, object]:
         url = httptools.parse_url(self._url)
         raw_path = url.path or b"/"
         path = raw_path.decode("ascii")

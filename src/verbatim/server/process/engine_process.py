@@ -69,7 +69,7 @@ def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
 
 def open_text(
     model: str, *, revision: str | None, offline: bool, test_engine: str
-) -> tuple[EngineTokenizer, Any]:
+) -> tuple[EngineTokenizer, object]:
     """The tokenizer and the chat template (None: the model has none), without the weights."""
     from verbatim.engine.loading.model_info import load_text
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.records import Timings, Usage
 from verbatim.server.problem import Problem
 
-Conversation = list[dict[str, Any]]
+Conversation = list[JsonObject]
 NOT_LOADED = 3  # exit code of an engine process that has sent Failed
 
 
@@ -31,7 +32,7 @@ class Start:
     model: str
     revision: str | None
     offline: bool
-    engine: dict[str, Any]  # fields of EngineConfig that differ from their defaults
+    engine: JsonObject  # fields of EngineConfig that differ from their defaults
     test_engine: (
         str  # tests only: options of verbatim.testing.fakes.server_parts; empty: load the model
     )
@@ -48,11 +49,11 @@ class Generate:
 
     request_id: str
     tenant: str
-    params: dict[str, Any]
+    params: JsonObject
     stream: bool  # send Deltas; otherwise only Generated
     prompt: str | list[int] | None = None  # None: `messages` holds the conversation
     messages: Conversation | None = None
-    template: dict[str, Any] | None = None  # options of the chat template (tools, ...)
+    template: JsonObject | None = None  # options of the chat template (tools, ...)
     reasoning: bool = False  # `prompt` is a rendered conversation with a reasoning model
     parse_special: bool = False  # the text of a control token in the prompt becomes that token
     echo: bool = False  # Accepted carries the prompt's text
@@ -79,7 +80,7 @@ class Tokenize:
     tenant: str
     text: str | None = None  # None: `messages` holds the conversation
     messages: Conversation | None = None
-    template: dict[str, Any] | None = None
+    template: JsonObject | None = None
     add_special: bool = True  # put the tokens around the text that a prompt gets (BOS, EOS)
     parse_special: bool = False
     render: bool = False
@@ -101,7 +102,7 @@ class Inspect:
     request_id: str
     tenant: str
     what: str  # facts, vocab, step, engine or prefix
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +160,9 @@ class ModelFacts:
     # text of each special token, by the names of chat templates (bos_token, ...)
     special_tokens: dict[str, str] = field(default_factory=dict)
     # fields of engine.loaded_model.ModelFile
-    file: dict[str, Any] = field(default_factory=dict)
+    file: JsonObject = field(default_factory=dict)
     # sampling parameters that the model states, and where (base.defaults.ModelDefaults)
-    sampling: dict[str, Any] = field(default_factory=dict)
+    sampling: JsonObject = field(default_factory=dict)
     sampling_source: str = ""
 
     def __post_init__(self) -> None:
@@ -187,7 +188,7 @@ class Heartbeat:
     """Sent every BEAT_SECONDS: shows that the engine's event loop runs, and carries its
     counters."""
 
-    stats: dict[str, Any]
+    stats: JsonObject
     metrics: str | None = None  # Prometheus text; None: unchanged since the last one
 
 
@@ -241,7 +242,7 @@ class WireDelta(NamedTuple):
     token_ids: Sequence[int]
     finish: WireFinish | None
     logprobs: Sequence[WireLogprob]
-    explain: Sequence[dict[str, Any]]
+    explain: Sequence[JsonObject]
     reasoning: str = ""
     reasoning_tokens: int = 0  # share of token_ids
 
@@ -262,7 +263,7 @@ class WireChoice:
     token_ids: Sequence[int]
     finish: WireFinish
     logprobs: Sequence[WireLogprob]
-    explain: Sequence[dict[str, Any]]
+    explain: Sequence[JsonObject]
     score: float | None
     loop: int
     reasoning: str = ""
@@ -280,10 +281,10 @@ class Generated:
     fingerprint: str
     warnings: Sequence[str]
     prompt_logprobs: list[WireLogprob]
-    receipt: dict[str, Any] | None
+    receipt: JsonObject | None
     embedding: list[float] | None
     # base.defaults.report, if the client asked for it
-    params: dict[str, Any] = field(default_factory=dict)
+    params: JsonObject = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +311,7 @@ class Inspected:
     """The end of an Inspect."""
 
     request_id: str
-    data: dict[str, Any]
+    data: JsonObject
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.errors import NOT_FINITE, OUT_OF_MEMORY
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import Choice, Completion, Delta, Finish, TokenLogprob
 from verbatim.explain.receipt import digest_of
@@ -55,7 +56,7 @@ def wire_finish(finish: Finish, params: SamplingParams, stopped_by_token: bool) 
     return WireFinish(reason, detail, fields=masking)
 
 
-def drop_rows(records: Sequence[dict[str, Any]]) -> None:
+def drop_rows(records: Sequence[JsonObject]) -> None:
     """Delete the rows of logits from explanations that are sent without them. A row is 100 times as
     large as the rest of its record, and the engine holds the same records until the request ends:
     otherwise one request with 64 prompts and a receipt would hold a gigabyte."""
@@ -200,7 +201,7 @@ class ResultEncoder:
                 items += self._logprobs([item])
         return items
 
-    def _receipt(self, receipt: dict[str, Any] | None) -> dict[str, Any] | None:
+    def _receipt(self, receipt: JsonObject | None) -> JsonObject | None:
         if receipt is None:
             return None
         named = {**receipt, "model": self._served_name}

@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from typing import Any
 
+from verbatim.base.json_io import JsonObject
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import Generated, Result, WireDelta
 
@@ -19,7 +19,7 @@ log = logging.getLogger("verbatim.server")
 DELTA_COST = 64  # approximate bytes of a delta without its text
 
 
-def _explain_bytes(record: dict[str, Any]) -> int:
+def _explain_bytes(record: JsonObject) -> int:
     """Approximate bytes of an explanation: its candidates, and its row and mask if present."""
     return 512 + 160 * len(record["top"]) + len(record["row"] or "") + len(record["mask"] or "")
 

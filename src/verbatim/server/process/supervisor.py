@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
+from verbatim.base.json_io import JsonObject
 from verbatim.observe.merge_metrics import add_counters
 from verbatim.server.problem import Problem
 from verbatim.server.process import wire
@@ -71,7 +71,7 @@ class Supervisor:
         self._clock = clock
         self.ledger = Ledger() if ledger is None else ledger
         self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
-        self.stats: dict[str, Any] = {}
+        self.stats: JsonObject = {}
         self.metrics = ""  # its counters include those of earlier engine processes
         self._earlier_metrics = ""
         self.reports = 0  # heartbeats with engine metrics, over all engine processes

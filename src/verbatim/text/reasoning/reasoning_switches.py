@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from verbatim.base.errors import UnsupportedError
+from verbatim.base.json_io import JsonObject
 
 BOOLEAN_SWITCHES = ("enable_thinking", "thinking")  # template variables that are true or false
 LEVEL = "reasoning_effort"  # template variable that holds a level
@@ -38,7 +39,7 @@ def no_effect(field: str, reasoning: bool) -> str:
 
 def effort_variables(
     switches: Collection[str], reasoning: bool, effort: str, field: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Variables for a level of EFFORTS. A template without levels gets none as false and every
     other level as true. `thinks`: the template marks reasoning; `field`: the name for an error."""
     if LEVEL in switches and effort != "none":
@@ -48,7 +49,7 @@ def effort_variables(
 
 def switch_variables(
     switches: Collection[str], reasoning: bool, wanted: bool, field: str
-) -> dict[str, Any]:
+) -> JsonObject:
     """Variables that switch thinking on or off."""
     for name in BOOLEAN_SWITCHES:
         if name in switches:

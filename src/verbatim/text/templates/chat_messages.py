@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import RequestError, UnsupportedError
+from verbatim.base.json_io import JsonObject
 from verbatim.text.control_tokens import ControlEscaper
 from verbatim.text.templates.template_program import TemplateProgram
 from verbatim.text.tools.tool_calls import CACHE_KEYS, redundant_names
@@ -30,7 +31,7 @@ def prepare_message(
     message: object,
     index: int,
     warnings: list[str] | None = None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Check one message and copy it as plain JSON types that the template may read. `warnings`
     collects the keys of content parts that have no effect; without it they are errors."""
     where = f"messages[{index}]"
@@ -55,7 +56,7 @@ def prepare_message(
             f"{where}.content is {type(content).__name__}, not text or a list of parts",
             param="messages",
         )
-    plain: dict[str, Any] = plain_copy(message, escaper, where)
+    plain: JsonObject = plain_copy(message, escaper, where)
     if plain.get("tool_calls") and not program.reads.may_read("tool_calls"):
         raise UnsupportedError(
             f"{where}.tool_calls", "the model's chat template does not support tool calls"
@@ -116,14 +117,14 @@ def as_list(value: object, what: str) -> Sequence[Any]:
     return value
 
 
-def _tracked(message: dict[str, Any]) -> dict[str, Any]:
+def _tracked(message: JsonObject) -> JsonObject:
     from verbatim.text.templates.template_reads import TrackedMessage
 
     return TrackedMessage(message)
 
 
 def check_keys_read(
-    rendered: Sequence[dict[str, Any]],
+    rendered: Sequence[JsonObject],
     given: Sequence[Mapping[str, object]],
     warnings: list[str] | None,
 ) -> None:

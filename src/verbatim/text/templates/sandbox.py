@@ -72,7 +72,7 @@ _STRFTIME = re.compile(r"(?:[^%]|%[-_0^#]?[A-Za-z%])*")
 # ------------------------------------------------------------------------ globals and functions
 
 
-def _raise_exception(message: object) -> Any:
+def _raise_exception(message: object) -> object:
     raise RaisedByTemplate(str(message))
 
 
@@ -210,7 +210,7 @@ def _constant(items: list[Any]) -> bool:
 class _TimedGenerator(CodeGenerator):
     """Jinja's compiler under the time budget."""
 
-    def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> Any:
+    def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> object:
         current().tick()
         return super().visit(node, *args, **kwargs)
 
@@ -290,7 +290,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
         current().tick()
         return True
 
-    def guard_weigh(self, value: object) -> Any:
+    def guard_weigh(self, value: object) -> object:
         return current().weigh(value)
 
     def guard_concat(self, *parts: object) -> str:
@@ -299,7 +299,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def guard_slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
         return current().weigh(value[start:stop:step])
 
-    def guard_output(self, value: object) -> Any:
+    def guard_output(self, value: object) -> object:
         """Only plain data is printed: repr() of other objects has memory addresses, or no bound."""
         if isinstance(value, (str, int, float, list, tuple, dict, Undefined, type(None))):
             current().tick()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonObject
 from verbatim.text.templates.chat_template import ChatTemplate
 from verbatim.text.tokenizer import Tokenizer
 
@@ -57,7 +58,7 @@ def template_from_directory(
         found = read_json(file).get("chat_template")
     if found is None:
         return None
-    named: dict[str, Any] = {}
+    named: JsonObject = {}
     if isinstance(found, list):
         if not all(
             isinstance(e, dict) and isinstance(e.get("name"), str) and "template" in e

@@ -18,6 +18,7 @@ from typing import Any
 from jinja2 import nodes
 from jinja2.meta import TrackingCodeGenerator
 
+from verbatim.base.json_io import JsonObject
 from verbatim.text.templates.sandbox import chat_environment
 from verbatim.text.templates.template_budget import Budget, current, use_budget
 
@@ -40,7 +41,7 @@ class TemplateReads:
 class _Tracker(TrackingCodeGenerator):
     """Jinja's variable analysis under the time budget: the source is untrusted."""
 
-    def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> Any:
+    def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> object:
         current().tick()
         return super().visit(node, *args, **kwargs)
 
@@ -59,12 +60,12 @@ def find_reads(source: str) -> TemplateReads:
     )
 
 
-class TrackedMessage(dict[str, Any]):
+class TrackedMessage(JsonObject):
     """A message that records which of its keys are read. Iterating or copying it reads all."""
 
     __slots__ = ("_read_keys",)
 
-    def __init__(self, message: dict[str, Any]) -> None:
+    def __init__(self, message: JsonObject) -> None:
         super().__init__(message)
         self._read_keys: set[Any] = set()
 
@@ -102,7 +103,7 @@ class TrackedMessage(dict[str, Any]):
         self._mark_all_read()
         return super().items()
 
-    def copy(self) -> dict[str, Any]:
+    def copy(self) -> JsonObject:
         self._mark_all_read()
         return dict(super().items())
 

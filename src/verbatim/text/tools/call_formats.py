@@ -115,7 +115,7 @@ CALL_FORMATS = {
 # ------------------------------------------------------------------------------------------- values
 
 
-def typed_value(text: str, parameters: object, key: str) -> Any:
+def typed_value(text: str, parameters: object, key: str) -> object:
     """The value of a parameter that was written without quotes: a string, or JSON of another type.
 
     >>> schema = {"properties": {"zip": {"type": "string"}, "n": {"type": ["string", "integer"]}}}
@@ -159,7 +159,7 @@ def _types(schema: object, root: object, seen: set[str], depth: int = 8) -> set[
     return found
 
 
-def _items(value: object) -> list[Any]:
+def _items(value: object) -> list[object]:
     """A list; empty for any other value, which the client's schema should not have here."""
     return value if isinstance(value, list) else []
 

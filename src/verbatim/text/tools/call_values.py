@@ -15,9 +15,9 @@ import re
 from collections.abc import Callable, Container
 from typing import Any
 
-from verbatim.base.json_io import keep_pairs, loads_lossless
+from verbatim.base.json_io import JsonObject, keep_pairs, loads_lossless
 
-Call = tuple[str, dict[str, Any]]  # name, arguments
+Call = tuple[str, JsonObject]  # name, arguments
 
 MAX_DEPTH = 64  # nested lists and objects
 LITERALS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
@@ -122,7 +122,7 @@ class _CallReader:
             found.append(read())
         return found
 
-    def object(self, depth: int = 0) -> dict[str, Any]:
+    def object(self, depth: int = 0) -> JsonObject:
         def pair() -> tuple[str, Any]:
             key = self._string()
             if key is None:

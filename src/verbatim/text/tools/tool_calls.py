@@ -4,7 +4,6 @@ results have a redundant name."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 # Keys of messages, content parts and tools that mark where another server caches a prompt
 CACHE_KEYS = ("cache_control", "prompt_cache_breakpoint")
@@ -37,7 +36,7 @@ def redundant_names(messages: Sequence[Mapping[str, object]]) -> set[int]:
     return found
 
 
-def _mappings(value: object) -> list[Mapping[str, Any]]:
+def _mappings(value: object) -> list[Mapping[str, object]]:
     return (
         [item for item in value if isinstance(item, Mapping)]
         if isinstance(value, (list, tuple))

@@ -150,9 +150,9 @@ def _launch_matmul(
             b = TensorDescriptor.from_tensor(weight, [columns, tile.inputs])
         else:
             b = TensorDescriptor.from_tensor(weight.view(2, n, k), [2, columns, tile.inputs])
-    kernel: Any = jit_matmul.matmul
-    args: tuple[Any, ...] = (a, b, out, out, out, m, n, k, blocks)
-    constants: tuple[Any, ...] = (
+    kernel: object = jit_matmul.matmul
+    args: tuple[object, ...] = (a, b, out, out, out, m, n, k, blocks)
+    constants: tuple[object, ...] = (
         splits // tile.parallel, rows, columns, tile.inputs, False, tile.tma, gate,
     )  # fmt: skip
     if tail:
