@@ -33,7 +33,7 @@ from pydantic import Field, Json, SecretStr
 from verbatim import LLM, SamplingParams
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
 from verbatim.grammar.compiler import compile_structure
-from verbatim.grammar.document_check import CheckState, DocumentCheck
+from verbatim.grammar.document_check import CheckState, DocumentCheck, validator
 from verbatim.grammar.json_schema import normalise
 from verbatim.grammar.lower import lower
 from verbatim.grammar.matcher import Structure
@@ -741,6 +741,17 @@ def test_the_search_for_the_place_is_bounded() -> None:
         schema = {**requiring(schema), "properties": {**padding, "a": schema}}
     with pytest.raises(ParameterError, match=r"\(at #(/properties/a){3,30}\)$"):
         build(schema)
+
+
+def test_the_reason_is_of_the_alternative_that_the_document_is_closest_to() -> None:
+    def call(name: str, least: int) -> dict[str, Any]:
+        items = {"type": "array", "minItems": least}
+        return {"properties": {"name": {"const": name}, "a": items}}
+
+    problem = validator({"anyOf": [call("x", 0), call("y", 2), call("z", 2)]})
+    assert problem({"name": "y", "a": [1]}) == "minItems: not met at 'a'"
+    deep = {"properties": {"name": {"const": "y"}, "a": {"items": {"const": 1}}}}
+    assert validator({"anyOf": [call("x", 0), deep]})({"name": "y", "a": [2]}).endswith("'a/0'")
 
 
 # --- names of an object

@@ -553,8 +553,12 @@ def validator(schema: Any) -> Callable[[Any], str]:
             return ""
         while error.context:  # of alternatives, the one that the document is closest to
             faults = Counter(inner.schema_path[0] for inner in error.context)
-            best = min(faults, key=lambda part: faults[part])
-            error = next(inner for inner in error.context if inner.schema_path[0] == best)
+
+            def distance(inner: Any, faults: Counter[Any] = faults) -> tuple[Any, ...]:
+                other = inner.validator in ("const", "enum")  # says which alternative is meant
+                return faults[inner.schema_path[0]], other, -len(inner.absolute_path)
+
+            error = min(error.context, key=distance)
         where = "/".join(map(str, error.absolute_path))
         return f"{error.validator}: not met" + (f" at {where!r}" if where else "")
 
