@@ -21,7 +21,17 @@ from verbatim.testing.fakes import (
 )
 from verbatim.text.templates.chat_template import ChatTemplate
 
-FLAGS = ("--temperature", "1", "--thinking-budget", "6", "--max-tokens", "20", "--ignore-eos")
+FLAGS = (
+    "--temperature",
+    "1",
+    "--seed",
+    "0",
+    "--thinking-budget",
+    "6",
+    "--max-tokens",
+    "20",
+    "--ignore-eos",
+)
 
 
 @pytest.fixture

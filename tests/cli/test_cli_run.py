@@ -289,16 +289,16 @@ LOOP = ["--raw", "--allowed-token-ids", "40", "--max-tokens", "300", "the"]
 
 def test_a_loop_is_stopped_and_reported_in_one_line(verbatim: Call) -> None:
     result = verbatim("run", *LOOP)
-    told = [line for line in result.err.splitlines() if "--on-loop" in line]
+    told = [line for line in result.err.splitlines() if "on_loop" in line]
     assert told == [
-        "warning: stopped, because the end repeats a run of 1 token; --on-loop report lets it "
+        "warning: stopped, because the end repeats a run of 1 token; on_loop report lets it "
         "continue"
     ]
     assert "64 output tokens" in result.err
     assert verbatim("run", "--json", *LOOP).json["finish_reason"] == "loop"
     let = verbatim("run", "--on-loop", "report", *LOOP)
     assert "300 output tokens" in let.err
-    assert "--on-loop stop ends such an answer" in let.err
+    assert "on_loop stop ends such an answer" in let.err
     assert len(let.out) > 4 * len(result.out)
 
 
@@ -563,13 +563,15 @@ def test_an_answer_cut_at_its_length_says_so(verbatim: Call) -> None:
 
 
 def test_verbose_lists_the_parameters_and_their_origins(verbatim: Call) -> None:
-    err = verbatim("run", "-v", "--raw", "--max-tokens", "4", "--top-p", "0.5", "the").err
+    err = verbatim(
+        "run", "-v", "--raw", "--max-tokens", "4", "--top-p", "0.5", "--seed", "3", "the"
+    ).err
     line = err.splitlines()[-1]
     for part in (
         "temperature 0 (model: GGUF metadata)",
         "top_p 0.5 (request)",
         "max_tokens 4 (request)",
-        "seed 0 (command line)",
+        "seed 3 (request)",
         "min_p 0 (default)",
     ):
         assert part in line.split(" · "), part
@@ -578,7 +580,7 @@ def test_verbose_lists_the_parameters_and_their_origins(verbatim: Call) -> None:
 
 
 def test_the_defaults_flag(verbatim: Call) -> None:
-    words = ["run", "--json", "--raw", "--max-tokens", "4", "the"]
+    words = ["run", "--json", "--raw", "--max-tokens", "4", "--seed", "1", "the"]
     assert verbatim(*words, "--defaults", "protocol").json["params"]["temperature"] == {
         "value": 1.0,
         "origin": "default",

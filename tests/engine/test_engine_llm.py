@@ -1273,3 +1273,23 @@ def test_positions_that_are_computed_again_are_pooled_once(pooling: Any, want: l
     pool.add(0, states[:2])
     pool.add(0, states)
     assert (pool.count, pool.vector().tolist()) == (3, want)
+
+
+def test_generate_without_max_tokens_ends_at_its_default_and_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("verbatim.engine.request.GENERATE_TOKENS", 9)
+    params = SamplingParams(temperature=1, seed=1, ignore_eos=True)
+    with LLM.from_loaded(fake_parts(FakeBackend(fake_spec()))) as llm:
+        done = llm.generate("hi", params)
+        assert len(done.token_ids) == 9
+        assert any("ended after 9 tokens" in line for line in done.warnings)
+        given = llm.generate("hi", params.with_(max_tokens=12))
+        assert (len(given.token_ids), given.warnings) == (12, ())
+
+
+def test_a_loop_is_a_warning_of_the_completion() -> None:
+    params = SamplingParams(allowed_token_ids=[40], max_tokens=200, seed=1)
+    with LLM.from_loaded(fake_parts(FakeBackend(fake_spec()))) as llm:
+        [told] = llm.generate("hi", params).warnings
+        assert told == "the output repeated a run of 1 token; on_loop stop ends such an answer"

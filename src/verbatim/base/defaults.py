@@ -34,6 +34,10 @@ SHOWN = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_to
 
 REQUEST, DEFAULT = "request", "default"
 UNBOUNDED = "default without max_tokens"  # origin of on_loop=stop if max_tokens is not set
+# generate() continues a text, which has no natural end: it ends here, with a warning, unless
+# max_tokens says otherwise. A conversation ends by itself, so chat() has no such limit.
+GENERATE_TOKENS = 1024
+GENERATE = "default of generate()"  # origin of that max_tokens
 
 # generation_config.json key -> parameter
 GENERATION_CONFIG = {

@@ -339,6 +339,21 @@ class SamplingParams:
         """From JSON or flags. An unknown name raises UnknownParameterError."""
         return cls(**values)
 
+    def __repr__(self) -> str:
+        """What was given or differs from its default, and what the model will supply.
+
+        >>> SamplingParams(max_tokens=8, top_p=1.0)
+        SamplingParams(max_tokens=8, temperature=<model's>, top_k=<model's>, top_p=1.0)
+        """
+        given = self.to_mapping()
+        known = given.keys() | dict(self.origins).keys()
+        open_ = set() if self.num_beams > 1 else set(SUPPLIED) - known
+        shown = {
+            name: "<model's>" if name in open_ else repr(getattr(self, name)) for name in FIELDS
+        }
+        text = ", ".join(f"{n}={v}" for n, v in shown.items() if n in given or n in open_)
+        return f"SamplingParams({text})"
+
     def to_mapping(self) -> dict[str, Any]:
         """The parameters that were given or differ from their defaults, as JSON-ready values."""
         out: dict[str, Any] = {}
@@ -390,6 +405,8 @@ DEFAULTED = (
     "temperature", *FILTERS, "xtc_threshold", "repetition_penalty", "frequency_penalty",
     "presence_penalty", "no_repeat_ngram", "on_loop",
 )
+# Those of them that most models state; repr() names them where the model will supply them.
+SUPPLIED = ("temperature", "top_k", "top_p")
 # Parameters that beam search refuses, because it draws nothing.
 BEAM_REFUSES = (
     "temperature", *FILTERS, "seed", "n", "best_of", "speculate", "on_loop", *STRUCTURE,

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from weakref import WeakKeyDictionary
 
 from verbatim.base.config import SPECULATE
-from verbatim.base.defaults import resolve
+from verbatim.base.defaults import GENERATE, GENERATE_TOKENS, resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.calls.fair_pool import mask_threads
@@ -111,6 +111,7 @@ def make_request(
         ids, prompt_warnings = read_embed_input(loaded, prompt, context)
     else:
         ids, prompt_warnings = read_prompt(loaded, prompt)
+    params = _with_length(params, context - len(ids))
     _check_ids(params, loaded.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
@@ -137,6 +138,13 @@ def make_request(
         adapter=adapter,
         adapter_digest=loaded.adapters[adapter].digest if adapter >= 0 else "",
     )
+
+
+def _with_length(params: SamplingParams, room: int) -> SamplingParams:
+    """The max_tokens of generate(), where it has none and the context has that much room."""
+    if dict(params.origins).get("max_tokens") != GENERATE or room <= GENERATE_TOKENS:
+        return params
+    return params.with_origins({}, checked={"max_tokens": GENERATE_TOKENS})
 
 
 def new_seed() -> int:

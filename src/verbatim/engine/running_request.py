@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from verbatim.base.defaults import GENERATE
 from verbatim.base.errors import VerbatimError
+from verbatim.base.params import SamplingParams
 from verbatim.base.records import (
     BROKEN,
     Choice,
@@ -27,6 +29,7 @@ from verbatim.base.records import (
     TokenEvent,
     TokenLogprob,
     Usage,
+    loop_text,
 )
 from verbatim.engine.embed_input import HiddenPool
 from verbatim.engine.loaded_model import LoadedModel
@@ -229,10 +232,11 @@ class RunningRequest:
         prompt: tuple[TokenLogprob | None, ...] = ()
         if request.params.prompt_logprobs is not None:
             prompt = tuple(self.scored.get(position) for position in range(len(request.prompt_ids)))
+        choices = tuple(self.choices())
         completion = Completion(
             request.id,
             request.prompt_ids,
-            tuple(self.choices()),
+            choices,
             Usage(
                 len(request.prompt_ids),
                 self.output_tokens,
@@ -250,7 +254,7 @@ class RunningRequest:
             ),
             request.seed,
             fingerprint,
-            request.warnings,
+            (*request.warnings, *_warnings(choices, request.params)),
             prompt,
             params=request.params,
         )
@@ -309,3 +313,19 @@ def store_results(
             running.end(not_finite(broken, running.request.params.adapter), publish=False)
             failed.append(running)
     return failed
+
+
+def _warnings(choices: tuple[Choice, ...], params: SamplingParams) -> list[str]:
+    """What a reader of the answers should know: ends in a loop, and the length of generate()."""
+    out = []
+    for choice in choices:
+        run = loop_text(choice.loop)
+        if choice.finish.reason == "loop":
+            out.append(f"stopped, because the end repeats {run}; on_loop report lets it continue")
+        elif choice.loop:
+            out.append(f"the output repeated {run}; on_loop stop ends such an answer")
+    cut = any(choice.finish.reason == "length" for choice in choices)
+    if cut and dict(params.origins).get("max_tokens") == GENERATE:
+        limit = f"{params.max_tokens} tokens, the limit of generate() without max_tokens"
+        out.append(f"ended after {limit}; set max_tokens for another length")
+    return list(dict.fromkeys(out))

@@ -30,7 +30,7 @@ from verbatim.cli.lib.options import (
     quiet_option,
 )
 from verbatim.cli.lib.reasoning_options import reasoning_level, reasoning_options
-from verbatim.cli.lib.report import broken_structure, error_text, length_line, loop_line, short_line
+from verbatim.cli.lib.report import broken_structure, error_text, length_line, short_line
 from verbatim.cli.lib.sampling_options import sampling_of, sampling_options
 from verbatim.cli.lib.terminal import BOLD, RED, ReasoningView, note, paint, use_colour, warn, write
 from verbatim.cli.lib.texts import check_structure, decode_argument
@@ -54,10 +54,10 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 def command(name: str | None, system: str | None, quiet: bool, plain: bool, **flags: Any) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.
 
-    Sampling parameters that are not given are the model's own, and the seed is 0: the same
-    conversation gives the same answers. With a pipe, each line of stdin is one turn. Typed lines
-    are kept for the next chat (VERBATIM_HISTORY names the file; off: none). A reasoning model's
-    thought is shown dimmed on a terminal, never in a pipe, and is not part of the conversation.
+    Sampling parameters that are not given are the model's own, and each turn has a random seed
+    unless --seed is given (/stats shows it). With a pipe, each line of stdin is one turn. Typed
+    lines are kept for the next chat (VERBATIM_HISTORY names the file; off: none). A model's
+    reasoning is shown dimmed on a terminal, never in a pipe, and is not part of the conversation.
     --no-think switches it off, /think and /nothink during the chat.
     """
     positional_model(flags, name)
@@ -204,11 +204,10 @@ class ChatLoop:
 
     def _close(self, code: int, completion: Completion) -> None:
         """Print warnings and one line of counts after an answer; /stats prints the rest."""
-        loop = loop_line(completion, "/params on_loop=report", "/params on_loop=stop")
         full = length_line(completion) if completion.finish.detail == "context" else None
         room = "/drop makes room" if len(self.talk.turns) > 2 else "a larger --context makes room"
         broken = broken_structure(completion) or error_text(completion)
-        cut = broken or loop or (f"{full}; {room}" if full else "")
+        cut = broken or (f"{full}; {room}" if full else "")
         for line in (*completion.warnings, *([cut] if cut else [])):
             warn(line)
         if code and self.quiet:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
 
 DEFAULT_SETTINGS = ("temperature=0", "temperature=1,seed=0")
+SEED = 0
 DEFAULT_TOKENS = 96
 QUIZ_TOKENS = 32
 ENGINE = [name for name in SETTINGS if name not in BASE_MODEL]
@@ -133,7 +134,9 @@ def read_settings(texts: tuple[str, ...], flags: Values) -> list[Setting]:
     """`temperature=1,seed=4` as a Setting, over the flags that are common to all."""
     from verbatim.diagnose.comparison import Setting
 
-    base = sampling_of(flags, max_tokens=DEFAULT_TOKENS)
+    # One seed for all settings, so that the same noise meets each; a beam search draws nothing.
+    seed = {} if (flags.get("p_num_beams") or 1) > 1 else {"seed": SEED}
+    base = sampling_of(flags, max_tokens=DEFAULT_TOKENS, **seed)
     out = []
     for text in texts:
         params: JsonObject = {}
@@ -157,7 +160,7 @@ def _with(base: SamplingParams, changes: Values) -> SamplingParams:
     if changes.get("num_beams", 1) > 1:  # beam search refuses the command line's own defaults
         plain = {
             name: FIELDS[name].default
-            for name, value in DEFAULTS.items()
+            for name, value in {**DEFAULTS, "seed": SEED}.items()
             if getattr(base, name) == value
         }
         changes = {**plain, **changes}

@@ -23,7 +23,6 @@ from verbatim.cli.lib.report import (
     closing_line,
     completion_json,
     is_sampled,
-    loop_line,
     params_in_force,
 )
 from verbatim.cli.lib.sampling_options import parse_changes, sampling_of, sampling_options
@@ -219,8 +218,7 @@ def _print(
         write(f"{title}:\n{render_what_if(results, show)}\n")
         if other is not None:
             write(f"the answer with {changes}:\n{paint(other.text, BOLD, sys.stdout)}\n")
-    loop = loop_line(completion, "--on-loop report", "--on-loop stop")
-    for line in (*completion.warnings, *([loop] if loop else [])):
+    for line in completion.warnings:
         warn(line)
     if not brief:
         for line in LEGEND:

@@ -32,7 +32,6 @@ from verbatim.cli.lib.report import (
     error_text,
     is_sampled,
     length_line,
-    loop_line,
     params_line,
 )
 from verbatim.cli.lib.sampling_options import sampling_of, sampling_options
@@ -69,10 +68,10 @@ def command(
     continuation.
 
     PROMPT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. Sampling
-    parameters that are not given are the model's own, and the seed is 0: the same command gives the
-    same answer every time. --seed N gives others; --verbose lists the values in force. An answer
-    that ends in a repeating loop is stopped; --on-loop report lets it continue. A reasoning model's
-    thought is shown dimmed on a terminal, never in a pipe; --json has it as `reasoning`.
+    parameters that are not given are the model's own, and so is the seed, which is random unless
+    --seed N is given; the closing line has it, and --verbose lists the values in force. An answer
+    that ends in a repeating loop is stopped; --on-loop report lets it continue. A model's
+    reasoning is shown dimmed on a terminal, never in a pipe; --json has it as `reasoning`.
     --no-think switches it off.
     """
     if quiet and verbose:
@@ -145,10 +144,8 @@ def _close(llm: LLM, completion: Completion, *, cut: bool, verbose: bool) -> Non
     """Print warnings and the closing line. `cut`: warn of a cut answer, too."""
     for line in completion.warnings:
         warn(line)
-    loop = loop_line(completion, "--on-loop report", "--on-loop stop")
-    for why in (loop, length_line(completion)):
-        if why and cut:
-            warn(why)
+    if cut and (why := length_line(completion)):
+        warn(why)
     several = completion.usage.output_tokens > 1
     limit = speed_limit(llm, len(completion.prompt_ids)) if several else None
     note(closing_line(llm, completion, sampled=is_sampled(completion), limit=limit))

@@ -100,22 +100,6 @@ def _value(value: object) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def loop_line(completion: Completion, report_flag: str, stop_flag: str) -> str | None:
-    """The notice about an answer that ends in a loop; None without one. `report_flag` and
-    `stop_flag` are what the user types to choose the other behaviour."""
-    stopped = max(
-        (choice.loop for choice in completion.choices if choice.finish.reason == "loop"), default=0
-    )
-    if stopped:
-        return (
-            f"stopped, because the end repeats {loop_text(stopped)}; {report_flag} lets it continue"
-        )
-    loop = max((choice.loop for choice in completion.choices), default=0)
-    if not loop:
-        return None
-    return f"the end repeats {loop_text(loop)}; {stop_flag} ends such an answer"
-
-
 def length_line(completion: Completion) -> str | None:
     """The notice about an answer that a limit cut; None without one."""
     cut = [choice for choice in completion.choices if choice.finish.reason == "length"]

@@ -22,10 +22,9 @@ from verbatim.cli.lib.texts import file_text
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Defaults of the command line, which differ from those of the library and the server (ADR 10). A
-# fixed seed: the same command gives the same text. on_loop=stop, because a small model may
-# otherwise fill its whole context with a repeated passage.
-DEFAULTS: Values = {"seed": 0, "on_loop": "stop"}
+# The one default of the command line that differs from those of the library and the server (ADR
+# 10): a small model may otherwise fill max_tokens with a repeated passage.
+DEFAULTS: Values = {"on_loop": "stop"}
 COMMAND_LINE = "command line"  # the origin of these defaults
 FROM_FILE = {"json_schema", "grammar"}  # @FILE as a value reads the file
 METAVARS = {"ids": "ID,ID", "schema": "JSON|@FILE", "grammar": "TEXT|@FILE", "str": "TEXT"}

@@ -20,6 +20,7 @@ from verbatim.engine.calls.async_stream import AsyncStream
 from verbatim.engine.calls.call_inputs import (
     ProgressBar,
     Prompt,
+    bounded,
     each,
     is_one,
     is_one_chat,
@@ -135,9 +136,10 @@ class AsyncCalls(EngineBase):
         """
         refuse_unknown("generate", unknown)
         if is_one(prompts):
-            return await _result(self.submit(prompts, one(params)))
+            return await _result(self.submit(prompts, bounded(one(params))))
         asked = zip(prompts, each(params, len(prompts)), strict=True)
-        return await self._all([partial(self.submit, prompt, p) for prompt, p in asked], progress)
+        calls = [partial(self.submit, prompt, bounded(p)) for prompt, p in asked]
+        return await self._all(calls, progress)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **unknown: Never

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from verbatim.base.defaults import GENERATE, GENERATE_TOKENS
 from verbatim.base.errors import ParameterError
 from verbatim.base.migration_hints import argument, hints
 from verbatim.base.params import FIELDS, SamplingParams
@@ -81,6 +82,14 @@ def each(params: object, count: int) -> list[SamplingParams]:
             "params", f"{len(params)} for {count} prompts; give one for all, or one per prompt"
         )
     return [one(p) for p in params]
+
+
+def bounded(params: SamplingParams) -> SamplingParams:
+    """`params` of generate(), which stops at GENERATE_TOKENS where max_tokens is missing. The
+    engine applies it, because it knows what room the prompt leaves."""
+    if params.max_tokens is not None or params.min_tokens > GENERATE_TOKENS:
+        return params
+    return params.with_origins({"max_tokens": GENERATE})
 
 
 def refuse_unknown(call: str, unknown: Mapping[str, object]) -> None:

@@ -27,6 +27,7 @@ from verbatim.engine.calls.blocking_engine import BlockingEngine, Stream
 from verbatim.engine.calls.call_inputs import (
     ProgressBar,
     Prompt,
+    bounded,
     each,
     is_one,
     is_one_chat,
@@ -94,7 +95,8 @@ class LLM(EmbedCalls, BlockingEngine):
         depend on that.
 
         prompts: a string or a list of token ids, or a list of them
-        params: one SamplingParams for all prompts, or a list with one per prompt
+        params: one SamplingParams for all prompts, or a list with one per prompt. Without
+            max_tokens an answer ends after 1,024 tokens, with a warning
         progress: True shows a bar (tqdm); or a function that makes one, called as
             progress(total=..., desc=...)
         Returns a Completion for one prompt, a list in the same order for a list of prompts. An
@@ -108,8 +110,9 @@ class LLM(EmbedCalls, BlockingEngine):
         """
         refuse_unknown("generate", unknown)
         if is_one(prompts):
-            return self._run([prompts], [one(params)], progress)[0]
-        return self._run(list(prompts), each(params, len(prompts)), progress)
+            return self._run([prompts], [bounded(one(params))], progress)[0]
+        every = [bounded(p) for p in each(params, len(prompts))]
+        return self._run(list(prompts), every, progress)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **unknown: Never

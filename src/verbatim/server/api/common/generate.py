@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import astuple, dataclass
 
 from verbatim.base.json_io import JsonObject
-from verbatim.base.records import Usage, loop_text
+from verbatim.base.records import Usage
 from verbatim.server.api.common.request_context import RequestContext
 from verbatim.server.process.messages import (
     Generated,
@@ -169,7 +169,6 @@ def warnings_of(call: RequestContext) -> dict[str, list[str]]:
     results = [run.done for run in call.runs]
     lines = {line for done in results for line in getattr(done, "warnings", ())}
     found = sorted(set(map(call.in_client_names, lines)))
-    found += sorted({line for done in _generated(call.runs) for line in _loops(done)})
     found += call.notices
     return {"warnings": found} if found else {}
 
@@ -184,19 +183,6 @@ def extra_fields(call: RequestContext) -> JsonObject:
     receipts = [done.receipt for done in results if done.receipt is not None]
     if receipts:
         out["receipt"] = receipts[0] if len(receipts) == 1 else receipts
-    return out
-
-
-def _loops(done: Generated) -> list[str]:
-    """One sentence per choice with a loop; the protocols' finish reasons have no name for
-    it."""
-    out = []
-    for choice in done.choices:
-        run = loop_text(choice.loop)
-        if choice.finish.reason == "loop":
-            out.append(f"stopped, because the end repeats {run}; on_loop report lets it continue")
-        elif choice.loop:
-            out.append(f"the output repeated {run}; on_loop stop ends such an answer")
     return out
 
 
