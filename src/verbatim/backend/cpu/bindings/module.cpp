@@ -65,7 +65,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
         for (int i = 0; i < q.rows; i++) {
             s.adapter.push_back((int32_t)adapter);
             if (adapter >= 0) s.adapted.push_back(q.row0 + i);
-            int64_t t = integer(PyTuple_GET_ITEM(tokens.ptr(), i));
+            int64_t t = integer(NB_TUPLE_GET_ITEM(tokens.ptr(), i));
             if (t < 0 || t >= e.shape.vocab)
                 throw std::invalid_argument("token " + std::to_string(t) +
                                             " is outside the vocabulary");
@@ -77,12 +77,12 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
             throw std::invalid_argument("a sequence needs one block table per cache group");
         q.blocks.resize(groups);
         for (int g = 0; g < groups; g++) {
-            PyObject* table = PyTuple_GET_ITEM(tables.ptr(), g);
+            PyObject* table = NB_TUPLE_GET_ITEM(tables.ptr(), g);
             if (!PyTuple_Check(table)) throw std::invalid_argument("a block table must be a tuple");
-            Py_ssize_t n = PyTuple_GET_SIZE(table);
+            Py_ssize_t n = NB_TUPLE_GET_SIZE(table);
             q.blocks[g].resize(n);
             for (Py_ssize_t i = 0; i < n; i++) {
-                int64_t b = integer(PyTuple_GET_ITEM(table, i));
+                int64_t b = integer(NB_TUPLE_GET_ITEM(table, i));
                 if (b < -1 || b >= blocks[g])
                     throw std::invalid_argument("block " + std::to_string(b) + " does not exist");
                 q.blocks[g][i] = (int32_t)b;

@@ -44,7 +44,7 @@ std::vector<int32_t> read_history(nb::handle ids, int64_t vocab) {
     if (count < 0) throw nb::python_error();
     std::vector<int32_t> out((size_t)count);
     for (Py_ssize_t i = 0; i < count; i++) {
-        long id = PyLong_AsLong(PyTuple_GET_ITEM(ids.ptr(), i));
+        long id = PyLong_AsLong(NB_TUPLE_GET_ITEM(ids.ptr(), i));
         if (id == -1 && PyErr_Occurred()) throw nb::python_error();
         if (id < 0 || id >= vocab)
             throw std::invalid_argument("a token of the history is outside the vocabulary");

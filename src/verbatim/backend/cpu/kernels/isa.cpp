@@ -2,7 +2,7 @@
 
 #include <stdexcept>
 
-#if defined(__x86_64__)
+#if defined(VB_HAVE_AMX)
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,7 +20,7 @@
 
 namespace verbatim {
 
-#if defined(__x86_64__) && defined(VB_HAVE_AMX)
+#if defined(VB_HAVE_AMX)
 static bool amx_usable() {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
