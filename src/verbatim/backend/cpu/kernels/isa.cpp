@@ -2,10 +2,12 @@
 
 #include <stdexcept>
 
-#if defined(VB_HAVE_AMX)
+#if defined(__x86_64__)
 #include <cpuid.h>
+#if defined(VB_HAVE_AMX)
 #include <sys/syscall.h>
 #include <unistd.h>
+#endif
 #elif defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #ifndef HWCAP_ASIMDDP
@@ -19,6 +21,13 @@
 #endif
 
 namespace verbatim {
+
+#if defined(__x86_64__)
+static bool has_f16c() {  // a feature that clang 14 cannot ask for by name
+    unsigned a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+#endif
 
 #if defined(VB_HAVE_AMX)
 static bool amx_usable() {
@@ -46,8 +55,7 @@ std::vector<std::string> supported_isas() {
     std::vector<std::string> out{"scalar"};
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-        __builtin_cpu_supports("f16c"))
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())
         out.push_back("avx2");
     else return out;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
