@@ -6,6 +6,8 @@ first use: the command line starts without them, and parameters need no NumPy.
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -151,3 +153,20 @@ if not TYPE_CHECKING:  # a type checker reads the imports above and reports a mi
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def _has_namesake(folder: str) -> bool:
+    """Whether a project that is known to have a module `verbatim`, too, is installed there."""
+    try:
+        return any(name.startswith(("verbatim-", "verbatim_llm-")) for name in os.listdir(folder))
+    except OSError:  # a zip file, or a folder that does not exist
+        return False
+
+
+if any(_has_namesake(folder) for folder in sys.path if folder.endswith("-packages")):
+    from warnings import warn
+
+    from verbatim.base.namesakes import conflict
+
+    if _text := conflict():
+        warn(_text, stacklevel=2)

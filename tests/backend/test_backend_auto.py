@@ -102,7 +102,7 @@ def test_a_gpu_hidden_by_cuda_visible_devices_is_not_used(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     info = opened().info
     assert info.name != "cuda"
-    assert not info.note
+    assert "cuda" not in info.note
     assert "CUDA_VISIBLE_DEVICES hides" in gpu.hidden_or_absent()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert opened().info.name == "cuda"
@@ -116,8 +116,7 @@ def test_without_a_gpu_there_is_no_note_and_no_import_of_the_cuda_backend(
     fake_gpu.opens(AssertionError("the cuda backend was imported"))
     info = opened().info
     assert info.name in CPU
-    assert not info.note
-    assert "cuda" not in info.detail
+    assert "cuda" not in info.note + info.detail
     assert (
         gpu.hidden_or_absent() == "this machine has no NVIDIA GPU, or its driver is not installed"
     )
@@ -224,7 +223,26 @@ def test_the_reference_backend_reports_why_neither_cuda_nor_cpu_is_used(
     info = opened().info
     assert info.name == "reference"
     assert info.note.startswith("cuda is not used: Triton is not installed")
-    assert "no cpu kernels: heads of 3" in info.detail
+    assert info.note.endswith(
+        "the reference backend runs, which is slow; no cpu kernels: heads of 3"
+    )
+
+
+def test_without_kernels_every_run_is_told_why_it_is_slow(
+    fake_gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the build noted reaches info.note, which `verbatim run` prints and the server logs."""
+    (fake_gpu.folder / "nvidia0").unlink()
+    built = SimpleNamespace(REASON="no C++ compiler was found when it was installed")
+    monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._build", built)
+    monkeypatch.delattr("verbatim.backend.cpu.unsupported", raising=False)
+    info = opened().info
+    assert info.name == "reference"
+    assert info.note == (
+        "the reference backend runs, which is slow; no cpu kernels: not built: no C++ compiler was "
+        "found when it was installed; install a C++ compiler and install verbatim again"
+    )
+    assert not opened(backend="reference").info.note, "the configuration names it"
 
 
 def test_an_unreadable_version_file_of_pytorch_counts_as_a_cuda_build(fake_gpu: FakeGpu) -> None:

@@ -7,7 +7,9 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -73,11 +75,11 @@ def test_the_build_works_without_a_compiler(
 def test_version_reports_why_the_native_kernels_are_missing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import sys
     from types import ModuleType
 
     from verbatim.cli.commands.version import cpu_facts
 
+    import_module("verbatim.backend.cpu")  # before its native module is hidden
     note = ModuleType("verbatim.backend.cpu._build")
     note.REASON = "no C++ compiler was found when it was installed"  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "verbatim.backend.cpu._native", None)
@@ -213,3 +215,28 @@ def test_the_version_is_defined_once() -> None:
     import verbatim
 
     assert PROJECT["project"]["version"] == verbatim.__version__
+
+
+def test_another_distribution_with_our_module_is_named(tmp_path: Path) -> None:
+    """Where an index's `verbatim` is installed, too, the import warns and `verbatim version` says
+    what to do; a distribution of any other name is found by the command."""
+    folder = tmp_path / "site-packages"
+    for name in ("verbatim-0.2.0", "quoted-1.0"):
+        info = folder / f"{name}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name.partition('-')[0]}\n")
+        (info / "RECORD").write_text("verbatim/__init__.py,,\n")
+
+    def run(path: Path) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "verbatim", "version"]
+        environment = {**os.environ, "PYTHONPATH": str(path)}
+        return subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+
+    line = (
+        "the module `verbatim` also belongs to quoted and verbatim, which is another project: pip "
+        "uninstall quoted verbatim, then install verbatim-engine again"
+    )
+    both, none = run(folder), run(tmp_path)
+    assert both.stdout.splitlines()[-1] == line
+    assert f"UserWarning: {line}" in both.stderr
+    assert "another project" not in none.stdout + none.stderr

@@ -23,22 +23,22 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
     """Open the backend that config.backend names.
 
     auto picks cuda if a GPU runs a test kernel and the model fits, else cpu if its kernels are
-    built and support the model, else reference. If there is a GPU and auto does not use it,
-    info.note gives the reason."""
-    name, note, gpu_note = config.backend, "", ""
+    built and support the model, else reference. info.note says why auto uses reference, or not the
+    GPU of this machine."""
+    name, notes = config.backend, []
     if name == "cuda":
         return _cuda(model, config)
     if name == "auto" and gpu.present():
         try:
             return _auto_cuda(model, config)
         except BackendError as error:
-            gpu_note = f"cuda is not used: {error}"
+            notes.append(f"cuda is not used: {error}")
     model = _unpacked(model)
     if name in ("auto", "cpu"):
         reason = _cpu_unsupported(model)
         if reason is None:
             cpu = import_module("verbatim.backend.cpu")
-            opened: Backend = cpu.CpuBackend(model, config, note=gpu_note)
+            opened: Backend = cpu.CpuBackend(model, config, note="; ".join(notes))
             return opened
         if name == "cpu" or config.activations != "auto":
             without = "" if config.activations == "auto" else ", and leave out activations"
@@ -46,10 +46,10 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
                 f"the cpu backend cannot run this model: {reason}; "
                 f"use the backend auto or reference{without}"
             )
-        note = f"no cpu kernels: {reason}"
+        notes.append(f"the reference backend runs, which is slow; no cpu kernels: {reason}")
     from verbatim.backend.reference import ReferenceBackend
 
-    return ReferenceBackend(model, config, note=note, gpu_note=gpu_note)
+    return ReferenceBackend(model, config, note="; ".join(notes))
 
 
 def may_use_gpu(config: EngineConfig) -> bool:
@@ -104,8 +104,9 @@ def _cuda(model: Model, config: EngineConfig) -> Backend:
 
 def _cpu_unsupported(model: Model) -> str | None:
     """The reason why the native kernels cannot run this model; None if they can."""
-    unsupported = getattr(import_module("verbatim.backend.cpu"), "unsupported", None)
+    cpu = import_module("verbatim.backend.cpu")
+    unsupported = getattr(cpu, "unsupported", None)
     if unsupported is None:
-        return "its native module is not built"
+        return str(cpu.not_built())
     reason: str | None = unsupported(model)
     return reason

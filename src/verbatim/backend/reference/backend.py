@@ -33,9 +33,8 @@ NUMERICS_VERSION = "reference-1"
 
 
 class ReferenceBackend:
-    """With config.check, a canary verifies every read of the KV cache (canary.py).
-
-    `note` is appended to info.detail: why the cpu backend is not used. `gpu_note` is info.note."""
+    """With config.check, a canary verifies every read of the KV cache (canary.py). `note` is
+    info.note: why no faster backend is used."""
 
     def __init__(
         self,
@@ -44,17 +43,15 @@ class ReferenceBackend:
         *,
         block_size: int = BLOCK_SIZE,
         note: str = "",
-        gpu_note: str = "",
     ) -> None:
         self.spec = model.spec
         self.launcher = None
         self.draft_backend = None
         self.block_size = block_size
         self.config = config or EngineConfig()
-        self._gpu_note = gpu_note
+        self._note = note
         kv = "float32" if self.config.kv_type == "f16" else f"{self.config.kv_type} in float32"
         self._detail = f"numpy {np.__version__}, float32, KV cache {kv}"
-        self._detail += f"; {note}" if note else ""
         self._weights = FloatWeights(model.weights)
         self._adapters = tuple(float_adapter(adapter) for adapter in model.adapters)
         self._caches: tuple[GroupCache, ...] | None = None
@@ -69,7 +66,7 @@ class ReferenceBackend:
         experts = sum(size for name, size in sizes.items() if is_expert(name))
         numerics = kv_numerics(NUMERICS_VERSION, self.config.kv_type)
         return BackendInfo(
-            "reference", self._detail, 1, numerics, read * 4, kv, self._gpu_note, experts * 4
+            "reference", self._detail, 1, numerics, read * 4, kv, self._note, experts * 4
         )
 
     def available_memory(self) -> None:

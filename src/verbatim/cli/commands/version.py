@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from verbatim import __version__
+from verbatim.base.namesakes import conflict
 from verbatim.cli.lib.command_class import Command
 from verbatim.cli.lib.options import json_option
 from verbatim.cli.lib.terminal import write_json
@@ -28,6 +29,7 @@ def command(as_json: bool) -> None:
         f"python {found['python']}, numpy {found['numpy']}, {found['machine']}",
         *(f"backend {name}: {text}" for name, text in found["backends"].items()),
         f"default backend: {found['default_backend']}",
+        *([found["conflict"]] if found["conflict"] else ()),
     ]
     sys.stdout.write("\n".join(lines) + "\n")
 
@@ -40,6 +42,7 @@ def facts() -> dict[str, Any]:
     state, cpu = cpu_facts()
     return {
         "version": __version__,
+        "conflict": conflict(),
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
@@ -79,13 +82,12 @@ def cpu_facts() -> tuple[str, str]:
     set that this machine lacks."""
     from importlib import import_module
 
+    from verbatim.backend.cpu import not_built
+
     try:
         native: Any = import_module("verbatim.backend.cpu._native")
     except ImportError as error:
-        return (
-            "note",
-            f"not built: {_reason() or error}; install a C++ compiler and install verbatim again",
-        )
+        return "note", not_built(str(error))
     forced, runs = os.environ.get("VERBATIM_ISA", ""), native.isas()
     if forced and forced not in runs:
         return (
@@ -95,12 +97,3 @@ def cpu_facts() -> tuple[str, str]:
         )
     chosen = f"{forced} by VERBATIM_ISA" if forced else native.best_isa()
     return "good", f"ready ({chosen}; this machine runs {', '.join(runs)})"
-
-
-def _reason() -> str:
-    from importlib import import_module
-
-    try:
-        return str(import_module("verbatim.backend.cpu._build").REASON)
-    except ImportError:
-        return ""
