@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
-PIP     = $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
+PIP     = $(BIN)/python tests/install.py -c constraints.txt
 PROMPT ?= Name the capital of France.
 export PROMPT  # through the environment: a quote or a backtick in it is text
 CPU     = src/verbatim/backend/cpu
@@ -32,7 +32,7 @@ SMOKE   = "tests/cli/test_cli_smoke.py::test_the_capital_of_france" \
           "tests/text/test_text_stop.py" \
           "tests/server/test_server_api.py::test_completion_has_seed_fingerprint_and_usage"
 
-.PHONY: run chat test browser smoke test-slow-machine test-models test-gpu test-ray lint format soak \
+.PHONY: run chat serve test browser smoke test-slow-machine test-models test-gpu test-ray lint format soak \
         tokenizers clients bench clean docs pictures docs-outputs
 
 run: $(VENV)/.installed
@@ -40,6 +40,9 @@ run: $(VENV)/.installed
 
 chat: $(VENV)/.installed
 	@$(BIN)/verbatim chat
+
+serve: $(VENV)/.server
+	@$(BIN)/verbatim serve
 
 test: lint browser
 	$(SUITE)
@@ -142,8 +145,13 @@ $(BIN)/python:
 # The C++ sources are prerequisites: an edited kernel is rebuilt, an edited Python file needs nothing
 # (the install is editable).
 $(VENV)/.installed: $(NATIVE) constraints.txt | $(BIN)/python
-	@echo "installing verbatim into $(VENV) (once; a minute or two)"
+	@echo "installing verbatim into $(VENV) (once; one to two minutes)"
 	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/.server: $(VENV)/.installed
+	@echo "installing what the server needs into $(VENV) (once)"
+	@$(PYTHON) tests/extras.py server grammar >$(VENV)/server.txt && $(PIP) -r $(VENV)/server.txt
 	@touch $@
 
 # torch first and alone: otherwise pip may choose another build of it for transformers, which is

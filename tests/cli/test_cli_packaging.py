@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from extras import requirements
+from install import progress
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -158,10 +159,11 @@ def test_a_second_make_run_installs_nothing(tmp_path: Path) -> None:
     def dry(target: str) -> str:
         return subprocess.check_output(["make", "-n", "VENV=v", target], cwd=tmp_path, text=True)
 
-    assert "pip" not in dry("run")
+    assert "install.py" not in dry("run")
     assert "verbatim run" in dry("run")
     os.utime(venv / ".installed", (1, 1))
     assert "-c constraints.txt -e ." in dry("run")
+    assert "extras.py server grammar" in dry("serve")
     test = dry("test")
     assert test.index("torch==") < test.index("extras.py dev"), "torch comes first, pinned"
     assert test.index("ruff check") < test.index("-m pytest")
@@ -240,3 +242,32 @@ def test_another_distribution_with_our_module_is_named(tmp_path: Path) -> None:
     assert both.stdout.splitlines()[-1] == line
     assert f"UserWarning: {line}" in both.stderr
     assert "another project" not in none.stdout + none.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        (
+            "  [3/19] Building CXX object cpu/CMakeFiles/kernels_avx2.dir/kernels/kernels.cpp.o\n",
+            "3/19 kernels_avx2 kernels.cpp",
+        ),
+        ("[19/19] Linking CXX shared module cpu/_native.so\n", "19/19 link cpu/_native.so"),
+        ("  Downloading numpy-2.5.5-cp312-x86_64.whl (16.6 MB)\n", "download numpy (16.6 MB)"),
+        ("verbatim: no CPU kernels (why)\n", "verbatim: no CPU kernels (why)"),
+        ("  Created temporary directory: /tmp/x\n", None),
+    ],
+)
+def test_the_install_shows_which_of_how_many_files_is_compiled(
+    line: str, shown: str | None
+) -> None:
+    assert progress(line) == shown
+
+
+def test_a_failed_install_shows_the_error(tmp_path: Path) -> None:
+    """Everything from the first error on, and pip's exit code."""
+    (tmp_path / "pyproject.toml").write_text("[build-system]\nrequires = 3\n")
+    words = [sys.executable, str(ROOT / "tests" / "install.py"), "--no-index", str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.lower().startswith("error:")
+    assert "pyproject.toml" in done.stderr
