@@ -142,7 +142,7 @@ def linked_checkout(folder: Path) -> Path:
 def test_nothing_asks_pip_for_our_own_name() -> None:
     """An index may hold another project under it, or under a name that it had."""
     name = PROJECT["project"]["name"]
-    for file in ("Makefile", ".ci/run", "deploy/Dockerfile"):
+    for file in ("Makefile", ".ci/run", "deploy/Dockerfile", "deploy/Dockerfile.cuda"):
         text = (ROOT / file).read_text("utf-8") if (ROOT / file).exists() else ""
         assert name not in text, file
     wanted = requirements("dev")
@@ -244,6 +244,32 @@ def test_another_distribution_with_our_module_is_named(tmp_path: Path) -> None:
     assert "another project" not in none.stdout + none.stderr
 
 
+@pytest.mark.parametrize("tool", ["uv tool", "pipx"])
+def test_the_installer_only_runs_uv_or_pipx(tool: str, tmp_path: Path) -> None:
+    """From the checkout or a given wheel, never by name from an index."""
+    script, name = ROOT / "deploy" / "install.sh", tool.partition(" ")[0]
+    (tmp_path / name).write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
+    (tmp_path / name).chmod(0o755)
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "")
+
+    def run(*words: str) -> list[str]:
+        command = ["/bin/sh", str(script), *words]
+        return subprocess.check_output(command, env={"PATH": str(tmp_path)}, text=True).split("\n")
+
+    verbs = [*tool.split(" ")[1:], "install"]
+    wanted = "verbatim-engine[server,grammar] @ "
+    assert run() == [*verbs, f"{wanted}file://{ROOT}", ""]
+    assert run("https://host/x.whl") == [*verbs, f"{wanted}https://host/x.whl", ""]
+
+
+def test_the_installer_says_what_it_needs(tmp_path: Path) -> None:
+    (tmp_path / "dirname").symlink_to(shutil.which("dirname") or "")
+    command = ["/bin/sh", str(ROOT / "deploy" / "install.sh")]
+    done = subprocess.run(command, env={"PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "install uv (https://docs.astral.sh/uv) or pipx first" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("line", "shown"),
     [
@@ -271,3 +297,11 @@ def test_a_failed_install_shows_the_error(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.lower().startswith("error:")
     assert "pyproject.toml" in done.stderr
+
+
+def test_a_wheel_has_the_stable_abi_and_no_sources() -> None:
+    build = PROJECT["tool"]["scikit-build"]["wheel"]
+    assert build["py-api"] == "cp312"
+    assert {"**/*.cpp", "**/*.h", "**/*.inc", "**/CMakeLists.txt"} <= set(build["exclude"])
+    pythons = PROJECT["tool"]["cibuildwheel"]["build"].split()
+    assert pythons == ["cp311-*", "cp312-*"], "the wheel of 3.12 serves every later Python"

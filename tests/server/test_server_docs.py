@@ -110,7 +110,7 @@ def test_deployment_files_use_existing_flags() -> None:
     from verbatim.cli.commands.serve import command
 
     known = {o for p in command.params for o in p.opts}
-    for name in ("Dockerfile", "verbatim.service"):
+    for name in ("Dockerfile", "Dockerfile.cuda", "verbatim.service"):
         text = (ROOT / "deploy" / name).read_text().replace("\\\n", "")  # continued lines
         called = " ".join(
             x for x in text.splitlines() if x.startswith(("ENTRYPOINT", "ExecStart="))
@@ -121,10 +121,11 @@ def test_deployment_files_use_existing_flags() -> None:
     assert CliRunner().invoke(command, ["--help"]).exit_code == 0
 
 
-def test_the_container_image_copies_existing_files() -> None:
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
+def test_the_container_image_copies_existing_files(name: str) -> None:
     """Every path that the image copies or admits exists, and everything that pyproject.toml needs
     is admitted."""
-    text = (ROOT / "deploy" / "Dockerfile").read_text()
+    text = (ROOT / "deploy" / name).read_text()
     copied = [
         words.split()[:-1] for words in re.findall(r"^COPY (?!--from)(.+)$", text, re.MULTILINE)
     ]
@@ -134,7 +135,7 @@ def test_the_container_image_copies_existing_files() -> None:
     assert set(re.findall(r"--from=(\w+)", text)) <= stages
     kept = {
         line[1:]
-        for line in (ROOT / "deploy" / "Dockerfile.dockerignore").read_text().splitlines()
+        for line in (ROOT / "deploy" / f"{name}.dockerignore").read_text().splitlines()
         if line.startswith("!")
     }
     assert all((ROOT / path).exists() for path in kept)
