@@ -80,14 +80,7 @@ HEAVY: dict[str, tuple[str, ...]] = {
 }
 # Never imported: test oracles, and libraries that execute code from files.
 NEVER = {
-    "transformers",
-    "gguf",
-    "safetensors",
-    "pickle",
-    "_pickle",
-    "dill",
-    "cloudpickle",
-    "marshal",
+    *("transformers", "gguf", "safetensors", "pickle", "_pickle", "dill", "cloudpickle", "marshal"),
     "shelve",
 }
 # Scripts that run a rival in its own interpreter; they import nothing from verbatim.
@@ -323,15 +316,7 @@ def test_import_verbatim_is_light() -> None:
 )
 def test_unused_optional_libraries_are_not_loaded(statement: str) -> None:
     optional = {
-        "torch",
-        "ray",
-        "pyarrow",
-        "fastapi",
-        "starlette",
-        "uvicorn",
-        "llguidance",
-        "huggingface_hub",
-        "transformers",
-        "gguf",
+        *("torch", "ray", "pyarrow", "fastapi", "starlette", "uvicorn", "llguidance"),
+        *("huggingface_hub", "transformers", "gguf"),
     }
     assert not loaded_by(statement) & optional

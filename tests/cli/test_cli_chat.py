@@ -292,13 +292,8 @@ def test_ctrl_d_ends_the_chat(spawn: Spawn) -> None:
 @pytest.mark.parametrize(
     "flag",
     [
-        "--n=2",
-        "--best-of=1",
-        "--logprobs=0",
-        "--logprobs=1",
-        "--prompt-logprobs=1",
-        "--explain=1",
-        "--receipt",
+        *("--n=2", "--best-of=1", "--logprobs=0", "--logprobs=1", "--prompt-logprobs=1"),
+        *("--explain=1", "--receipt"),
     ],
 )
 def test_flags_that_chat_does_not_support_are_rejected(verbatim: Call, flag: str) -> None:

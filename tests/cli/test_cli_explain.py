@@ -40,18 +40,8 @@ def test_explain_prints_every_token(verbatim: Call) -> None:
 
 def test_several_explained_answers_are_numbered_and_beams_show_their_scores(verbatim: Call) -> None:
     drawn = [
-        "explain",
-        "--raw",
-        "--brief",
-        "the cat",
-        "--max-tokens",
-        "3",
-        "--temperature",
-        "1",
-        "--seed",
-        "5",
-        "--n",
-        "2",
+        *("explain", "--raw", "--brief", "the cat", "--max-tokens", "3", "--temperature", "1"),
+        *("--seed", "5", "--n", "2"),
     ]
     out = verbatim(*drawn).out
     texts = [choice["text"] for choice in verbatim(*drawn, "--json").json["choices"]]
@@ -104,16 +94,8 @@ def test_explain_matches_the_logits_of_the_model(verbatim: Call, tiny: Path) -> 
 
 def test_what_if_samples_again_without_the_model(verbatim: Call) -> None:
     base = [
-        "explain",
-        "--raw",
-        "--json",
-        "the cat",
-        "--max-tokens",
-        "6",
-        "--temperature",
-        "1.2",
-        "--seed",
-        "3",
+        *("explain", "--raw", "--json", "the cat", "--max-tokens", "6", "--temperature", "1.2"),
+        *("--seed", "3"),
     ]
     data = verbatim(
         *base, "--what-if", "temperature=0", "--what-if", "top_k=1", "--what-if", "seed=3"

@@ -333,14 +333,7 @@ def test_an_ascii_locale_loses_no_characters(spawn: Spawn, verbatim: Call) -> No
     import json
 
     flags = (
-        "run",
-        "--json",
-        "--temperature",
-        "2",
-        "--seed",
-        "1",
-        "--max-tokens",
-        "40",
+        *("run", "--json", "--temperature", "2", "--seed", "1", "--max-tokens", "40"),
         "--ignore-eos",
     )
     wanted = verbatim(*flags, "--system", "Grüße", "é → 🙂").json

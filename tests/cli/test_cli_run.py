@@ -103,16 +103,8 @@ def test_raw_system_and_stdin(verbatim: Call, llm: LLM) -> None:
 
 def test_sampling_flags_reach_the_engine(verbatim: Call, llm: LLM) -> None:
     flags = [
-        "--temperature",
-        "0.9",
-        "--seed",
-        "7",
-        "--top-k",
-        "20",
-        "--logit-bias",
-        "40=3",
-        "--max-tokens",
-        "8",
+        *("--temperature", "0.9", "--seed", "7", "--top-k", "20", "--logit-bias", "40=3"),
+        *("--max-tokens", "8"),
     ]
     params = SamplingParams(temperature=0.9, seed=7, top_k=20, logit_bias={40: 3}, max_tokens=8)
     result = verbatim("run", "--raw", "--json", *flags, "the")

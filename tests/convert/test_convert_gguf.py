@@ -227,12 +227,7 @@ def test_a_sentencepiece_tokenizer_gets_scores(tmp_path: Path, gemma: bool) -> N
 
 def same_ids(again: Tokenizer, original: Tokenizer) -> None:
     texts = (
-        "the cat sat",
-        "there  is é and 日本",
-        "<s> typed",
-        "a\tcat",
-        "a ▁▁ b",
-        "a    cat ▁▁▁▁",
+        *("the cat sat", "there  is é and 日本", "<s> typed", "a\tcat", "a ▁▁ b", "a    cat ▁▁▁▁"),
         "<|channel>the cat<turn|>",
     )
     for text in texts:

@@ -571,12 +571,7 @@ async def test_llm_and_async_engine_open_a_model_alike() -> None:
     from verbatim.engine.calls.engine_base import EngineBase
 
     for name in (
-        "__init__",
-        "tokenizer",
-        "context",
-        "has_template",
-        "fingerprint",
-        "encode_chat",
+        *("__init__", "tokenizer", "context", "has_template", "fingerprint", "encode_chat"),
         "stats",
     ):
         assert getattr(LLM, name) is getattr(AsyncEngine, name) is getattr(EngineBase, name), name

@@ -90,16 +90,8 @@ LITERALS = [
     "9" * 5000,
 ]
 LITERALS += [
-    '""',
-    '"F32"',
-    '"F16"',
-    '"I64"',
-    '"F4"',
-    '"../x.safetensors"',
-    '"/etc/passwd"',
-    '"\\ud800"',
-    '"a\\u0000b"',
-    '"model.safetensors"',
+    *('""', '"F32"', '"F16"', '"I64"', '"F4"', '"../x.safetensors"', '"/etc/passwd"', '"\\ud800"'),
+    *('"a\\u0000b"', '"model.safetensors"'),
 ]
 LITERALS += [
     "[]",

@@ -70,16 +70,9 @@ def test_the_name_of_one_part_gives_the_names_of_all(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "m.gguf",
-        "m-00001-of-00001.gguf",
-        "m-00000-of-00003.gguf",
-        "m-00004-of-00003.gguf",
-        "m-1-of-3.gguf",
-        "m-00001-of-00003.gguf.part",
-        "-00001-of-00003.gguf",
-        "m-00001-of-99999.gguf",
-        "m-٠٠٠٠١-of-٠٠٠٠٣.gguf",
-        "m-00001-of-00003.safetensors",
+        *("m.gguf", "m-00001-of-00001.gguf", "m-00000-of-00003.gguf", "m-00004-of-00003.gguf"),
+        *("m-1-of-3.gguf", "m-00001-of-00003.gguf.part", "-00001-of-00003.gguf"),
+        *("m-00001-of-99999.gguf", "m-٠٠٠٠١-of-٠٠٠٠٣.gguf", "m-00001-of-00003.safetensors"),
     ],
 )
 def test_other_file_names_are_not_parts(name: str) -> None:

@@ -409,17 +409,8 @@ def test_existing_paths_take_precedence_over_the_hub(
 @pytest.mark.parametrize(
     "name",
     [
-        "",
-        "nothing",
-        "./org/name",
-        "/no/such/model.gguf",
-        "a/b/c",
-        "org/..",
-        "../name",
-        "org/na me",
-        "http://x/y",
-        "a\0b",
-        "org/name@",
+        *("", "nothing", "./org/name", "/no/such/model.gguf", "a/b/c", "org/..", "../name"),
+        *("org/na me", "http://x/y", "a\0b", "org/name@"),
     ],
 )
 def test_unknown_names_are_rejected(name: str, store: Path) -> None:
@@ -506,14 +497,9 @@ Q4 = [
 
 EMBEDDING = sorted(
     [
-        "config.json",
-        "tokenizer.json",
-        "model.safetensors",
-        "modules.json",
-        "1_Pooling/config.json",
-        "config_sentence_transformers.json",
-        "sentence_bert_config.json",
-        "additional_chat_templates/tool_use.jinja",
+        *("config.json", "tokenizer.json", "model.safetensors", "modules.json"),
+        *("1_Pooling/config.json", "config_sentence_transformers.json"),
+        *("sentence_bert_config.json", "additional_chat_templates/tool_use.jinja"),
     ]
 )
 
@@ -522,16 +508,10 @@ EMBEDDING = sorted(
 def hub(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
     repos = {
         "org/model": [
-            "config.json",
-            "model-00001-of-00002.safetensors",
-            "model-00002-of-00002.safetensors",
-            "model.safetensors.index.json",
-            "consolidated.safetensors",
-            "tokenizer.json",
-            "pytorch_model.bin",
-            "modeling_evil.py",
-            "original/consolidated.safetensors",
-            "README.md",
+            *("config.json", "model-00001-of-00002.safetensors"),
+            *("model-00002-of-00002.safetensors", "model.safetensors.index.json"),
+            *("consolidated.safetensors", "tokenizer.json", "pytorch_model.bin"),
+            *("modeling_evil.py", "original/consolidated.safetensors", "README.md"),
         ],
         "org/one-GGUF": ["README.md", "m.Q4_K_M.gguf"],
         "org/vision-GGUF": ["m-Q8_0.gguf", "mmproj-m-Q8_0.gguf"],

@@ -86,15 +86,8 @@ KIND |= encoder_mutations.KIND
 
 _FLAG = (True, False, None, ABSENT)
 _ACTS = (
-    "silu",
-    "gelu",
-    "gelu_new",
-    "gelu_pytorch_tanh",
-    "gelu_fast",
-    "gelu_python",
-    "relu",
-    "quick_gelu",
-    "tanh",
+    *("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python", "relu"),
+    *("quick_gelu", "tanh"),
 )
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 _TYPES = (
@@ -328,16 +321,8 @@ def _with_nulls(record: dict[str, Any], source: random.Random) -> dict[str, Any]
 def _record(source: random.Random, pairs: int) -> dict[str, Any]:
     kind = source.choice(
         [
-            "default",
-            "linear",
-            "dynamic",
-            "llama3",
-            "yarn",
-            "yarn",
-            "longrope",
-            "longrope",
-            "proportional",
-            "su",
+            *("default", "linear", "dynamic", "llama3", "yarn", "yarn", "longrope", "longrope"),
+            *("proportional", "su"),
         ]
     )
     key = "type" if source.random() < 0.15 else "rope_type"

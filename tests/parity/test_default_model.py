@@ -26,16 +26,11 @@ from verbatim.text.tokenizer import from_gguf
 pytestmark = [pytest.mark.torch, pytest.mark.model, pytest.mark.slow]
 
 PROMPTS = [
-    "The capital of France is",
-    "Once upon a time, in a small village by the sea,",
-    "def fibonacci(n):\n",
-    "Water boils at",
-    "<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n",
-    "1, 2, 3, 4,",
-    "Dear Sir or Madam,\n",
-    "The three laws of thermodynamics are",
-    "Q: What is the largest planet?\nA:",
-    "In 1969, the first humans",
+    *("The capital of France is", "Once upon a time, in a small village by the sea,"),
+    *("def fibonacci(n):\n", "Water boils at"),
+    *("<|im_start|>user\nName three colours.<|im_end|>\n<|im_start|>assistant\n", "1, 2, 3, 4,"),
+    *("Dear Sir or Madam,\n", "The three laws of thermodynamics are"),
+    *("Q: What is the largest planet?\nA:", "In 1969, the first humans"),
 ]
 ALL = pytest.param(len(PROMPTS), 64, marks=pytest.mark.soak)  # prompts, tokens of a completion
 TEXT = (

@@ -320,14 +320,8 @@ def fused_experts(state: dict[str, np.ndarray], experts: int) -> dict[str, np.nd
 
 
 OLD_KEYS = [
-    "llama",
-    "llama-linear",
-    "llama-llama3",
-    "llama-yarn",
-    "gemma3",
-    "gemma3-linear",
-    "phi3-longrope",
-    "qwen3moe",
+    *("llama", "llama-linear", "llama-llama3", "llama-yarn", "gemma3", "gemma3-linear"),
+    *("phi3-longrope", "qwen3moe"),
 ]
 
 

@@ -58,16 +58,8 @@ def test_verbatim_explain_equals_a_recomputation_from_the_raw_rows(default_model
         "256",
     ]
     command += [
-        "--temperature",
-        "0.9",
-        "--top-p",
-        "0.8",
-        "--seed",
-        "11",
-        "--max-tokens",
-        "4",
-        "--explain",
-        "6",
+        *("--temperature", "0.9", "--top-p", "0.8", "--seed", "11", "--max-tokens", "4"),
+        *("--explain", "6"),
     ]
     done = subprocess.run(
         [*command, "--what-if", "top_k=1", "The best colour is"],

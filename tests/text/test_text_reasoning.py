@@ -12,21 +12,7 @@ from verbatim.text.reasoning.reasoning_format import TAGS, ReasoningFormat, Spli
 from verbatim.text.reasoning.tag_splitter import Piece, TagSplitter, spellings
 
 WORDS = (
-    "So",
-    " 2",
-    "+",
-    "2",
-    "\n",
-    "\n\n",
-    " <",
-    "think",
-    ">",
-    "</",
-    "</th",
-    "é",
-    "🙂",
-    "<|",
-    "[",
+    *("So", " 2", "+", "2", "\n", "\n\n", " <", "think", ">", "</", "</th", "é", "🙂", "<|", "["),
     "◁",
 )
 
@@ -248,22 +234,9 @@ def test_harmony_messages_of_every_role_and_recipient() -> None:
 def test_harmony_markers_never_leak() -> None:
     rng = random.Random(2)
     parts = (
-        "<|channel|>",
-        "<|message|>",
-        "<|end|>",
-        "<|start|>",
-        "<|constrain|>",
-        "<|call|>",
-        "<|return|>",
-        " to=functions.x",
-        " to=python",
-        "assistant",
-        "user",
-        "functions.x to=assistant",
-        "analysis",
-        "commentary",
-        "final",
-        "hi",
+        *("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>", "<|call|>"),
+        *("<|return|>", " to=functions.x", " to=python", "assistant", "user"),
+        *("functions.x to=assistant", "analysis", "commentary", "final", "hi"),
     )
     for _ in range(4_000):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(14)))

@@ -32,30 +32,10 @@ class ChoiceStream:
     """One choice of one request: push() each token, then take() a Delta."""
 
     __slots__ = (
-        "_decoder",
-        "_finish_sent",
-        "_loop",
-        "_markers",
-        "_params",
-        "_reasoning",
-        "_reasoning_sent",
-        "_reasoning_tokens_sent",
-        "_sent",
-        "_splitter",
-        "_stops",
-        "_text",
-        "_text_sent",
-        "_tokenizer",
-        "_total",
-        "_written",
-        "explain",
-        "finish",
-        "index",
-        "logprobs",
-        "reasoning_tokens",
-        "request_id",
-        "score",
-        "token_ids",
+        *("_decoder", "_finish_sent", "_loop", "_markers", "_params", "_reasoning"),
+        *("_reasoning_sent", "_reasoning_tokens_sent", "_sent", "_splitter", "_stops", "_text"),
+        *("_text_sent", "_tokenizer", "_total", "_written", "explain", "finish", "index"),
+        *("logprobs", "reasoning_tokens", "request_id", "score", "token_ids"),
     )
 
     def __init__(

@@ -30,24 +30,11 @@ CHECK_NAME = "check the name and the network"
 # Files of a repository that are downloaded: weights in formats that run no code, configs,
 # tokenizers, and the settings of sentence-transformers.
 PATTERNS = (
-    "*.safetensors",
-    "model.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.json",
-    "chat_template.jinja",
-    "additional_chat_templates/*.jinja",
-    "modules.json",
-    "*_Pooling/config.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    *("*.safetensors", "model.safetensors.index.json", "config.json", "generation_config.json"),
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+    *("modules.json", "*_Pooling/config.json", "config_sentence_transformers.json"),
+    *("sentence_bert_config.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
 IGNORED = ("consolidated*", "*/*.safetensors")  # second copies of the weights; of subfolders
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")

@@ -48,11 +48,7 @@ _REFUSED: dict[str, dict[str, tuple[Any, ...]]] = {
 }
 _FLAG = (True, False)
 _FORMATS = (
-    "dense",
-    "naive-quantized",
-    "float-quantized",
-    "int-quantized",
-    "pack-quantized",
+    *("dense", "naive-quantized", "float-quantized", "int-quantized", "pack-quantized"),
     "mixed-precision",
 )
 # key -> its values, with None where the format's library accepts null; other ones are faults, also

@@ -14,16 +14,8 @@ from dataclasses import astuple
 from verbatim.base.records import Usage
 
 STATES = (
-    "stop",
-    "length",
-    "loop",
-    "cancel",
-    "error",
-    "refused",
-    "engine_died",
-    "timeout",
-    "slow_reader",
-    "done",
+    *("stop", "length", "loop", "cancel", "error", "refused", "engine_died", "timeout"),
+    *("slow_reader", "done"),
 )
 USAGE = ("prompt", "output", "cached", "drafted", "accepted", "reasoning")
 

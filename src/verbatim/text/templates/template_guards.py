@@ -17,27 +17,9 @@ MAX_PAD = 1000  # width of a padding, indentation or format field
 # Filters that are cheap on a long string; the others create a list of its characters or words.
 _CHEAP_ON_STRINGS = frozenset(
     [
-        "capitalize",
-        "count",
-        "d",
-        "default",
-        "e",
-        "escape",
-        "first",
-        "float",
-        "forceescape",
-        "format",
-        "indent",
-        "int",
-        "items",
-        "last",
-        "length",
-        "lower",
-        "replace",
-        "safe",
-        "string",
-        "trim",
-        "upper",
+        *("capitalize", "count", "d", "default", "e", "escape", "first", "float", "forceescape"),
+        *("format", "indent", "int", "items", "last", "length", "lower", "replace", "safe"),
+        *("string", "trim", "upper"),
     ]
 )
 # A format field wider than 999, or with a width from an argument.
