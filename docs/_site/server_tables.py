@@ -6,10 +6,11 @@ import json
 
 from markdown_table import code, table
 
+from verbatim.base.setting_rules import rules_of
 from verbatim.server.api.common.field_rules import Rule
 from verbatim.server.api.routes import BODIES, ROUTES
 from verbatim.server.problem import CODES
-from verbatim.server.settings import limits_table
+from verbatim.server.settings import Limits
 
 HEAD = """# Every field of every protocol
 
@@ -82,3 +83,16 @@ def limits() -> str:
 def errors() -> str:
     rows = ((code(name), str(status), text) for name, (status, text) in CODES.items())
     return table(("code", "status", ""), rows)
+
+
+def limits_table() -> list[tuple[str, str, str, str]]:
+    """(flag, default, meaning, error) of every limit, for docs/serving.md."""
+    return [
+        (
+            "--" + name.replace("_", "-"),
+            f"{rule.default:g}" if isinstance(rule.default, float) else str(rule.default),
+            rule.help,
+            rule.error,
+        )
+        for name, rule in rules_of(Limits).items()
+    ]

@@ -12,9 +12,10 @@ from lens_page import MS, report
 from live_server import Live
 
 from filter_values import random_value
+from sampling_rows import draw_many
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
-from verbatim.sampling.draw import draw_many, noise_key
+from verbatim.sampling.draw import noise_key
 from verbatim.sampling.pipeline import Row, sample_rows, state_of
 from verbatim.sampling.processors import AFTER
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sampling_rows import make_row, processed, sample, softmax
+from sampling_rows import draw_many, make_row, processed, sample, softmax
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.sampling import draw
 from verbatim.sampling.pipeline import sample_rows
@@ -70,7 +70,7 @@ def drawn(params: SamplingParams, key: int, positions: np.ndarray) -> np.ndarray
     """Many draws at once; the next test compares some with sample_rows."""
     if not params.xtc_probability:
         state = processed(LOGITS, params, history=HISTORY)
-        return draw.draw_many(state.ids, state.d, key, positions)
+        return draw_many(state.ids, state.d, key, positions)
     coin = (
         draw.uniform(key, positions, np.zeros(1, np.int64), draw.DOMAIN_XTC)
         < params.xtc_probability
@@ -78,7 +78,7 @@ def drawn(params: SamplingParams, key: int, positions: np.ndarray) -> np.ndarray
     out = np.empty(len(positions), np.int64)
     for acts in (True, False):
         side = processed(LOGITS, params.with_(xtc_probability=float(acts)), history=HISTORY)
-        out[coin == acts] = draw.draw_many(side.ids, side.d, key, positions[coin == acts])
+        out[coin == acts] = draw_many(side.ids, side.d, key, positions[coin == acts])
     return out
 
 
@@ -102,7 +102,7 @@ def test_draws_fit_the_exact_distribution(setting: dict[str, object], draws: int
 def test_neighbouring_positions_are_independent() -> None:
     """Pairs (token at t, token at t + 1) of 300,000 draws: chi-square, false alarm 1e-6."""
     state = processed(LOGITS, SamplingParams())
-    tokens = draw.draw_many(state.ids, state.d, draw.noise_key(5), np.arange(300_000))
+    tokens = draw_many(state.ids, state.d, draw.noise_key(5), np.arange(300_000))
     p = softmax(state.d)
     pairs = np.bincount(tokens[:-1:2] * 12 + tokens[1::2], minlength=144)
     assert chi_square_deviate(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
@@ -113,9 +113,9 @@ def test_choices_and_seeds_are_independent() -> None:
     state = processed(LOGITS, SamplingParams())
     p = softmax(state.d)
     at = np.arange(150_000)
-    first = draw.draw_many(state.ids, state.d, draw.noise_key(9, 0), at)
+    first = draw_many(state.ids, state.d, draw.noise_key(9, 0), at)
     for key in (draw.noise_key(9, 1), draw.noise_key(10, 0)):
-        other = draw.draw_many(state.ids, state.d, key, at)
+        other = draw_many(state.ids, state.d, key, at)
         pairs = np.bincount(first * 12 + other, minlength=144)
         assert chi_square_deviate(pairs, np.outer(p, p).ravel() * 150_000) < 4.75
 

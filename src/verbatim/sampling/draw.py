@@ -85,15 +85,3 @@ def draw(ids: I64, d: F64, key: int, position: int) -> tuple[int, F64, F64]:
     noise = gumbel(key, position, ids)
     scores = d + noise
     return int(np.argmax(scores)), noise, scores
-
-
-def draw_many(ids: I64, d: F64, key: int, positions: I64) -> I64:
-    """The ids drawn at each of `positions` from one distribution."""
-    out = np.empty(len(positions), np.int64)
-    chunk = max(1, 32_768 // max(1, len(ids)))  # 256 KiB of float64: fits a core's cache
-    for start in range(0, len(positions), chunk):
-        at = positions[start : start + chunk, None]
-        out[start : start + chunk] = ids[
-            np.argmax(d[None, :] + gumbel(key, at, ids[None, :]), axis=1)
-        ]
-    return out

@@ -228,16 +228,3 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def limits_table() -> list[tuple[str, str, str, str]]:
-    """(flag, default, meaning, error) of every limit, for docs/serving.md."""
-    return [
-        (
-            "--" + name.replace("_", "-"),
-            f"{rule.default:g}" if isinstance(rule.default, float) else str(rule.default),
-            rule.help,
-            rule.error,
-        )
-        for name, rule in rules_of(Limits).items()
-    ]

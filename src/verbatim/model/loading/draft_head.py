@@ -132,36 +132,3 @@ def write_head(
         **about,
     }
     write_gguf(path, metadata, tensors)
-
-
-def reference_draft(
-    head: DraftHead,
-    model: Model,
-    state: np.ndarray,
-    token: int,
-    count: int,
-    temperature: float = 0.0,
-) -> tuple[list[int], list[float]]:
-    """Reference implementation in float32, for tests.
-
-    Returns `count` draft tokens after `token`, and for each the probability that it and all before
-    it are accepted."""
-    up, down = head.up.to_f32(), head.down.to_f32()
-    embed = model.weights["embed"].to_f32()
-    scores = (embed if model.spec.tied else model.weights["head"].to_f32())[head.words]
-    h, probability, tokens, probabilities = state.astype(np.float32), 1.0, [], []
-    for _ in range(count):
-        x = np.concatenate([h * head.state_scale, _rms(embed[token]) * head.word_scale])
-        gate, value = np.split(up @ x, 2)
-        h = _rms(h * head.keep + down @ (gate / (1 + np.exp(-gate)) * value)) * head.out
-        logits = (scores @ h) / np.float32(temperature if temperature > GREEDY_TEMPERATURE else 1.0)
-        best = int(np.argmax(logits))
-        probability /= float(np.exp(logits - logits[best]).sum())
-        token = int(head.words[best])
-        tokens.append(token)
-        probabilities.append(probability)
-    return tokens, probabilities
-
-
-def _rms(x: np.ndarray) -> np.ndarray:
-    return np.asarray(x / np.sqrt(np.mean(x * x) + EPS), np.float32)
