@@ -240,7 +240,7 @@ def report(params: SamplingParams, seed: int | None = None) -> dict[str, dict[st
     {'value': 0.5, 'origin': 'request'}
     """
     origins = dict(params.origins)
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, dict[str, object]] = {}
     for name, value in {**dict.fromkeys(SHOWN), **params.to_mapping()}.items():
         value = getattr(params, name)
         if name in SHOWN or value != FIELDS[name].default:

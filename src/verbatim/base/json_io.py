@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 JsonObject = dict[str, Any]  # a JSON object whose members are checked elsewhere
+JsonMapping = Mapping[str, Any]  # the same, only read
 MAX_DEPTH = 64  # nesting levels of a JSON string; far below Python's recursion limit
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 _escape = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
@@ -73,7 +74,7 @@ def _loads(text: str, pairs: Callable[[list[tuple[str, Any]]], dict[str, object]
 class _Pairs(dict[str, Any]):
     """An object with a duplicate key. Lookup returns the last value; items() returns every pair."""
 
-    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+    def __init__(self, pairs: list[tuple[str, object]]) -> None:
         super().__init__(pairs)
         self._pairs = pairs
 

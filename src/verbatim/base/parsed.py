@@ -82,7 +82,7 @@ def _fields(kind: Any, value: Any) -> dict[str, Any]:
     return {name: build(hints[name], part) for name, part in value.items()}
 
 
-def _generic(kind: Any, value: Any) -> Any:
+def _generic(kind: object, value: Any) -> Any:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     name = getattr(origin, "__name__", getattr(origin, "_name", ""))
     if origin in (typing.Union, types.UnionType):
@@ -118,7 +118,7 @@ def _first(kinds: tuple[object, ...], value: object) -> object:
     raise ValueError(f"{value!r:.60} is none of {kinds}")
 
 
-def _checked(kind: Any, value: Any) -> Any:
+def _checked(kind: Any, value: object) -> Any:
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
         raise ValueError(f"{value!r:.60} is not {kind}")
     return value

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 import click
 
@@ -179,7 +178,7 @@ def _replace_unencodable() -> None:
 
 
 def _call(args: list[str]) -> int:
-    result: Any = cli.main(args=args, prog_name="verbatim", standalone_mode=False)
+    result: object = cli.main(args=args, prog_name="verbatim", standalone_mode=False)
     return result if isinstance(result, int) else OK
 
 

@@ -159,7 +159,7 @@ def _rope(
     return keys, extra
 
 
-def _original(record: Mapping[str, Any]) -> dict[str, Any]:
+def _original(record: Mapping[str, Any]) -> dict[str, object]:
     value = record.get("original_max_position_embeddings")
     return {"rope.scaling.original_context_length": int(value)} if value else {}
 

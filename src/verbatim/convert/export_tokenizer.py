@@ -115,7 +115,7 @@ def _with_split_rules(meta: dict[str, Any], original: Tokenizer, path: Path) -> 
     )
 
 
-def _other_stops(inner: Vocabulary, stops: Sequence[int], count: int) -> dict[str, Any]:
+def _other_stops(inner: Vocabulary, stops: Sequence[int], count: int) -> dict[str, object]:
     """Keys of the stop tokens besides eos. llama.cpp reads one end of turn and one end of message,
     and finds well-known tokens by their names, so these come last. Ollama and our reader know a
     list for more."""
@@ -185,7 +185,7 @@ def _scores(tokens: list[str], merges: list[str]) -> list[float]:
     return [-float(rank[text]) if text in rank else -1e6 for text in tokens]
 
 
-def _checked(meta: dict[str, Any], original: Tokenizer, path: Path) -> dict[str, Any]:
+def _checked(meta: dict[str, object], original: Tokenizer, path: Path) -> dict[str, object]:
     inner = original._vocab
     added = [i for i in sorted(inner.added) if not original.is_control(i)][:300]
     within = "".join(f"a {inner.tokens[i]} b{inner.tokens[i]}" for i in added)

@@ -11,12 +11,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verbatim.backend.cpu.repack import MEMORY
 from verbatim.backend.gpu_weights import block_mode, device_bytes, weight_bytes
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.base.json_io import JsonMapping
 from verbatim.files.gguf import read_gguf
 from verbatim.files.safetensors import read_json
 from verbatim.formats.packed.packed_blocks import planned_gpu_type, planned_type
@@ -154,7 +155,7 @@ def read_footprint(
 
 
 def footprint_of_config(
-    config: Mapping[str, Any], file: str, *, quant: str | None = None, kv_type: str = "f16"
+    config: JsonMapping, file: str, *, quant: str | None = None, kv_type: str = "f16"
 ) -> Footprint:
     config = dict(config)
     packing = config.pop("quantization_config", None) or {}

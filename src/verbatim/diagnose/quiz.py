@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.errors import ParameterError
@@ -102,7 +102,7 @@ def read_quiz(path: str) -> tuple[Question, ...]:
         raise ParameterError("quiz", f"cannot read {path!r}: {why}") from None
     if path.endswith(".csv"):
         try:
-            rows: list[Any] = list(csv.DictReader(StringIO(text)))
+            rows: list[object] = list(csv.DictReader(StringIO(text)))
         except csv.Error as error:
             raise ParameterError("quiz", f"{path!r} is not CSV: {error}") from None
     else:  # not splitlines(): a JSON string may contain U+2028
@@ -116,7 +116,7 @@ def read_quiz(path: str) -> tuple[Question, ...]:
     return tuple(_question(row, number) for number, row in enumerate(rows, 1))
 
 
-def _parsed(line: str, number: int) -> Any:
+def _parsed(line: str, number: int) -> object:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:

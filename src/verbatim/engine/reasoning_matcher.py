@@ -68,7 +68,7 @@ class ReasoningMatcher:
 
     @property
     def pending(self) -> Future[Any] | None:
-        found: Future[Any] | None = None if self._inner is None else self._inner.pending
+        found: Future[object] | None = None if self._inner is None else self._inner.pending
         return found
 
     def poll_mask(self) -> bool:

@@ -247,7 +247,9 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
             )
 
 
-def _structure(params: SamplingParams, tokenizer: EngineTokenizer, deadline: float | None) -> Any:
+def _structure(
+    params: SamplingParams, tokenizer: EngineTokenizer, deadline: float | None
+) -> object:
     if not params.structured:
         return None
     try:

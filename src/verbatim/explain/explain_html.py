@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
+from verbatim.base.json_io import JsonMapping
 from verbatim.explain.explanation import (
     LEGEND,
     Text,
@@ -69,7 +69,7 @@ def _decoded(text: Text, token: int) -> str:
     return raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
 
 
-def _token(number: int, record: Mapping[str, Any], text: Text) -> str:
+def _token(number: int, record: JsonMapping, text: Text) -> str:
     """One token of the answer: the less likely, the stronger its colour."""
     chance = math.exp(record["logprob"])
     hint = f"token {number}: p {percent(chance)}, rank {record['rank']}"
@@ -80,7 +80,7 @@ def _token(number: int, record: Mapping[str, Any], text: Text) -> str:
     )
 
 
-def _section(number: int, record: Mapping[str, Any], text: Text) -> str:
+def _section(number: int, record: JsonMapping, text: Text) -> str:
     stages = _table(*stage_columns(record, text), (0, 3))
     names, rows = top_columns(record, text)
     chances = [math.exp(candidate["logprob"]) for candidate in record["top"]]

@@ -36,12 +36,11 @@ import base64
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import ParameterError, RequestError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import BROKEN, NOTHING, Drawn, DrawSpec
 
@@ -92,9 +91,9 @@ def _check_changes(params: SamplingParams, changes: Mapping[str, object]) -> Non
 
 
 def what_if(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[JsonMapping],
     params: SamplingParams,
-    changes: Mapping[str, Any],
+    changes: JsonMapping,
     *,
     prompt_ids: Sequence[int] | None = None,
     breakers: tuple[tuple[int, ...], ...] | None = None,
@@ -141,7 +140,7 @@ def _key(params: SamplingParams) -> int:
 
 
 def _draw(
-    record: Mapping[str, Any],
+    record: JsonMapping,
     params: SamplingParams,
     history: tuple[int, ...],
     breakers: tuple[tuple[int, ...], ...],
@@ -169,7 +168,7 @@ def _draw(
     return drawn
 
 
-def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarray, bytes | None]:
+def _inputs(record: JsonMapping, params: SamplingParams) -> tuple[np.ndarray, bytes | None]:
     if record.get("row") is None:
         raise RequestError(
             f"the record at position {record['position']} does not hold its whole row of logits, "
@@ -195,7 +194,7 @@ def _inputs(record: Mapping[str, Any], params: SamplingParams) -> tuple[np.ndarr
 
 
 def _past(
-    records: Sequence[Mapping[str, Any]], prompt_ids: Sequence[int] | None, *, needed: bool
+    records: Sequence[JsonMapping], prompt_ids: Sequence[int] | None, *, needed: bool
 ) -> list[tuple[int, ...]]:
     """The tokens before each record. Needed only if a penalty reads them; then no record may be
     missing."""
@@ -234,7 +233,7 @@ LEGEND = (
 )
 
 
-def headline(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
+def headline(record: JsonMapping, text: Text, *, screen: int = 0) -> str:
     """One token in one line, or in two where the line is longer than `screen` columns.
 
     position 12  ' Paris' (7042)  p 81.2 %, rank 1, entropy 0.92 nats, lead 0.40 over ' the'
@@ -252,9 +251,7 @@ def headline(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
     return f"{head}\n  {facts}" if 0 < screen < len(head) + 2 + len(facts) else f"{head}  {facts}"
 
 
-def stage_columns(
-    record: Mapping[str, Any], text: Text
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def stage_columns(record: JsonMapping, text: Text) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(names, rows) of what each stage removed. Disabled stages are not listed. The last column has
     the removed tokens that top_columns shows; it is left out where no stage removed one."""
     rows = [
@@ -271,9 +268,7 @@ def stage_columns(
     return names[:shown], [row[:shown] for row in rows]
 
 
-def top_columns(
-    record: Mapping[str, Any], text: Text
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+def top_columns(record: JsonMapping, text: Text) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """(names, rows) of the best tokens by logit, from logit to score. The drawn token is marked
     with *. A column that says nothing here is left out: all empty, or `processed` equal to
     `logit`."""
@@ -310,7 +305,7 @@ def top_columns(
     return tuple(kept), list(zip(*kept.values(), strict=True))
 
 
-def render(record: Mapping[str, Any], text: Text, *, screen: int = 0) -> str:
+def render(record: JsonMapping, text: Text, *, screen: int = 0) -> str:
     """Everything about one token, as plain lines. `screen`: columns of the terminal, whose rest
     shows each candidate's probability as a bar; 0: no bars, and lines of any length."""
     lines: list[str] = []

@@ -11,10 +11,9 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Choice
 
@@ -144,9 +143,7 @@ class Verdict:
         return "\n".join(lines)
 
 
-def compare(
-    receipt: Mapping[str, Any], choices: Sequence[Choice], makers: Mapping[str, Any]
-) -> Verdict:
+def compare(receipt: JsonMapping, choices: Sequence[Choice], makers: JsonMapping) -> Verdict:
     """Compare token by token. `makers`: this run's values of MAKERS; those that differ are the
     reasons why the tokens may differ. A cancelled answer is compared as far as it was written; with
     best_of not at all, because the best candidate was not known yet."""

@@ -7,10 +7,10 @@ In: the parsed adapter_config.json. Out: PEFT's answer for a module name, by the
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonMapping
 from verbatim.base.name_patterns import NamePatterns
 
 
@@ -25,7 +25,7 @@ def is_number(value: object) -> bool:
 
 
 class PeftTargets:
-    def __init__(self, config: Mapping[str, Any], file: str) -> None:
+    def __init__(self, config: JsonMapping, file: str) -> None:
         self._config, self._file = config, file
         self._patterns = NamePatterns()
         targets = config.get("target_modules")

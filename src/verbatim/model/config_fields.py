@@ -48,7 +48,7 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.values.get(self.prefix + key) is not None
 
-    def raw(self, key: str, default: object = _MISSING) -> Any:
+    def raw(self, key: str, default: object = _MISSING) -> object:
         value = self.values.get(self.prefix + key)
         if value is not None:
             return value
@@ -120,9 +120,9 @@ class Fields:
                 self.warn(f"{key}: {number} names none of the {layers} layers; ignored")
         return found
 
-    def by_layer(self, key: str, layers: int) -> dict[int, Any]:
+    def by_layer(self, key: str, layers: int) -> dict[int, object]:
         """An object keyed by layer numbers, which may have leading zeros: {"05": …, "11": …}."""
-        found: dict[int, Any] = {}
+        found: dict[int, object] = {}
         for name, value in self.mapping(key).items():
             number = name.isascii() and name.isdigit() and len(name) < 10  # int() has a limit
             if not number or int(name) >= layers:

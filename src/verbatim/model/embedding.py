@@ -12,7 +12,6 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.files.safetensors import read_json
@@ -78,7 +77,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     """(class name, folder) of every module, in order."""
     try:
         raw = file.read_bytes()[: MAX_LIST + 1]
-        rows: Any = json.loads(raw) if len(raw) <= MAX_LIST else None
+        rows: object = json.loads(raw) if len(raw) <= MAX_LIST else None
     except (OSError, ValueError, RecursionError) as error:
         raise ModelError(f"cannot be read as JSON: {str(error)[:200]}", file=str(file)) from None
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):

@@ -16,11 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, localcontext
-from typing import Any
 
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonMapping
 from verbatim.model.spec import ModelSpec, RopeSpec
 
 MAX_DIM = 4096  # eight times the largest head in use; bounds the time of decimal arithmetic
@@ -72,7 +72,7 @@ def make_rope(
             ) from error
 
 
-def length_warning(scaling: Mapping[str, Any], *, context: int, trained: int) -> str | None:
+def length_warning(scaling: JsonMapping, *, context: int, trained: int) -> str | None:
     """Warning for load where the engine's context gives other frequencies than transformers uses
     for a short sequence."""
     kind = scaling.get("rope_type")
@@ -95,7 +95,7 @@ def length_warning(scaling: Mapping[str, Any], *, context: int, trained: int) ->
 class _ScalingReader:
     """Typed, validated access to the numbers of a scaling record."""
 
-    def __init__(self, values: Mapping[str, Any], kind: str, file: str) -> None:
+    def __init__(self, values: JsonMapping, kind: str, file: str) -> None:
         self._values, self._kind, self._file = values, kind, file
 
     def number(self, name: str, default: float | None = None) -> Decimal:

@@ -65,7 +65,7 @@ def deployment(
     )
 
 
-def build(args: Mapping[str, Any]) -> Any:
+def build(args: Mapping[str, Any]) -> object:
     """The application builder for a Serve config file; `args` are those of deployment().
 
     import_path: verbatim.scale.application:build

@@ -31,7 +31,7 @@ def wanted_replicas(
     return max(wanted, 1)
 
 
-def policy(context: Any) -> tuple[int, dict[str, Any]]:
+def policy(context: Any) -> tuple[int, dict[str, object]]:
     """The AutoscalingPolicy of Ray Serve; `context` is its AutoscalingContext."""
     metrics = context.aggregated_metrics or {}
     wanted = wanted_replicas(

@@ -64,10 +64,10 @@ class HandleService:
         frame: bytes = await self.handle.facts.remote()
         return frame
 
-    def run(self, frame: bytes, gateway: str, route: Route) -> Any:
+    def run(self, frame: bytes, gateway: str, route: Route) -> object:
         return self.handle.options(stream=True).run.remote(frame, gateway, route=route)
 
-    def listen(self, gateway: str, channel: str, replica: str) -> Any:
+    def listen(self, gateway: str, channel: str, replica: str) -> object:
         return self.handle.options(stream=True).listen.remote(gateway, channel, replica=replica)
 
     def progress(self) -> str:
@@ -175,7 +175,7 @@ class OwnService(HandleService):
             serve.delete(self.application)
 
 
-def quiet_serve() -> Any:
+def quiet_serve() -> object:
     """Ray Serve's own log: failures only. The gateway logs requests and replicas."""
     from ray.serve.schema import LoggingConfig
 

@@ -48,7 +48,7 @@ class Gateway:
         _app = make_app(self._state)
 
 
-def gateway_application(settings: Settings, options: RayOptions) -> Any:
+def gateway_application(settings: Settings, options: RayOptions) -> object:
     """The gateway bound to its replicas. Checks first that the cluster has room for them."""
     connect(options.address)
     needs = state_needs(footprint_of(settings), settings.engine, cluster_nodes(), options.replicas)

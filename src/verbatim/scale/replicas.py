@@ -59,7 +59,7 @@ def replica_settings(settings: Settings, needs: ReplicaNeeds) -> Settings:
     )
 
 
-def replicas_application(settings: Settings, needs: ReplicaNeeds, options: RayOptions) -> Any:
+def replicas_application(settings: Settings, needs: ReplicaNeeds, options: RayOptions) -> object:
     """The Serve application of the replicas alone."""
     from ray import serve
     from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -67,7 +67,7 @@ def replicas_application(settings: Settings, needs: ReplicaNeeds, options: RayOp
     from verbatim.scale.replica import Replica
 
     replicas = options.replicas
-    scaling: dict[str, Any] = {"num_replicas": replicas.most}
+    scaling: dict[str, object] = {"num_replicas": replicas.most}
     if not replicas.fixed:
         scaling = {
             "autoscaling_config": AutoscalingConfig(

@@ -92,7 +92,7 @@ def state_needs(
     weights = 0 if footprint is None else int(footprint.weight_bytes)
     room = largest.memory // per_node - weights - PROCESS_BYTES
     cache = 0 if footprint is None or gpus else _cache_bytes(footprint, config, room)
-    settings: dict[str, Any] = {"backend": "cuda"} if gpus else {"threads": cpus}
+    settings: dict[str, object] = {"backend": "cuda"} if gpus else {"threads": cpus}
     if cache and config.kv_blocks is None:
         settings["kv_memory"] = cache
     needs = ReplicaNeeds(cpus, int(gpus), weights + cache + PROCESS_BYTES, weights, cache, settings)

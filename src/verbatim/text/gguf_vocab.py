@@ -159,7 +159,7 @@ class _VocabReader(TokenizerKeys):
             fuse_unk=True,
             unk_token=None if unknown is None else self.tokens[unknown] or None,
         )
-        steps: list[Any] = [normalizers.Prepend(SPACE)] if prefix else []
+        steps: list[object] = [normalizers.Prepend(SPACE)] if prefix else []
         steps.append(normalizers.Replace(" ", SPACE))
         byte_ids = frozenset(
             t for t, kind in zip(self.tokens, self.types, strict=True) if kind == BYTE
@@ -225,7 +225,7 @@ class _VocabReader(TokenizerKeys):
     def _finish(
         self,
         model: Any,
-        normalizer: Any,
+        normalizer: object,
         pre_tokenizer: Any,
         *,
         add_bos: bool,

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, normalizers
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonMapping
 
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
@@ -48,7 +49,7 @@ def named_tokens(config: Mapping[str, object]) -> dict[str, AddedToken]:
     return found
 
 
-def add_tokens(encoder: Any, named: Mapping[str, AddedToken], config: Mapping[str, Any]) -> None:
+def add_tokens(encoder: Any, named: Mapping[str, AddedToken], config: JsonMapping) -> None:
     """Add the tokens that tokenizer.json does not have, in the order of transformers. A token of
     added_tokens_decoder with other flags replaces that of tokenizer.json."""
     known: dict[int, AddedToken] = encoder.get_added_tokens_decoder()
@@ -74,7 +75,7 @@ def add_tokens(encoder: Any, named: Mapping[str, AddedToken], config: Mapping[st
             )
 
 
-def apply_settings(encoder: Any, config: Mapping[str, Any]) -> None:
+def apply_settings(encoder: Any, config: JsonMapping) -> None:
     """Follow the settings of tokenizer_config.json that change the tokens of a text."""
     if config.get("split_special_tokens"):
         raise ModelError(

@@ -13,7 +13,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Encoder
 
 from verbatim.base.errors import ModelError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.text import hf_special
 from verbatim.text.spm import piece_bytes
 from verbatim.text.vocabulary import SPACE, PairTemplate, Vocabulary, byte_level_bytes, end_of_turn
@@ -193,7 +193,7 @@ def _growth(step: Mapping[str, object]) -> float:
 
 
 def _vocabulary(
-    spec: JsonObject, special: Any, config: Mapping[str, Any], texts: Mapping[str, str]
+    spec: JsonObject, special: Any, config: JsonMapping, texts: Mapping[str, str]
 ) -> Vocabulary:
     special.no_truncation()
     special.no_padding()
@@ -281,7 +281,7 @@ def _no_text(id: int) -> AddedToken:
     return AddedToken(f"{_SECRET}{id}", normalized=False)
 
 
-def _continuation_encoder(plain: Any, spec: Mapping[str, Any]) -> Any:
+def _continuation_encoder(plain: Any, spec: JsonMapping) -> Any:
     """Encoder for text after the start of a prompt, if it differs: Metaspace with prepend_scheme
     "first" adds its space only at the very beginning."""
     from tokenizers import pre_tokenizers
@@ -302,7 +302,7 @@ def _continuation_encoder(plain: Any, spec: Mapping[str, Any]) -> Any:
 
 
 def _prefix_and_suffix(
-    encoder: Any, spec: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int | None]
+    encoder: Any, spec: JsonMapping, config: JsonMapping, ids: Mapping[str, int | None]
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that the file's post-processor adds before and after a text. add_bos_token and
     add_eos_token of the configuration override it."""
@@ -389,7 +389,7 @@ def _adds_space(spec: Mapping[str, object]) -> bool:
     return "Prepend" in _types(spec.get("normalizer"))
 
 
-def _wordpiece_prefix(spec: Mapping[str, Any]) -> str | None:
+def _wordpiece_prefix(spec: JsonMapping) -> str | None:
     """The mark of a token that continues a word ("##"), in a WordPiece vocabulary."""
     model = spec["model"]
     if model.get("type") != "WordPiece":

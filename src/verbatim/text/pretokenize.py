@@ -9,7 +9,6 @@ a step, and the text between them, become separate pieces.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 
@@ -166,7 +165,7 @@ def pre_tokenizer_of(cut: SplitRules) -> object:
     return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
 
 
-def _step(step: str) -> Any:
+def _step(step: str) -> object:
     if step == BYTES_GPT2:
         return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     if step in (DIGIT, DIGITS):

@@ -167,7 +167,7 @@ class CpuBackend:
 
     def draft(self, requests: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
         """DraftBackend: draft from the final states of the last step."""
-        drafts: list[Any] = self._engine.draft(list(requests), floor)
+        drafts: list[object] = self._engine.draft(list(requests), floor)
         return drafts
 
     def close(self) -> None:

@@ -103,7 +103,7 @@ class NativeSampler:
             cached = self._cache[key] = (spec, self._build(spec.params, spec))
         return cached[1]
 
-    def _build(self, p: SamplingParams, spec: DrawSpec) -> Any:
+    def _build(self, p: SamplingParams, spec: DrawSpec) -> object:
         out = self._native.SampleParams()
         for name in self.same:
             setattr(out, name, getattr(p, name))

@@ -13,7 +13,6 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.bench_report import (
     WHY_ABOVE,
     above_limit,
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
     from verbatim.observe.roofline import CostCard, MachineLimits
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def measured(*decls: str, **rule: Any) -> Callable[[F], F]:
@@ -155,7 +154,7 @@ def _run(
     rounds: int,
     quick: bool,
     plot: str | None,
-) -> JsonObject:
+) -> dict[str, Any]:
     """Measure and print every row; returns the summary, and draws it with `plot`."""
     from verbatim.bench.measure import first_token
 
@@ -331,7 +330,7 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     return 0
 
 
-def _write_result(result: JsonObject) -> None:
+def _write_result(result: dict[str, Any]) -> None:
     """All figures as one line of JSON; not on a terminal, which has shown the table."""
     if not sys.stdout.isatty():
         sys.stdout.write(json.dumps(result) + "\n")

@@ -63,7 +63,7 @@ def command(
     pooling, weights, and its embeddings or scores. Exit code 1 if something is broken.
     """
     if model is not None:
-        from verbatim.cli.lib.doctor_model import examine
+        from verbatim.cli.lib.doctor.doctor_model import examine
 
         flags |= {"model": model, "revision": revision, "offline": offline}
         return examine(flags, live=live, seed=seed, as_json=as_json)

@@ -173,7 +173,7 @@ def _loop_start(series: Series) -> int | None:
     return series.loop_at - max(64, 4 * series.loop)
 
 
-def drift_json(found: list[Series], seed: int, fingerprint: str) -> dict[str, Any]:
+def drift_json(found: list[Series], seed: int, fingerprint: str) -> dict[str, object]:
     rows = [asdict(s) | {"repetition": s.repetition} for s in found]
     for row in rows:
         row["tokens"] = row.pop("token_ids")

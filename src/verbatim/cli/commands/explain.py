@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_options
@@ -145,7 +144,7 @@ def _other(llm: LLM, asked: PromptFlags, completion: Completion, change: Values)
     return collect(asked.start(llm, params), show=None)[1]
 
 
-def _changes(text: str) -> JsonObject:
+def _changes(text: str) -> dict[str, Any]:
     """`top_p=0.5,temperature=1.2` as parameters."""
     from verbatim.explain.explanation import CHANGEABLE
 
@@ -174,7 +173,9 @@ def _check_what_if(params: SamplingParams) -> None:
         )
 
 
-def _chosen(records: tuple[JsonObject, ...], wanted: tuple[str, ...], llm: LLM) -> list[JsonObject]:
+def _chosen(
+    records: tuple[dict[str, Any], ...], wanted: tuple[str, ...], llm: LLM
+) -> list[dict[str, Any]]:
     """The records of the tokens that --token names; all of them without it."""
     if not wanted:
         return list(records)

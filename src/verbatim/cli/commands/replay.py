@@ -116,7 +116,7 @@ def _around(llm: LLM, receipt: dict[str, Any], done: Completion, verdict: Verdic
     return lines
 
 
-def _read(file: str) -> Any:
+def _read(file: str) -> object:
     try:
         # bytes: json recognises UTF-8 and UTF-16, with and without a byte order mark
         return json.loads(sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes())

@@ -30,7 +30,7 @@ from verbatim.cli.lib.options import (
 )
 from verbatim.server.settings import Limits, NamedModel, Settings
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def server_options(command: F) -> F:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.blocking_engine import Stream
     from verbatim.engine.calls.llm import LLM
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 
 def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:

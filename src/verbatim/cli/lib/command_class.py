@@ -17,7 +17,7 @@ import click
 from verbatim.base.errors import RequestError
 from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
 
 

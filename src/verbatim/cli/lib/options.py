@@ -18,7 +18,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.setting_rules import SettingRule, parse_size, rules_of, types_of
 from verbatim.cli.lib.command_class import answered, option, switch, with_default
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 Values = dict[str, Any]
 
 DEFAULT_MODEL = "smollm2"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
@@ -26,7 +26,7 @@ from verbatim.text.reasoning.reasoning_switches import (
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 SECTION = "Reasoning"
 LEVELS = ("true", "false", *EFFORTS)
 

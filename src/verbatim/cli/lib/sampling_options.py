@@ -20,7 +20,7 @@ from verbatim.cli.lib.command_class import option
 from verbatim.cli.lib.options import UNUSED, Values, flag_name
 from verbatim.cli.lib.texts import file_text
 
-F = TypeVar("F", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., object])
 
 # The one default of the command line that differs from those of the library and the server (ADR
 # 10): a small model may otherwise fill max_tokens with a repeated passage.

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import VerbatimError
+from verbatim.base.json_io import JsonMapping
 from verbatim.encoder.encoder_load import encoder_type, load_encoder
 from verbatim.encoder.encoder_spec import EncoderModel
 from verbatim.files.gguf import read_gguf
@@ -35,8 +36,8 @@ _ENDS = ("eos", "eot", "eom")
 class ModelFiles:
     path: Path
     kind: str  # gguf | safetensors
-    config: Mapping[str, Any]  # config.json, or the metadata of a GGUF file
-    generation: Mapping[str, Any]  # generation_config.json, or general.sampling.* of a GGUF file
+    config: JsonMapping  # config.json, or the metadata of a GGUF file
+    generation: JsonMapping  # generation_config.json, or general.sampling.* of a GGUF file
     eos: dict[str, tuple[int, ...]]  # where -> the end-of-sequence ids stated there
     specials: dict[str, int]  # where -> a special token id stated there
     added: dict[str, int]  # where -> the id of a token that a tokenizer file adds
@@ -68,14 +69,14 @@ def _load(errors: dict[str, str], path: Path) -> tuple[bool, Model | EncoderMode
     """Whether the model is an encoder, and the model."""
     # a config.json that cannot be read is already among the errors
     encoder = _try({}, "config.json", lambda: encoder_type(path)) is not None
-    load: Callable[[Path], Any] = load_encoder if encoder else load_model
+    load: Callable[[Path], object] = load_encoder if encoder else load_model
     return encoder, _try(errors, "weights", lambda: load(path))
 
 
 def _directory(path: Path) -> ModelFiles:
     errors: dict[str, str] = {}
 
-    def optional(name: str) -> dict[str, Any]:
+    def optional(name: str) -> dict[str, object]:
         file = path / name
         return (_try(errors, name, lambda: read_json(file)) or {}) if file.is_file() else {}
 

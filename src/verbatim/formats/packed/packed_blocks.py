@@ -8,10 +8,11 @@ to the type of the scale.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
+from verbatim.base.json_io import JsonMapping
 from verbatim.formats.checkpoint_blocks import GROUPS, CheckpointType
 from verbatim.formats.tensor import Tensor
 
@@ -62,7 +63,7 @@ def planned_type(config: Mapping[str, object]) -> str | None:
     return next((kind for kind, limit in _TYPES.items() if most <= limit), None)
 
 
-def planned_gpu_type(config: Mapping[str, Any], columns: int, floats: str) -> str | None:
+def planned_gpu_type(config: JsonMapping, columns: int, floats: str) -> str | None:
     """The block type in which PackedWeight.to_checkpoint_blocks keeps a weight of so many columns,
     or None for floats. `floats`: the type of the weights that are not quantised."""
     codes = _planned_codes(config)
@@ -78,7 +79,7 @@ def planned_gpu_type(config: Mapping[str, Any], columns: int, floats: str) -> st
     return CheckpointType(code, not codes.symmetric and code != "e4m3", group, result).name
 
 
-def _planned_codes(config: Mapping[str, Any]) -> PlannedCodes | None:
+def _planned_codes(config: JsonMapping) -> PlannedCodes | None:
     """None: the weights are in no format with codes and scales, or the config is malformed, which
     is an error when the model is loaded."""
     method = config.get("quant_method")
@@ -98,9 +99,9 @@ def _planned_codes(config: Mapping[str, Any]) -> PlannedCodes | None:
     return None
 
 
-def _planned_compressed(config: Mapping[str, Any]) -> PlannedCodes:
+def _planned_compressed(config: JsonMapping) -> PlannedCodes:
     groups = (config.get("config_groups") or {}).values()
-    weights: Mapping[str, Any] = next((g["weights"] for g in groups if g and g.get("weights")), {})
+    weights: JsonMapping = next((g["weights"] for g in groups if g and g.get("weights")), {})
     block = weights.get("block_structure") or (0, weights.get("group_size") or 0)
     return PlannedCodes(
         int(weights.get("num_bits", 4)),

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonMapping
 from verbatim.base.name_patterns import NamePatterns
 
 # quant_method -> keys that packed_checkpoint.py reads, or that do not concern the stored weights
@@ -122,7 +123,7 @@ class ConfigGroups:
         groups = [mapping(found, name, nullable=False) for name in found]
         self._groups = [group for group in groups if group]
         self._patterns = NamePatterns()
-        self._by_target: dict[str, Mapping[str, Any]] = {}  # a later group replaces an earlier one
+        self._by_target: dict[str, JsonMapping] = {}  # a later group replaces an earlier one
         for group in self._groups:
             check_values(group, _GROUP_VALUES)
             check_values(mapping(group, "weights"), _WEIGHT_VALUES)
@@ -157,7 +158,7 @@ class ConfigGroups:
             raise ModelError(f"targets: {error}") from None
 
 
-def mapping(config: Mapping[str, object], key: str, *, nullable: bool = True) -> Mapping[str, Any]:
+def mapping(config: Mapping[str, object], key: str, *, nullable: bool = True) -> JsonMapping:
     """The object under a key; empty if there is none, or null where the library accepts it."""
     value = config.get(key, {})
     if value is None and nullable:
@@ -167,7 +168,7 @@ def mapping(config: Mapping[str, object], key: str, *, nullable: bool = True) ->
     return value
 
 
-def block_sizes(config: Mapping[str, Any], key: str) -> list[int] | None:
+def block_sizes(config: JsonMapping, key: str) -> list[int] | None:
     """Rows and columns of a block; None if the key is missing."""
     value = config.get(key)
     if value is None:

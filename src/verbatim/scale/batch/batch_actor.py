@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import ParameterError, VerbatimError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.scale.start_error import did_not_start
 from verbatim.server.batch_requests import BatchEngine, Line
 from verbatim.server.settings import Limits, Settings
@@ -156,7 +156,7 @@ def _checked(params: Mapping[str, object]) -> JsonObject:
 COLUMNS = ("text", "finish_reason", "prompt_tokens", "output_tokens", "error")
 
 
-def _columns(status: int, body: Mapping[str, Any]) -> JsonObject:
+def _columns(status: int, body: JsonMapping) -> JsonObject:
     if status != 200:
         return dict.fromkeys(COLUMNS) | {"error": str(body["error"]["message"])}
     choice, usage = body["choices"][0], body["usage"]

@@ -146,7 +146,7 @@ def _rule(annotation: Any) -> _Rule:
 def _list_of(rule: _Rule, annotation: object) -> Callable[[list[Any]], list[Any]]:
     types, make, _ = rule
 
-    def check(values: list[Any]) -> list[Any]:
+    def check(values: list[Any]) -> list[object]:
         for value in values:
             if type(value) not in types:
                 raise WireError(f"a list of {annotation} holds a {type(value).__name__}")
@@ -155,7 +155,7 @@ def _list_of(rule: _Rule, annotation: object) -> Callable[[list[Any]], list[Any]
     return check
 
 
-def _names(union: object) -> dict[str, Callable[[list[Any]], Any]]:
+def _names(union: object) -> dict[str, Callable[[list[Any]], object]]:
     return {kind.__name__: _decoder(kind) for kind in get_args(union)}
 
 

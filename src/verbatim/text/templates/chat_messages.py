@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verbatim.base.errors import RequestError, UnsupportedError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.text.control_tokens import ControlEscaper
 from verbatim.text.templates.template_program import TemplateProgram
 from verbatim.text.tools.tool_calls import CACHE_KEYS, redundant_names
@@ -76,7 +76,7 @@ def prepare_message(
 
 def _without_content(
     program: TemplateProgram, message: Mapping[str, object], where: str
-) -> Mapping[str, Any]:
+) -> JsonMapping:
     """A message with tool calls or reasoning needs no content. A template that does not handle
     missing content would print "None" or fail, so it gets an empty string. A message with
     nothing at all is an error."""
@@ -94,7 +94,7 @@ def _without_content(
     )
 
 
-def _check_role_and_keys(program: TemplateProgram, message: Mapping[str, Any], where: str) -> None:
+def _check_role_and_keys(program: TemplateProgram, message: JsonMapping, where: str) -> None:
     """Most templates print any role and ignore unknown keys, so a typo would be ignored
     silently or reach the model as an unknown role. Accept only the usual ones and those that
     the template names."""
@@ -111,7 +111,7 @@ def _check_role_and_keys(program: TemplateProgram, message: Mapping[str, Any], w
             )
 
 
-def as_list(value: object, what: str) -> Sequence[Any]:
+def as_list(value: object, what: str) -> Sequence[object]:
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         raise RequestError(f"{what} is {type(value).__name__}, not a list", param=what)
     return value

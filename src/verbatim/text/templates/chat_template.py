@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import ModelError, RequestError, UnsupportedError
+from verbatim.base.json_io import JsonMapping
 from verbatim.text.control_tokens import ControlEscaper, ControlFinder
 from verbatim.text.templates.chat_messages import (
     REASONING,
@@ -219,10 +220,10 @@ def _continue(program: TemplateProgram, escaper: ControlEscaper, values: dict[st
 def encode_chat(
     tokenizer: Tokenizer,
     template: ChatTemplate,
-    messages: Sequence[Mapping[str, Any]],
+    messages: Sequence[JsonMapping],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    documents: Sequence[Mapping[str, Any]] | None = None,
+    tools: Sequence[JsonMapping] | None = None,
+    documents: Sequence[JsonMapping] | None = None,
     add_generation_prompt: bool = True,
     continue_final: bool = False,
     template_name: str | None = None,

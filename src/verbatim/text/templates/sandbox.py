@@ -296,7 +296,7 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
     def guard_concat(self, *parts: object) -> str:
         return "".join([str(self.guard_output(part)) for part in parts])
 
-    def guard_slice(self, value: Any, start: Any, stop: Any, step: Any) -> Any:
+    def guard_slice(self, value: Any, start: Any, stop: object, step: object) -> Any:
         return current().weigh(value[start:stop:step])
 
     def guard_output(self, value: object) -> object:

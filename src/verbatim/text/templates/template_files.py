@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import ModelError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.text.templates.chat_template import ChatTemplate
 from verbatim.text.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ def template_from_directory(
 
 
 def _new_template(
-    source: Any, named: Mapping[str, Any], special: Mapping[str, str], file: str | None
+    source: Any, named: JsonMapping, special: Mapping[str, str], file: str | None
 ) -> ChatTemplate:
     bos, eos = special.get("bos_token", ""), special.get("eos_token", "")
     return ChatTemplate(source, bos, eos, special_tokens=special, named=named, file=file)

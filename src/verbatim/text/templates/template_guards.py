@@ -82,7 +82,7 @@ def check_method(owner: str, name: str, args: tuple[object, ...]) -> tuple[Any, 
     return args
 
 
-def check_filter(name: str, value: object, rest: list[Any]) -> Any:
+def check_filter(name: str, value: object, rest: list[object]) -> Any:
     """The same for filters: `value` is filtered, `rest` are the other arguments in order."""
     if isinstance(value, str) and name not in _CHEAP_ON_STRINGS:
         check_list_size(value, len(value))
@@ -117,7 +117,7 @@ def guarded_filter(name: str, function: Callable[..., object]) -> Callable[..., 
     the attributes of Jinja's calling convention."""
     context_args = 1 if hasattr(function, "jinja_pass_arg") else 0
 
-    def run(*args: object, **kwargs: Any) -> Any:
+    def run(*args: object, **kwargs: Any) -> object:
         budget = current()
         budget.tick()
         context, values = args[:context_args], args[context_args:]
@@ -128,7 +128,7 @@ def guarded_filter(name: str, function: Callable[..., object]) -> Callable[..., 
     return update_wrapper(run, function)
 
 
-def guarded_test(function: Callable[..., object]) -> Callable[..., Any]:
+def guarded_test(function: Callable[..., object]) -> Callable[..., object]:
     def run(*args: object, **kwargs: Any) -> Any:
         current().tick()
         return function(*args, **kwargs)

@@ -68,7 +68,7 @@ class TemplateProgram:
         """Render a small conversation to find out what the template supports."""
         from verbatim.text.templates.sandbox import render_template
 
-        values: dict[str, Any] = {"messages": messages, "tools": None, "documents": None}
+        values: dict[str, object] = {"messages": messages, "tools": None, "documents": None}
         values["add_generation_prompt"] = True
         return render_template(self._compiled, {**self._special, **values}, PROBE_SECONDS)
 

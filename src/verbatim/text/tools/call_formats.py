@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
-from verbatim.base.json_io import keep_pairs, loads_lossless
+from verbatim.base.json_io import JsonMapping, keep_pairs, loads_lossless
 from verbatim.text.tools.call_values import Call, read_gemma, read_python
 
-Tools = Mapping[str, Any]  # name -> JSON schema of the parameters
+Tools = JsonMapping  # name -> JSON schema of the parameters
 
 FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
 # A value may contain its own closing tag. It ends at the one that precedes the next key or the end.

@@ -123,7 +123,7 @@ class _CallReader:
         return found
 
     def object(self, depth: int = 0) -> JsonObject:
-        def pair() -> tuple[str, Any]:
+        def pair() -> tuple[str, object]:
             key = self._string()
             if key is None:
                 key = self.match(_KEY)

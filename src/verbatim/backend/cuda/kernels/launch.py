@@ -36,7 +36,7 @@ def launch(
     kernel: Any,
     grid: tuple[int, int, int],
     args: tuple[Any, ...],
-    constants: tuple[Any, ...],
+    constants: tuple[object, ...],
     *,
     warps: int = 4,
     stages: int = 3,

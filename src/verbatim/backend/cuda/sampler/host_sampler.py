@@ -44,5 +44,5 @@ class HostLogits:
     def logits(self) -> np.ndarray:
         return self.rows
 
-    def sample(self, native_rows: list[Any], first: int = 0) -> Any:
+    def sample(self, native_rows: list[object], first: int = 0) -> object:
         return self._sampler.draw(self.rows[first : first + len(native_rows)], native_rows)

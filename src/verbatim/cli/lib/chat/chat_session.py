@@ -50,7 +50,7 @@ class Conversation:
     def __init__(self, llm: LLM, params: SamplingParams, system: str | None) -> None:
         self.llm = llm
         self.level: ReasoningLevel | None = None
-        self.template: dict[str, Any] = {}  # variables of the chat template
+        self.template: dict[str, object] = {}  # variables of the chat template
         self.params = params
         self.system = system
         self.turns: list[Message] = []  # user and assistant alternate

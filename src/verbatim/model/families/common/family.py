@@ -100,7 +100,7 @@ class Config(Fields):
         super().__init__(checked.values, file, warnings=warnings, written=checked.written)
         self.family = family
         self.context = context  # positions that the engine asks for; None: the model's own
-        self.given: Mapping[str, Any] = {}  # the values of a config.json, without defaults
+        self.given: Mapping[str, object] = {}  # the values of a config.json, without defaults
 
     def fact(self, name: str, default: object = None) -> Any:
         """What only a GGUF file says; for a config.json the default."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from verbatim.model.keys import Key, Table, followed, must_equal, no_effect
 
 _ORIGINAL = {"original_max_position_embeddings": followed("trained length")}
@@ -74,6 +72,6 @@ ROPE_KEYS: dict[str, Table] = {
 ROPE_UNREAD: Table = {"attn_factor": no_effect("`attention_factor` is the key")}
 
 
-def all_rope_keys() -> dict[str, Any]:
+def all_rope_keys() -> dict[str, object]:
     keys = {name: key for table in ROPE_KEYS.values() for name, key in table.items()}
     return {**keys, **ROPE_UNREAD}

@@ -31,7 +31,7 @@ def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> i
     files = read_files(path)
     found = [*check_files(files), *check_weights(files)]
     if live:
-        from verbatim.cli.lib.doctor_live import run_checks
+        from verbatim.cli.lib.doctor.doctor_live import run_checks
 
         found = run_checks(flags, files, found, seed=seed, as_json=as_json)
     if as_json:

@@ -1,0 +1,1 @@
+"""`verbatim doctor MODEL`: which checks run, and the report of what they find."""
