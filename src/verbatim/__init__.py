@@ -151,7 +151,7 @@ def _has_namesake(folder: str) -> bool:
 if any(_has_namesake(folder) for folder in sys.path if folder.endswith("-packages")):
     from warnings import warn
 
-    from verbatim.base.namesakes import conflict
+    from verbatim.observe.namesakes import conflict
 
     if _text := conflict():
         warn(_text, stacklevel=2)

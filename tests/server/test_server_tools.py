@@ -21,11 +21,9 @@ from verbatim.server.api.anthropic.anthropic import as_chat as message_fields
 from verbatim.server.api.common.chat_request import ChatRequest
 from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.tools import (
-    ToolParser,
     call_or_text,
     forced_schema,
     name_tool,
-    read_calls,
     template_messages,
 )
 from verbatim.server.api.common.validate import check
@@ -41,6 +39,7 @@ from verbatim.testing.fakes import ByteTokenizer
 from verbatim.text.tools.call_formats import CALL_FORMATS, typed_value
 from verbatim.text.tools.call_values import read_gemma, read_python
 from verbatim.text.tools.tool_format import detect_format
+from verbatim.text.tools.tool_parser import ToolParser, read_calls
 
 NAMES: dict[str, Any] = {"get_weather": None, "add": None}  # name -> schema of the parameters
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "</x>"}}\n</tool_call>'

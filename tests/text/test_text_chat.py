@@ -18,7 +18,7 @@ from verbatim.base.errors import ModelError, RequestError, UnsupportedError
 from verbatim.text.templates.chat_template import ChatTemplate, encode_chat
 from verbatim.text.templates.template_files import template_from_directory, template_from_gguf
 from verbatim.text.tokenizer import Tokenizer, from_gguf
-from verbatim.text.tools.tool_calls import redundant_names
+from verbatim.text.tools.redundant_names import redundant_names
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
 TOOL = {

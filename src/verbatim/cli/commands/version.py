@@ -10,10 +10,10 @@ from typing import Any
 import click
 
 from verbatim import __version__
-from verbatim.base.namesakes import conflict
 from verbatim.cli.lib.command_class import Command
 from verbatim.cli.lib.options import json_option
 from verbatim.cli.lib.terminal import write_json
+from verbatim.observe.namesakes import conflict
 
 
 @click.command(cls=Command)

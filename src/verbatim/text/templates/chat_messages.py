@@ -13,7 +13,7 @@ from verbatim.base.errors import RequestError, UnsupportedError
 from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.text.control_tokens import ControlEscaper
 from verbatim.text.templates.template_program import TemplateProgram
-from verbatim.text.tools.tool_calls import CACHE_KEYS, redundant_names
+from verbatim.text.tools.redundant_names import CACHE_KEYS, redundant_names
 
 MAX_DEPTH = 64  # nesting levels of messages and tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms in templates and clients

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verbatim.chat import PAGE
-from verbatim.server.api.common.page_routes import page_routes
 from verbatim.server.api.common.route import ApiProtocol
+from verbatim.server.api.page_routes import page_routes
 
 PROTOCOL = ApiProtocol(page_routes(PAGE), is_open=PAGE.has)

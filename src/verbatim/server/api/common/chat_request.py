@@ -17,8 +17,6 @@ from verbatim.server.api.common.field_rules import NO_LIMIT, Rule
 from verbatim.server.api.common.reasoning_variables import reasoning_variables
 from verbatim.server.api.common.request_context import RequestContext
 from verbatim.server.api.common.tools import (
-    ParsedCall,
-    ToolParser,
     call_or_text,
     compiled_tools,
     forced_schema,
@@ -27,6 +25,7 @@ from verbatim.server.api.common.tools import (
 from verbatim.server.problem import Problem, invalid, unsupported
 from verbatim.server.process.messages import Generate, Tokenize, Tokenized
 from verbatim.text.tools.call_formats import CALL_FORMATS
+from verbatim.text.tools.tool_parser import ParsedCall, ToolParser
 
 # Template variables that encode_chat sets itself; chat_template_kwargs must not override them.
 RESERVED = (

@@ -12,7 +12,7 @@ from typing import Any
 from verbatim.base.json_io import JsonObject, loads_strict
 from verbatim.server.api.common.field_rules import CACHE, RequestBody, Rule, member_model, rules_of
 from verbatim.server.problem import invalid
-from verbatim.text.tools.tool_calls import CACHE_KEYS
+from verbatim.text.tools.redundant_names import CACHE_KEYS
 
 # A field of another server's clients -> this server's. structured_outputs has more than one member.
 SAME = {

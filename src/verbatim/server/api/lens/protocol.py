@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from verbatim.lens import PAGE
-from verbatim.server.api.common.page_routes import page_routes
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query
 from verbatim.server.api.lens import lens_api, lens_fields
+from verbatim.server.api.page_routes import page_routes
 
 PROTOCOL = ApiProtocol(
     (

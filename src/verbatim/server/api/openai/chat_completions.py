@@ -34,7 +34,6 @@ from verbatim.server.api.common.request_context import (
     RequestContext,
     new_id,
 )
-from verbatim.server.api.common.tools import ParsedCall, ToolParser
 from verbatim.server.api.openai.completions import (
     StreamExtras,
     check_streamed_width,
@@ -44,6 +43,7 @@ from verbatim.server.api.openai.completions import (
 )
 from verbatim.server.api.openai.openai_fields import ChatCompletions
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
+from verbatim.text.tools.tool_parser import ParsedCall, ToolParser
 
 
 def tool_call_object(call: ParsedCall, index: int | None = None) -> JsonObject:

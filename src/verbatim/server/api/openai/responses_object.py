@@ -25,10 +25,10 @@ from verbatim.server.api.common.generate import (
     usage_of,
 )
 from verbatim.server.api.common.request_context import Json, new_id
-from verbatim.server.api.common.tools import ParsedCall
 from verbatim.server.api.openai.completions import choice_reports
 from verbatim.server.api.openai.responses_input import ENCRYPTED, chat_messages, input_rows, sealed
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
+from verbatim.text.tools.tool_parser import ParsedCall
 
 
 class TextLogprobs:
