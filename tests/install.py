@@ -3,7 +3,8 @@
     .venv/bin/python tests/install.py -c constraints.txt -e .
 
 The arguments are pip's. pip shows either nothing of a build or everything; this shows downloads,
-which of how many files is compiled, and if pip fails everything from the first error on.
+which of how many files is compiled, and if pip fails everything from 20 lines before the
+first error on.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def main(arguments: list[str]) -> int:
         if text := progress(line):
             print(f"  {text}", flush=True)
     if process.wait():
-        first = next((i for i, line in enumerate(log) if ERROR.match(line)), -40)
-        sys.stderr.writelines(log[first:])
+        first = next((i for i, line in enumerate(log) if ERROR.match(line)), len(log))
+        sys.stderr.writelines(log[max(0, first - 20) :])  # before it: what a killed tool said
     return process.returncode
 
 

@@ -290,12 +290,12 @@ def test_the_install_shows_which_of_how_many_files_is_compiled(
 
 
 def test_a_failed_install_shows_the_error(tmp_path: Path) -> None:
-    """Everything from the first error on, and pip's exit code."""
+    """With the lines before it, as of a killed compiler, and pip's exit code."""
     (tmp_path / "pyproject.toml").write_text("[build-system]\nrequires = 3\n")
     words = [sys.executable, str(ROOT / "tests" / "install.py"), "--no-index", str(tmp_path)]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 1
-    assert done.stderr.lower().startswith("error:")
+    assert "error:" in done.stderr.lower()
     assert "pyproject.toml" in done.stderr
 
 
