@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_page import ChatPage
+from live_server import Live
 
 pytestmark = pytest.mark.server
 
@@ -35,6 +37,14 @@ def show(chat: ChatPage, text: str) -> Any:
     box = chat.page.locator(".assistant .md")
     box.locator("> *").first.wait_for()
     return box
+
+
+@pytest.fixture(scope="module")
+def large(browser: Any, live: Live) -> Iterator[ChatPage]:
+    page = ChatPage(browser, live).open()
+    yield page
+    page.close()
+    assert page.errors == []
 
 
 def test_nothing_that_a_model_writes_runs_or_leaves_the_host(chat: ChatPage) -> None:
@@ -81,12 +91,12 @@ def test_a_picture_in_the_answer_is_shown_and_one_elsewhere_is_a_link(chat: Chat
     ids=["table", "quotes", "lists", "stars", "brackets", "dollars", "backticks", "long"],
 )
 def test_large_and_deep_texts_are_shown(
-    chat: ChatPage, text: str, selector: str, count: int
+    large: ChatPage, text: str, selector: str, count: int
 ) -> None:
-    box = show(chat, text)
+    box = show(large, text)
     assert box.locator(selector).count() == count
-    chat.page.fill("#message", "still here")
-    chat.page.wait_for_selector("#send:not([disabled])")
+    large.page.fill("#message", "still here")
+    large.page.wait_for_selector("#send:not([disabled])")
 
 
 def test_an_imported_file_is_hostile_too(chat: ChatPage, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from verbatim.server.process.lens_queries import step_report
 
 MS = 1000 * HANG_SECONDS
 PROMPT = "Once upon a time"
+OPEN = "(box) => { for (let up = box; up; up = up.parentElement) up.open = true }"
 
 
 class LensPage:
@@ -48,7 +49,7 @@ class LensPage:
     def set(self, **params: Any) -> None:
         for name, value in params.items():
             box = self.page.locator(f"#p-{name}")
-            box.evaluate("box => box.closest('details').open = true")
+            box.evaluate(OPEN)
             box.fill(str(value))
             box.dispatch_event("change")
 

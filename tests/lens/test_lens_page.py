@@ -384,6 +384,33 @@ def test_the_work_of_a_redraw_does_not_depend_on_the_length_of_the_text(
     assert work[0] == work[1]
 
 
+def test_a_word_of_the_page_opens_what_it_means(lens: LensPage) -> None:
+    lens.select(3)
+    lens.page.click(".loop button:text-is('softmax')")
+    lens.page.wait_for_selector(
+        "#term:popover-open:has-text('Turns the logits into probabilities')"
+    )
+    lens.page.keyboard.press("Escape")
+    lens.page.wait_for_selector("#term", state="hidden")
+
+
+def test_a_run_without_a_limit_has_none_of_the_lens(browser: Any, live: Live) -> None:
+    """4,096 tokens of context with 64 candidates each are more than the server explains. The
+    parameters make room for the run."""
+    page = LensPage(browser, live).open()
+    page.generate(max_tokens=2)
+    page.page.wait_for_selector(".params:not([open])")
+    page.set(max_tokens="")
+    with page.page.expect_request("**/v1/completions") as sent, page.one_request():
+        page.start(regex="a{3}")
+    body = sent.value.post_data_json
+    assert body["max_tokens"] == 250_000 // 64
+    assert "on_loop" not in body
+    assert len(page.tokens()) == 3
+    assert page.errors == []
+    page.close()
+
+
 # ------------------------------------------------------------------------------------------- phone
 
 

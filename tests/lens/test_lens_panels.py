@@ -382,7 +382,7 @@ def test_an_unlikely_token_is_in_the_loop_before_its_step_is_there(lens: LensPag
     generate(lens, seed=seed, **settings)
     lens.page.click("#tile-0")
     for name, count in (("logits", 6), ("softmax", 6), ("sample", 5)):
-        part = lens.page.locator(f".loop li:has(h3:text-is('{name}'))")
+        part = lens.page.locator(f".loop li:has(h3:has-text('{name}'))")
         part.locator(".mini.drawn").wait_for(state="attached")
         assert part.locator(".mini").count() == count
     (route,) = held
@@ -412,7 +412,7 @@ def test_ids_and_bytes_are_shown_on_demand(lens: LensPage) -> None:
 def test_effective_parameters_are_those_of_the_receipt(lens: LensPage) -> None:
     mine = {"temperature": 0.7, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.1}
     generate(lens, **mine)
-    receipt = api(lens.live, prompt_ids(lens.live), max_tokens=200, **mine)["receipt"]
+    receipt = api(lens.live, prompt_ids(lens.live), max_tokens=-1, **mine)["receipt"]
     rows = lens.page.locator(".group:has-text('Effective parameters') tr").evaluate_all(
         "all => all.map((row) => [...row.children].map((cell) => cell.textContent.trim()))"
     )

@@ -80,7 +80,7 @@ def test_the_lens_shows_the_defaults_of_the_model(real: Any) -> None:
             "model: catalog",
         )
     assert (parameters["top_k"]["default"], parameters["top_k"]["origin"]) == (0, "default")
-    assert parameters["on_loop"]["default"] == "report", "the page gives max_tokens"
+    assert parameters["on_loop"]["default"] == "stop"
 
 
 @pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/completions"])

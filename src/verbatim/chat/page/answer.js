@@ -73,7 +73,7 @@ export async function answer(parent, into = null) {
     return toast(error.message);
   }
   const before = path(parent);
-  const fresh = { status: "waiting", error: "", finish: "", warnings: [], note: "" };
+  const fresh = { status: "waiting", error: "", finish: "", loop: 0, warnings: [], note: "" };
   const node = into ? Object.assign(into, fresh) : addNode({ parent, role: "assistant", model: chat.model, ...fresh });
   const messages = messagesOf(before, chat.settings.system);
   if (into) {
@@ -154,6 +154,7 @@ function read(node, event, clock) {
     if (event.usage.prompt_tokens_details) node.usage = event.usage;
   }
   if (event.warnings) node.warnings = event.warnings;
+  if (event.loops) [node.loop] = event.loops;
   if (event.params) node.params = event.params;
   return event.receipt;
 }

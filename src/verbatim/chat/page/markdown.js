@@ -40,6 +40,7 @@ const math = {
 
 const marked = new Marked({
   gfm: true,
+  breaks: true, // lines of a poem or an address
   extensions: [math],
   renderer: {
     html: ({ text }) => escape(text).replace(SIMPLE, "<$1>"),

@@ -145,7 +145,7 @@ function ending(node) {
   const cut = node.finish === "length", label = ENDS[node.status];
   if (!label && !cut) return nothing;
   const busy = isRunning();
-  return html`<div class="ending ${node.status}" role="note"><p><b>${label ?? "Cut at the length limit."}</b> ${node.status === "stopped" ? "" : node.error}</p>
+  return html`<div class="ending ${node.status}" role="note"><p><b>${label ?? (node.loop ? "Ended, because it repeats itself." : "Cut at the length limit.")}</b> ${node.status === "stopped" ? "" : node.error}</p>
     ${canGoOn(node) ? html`<button ?disabled=${busy} @click=${() => goOn(node)}>Continue</button>` : nothing}
     ${cut && !label ? nothing : html`<button ?disabled=${busy} @click=${() => regenerate(node)}>Try again</button>`}</div>`;
 }

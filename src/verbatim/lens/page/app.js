@@ -170,7 +170,7 @@ function page() {
 
 function generateView() {
   return html`<main class="generate">
-    <aside class="left" aria-label="parameters" ?hidden=${state.offline}><details class="card params" open><summary><b>Parameters</b></summary>${state.offline ? nothing : controls()}</details></aside>
+    <aside class="left" aria-label="parameters" ?hidden=${state.offline}><details class="card params" ?open=${!current()}><summary><b>Parameters</b> <small>of the next prompt</small></summary>${state.offline ? nothing : controls()}</details></aside>
     <div class="middle">${state.offline ? nothing : composer()}${sequence()}${panels.step}${tree()}${panels.samplers}</div>
     ${panels.right}</main>`;
 }

@@ -2,7 +2,6 @@
 // where the value comes from.
 
 import { html, nothing } from "./vendor/lit-html.js";
-import { LENS } from "./run.js";
 import { FILTERS } from "./sampler.js";
 import { changed, state } from "./store.js";
 
@@ -17,17 +16,19 @@ const GROUPS = {
 // The page sets these itself.
 const OWN = ["explain", "receipt", "logprobs", "prompt_logprobs", "output_prefix"];
 
+// A request with a limit on its length does not stop at a loop.
+const isReported = (name) => name === "on_loop" && state.params.max_tokens !== undefined;
 const valueOf = (name) =>
-  state.params[name] ?? LENS[name] ?? state.info.parameters[name].default;
+  state.params[name] ?? (isReported(name) ? "report" : state.info.parameters[name].default);
 
 function originOf(name) {
   if (state.params[name] !== undefined) return "you";
-  return LENS[name] !== undefined || OWN.includes(name) ? "the Lens" : state.info.parameters[name].origin;
+  return OWN.includes(name) ? "the Lens" : state.info.parameters[name].origin;
 }
 
 function setParam(name, value) {
   const rule = state.info.parameters[name];
-  const same = JSON.stringify(value) === JSON.stringify(LENS[name] ?? rule.default);
+  const same = JSON.stringify(value) === JSON.stringify(rule.default);
   if (value === undefined || same) delete state.params[name];
   else state.params[name] = value;
   if (state.trouble?.param === name) state.trouble = null;
@@ -104,7 +105,7 @@ function input(name, rule) {
   if (["schema", "str"].includes(rule.kind) && ["json_schema", "grammar", "regex"].includes(name))
     return html`<textarea id=${id} rows="2" spellcheck="false" placeholder=${name === "json_schema" ? '{"type": "object"}' : ""} .value=${written(rule, value)} @change=${take} @reset=${take}></textarea>`;
   return html`<input id=${id} inputmode=${["int", "float"].includes(rule.kind) ? "decimal" : "text"} spellcheck="false" autocomplete="off"
-    placeholder=${name === "seed" ? "server chooses" : ""} .value=${written(rule, value)} @change=${take} @reset=${take} />`;
+    placeholder=${{ seed: "server chooses", max_tokens: "until the model ends" }[name] ?? ""} .value=${written(rule, value)} @change=${take} @reset=${take} />`;
 }
 
 function control(name) {

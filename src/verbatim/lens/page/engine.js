@@ -5,6 +5,7 @@ import { html, nothing } from "./vendor/lit-html.js";
 import { get } from "./api.js";
 import { bytes, count, seconds } from "./format.js";
 import { changed, fail, isRunning, state } from "./store.js";
+import { term } from "./terms.js";
 
 const KEEP = 1500; // steps kept in the page
 const LANES = 6; // requests drawn on the time axis
@@ -155,12 +156,12 @@ export function engineView() {
   if (!engine) return html`<section class="card"><p class="hint">reading the engine …</p></section>`;
   const decode = engine.steps.filter((s) => s.parts.length && s.parts.every((p) => p.kind === "decode" && !p.drafts));
   const median = [...decode].sort((a, b) => a.seconds - b.seconds)[decode.length >> 1]?.seconds;
-  return html`<section class="card" aria-label="timeline"><h2>Steps <small>each bar is one step of the engine</small></h2>${timeline(engine.steps)}${proposers(engine.steps)}</section>
-    <section class="card" aria-label="roofline"><h2>Beside the roofline</h2>${plot(engine.steps)}
+  return html`<section class="card" aria-label="timeline"><h2>${term("Steps")} <small>each bar is one step of the engine</small></h2>${timeline(engine.steps)}${proposers(engine.steps)}</section>
+    <section class="card" aria-label="roofline"><h2>${term("Beside the roofline")}</h2>${plot(engine.steps)}
       <p class="facts"><span>${bytes(info.weight_bytes)} of weights per step</span>
         <span>${info.floor_seconds ? html`at least ${seconds(info.floor_seconds)} per decode step on this machine` : "run `verbatim bench` once for this machine's limit"}</span>
         ${median ? html`<span>median decode step ${seconds(median)}${info.floor_seconds ? `, ${((100 * info.floor_seconds) / median).toFixed(0)} % of the limit's speed` : ""}</span>` : nothing}</p></section>
-    <section class="card" aria-label="cache"><h2>KV cache <small>blocks of ${info.block_size} tokens, ${bytes(info.kv_token_bytes)} per token</small></h2>
+    <section class="card" aria-label="cache"><h2>${term("KV cache")} <small>blocks of ${info.block_size} tokens, ${bytes(info.kv_token_bytes)} per token</small></h2>
       ${engine.pools.map(strip)}
       <p class="facts"><span>${count(engine.prefix_hits)} of ${count(engine.prefix_queries)} prompt tokens came from the prefix cache</span><span>${count(engine.preemptions)} preemptions</span></p></section>
     <section class="card" aria-label="requests"><h2>Requests of this key <small>${engine.others ? `${engine.others} of other keys run too` : ""}</small></h2>${requests(engine)}</section>`;

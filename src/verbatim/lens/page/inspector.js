@@ -8,6 +8,7 @@ import { branchFrom, branchWith, extend, rowOf, rowKey } from "./run.js";
 import { FILTERS, sample } from "./sampler.js";
 import { changed, current, isRunning, select, state } from "./store.js";
 import { play } from "./tiles.js";
+import { term } from "./terms.js";
 
 // Stages before the temperature need the whole history: the server runs them, the page draws.
 const PENALTIES = { repetition_penalty: 1, frequency_penalty: 0, presence_penalty: 0 };
@@ -93,12 +94,12 @@ function loop(branch, index, step) {
   const drawn = (step && !step.result.undecided ? step.result.leaders ?? [] : leadersOf(token)).slice(0, 5), [least, most] = [Math.min, Math.max].map((of) => of(...drawn.map((c) => c.score)));
   const mini = (share, id, text) => html`<div class="mini ${id === token.id ? "drawn" : ""}"><i .style=${`width:${(100 * share).toFixed(1)}%`}></i><span>${text}</span></div>`;
   return html`<ol class="loop" aria-label="the loop of this token">
-    <li><h3>context</h3><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
-    <li><h3>logits</h3>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
-    <li><h3>softmax</h3>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
-    <li><h3>sample</h3>${drawn.map((c) => mini(0.08 + (0.92 * (c.score - least)) / (most - least || 1), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
+    <li><h3>${term("context")}</h3><div class="tail">${tail.map((id) => html`<span>${state.vocab.show(id)}</span>`)}</div><small>${count(length)} tokens</small></li>
+    <li><h3>${term("logits")}</h3>${top.map((c) => mini((c.logit - low) / (high - low || 1), c.id, number(c.logit, 1)))}<small>${record ? `${count(record.vocab)} of them` : ""}</small></li>
+    <li><h3>${term("softmax")}</h3>${top.map((c) => mini(Math.exp(c.logprob), c.id, percent(Math.exp(c.logprob))))}<small>${record ? `entropy ${number(record.entropy, 2)} nats` : ""}</small></li>
+    <li><h3>${term("sample")}</h3>${drawn.map((c) => mini(0.08 + (0.92 * (c.score - least)) / (most - least || 1), c.id, `${c.noise >= 0 ? "+" : ""}${number(c.noise, 1)}`))}
       <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
-    <li class="append"><h3>append</h3><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
+    <li class="append"><h3>${term("append")}</h3><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
   </ol>`;
 }
 
@@ -139,7 +140,7 @@ function sliders(branch, index, step) {
       ? html`still <q>${state.vocab.show(result.token)}</q>`
       : html`would draw <q class="other">${state.vocab.show(result.token)}</q>`;
   return html`<section class="card" aria-label="what if">
-    <h2>What if? <small>the same logits, the same noise</small></h2>
+    <h2>${term("What if?")} <small>the same logits, the same noise</small></h2>
     <div class="sliders">
       ${["temperature", ...FILTERS, ...(state.offline ? [] : Object.keys(PENALTIES))].map((name) => {
         const [low, high, by] = state.info.parameters[name].slider;
@@ -190,12 +191,12 @@ function forward() {
 export function inspector() {
   const branch = current(), index = state.selected;
   if (!branch?.tokens[index]) return nothing;
-  return html`<section class="card" aria-label="candidates"><h2>Candidates <small>the model's own distribution</small></h2>${candidates(branch, index, step)}</section>
+  return html`<section class="card" aria-label="candidates"><h2>${term("Candidates")} <small>the model's own distribution</small></h2>${candidates(branch, index, step)}</section>
     ${step
       ? html`${sliders(branch, index, step)}
-        <section class="card funnel" aria-label="the funnel"><h2>The funnel <small>what each stage leaves</small></h2>
+        <section class="card funnel" aria-label="the funnel"><h2>${term("The funnel")} <small>what each stage leaves</small></h2>
           ${stages(step.row, step.result, step.settings, { ...branch.tokens[index].segment.params, ...state.whatIf })}
-          <h3>The draw</h3>${draw(step.result)}</section>`
+          <h3>${term("The draw")}</h3>${draw(step.result)}</section>`
       : html`<section class="card"><p class="hint">${whyNot(branch, index)}</p></section>`}`;
 }
 
@@ -209,5 +210,5 @@ function whyNot(branch, index) {
 
 export function fiveSamplers() {
   if (!step || state.selected < 0) return nothing;
-  return html`<section class="card" aria-label="side by side"><h2>Side by side <small>five samplers, the same logits, the same noise</small></h2>${sideBySide(step.row, step.settings, step.wantRest)}</section>`;
+  return html`<section class="card" aria-label="side by side"><h2>${term("Side by side")} <small>five samplers, the same logits, the same noise</small></h2>${sideBySide(step.row, step.settings, step.wantRest)}</section>`;
 }

@@ -12,7 +12,15 @@ import {
   announce, changed, current, fail, forget, isRunning, newBranch, newId, remember, show, state, undo,
 } from "./store.js";
 
-export const LENS = { max_tokens: 200 }; // chosen by the page where the server's default is 16
+const MOST_EXPLAINED = 250_000; // candidates that the server reports for one request
+
+// Without a limit of the user a text ends where the model ends it, or where the server would explain
+// no more tokens. -1: no limit; without the field the server's is 16 tokens.
+function limit(promptIds, { num_beams = 1, n = 1, best_of = n, num_return_sequences = 1 }) {
+  const { context, max_logprobs } = state.info, width = Math.max(num_beams, best_of, num_return_sequences);
+  const most = Math.floor(MOST_EXPLAINED / (max_logprobs * width));
+  return context - promptIds.length <= most ? -1 : most;
+}
 
 export function messages() {
   const all = state.system ? [{ role: "system", content: state.system }] : [];
@@ -73,8 +81,8 @@ function inForce(given) {
 async function generate(places, params, { answer = null, step = false } = {}) {
   const begun = places.filter(Boolean), [first] = begun;
   const written = (params.num_beams ?? 1) > 1 ? 0 : first.tokens.length;
-  const given = { ...LENS, ...params, output_prefix: written || undefined };
   const ids = [...first.promptIds, ...first.tokens.map((token) => token.id)];
+  const given = { ...params, output_prefix: written || undefined };
   const segment = { id: newId(), promptIds: ids, params: inForce(given), from: first.tokens.length, step };
   const stop = new AbortController();
   const before = begun.map((branch) => ({ ...branch }));
@@ -87,7 +95,7 @@ async function generate(places, params, { answer = null, step = false } = {}) {
   const place = (choice) => (places[choice] ??= answer && begin(answer(choice)));
   const streamed = (given.best_of ?? 1) <= (given.n ?? 1);
   const body = {
-    model: state.info.model, prompt: ids, ...given, explain: state.info.max_logprobs,
+    model: state.info.model, prompt: ids, ...given, max_tokens: given.max_tokens ?? limit(ids, given), explain: state.info.max_logprobs,
     receipt: true, ...(streamed ? { stream: true, stream_options: { include_usage: true } } : {}),
   };
   try {
@@ -217,7 +225,7 @@ export async function branchWith(parent, index, changes) {
 // The parameters of a segment; of a step with the lengths of the whole answer.
 function whole({ tokens }, { params, step }) {
   if (!step) return params;
-  const { max_tokens = LENS.max_tokens, min_tokens } = tokens.find((token) => !token.segment.step)?.segment.params ?? state.params;
+  const { max_tokens, min_tokens } = tokens.find((token) => !token.segment.step)?.segment.params ?? state.params;
   return { ...params, max_tokens, min_tokens };
 }
 

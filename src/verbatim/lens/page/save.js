@@ -13,7 +13,7 @@ import { Vocab } from "./vocab.js";
 const FORMAT = "verbatim-lens-2";
 const MODULES = [
   "vendor/lit-html.js", "format.js", "numerics.js", "noise.js", "sampler.js", "store.js", "vocab.js", "api.js",
-  "run.js", "tiles.js", "shape.js", "controls.js", "funnel.js", "inspector.js", "tree.js", "proof.js", "receipt.js", "engine.js", "save.js", "app.js",
+  "run.js", "tiles.js", "shape.js", "controls.js", "terms.js", "funnel.js", "inspector.js", "tree.js", "proof.js", "receipt.js", "engine.js", "save.js", "app.js",
 ];
 const STEPS = 64; // steps whose rows are fetched when a run is saved
 

@@ -4,6 +4,7 @@ import { html, nothing } from "./vendor/lit-html.js";
 import { count, seconds } from "./format.js";
 import { drawRejected } from "./run.js";
 import { branchOf, changed, current, show, state } from "./store.js";
+import { term } from "./terms.js";
 
 const textOf = (tokens) => state.vocab.text(tokens.map((t) => t.id));
 const excerpt = (tokens) => textOf(tokens).replace(/\s+/g, " ").slice(0, 90) || "…";
@@ -84,7 +85,7 @@ function mean(branch) {
 
 export function tree() {
   if (!state.branches.length) return nothing;
-  return html`<section class="card" aria-label="branches"><h2>Branches</h2>
+  return html`<section class="card" aria-label="branches"><h2>${term("Branches")}</h2>
     <ul class="tree">${forks(state.branches.filter((b) => b.parent === null))}</ul>${ranked()}${votes()}${compared()}</section>`;
 }
 

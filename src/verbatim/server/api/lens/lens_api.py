@@ -47,8 +47,7 @@ async def _inspect(call: RequestContext, what: str, **arguments: Any) -> JsonObj
 async def info(call: RequestContext) -> Response:
     facts = await _inspect(call, "facts")
     state = call.state
-    # The page gives max_tokens, on which the default of on_loop depends.
-    in_force = report(default_params(state, SamplingParams(max_tokens=1)))
+    in_force = report(default_params(state, SamplingParams()))
     supplied = {name: entry for name, entry in in_force.items() if name in DEFAULTED}
     parameters = {
         name: {
