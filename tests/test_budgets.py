@@ -22,55 +22,51 @@ SRC = ROOT / "src" / "verbatim"
 
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
-    "": 168,
-    "backend": 8861,
-    "base": 2515,
-    "bench": 856,
-    "cli": 6983,
-    "convert": 757,
-    "diagnose": 2688,
-    "encoder": 918,
-    "engine": 5889,
-    "explain": 895,
-    "files": 1517,
-    "formats": 2304,
-    "grammar": 3808,
-    "hub": 1100,
-    "lens": 44,
-    "lora": 704,
-    "model": 2765,
-    "model/families": 4737,
-    "observe": 820,
-    "sampling": 1518,
-    "scale": 2216,
-    "schedule": 1999,
-    "server": 12995,
-    "speculate": 1084,
+    "": 172,
+    "backend": 9009,
+    "base": 2594,
+    "bench": 863,
+    "chat": 9,
+    "cli": 6862,
+    "convert": 879,
+    "diagnose": 2700,
+    "encoder": 904,
+    "engine": 5923,
+    "explain": 893,
+    "files": 1521,
+    "formats": 2301,
+    "grammar": 3926,
+    "hub": 1087,
+    "lens": 10,
+    "lora": 703,
+    "model": 2729,
+    "model/families": 4739,
+    "observe": 854,
+    "sampling": 1494,
+    "scale": 2236,
+    "schedule": 1967,
+    "server": 12872,
+    "speculate": 1085,
     "testing": 652,
-    "text": 4437,
+    "text": 4670,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73230, "tests": 63172, "docs": 9501}
-ANY = 1386  # uses of Any in src
-LONG_FUNCTIONS, MEDIAN_FUNCTION = 19, 7  # functions of src over 50 lines; lines of the median
+TOTALS = {"src": 73654, "tests": 64098, "docs": 9350}
+ANY = 847  # uses of Any in src
+LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {
-    "backend/cuda/backend.py": 25,
-    "cli/commands/convert.py": 20,
-    "cli.lib.doctor.doctor_model.py": 19,
-    "scale/deploy.py": 19,
-}
+WIDE: dict[str, int] = {}
 
 # Most files that name one thing: what the next thing of its kind would touch.
-SPREAD = {"glm4": 8, "q5_k": 8, "top_n_sigma": 13, "warm_up": 10}
+SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
 
 # Pages of docs/extend -> most files that their walk names: what adding one thing touches.
-WALKS = {"family": 8, "format": 5, "sampler": 9, "setting": 5, "route": 8}
+WALKS = {"family": 8, "format": 3, "sampler": 14, "setting": 5, "route": 8}
 FILE = re.compile(r"[\w/]+\.(?:py|cpp|h|js|html)\b")
 
 # Folders of a package -> folders or modules of the same package that they must not import.
