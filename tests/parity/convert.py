@@ -13,7 +13,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 from gemma4_convert import gemma4_metadata
 from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
@@ -22,7 +21,6 @@ from verbatim.files.gguf_write import write_gguf
 from verbatim.formats.conversion import quantise
 from verbatim.formats.tensor import Tensor
 
-_ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 _DELTA = ("qwen3next", "qwen35", "qwen35moe")
 # Architectures whose rotated rows llama.cpp's converter interleaves.
 _INTERLEAVED = ("llama", "smollm3", "granite", "mistral3", "arcee")
@@ -83,9 +81,7 @@ def _arrays(
         state = delta_state(state, config, architecture)
     if architecture.startswith("lfm2"):
         state = {n: v.squeeze(1) if n.endswith("conv.conv.weight") else v for n, v in state.items()}
-    known = gguf.get_tensor_name_map(
-        _ARCHITECTURES[architecture], config.get("num_hidden_layers", 9)
-    )
+    known = _names(architecture, config.get("num_hidden_layers", 9))
     result: dict[str, np.ndarray] = {}
     experts: dict[str, dict[int, np.ndarray]] = {}
     for name, values in state.items():
@@ -99,7 +95,14 @@ def _arrays(
     return result | {name: np.stack([by[e] for e in sorted(by)]) for name, by in experts.items()}
 
 
-def _gguf_name(name: str, known: gguf.TensorNameMap) -> str:
+def _names(architecture: str, layers: int) -> Any:
+    import gguf  # not installed where only the tests of the GPU run
+
+    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(number, layers)
+
+
+def _gguf_name(name: str, known: Any) -> str:
     """By the gguf package's table. llama.cpp's converter also renames what is no module there."""
     if name.startswith("lm_head."):  # tied heads are not in the table
         return name.replace("lm_head", "output")
