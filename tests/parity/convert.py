@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from gemma4_convert import gemma4_metadata
 from recurrent_convert import delta_metadata, delta_state, lfm2_metadata
 
@@ -96,7 +97,7 @@ def _arrays(
 
 
 def _names(architecture: str, layers: int) -> Any:
-    import gguf  # not installed where only the tests of the GPU run
+    gguf = pytest.importorskip("gguf")  # missing where only the tests of the GPU run
 
     number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     return gguf.get_tensor_name_map(number, layers)
