@@ -39,7 +39,7 @@ def make(running: int, waiting: int, context: int, steps: int) -> Scheduler:
     params = SamplingParams()
     for i in range(running + waiting):
         prompt = [i % 997, *range(1, context)]
-        scheduler.add(Sequence(i, prompt, params, limit=length, key=i, ends={0: "eos"}))
+        scheduler.add(Sequence(i, prompt, params, limit=length, key=i, stop_ids={0: "eos"}))
     while len(scheduler.running) < running or any(s.computed < context for s in scheduler.running):
         plan = scheduler.plan()
         assert plan is not None

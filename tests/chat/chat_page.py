@@ -46,7 +46,7 @@ class ChatPage:
     def store(self, code: str, argument: Any = None) -> Any:
         """Evaluate an expression with the page's store as `s` and an argument as `a`."""
         return self.page.evaluate(
-            f"async (a) => {{ const s = await import('/chat/store.js'); {code} }}", argument
+            f"async (a) => {{ const s = await import('/chat-page/store.js'); {code} }}", argument
         )
 
     def says(self, text: str | None, **more: Any) -> None:

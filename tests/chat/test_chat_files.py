@@ -44,10 +44,10 @@ def test_files_are_served_without_a_key_and_under_a_strict_policy(live: Live) ->
     assert "unsafe" not in POLICY
     assert "http" not in POLICY
     for name in sorted(chat.PAGE.names):
-        answer = live.client.get(f"/chat/{name}")
+        answer = live.client.get(f"/chat-page/{name}")
         assert answer.status_code == 200, name
         assert answer.headers["content-security-policy"] == POLICY
         assert answer.headers["x-content-type-options"] == "nosniff"
-    assert live.client.get("/chat/nothing.js").status_code == 404
-    assert live.client.get("/chat/../__init__.py").status_code == 404
+    assert live.client.get("/chat-page/nothing.js").status_code == 404
+    assert live.client.get("/chat-page/../__init__.py").status_code == 404
     assert live.client.get("/lens").status_code == 200

@@ -56,7 +56,7 @@ def check_continues(chat: ChatPage) -> None:
     assert body["messages"][-1] == {"role": "assistant", "content": before}
     assert body["seed"] == seed
     chat.page.wait_for_function(
-        "async (n) => { const s = await import('/chat/store.js'); const node = s.path().at(-1);"
+        "async (n) => { const s = await import('/chat-page/store.js'); const node = s.path().at(-1);"
         " return !s.running.size && node.status === 'done' && node.content.length > n; }",
         arg=len(before),
     )
@@ -141,7 +141,7 @@ def test_a_killed_server_in_mid_answer(browser: Any, mortal: Any, tmp_path: Path
     chat.page.wait_for_selector(".banner", state="detached")
     chat.click("Try again")
     chat.page.wait_for_function(
-        "async () => { const s = await import('/chat/store.js');"
+        "async () => { const s = await import('/chat-page/store.js');"
         " return !s.running.size && s.path().at(-1).status === 'done'; }"
     )
     chat.click("delete this message and what follows", ".user")

@@ -251,7 +251,7 @@ def test_15_continue_an_answer_that_was_cut(chat: ChatPage) -> None:
     before = chat.store("return s.path().at(-1).content;")
     answer.get_by_role("button", name="Continue").click()
     chat.page.wait_for_function(
-        "async (n) => { const s = await import('/chat/store.js');"
+        "async (n) => { const s = await import('/chat-page/store.js');"
         " return !s.running.size && s.path().at(-1).content.length > n; }",
         arg=len(before),
     )

@@ -94,7 +94,7 @@ def test_texts_that_are_too_long_are_truncated_only_on_request(bert: Live) -> No
     same = ok(bert.post("/v1/embeddings", {"input": "cat " * 46}))
     assert cut["data"] == same["data"]
     assert cut["usage"]["prompt_tokens"] == 48
-    assert cut["warnings"] == ["prompt: 102 tokens were truncated to 48"]
+    assert cut["warnings"] == ["input: 102 tokens were truncated to 48"]
     assert "warnings" not in same
     ollama = ok(bert.post("/api/embed", {"input": LONG, "truncate": True}))
     assert ollama["embeddings"] == [same["data"][0]["embedding"]]

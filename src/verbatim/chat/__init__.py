@@ -6,4 +6,4 @@ from pathlib import Path
 
 from verbatim.base.page_files import PageFiles
 
-PAGE = PageFiles(Path(__file__).parent / "page", "/", "/chat/")
+PAGE = PageFiles(Path(__file__).parent / "page", "/", "/chat-page/")

@@ -9,7 +9,7 @@ import { changed, newBranch, newId, show, state } from "./store.js";
 const idInAddress = () => location.hash.match(/^#answer=([\w-]{1,64})$/)?.[1];
 
 async function receiptOf(id) {
-  const db = await import("/chat/db.js");
+  const db = await import("/chat-page/db.js");
   await db.open();
   const found = await db.one("receipts", id);
   if (!found) throw new Trouble("This browser has no receipt of that answer; the chat page may have deleted it.");
