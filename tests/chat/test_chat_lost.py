@@ -57,7 +57,8 @@ def check_continues(chat: ChatPage) -> None:
     assert body["seed"] == seed
     chat.page.wait_for_function(
         "async (n) => { const s = await import('/chat-page/store.js');"
-        " const node = s.path().at(-1); return !s.running.size && node.status === 'done' && node.content.length > n; }",
+        " const node = s.path().at(-1); if (s.running.size) return false;"
+        " return node.status === 'done' && node.content.length > n; }",
         arg=len(before),
     )
     assert shown(chat).startswith(before)
