@@ -45,14 +45,14 @@ LINES: dict[str, int] = {
     "sampling": 1494,
     "scale": 2236,
     "schedule": 1967,
-    "server": 12872,
+    "server": 12868,
     "speculate": 1085,
     "testing": 652,
     "text": 4670,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73654, "tests": 64103, "docs": 9354}
+TOTALS = {"src": 73650, "tests": 64116, "docs": 9353}
 ANY = 847  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 

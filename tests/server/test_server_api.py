@@ -45,6 +45,19 @@ def test_the_reported_seed_repeats_the_answer(fake: Any) -> None:
     assert first["seed"] != other["seed"]
 
 
+def test_the_default_seed_is_that_of_requests_without_one() -> None:
+    live = Live("--default-seed", "5").wait_ready()
+    try:
+        texts = {"prompt": ["x", "x"], "max_tokens": 20, "temperature": 1}
+        first, again = (live.post("/v1/completions", texts).json() for _ in range(2))
+        assert first["seed"] == 5
+        assert first["choices"] == again["choices"]
+        assert first["choices"][0]["text"] == first["choices"][1]["text"]
+        assert live.complete(seed=6)["seed"] == 6
+    finally:
+        live.stop()
+
+
 SAME = ["Once upon a time"] * 3
 
 

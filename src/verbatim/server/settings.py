@@ -156,6 +156,11 @@ class Settings:
     store_items: int = setting(
         1000, "answers kept in memory, for previous_response_id; 0 keeps none"
     )
+    default_seed: int | None = setting(
+        None,
+        "seed of requests that give none, for clients that cannot; default: a random one for each",
+        low=0,
+    )
     log_format: str = setting(
         "text", "format of the log on stderr: text or json", choices=("text", "json")
     )

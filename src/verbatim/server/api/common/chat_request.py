@@ -77,9 +77,7 @@ class ChatRequest:
         self._check_continued()
         self.messages, self.template = conversation(call, body, self.tools, self.names)
         state = call.state
-        self.params = to_params.finish_params(
-            self.values, limits=state.limits, facts=state.facts, names=self.names
-        )
+        self.params = to_params.finish_params(self.values, state, names=self.names)
         self.rows = to_params.wants_logit_rows(body, self.params)
         if self.rows:
             call.admission.enter_context(state.admission.admit_rows())

@@ -68,9 +68,7 @@ async def embed(
 
 async def run_embeddings(call: RequestContext, inputs: list[JsonObject]) -> list[Generated]:
     state = call.state
-    params = to_params.finish_params(
-        {"max_tokens": 0, "temperature": 0.0}, limits=state.limits, facts=state.facts
-    )
+    params = to_params.finish_params({"max_tokens": 0, "temperature": 0.0}, state)
     for given in inputs:
         call.submit(Generate(call.next_id(), call.tenant, params, False, embedding=True, **given))
     return await call.results(Generated)

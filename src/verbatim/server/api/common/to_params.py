@@ -19,6 +19,7 @@ from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.server.api.common.field_rules import Rule
 from verbatim.server.problem import Problem, invalid, problem_of
 from verbatim.server.process.messages import ModelFacts, WireFinish
+from verbatim.server.server_state import State
 from verbatim.server.settings import Limits
 
 MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
@@ -61,29 +62,28 @@ def count_seeds() -> None:
     fresh_seed = itertools.count(1).__next__
 
 
-def for_each_prompt(params: JsonObject, body: Mapping[str, Any], prompts: int) -> list[JsonObject]:
+def for_each_prompt(
+    params: JsonObject, body: Mapping[str, Any], prompts: int, state: State
+) -> list[JsonObject]:
     """The parameters of each prompt of a list.
 
     Without a seed in the request each prompt gets its own: noise depends on seed and position, so
-    equal prompts with one seed get equal outputs. A seed in the request applies to all prompts."""
+    equal prompts with one seed get equal outputs. A seed in the request, or the server's default
+    seed, applies to all prompts."""
+    given = "seed" in body or state.settings.default_seed is not None
     # seed None: beam search draws nothing
-    if prompts == 1 or "seed" in body or params.get("seed") is None:
+    if prompts == 1 or given or params.get("seed") is None:
         return [params] * prompts
     return [{**params, "seed": fresh_seed()} for _ in range(prompts)]
 
 
 def finish_params(
-    values: JsonObject,
-    *,
-    limits: Limits,
-    facts: ModelFacts,
-    prompts: int = 1,
-    names: Mapping[str, str] | None = None,
+    values: JsonObject, state: State, *, prompts: int = 1, names: Mapping[str, str] | None = None
 ) -> JsonObject:
     """Apply the limits, check token ids, and validate with SamplingParams."""
     try:
-        _check_limits(values, limits, facts, prompts)
-        longest = limits.max_output_tokens
+        _check_limits(values, state.limits, state.facts, prompts)
+        longest = state.limits.max_output_tokens
         if longest and (values.get("max_tokens") or 0) > longest:
             raise invalid(
                 "max_tokens", f"{values['max_tokens']} is above this server's limit of {longest}"
@@ -92,7 +92,8 @@ def finish_params(
             values["max_tokens"] = longest
         # Choose the seed here: the first chunk of a stream reports it. Beam search draws nothing.
         if values.get("num_beams", 1) == 1:
-            values.setdefault("seed", fresh_seed())
+            seed = state.settings.default_seed
+            values.setdefault("seed", fresh_seed() if seed is None else seed)
         return SamplingParams.from_mapping(values).to_mapping()
     except (RequestError, Problem) as error:
         raise with_client_names(problem_of(error), names or {}) from None

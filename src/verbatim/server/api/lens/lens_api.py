@@ -138,7 +138,7 @@ def _limited(call: RequestContext, values: JsonObject) -> JsonObject:
     """Parameters with the server's limits applied. Their types are checked first: validate.py knows
     only that these routes get a mapping."""
     typed = SamplingParams.from_mapping(values).to_mapping()
-    return to_params.finish_params(typed, limits=call.state.limits, facts=call.state.facts)
+    return to_params.finish_params(typed, call.state)
 
 
 async def _row(call: RequestContext, known: list[int], shared: JsonObject) -> bytes:

@@ -175,9 +175,7 @@ async def completion(call: RequestContext) -> Response:
     if stream and body.return_tokens:
         raise unsupported("return_tokens", "cannot be streamed")
     (prompt,) = prompts_of(body.prompt, "prompt", call)
-    params = to_params.finish_params(
-        sampling(call.given), limits=state.limits, facts=state.facts, names=NAMES
-    )
+    params = to_params.finish_params(sampling(call.given), state, names=NAMES)
     call.names = NAMES
     in_force = default_params(state, SamplingParams.from_mapping(params), call.protocol.defaults)
     made = LlamaReply(call, body, in_force)

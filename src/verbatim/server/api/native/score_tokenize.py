@@ -40,9 +40,7 @@ async def score(call: RequestContext) -> Response:
     values = {"max_tokens": 0, "prompt_logprobs": body.top_logprobs or 0, "temperature": 0.0}
     names = call.names = {"prompt_logprobs": "top_logprobs"}
     state = call.state
-    params = to_params.finish_params(
-        values, limits=state.limits, facts=state.facts, prompts=len(prompts), names=names
-    )
+    params = to_params.finish_params(values, state, prompts=len(prompts), names=names)
     for prompt in prompts:
         call.submit(
             Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse)

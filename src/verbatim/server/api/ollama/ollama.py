@@ -290,7 +290,7 @@ async def _raw(
         values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
     to_params.check_text_length("prompt", prompt, call.state.facts)
     state = call.state
-    params = to_params.finish_params(values, limits=state.limits, facts=state.facts, names=NAMES)
+    params = to_params.finish_params(values, state, names=NAMES)
     call.names = NAMES
     num_ctx, open_end = window(call, body.get("options") or {})
     message = Generate(

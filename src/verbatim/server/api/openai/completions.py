@@ -114,14 +114,12 @@ class CompletionsReply:
         check_streamed_width(self.call)
         state = self.call.state
         names = self.call.names = self.call.aliases
-        self.params = to_params.finish_params(
-            values, limits=state.limits, facts=state.facts, prompts=len(self.prompts), names=names
-        )
+        self.params = to_params.finish_params(values, state, prompts=len(self.prompts), names=names)
         self.rows = to_params.wants_logit_rows(self.call.given, self.params, len(self.prompts))
         if self.rows:
             self.call.admission.enter_context(state.admission.admit_rows())
         self.prompt_params = to_params.for_each_prompt(
-            self.params, self.call.given, len(self.prompts)
+            self.params, self.call.given, len(self.prompts), state
         )
         self.seed_per_prompt = len({params.get("seed") for params in self.prompt_params}) > 1
         self.head["seed"] = None if self.seed_per_prompt else self.params.get("seed")
