@@ -163,7 +163,7 @@ async def announce(state: State, sock: socket.socket) -> None:
     await state.supervisor.found.wait()
     host, port = sock.getsockname()[:2]
     log.info(
-        "listening on %s://%s:%d (model names: %s)",
+        "listening on %s://%s:%d (a chat page in a browser; model names: %s)",
         "https" if state.settings.tls_cert else "http",
         f"[{host}]" if ":" in host else host,
         port,
