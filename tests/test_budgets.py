@@ -22,12 +22,12 @@ SRC = ROOT / "src" / "verbatim"
 
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
-    "": 172,
+    "": 174,
     "backend": 9009,
     "base": 2594,
     "bench": 863,
     "chat": 9,
-    "cli": 6862,
+    "cli": 6883,
     "convert": 879,
     "diagnose": 2700,
     "encoder": 904,
@@ -52,7 +52,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73650, "tests": 64116, "docs": 9353}
+TOTALS = {"src": 73673, "tests": 64127, "docs": 9353}
 ANY = 847  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 

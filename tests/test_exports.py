@@ -84,3 +84,9 @@ def test_every_export_exists_and_is_listed() -> None:
         assert getattr(verbatim, name) is not None, name
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = verbatim.Nothing  # type: ignore[attr-defined]
+
+
+def test_names_of_vllm_get_a_hint() -> None:
+    for name in ("AsyncLLM", "AsyncLLMEngine"):
+        with pytest.raises(ImportError, match="use AsyncEngine"):
+            getattr(verbatim, name)

@@ -133,6 +133,8 @@ if not TYPE_CHECKING:  # a type checker reads the imports above and reports a mi
             from importlib import import_module
 
             return getattr(import_module(_LAZY[name]), name)
+        if name in ("AsyncLLM", "AsyncLLMEngine"):  # vLLM's names, imported by name
+            raise ImportError(f"cannot import {name!r} from 'verbatim'; use AsyncEngine")
         raise AttributeError(f"module 'verbatim' has no attribute {name!r}")
 
 

@@ -79,6 +79,8 @@ def test_chat_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
         f"/save {file}",
         "/params temperature=0.5 seed=3",
         "/params",
+        "/set temperature 0.25",
+        "/show info",
         "/nope",
         "/quit",
         "never read",
@@ -93,6 +95,8 @@ def test_chat_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
     assert [m["role"] for m in record["messages"]] == ["user", "assistant"]
     assert record["messages"][1]["content"] == answer
     assert "temperature=0.5" in result.err
+    assert "temperature=0.25 seed=3" in result.err
+    assert ", context " in result.err
     assert "no command /nope" in result.err
     assert "never read" not in result.out + result.err
 

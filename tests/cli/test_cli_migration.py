@@ -157,6 +157,7 @@ def test_models_rm_and_show(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
     assert (refused.code, "delete the file yourself" in refused.err) == (3, True)
     assert tiny.exists()
     assert "verbatim models show smollm2" in verbatim("models", "smollm2").err
+    assert verbatim("models", "list", "--json").json == verbatim("models", "--json").json
 
 
 def test_score_reads_a_file_and_not_its_name(verbatim: Call, tmp_path: Path) -> None:

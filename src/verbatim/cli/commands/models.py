@@ -36,13 +36,23 @@ class ModelsGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-@click.group(cls=ModelsGroup, invoke_without_command=True, subcommand_metavar="[show|rm] ...")
+@click.group(cls=ModelsGroup, invoke_without_command=True, subcommand_metavar="[list|show|rm] ...")
 @json_option("print one JSON array")
 @click.pass_context
 def command(ctx: click.Context, as_json: bool) -> None:
     """List the models of the catalog and the downloaded ones; show or delete one."""
-    if ctx.invoked_subcommand is not None:
-        return
+    if ctx.invoked_subcommand is None:
+        _list(as_json)
+
+
+@command.command("list", cls=Command)
+@json_option("print one JSON array")
+def list_command(as_json: bool) -> None:
+    """List the models, as `verbatim models` does."""
+    _list(as_json)
+
+
+def _list(as_json: bool) -> None:
     from verbatim.hub.catalog import cache_dir
     from verbatim.hub.model_list import list_models
 

@@ -34,7 +34,14 @@ class Chat(Protocol):
 
 NO_ANSWER = "there is no answer yet"
 EXPLAINED = 5  # candidates of /explain N
-SYNONYMS = {"reset": "clear", "exit": "quit", "bye": "quit", "?": "help", "set": "params"}
+SYNONYMS = {
+    "reset": "clear",
+    "exit": "quit",
+    "bye": "quit",
+    "?": "help",
+    "set": "params",
+    "show": "model",  # Ollama's /show info
+}
 
 
 def run_command(chat: Chat, line: str) -> bool:
@@ -95,7 +102,10 @@ def _system(chat: Chat, rest: str) -> None:
 
 def _params(chat: Chat, rest: str) -> None:
     changes: Values = {}
-    for word in rest.split():
+    words = rest.split()
+    if len(words) == 2 and "=" not in rest:  # Ollama's /set parameter value
+        words = ["=".join(words)]
+    for word in words:
         name, equals, value = word.partition("=")
         if not equals:
             _refuse(f"{word!r} is not NAME=VALUE, such as temperature=0.7")
@@ -192,6 +202,7 @@ def _stats(chat: Chat, rest: str) -> None:
 
 def _model(chat: Chat, rest: str) -> None:
     talk = chat.talk
+    rest = "" if rest == "info" else rest
     before = talk.llm.loaded.name
     if rest:
         talk.llm.close()  # two models may not fit in memory
