@@ -28,14 +28,14 @@ LINES: dict[str, int] = {
     "bench": 863,
     "chat": 9,
     "cli": 6883,
-    "convert": 879,
+    "convert": 880,
     "diagnose": 2700,
     "encoder": 904,
     "engine": 5923,
     "explain": 893,
     "files": 1521,
     "formats": 2301,
-    "grammar": 3926,
+    "grammar": 3923,
     "hub": 1087,
     "lens": 10,
     "lora": 703,
@@ -45,22 +45,22 @@ LINES: dict[str, int] = {
     "sampling": 1494,
     "scale": 2236,
     "schedule": 1967,
-    "server": 12868,
+    "server": 12854,
     "speculate": 1085,
     "testing": 652,
     "text": 4670,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73673, "tests": 64127, "docs": 9356}
-ANY = 847  # uses of Any in src
+TOTALS = {"src": 73657, "tests": 64127, "docs": 9356}
+ANY = 743  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {}
+WIDE: dict[str, int] = {"server/process/lens_queries.py": 17}
 
 # Most files that name one thing: what the next thing of its kind would touch.
 SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonObject
 from verbatim.text.gguf_vocab import (
     BYTE,
     CONTROL,
@@ -54,7 +55,7 @@ PROBES = (
 
 def tokenizer_metadata(
     path: Path, original: Tokenizer, vocab: int, architecture: str, stops: Sequence[int] = ()
-) -> dict[str, Any]:
+) -> JsonObject:
     """Keys for a file whose embedding has `vocab` rows. `stops`: the stop tokens of config.json and
     generation_config.json. Raises ModelError if GGUF cannot express it."""
     data = read_json(path / "tokenizer.json")
@@ -101,7 +102,7 @@ def tokenizer_metadata(
     return _with_split_rules(meta | {f"{K}model": "gpt2", f"{K}merges": merges}, original, path)
 
 
-def _with_split_rules(meta: dict[str, Any], original: Tokenizer, path: Path) -> dict[str, Any]:
+def _with_split_rules(meta: JsonObject, original: Tokenizer, path: Path) -> JsonObject:
     """With the name of a pre-tokenizer that splits as the original does."""
     names: dict[SplitRules, str] = {}  # many names stand for the same rules: try the first
     for name, rules in SPLIT_RULES.items():
@@ -122,7 +123,7 @@ def _other_stops(inner: Vocabulary, stops: Sequence[int], count: int) -> dict[st
     named = set(end_of_turn(inner.control))
     others = [i for i in (*inner.eos_ids, *stops) if i != inner.eos_id and i < count]
     others = sorted(dict.fromkeys(others), key=lambda i: i in named)
-    keys: dict[str, Any] = dict(zip((f"{K}eot_token_id", f"{K}eom_token_id"), others, strict=False))
+    keys: JsonObject = dict(zip((f"{K}eot_token_id", f"{K}eom_token_id"), others, strict=False))
     if len(others) > 2:
         keys[f"{K}eos_token_ids"] = [*([] if inner.eos_id is None else [inner.eos_id]), *others]
     return keys
@@ -143,7 +144,7 @@ def _check_prompt_tokens(inner: Vocabulary, path: Path) -> None:
             )
 
 
-def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, Any]:
+def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> JsonObject:
     tokens: list[str] = []
     types: list[int] = []
     controls = set(inner.control.values())
@@ -167,7 +168,7 @@ def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> dict[str, 
     return {f"{K}tokens": tokens, f"{K}token_type": types}
 
 
-def _mark_visible(meta: dict[str, Any]) -> None:
+def _mark_visible(meta: JsonObject) -> None:
     """Give Gemma 4's markers the type that llama.cpp's chat parser needs. Our reader makes them
     control tokens again."""
     types = meta[f"{K}token_type"]

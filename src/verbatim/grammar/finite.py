@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from verbatim.base.json_io import JsonMapping
 from verbatim.grammar.json_schema import escaped
 
 Known = Callable[[Any], bool]
@@ -66,7 +67,7 @@ def _finite_parts(schema: Any) -> Known:
     return known
 
 
-def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
+def _nodes(schema: Any) -> Iterator[JsonMapping]:
     stack = [schema]
     while stack:
         node = stack.pop()
@@ -84,7 +85,7 @@ def _nodes(schema: Any) -> Iterator[Mapping[str, Any]]:
                 )
 
 
-def _blocked(node: Mapping[str, Any], root: Any, finite: Known) -> str | None:
+def _blocked(node: JsonMapping, root: Any, finite: Known) -> str | None:
     """The first keyword of this schema that requires a part not known to be finite."""
     if "$ref" in node and not finite(_target(node["$ref"], root)):
         return "$ref"
@@ -94,7 +95,7 @@ def _blocked(node: Mapping[str, Any], root: Any, finite: Known) -> str | None:
     return next((keyword for keyword, _, part in needed(node) if not finite(part)), None)
 
 
-def needed(node: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+def needed(node: JsonMapping) -> Iterator[tuple[str, str, Any]]:
     """The parts that every document of a schema satisfies, or has: (the keyword that says so, the
     place of the part below the schema, the part)."""
     for i, part in enumerate(node.get("allOf", ())):

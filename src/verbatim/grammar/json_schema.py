@@ -25,6 +25,7 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import SCHEMA_PART
 
 MAX_DEPTH = 64  # levels of nested schemas
@@ -90,7 +91,7 @@ class _Document:
 
     root: Any
     legacy: bool  # draft 7 or older: keywords beside a $ref have no effect
-    ids: dict[str, Any] = field(default_factory=dict)  # absolute URI -> node
+    ids: JsonObject = field(default_factory=dict)  # absolute URI -> node
     bases: dict[int, str] = field(default_factory=dict)  # id(node) -> base URI inside it
 
 
@@ -117,11 +118,11 @@ class _Normaliser:
         self.places: dict[str, str] = {}
         self.parts: dict[int, str] = {}  # id(node with SCHEMA_PART) -> its place
         self.defs: dict[int, str] = {}  # id(target node) -> its name under $defs
-        self._bodies: dict[str, Any] = {}
+        self._bodies: JsonObject = {}
         self._queue: list[tuple[str, Any, str]] = []  # targets that are not normalised yet
         self._nodes = 0
 
-    def finished_defs(self) -> dict[str, Any]:
+    def finished_defs(self) -> JsonObject:
         """Every target of a $ref, by its new name; targets may refer to further targets."""
         while self._queue:
             name, target, path = self._queue.pop()
@@ -149,7 +150,7 @@ class _Normaliser:
             return {"$ref": self._reference(node, path)}
         if _matches_nothing(node):
             return False
-        out: dict[str, Any] = {}
+        out: JsonObject = {}
         for keyword, value in _renamed(node).items():
             if keyword == "$ref":
                 out["$ref"] = self._reference(node, path)
@@ -209,7 +210,7 @@ class _Normaliser:
         where = f" (at {path}{hint})" if part or hint else ""
         self.ignored[part, keyword] = f"{keyword}{where}"
 
-    def _reference(self, node: Mapping[str, Any], path: str) -> str:
+    def _reference(self, node: JsonMapping, path: str) -> str:
         """The new $ref. Its target gets a name under $defs, whatever its place was before."""
         ref = node["$ref"]
         if not isinstance(ref, str):
@@ -315,7 +316,7 @@ def _join(base: str, ref: str) -> str:
 # --- older drafts
 
 
-def _renamed(node: Mapping[str, Any]) -> dict[str, Any]:
+def _renamed(node: JsonMapping) -> JsonObject:
     """The node with the keywords of older drafts under their names of 2020-12."""
     out = dict(node)
     items = out.get("items")
@@ -341,11 +342,11 @@ def _renamed(node: Mapping[str, Any]) -> dict[str, Any]:
     return out
 
 
-def _matches_nothing(node: Mapping[str, Any]) -> bool:
+def _matches_nothing(node: JsonMapping) -> bool:
     return any(node.get(name) in values for name, values in _NOT_JSON.items() if name in node)
 
 
-def _without_idle(node: dict[str, Any]) -> dict[str, Any]:
+def _without_idle(node: JsonObject) -> JsonObject:
     """The node without assertions that every document meets."""
     if node.get("uniqueItems") is False:
         del node["uniqueItems"]
@@ -419,7 +420,7 @@ def _names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
-def _check_values(node: Mapping[str, Any], path: str, field: str) -> None:
+def _check_values(node: JsonMapping, path: str, field: str) -> None:
     """Reject values that llguidance 1.9 reads in another way: multipleOf -2 as 2, and an
     open bound less than 1 away from the other bound as a closed one ("0" for {"exclusiveMinimum":
     0, "maximum": 0.5})."""
@@ -448,7 +449,7 @@ def _check_values(node: Mapping[str, Any], path: str, field: str) -> None:
                     )
 
 
-def bounds(node: Mapping[str, Any], name: str) -> list[float]:
+def bounds(node: JsonMapping, name: str) -> list[float]:
     """The numeric values of a keyword in this schema and in its allOf parts."""
     parts = node.get("allOf")
     inner = (

@@ -22,6 +22,7 @@ from itertools import count
 from typing import Any
 
 from verbatim.base.errors import UnsupportedError
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.grammar.ecma_pattern import rust_pattern
 from verbatim.grammar.json_schema import FORMATS, PATTERNS, SUBSETS, bounds, rounds
 from verbatim.grammar.llguidance_tokenizer import completions, string_matcher
@@ -95,7 +96,7 @@ class _Lowering:
         self.result = Lowered()
         self._conditionals = 0
 
-    def node(self, node: Any, scope: Mapping[str, Any] | None = None) -> Any:
+    def node(self, node: Any, scope: JsonMapping | None = None) -> Any:
         """Lower one schema to the keywords that llguidance enforces. `scope`: properties declared
         by the schema that contains this one in its allOf."""
         if isinstance(node, bool):
@@ -103,7 +104,7 @@ class _Lowering:
         if node.get("not") in (True, {}):
             return False
         scope = {**(scope or {}), **_mapping(node.get("properties"))}
-        out: dict[str, Any] = {}
+        out: JsonObject = {}
         for keyword, value in node.items():
             if keyword in DIRECT:
                 out[keyword] = self._value(keyword, value, scope if keyword == "allOf" else None)
@@ -120,7 +121,7 @@ class _Lowering:
             self._conditional(node, out, scope)
         return False if out.get("type") == [] else _names_together(out)
 
-    def _value(self, keyword: str, value: Any, scope: Mapping[str, Any] | None) -> Any:
+    def _value(self, keyword: str, value: Any, scope: JsonMapping | None) -> Any:
         kind = DIRECT[keyword]
         if kind == "one":
             return self.node(value)
@@ -134,7 +135,7 @@ class _Lowering:
             return {name: self.node(part) for name, part in value.items()}
         return rust_pattern(value, common=True) if keyword == "pattern" else value
 
-    def _number(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _number(self, node: JsonMapping, out: JsonObject) -> None:
         for keyword in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
             bound = node.get(keyword, 0)
             # llguidance computes the first integer inside an open bound as a double, which rounds
@@ -149,7 +150,7 @@ class _Lowering:
             if dropped or widened or rounds(bound):
                 self.result.checked.add(keyword)
 
-    def _string(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _string(self, node: JsonMapping, out: JsonObject) -> None:
         named = node.get("format")
         if named is None:
             return
@@ -163,7 +164,7 @@ class _Lowering:
 
     # ------------------------------------------------------------------------------- arrays
 
-    def _array(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _array(self, node: JsonMapping, out: JsonObject) -> None:
         if "contains" in node and node.get("minContains", 1) > 0:
             out["minItems"] = max(1, out.get("minItems", 0))
             if self.node(node["contains"]) is False:
@@ -183,7 +184,7 @@ class _Lowering:
                     "items",
                 )
 
-    def _without_type(self, out: dict[str, Any], kind: str, why: str) -> None:
+    def _without_type(self, out: JsonObject, kind: str, why: str) -> None:
         """No array, or no object, satisfies the schema; a value of another type may."""
         types = out.get("type", ["null", "boolean", "number", "string", "array", "object"])
         out["type"] = [
@@ -193,7 +194,7 @@ class _Lowering:
 
     # ------------------------------------------------------------------------------ objects
 
-    def _object(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _object(self, node: JsonMapping, out: JsonObject) -> None:
         if "propertyNames" in node:
             self._names(node, out)
         if "unevaluatedProperties" in node:
@@ -214,7 +215,7 @@ class _Lowering:
         self._other_names(out)
         self._count(node, out)
 
-    def _count(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _count(self, node: JsonMapping, out: JsonObject) -> None:
         """Exclude objects that would need more names than they may have."""
         least = int(max(bounds(node, "minProperties"), default=0))
         most = int(min(bounds(node, "maxProperties"), default=least))
@@ -228,7 +229,7 @@ class _Lowering:
                 why = f"minProperties {least}: there are only {fewer} different names"
                 self._without_type(out, "object", why)
 
-    def _listed_names(self, out: dict[str, Any]) -> None:
+    def _listed_names(self, out: JsonObject) -> None:
         """Write a pattern that lists names, such as ^(a|b)$, as properties: the grammar writes each
         once, and knows when none is left."""
         patterns, properties = (
@@ -247,7 +248,7 @@ class _Lowering:
             if patterns:
                 out["patternProperties"] = patterns
 
-    def _other_names(self, out: dict[str, Any]) -> None:
+    def _other_names(self, out: JsonObject) -> None:
         """Names that are not declared: llguidance 1.9 compares them with the declared names as
         written, so it takes "\\u0061" for another name than "a". In a pattern it admits only the
         escapes of control characters, so the names of an open object become a pattern that every
@@ -261,7 +262,7 @@ class _Lowering:
         else:
             self.result.checked.add("additionalProperties")
 
-    def _names(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _names(self, node: JsonMapping, out: JsonObject) -> None:
         """propertyNames: a list of names or a pattern where the object declares none, or admits any
         further ones; what this does not express is checked."""
         names, rest = node["propertyNames"], self.node(node.get("additionalProperties", True))
@@ -283,7 +284,7 @@ class _Lowering:
         elif pattern is not None:
             out["patternProperties"], out["additionalProperties"] = {pattern: rest}, False
 
-    def _unevaluated(self, node: Mapping[str, Any], out: dict[str, Any]) -> None:
+    def _unevaluated(self, node: JsonMapping, out: JsonObject) -> None:
         """Lower unevaluatedProperties: false to a closed object whose keys are the names that any
         subschema (allOf, anyOf, $ref, ...) declares; a DocumentCheck verifies the rest."""
         if node["unevaluatedProperties"] in (True, {}):
@@ -308,9 +309,7 @@ class _Lowering:
 
     # ------------------------------------------------------------------------- conditionals
 
-    def _conditional(
-        self, node: Mapping[str, Any], out: dict[str, Any], scope: Mapping[str, Any]
-    ) -> None:
+    def _conditional(self, node: JsonMapping, out: JsonObject, scope: JsonMapping) -> None:
         """Either `if` and `then` hold, or `else` holds and, where it can be written, `if` not."""
         self.result.checked.add("if")
         self._conditionals += 1
@@ -320,7 +319,7 @@ class _Lowering:
         fails = {"allOf": [self._negation(node["if"], scope), self.node(node.get("else", True))]}
         out["allOf"] = [*out.get("allOf", []), {"anyOf": [holds, fails]}]
 
-    def _negation(self, test: Any, scope: Mapping[str, Any]) -> Any:
+    def _negation(self, test: Any, scope: JsonMapping) -> Any:
         """The negation of true, or of "property p is one of these values" where p has finitely many
         values; otherwise true."""
         if test in (True, {}):
@@ -451,7 +450,7 @@ def fewer_names(patterns: Iterable[str], names: Iterable[str], least: int) -> in
     return len(found) if len(found) < least else None
 
 
-def finite_items(node: Mapping[str, Any], root: Any) -> list[Any] | None:
+def finite_items(node: JsonMapping, root: Any) -> list[Any] | None:
     """The values that the items of an array can have, if they are scalars from a short list."""
     return None if "prefixItems" in node else finite_values(node.get("items"), root)
 
@@ -525,7 +524,7 @@ def target(ref: str, root: Any) -> Any:
     return root if ref == "#" else root["$defs"][ref.removeprefix("#/$defs/")]
 
 
-def _in_place(node: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any]]:
+def _in_place(node: Any, root: Any, depth: int = 0) -> Iterator[JsonMapping]:
     """The schema and all parts of it that apply to the same value."""
     if not isinstance(node, Mapping) or depth > 16:
         return
@@ -541,7 +540,7 @@ def _in_place(node: Any, root: Any, depth: int = 0) -> Iterator[Mapping[str, Any
         yield from _in_place(node.get(keyword), root, depth + 1)
 
 
-def _names_together(node: dict[str, Any]) -> dict[str, Any]:
+def _names_together(node: JsonObject) -> JsonObject:
     """The schema with the keywords of names side by side. llguidance intersects keywords in their
     order, so a closed object would lose names to an enum or allOf that stands before its
     patterns."""
@@ -554,7 +553,7 @@ def _names_together(node: dict[str, Any]) -> dict[str, Any]:
     return {k: node[k] for k in [*order, *keys[at:]]}
 
 
-def _counts_names(node: Mapping[str, Any]) -> bool:
+def _counts_names(node: JsonMapping) -> bool:
     """Whether the number of names in an object needs a DocumentCheck: llguidance cannot count them,
     or counts a duplicate name twice, which a JSON parser counts once."""
     required = node.get("required")
@@ -565,5 +564,5 @@ def _counts_names(node: Mapping[str, Any]) -> bool:
     return bool(named - sure) or (not spelled and least > max(1, len(sure)))
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _mapping(value: Any) -> JsonMapping:
     return value if isinstance(value, Mapping) else {}

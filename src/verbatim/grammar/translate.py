@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from verbatim.base.errors import ParameterError, RequestError, UnsupportedError
-from verbatim.base.json_io import no_key_twice
+from verbatim.base.json_io import JsonObject, no_key_twice
 from verbatim.grammar.finite import infinite_definitions, infinite_keyword, needed
 from verbatim.grammar.gbnf import RULE, gbnf_to_lark
 from verbatim.grammar.json_schema import Normal, normalise
@@ -172,11 +172,7 @@ def _innermost(
 
 
 def _needed_parts(
-    node: dict[str, Any],
-    place: str,
-    definitions: dict[str, Any],
-    places: Mapping[str, str],
-    seen: set[str],
+    node: JsonObject, place: str, definitions: JsonObject, places: Mapping[str, str], seen: set[str]
 ) -> Iterator[tuple[Any, str]]:
     """The parts without which no document satisfies a schema, with their places; each definition
     once (`seen`). Alternatives stand together, and are parts of their list."""
@@ -195,11 +191,11 @@ def _needed_parts(
             yield part, place + where
 
 
-def _alone(part: Any, definitions: dict[str, Any]) -> Any:
+def _alone(part: Any, definitions: JsonObject) -> Any:
     """A part of a schema with the definitions that it needs."""
     if not isinstance(part, dict):
         return part
-    names: dict[str, Any] = {}
+    names: JsonObject = {}
     texts = [json.dumps(part)]
     while texts:
         for name in re.findall(r'"\$ref": "#/\$defs/([^"]+)"', texts.pop()):
@@ -297,11 +293,11 @@ def _grammar_text(grammar: str, compiles: Callable[[str], None]) -> Translation:
 
 def _lower_embedded(
     grammar: str, compiles: Callable[[str], None], placed: Collection[str]
-) -> tuple[str, dict[str, Any], tuple[str, ...]]:
+) -> tuple[str, JsonObject, tuple[str, ...]]:
     """The grammar with its `%json` schemas lowered, the schemas to check by rule, and warnings. A
     document check can follow only the rules whose place is known (`placed`)."""
     parts, done = [], 0
-    checks: dict[str, Any] = {}
+    checks: JsonObject = {}
     warnings: dict[str, None] = {}
     for found in re.finditer(r"%json\s*(?=[{])", grammar):
         if found.start() < done:
@@ -415,13 +411,13 @@ def first_line(text: str) -> str:
 # --- the first compile
 
 
-def parser_limits(limits: dict[str, Any]) -> Any:
+def parser_limits(limits: JsonObject) -> Any:
     from llguidance import LLParserLimits
 
     return LLParserLimits(**limits)
 
 
-def try_compile(field: str, value: Any, tokenizer: Any, limits: Any) -> dict[str, Any]:
+def try_compile(field: str, value: Any, tokenizer: Any, limits: Any) -> JsonObject:
     """A Translation as a mapping if the structure compiles, else {"error": the class, "param": the
     field, "message": why}."""
     from llguidance import LLMatcher

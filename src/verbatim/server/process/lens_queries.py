@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.engine.request import Request
@@ -43,7 +43,7 @@ class Inspector:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
 
-    async def answer(self, what: str, arguments: Mapping[str, Any], tenant: str) -> dict[str, Any]:
+    async def answer(self, what: str, arguments: JsonMapping, tenant: str) -> JsonObject:
         match what:
             case "facts":
                 return await asyncio.to_thread(self._facts)
@@ -53,7 +53,7 @@ class Inspector:
                 return await asyncio.to_thread(self._step, **arguments)
             case "engine":
                 after = int(arguments.get("after", 0))
-                report: dict[str, Any] = await self._engine.call(
+                report: JsonObject = await self._engine.call(
                     lambda core: engine_report(core, tenant, after)
                 )
                 return report
@@ -68,7 +68,7 @@ class Inspector:
 
     # --------------------------------------------------------------------------------------- facts
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> JsonObject:
         from verbatim.hub.catalog import cache_dir
         from verbatim.observe.roofline import cost_card, load_limits
 
@@ -98,7 +98,7 @@ class Inspector:
             "floor_seconds": card.step_seconds(limits, 0) if limits is not None else None,
         }
 
-    def _vocab(self) -> dict[str, Any]:
+    def _vocab(self) -> JsonObject:
         tokenizer = self._engine.tokenizer
         ids = range(tokenizer.vocab_size)
         raw = [tokenizer.token_bytes(i) for i in ids]
@@ -115,10 +115,10 @@ class Inspector:
         row: bytes,
         prompt: list[int],
         output: list[int],
-        params: dict[str, Any],
+        params: JsonObject,
         choice: int,
         rest: bool,
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         """The report of one step. `row`: the raw float32 logits that follow prompt + output."""
         from verbatim.sampling.logprobs import as_row
 
@@ -130,7 +130,7 @@ class Inspector:
 
     def _before_temperature(
         self, raw: Any, request: Request, output: list[int], choice: int
-    ) -> tuple[object, list[dict[str, Any]], list[list[Any]]]:
+    ) -> tuple[object, list[JsonObject], list[list[Any]]]:
         """Run bias, masks and penalties: (state, stages, [id, raw logit, stage] of removed ids)."""
         from verbatim.sampling.draw import noise_key
         from verbatim.sampling.numerics import best
@@ -223,8 +223,8 @@ def mask_after(request: Request, output: list[int]) -> bytes | None:
 
 
 def step_report(
-    raw: Any, state: Any, stages: list[dict[str, Any]], cut: list[list[Any]], rest: bool
-) -> dict[str, Any]:
+    raw: Any, state: Any, stages: list[JsonObject], cut: list[list[Any]], rest: bool
+) -> JsonObject:
     from verbatim.sampling.numerics import best, log_mass, masses, spreads
     from verbatim.sampling.row_state import REMOVED
 
@@ -233,7 +233,7 @@ def step_report(
     total = int(mass.sum())
     live = np.flatnonzero(state.logits > REMOVED)
     first = live[best(state.logits[live], min(TOP, len(live)))]
-    out: dict[str, Any] = {
+    out: JsonObject = {
         "position": state.position,
         "prompt_len": state.prompt_len,
         "vocab": len(raw),
@@ -267,7 +267,7 @@ def sigma_of(logits: Any) -> float:
     return float(np.sqrt(lane_sum(off * off) / count))
 
 
-def tail_of(logits: Any, live: Any, first: Any) -> dict[str, Any]:
+def tail_of(logits: Any, live: Any, first: Any) -> JsonObject:
     """Histogram of the live logits that are not sent. Bin i holds start + i * width and more."""
     rest = np.setdiff1d(live, first, assume_unique=True)
     if not len(rest):
@@ -287,7 +287,7 @@ def tail_of(logits: Any, live: Any, first: Any) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------ engine
 
 
-def _request_row(running: RunningRequest) -> dict[str, Any]:
+def _request_row(running: RunningRequest) -> JsonObject:
     return {
         "id": running.request.id,
         "prompt_tokens": len(running.request.prompt_ids),
@@ -300,7 +300,7 @@ def _request_row(running: RunningRequest) -> dict[str, Any]:
     }
 
 
-def _pool_row(core: EngineCore, pool: BlockPool, group: int, own: set[int]) -> dict[str, Any]:
+def _pool_row(core: EngineCore, pool: BlockPool, group: int, own: set[int]) -> JsonObject:
     """One pool of cache blocks. `own`: the ids of the tenant's sequences."""
     blocks = {
         block
@@ -322,7 +322,7 @@ def _pool_row(core: EngineCore, pool: BlockPool, group: int, own: set[int]) -> d
     }
 
 
-def engine_report(core: EngineCore, tenant: str, after: int) -> dict[str, Any]:
+def engine_report(core: EngineCore, tenant: str, after: int) -> JsonObject:
     """Runs on the engine's thread, between two steps."""
     scheduler = core.scheduler
     mine = [running for running in core.requests.values() if running.request.tenant == tenant]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import STRUCTURE
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.field_rules import NO_LIMIT, Rule
@@ -56,7 +56,7 @@ class ChatRequest:
     def __init__(
         self,
         call: RequestContext,
-        body: Mapping[str, Any],
+        body: JsonMapping,
         table: Mapping[str, Rule],
         names: Mapping[str, str] | None = None,
     ) -> None:
@@ -228,7 +228,7 @@ class ChatRequest:
         ]
 
 
-def check_tools(call: RequestContext, tools: Sequence[Mapping[str, Any]]) -> None:
+def check_tools(call: RequestContext, tools: Sequence[JsonMapping]) -> None:
     limit = call.state.limits.max_tools
     if len(tools) > limit:
         raise invalid("tools", f"{len(tools)} tools are above this server's limit of {limit}")
@@ -237,10 +237,7 @@ def check_tools(call: RequestContext, tools: Sequence[Mapping[str, Any]]) -> Non
 
 
 def conversation(
-    call: RequestContext,
-    body: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]],
-    names: Mapping[str, str],
+    call: RequestContext, body: JsonMapping, tools: Sequence[JsonMapping], names: Mapping[str, str]
 ) -> tuple[list[JsonObject], JsonObject]:
     """Messages and options for the chat template, after checking the server's limits.
 
@@ -271,9 +268,7 @@ def conversation(
     return made, template
 
 
-async def count_tokens(
-    call: RequestContext, body: Mapping[str, Any], names: Mapping[str, str]
-) -> int:
+async def count_tokens(call: RequestContext, body: JsonMapping, names: Mapping[str, str]) -> int:
     """Number of prompt tokens of a request in chat fields."""
     tools = [] if body.get("tool_choice") == "none" else body.get("tools", [])
     check_tools(call, tools)
@@ -300,7 +295,7 @@ def continued(body: JsonObject) -> JsonObject:
     return {**body, "continue_final": bool(wanted)}
 
 
-def check_reserved(body: Mapping[str, Any]) -> None:
+def check_reserved(body: JsonMapping) -> None:
     """Reject template variables that the server sets. The engine process rejects those that the
     template does not read."""
     for name in RESERVED:

@@ -3,11 +3,11 @@ message with all parameters in force and their origins goes out (base/defaults.p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.defaults import ModelDefaults, resolve
+from verbatim.base.json_io import JsonMapping
 from verbatim.base.params import SamplingParams
 from verbatim.server.process.messages import Generate, ModelFacts
 
@@ -33,9 +33,7 @@ def model_params(
     return resolve(params or SamplingParams(), stated, mode, protocol)
 
 
-def with_defaults(
-    message: Generate, body: Mapping[str, Any], state: State, protocol: str
-) -> Generate:
+def with_defaults(message: Generate, body: JsonMapping, state: State, protocol: str) -> Generate:
     """The message with the defaults of model and protocol, and the origins of what the server
     filled in."""
     params = default_params(state, SamplingParams.from_mapping(message.params), protocol)
@@ -49,7 +47,7 @@ def with_defaults(
 
 
 def _filled_in(
-    params: SamplingParams, body: Mapping[str, Any], longest: int, protocol: str
+    params: SamplingParams, body: JsonMapping, longest: int, protocol: str
 ) -> dict[str, str]:
     """Origins of the seed and the length limit, where the client gave none."""
     options = body.get("options") or {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from verbatim.base.json_io import JsonObject, loads_strict
+from verbatim.base.json_io import JsonMapping, JsonObject, loads_strict
 from verbatim.server.api.common.field_rules import CACHE, RequestBody, Rule, member_model, rules_of
 from verbatim.server.problem import invalid
 from verbatim.text.tools.redundant_names import CACHE_KEYS
@@ -45,7 +45,7 @@ def take_ignored(model: type[RequestBody], body: JsonObject) -> list[str]:
     return found + [f"{place}: has no effect; {CACHE}" for place in places.values()]
 
 
-def _no_effect(rules: Mapping[str, Rule], given: Mapping[str, Any], place: str) -> list[str]:
+def _no_effect(rules: Mapping[str, Rule], given: JsonMapping, place: str) -> list[str]:
     return [
         f"{place}{name}: has no effect; {rules[name].help}"
         for name, value in given.items()

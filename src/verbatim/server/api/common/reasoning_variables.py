@@ -8,9 +8,8 @@ error that names the field: what the template cannot switch is refused
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.server.problem import invalid
 from verbatim.server.process.messages import ModelFacts
 from verbatim.text.reasoning.reasoning_switches import (
@@ -23,7 +22,7 @@ from verbatim.text.reasoning.reasoning_switches import (
 
 
 def reasoning_variables(
-    facts: ModelFacts, body: Mapping[str, Any], names: Mapping[str, str], notices: list[str]
+    facts: ModelFacts, body: JsonMapping, names: Mapping[str, str], notices: list[str]
 ) -> JsonObject:
     """Template variables of a request: chat_template_kwargs, `reasoning_effort` and `think`."""
     made: JsonObject = {}

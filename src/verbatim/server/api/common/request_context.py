@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from verbatim.base.json_io import JsonObject, dumps
+from verbatim.base.json_io import JsonMapping, JsonObject, dumps
 from verbatim.server.api.common.default_params import with_defaults
 from verbatim.server.api.common.field_effects import take_ignored, translate
 from verbatim.server.api.common.field_rules import RequestBody
@@ -72,7 +72,7 @@ class RequestContext:
         # the client's field behind each message, where it sends no messages in OpenAI's form
         self.places: Sequence[str] = ()
         self.given: JsonObject = {}  # the validated body as JSON, in this server's names
-        self.tools: Sequence[Mapping[str, Any]] = ()  # those whose schemas bind the output
+        self.tools: Sequence[JsonMapping] = ()  # those whose schemas bind the output
         self.notices: list[str] = []  # warnings about fields that have no effect here
         self.load_seconds = 0.0  # this request waited so long for its model to be loaded
         self.signal = Signal()
@@ -107,7 +107,7 @@ class RequestContext:
         """The served name of the model that the body names."""
         return self.state.check_model(self.given.get("model"))
 
-    async def choose_model(self, name: str | None, body: Mapping[str, Any] | None = None) -> None:
+    async def choose_model(self, name: str | None, body: JsonMapping | None = None) -> None:
         """Of several models: load the one that the request names, and hold it until the end, unless
         the route says that this request loads nothing."""
         pool = self.state.pool

@@ -11,10 +11,9 @@ import json
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from verbatim.base.errors import RequestError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.server.api.common.field_rules import Rule
 from verbatim.server.problem import Problem, invalid, problem_of
@@ -26,7 +25,7 @@ MESSAGE_KEY = re.compile(r"messages\[(\d+)\]\.(\w+)").fullmatch
 ANY_MESSAGE = "messages[].name"  # a warning about the messages of a role
 
 
-def sampling_values(body: Mapping[str, Any], table: Mapping[str, Rule]) -> JsonObject:
+def sampling_values(body: JsonMapping, table: Mapping[str, Rule]) -> JsonObject:
     """The fields that map directly to SamplingParams, plus seed and stop."""
     values = {rule.param: body[name] for name, rule in table.items() if rule.param and name in body}
     if values.get("top_k") == -1:  # vLLM's clients: off
@@ -63,7 +62,7 @@ def count_seeds() -> None:
 
 
 def for_each_prompt(
-    params: JsonObject, body: Mapping[str, Any], prompts: int, state: State
+    params: JsonObject, body: JsonMapping, prompts: int, state: State
 ) -> list[JsonObject]:
     """The parameters of each prompt of a list.
 
@@ -122,7 +121,7 @@ def with_client_names(
     return Problem(problem.code, message, field_name, problem.retry_after)
 
 
-def wants_logit_rows(body: Mapping[str, Any], params: Mapping[str, Any], prompts: int = 1) -> bool:
+def wants_logit_rows(body: JsonMapping, params: JsonMapping, prompts: int = 1) -> bool:
     """Whether explanations include rows of logits. Raises if the request cannot produce them."""
     if not body.get("explain_rows"):
         return False
@@ -154,9 +153,7 @@ def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
     raise with_client_names(Problem("invalid_parameter", message, fields[0]), names)
 
 
-def _check_limits(
-    values: Mapping[str, Any], limits: Limits, facts: ModelFacts, prompts: int
-) -> None:
+def _check_limits(values: JsonMapping, limits: Limits, facts: ModelFacts, prompts: int) -> None:
     for name in ("logprobs", "prompt_logprobs", "explain"):
         if (values.get(name) or 0) > limits.max_logprobs:
             raise invalid(
@@ -190,7 +187,7 @@ def _check_limits(
     _check_ids(values, limits, facts)
 
 
-def _check_ids(values: Mapping[str, Any], limits: Limits, facts: ModelFacts) -> None:
+def _check_ids(values: JsonMapping, limits: Limits, facts: ModelFacts) -> None:
     for name, rule in FIELDS.items():
         if rule.kind not in ("ids", "bias") or not values.get(name):
             continue

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verbatim.base.json_io import JsonObject, loads_strict
+from verbatim.base.json_io import JsonMapping, JsonObject, loads_strict
 from verbatim.base.params import SCHEMA_PART
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
@@ -38,7 +38,7 @@ def plain_text(content: Any) -> str:
 
 
 def template_messages(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], facts: ModelFacts
+    messages: Sequence[JsonMapping], tools: Sequence[JsonMapping], facts: ModelFacts
 ) -> list[JsonObject]:
     """OpenAI messages in the form that chat templates expect.
 
@@ -85,7 +85,7 @@ def template_messages(
     return out
 
 
-def _add_tools_preamble(messages: list[JsonObject], tools: Sequence[Mapping[str, Any]]) -> None:
+def _add_tools_preamble(messages: list[JsonObject], tools: Sequence[JsonMapping]) -> None:
     text = PREAMBLE.format(
         tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     )
@@ -103,13 +103,13 @@ def _object(arguments: str) -> Any:
         return arguments
 
 
-def _call_json(function: Mapping[str, Any]) -> str:
+def _call_json(function: JsonMapping) -> str:
     return json.dumps(
         {"name": function["name"], "arguments": _object(function["arguments"])}, ensure_ascii=False
     )
 
 
-def compiled_tools(tools: Sequence[Mapping[str, Any]], name: str | None) -> list[Mapping[str, Any]]:
+def compiled_tools(tools: Sequence[JsonMapping], name: str | None) -> list[JsonMapping]:
     """The tools whose schemas the grammar of a forced call has: the named tool or all of them, and
     every strict tool, because a schema that is refused is refused under each tool_choice."""
     return [
@@ -120,7 +120,7 @@ def compiled_tools(tools: Sequence[Mapping[str, Any]], name: str | None) -> list
 
 
 def forced_schema(
-    tools: Sequence[Mapping[str, Any]], name: str | None, *, place: str = "#", many: bool = False
+    tools: Sequence[JsonMapping], name: str | None, *, place: str = "#", many: bool = False
 ) -> JsonObject:
     """A JSON schema, to stand at `place`, that allows only valid calls: of the named tool, or of
     any tool. `many`: a list of them, at least one."""
@@ -133,7 +133,7 @@ def forced_schema(
     return {"anyOf": calls} if len(calls) > 1 else calls[0]
 
 
-def _call_schema(function: Mapping[str, Any], place: str, named: str | None = None) -> JsonObject:
+def _call_schema(function: JsonMapping, place: str, named: str | None = None) -> JsonObject:
     """The calls of a function. Where only another one may be called there are none, and the schema
     of the arguments is compiled nevertheless."""
     arguments = _rebase_refs(
@@ -160,9 +160,7 @@ _PARAMETERS = re.compile(
 _TEXT = "#/$defs/text"  # the place of the schema of a text beside calls
 
 
-def name_tool(
-    problem: Problem, tools: Sequence[Mapping[str, Any]], names: Mapping[str, str]
-) -> Problem:
+def name_tool(problem: Problem, tools: Sequence[JsonMapping], names: Mapping[str, str]) -> Problem:
     """An error about the schema of calls as one about the parameters of a tool, or about the
     format of a text beside them. `tools`: those whose schemas are compiled, with their places in
     the request as `place`. `names`: the client's field names, and "text" where a text has a
@@ -207,7 +205,7 @@ def _rebase_refs(schema: Any, place: str) -> Any:
 
 
 def call_or_text(
-    tools: Sequence[Mapping[str, Any]], form: str, *, single: bool, text: Any = None
+    tools: Sequence[JsonMapping], form: str, *, single: bool, text: Any = None
 ) -> str | None:
     """A grammar that allows valid calls in the model's format, or text without calls.
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
 from typing import Any
 
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.request_context import RequestContext, new_id
 from verbatim.server.api.common.tools import plain_text
@@ -80,7 +79,7 @@ def sealed(reasoning: str) -> str:
     return base64.b64encode(reasoning.encode()).decode()
 
 
-def _sealed_text(item: Mapping[str, Any], place: str) -> str:
+def _sealed_text(item: JsonMapping, place: str) -> str:
     """The text of a reasoning item, from its content or from what sealed() made of it."""
     found, text = item.get("encrypted_content"), ""
     try:
@@ -127,7 +126,7 @@ def as_chat(call: RequestContext, body: JsonObject) -> JsonObject:
     return chat
 
 
-def _nested(item: Mapping[str, Any], kind: str) -> JsonObject:
+def _nested(item: JsonMapping, kind: str) -> JsonObject:
     """What chat completions nest in a member: {"type": "function", "function": {"name": ...}}."""
     return {"type": kind, kind: {k: v for k, v in item.items() if k != "type"}}
 
