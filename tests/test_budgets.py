@@ -52,7 +52,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73657, "tests": 64127, "docs": 9356}
+TOTALS = {"src": 73657, "tests": 64131, "docs": 9356}
 ANY = 743  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
