@@ -34,7 +34,7 @@ from verbatim.server.api.routes import BODIES
 from verbatim.server.problem import Problem
 from verbatim.server.process.message_codec import decode_to_engine, encode
 from verbatim.server.process.messages import Generate, ModelFacts, WireFinish
-from verbatim.server.settings import Limits
+from verbatim.server.settings import Limits, Settings
 from verbatim.testing.fakes import ByteTokenizer
 from verbatim.text.tools.call_formats import CALL_FORMATS, typed_value
 from verbatim.text.tools.call_values import read_gemma, read_python
@@ -444,7 +444,7 @@ def test_tags_that_are_control_tokens_reach_the_parser(form: str, written: str) 
     facts = replace(ALL_TOOLS, tool_format=form, vocab=265, control=control)
 
     def output(**body: Any) -> tuple[ChatRequest, str]:
-        state = SimpleNamespace(facts=facts, limits=Limits())
+        state = SimpleNamespace(facts=facts, limits=Limits(), settings=Settings())
         call: Any = SimpleNamespace(state=state, aliases={}, notices=[])
         ask = ChatRequest(
             call,
@@ -1054,7 +1054,7 @@ def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
 )
 def test_a_schema_of_null_is_a_missing_schema(form: dict[str, Any], schema: str) -> None:
     """It gave unconstrained text."""
-    state = SimpleNamespace(limits=Limits(), facts=ALL_TOOLS)
+    state = SimpleNamespace(limits=Limits(), facts=ALL_TOOLS, settings=Settings())
     call: Any = SimpleNamespace(state=state, aliases={}, notices=[])
     null = {**form, "schema": None}
     if "json_schema" in form:
