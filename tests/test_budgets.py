@@ -33,7 +33,7 @@ LINES: dict[str, int] = {
     "encoder": 904,
     "engine": 5923,
     "explain": 893,
-    "files": 1521,
+    "files": 1507,
     "formats": 2301,
     "grammar": 3923,
     "hub": 1087,
@@ -52,7 +52,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73657, "tests": 64131, "docs": 9356}
+TOTALS = {"src": 73643, "tests": 64131, "docs": 9356}
 ANY = 743  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from verbatim.base.errors import ModelError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonObject, no_key_twice
 from verbatim.files.mapped_file import hash_data, hash_samples, map_file, samples_per_tensor
 from verbatim.files.split import group_parts
 from verbatim.formats.packed.packed_checkpoint import RawTensor, unpack_checkpoint
@@ -347,7 +347,7 @@ def parse_json(raw: bytes, file: Path, memory: int) -> JsonObject:
             file=str(file),
         )
     try:
-        value = json.loads(raw.decode(), object_pairs_hook=_unique)
+        value = json.loads(raw.decode(), object_pairs_hook=no_key_twice)
     except RecursionError:
         raise ModelError("JSON nested too deeply", file=str(file)) from None
     # Not UTF-8, not JSON, a number with thousands of digits, or a duplicate name.
@@ -356,20 +356,6 @@ def parse_json(raw: bytes, file: Path, memory: int) -> JsonObject:
     if not isinstance(value, dict):
         raise ModelError(f"JSON holds a {type(value).__name__}, not an object", file=str(file))
     return value
-
-
-def _unique(pairs: list[tuple[str, object]]) -> JsonObject:
-    """dict(pairs); a duplicate name is an error."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        duplicate = next(
-            name
-            for name, _ in pairs
-            if name in seen or seen.add(name)  # type: ignore[func-returns-value]
-        )
-        raise ValueError(f"the name {duplicate[:80]!r} appears twice")
-    return result
 
 
 assert all(BITS[dtype] == 8 * BLOCKS[kind][1] for dtype, kind in FLOATS.items())

@@ -551,7 +551,7 @@ def validator(schema: Any) -> Callable[[Any], str]:
         error = next(inner.iter_errors(document), None)
         if error is None:
             return ""
-        while error.context:  # of alternatives, the one that the document is closest to
+        while error.context:  # follow the alternative that the document is closest to
             faults = Counter(inner.schema_path[0] for inner in error.context)
 
             def distance(inner: Any, faults: Counter[Any] = faults) -> tuple[Any, ...]:
