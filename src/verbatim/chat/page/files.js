@@ -6,7 +6,7 @@ import { changed, openChat, path, refresh, SETTINGS, state, titleOf, toast } fro
 import { asMarkdown } from "./messages.js";
 
 const FORMAT = "verbatim-chat-1";
-const MOST_BYTES = 2e6; // of one text; more fits into no context
+const MOST_BYTES = 2e6; // size of one text; more fits into no context
 
 // The texts of files; a file that is no text is named in a message.
 export async function textsOf(list) {

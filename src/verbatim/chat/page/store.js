@@ -8,7 +8,7 @@ import * as db from "./db.js";
 import { keepJson, kept, keptJson } from "./kept.js";
 
 export const state = {
-  chats: [], chat: null, nodes: new Map(), // of the current conversation
+  chats: [], chat: null, nodes: new Map(), // nodes: the current conversation
   models: [], reach: "starting", // starting, ok, loading, lost
   search: "", sidebar: false, drawer: false, panel: null, askKey: false,
   editing: null, toast: null, theme: kept("theme") || "auto", dropping: false,

@@ -10,7 +10,7 @@ export class Trouble extends Error {
   }
 }
 
-let key = stored("sessionStorage", "verbatim-key") || stored("localStorage", "verbatim-key"); // of the chat page
+let key = stored("sessionStorage", "verbatim-key") || stored("localStorage", "verbatim-key"); // the key that the chat page keeps
 
 export function setKey(value) {
   // fetch refuses other characters in a header, which would read as a server that does not answer
