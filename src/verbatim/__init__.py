@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         FinishReason,
         Timings,
         TokenLogprob,
+        ToolCall,
         Usage,
     )
     from verbatim.engine.calls.async_calls import DeltaStream
@@ -83,6 +84,7 @@ __all__ = [
     "Timings",
     "TokenExplanation",
     "TokenLogprob",
+    "ToolCall",
     "UnavailableError",
     "UnknownParameterError",
     "UnsupportedError",
@@ -108,7 +110,7 @@ _LAZY = {
     **dict.fromkeys(
         (
             *("Choice", "Completion", "Delta", "Finish", "FinishReason", "Timings", "TokenLogprob"),
-            "Usage",
+            *("ToolCall", "Usage"),
         ),
         "verbatim.base.records",
     ),

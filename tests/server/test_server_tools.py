@@ -20,12 +20,7 @@ from verbatim.server.api.anthropic.anthropic import MessagesReply
 from verbatim.server.api.anthropic.anthropic import as_chat as message_fields
 from verbatim.server.api.common.chat_request import ChatRequest
 from verbatim.server.api.common.field_rules import rules_of
-from verbatim.server.api.common.tools import (
-    call_or_text,
-    forced_schema,
-    name_tool,
-    template_messages,
-)
+from verbatim.server.api.common.tool_errors import name_tool
 from verbatim.server.api.common.validate import check
 from verbatim.server.api.openai.openai_fields import ChatCompletions, Responses
 from verbatim.server.api.openai.responses_input import NAMES as RESPONSES_NAMES
@@ -39,6 +34,8 @@ from verbatim.testing.fakes import ByteTokenizer
 from verbatim.text.tools.call_formats import CALL_FORMATS, typed_value
 from verbatim.text.tools.call_values import read_gemma, read_python
 from verbatim.text.tools.tool_format import detect_format
+from verbatim.text.tools.tool_grammar import call_or_text, forced_schema
+from verbatim.text.tools.tool_messages import template_messages
 from verbatim.text.tools.tool_parser import ToolParser, read_calls
 
 NAMES: dict[str, Any] = {"get_weather": None, "add": None}  # name -> schema of the parameters
@@ -72,7 +69,8 @@ ALL_TOOLS = ModelFacts(
     space_prefix=False,
     longest_token=1,
 )
-NO_TOOLS = replace(ALL_TOOLS, template_tools=False, template_calls=False)
+BOTH = {"takes_tools": True, "takes_calls": True}
+NEITHER = dict.fromkeys(BOTH, False)
 
 # (format, output, calls as (name, arguments), remaining text)
 CASES: list[tuple[str, str, list[tuple[str, dict[str, Any]]], str]] = [
@@ -525,17 +523,17 @@ def test_a_template_without_tools_gets_them_in_a_system_message() -> None:
         },
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
-    rendered = template_messages(history, [TOOL], NO_TOOLS)
+    rendered = template_messages(history, [TOOL], **NEITHER)
     assert rendered[0]["role"] == "system"
     assert rendered[0]["content"].startswith("Be brief.")
     assert "get_weather" in rendered[0]["content"]
     assert '{"name": "get_weather", "arguments": {"city": "Rome"}}' in rendered[2]["content"]
-    native = template_messages(history, [TOOL], ALL_TOOLS)
+    native = template_messages(history, [TOOL], **BOTH)
     assert native[0] == {"role": "system", "content": "Be brief."}
     assert native[2]["tool_calls"][0]["function"]["arguments"] == {"city": "Rome"}
     assert native[2]["content"] is None  # a template may distinguish a call from an answer by that
     assert native[3]["tool_call_id"] == "c1"
-    half = template_messages(history, [TOOL], replace(ALL_TOOLS, template_calls=False))
+    half = template_messages(history, [TOOL], takes_tools=True, takes_calls=False)
     assert half[0] == native[0]
     assert half[2] == rendered[2]  # a call that the template would drop becomes text
 
@@ -544,9 +542,9 @@ def test_reasoning_and_names_reach_the_template() -> None:
     from verbatim.server.api.ollama.ollama import messages_of
 
     said = [{"role": "assistant", "content": "yes", "reasoning_content": "hm", "name": "Ada"}]
-    assert template_messages(said, [], ALL_TOOLS) == said
+    assert template_messages(said, [], **BOTH) == said
     (row,) = messages_of([{"role": "assistant", "content": "yes", "thinking": "hm"}])
-    assert template_messages([row], [], NO_TOOLS) == [
+    assert template_messages([row], [], **NEITHER) == [
         {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
     ]
 
@@ -555,7 +553,7 @@ def test_no_part_of_a_message_is_dropped() -> None:
     from verbatim.server.api.anthropic.anthropic import chat_messages
 
     def rendered(**message: Any) -> Any:
-        return template_messages([{"role": "assistant", **message}], [], NO_TOOLS)[0]["content"]
+        return template_messages([{"role": "assistant", **message}], [], **NEITHER)[0]["content"]
 
     assert (
         rendered(refusal="no")
@@ -666,7 +664,7 @@ def test_the_names_of_many_tool_results_are_compared_in_linear_time() -> None:
         for i in range(128)
         for name in ("f", "g")
     ]
-    made = template_messages([*talk, *results], [], NO_TOOLS)
+    made = template_messages([*talk, *results], [], **NEITHER)
     assert [message.get("name") for message in made[2:]] == [None, "g"] * 128
     messages = len(talk) + len(results)
     assert reads <= 2 * messages + len(talk) * len(calls)
@@ -907,8 +905,8 @@ def test_odd_arguments_reach_the_engine_whole(arguments: str) -> None:
 
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     talk = [{"role": "assistant", "tool_calls": [call]}]
-    (made,) = template_messages(talk, [], ALL_TOOLS)
-    (spelled,) = template_messages(talk, [], NO_TOOLS)
+    (made,) = template_messages(talk, [], **BOTH)
+    (spelled,) = template_messages(talk, [], **NEITHER)
     sent_message = Generate("r", "t", {}, stream=False, messages=[made, spelled])
     sent = made["tool_calls"][0]["function"]["arguments"]
     assert decode_to_engine(encode(sent_message)) == sent_message

@@ -11,10 +11,12 @@ every step are named tuples, which cost a third of a frozen dataclass to constru
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.migration_hints import attribute
 from verbatim.base.notebook import box, token_span
 from verbatim.base.parsed import parse_answer
@@ -162,7 +164,8 @@ class StepPlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """The log-probability of one token, in nats, and the best alternatives.
+    """The log-probability of one token, in nats, and the best alternatives. The texts are those of
+    the tokens in a result of the engine: U+FFFD where a token ends inside a character.
 
     >>> TokenLogprob(7, -0.25, ((7, -0.25), (3, -2.0))).top[0]
     (7, -0.25)
@@ -171,6 +174,8 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # best first; a tie goes to the lower id
+    text: str = ""
+    top_texts: tuple[str, ...] = ()
 
 
 # Drawn.token without a token: bans exclude every id; the logits are not finite. The request ends.
@@ -228,6 +233,32 @@ class TokenEvent(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A function that the model calls, with its arguments. A call whose arguments were cut or are
+    no JSON object stays text.
+
+    >>> call = ToolCall("weather", {"city": "Paris"}, "call_1")
+    >>> call.result({"celsius": 21})["content"]
+    '{"celsius": 21}'
+    """
+
+    name: str
+    arguments: Mapping[str, Any]
+    id: str
+
+    def result(self, value: object) -> JsonObject:
+        """The message that gives the function's result to the model: text, or JSON of a value."""
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return {"role": "tool", "tool_call_id": self.id, "content": text}
+
+    def as_message_part(self) -> JsonObject:
+        """The call as OpenAI's messages have it."""
+        arguments = json.dumps(dict(self.arguments), ensure_ascii=False)
+        function = {"name": self.name, "arguments": arguments}
+        return {"id": self.id, "type": "function", "function": function}
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """A streamed piece of one choice: text that can no longer change.
 
@@ -247,6 +278,7 @@ class Delta:
     finish: Finish | None = None
     reasoning: str = ""  # a piece of the reasoning of a reasoning model; `text` is the answer
     reasoning_tokens: int = 0  # share of token_ids
+    tool_calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,20 +347,26 @@ class Choice:
     # but so many tokens at the end repeat earlier parts of the output; or 0
     loop: int = 0
     reasoning: str = ""  # the reasoning of a reasoning model; `text` is the answer without it
-    # text of each token, if logprobs were asked for; U+FFFD where a token ends inside a character
-    pieces: tuple[str, ...] = ()
     json_schema: str | None = field(default=None, repr=False)  # request's schema
+    tool_calls: tuple[ToolCall, ...] = ()  # of a chat() with tools; `text` is without them
 
     @property
     def finish_reason(self) -> FinishReason:
         return self.finish.reason
 
     @property
+    def pieces(self) -> tuple[str, ...]:
+        """The text of each token, if log-probabilities were asked for."""
+        return tuple(row.text for row in self.logprobs)
+
+    @property
     def parsed(self) -> Any:
         """The answer as an object of the type that the request gave as json_schema (a pydantic
-        model, a TypedDict, a dataclass), or as plain data for a schema in JSON; None without one.
-        An answer that was cut is a RequestError.
+        model, a TypedDict, a dataclass), or as plain data for a schema in JSON; None without one,
+        and for calls of tools. An answer that was cut is a RequestError.
         """
+        if self.tool_calls:
+            return None
         return parse_answer(self.json_schema, self.text, self.finish.reason)
 
 
@@ -384,13 +422,12 @@ class Completion:
         spans: list[str] = []
         for choice in self.choices:
             spans += [f"[{choice.index}] "] if len(self.choices) > 1 else []
-            if choice.pieces:
-                pairs = zip(choice.pieces, choice.logprobs, strict=False)
-                spans += [token_span(piece, row.logprob) for piece, row in pairs]
+            if choice.logprobs:
+                spans += [token_span(row.text, row.logprob) for row in choice.logprobs]
             else:
                 spans.append(html.escape(choice.text))
             spans += ["\n"] if len(self.choices) > 1 else []
-        if not self.choices[0].pieces:
+        if not self.choices[0].logprobs:
             note += "; SamplingParams(logprobs=0) colours the tokens by probability"
         return box(spans, note)
 
@@ -417,6 +454,25 @@ class Completion:
     @property
     def reasoning(self) -> str:
         return self.choices[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        return self.choices[0].tool_calls
+
+    @property
+    def message(self) -> JsonObject:
+        """The answer as the next message of its conversation: text, reasoning and calls.
+
+        >>> answer = Choice(0, "Paris.", (3681,), Finish("stop", "eos"))
+        >>> Completion("r", (1,), (answer,), Usage(1, 1), Timings(), 7, "vb-0").message
+        {'role': 'assistant', 'content': 'Paris.'}
+        """
+        made: JsonObject = {"role": "assistant", "content": self.text}
+        if self.reasoning:
+            made["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            made["tool_calls"] = [call.as_message_part() for call in self.tool_calls]
+        return made
 
     @property
     def token_ids(self) -> tuple[int, ...]:

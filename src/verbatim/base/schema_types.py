@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from verbatim.base.errors import UnsupportedError
@@ -30,6 +31,7 @@ _PLAIN: dict[Any, JsonObject] = {
     frozenset: {"type": "array", "uniqueItems": True},
     dict: {"type": "object"},
 }
+_VALUES = ("const", "enum", "default", "examples")  # keywords whose value is no schema
 
 
 def is_schema_type(value: object) -> bool:
@@ -49,6 +51,27 @@ def schema_of(kind: object) -> JsonObject:
     defs: JsonObject = {}
     schema = _schema(kind, defs)
     return {**schema, "$defs": defs} if defs else schema
+
+
+def parameters_schema(function: Callable[..., object]) -> JsonObject:
+    """The JSON schema of the arguments of a function, all by name: a closed object."""
+    defs: JsonObject = {}
+    hints = typing.get_type_hints(function, include_extras=True)
+    properties: JsonObject = {}
+    required = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ValueError(f"the parameter {parameter} cannot be given by name")
+        properties[name] = _schema(hints.get(name, Any), defs)
+        if parameter.default is parameter.empty:
+            required.append(name)
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required,
+        "additionalProperties": False,
+        **({"$defs": defs} if defs else {}),
+    }
 
 
 def _schema(kind: Any, defs: JsonObject) -> JsonObject:
@@ -131,8 +154,22 @@ def _refers(schema: object, name: str) -> bool:
 
 def _hoisted(schema: JsonObject, defs: JsonObject) -> JsonObject:
     """A pydantic schema, with its definitions moved to the whole schema's."""
-    defs.update(schema.pop("$defs", {}))
-    return schema
+    defs.update({name: _closed(part) for name, part in schema.pop("$defs", {}).items()})
+    return typing.cast(JsonObject, _closed(schema))
+
+
+def _closed(schema: object) -> object:
+    """A pydantic schema whose objects have no further keys, as those of the other classes; a model
+    with extra="allow" says that it has."""
+    if isinstance(schema, list):
+        return [_closed(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {name: _closed(part) for name, part in schema.items() if name not in _VALUES}
+    out = {name: closed.get(name, part) for name, part in schema.items()}
+    if schema.get("type") == "object" and "properties" in schema:
+        out.setdefault("additionalProperties", False)
+    return out
 
 
 def _looks_like_typed_dict(kind: object) -> bool:

@@ -39,7 +39,10 @@ class BeamRequest(RunningRequest):
 
     def _stream(self, index: int) -> ChoiceStream:
         request = self.request
-        return ChoiceStream(request.id, index, request.params, self.tokenizer, request.reasoning)
+        return ChoiceStream(
+            *(request.id, index, request.params, self.tokenizer, request.reasoning),
+            tools=request.tools,
+        )
 
     def push(self, event: TokenEvent) -> bool:
         """Never True: the search decides which beams end."""

@@ -8,6 +8,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.engine.embed_input import EmbedInput, cut_text, encode_pair
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
+from verbatim.text.tools.tool_use import ToolUse
 
 TAIL = 64  # last tokens of a prompt that show whether it ends inside reasoning
 
@@ -18,11 +19,13 @@ class EncodedText(list[int]):
     lost: characters of the text that the vocabulary cannot encode
     plain: the text itself, when its literal control tokens were encoded as plain text
     reasoning: how the model marks its reasoning, in a conversation with a reasoning model
+    tools: what the answer of a conversation may call
     warnings: about messages of a conversation, for the client"""
 
     lost: str = ""
     plain: str = ""
     reasoning: ReasoningFormat | None = None
+    tools: ToolUse | None = None
     warnings: tuple[str, ...] = ()
 
 

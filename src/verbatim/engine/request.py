@@ -25,6 +25,7 @@ from verbatim.engine.reasoning_matcher import ReasoningMatcher, allows, check_su
 from verbatim.engine.reasoning_tracker import make_tracker
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
+from verbatim.text.tools.tool_use import ToolUse
 
 AnyPrompt = str | Sequence[int] | EmbedInput
 MAX_REPORTED = 2_000_000  # reported alternatives per completion, about 200 MB
@@ -47,6 +48,7 @@ class Request:
     hidden: bool = False  # also collect the final hidden state of every prompt token
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)  # how they become one vector
     reasoning: ReasoningFormat | None = None  # set for a chat with a reasoning model
+    tools: ToolUse | None = None  # set for a chat with tools
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""  # what identifies the adapter also after a restart
 
@@ -123,6 +125,7 @@ def make_request(
     structure = _structure(params, loaded.tokenizer, deadline)
     return Request(
         reasoning=reasoning,
+        tools=getattr(prompt, "tools", None),
         id=request_id or f"req-{secrets.token_hex(8)}",
         prompt_ids=ids,
         params=params,

@@ -34,7 +34,7 @@ from verbatim.base.records import (
 from verbatim.engine.embed_input import HiddenPool
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
-from verbatim.engine.stream import ChoiceStream
+from verbatim.engine.stream import ChoiceStream, with_texts
 from verbatim.explain.receipt import make_receipt
 from verbatim.sampling.draw import noise_key
 from verbatim.schedule.no_token import not_finite
@@ -91,7 +91,8 @@ class RunningRequest:
             seq = self.sequence(new_id(), noise_key(request.seed, index))
             self.sequences.append(seq)
             self.streams[seq.id] = ChoiceStream(
-                request.id, index, params, self.tokenizer, request.reasoning, prefix
+                *(request.id, index, params, self.tokenizer, request.reasoning, prefix),
+                request.tools,
             )
             matcher = request.matcher(self.tokenizer, self.stop_ids)
             if matcher is not None:
@@ -231,7 +232,8 @@ class RunningRequest:
         request, now = self.request, time.perf_counter()
         prompt: tuple[TokenLogprob | None, ...] = ()
         if request.params.prompt_logprobs is not None:
-            prompt = tuple(self.scored.get(position) for position in range(len(request.prompt_ids)))
+            rows = {at: with_texts(row, self.tokenizer) for at, row in self.scored.items()}
+            prompt = tuple(rows.get(position) for position in range(len(request.prompt_ids)))
         choices = tuple(self.choices())
         completion = Completion(
             request.id,

@@ -10,29 +10,50 @@
   still hold its bytes.
 - Stop strings are searched only in the text after min_tokens tokens: earlier text is already sent.
 - `reasoning` comes without its markers. Stop strings do not apply to it, and `text` does not
-  contain it.
+  contain it. Nor does it contain the calls of tools, which are parsed last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from json import loads
 from typing import Any
 
 from verbatim.base.params import STRUCTURE, SamplingParams
-from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob, loop_text
+from verbatim.base.records import Choice, Delta, Drawn, Finish, TokenLogprob, ToolCall, loop_text
 from verbatim.engine.loaded_model import EngineTokenizer
 from verbatim.engine.loop_detector import LoopDetector
 from verbatim.text.decode import TextDecoder
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 from verbatim.text.reasoning.tag_splitter import Piece
 from verbatim.text.stop import StopMatcher
+from verbatim.text.tools.tool_use import ToolUse
+
+
+def with_texts(row: TokenLogprob, tokenizer: EngineTokenizer) -> TokenLogprob:
+    """A log-probability with the texts of its tokens."""
+    ids = (row.token, *(token for token, _ in row.top))
+    text, *others = (tokenizer.token_bytes(token).decode("utf-8", "replace") for token in ids)
+    return replace(row, text=text, top_texts=tuple(others))
 
 
 class ChoiceStream:
     """One choice of one request: push() each token, then take() a Delta."""
 
     __slots__ = (
-        *("_decoder", "_finish_sent", "_loop", "_markers", "_params", "_reasoning"),
+        *(
+            "_calls_sent",
+            "_parser",
+            "_tools",
+            "tool_calls",
+            "_decoder",
+            "_finish_sent",
+            "_loop",
+            "_markers",
+            "_params",
+            "_reasoning",
+        ),
         *("_reasoning_sent", "_reasoning_tokens_sent", "_sent", "_splitter", "_stops", "_text"),
         *("_text_sent", "_tokenizer", "_total", "_written", "explain", "finish", "index"),
         *("logprobs", "reasoning_tokens", "request_id", "score", "token_ids"),
@@ -46,6 +67,7 @@ class ChoiceStream:
         tokenizer: EngineTokenizer,
         reasoning: ReasoningFormat | None = None,
         prefix: Sequence[int] = (),
+        tools: ToolUse | None = None,
     ) -> None:
         """`prefix`: the output_prefix, which stop strings, characters and loops may start in."""
         self.request_id = request_id
@@ -62,6 +84,10 @@ class ChoiceStream:
         self._stops = StopMatcher(params.stop, params.include_stop)
         self._loop = LoopDetector()
         self._text: list[str] = []
+        self._tools = tools
+        self._parser = None if tools is None else tools.parser()
+        self.tool_calls: list[ToolCall] = []
+        self._calls_sent = 0  # calls already in a Delta
         self._finish_sent = False
         self._sent = 0  # tokens already in a Delta
         self._text_sent = 0  # text pieces already in a Delta
@@ -84,7 +110,8 @@ class ChoiceStream:
             self._written.append(drawn.token)
         self._total += drawn.logprob
         if self._params.logprobs is not None:
-            self.logprobs.append(TokenLogprob(drawn.token, drawn.logprob, drawn.top))
+            row = TokenLogprob(drawn.token, drawn.logprob, drawn.top)
+            self.logprobs.append(with_texts(row, self._tokenizer))
         if drawn.explain is not None:
             self.explain.append(drawn.explain)
         looped = self._loop.look(self._written)
@@ -117,7 +144,9 @@ class ChoiceStream:
             self.finish = finish
             if self._splitter is not None and self._stops.matched is None:
                 self._sort(self._splitter.finish())
-            self._text.append(self._stops.flush())
+            self._add(self._stops.flush())
+            if self._parser is not None:
+                self._sort_calls(self._parser.finish())
 
     def _split(self, token: int, text: str) -> str | None:
         """Separate the reasoning from the answer. Returns the stop string that ends the choice."""
@@ -142,11 +171,24 @@ class ChoiceStream:
 
     def _write(self, text: str) -> str | None:
         if len(self._written) <= self._params.min_tokens:
-            self._text.append(text)
+            self._add(text)
             return None
         safe, stop = self._stops.push(text)
-        self._text.append(safe)
+        self._add(safe)
         return stop
+
+    def _add(self, text: str) -> None:
+        if self._parser is None:
+            self._text.append(text)
+        else:
+            self._sort_calls(self._parser.push(text))
+
+    def _sort_calls(self, found: list[tuple[str, Any]]) -> None:
+        for kind, value in found:
+            if kind == "call":
+                self.tool_calls.append(ToolCall(value.name, loads(value.arguments), value.id))
+            else:
+                self._text.append(value)
 
     def take(self) -> Delta | None:
         """A Delta of everything new since the last one; None if nothing is."""
@@ -154,9 +196,12 @@ class ChoiceStream:
         tokens = tuple(self.token_ids[sent:])
         text = "".join(self._text[self._text_sent :])
         reasoning = "".join(self._reasoning[self._reasoning_sent :])
-        if not (tokens or text or reasoning) and (self.finish is None or self._finish_sent):
+        calls = tuple(self.tool_calls[self._calls_sent :])
+        if not (tokens or text or reasoning or calls) and (
+            self.finish is None or self._finish_sent
+        ):
             return None
-        self._reasoning_sent = len(self._reasoning)
+        self._reasoning_sent, self._calls_sent = len(self._reasoning), len(self.tool_calls)
         self._finish_sent = self.finish is not None
         logprobs = tuple(self.logprobs[sent:]) if self.logprobs else ()
         explain = tuple(self.explain[sent:]) if self.explain else ()
@@ -165,12 +210,13 @@ class ChoiceStream:
         self._reasoning_tokens_sent = self.reasoning_tokens
         finish = self.finish
         return Delta(
-            self.request_id, self.index, text, tokens, logprobs, explain, finish, reasoning, count
+            *(self.request_id, self.index, text, tokens, logprobs, explain, finish),
+            *(reasoning, count, calls),
         )
 
     def choice(self, index: int) -> Choice:
         assert self.finish is not None, "the choice has not ended"
-        schema = self._params.json_schema
+        schema = self._params.json_schema if self._tools is None else self._tools.text_schema
         return Choice(
             index,
             "".join(self._text),
@@ -181,12 +227,9 @@ class ChoiceStream:
             self.score,
             self._loop.length,
             "".join(self._reasoning),
-            tuple(map(self._piece, self.token_ids)) if self.logprobs else (),
             schema if isinstance(schema, str) else None,
+            tuple(self.tool_calls),
         )
-
-    def _piece(self, token: int) -> str:
-        return self._tokenizer.token_bytes(token).decode("utf-8", "replace")
 
     @property
     def failed(self) -> bool:

@@ -159,6 +159,9 @@ class AsyncCalls(EngineBase):
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Message | Callable[..., object]] | None = None,
+        tool_choice: str | Mapping[str, object] = "auto",
+        parallel_tool_calls: bool = True,
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> Completion: ...
@@ -168,6 +171,9 @@ class AsyncCalls(EngineBase):
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Message | Callable[..., object]] | None = None,
+        tool_choice: str | Mapping[str, object] = "auto",
+        parallel_tool_calls: bool = True,
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> list[Completion]: ...
@@ -179,7 +185,8 @@ class AsyncCalls(EngineBase):
 
         messages: a list such as [{"role": "user", "content": "Hello"}], or a list of such lists
         params: one SamplingParams for all, or a list with one per conversation
-        template: options of the model's chat template (tools=..., enable_thinking=...)
+        tools, tool_choice, parallel_tool_calls: as in LLM.chat()
+        template: options of the model's chat template (enable_thinking=...)
         Returns a Completion, or a list of them.
         """
         refuse_foreign("chat", template)

@@ -29,6 +29,8 @@ from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Finish
 from verbatim.engine.calls.async_loop import AsyncLoop
 from verbatim.engine.calls.async_stream import AsyncStream, OutputSink, SinkRequest
+from verbatim.engine.calls.call_inputs import one
+from verbatim.engine.calls.chat_prompt import chat_prompt
 from verbatim.engine.calls.fair_pool import FairThreadPool
 from verbatim.engine.core import EngineCore
 from verbatim.engine.embed_input import EmbedInput
@@ -102,8 +104,8 @@ class AsyncEngine(AsyncLoop):
         template: Mapping[str, object] | None = None,
     ) -> AsyncStream:
         """submit() of a conversation, rendered by the chat template with the options in `template`
-        (tools, ...)."""
-        conversation = partial(self.encode_chat, messages, **(template or {}))
+        and with the tools of LLM.chat() in it."""
+        conversation, params = chat_prompt(self, messages, one(params), template or {})
         return await self._submit(conversation, params, request_id, tenant, self._stream)
 
     async def submit_to(

@@ -202,4 +202,5 @@ def join(first: Delta, second: Delta) -> Delta:
         second.finish,
         first.reasoning + second.reasoning,
         first.reasoning_tokens + second.reasoning_tokens,
+        first.tool_calls + second.tool_calls,
     )

@@ -35,6 +35,7 @@ from verbatim.engine.calls.call_inputs import (
     refuse_foreign,
     refuse_unknown,
 )
+from verbatim.engine.calls.chat_prompt import chat_prompt
 from verbatim.engine.calls.embed_calls import EmbedCalls
 from verbatim.engine.calls.engine_base import Message
 from verbatim.engine.calls.scoring import Score, score_of, windows
@@ -136,6 +137,9 @@ class LLM(EmbedCalls, BlockingEngine):
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
+        tools: Sequence[Message | Callable[..., object]] | None = None,
+        tool_choice: str | Mapping[str, object] = "auto",
+        parallel_tool_calls: bool = True,
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> Completion: ...
@@ -145,6 +149,9 @@ class LLM(EmbedCalls, BlockingEngine):
         messages: Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Message | Callable[..., object]] | None = None,
+        tool_choice: str | Mapping[str, object] = "auto",
+        parallel_tool_calls: bool = True,
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> list[Completion]: ...
@@ -155,8 +162,12 @@ class LLM(EmbedCalls, BlockingEngine):
 
         messages: a list such as [{"role": "user", "content": "Hello"}], or a list of such lists
         params: one SamplingParams for all, or a list with one per conversation
+        tools: functions that the model may call: Python functions with annotated parameters, or
+            objects in OpenAI's form. Calls are in the Completion's `tool_calls`
+        tool_choice: "auto", "none", "required" or the name of a function; the last two are enforced
+        parallel_tool_calls: False allows one call at most
         progress: as in generate()
-        template: options of the model's chat template (tools=..., enable_thinking=...)
+        template: options of the model's chat template (enable_thinking=...)
         Returns a Completion, or a list of them. A model without a template raises UnsupportedError.
 
         >>> ask = [{"role": "user", "content": "Name the capital of France."}]
@@ -165,9 +176,11 @@ class LLM(EmbedCalls, BlockingEngine):
         """
         refuse_foreign("chat", template)
         if is_one_chat(messages):
-            return self._run([self.encode_chat(messages, **template)], [one(params)], progress)[0]
-        conversations = [self.encode_chat(m, **template) for m in messages]
-        return self._run(conversations, each(params, len(messages)), progress)
+            make, wanted = chat_prompt(self, messages, one(params), template)
+            return self._run([make()], [wanted], progress)[0]
+        talks = zip(messages, each(params, len(messages)), strict=True)
+        inputs = [chat_prompt(self, talk, wanted, template) for talk, wanted in talks]
+        return self._run([make() for make, _ in inputs], [p for _, p in inputs], progress)
 
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **template: Any
@@ -178,7 +191,8 @@ class LLM(EmbedCalls, BlockingEngine):
         >>> stream.close()
         """
         refuse_foreign("chat_stream", template)
-        return self.stream(self.encode_chat(messages, **template), params)
+        make, wanted = chat_prompt(self, messages, one(params), template)
+        return self.stream(make(), wanted)
 
     def explain(
         self,

@@ -33,9 +33,9 @@ from verbatim.server.api.common.request_context import (
     new_id,
     sse,
 )
-from verbatim.server.api.common.tools import plain_text
 from verbatim.server.problem import Problem, invalid
 from verbatim.server.process.messages import Generated, WireFinish
+from verbatim.text.tools.tool_messages import plain_text
 
 FAILED = "Error: "  # prefix of a tool result with is_error
 NAMES = {

@@ -10,22 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from verbatim.base.errors import RequestError
 from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import STRUCTURE
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.field_rules import NO_LIMIT, Rule
 from verbatim.server.api.common.reasoning_variables import reasoning_variables
 from verbatim.server.api.common.request_context import RequestContext
-from verbatim.server.api.common.tools import (
-    call_or_text,
-    compiled_tools,
-    forced_schema,
-    template_messages,
-)
-from verbatim.server.problem import Problem, invalid, unsupported
+from verbatim.server.problem import Problem, invalid, problem_of, unsupported
 from verbatim.server.process.messages import Generate, Tokenize, Tokenized
-from verbatim.text.tools.call_formats import CALL_FORMATS
+from verbatim.text.tools.tool_grammar import compiled_tools
+from verbatim.text.tools.tool_messages import template_messages
 from verbatim.text.tools.tool_parser import ParsedCall, ToolParser
+from verbatim.text.tools.tool_use import tool_use
 
 # Template variables that encode_chat sets itself; chat_template_kwargs must not override them.
 RESERVED = (
@@ -63,9 +60,8 @@ class ChatRequest:
         self.call = call
         self.body = body
         self.names = {**(names or {}), **call.aliases}
-        self.tools: list[JsonObject] = list(body.get("tools") or [])
+        self.tools: list[JsonMapping] = list(body.get("tools") or [])
         self.choice = body.get("tool_choice", "auto")
-        self.forced = False
         self.single = body.get("parallel_tool_calls") is False
         # The model continues the last message. Only protocols with this feature set it.
         self.continues = bool(body.get("continue_final"))
@@ -123,55 +119,27 @@ class ChatRequest:
 
     def _tools(self) -> None:
         check_tools(self.call, self.tools)
-        names = [tool["function"]["name"] for tool in self.tools]
-        wanted = self.choice["function"]["name"] if isinstance(self.choice, dict) else None
-        field_name = self._client_name("tool_choice")
-        if self.choice == "none":
-            self.tools = []
-        elif self.choice == "auto":
-            self._calls_or_text_grammar()
-            if self.tools and CALL_FORMATS[self.call.state.facts.tool_format].control:
-                # The tags of a call are control tokens, and the parser needs their text.
-                self.values.setdefault("skip_special", False)
-        else:
-            if not self.tools:
-                raise invalid(field_name, "requires a call, but the request has no tools")
-            if wanted is not None and wanted not in names:
-                raise invalid(field_name, "names a function that is not in tools")
-            self._check_single_grammar("tool_choice")
-            self._name_tools(wanted)
-            many = wanted is None and not self.single
-            self.values["json_schema"] = forced_schema(self.tools, wanted, many=many)
-            self.forced = True
+        form = self.call.state.facts.tool_format
+        try:
+            self.use = tool_use(self.tools, self.choice, form, single=self.single)
+            changes = self.use.changes(self.values)
+        except RequestError as error:
+            raise self._tool_problem(error) from None
+        self.tools = list(self.use.tools)
+        if "grammar" in changes:
+            self.names["grammar"] = "tools"
+            if self.values.pop("json_schema", None) is not None:
+                self.names["text"] = self._client_name("response_format")
+        if "grammar" in changes or self.use.forced:
+            self._name_tools(self.use.named)
+        self.values.update({name: v for name, v in changes.items() if v is not None})
 
-    def _calls_or_text_grammar(self) -> None:
-        """For strict tools or a JSON response format, set a grammar that allows valid calls or the
-        constrained text."""
-        schema = self.values.get("json_schema")
-        strict = [i for i, tool in enumerate(self.tools) if tool["function"].get("strict")]
-        if not self.tools or not (strict or schema is not None):
-            return
-        if strict and any(name in self.values for name in STRUCTURE if name != "json_schema"):
-            where = f"tools[{strict[0]}].function.strict"
-            raise invalid(where, "cannot be combined with regex, grammar or choice")
-        grammar = call_or_text(
-            self.tools, self.call.state.facts.tool_format, single=self.single, text=schema
-        )
-        if grammar is None:
-            where = (
-                f"tools[{strict[0]}].function.strict"
-                if strict
-                else self._client_name("response_format")
-            )
-            raise unsupported(
-                where, "not supported with tool_choice auto for this model's tool format"
-            )
-        self.values.pop("json_schema", None)
-        self.values["grammar"] = grammar
-        self.names["grammar"] = "tools"
-        if schema is not None:
-            self.names["text"] = self._client_name("response_format")
-        self._name_tools(None)
+    def _tool_problem(self, error: RequestError) -> Problem:
+        """An error about tools in the client's names."""
+        names = {**self.names, "json_schema": self._client_name("response_format")}
+        for name in STRUCTURE:
+            error.message = error.message.replace(f" with {name}", f" with {names.get(name, name)}")
+        return to_params.with_client_names(problem_of(error), names)
 
     def _name_tools(self, wanted: str | None) -> None:
         """Errors about the schema are about the parameters of one of these tools."""
@@ -204,14 +172,7 @@ class ChatRequest:
 
     def parser(self) -> ToolParser | None:
         """A tool-call parser for one choice; None if the request has no tools."""
-        if not self.tools:
-            return None
-        functions = (tool["function"] for tool in self.tools)
-        tools = {function["name"]: function.get("parameters") for function in functions}
-        form = self.call.state.facts.tool_format
-        return ToolParser(
-            form, tools, forced=self.forced, single=self.single, midway=self.continues
-        )
+        return self.use.parser(midway=self.continues)
 
     def pieces(self, text: str) -> list[tuple[str, Any]]:
         """The texts and tool calls of a complete output, in its order."""
@@ -251,7 +212,9 @@ def conversation(
         )
     if not facts.has_template:
         raise unsupported(field_name, f"{NO_TEMPLATE[facts.task]}")
-    made = template_messages(messages, tools, facts)
+    made = template_messages(
+        messages, tools, takes_tools=facts.template_tools, takes_calls=facts.template_calls
+    )
     for message in made:
         to_params.check_text_length(field_name, message["content"] or "", facts)
     check_reserved(body)

@@ -25,7 +25,7 @@ from verbatim.server.api.common.field_rules import RequestBody
 from verbatim.server.api.common.json_body import parse_json
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute
 from verbatim.server.api.common.to_params import check_finish, with_client_names
-from verbatim.server.api.common.tools import name_tool
+from verbatim.server.api.common.tool_errors import name_tool
 from verbatim.server.api.common.validate import check
 from verbatim.server.model_pool import ModelPool, ServedModel
 from verbatim.server.problem import Problem, invalid, problem_of

@@ -96,7 +96,7 @@ class CalledFunction(Strict):
     arguments: Text
 
 
-class ToolCall(Strict):
+class CallOfTool(Strict):
     id: Text
     type: Literal["function"] = "function"
     function: CalledFunction
@@ -119,7 +119,7 @@ class AssistantMessage(Cached):
     name: Label | None = None
     refusal: Text | None = None
     reasoning_content: Text | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_calls: Annotated[list[CallOfTool], Field(max_length=128)] | None = None
     annotations: list[Any] | None = Field(None, max_length=0)
 
 

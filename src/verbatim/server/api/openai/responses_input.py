@@ -8,9 +8,9 @@ from typing import Any
 from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.request_context import RequestContext, new_id
-from verbatim.server.api.common.tools import plain_text
 from verbatim.server.api.openai.openai_fields import Responses
 from verbatim.server.problem import Problem, invalid
+from verbatim.text.tools.tool_messages import plain_text
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # `include`
 # fields that chat completions have too, besides the sampling parameters
