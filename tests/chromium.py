@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from eventually import HANG_SECONDS
+
 
 def chromium() -> str | None:
     names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
@@ -22,8 +24,9 @@ def launched() -> Iterator[Any]:
     found = chromium()
     if found is None:
         pytest.skip("no Chromium: `make test` installs Debian's only as root")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=1000 * HANG_SECONDS)
     with sync_playwright() as playwright:
         flags = ["--no-sandbox"] if os.geteuid() == 0 else []
         running = playwright.chromium.launch(executable_path=found, args=flags)

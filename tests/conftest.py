@@ -6,13 +6,19 @@ import gc
 import itertools
 import os
 import resource
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 import not_run
+from chromium import launched
 from shell_variables import remove_user_settings
+from step_gate import StepGate
+
+if TYPE_CHECKING:
+    from live_server import Live
 
 try:
     from hypothesis import HealthCheck, settings
@@ -83,3 +89,28 @@ def default_model() -> Path:
             "the default model is not in the cache; VERBATIM_CACHE names a directory that holds it"
         )
     return catalog.resolve(catalog.DEFAULT)
+
+
+# ---- tests in a browser: one server on the fake model for the pages of the chat and of the Lens
+
+
+@pytest.fixture(scope="session")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> StepGate:
+    return StepGate(tmp_path_factory.mktemp("pages") / "gate")
+
+
+@pytest.fixture(scope="session")
+def live(gate: StepGate) -> Iterator[Live]:
+    from live_server import Live
+
+    # 64: the explanations of /v1 hold every candidate that the bars of a stage may show
+    server = Live("--max-logprobs", "64", engine=f"pipeline,gate={gate.path}").wait_ready()
+    yield server
+    gate.open()
+    assert server.stop() == 0, server.log_text()
+
+
+@pytest.fixture(scope="module")  # Playwright runs an event loop, in which asyncio.run() fails
+def browser() -> Iterator[Any]:
+    with launched() as running:
+        yield running

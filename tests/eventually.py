@@ -28,6 +28,11 @@ def eventually(
     return found
 
 
+def becomes(read: Callable[[], Any], expected: Any) -> None:
+    """Poll until `read` returns what is expected."""
+    eventually(lambda: read() == expected, lambda: f"{read()!r} is not {expected!r}")
+
+
 async def eventually_async(
     condition: Callable[[], Awaitable[Any]], what: str = "", seconds: float = HANG_SECONDS
 ) -> Any:

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from live_server import Live
+from playwright.sync_api import expect
 
 from eventually import HANG_SECONDS
 
@@ -65,7 +66,9 @@ class ChatPage:
         """Send a message, and wait for the whole answer; returns its element."""
         if answer is not None:
             self.says(answer)
+        before = self.page.locator(".turn").count()
         self.type(text)
+        expect(self.page.locator(".turn")).to_have_count(before + 2)
         return self.last()
 
     def last(self) -> Any:
@@ -73,15 +76,13 @@ class ChatPage:
         self.page.wait_for_selector(".turn:last-child.assistant[aria-busy=false]")
         return self.page.locator(".turn.assistant").last
 
-    def turns(self) -> list[str]:
-        """The texts of the shown messages."""
-        return [
-            text.strip()
-            for text in self.page.locator(".turn .bubble, .turn .md:not(.soft)").all_inner_texts()
-        ]
+    def shows(self, *texts: str) -> None:
+        """Wait until the page shows these messages."""
+        expect(self.page.locator(".turn .bubble, .turn .md:not(.soft)")).to_have_text(texts)
 
-    def titles(self) -> list[str]:
-        return list(self.page.locator(".list li a").all_inner_texts())
+    def lists(self, *titles: str) -> None:
+        """Wait until the sidebar lists these conversations."""
+        expect(self.page.locator(".list li a")).to_have_text(titles)
 
     def click(self, label: str, within: str = "body", nth: int = -1) -> None:
         """A button of the page by its label."""

@@ -1,4 +1,4 @@
-"""Fixtures of the chat tests: one server on the fake model, one browser."""
+"""The fixture of the chat tests: a page."""
 
 from __future__ import annotations
 
@@ -13,28 +13,6 @@ sys.path.append(str(Path(__file__).parents[1] / "server"))
 
 from chat_page import ChatPage
 from live_server import Live
-
-from chromium import launched
-from step_gate import StepGate
-
-
-@pytest.fixture(scope="session")
-def gate(tmp_path_factory: pytest.TempPathFactory) -> StepGate:
-    return StepGate(tmp_path_factory.mktemp("chat") / "gate")
-
-
-@pytest.fixture(scope="session")
-def live(gate: StepGate) -> Iterator[Live]:
-    server = Live("--max-logprobs", "64", engine=f"pipeline,gate={gate.path}").wait_ready()
-    yield server
-    gate.open()
-    assert server.stop() == 0, server.log_text()
-
-
-@pytest.fixture(scope="module")  # Playwright runs an event loop, in which asyncio.run() fails
-def browser() -> Iterator[Any]:
-    with launched() as running:
-        yield running
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from chat_page import ChatPage
 from live_server import Live
+from playwright.sync_api import expect
 
 pytestmark = pytest.mark.server
 
@@ -62,18 +63,18 @@ def test_nothing_that_a_model_writes_runs_or_leaves_the_host(chat: ChatPage) -> 
             assert name != "style" or "MathML" in space, (tag, value)
             if name in ("href", "src", "action", "formaction", "xlink:href"):
                 assert value.startswith(("https://", "mailto:")), (tag, name, value)
-    text = box.inner_text()
     for shown in ("<script>window.hacked = 1</script>", "<iframe srcdoc=", "<svg onload=", "cover"):
-        assert shown in text, shown
-    assert box.locator("a", has_text="good").get_attribute("rel") == "noopener noreferrer"
-    assert box.locator("img").count() == 0
+        expect(box).to_contain_text(shown)
+    good = box.locator("a", has_text="good")
+    expect(good).to_have_attribute("rel", "noopener noreferrer")
+    expect(box.locator("img")).to_have_count(0)
 
 
 def test_a_picture_in_the_answer_is_shown_and_one_elsewhere_is_a_link(chat: ChatPage) -> None:
     dot = "data:image/gif;base64,R0lGODlhAQABAAAAACH5BAEKAAEALAAAAAABAAEAAAICTAEAOw=="
     box = show(chat, f"![a dot]({dot}) and ![far](https://example.com/far.png)")
-    assert box.locator("img").get_attribute("alt") == "a dot"
-    assert box.locator("a").inner_text() == "far (picture, not loaded)"
+    expect(box.locator("img")).to_have_attribute("alt", "a dot")
+    expect(box.locator("a")).to_have_text("far (picture, not loaded)")
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,7 @@ def test_large_and_deep_texts_are_shown(
     large: ChatPage, text: str, selector: str, count: int
 ) -> None:
     box = show(large, text)
-    assert box.locator(selector).count() == count
+    expect(box.locator(selector)).to_have_count(count)
     large.page.fill("#message", "still here")
     large.page.wait_for_selector("#send:not([disabled])")
 
@@ -125,9 +126,8 @@ def test_an_imported_file_is_hostile_too(chat: ChatPage, tmp_path: Path) -> None
     chat.page.click("#more")
     chat.page.set_input_files("#import", tmp_path / "in.json")
     chat.page.click(".list >> text=New conversation")
-    chat.page.wait_for_selector(".assistant")
-    assert "Interrupted." in chat.page.inner_text(".assistant")
-    assert chat.ask("go on", "yes").locator(".md").inner_text() == "yes"
+    expect(chat.page.locator(".assistant")).to_contain_text("Interrupted.")
+    expect(chat.ask("go on", "yes").locator(".md")).to_have_text("yes")
     for bad in (
         {"chats": 1},
         {"chats": [{"id": "../x"}], "nodes": []},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from chat_page import ChatPage
 from live_server import Live
+from playwright.sync_api import expect
 
 pytestmark = pytest.mark.server
 CLOSE = 261  # the token that ends the reasoning of the fake model
@@ -33,11 +34,11 @@ def test_models_are_loaded_unloaded_and_kept_per_conversation(browser: Any, two:
     loaded = {m["id"]: m["loaded"] for m in two.client.get("/v1/models").json()["data"]}
     assert loaded == {"a": True, "b": False}
     chat.page.click(".models .item:has-text('b')")
-    assert "b" in chat.page.inner_text(".model")
+    expect(chat.page.locator("header .model")).to_have_text("b")
     chat.says(None, max_completion_tokens=4, seed=1)
-    assert chat.ask("Hi").locator(".who").inner_text() == "b"
+    expect(chat.ask("Hi").locator(".who")).to_have_text("b")
     chat.reload()
-    assert "b" in chat.page.inner_text("header .model")
+    expect(chat.page.locator("header .model")).to_have_text("b")
     assert chat.errors == []
     chat.close()
 
@@ -51,10 +52,10 @@ def test_reasoning_is_folded_and_not_sent_back(browser: Any, two: Live) -> None:
     chat.says(None, max_completion_tokens=24, seed=3, logit_bias={str(CLOSE): 9})
     answer = chat.ask("Think.")
     fold = answer.locator("details.thought")
-    assert fold.get_attribute("open") is None
-    assert "Reason" in fold.inner_text()
+    expect(fold).not_to_have_attribute("open", "")
+    expect(fold).to_contain_text("Reason")
     fold.locator("summary").click()
-    assert fold.locator(".md").inner_text() != ""
+    expect(fold.locator(".md")).not_to_be_empty()
     chat.ask("Again.")
     assert "reasoning_content" not in str(sent[-1]["messages"])
     assert chat.errors == []

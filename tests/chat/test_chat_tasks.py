@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from chat_page import ChatPage
+from playwright.sync_api import expect
+
+from eventually import becomes
 
 pytestmark = pytest.mark.server
+WIDTH = "() => document.documentElement.scrollWidth"
 
 
 def test_01_ask_and_read_a_formatted_answer(chat: ChatPage) -> None:
@@ -20,13 +25,13 @@ def test_01_ask_and_read_a_formatted_answer(chat: ChatPage) -> None:
     answer = chat.ask("How do I sort?", text)
     answer.locator("math").nth(1).wait_for()
     answer.locator(".hljs-comment").wait_for()
-    assert answer.locator("h3").inner_text() == "Sorting"
-    assert answer.locator("strong").inner_text() == "fast"
-    assert "at most $5 and $6." in answer.locator("p").first.inner_text()
-    assert answer.locator("td[align=right]").inner_text() == "2"
-    assert answer.locator("math[display=block], math.tml-display").count() == 1
-    assert chat.titles() == ["How do I sort?"]
-    assert "tokens/s" in answer.locator(".facts").inner_text()
+    expect(answer.locator("h3")).to_have_text("Sorting")
+    expect(answer.locator("strong")).to_have_text("fast")
+    expect(answer.locator("p").first).to_contain_text("at most $5 and $6.")
+    expect(answer.locator("td[align=right]")).to_have_text("2")
+    expect(answer.locator("math[display=block], math.tml-display")).to_have_count(1)
+    chat.lists("How do I sort?")
+    expect(answer.locator(".facts")).to_contain_text("tokens/s")
 
 
 def test_02_an_answer_streams_and_stops(chat: ChatPage, gate: Any) -> None:
@@ -34,12 +39,12 @@ def test_02_an_answer_streams_and_stops(chat: ChatPage, gate: Any) -> None:
     gate.set(int(chat.live.metrics()["verbatim_steps_total"]) + 14)
     chat.type("Count.")
     chat.page.wait_for_selector(".md:has-text('one two')")
-    assert chat.page.locator(".assistant[aria-busy=true]").count() == 1
+    expect(chat.page.locator(".assistant[aria-busy=true]")).to_have_count(1)
     chat.page.keyboard.press("Escape")
     answer = chat.last()
     gate.open()
-    assert "Stopped." in answer.inner_text()
-    shown = chat.turns()[-1]
+    expect(answer).to_contain_text("Stopped.")
+    shown = answer.locator(".md").inner_text().strip()
     assert "one two three four five six seven".startswith(shown)
     assert len(shown) < 33
 
@@ -50,15 +55,11 @@ def test_03_edit_a_question_and_switch_between_versions(chat: ChatPage) -> None:
     chat.click("edit and send again")
     chat.page.fill("textarea[name=text]", "Second?")
     chat.page.press("textarea[name=text]", "Enter")
-    chat.page.wait_for_selector(".md:has-text('two')")
-    chat.last()
-    assert chat.turns() == ["Second?", "two"]
+    chat.shows("Second?", "two")
     chat.click("previous version")
-    chat.page.wait_for_selector(".bubble:has-text('First?')")
-    assert chat.turns() == ["First?", "one"]
+    chat.shows("First?", "one")
     chat.click("next version")
-    chat.page.wait_for_selector(".bubble:has-text('Second?')")
-    assert chat.turns() == ["Second?", "two"]
+    chat.shows("Second?", "two")
 
 
 def test_04_another_answer_keeps_the_first(chat: ChatPage) -> None:
@@ -67,7 +68,7 @@ def test_04_another_answer_keeps_the_first(chat: ChatPage) -> None:
     chat.click("another answer")
     chat.page.wait_for_selector(".md:has-text('two')")
     chat.last()
-    assert chat.page.locator(".assistant .versions").inner_text().strip() == "2/2"
+    expect(chat.page.locator(".assistant .versions")).to_have_text("2/2")
     chat.click("previous version", ".assistant")
     chat.page.wait_for_selector(".md:has-text('one')")
 
@@ -89,11 +90,9 @@ def test_06_delete_a_message_and_take_it_back(chat: ChatPage) -> None:
     chat.ask("one?", "1")
     chat.ask("two?", "2")
     chat.click("delete this message and what follows", ".user")
-    chat.page.wait_for_selector(".bubble:has-text('two?')", state="detached")
-    assert chat.turns() == ["one?", "1"]
+    chat.shows("one?", "1")
     chat.page.click(".toast >> text=Undo")
-    chat.page.wait_for_selector(".bubble:has-text('two?')")
-    assert chat.turns() == ["one?", "1", "two?", "2"]
+    chat.shows("one?", "1", "two?", "2")
 
 
 def test_07_find_rename_and_delete_conversations(chat: ChatPage) -> None:
@@ -101,12 +100,11 @@ def test_07_find_rename_and_delete_conversations(chat: ChatPage) -> None:
         chat.ask(name, name)
         chat.page.keyboard.press("Control+Shift+O")
         chat.page.wait_for_selector(".welcome")
-    assert chat.titles() == ["pears", "apples"]
+    chat.lists("pears", "apples")
     chat.page.keyboard.press("Control+k")
     chat.page.wait_for_function("() => document.activeElement.id === 'search'")
     chat.page.fill("#search", "app")
-    chat.page.wait_for_selector(".list li >> nth=1", state="detached")
-    assert chat.titles() == ["apples"]
+    chat.lists("apples")
     chat.click("menu of apples")
     chat.page.fill("input[name=title]", "orchard")
     chat.page.press("input[name=title]", "Enter")
@@ -117,7 +115,7 @@ def test_07_find_rename_and_delete_conversations(chat: ChatPage) -> None:
     chat.page.wait_for_selector(".list >> text=orchard", state="detached")
     chat.page.click(".toast >> text=Undo")
     chat.page.wait_for_selector(".list >> text=orchard")
-    assert chat.turns() == ["apples", "apples"]
+    chat.shows("apples", "apples")
 
 
 def test_08_drop_text_files_into_a_message(chat: ChatPage) -> None:
@@ -131,10 +129,10 @@ def test_08_drop_text_files_into_a_message(chat: ChatPage) -> None:
     ]
     chat.page.set_input_files(".composer input[type=file]", files)
     chat.page.wait_for_selector(".chips >> text=a.py")
-    assert "b.bin is not a text in UTF-8" in chat.page.inner_text(".toast")
+    expect(chat.page.locator(".toast")).to_contain_text("b.bin is not a text in UTF-8")
     chat.ask("What is it?", "Python")
     assert sent[-1]["messages"][0]["content"] == "a.py:\n````\nprint('```')\n````\n\nWhat is it?"
-    assert "a.py" in chat.page.locator(".user .file").inner_text()
+    expect(chat.page.locator(".user .file")).to_contain_text("a.py")
 
 
 def test_09_a_system_prompt_kept_by_name(chat: ChatPage) -> None:
@@ -151,9 +149,10 @@ def test_09_a_system_prompt_kept_by_name(chat: ChatPage) -> None:
     assert sent[-1]["messages"][0] == {"role": "system", "content": "Be brief."}
     chat.page.keyboard.press("Control+Shift+O")
     chat.page.wait_for_selector(".welcome")
-    assert chat.page.input_value("#system") == ""
+    system = chat.page.locator("#system")
+    expect(system).to_have_value("")
     chat.page.select_option("#prompt-name", "brief")
-    chat.page.wait_for_function("() => document.getElementById('system').value === 'Be brief.'")
+    expect(system).to_have_value("Be brief.")
 
 
 def test_10_sampling_shows_the_models_own_values_and_sends_only_changes(chat: ChatPage) -> None:
@@ -162,15 +161,17 @@ def test_10_sampling_shows_the_models_own_values_and_sends_only_changes(chat: Ch
         "request", lambda r: sent.append(r.post_data_json) if "completions" in r.url else None
     )
     chat.page.click("#settings")
-    assert chat.page.input_value("#s-temperature") == "1"
-    assert "1 · server default" in chat.page.locator(".field:has(#s-temperature)").inner_text()
+    temperature = chat.page.locator("#s-temperature")
+    expect(temperature).to_have_value("1")
+    field = chat.page.locator(".field:has(#s-temperature)")
+    expect(field).to_contain_text("1 · server default")
     chat.page.fill("#s-temperature", "0.5")
     chat.page.press("#s-temperature", "Tab")
     chat.page.wait_for_selector(".field.mine #s-temperature")
     chat.ask("Hi", "Hi")
     assert sent[-1]["temperature"] == 0.5
     chat.page.select_option("#preset", "Always the most likely (temperature 0)")
-    chat.page.wait_for_function("() => document.getElementById('s-temperature').value === '0'")
+    expect(temperature).to_have_value("0")
     chat.click("Use the model's: 1")
     chat.page.wait_for_selector(".field.mine", state="detached")
     chat.ask("Hi", "Hi")
@@ -203,8 +204,7 @@ def test_12_export_and_import_everything_in_one_file(
     other.page.click("#more")
     other.page.set_input_files("#import", tmp_path / "chats.json")
     other.page.click(".list >> text=Keep this.")
-    other.page.wait_for_selector(".md:has-text('Kept.')")
-    assert other.turns() == ["Keep this.", "Kept."]
+    other.shows("Keep this.", "Kept.")
     (tmp_path / "no.json").write_text("{}")
     other.page.click("#more")
     other.page.set_input_files("#import", tmp_path / "no.json")
@@ -218,11 +218,9 @@ def test_13_explain_opens_the_same_tokens_in_the_lens(chat: ChatPage) -> None:
     with chat.context.expect_page() as opened:
         chat.click("Explain", ".assistant")
     lens = opened.value
-    lens.wait_for_selector("#tile-7")
-    text = "".join(
-        chr(int(t.split(" ")[0])) for t in lens.locator(".tile small").all_text_contents()[:8]
-    )
-    assert text == "Because."
+    for index, letter in enumerate(b"Because."):
+        tile = lens.locator(f"#tile-{index} small")
+        expect(tile).to_have_text(re.compile(rf"^{letter}\b"))
     lens.wait_for_selector("#proof.identical")
     assert "/lens#answer=" in lens.url
 
@@ -247,7 +245,7 @@ def test_15_continue_an_answer_that_was_cut(chat: ChatPage) -> None:
     chat.page.fill("#s-max_completion_tokens", "6")
     chat.page.press("#s-max_completion_tokens", "Tab")
     answer = chat.ask("Go on")
-    assert "Cut at the length limit." in answer.inner_text()
+    expect(answer).to_contain_text("Cut at the length limit.")
     before = chat.store("return s.path().at(-1).content;")
     answer.get_by_role("button", name="Continue").click()
     chat.page.wait_for_function(
@@ -256,7 +254,7 @@ def test_15_continue_an_answer_that_was_cut(chat: ChatPage) -> None:
         arg=len(before),
     )
     assert chat.store("return s.path().at(-1).content;").startswith(before)
-    assert chat.page.locator(".turn").count() == 2
+    expect(chat.page.locator(".turn")).to_have_count(2)
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'
@@ -272,14 +270,14 @@ def test_16_tool_calls_are_readable_and_get_a_result(chat: ChatPage) -> None:
     chat.store("s.state.chat.settings.tools = a;", json.dumps(TOOL))
     answer = chat.ask("Weather?", CALL)
     card = answer.locator(".call")
-    assert "Calls weather" in card.inner_text().replace("\n", " ")
-    assert card.locator("dd").all_inner_texts() == ["Paris", "2"]
+    expect(card).to_contain_text("Calls weather")
+    expect(card.locator("dd")).to_have_text(["Paris", "2"])
     chat.says("It rains.")
     answer.locator("textarea[name=result]").fill('{"rain": true}')
     answer.get_by_role("button", name="Send result").click()
     chat.page.wait_for_selector(".md:has-text('It rains.')")
     chat.last()
-    assert "Result of weather" in chat.page.locator(".turn.result").inner_text()
+    expect(chat.page.locator(".turn.result")).to_contain_text("Result of weather")
 
 
 def test_17_structured_output_is_shown_as_json(chat: ChatPage) -> None:
@@ -292,20 +290,19 @@ def test_17_structured_output_is_shown_as_json(chat: ChatPage) -> None:
 
 
 def test_18_dark_mode_and_shortcuts(chat: ChatPage) -> None:
-    colour = "() => getComputedStyle(document.body).backgroundColor"
-    light = chat.page.evaluate(colour)
+    body = chat.page.locator("body")
+    light = body.evaluate("(body) => getComputedStyle(body).backgroundColor")
     chat.page.click("#more")
     for _ in range(2):
         chat.page.click("#theme")
-    chat.page.wait_for_selector("html[data-theme=dark]", state="attached")
-    assert chat.page.evaluate(colour) != light
+    expect(body).not_to_have_css("background-color", light)
     chat.page.keyboard.press("Escape")
     chat.page.keyboard.press("Control+/")
     chat.page.wait_for_selector("dialog#keys[open]")
-    assert "stop the answer" in chat.page.inner_text("#keys")
+    expect(chat.page.locator("#keys")).to_contain_text("stop the answer")
     chat.page.keyboard.press("Escape")
     chat.reload()
-    assert chat.page.get_attribute("html", "data-theme") == "dark"
+    expect(chat.page.locator("html")).to_have_attribute("data-theme", "dark")
 
 
 def test_19_a_phone_has_room_for_everything(browser: Any, chat: ChatPage) -> None:
@@ -316,14 +313,14 @@ def test_19_a_phone_has_room_for_everything(browser: Any, chat: ChatPage) -> Non
     phone.page.fill("#message", "Wide?")
     phone.page.tap("#send")
     phone.last()
-    assert phone.page.evaluate("() => document.documentElement.scrollWidth") == 390
+    becomes(lambda: phone.page.evaluate(WIDTH), 390)
     phone.page.tap(".show-list")
     phone.page.wait_for_selector(".sidebar.open >> text=Wide?")
     phone.page.tap(".sidebar >> text=New chat")
     phone.page.wait_for_selector(".welcome")
     phone.page.tap("#settings")
     phone.page.wait_for_selector(".drawer")
-    assert phone.page.evaluate("() => document.documentElement.scrollWidth") == 390
+    becomes(lambda: phone.page.evaluate(WIDTH), 390)
     assert phone.errors == []
     phone.close()
 
@@ -345,6 +342,6 @@ def test_20_a_server_with_keys_asks_for_one(browser: Any, chat: ChatPage) -> Non
     chat.page.press("input[name=key]", "Enter")
     chat.page.wait_for_selector("dialog#key", state="hidden")
     chat.ready()
-    assert chat.ask("Hi", "Hello").locator(".md").inner_text() == "Hello"
+    expect(chat.ask("Hi", "Hello").locator(".md")).to_have_text("Hello")
     assert all("401" in error for error in chat.errors)
     chat.errors.clear()

@@ -8,7 +8,7 @@ import dataclasses
 import html
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ import httpx
 import pytest
 
 import verbatim
-from chromium import launched
 from eventually import HANG_SECONDS
 from verbatim import EngineConfig
 from verbatim.base.params import FIELDS
@@ -173,12 +172,6 @@ def test_the_list_of_decisions_is_complete(site: Path) -> None:
 # ---- in a browser, from the file system: pages open, search works without a network
 
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
-
-
-@pytest.fixture(scope="module")  # Playwright runs an event loop, in which asyncio.run() fails
-def browser() -> Iterator[Any]:
-    with launched() as running:
-        yield running
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, id=name) for name, size in WIDTHS.items()])

@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 from live_server import Live
+from playwright.sync_api import expect
 
-from eventually import HANG_SECONDS
+from eventually import HANG_SECONDS, becomes, eventually
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.pipeline import Row, state_of
 from verbatim.server.process.lens_queries import step_report
@@ -76,6 +77,13 @@ class LensPage:
         texts = self.page.locator(".tile small").all_text_contents()
         return [int(text.split(" ")[0]) for text in texts]
 
+    def shows(self, ids: list[int]) -> None:
+        """Wait until the tiles have these ids."""
+        becomes(self.tokens, ids)
+
+    def shows_tokens(self, count: int) -> None:
+        expect(self.page.locator(".tile")).to_have_count(count)
+
     def select(self, index: int) -> None:
         self.page.click(f"#tile-{index}")
         self.page.wait_for_selector(f"#tile-{index}[aria-selected=true]")
@@ -95,9 +103,16 @@ class LensPage:
         return int(str(self.page.get_attribute("#outcome", "data-token")))
 
     def expect_errors(self, status: int, path: str, *more: str) -> None:
-        """Errors that the test has caused: the browser logs each failed request too."""
-        assert f"{status} {self.live.url}{path}" in self.errors
-        expected = (f"{status} ", f"status of {status} ", *more)
+        """Errors that the test has caused: the browser logs each failed request too, later."""
+        caused, logged = f"{status} {self.live.url}{path}", f"status of {status} "
+
+        def both() -> bool:
+            self.page.evaluate("0")  # handles the events that have come
+            answers = sum(error.startswith(f"{status} ") for error in self.errors)
+            return caused in self.errors and answers == sum(logged in e for e in self.errors)
+
+        eventually(both, lambda: f"the errors are {self.errors}")
+        expected = (f"{status} ", *more)
         assert not [e for e in self.errors if not any(part in e for part in expected)]
         self.errors.clear()
 

@@ -9,15 +9,16 @@ from typing import Any
 import pytest
 from lens_page import LensPage, api, prompt_ids
 from live_server import Live
+from playwright.sync_api import expect
 
-from eventually import eventually
+from eventually import becomes
 
 pytestmark = pytest.mark.server
 
 
 def choose(page: LensPage, label: str, ids: list[int]) -> None:
     page.page.click(f".tree button:has-text('{label}')")
-    eventually(lambda: page.tokens() == ids, "the answer is not drawn")
+    page.shows(ids)
 
 
 def answers(live: Live, prompt: list[int], **params: Any) -> list[list[int]]:
@@ -38,14 +39,14 @@ def test_every_answer_continues_with_its_own_noise(browser: Any, live: Live) -> 
     with page.one_request():
         page.page.click("#step")
     third += answers(live, known + third, **one)[2]
-    assert page.tokens() == third
+    page.shows(third)
     page.select(1)
     drawn = page.slide(temperature=2)
     with page.one_request():
         page.page.click("text=Branch here with these settings")
     hot = {**settings, "temperature": 2, "n": 3}
     expected = third[:1] + answers(live, known + third[:1], **hot)[2]
-    assert page.tokens() == expected
+    page.shows(expected)
     assert expected[1] == drawn
     page.page.click("#prove")
     page.page.wait_for_selector("#proof.identical")
@@ -63,13 +64,13 @@ def test_a_beam_can_be_stepped_and_branched(browser: Any, live: Live) -> None:
     with page.one_request():
         page.page.click("#step")
     expected = third + answers(live, known + third, num_beams=4, max_tokens=1)[0]
-    assert page.tokens() == expected
+    page.shows(expected)
     page.page.click("#tile-1")
     page.page.wait_for_selector("#tile-1[aria-selected=true]")
     row = page.page.locator(".candidates tr:has(button)").first
     with page.one_request():  # read and click in one go: the table may be drawn again
         candidate = row.evaluate("r => { r.querySelector('button').click(); return +r.dataset.id }")
-    assert page.tokens()[:2] == [expected[0], candidate]
+    becomes(lambda: page.tokens()[:2], [expected[0], candidate])
     assert page.errors == []
     page.close()
 
@@ -80,17 +81,15 @@ def test_the_rejected_answers_of_best_of_are_drawn_dimmed(browser: Any, live: Li
     settings: dict[str, Any] = {"seed": 3, "max_tokens": 5, "temperature": 1.5}
     page.generate(n=2, best_of=5, **settings)
     hint = page.page.locator("[aria-label=branches] .hint").first
-    assert "2 with the highest mean log-probability, 3 rejected. The API does not" in " ".join(
-        str(hint.text_content()).split()
-    )
+    best_two = "2 with the highest mean log-probability, 3 rejected. The API does not"
+    expect(hint).to_contain_text(best_two)
     best = answers(live, known, n=2, best_of=5, **settings)
     every = answers(live, known, n=5, **settings)
     with page.one_request():
         page.page.click("text=Draw them")
-    dimmed = page.page.locator(".branch.rejected")
-    labels = [str(text) for text in dimmed.locator("b").all_text_contents()]
-    assert sorted(labels) == [f"rejected {i + 1}" for i, ids in enumerate(every) if ids not in best]
-    assert "dimmed; drawn again with the same seed" in str(hint.text_content())
+    labels = [f"rejected {i + 1}" for i, ids in enumerate(every) if ids not in best]
+    becomes(lambda: sorted(page.page.locator(".branch.rejected b").all_text_contents()), labels)
+    expect(hint).to_contain_text("dimmed; drawn again with the same seed")
     for label in labels:
         choose(page, label, every[int(label.split()[1]) - 1])
     assert page.errors == []
@@ -106,11 +105,11 @@ def test_a_step_after_a_loop_reports_its_own_request(browser: Any, live: Live) -
         "choice": '["aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"]'
     }
     page.generate(max_tokens=40, min_tokens=30, seed=3, **settings)
-    assert page.page.locator(".warn").count() > 0
+    expect(page.page.locator(".warn").first).to_be_attached()
     for count in (41, 42):
         with page.one_request():
             page.page.click("#step")
-        assert len(page.tokens()) == count
+        page.shows_tokens(count)
         assert "Identical" in page.prove()
     assert page.errors == []
     page.close()
@@ -119,11 +118,11 @@ def test_a_step_after_a_loop_reports_its_own_request(browser: Any, live: Live) -
 def test_a_refused_step_leaves_the_branch_as_it_was(browser: Any, live: Live) -> None:
     page = LensPage(browser, live).open()
     page.generate(choice='["ab"]')
-    said = page.page.text_content(".facts")
+    said = str(page.page.text_content(".facts"))
     with page.one_request():
         page.page.click("#step")
     page.page.wait_for_selector("[role=alert]:has-text('is complete')")
-    assert page.page.text_content(".facts") == said
+    expect(page.page.locator(".facts")).to_have_text(said)
     assert "Identical" in page.prove()
     page.expect_errors(400, "/v1/completions")
     page.close()
@@ -144,13 +143,12 @@ def test_undo_takes_one_step_back(browser: Any, live: Live) -> None:
     for count in (4, 5):
         with page.one_request():
             page.page.click("#step")
-        assert len(page.tokens()) == count
-    assert "first after -" not in str(page.page.text_content(".facts"))
+        page.shows_tokens(count)
+    expect(page.page.locator(".facts")).not_to_contain_text("first after -")
     for count in (4, 3):
         page.page.click("text=Undo")
-        page.page.wait_for_selector(f"#tile-{count}", state="detached")
-        assert len(page.tokens()) == count
+        page.shows_tokens(count)
         assert "Identical" in page.prove()
-    assert page.tokens() == known
+    page.shows(known)
     assert page.errors == []
     page.close()

@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 from lens_page import PROMPT, LensPage
 from live_server import Live
+from playwright.sync_api import expect
+
+from eventually import becomes
 
 pytestmark = pytest.mark.server
+MESSAGE = "box => box.validationMessage"
 
 
 def test_errors_are_shown_kindly(browser: Any, live: Live, tmp_path: Path) -> None:
     page = LensPage(browser, live).open()
     page.start(top_p=5, max_tokens=4)
-    alert = page.page.wait_for_selector("[role=alert]")
-    assert alert is not None
-    assert "top_p" in str(alert.text_content())
-    assert page.page.locator(".control.wrong #p-top_p").count() == 1
+    expect(page.page.locator("[role=alert]")).to_contain_text("top_p")
+    expect(page.page.locator(".control.wrong #p-top_p")).to_have_count(1)
     page.set(top_p=1)
     page.page.wait_for_selector(".control.wrong", state="detached")
     broken = tmp_path / "nothing.html"
@@ -69,9 +71,9 @@ def test_a_stream_that_breaks_off_keeps_its_tokens(browser: Any, live: Live, gat
         page.start(max_tokens=24, seed=1)
         page.page.wait_for_selector("#tile-0")
         gate.open()
-    assert "The server does not answer." in str(page.page.text_content("[role=alert]"))
+    expect(page.page.locator("[role=alert]")).to_contain_text("The server does not answer.")
+    expect(page.page.locator("#send")).to_be_enabled()
     assert len(page.tokens()) < 24
-    assert page.page.is_enabled("#send")
     page.page.click("#prove")
     page.page.wait_for_selector("text=This run has no receipt")
     assert page.errors == []
@@ -94,7 +96,7 @@ def test_a_server_with_keys_is_asked_for_one(browser: Any, live: Live) -> None:
     page.page.fill("input[name=key]", "open sesame")
     page.page.click("text=Use it")
     page.page.wait_for_selector("#send:not([disabled])")
-    assert page.page.locator("[role=alert], input[name=key]").count() == 0
+    expect(page.page.locator("[role=alert], input[name=key]")).to_have_count(0)
     page.expect_errors(401, "/lens/api/info")
     page.close()
 
@@ -104,8 +106,8 @@ def test_a_stream_that_ends_early_is_an_error(browser: Any, live: Live) -> None:
     page = LensPage(browser, live).open()
     page.page.evaluate(BREAK.replace('to.error(new TypeError("network error"))', "to.close()"))
     page.generate(max_tokens=24, seed=1)
-    assert "The server does not answer." in str(page.page.text_content("[role=alert]"))
-    assert "ended by" not in str(page.page.text_content(".facts"))
+    expect(page.page.locator("[role=alert]")).to_contain_text("The server does not answer.")
+    expect(page.page.locator(".facts")).not_to_contain_text("ended by")
     assert page.errors == []
     page.close()
 
@@ -116,8 +118,8 @@ def test_a_refused_request_keeps_the_last_run(browser: Any, live: Live) -> None:
     with page.one_request():
         page.start(top_p=5)
     page.page.wait_for_selector("#tile-3")
-    assert "top_p" in str(page.page.text_content("[role=alert]"))
-    assert page.tokens() == before
+    expect(page.page.locator("[role=alert]")).to_contain_text("top_p")
+    page.shows(before)
     page.expect_errors(400, "/v1/completions")
     page.close()
 
@@ -137,13 +139,14 @@ def test_a_text_that_is_no_value_stops_generate(browser: Any, live: Live, every:
         page.page.wait_for_selector(f"[role=alert]:has-text('{name}: ')")
         page.page.click("#send")
         page.page.wait_for_function("id => document.activeElement.id === id", arg=f"p-{name}")
-        assert wrong.evaluate("box => box.validationMessage") != ""
+        becomes(lambda: wrong.evaluate(MESSAGE) != "", True)  # noqa: B023
         page.set(**{name: ""})
-        assert wrong.evaluate("box => box.validationMessage") == ""
-    assert page.page.input_value("#p-temperature") == "1", "an empty text shows the default again"
+        becomes(lambda: wrong.evaluate(MESSAGE), "")  # noqa: B023
+    temperature = page.page.locator("#p-temperature")
+    expect(temperature, "an empty text shows the default again").to_have_value("1")
     page.set(seed=4, temperature="cold")
     page.page.click("text=Reset 1 to defaults")
-    assert page.page.input_value("#p-temperature") == "1"
+    expect(temperature).to_have_value("1")
     assert not [url for url in page.requests if "completions" in url]
     page.generate(max_tokens=2)
     assert page.errors == []
@@ -189,11 +192,11 @@ def test_a_run_of_another_model_is_shown_without_this_server(
     page.page.set_input_files("#load", file)
     page.page.wait_for_selector("[role=alert]:has-text('This run was made by another')")
     page.select(2)
-    assert page.page.get_attribute("[data-what=top_k]", "max") == "256"
+    expect(page.page.locator("[data-what=top_k]")).to_have_attribute("max", "256")
     page.page.click("#tile-1")
     page.page.wait_for_selector("text=This step was not opened before the run was saved.")
-    assert page.page.locator("#send, .candidates button").count() == 0
-    assert "stopped" in str(page.page.text_content(".facts"))
+    expect(page.page.locator("#send, .candidates button")).to_have_count(0)
+    expect(page.page.locator(".facts")).to_contain_text("stopped")
     assert len([url for url in page.requests if "/lens/api/step" in url]) == asked
     assert page.errors == []
     page.close()
@@ -274,7 +277,7 @@ def test_a_new_conversation_stops_the_request_that_runs(browser: Any, live: Live
     page.page.click("#send")
     page.page.click("text=New conversation")
     page.page.wait_for_selector("#send:not([disabled])")
-    assert page.page.locator(".turn").count() == 0
+    expect(page.page.locator(".turn")).to_have_count(0)
     one = page.page.evaluate(
         """async () => {
           const { recordOf } = await import("/lens/run.js");
@@ -293,7 +296,7 @@ def test_right_to_left_text_keeps_its_direction(browser: Any, live: Live) -> Non
     page = LensPage(browser, live).open()
     page.generate(PROMPT, regex="שלום עולם", max_tokens=40, seed=1)
     text = page.page.locator(".branch .text")
-    assert text.evaluate("node => getComputedStyle(node).direction") == "rtl"
+    expect(text).to_have_css("direction", "rtl")
     lefts = page.page.locator(".tile").evaluate_all(
         "all => all.filter((t) => t.offsetTop === all[0].offsetTop).map((t) => t.offsetLeft)"
     )
@@ -311,11 +314,11 @@ def test_a_seed_that_is_none_leaves_the_draw_as_it_is(browser: Any, live: Live) 
     for text in ("1e400", "-1", "9007199254740992", "x"):
         box.fill(text)
         box.dispatch_event("change")
-        assert "whole number" in box.evaluate("box => box.validationMessage")
-        assert page.page.locator("label.moved").count() == 0
+        becomes(lambda: "whole number" in box.evaluate(MESSAGE), True)
+        expect(page.page.locator("label.moved")).to_have_count(0)
     assert page.slide(seed=4) >= 0
-    assert box.evaluate("box => box.validationMessage") == ""
-    assert page.page.locator("label.moved").count() == 1
+    becomes(lambda: box.evaluate(MESSAGE), "")
+    expect(page.page.locator("label.moved")).to_have_count(1)
     assert page.errors == []
     page.close()
 
@@ -327,18 +330,15 @@ def test_many_answers_are_drawn_only_when_they_come(browser: Any, live: Live, ga
     before = page.generate(max_tokens=2, seed=3)
     with page.one_request():
         page.start(n=1024)
-    assert "n" in str(page.page.text_content("[role=alert]"))
-    page.page.wait_for_selector("#tile-1")
-    assert page.tokens() == before
+    expect(page.page.locator("[role=alert]")).to_contain_text("n")
+    page.shows(before)
     gate.set(0)
     with page.one_request():
         page.start(n=3)
         page.page.wait_for_selector(".facts:has-text('waiting')")
-        assert page.page.locator(".branch").count() == 1
+        expect(page.page.locator(".branch")).to_have_count(1)
         gate.open()
-    answers = page.page.evaluate(
-        "async () => (await import('/lens/store.js')).state.branches.map((b) => b.label)"
-    )
-    assert answers == ["answer 1", "answer 2", "answer 3"]
+    labels = "async () => (await import('/lens/store.js')).state.branches.map((b) => b.label)"
+    becomes(lambda: page.page.evaluate(labels), ["answer 1", "answer 2", "answer 3"])
     page.expect_errors(400, "/v1/completions")
     page.close()

@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 from lens_page import LensPage, api, prompt_ids, run_of
 from live_server import Live
+from playwright.sync_api import expect
+
+from eventually import becomes
 
 pytestmark = pytest.mark.server
 SETTINGS = {"max_tokens": 24, "seed": 11, "temperature": 0.8, "ignore_eos": True}
@@ -59,36 +62,37 @@ def test_chat_streams_with_probabilities_while_streaming(
     with page.one_request():
         page.page.click("#send")
         page.page.wait_for_selector("#tile-2")
-        assert page.page.is_enabled("#stop")
-        assert "probability" in str(page.page.get_attribute("#tile-1", "title"))
-        assert page.page.locator(".candidates tr").count() >= 10
+        expect(page.page.locator("#stop")).to_be_enabled()
+        expect(page.page.locator("#tile-1")).to_have_attribute("title", re.compile("probability"))
+        expect(page.page.locator(".candidates tr").nth(9)).to_be_attached()
         gate.open()
     ids = live.post("/tokenize", {"messages": [{"role": "user", "content": "hello"}]}).json()
     direct = api(live, ids["tokens"], max_tokens=12, seed=5)
-    assert page.tokens() == direct["ids"]
+    page.shows(direct["ids"])
     assert page.errors == []
     page.close()
 
 
+def candidates(lens: LensPage) -> dict[int, float]:
+    """id -> log-probability, as the first rows of the table show them."""
+    pairs = lens.page.locator(".candidates tr").evaluate_all(
+        "all => all.slice(0, 12).map((row) =>"
+        " [row.dataset.id, row.querySelector('.p').dataset.logprob])"
+    )
+    return {int(i): float(logprob) for i, logprob in pairs}
+
+
 def test_the_bars_are_the_numbers_of_the_api(lens: LensPage) -> None:
     direct = api(lens.live, prompt_ids(lens.live), **SETTINGS)
-    assert lens.tokens() == direct["ids"]
+    lens.shows(direct["ids"])
     for index in (0, 7, 23):
         lens.select(index)
         record = direct["explain"][index]
-        rows = lens.page.locator(".candidates tr")
-        shown = {
-            int(str(rows.nth(i).get_attribute("data-id"))): float(
-                str(rows.nth(i).locator(".p").get_attribute("data-logprob"))
-            )
-            for i in range(12)
-        }
-        assert shown == {c["id"]: c["logprob"] for c in record["top"][:12]}
-        winner = lens.page.locator(".draw tr.winner td").all_text_contents()
-        assert winner[3] == f"{record['score']:.2f}"
-        assert float(winner[1].removesuffix(" %")) == pytest.approx(
-            100 * record["final_prob"], abs=0.005
-        )
+        becomes(lambda: candidates(lens), {c["id"]: c["logprob"] for c in record["top"][:12]})
+        cells = lens.page.locator(".draw tr.winner td")
+        expect(cells.nth(3)).to_have_text(f"{record['score']:.2f}")
+        share = float(cells.nth(1).inner_text().removesuffix(" %"))
+        assert share == pytest.approx(100 * record["final_prob"], abs=0.005)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +131,16 @@ def test_a_branch_is_a_request_with_that_prefix(lens: LensPage) -> None:
         row.locator("button").click()
     prefix = [*before[:6], candidate]
     direct = api(lens.live, known + prefix, **SETTINGS)
-    assert lens.tokens() == prefix + direct["ids"]
-    usage = direct["usage"]["prompt_tokens"]
-    cached = int(lens.page.locator(".branch.on .cached").text_content() or -1)
-    computed = int(lens.page.locator(".branch.on .computed").text_content() or -1)
-    assert cached + computed == usage
+    lens.shows(prefix + direct["ids"])
+    counts = lens.page.locator(".branch.on :is(.cached, .computed)")
+    expect(counts).to_have_text([re.compile(r"\d")] * 2)
+    cached, computed = map(int, counts.all_text_contents())
+    assert cached + computed == direct["usage"]["prompt_tokens"]
     assert cached >= 16  # the prefix cache holds whole blocks
-    assert lens.page.locator(".two .column").count() == 2, "compared with its parent"
+    expect(lens.page.locator(".two .column"), "compared with its parent").to_have_count(2)
     lens.page.click("text=Undo")
     lens.page.wait_for_selector(".branch >> nth=1", state="detached")
-    assert lens.tokens() == before
+    lens.shows(before)
 
 
 def test_a_branch_inside_structured_output_continues_its_grammar(browser: Any, live: Live) -> None:
@@ -150,7 +154,7 @@ def test_a_branch_inside_structured_output_continues_its_grammar(browser: Any, l
         row.locator("button").click()
     prefix = [*before[:2], candidate]
     direct = api(live, known + prefix, output_prefix=3, **settings)
-    assert page.tokens() == prefix + direct["ids"]
+    page.shows(prefix + direct["ids"])
     written = bytes(t for t in page.tokens() if t < 256).decode()
     assert re.fullmatch(r"[ -~]{4}[0-9]{6}z?", written)
     # a token that the grammar does not allow, as a client without the table's tags would ask for
@@ -162,10 +166,8 @@ def test_a_branch_inside_structured_output_continues_its_grammar(browser: Any, l
           await branchFrom(current(), 2, 10);
         }"""
     )
-    alert = page.page.wait_for_selector("[role=alert]")
-    assert alert is not None
-    assert "does not allow '\\n' (id 10)" in str(alert.text_content())
-    assert page.tokens() == before
+    expect(page.page.locator("[role=alert]")).to_contain_text("does not allow '\\n' (id 10)")
+    page.shows(before)
     page.expect_errors(400, "/v1/completions")
     page.page.click("#prove")
     page.page.wait_for_selector("#proof.identical")
@@ -180,7 +182,7 @@ def test_a_branch_with_other_settings_starts_with_the_redrawn_token(lens: LensPa
         lens.page.click("text=Branch here with these settings")
     settings = {**SETTINGS, "temperature": 1.9, "top_k": 50}
     direct = api(lens.live, known + before[:4], **settings)
-    assert lens.tokens() == before[:4] + direct["ids"]
+    lens.shows(before[:4] + direct["ids"])
     assert direct["ids"][0] == drawn
     lens.page.click("text=Undo")
     lens.page.wait_for_selector(".branch >> nth=1", state="detached")
@@ -193,7 +195,7 @@ def test_a_branch_at_a_single_step_is_a_whole_answer(browser: Any, live: Live) -
         page.start(button="#step", max_tokens=6, seed=8)
     with page.one_request():
         page.page.click("#step")
-    assert len(page.tokens()) == 2
+    page.shows_tokens(2)
     page.select(0)
     with page.one_request():
         page.page.evaluate("() => document.querySelector('.candidates tr button').click()")
@@ -209,10 +211,10 @@ def test_the_keyboard_walks_over_the_tokens(lens: LensPage) -> None:
     lens.page.focus("#tiles")
     for key, at in (("ArrowRight", 4), ("End", 23), ("Home", 0), ("ArrowDown", 10)):
         lens.page.keyboard.press(key)
-        active = lens.page.wait_for_selector(f"#tile-{at}[aria-selected=true]")
-        assert active is not None
-        assert lens.page.get_attribute("#tiles", "aria-activedescendant") == f"tile-{at}"
-    assert "probability" in str(lens.page.text_content("#live"))
+        expect(lens.page.locator(f"#tile-{at}")).to_have_attribute("aria-selected", "true")
+        tiles = lens.page.locator("#tiles")
+        expect(tiles).to_have_attribute("aria-activedescendant", f"tile-{at}")
+    expect(lens.page.locator("#live")).to_contain_text("probability")
     unnamed = lens.page.evaluate(
         "() => [...document.querySelectorAll('button, input, select, textarea')].filter(e =>"
         " !e.textContent.trim() && !e.getAttribute('aria-label') && !e.labels?.length)"
@@ -232,10 +234,11 @@ def test_the_keyboard_walks_over_the_tokens(lens: LensPage) -> None:
 def test_the_cards_of_a_column_are_equally_wide(lens: LensPage) -> None:
     lens.select(3)
     for column, cards in ((".middle", 5), (".right", 3)):
-        widths = lens.page.locator(f"{column} .card").evaluate_all(
+        found = lens.page.locator(f"{column} .card")
+        expect(found).to_have_count(cards)
+        widths = found.evaluate_all(
             "cards => cards.map((card) => Math.round(card.getBoundingClientRect().width))"
         )
-        assert len(widths) == cards
         assert len(set(widths)) == 1, (column, widths)
 
 
@@ -297,9 +300,9 @@ def test_the_engine_view_marks_evicted_blocks_and_preempted_requests(
         }"""
     )
     assert marked.json_value() == [1, 3]
-    assert "evicted 11" in str(page.page.text_content("[aria-label=cache]"))
-    assert page.page.locator(".lanes i.preempted").count() == 1
-    assert "preempted 1×" in str(page.page.text_content(".lanes"))
+    expect(page.page.locator("[aria-label=cache]")).to_contain_text("evicted 11")
+    expect(page.page.locator(".lanes i.preempted")).to_have_count(1)
+    expect(page.page.locator(".lanes")).to_contain_text("preempted 1×")
     assert page.errors == []
     page.page.unroute_all(behavior="ignoreErrors")  # a poll may be on its way
     page.close()
@@ -318,9 +321,9 @@ def test_a_saved_run_opens_without_a_server(browser: Any, lens: LensPage, saved:
     page = LensPage(browser, lens.live, offline=True)
     page.page.goto(saved.as_uri())
     page.page.wait_for_selector("#tile-23")
-    assert page.tokens() == lens.tokens()
+    page.shows(lens.tokens())
     page.select(9)
-    assert page.page.locator("[data-stage=temperature]").count() == 1
+    expect(page.page.locator("[data-stage=temperature]")).to_have_count(1)
     row = next(data for key, data in run_of(saved)["rows"] if key.endswith(":0:9"))
     assert page.slide(temperature=0) == row["top"][0][0]
     assert page.errors == []
@@ -406,7 +409,7 @@ def test_a_run_without_a_limit_has_none_of_the_lens(browser: Any, live: Live) ->
     body = sent.value.post_data_json
     assert body["max_tokens"] == 250_000 // 64
     assert "on_loop" not in body
-    assert len(page.tokens()) == 3
+    page.shows_tokens(3)
     assert page.errors == []
     page.close()
 
@@ -421,14 +424,13 @@ def test_a_phone_needs_no_sideways_scrolling(browser: Any, live: Live, scheme: s
     page.open()
     page.generate(**TYPED)
     page.select(3)
-    wide = page.page.evaluate("() => document.documentElement.scrollWidth")
-    assert wide <= 390
+    becomes(lambda: page.page.evaluate("() => document.documentElement.scrollWidth <= 390"), True)
     colour = page.page.evaluate("() => getComputedStyle(document.body).backgroundColor")
     light = sum(map(int, re.findall(r"\d+", colour)[:3])) > 380
     assert light == (scheme == "light")
     page.page.click("nav >> text=Engine")
     page.page.wait_for_selector("#plot i")
-    assert page.page.evaluate(
+    page.page.wait_for_function(
         """() => {  // a swatch and its word are on one line
           const keys = [...document.querySelectorAll(".legend i")].map((i) => i.parentElement);
           return keys.length > 9 && keys.every((key) => key.getClientRects().length === 1

@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from lens_page import LensPage, api, prompt_ids, report
 from live_server import Live
+from playwright.sync_api import expect
 
-from eventually import eventually
+from eventually import becomes
 from filter_values import WEAK
 from verbatim.base.params import FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
@@ -127,7 +128,7 @@ def test_side_by_side_requests_the_whole_row_where_256_candidates_cannot_decide(
         name: (e.token, str(stages[name][-1]["left"] if name != "greedy" else 1))
         for name, e in expected.items()
     }
-    eventually(lambda: five(lens) == decided, lambda: f"{five(lens)} is not {decided}")
+    becomes(lambda: five(lens), decided)
     assert asked == [False, True], "the whole row is requested once"
     assert five(lens)["min-p"][1] == str(vocab)
     lens.page.unroute("**/lens/api/step")
@@ -200,19 +201,19 @@ def test_answers_are_a_tree_of_shared_prefixes(lens: LensPage, params: dict[str,
     assert levels
     assert "best_of" in params or max(levels) > 1, "a prefix that some share, after one that all do"
     lines = lens.page.locator(".tree li")
-    shown = list(zip(lines.all(), words(lens, ".tree li"), strict=True))
-    assert len(shown) == len(expected)
-    for (line, text), (level, said) in zip(shown, expected, strict=True):
-        assert int(str(line.get_attribute("aria-level"))) == level
-        assert all(part in text for part in said), (text, said)
+    expect(lines).to_have_count(len(expected))
+    for line, (level, said) in zip(lines.all(), expected, strict=True):
+        expect(line).to_have_attribute("aria-level", str(level))
+        for part in said:
+            expect(line).to_contain_text(part)
     lens.page.click(f".tree button:has-text('answer {len(answers)}')")
     chosen = answers[-1]["ids"]
-    eventually(lambda: lens.tokens() == chosen, "the answer is not drawn")
+    lens.shows(chosen)
     if "num_beams" not in params:  # the noise of this answer, not of the first one
         lens.select(3)
         token = f"#outcome[data-token='{chosen[3]}']"
         lens.page.wait_for_selector(token)
-        assert lens.page.locator(".alarm").count() == 0
+        expect(lens.page.locator(".alarm")).to_have_count(0)
 
 
 # -------------------------------------------------------------------------------- bars of a funnel
@@ -272,14 +273,15 @@ def test_every_bar_of_every_stage_is_a_number_of_the_api(
         records[used[count - 1] if count else "temperature"] = direct["explain"][0]
     last = records[used[-1]]
     assert ids == [last["token"]]
-    assert [stage["name"] for stage in last["stages"]] == lens.page.locator(
-        ".stage:not([data-stage=raw])"
-    ).evaluate_all("all => all.map((stage) => stage.dataset.stage)")
+    drawn = lens.page.locator(".stage:not([data-stage=raw])")
+    names = [stage["name"] for stage in last["stages"]]
+    becomes(lambda: drawn.evaluate_all("all => all.map((stage) => stage.dataset.stage)"), names)
     for stage in last["stages"]:
-        [left] = words(lens, f"[data-stage={stage['name']}] .left")
-        assert left == str(stage["left"])
-        note = words(lens, f"[data-stage={stage['name']}] .note")[0]
-        assert (f"cuts {stage['removed']} id" in note) == bool(stage["removed"])
+        part = lens.page.locator(f"[data-stage={stage['name']}]")
+        expect(part.locator(".left")).to_have_text(str(stage["left"]))
+        note = expect(part.locator(".note").first)
+        cuts = f"cuts {stage['removed']} id"
+        (note.to_contain_text if stage["removed"] else note.not_to_contain_text)(cuts)
 
     raw = [(c["id"], math.exp(c["logprob"]), c["removed_by"]) for c in last["top"]]
     check_bar(lens, "raw", [(i, share) for i, share, _ in raw], 1.0)
@@ -344,9 +346,9 @@ def test_the_running_loop_shows_each_step_of_the_api(lens: LensPage) -> None:
     for index, record in enumerate(direct["explain"]):
         lens.page.wait_for_selector(f"#tile-{index}[aria-selected=true]")
         lens.page.wait_for_selector(f".steps >> text=token {index + 1} of 5")
-        assert lens.page.get_attribute("text=Pause", "aria-pressed") == "true"
+        expect(lens.page.locator("text=Pause")).to_have_attribute("aria-pressed", "true")
         context, logits, softmax, sample, append = lens.page.locator(".loop li").all()
-        assert f"{len(known) + index} tokens" in str(context.text_content())
+        expect(context).to_contain_text(f"{len(known) + index} tokens")
         top = record["top"][:5]
         kept = [c for c in record["top"] if c["score"] is not None]
         scores = sorted(kept, key=lambda c: (-c["score"], c["id"]))[:5]
@@ -355,17 +357,16 @@ def test_the_running_loop_shows_each_step_of_the_api(lens: LensPage) -> None:
             (softmax, [percent(math.exp(c["logprob"])) for c in top]),
             (sample, [f"{c['noise']:+.1f}" for c in scores]),
         ):
-            shown = part.locator(".mini span").all_text_contents()
-            assert shown[:5] == expected
-            assert len(shown) == (6 if part != sample and record["rank"] > 5 else 5)
-            assert part.locator(".mini.drawn").count() == 1, "the drawn token is among them"
+            unlikely = part != sample and record["rank"] > 5
+            more = [re.compile(".")] if unlikely else []
+            expect(part.locator(".mini span")).to_have_text(expected + more)
+            expect(part.locator(".mini.drawn"), "the drawn token is among them").to_have_count(1)
         widths = "all => all.map((bar) => parseFloat(bar.style.width))"
         assert softmax.locator(".mini i").evaluate_all(widths)[:5] == pytest.approx(
             [100 * math.exp(c["logprob"]) for c in top], abs=0.06
         )
-        assert f"entropy {record['entropy']:.2f} nats" in str(softmax.text_content())
-        where = f"id {record['token']}, position {record['position']}"
-        assert where in str(append.text_content())
+        expect(softmax).to_contain_text(f"entropy {record['entropy']:.2f} nats")
+        expect(append).to_contain_text(f"id {record['token']}, position {record['position']}")
         lens.page.evaluate("() => window.tick()")
     lens.page.wait_for_selector(".steps button[aria-pressed=false]:has-text('Play')")
     lens.page.evaluate("() => { delete window.setInterval }")
@@ -384,7 +385,7 @@ def test_an_unlikely_token_is_in_the_loop_before_its_step_is_there(lens: LensPag
     for name, count in (("logits", 6), ("softmax", 6), ("sample", 5)):
         part = lens.page.locator(f".loop li:has(h3:has-text('{name}'))")
         part.locator(".mini.drawn").wait_for(state="attached")
-        assert part.locator(".mini").count() == count
+        expect(part.locator(".mini")).to_have_count(count)
     (route,) = held
     route.continue_()
     lens.page.unroute("**/lens/api/step")
@@ -401,7 +402,7 @@ def test_ids_and_bytes_are_shown_on_demand(lens: LensPage) -> None:
     small.first.wait_for(state="visible")
     raw = lens.live.client.get("/lens/api/vocab").json()
     assert raw["lengths"][:256] == [1] * 256, "ids below 256 are bytes"
-    assert small.all_text_contents() == [f"{i} · {i:02x}" for i in ids]
+    expect(small).to_have_text([f"{i} · {i:02x}" for i in ids])
     top = api(lens.live, prompt_ids(lens.live), **settings)["explain"][2]["top"]
     shown = words(lens, ".candidates .word small")
     assert shown == [f"{c['id']} · {c['id']:02x}" for c in top[: len(shown)]]
@@ -435,7 +436,7 @@ def test_warnings_and_loops_are_shown_in_place(lens: LensPage) -> None:
     direct = api(lens.live, prompt_ids(lens.live), **settings)
     assert len(direct["warnings"]) == 3, "two of the settings, one of the loop"
     loop = f"The end repeats itself: {direct['loop']} tokens."
-    assert words(lens, ".sequence .warn") == [loop, *direct["warnings"]]
+    expect(lens.page.locator(".sequence .warn")).to_have_text([loop, *direct["warnings"]])
 
 
 def test_a_branch_inside_reasoning_continues_it(lens: LensPage) -> None:
@@ -448,16 +449,18 @@ def test_a_branch_inside_reasoning_continues_it(lens: LensPage) -> None:
         row.locator("button").click()
     prefix = [*before[:9], candidate]
     direct = api(lens.live, known + prefix, output_prefix=10, **settings)
-    assert lens.tokens() == prefix + direct["ids"]
+    lens.shows(prefix + direct["ids"])
     assert bytes(i for i in lens.tokens() if i < 256).decode().count("</think>") == 1
-    parent, branch = words(lens, ".tree li")
-    assert "at token 10" in branch
+    lines = lens.page.locator(".tree li")
+    expect(lines).to_have_count(2)
+    parent, branch = expect(lines.nth(0)), expect(lines.nth(1))
+    branch.to_contain_text("at token 10")
     total = sum(record["logprob"] for record in direct["explain"])
     first = api(lens.live, known, **settings)["explain"]
     total += sum(record["logprob"] for record in first[:9])
     total += next(c["logprob"] for c in first[9]["top"] if c["id"] == candidate)
-    assert f"log-probability {total:.3f}" in branch
-    assert f"log-probability {sum(r['logprob'] for r in first):.3f}" in parent
+    branch.to_contain_text(f"log-probability {total:.3f}")
+    parent.to_contain_text(f"log-probability {sum(r['logprob'] for r in first):.3f}")
 
 
 def test_accepted_and_rejected_drafts_are_marked(browser: Any, live: Live) -> None:
@@ -490,7 +493,8 @@ def test_accepted_and_rejected_drafts_are_marked(browser: Any, live: Live) -> No
     lens.page.route("**/lens/api/engine*", engine)
     lens.open()
     generate(lens, max_tokens=4, seed=1)
-    assert "drafts: 7 accepted, 2 rejected" in words(lens, ".sequence .facts")[0]
+    facts = lens.page.locator(".sequence .facts")
+    expect(facts).to_contain_text("drafts: 7 accepted, 2 rejected")
     lens.page.click("nav >> text=Engine")
     lens.page.wait_for_selector(".timeline i[title*='step 1000003']")
     shown = lens.page.locator(".timeline i").evaluate_all(
@@ -503,9 +507,9 @@ def test_accepted_and_rejected_drafts_are_marked(browser: Any, live: Live) -> No
         ["draft", "4 of 4 drafts accepted (suffix)", "100%"],
         ["decode", "", ""],
     ]
-    said = words(lens, "[aria-label=timeline] .facts")[0]
-    assert "ngram: 3 of 9 drafts accepted" in said
-    assert "suffix: 4 of 4 drafts accepted" in said
+    facts = lens.page.locator("[aria-label=timeline] .facts")
+    expect(facts).to_contain_text("ngram: 3 of 9 drafts accepted")
+    expect(facts).to_contain_text("suffix: 4 of 4 drafts accepted")
     assert lens.errors == []
     lens.page.unroute_all(behavior="ignoreErrors")  # a poll may be on its way
     lens.close()
