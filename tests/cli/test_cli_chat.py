@@ -67,6 +67,7 @@ def test_piped_lines_are_turns_with_history(verbatim: Call, tiny: Path) -> None:
     )
     assert "temperature 0 (model: GGUF metadata)" in lines[-2]
     assert "of 8192 tokens of the context" in lines[-1]
+    assert " prompt + 6 output tokens" in verbatim("chat", "-v", *SHORT, stdin="the cat\n").err
 
 
 def test_chat_commands(verbatim: Call, tiny: Path, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_mistyped_command_gets_a_suggestion(verbatim: Call) -> None:
     assert "no command /expain; did you mean /explain?" in result.err
     assert "no command /xyzzy; /help lists them" in result.err
     assert "such as temperature=0.7" in result.err
-    assert "xyzzy: no such parameter; `verbatim run --help` lists them" in result.err
+    assert "xyzzy: no such parameter; `verbatim run --help-all` lists them" in result.err
 
 
 def test_system_message(verbatim: Call, tiny: Path) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cli_result import Call
 from verbatim import LLM, SamplingParams
+from verbatim.cli.lib.error_lines import print_error
+from verbatim.observe.roofline import MachineLimits, load_limits, save_limits
 
 Spawn = Callable[..., "subprocess.Popen[bytes]"]
 
@@ -31,15 +35,13 @@ def test_piped_output_is_the_text_and_nothing_else(verbatim: Call, llm: LLM) -> 
     )
     assert result.code == 0
     assert result.out == whole.text + "\n"
-    assert (
-        f"{whole.usage.prompt_tokens} prompt + {whole.usage.output_tokens} output tokens"
-        in result.err
-    )
-    assert "first token" in result.err
-    assert "tokens per second" in result.err
-    assert whole.finish_reason in result.err
-    assert "seed" not in result.err  # temperature 0: nothing is sampled
+    *_, line = result.err.splitlines()
+    assert re.fullmatch(r"12 tokens · [\d.]+ s · [\d.]+ tokens per second · length \(.*\)", line)
     assert "\x1b" not in result.out + result.err
+    line = verbatim("run", "-v", "the cat", "--max-tokens", "12").err.splitlines()[-2]
+    assert line.startswith(f"{whole.usage.prompt_tokens} prompt + 12 output tokens")
+    assert "first token" in line
+    assert "seed" not in line  # temperature 0: nothing is sampled
 
 
 def test_the_default_temperature_gives_the_same_answer_every_time(verbatim: Call) -> None:
@@ -110,7 +112,7 @@ def test_sampling_flags_reach_the_engine(verbatim: Call, llm: LLM) -> None:
     result = verbatim("run", "--raw", "--json", *flags, "the")
     assert result.json["tokens"] == list(llm.generate("the", params).token_ids)
     assert result.json["seed"] == 7
-    assert "seed 7" in verbatim("run", "--raw", *flags, "the").err
+    assert "seed 7" in verbatim("run", "-v", "--raw", *flags, "the").err.splitlines()[-2]
 
 
 def test_a_sampled_answer_without_a_seed_reports_its_seed(verbatim: Call) -> None:
@@ -286,10 +288,10 @@ def test_a_loop_is_stopped_and_reported_in_one_line(verbatim: Call) -> None:
         "warning: stopped, because the end repeats a run of 1 token; on_loop report lets it "
         "continue"
     ]
-    assert "64 output tokens" in result.err
+    assert "64 tokens · " in result.err
     assert verbatim("run", "--json", *LOOP).json["finish_reason"] == "loop"
     let = verbatim("run", "--on-loop", "report", *LOOP)
-    assert "300 output tokens" in let.err
+    assert "300 tokens · " in let.err
     assert "on_loop stop ends such an answer" in let.err
     assert len(let.out) > 4 * len(result.out)
 
@@ -356,7 +358,6 @@ def test_ctrl_c_ends_cleanly(spawn: Spawn) -> None:
     assert first
     assert b"Traceback" not in err
     assert b"cancel" in err
-    assert b"output tokens" in err
 
 
 @pytest.mark.parametrize(
@@ -435,6 +436,33 @@ def test_a_terminal_gets_colour_and_a_progress_line(spawn: Spawn) -> None:
     assert b"\x1b" not in out
     assert b"\x1b[2m" in err
     assert b"loading" in err
+
+
+def test_errors_wrap_between_words_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = "the model's config.json has a key that this engine does not follow; " * 4
+    print_error(message)
+    whole = capsys.readouterr().err
+    assert whole.count("\n") == 1, "one line in a pipe or a log"
+    monkeypatch.setattr("verbatim.cli.lib.terminal.is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+    print_error(message)
+    lines = capsys.readouterr().err.splitlines()
+    assert max(map(len, lines)) < 60
+    assert " ".join(lines) == whole.strip()
+
+
+def test_a_run_above_the_saved_limit_marks_it(llm: LLM, verbatim: Call, tmp_path: Path) -> None:
+    slow = MachineLimits(1.0, threads=2, method="native")  # a byte per second
+    save_limits(tmp_path / "cache", slow)
+    verbatim("run", "the cat", "--max-tokens", "12", "--speculate", "off")
+    assert load_limits(tmp_path / "cache") == replace(slow, beaten=True)
+    fast = replace(slow, read_bytes=1e15)
+    save_limits(tmp_path / "cache", fast)
+    verbatim("run", "the cat", "--max-tokens", "12", "--speculate", "off")
+    assert load_limits(tmp_path / "cache") == fast
 
 
 def test_run_imports_no_unused_libraries(spawn: Spawn) -> None:

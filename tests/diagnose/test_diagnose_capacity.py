@@ -14,7 +14,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.diagnose.capacity import Plan, make_plan
 from verbatim.diagnose.devices import DEVICES, device_of, parse_device
 from verbatim.diagnose.footprint import Footprint, footprint_of_config, read_footprint
-from verbatim.observe.roofline import MachineLimits, cost_card, save_limits
+from verbatim.observe.roofline import MachineLimits, cost_card, load_limits, save_limits
 from verbatim.testing.tiny_models import TINY_CONFIGS
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
@@ -268,6 +268,9 @@ def test_this_device_names_the_day_of_its_limits(
     save_limits(tmp_path / "cache", limits)
     text = verbatim("plan", "1B", "--device", "this").out
     assert "this machine, 2 threads (measured 2026-11-16, native)" in text
+    assert "estimated" in text
+    assert "at least" not in text
+    assert "at most" not in text, "a busy machine measures less than it can do"
     assert device_of(MachineLimits(1.0, 1, "numpy"), None).kind == "measured, numpy"
 
 
@@ -275,12 +278,17 @@ def test_this_device_measures_when_bench_has_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from verbatim.diagnose import this_device
+    from verbatim.observe import roofline
 
     monkeypatch.setattr(this_device.gpu, "present", lambda: False)
-    monkeypatch.setattr(this_device, "native_probes", lambda: (lambda t, n: 5e9, lambda t: 7e9))
+    monkeypatch.setattr(roofline, "native_probes", lambda: (lambda t, n: 5e9, lambda t: 7e9))
     found = this_device.this_device(tmp_path)
     assert (found.read_bytes, found.ops, found.unit) == (5e9, 7e9, "int8 OPS")
-    monkeypatch.setattr(this_device, "measure_limits", lambda *a, **k: pytest.fail("measured"))
+    monkeypatch.setattr(roofline, "native_probes", lambda: (lambda t, n: 4e9, lambda t: 9e9))
     assert this_device.this_device(tmp_path) == found  # saved, as bench does
+    roofline.mark_beaten(tmp_path)  # by a run: measured again, and the best of both is kept
+    again = this_device.this_device(tmp_path)
+    assert (again.read_bytes, again.ops) == (5e9, 9e9)
+    assert not load_limits(tmp_path).beaten  # type: ignore[union-attr]
     assert device_of(MachineLimits(1.0, 1, "numpy"), None).ridge is None
     assert DEVICES["h100"].ridge == pytest.approx(295.2, abs=0.1)

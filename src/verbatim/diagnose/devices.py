@@ -33,6 +33,11 @@ class Device:
         """Operations per byte at which memory and matrix units take the same time."""
         return None if self.ops is None else self.ops / self.read_bytes
 
+    @property
+    def estimated(self) -> bool:
+        """Whether the limits are those of a probe, which a busy machine lowers."""
+        return self.kind.startswith("measured")
+
     def times(self, count: int) -> Device:
         """`count` devices as one: the sum of their limits, without any cost of communication."""
         return replace(

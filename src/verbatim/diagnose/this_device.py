@@ -1,8 +1,8 @@
 """The limits of this machine for `plan --device this`: a GPU if the cuda backend can use one, else
 the CPU.
 
-The CPU's limits are those that `verbatim bench` saved; without them they are measured now, by the
-same probe. A GPU's limits are measured each time.
+The CPU's limits are those that `verbatim bench` saved. They are measured by the same probe where it
+saved none, or where a run was faster than they allow. A GPU's limits are measured each time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,7 @@ from pathlib import Path
 
 from verbatim.backend import gpu
 from verbatim.diagnose.devices import Device, device_of
-from verbatim.observe.roofline import (
-    forget_buffers,
-    load_limits,
-    measure_limits,
-    native_probes,
-    save_limits,
-)
-
-REPEATS = 3  # passes of the probe; the best counts
+from verbatim.observe.roofline import load_limits, refresh_limits
 
 
 def this_device(cache: Path, note: Callable[[str], None] = lambda text: None) -> Device:
@@ -33,14 +25,8 @@ def this_device(cache: Path, note: Callable[[str], None] = lambda text: None) ->
             return found
         note(f"note: this machine has a GPU, but {reason}; the plan is for the CPU")
     limits = load_limits(cache)
-    if limits is None:
-        read, ops = native_probes()
-        limits = measure_limits(_threads(), native_read=read, native_ops=ops, repeats=REPEATS)
-        forget_buffers()
-        try:
-            save_limits(cache, limits)
-        except OSError as error:
-            note(f"warning: the limits could not be saved: {error.strerror}")
+    if limits is None or limits.beaten:
+        limits = refresh_limits(cache, _threads(), note)
     return device_of(limits, _memory())
 
 

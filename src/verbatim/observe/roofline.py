@@ -16,11 +16,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 FILE = "limits.json"
+REPEATS = 7  # passes of the probe; the best counts. A few seconds: a busy spell rarely lasts longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class MachineLimits:
     one_thread_bytes: float | None = None
     buffer_bytes: int = 0
     when: float = 0.0  # seconds since 1970
+    beaten: bool = False  # by a run since then: they were measured while the machine was busy
 
     def decode_ceiling(self, bytes_per_token: float) -> float:
         """Tokens per second of one sequence, from memory bandwidth alone."""
@@ -224,17 +226,42 @@ def forget_buffers() -> None:
 # --- on disk
 
 
-def save_limits(directory: Path, limits: MachineLimits) -> None:
-    """Saved beside the models, so that `verbatim run` can print the limit next to the speed. A
-    slower measurement of a busy machine does not replace a faster one."""
-    directory.mkdir(parents=True, exist_ok=True)
+def refresh_limits(
+    directory: Path, threads: int, note: Callable[[str], None], repeats: int = REPEATS
+) -> MachineLimits:
+    """Measure the limits of the CPU, and save them beside the models."""
+    read, ops = native_probes()
+    limits = measure_limits(threads, native_read=read, native_ops=ops, repeats=repeats)
+    forget_buffers()
+    try:
+        return save_limits(directory, limits)
+    except OSError as error:
+        note(f"warning: the limits could not be saved: {error.strerror}")
+        return limits
+
+
+def save_limits(directory: Path, limits: MachineLimits) -> MachineLimits:
+    """Save the limits, each the best of this measurement and the saved one: a busy machine lowers
+    neither. `verbatim run -v` prints them next to the speed."""
     before = load_limits(directory)
-    if (
-        before is not None
-        and (before.threads, before.method) == (limits.threads, limits.method)
-        and before.read_bytes > limits.read_bytes
-    ):
-        limits = before
+    if before is not None and (before.threads, before.method) == (limits.threads, limits.method):
+        limits = replace(
+            limits,
+            read_bytes=max(limits.read_bytes, before.read_bytes),
+            int8_ops=max(limits.int8_ops or 0, before.int8_ops or 0) or None,
+        )
+    _write(directory, limits)
+    return limits
+
+
+def mark_beaten(directory: Path) -> None:
+    """Mark the saved limits as too low, because a run was faster; `plan` measures them again."""
+    if (limits := load_limits(directory)) is not None and not limits.beaten:
+        _write(directory, replace(limits, beaten=True))
+
+
+def _write(directory: Path, limits: MachineLimits) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / FILE
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(asdict(limits)) + "\n", "utf-8")

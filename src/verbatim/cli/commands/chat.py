@@ -30,7 +30,13 @@ from verbatim.cli.lib.options import (
     quiet_option,
 )
 from verbatim.cli.lib.reasoning_options import reasoning_level, reasoning_options
-from verbatim.cli.lib.report import broken_structure, error_text, length_line, short_line
+from verbatim.cli.lib.report import (
+    broken_structure,
+    closing_line,
+    error_text,
+    length_line,
+    short_line,
+)
 from verbatim.cli.lib.sampling_options import sampling_of, sampling_options
 from verbatim.cli.lib.terminal import BOLD, RED, ReasoningView, note, paint, use_colour, warn, write
 from verbatim.cli.lib.texts import check_structure, decode_argument
@@ -46,12 +52,15 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 @click.argument("name", required=False, metavar="[MODEL]")
 @option("--system", metavar="TEXT", help="system message")
 @quiet_option("no closing lines, no greeting")
+@switch("-v", "--verbose", help="closing lines with counts, seed and backend, as /stats shows them")
 @switch("--plain", help="answers as they are, without rendered Markdown")
 @reasoning_options
 @model_options
 @engine_options(unused=ONE_ANSWER)
 @sampling_options
-def command(name: str | None, system: str | None, quiet: bool, plain: bool, **flags: Any) -> int:
+def command(
+    name: str | None, system: str | None, quiet: bool, verbose: bool, plain: bool, **flags: Any
+) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.
 
     Sampling parameters that are not given are the model's own, and each turn has a random seed
@@ -70,6 +79,7 @@ def command(name: str | None, system: str | None, quiet: bool, plain: bool, **fl
         Conversation(_open(flags, quiet), params, system),
         lambda model: _open({**flags, "model": model}, quiet, interruptible=True),
         quiet=quiet,
+        verbose=verbose,
         plain=plain,
     )
     try:
@@ -93,11 +103,18 @@ class ChatLoop:
     """Reads lines, runs turns and /commands, and shows answers."""
 
     def __init__(
-        self, talk: Conversation, reopen: Callable[[str], LLM], *, quiet: bool, plain: bool = False
+        self,
+        talk: Conversation,
+        reopen: Callable[[str], LLM],
+        *,
+        quiet: bool,
+        verbose: bool = False,
+        plain: bool = False,
     ) -> None:
         self.talk = talk
         self.reopen = reopen  # opens another model with the flags of the command line
         self.quiet = quiet
+        self.verbose = verbose
         self.interactive = sys.stdin.isatty()
         self._rendered = not plain and self.interactive and use_colour(sys.stdout)
 
@@ -213,7 +230,9 @@ class ChatLoop:
         if code and self.quiet:
             note("(stopped)")
         if not self.quiet:
-            note(short_line(completion))
+            note(
+                closing_line(self.talk.llm, completion) if self.verbose else short_line(completion)
+            )
 
 
 def _prompt(continued: bool) -> str:

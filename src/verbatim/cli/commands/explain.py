@@ -17,13 +17,7 @@ from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_op
 from verbatim.cli.lib.command_class import Command, option, switch
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import ONE_ANSWER, Values, engine_options, json_option, model_options
-from verbatim.cli.lib.report import (
-    choice_head,
-    closing_line,
-    completion_json,
-    is_sampled,
-    params_in_force,
-)
+from verbatim.cli.lib.report import choice_head, closing_line, completion_json, params_in_force
 from verbatim.cli.lib.sampling_options import parse_changes, sampling_of, sampling_options
 from verbatim.cli.lib.terminal import (
     BOLD,
@@ -224,7 +218,7 @@ def _print(
     if not brief:
         for line in LEGEND:
             note(line)
-    note(closing_line(llm, completion, sampled=is_sampled(completion)))
+    note(closing_line(llm, completion))
 
 
 def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> None:

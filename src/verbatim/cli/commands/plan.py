@@ -61,8 +61,9 @@ def command(
 
     MODEL is a config.json, a directory with one, a .gguf file, a model in the cache, or a parameter
     count such as 7B. No weight is read. All times are lower bounds, from the bytes that must be
-    read and the operations that must be done. On a GPU the bytes are those of the cuda backend,
-    which also has an unpacked copy of quantised weights where memory allows it.
+    read and the operations that must be done; on this machine they are estimated, because its
+    limits are measured. On a GPU the bytes are those of the cuda backend, which also has an
+    unpacked copy of quantised weights where memory allows it.
     """
     from verbatim.diagnose.capacity import make_plan
     from verbatim.diagnose.footprint import read_footprint
@@ -131,7 +132,7 @@ def _print(plan: Plan) -> None:
     ]
     section(out, "", head, wide=1)
     section(out, "Memory", _memory_rows(plan), right=(1,), wide=2)
-    header = ("", "at least", "limit", "read", "compute", "op/byte")
+    header = ("", "estimated" if d.estimated else "at least", "limit", "read", "compute", "op/byte")
     section(out, "Time", _time_rows(plan), right=(1, 3, 4, 5), header=header)
     section(out, "Derived", _derived_rows(plan), right=(1,), wide=2)
 
@@ -216,7 +217,9 @@ def _bound_row(name: str, bound: Bound) -> tuple[str, ...]:
 def _derived_rows(plan: Plan) -> list[tuple[str, str, str]]:
     rate = plan.batch / plan.decode.seconds
     each = f", {_number(rate / plan.batch)} per sequence" if plan.batch > 1 else ""
-    rows = [("at most", _number(rate), f"output tokens per second at the whole context{each}")]
+    sure = not plan.device.estimated
+    most = "at most" if sure else "estimated"
+    rows = [(most, _number(rate), f"output tokens per second at the whole context{each}")]
     if plan.device.ops is not None:
         empty, full = plan.compute_bound_empty, plan.compute_bound
         never = f"never at {plan.context:,}: reading the KV cache outgrows the work"
@@ -236,8 +239,9 @@ def _derived_rows(plan: Plan) -> list[tuple[str, str, str]]:
         )
     )
     if plan.input_price is not None and plan.output_price is not None:
-        rows.append(("input tokens cost", f"{plan.input_price:,.4f}", "per million, at least"))
-        rows.append(("output tokens cost", f"{plan.output_price:,.4f}", "per million, at least"))
+        least = f"per million, {'at least' if sure else 'estimated'}"
+        rows.append(("input tokens cost", f"{plan.input_price:,.4f}", least))
+        rows.append(("output tokens cost", f"{plan.output_price:,.4f}", least))
     return rows
 
 

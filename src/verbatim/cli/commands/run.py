@@ -30,9 +30,9 @@ from verbatim.cli.lib.report import (
     closing_line,
     completion_json,
     error_text,
-    is_sampled,
     length_line,
     params_line,
+    short_line,
 )
 from verbatim.cli.lib.sampling_options import sampling_of, sampling_options
 from verbatim.cli.lib.terminal import ReasoningView, note, warn, write, write_json
@@ -56,7 +56,7 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
 @prompt_options
 @json_option("print one JSON object instead of text")
 @quiet_option("no closing line, no progress, no warnings")
-@switch("-v", "--verbose", help="also print the parameters in force and where each came from")
+@switch("-v", "--verbose", help="also print counts, seed, backend, and each parameter in force")
 @option("--save-receipt", metavar="FILE", help="write a receipt for `verbatim replay`")
 @model_options
 @engine_options(unused=ONE_ANSWER)
@@ -69,10 +69,9 @@ def command(
 
     PROMPT is one argument, in quotes; `-`, or no argument and a pipe, reads stdin. Sampling
     parameters that are not given are the model's own, and so is the seed, which is random unless
-    --seed N is given; the closing line has it, and --verbose lists the values in force. An answer
-    that ends in a repeating loop is stopped; --on-loop report lets it continue. A model's
-    reasoning is shown dimmed on a terminal, never in a pipe; --json has it as `reasoning`.
-    --no-think switches it off.
+    --seed N is given; --verbose prints it with the values in force. An answer that ends in a
+    repeating loop is stopped; --on-loop report lets it continue. A model's reasoning is shown
+    dimmed on a terminal, never in a pipe; --json has it as `reasoning`. --no-think switches it off.
     """
     if quiet and verbose:
         raise ParameterError(
@@ -147,10 +146,12 @@ def _close(llm: LLM, completion: Completion, *, cut: bool, verbose: bool) -> Non
     if cut and (why := length_line(completion)):
         warn(why)
     several = completion.usage.output_tokens > 1
-    limit = speed_limit(llm, len(completion.prompt_ids)) if several else None
-    note(closing_line(llm, completion, sampled=is_sampled(completion), limit=limit))
+    limit = speed_limit(llm, completion) if several else None
     if verbose:
+        note(closing_line(llm, completion, limit=limit))
         note(params_line(completion))
+    else:
+        note(short_line(completion))
 
 
 def _save(path: Path, receipt: dict[str, object]) -> None:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.terminal import columns, note, use_colour
+from verbatim.hub.catalog import cache_dir
+from verbatim.observe.roofline import REPEATS, refresh_limits
 
 if TYPE_CHECKING:
     from verbatim.bench.measure import JobRow
@@ -57,16 +59,7 @@ def _head(text: str) -> None:
 
 
 def _cpu_limits(threads: int, quick: bool) -> MachineLimits:
-    from verbatim.hub.catalog import cache_dir
-    from verbatim.observe.roofline import forget_buffers, measure_limits, native_probes, save_limits
-
-    read, ops = native_probes()
-    limits = measure_limits(threads, native_read=read, native_ops=ops, repeats=3 if quick else 7)
-    forget_buffers()
-    try:
-        save_limits(cache_dir(), limits)
-    except OSError as error:
-        note(f"warning: the limits could not be saved: {error.strerror}")
+    limits = refresh_limits(cache_dir(), threads, note, 3 if quick else REPEATS)
     one = (
         f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
         if limits.one_thread_bytes and threads > 1
@@ -81,6 +74,13 @@ def _cpu_limits(threads: int, quick: bool) -> MachineLimits:
         f"machine   {platform.system()} {platform.machine()}, {threads} threads: "
         f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
     )
+    return limits
+
+
+def measure_again(before: MachineLimits) -> MachineLimits:
+    """The limits of the CPU again: a row above its limit says that these are too low."""
+    limits = refresh_limits(cache_dir(), before.threads, note)
+    note(f"a rate was above its limit; measured again: {limits.read_bytes / 1e9:.1f} GB/s")
     return limits
 
 

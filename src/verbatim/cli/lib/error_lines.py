@@ -11,6 +11,7 @@ import click
 
 from verbatim.base.errors import MAIN_MEMORY, BackendError, ModelError, RequestError, VerbatimError
 from verbatim.cli.lib.interrupt import INTERRUPTED
+from verbatim.cli.lib.terminal import wrapped
 
 OK, FAILED, USAGE, MODEL, BROKEN_PIPE = 0, 1, 2, 3, 141
 
@@ -93,11 +94,11 @@ def _usage_line(error: click.ClickException) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print one line on stderr. Newlines become spaces: a file name may contain one, and errors of
-    libraries may have several."""
+    """Print one line on stderr, wrapped between words on a terminal. Newlines become spaces: a file
+    name may contain one, and errors of libraries may have several."""
     line = " ".join(str(message).split())
     try:
-        sys.stderr.write(f"verbatim: {line}\n")
+        sys.stderr.write(wrapped(f"verbatim: {line}") + "\n")
         sys.stderr.flush()
     except (OSError, ValueError):  # stderr is closed
         pass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from verbatim.cli.lib.options import Values, engine_of
 from verbatim.cli.lib.terminal import Progress, note, warn
 
 if TYPE_CHECKING:
+    from verbatim.base.records import Completion
     from verbatim.engine.calls.llm import LLM
 
 
@@ -78,15 +79,22 @@ def refuse_encoder(name: str, path: Path) -> None:
         )
 
 
-def speed_limit(llm: LLM, context: int) -> float | None:
+def speed_limit(llm: LLM, completion: Completion) -> float | None:
     """Decode limit from memory bandwidth at this context, in tokens per second; None until
-    `verbatim bench` has measured this machine."""
+    `verbatim bench` or `plan` has measured this machine. A run without drafts that is faster shows
+    that the limit was measured while the machine was busy."""
     from verbatim.hub.catalog import cache_dir
-    from verbatim.observe.roofline import cost_card, load_limits
+    from verbatim.observe.roofline import cost_card, load_limits, mark_beaten
 
-    limits = load_limits(cache_dir())
+    limits, usage = load_limits(cache_dir()), completion.usage
     info = llm.loaded.backend.info
     if limits is None or info.name != "cpu":
         return None
     card = cost_card(llm.loaded.backend.spec, info)
-    return limits.decode_ceiling(card.read_bytes() + context * info.kv_token_bytes)
+    context = len(completion.prompt_ids)
+    limit = limits.decode_ceiling(card.read_bytes() + context * info.kv_token_bytes)
+    alone = not usage.drafted_tokens and len(completion.choices) == 1
+    if alone and completion.timings.decode_rate(usage.output_tokens) > limit:
+        with suppress(OSError):
+            mark_beaten(cache_dir())
+    return limit

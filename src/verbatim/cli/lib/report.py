@@ -21,9 +21,7 @@ def finish_text(finish: Finish | None) -> str:
     return f"{finish.reason} ({finish.detail})" if finish.detail else finish.reason
 
 
-def closing_line(
-    llm: LLM, completion: Completion, *, sampled: bool, limit: float | None = None
-) -> str:
+def closing_line(llm: LLM, completion: Completion, *, limit: float | None = None) -> str:
     """Tokens, time to first token, tokens per second (beside this machine's limit if `verbatim
     bench` measured it), drafts, finish reason, backend and seed, in one line."""
     usage, timings = completion.usage, completion.timings
@@ -52,7 +50,7 @@ def closing_line(
         "; ".join(dict.fromkeys(finish_text(choice.finish) for choice in completion.choices))
     )
     parts.append(backend_text(llm))
-    if sampled:
+    if is_sampled(completion):
         parts.append(f"seed {completion.seed}")
     return " · ".join(parts)
 

@@ -52,12 +52,13 @@ def note(text: str, code: str = DIM) -> None:
     """Write a line to stderr, wrapped between words on a terminal. A closed stderr is ignored: the
     answer still counts."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(paint(_wrapped(_ascii_fallback(text)), code) + "\n")
+        sys.stderr.write(paint(wrapped(_ascii_fallback(text)), code) + "\n")
         sys.stderr.flush()
 
 
-def _wrapped(text: str) -> str:
-    if not use_colour(sys.stderr):
+def wrapped(text: str) -> str:
+    """The text wrapped between words where stderr is a terminal."""
+    if not is_terminal(sys.stderr):
         return text
     import textwrap
 

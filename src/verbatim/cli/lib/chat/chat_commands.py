@@ -13,7 +13,7 @@ from verbatim.cli.lib.chat.chat_session import check_supported
 from verbatim.cli.lib.open_model import speed_limit
 from verbatim.cli.lib.options import Values
 from verbatim.cli.lib.reasoning_options import LEVELS, ReasoningLevel
-from verbatim.cli.lib.report import closing_line, is_sampled, params_line
+from verbatim.cli.lib.report import closing_line, params_line
 from verbatim.cli.lib.sampling_options import parse_parameter
 from verbatim.cli.lib.terminal import DIM, GREEN, RED, columns, note, use_colour, write
 
@@ -194,8 +194,7 @@ def _stats(chat: Chat, rest: str) -> None:
         note(NO_ANSWER)
         return
     llm, completion = chat.talk.llm, chat.talk.last[2]
-    limit = speed_limit(llm, len(completion.prompt_ids))
-    note(closing_line(llm, completion, sampled=is_sampled(completion), limit=limit))
+    note(closing_line(llm, completion, limit=speed_limit(llm, completion)))
     note(params_line(completion))
     note(f"{completion.usage.total_tokens} of {llm.context} tokens of the context are in use")
 
