@@ -46,11 +46,11 @@ def test_flags_of_other_programs_work(verbatim: Call, theirs: list[str], ours: l
 
 
 def test_aliases_are_not_in_the_help_and_name_real_flags(verbatim: Call) -> None:
-    text = verbatim("run", "--help").out
+    text = verbatim("run", "--help-all").out
     assert "--temperature X" in text
     assert "--temp " not in text
     assert "-ngl" not in text
-    others = verbatim("serve", "--help").out + verbatim("convert", "--help").out
+    others = verbatim("serve", "--help-all").out + verbatim("convert", "--help").out
     for flag in FLAG_ALIASES:
         assert flag in text + others, flag
     wrong = verbatim("run", "--temp", "hot", "x")

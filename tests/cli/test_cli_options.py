@@ -4,6 +4,7 @@ meaning as in the library."""
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -206,8 +207,26 @@ def test_parse_parameter() -> None:
 
 
 def test_help_lists_every_flag_once() -> None:
-    text = CliRunner().invoke(probe, ["--help"]).output
+    text = CliRunner().invoke(probe, ["--help-all"]).output
     for name in FIELDS:
         if name not in sampling_options.NOT_FLAGS:
             assert f"--{name.replace('_', '-')}" in text
     assert "--kv-blocks" not in text  # hidden: for tests only
+
+
+@pytest.mark.parametrize("name", ["run", "chat", "serve", "bench"])
+def test_help_lists_about_fifteen_flags(name: str) -> None:
+    command = import_module(f"verbatim.cli.commands.{name}").command
+    short, whole = ({line.strip().split(" ")[0] for line in _help(command, flag)} for flag in HELPS)
+    assert {"--help-all", "-m,"} <= short < whole
+    assert 12 <= len(short) <= 20
+    listed = next(line for line in _help(command, "--help") if "--help-all" in line)
+    assert f"the other {len(whole - short)} flags" in listed
+
+
+HELPS = ("--help", "--help-all")
+
+
+def _help(command: click.Command, flag: str) -> list[str]:
+    text = CliRunner().invoke(command, [flag], terminal_width=10_000).output
+    return [line for line in text.splitlines() if line.startswith("  -")]

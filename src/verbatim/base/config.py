@@ -47,12 +47,16 @@ class EngineConfig:
         "auto",
         "auto, cpu, cuda or reference; auto: cuda where a GPU can run the model, else cpu",
         choices=("auto", "cpu", "cuda", "reference"),
+        common=True,
     )
     threads: int | None = setting(
-        None, "threads of the CPU backend; default: the physical cores", low=1
+        None, "threads of the CPU backend; default: the physical cores", low=1, common=True
     )
     context: int | None = setting(
-        None, "maximum tokens of prompt and output; default: the model's own limit", low=1
+        None,
+        "maximum tokens of prompt and output; default: the model's own limit",
+        low=1,
+        common=True,
     )
     step_tokens: int | None = setting(  # None: STEP_TOKENS, or up to GPU_STEP_TOKENS
         None,

@@ -41,6 +41,7 @@ class Field:
     history: bool = False  # the sampler needs the tokens so far when this differs from its default
     filter: bool = False  # enables a filter after the temperature, so it does nothing at 0
     slider: tuple[float, float, float] | None = None  # range and step on the page
+    common: bool = False  # a flag that --help lists; --help-all lists the others
     trials: tuple[float, ...] = ()  # values of a filter for tests, the strongest first
 
     @property

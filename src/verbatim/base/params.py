@@ -46,8 +46,9 @@ class SamplingParams:
 
     # length and stopping
     max_tokens: int | None = declared(
-        "int", None, "maximum output tokens; missing: up to the context's end", low=0, high=MOST
-    )
+        "int", None, "maximum output tokens; missing: up to the context's end",
+        low=0, high=MOST, common=True,
+    )  # fmt: skip
     min_tokens: int = declared(
         "int", 0, "no end-of-sequence or stop before this many tokens", low=0, high=MOST
     )
@@ -120,7 +121,7 @@ class SamplingParams:
     )
     temperature: float = declared(
         "float", 1.0, "0: always the most likely token; 1: the model's own distribution",
-        low=0, high=100, slider=(0, 2, 0.05),
+        low=0, high=100, slider=(0, 2, 0.05), common=True,
     )  # fmt: skip
     top_k: int = declared(
         "int", 0, "keep the k most likely tokens; 0 is off",
@@ -128,7 +129,7 @@ class SamplingParams:
     )  # fmt: skip
     top_p: float = declared(
         "float", 1.0, "keep the fewest tokens with this total probability",
-        above=0, high=1, filter=True, slider=(0.01, 1, 0.01), trials=(0.2, 0.5, 0.9),
+        above=0, high=1, filter=True, slider=(0.01, 1, 0.01), trials=(0.2, 0.5, 0.9), common=True,
     )  # fmt: skip
     min_p: float = declared(
         "float", 0.0, "keep tokens with at least this share of the best token's probability",
@@ -156,6 +157,7 @@ class SamplingParams:
         "makes sampling repeatable; missing: one is chosen and reported",
         low=0,
         high=2**63 - 1,
+        common=True,
     )
     # how many answers
     n: int = declared("int", 1, "answers to return", low=1, high=1024)
@@ -190,7 +192,7 @@ class SamplingParams:
     )
     # structured output
     json_schema: str | Mapping[str, Any] | type | bool | None = declared(  # noqa: RUF009
-        "schema", None, "the answer is JSON valid under this schema"
+        "schema", None, "the answer is JSON valid under this schema", common=True
     )
     regex: str | None = declared("str", None, "the answer matches this regular expression")
     grammar: str | None = declared(

@@ -31,6 +31,7 @@ class SettingRule:
     short: str = ""  # such as -v
     metavar: str = "NAME"
     hidden: bool = False  # a flag for tests
+    common: bool = False  # a flag that --help lists; --help-all lists the others
 
 
 def setting(default: object, help: str, **rule: Any) -> Any:

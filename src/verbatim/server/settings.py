@@ -117,9 +117,12 @@ class Settings:
     revision: str | None = None
     offline: bool = False
     host: str = setting(
-        "127.0.0.1", "address to listen on; beyond loopback a key is needed", metavar="TEXT"
+        "127.0.0.1",
+        "address to listen on; beyond loopback a key is needed",
+        metavar="TEXT",
+        common=True,
     )
-    port: int = setting(8000, "port to listen on; 0: any")
+    port: int = setting(8000, "port to listen on; 0: any", common=True)
     max_loaded_models: int = setting(
         0,
         "of several models: maximum number loaded at once; 0: as many as fit in memory",
@@ -160,6 +163,7 @@ class Settings:
         None,
         "seed of requests that give none, for clients that cannot; default: a random one for each",
         low=0,
+        common=True,
     )
     log_format: str = setting(
         "text", "format of the log on stderr: text or json", choices=("text", "json")
@@ -167,7 +171,9 @@ class Settings:
     log_prompts: bool = setting(
         False, "write request bodies to the log; without it no prompt text is ever logged"
     )
-    verbose: bool = setting(False, "also log the progress of long prefills", short="-v")
+    verbose: bool = setting(
+        False, "also log the progress of long prefills", short="-v", common=True
+    )
     test_engine: str = ""  # tests only: options of verbatim.testing.fakes.server_parts
     # Key of the prefix cache's block hashes; empty: random. The replicas of one service share it.
     prefix_key: bytes = b""

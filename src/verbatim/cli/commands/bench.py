@@ -38,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., object])
 
 
 def measured(*decls: str, **rule: Any) -> Callable[[F], F]:
-    return option(*decls, section="What to measure", **rule)
+    return option(*decls, section="What to measure", common=True, **rule)
 
 
 @click.command(cls=Command)
@@ -66,7 +66,7 @@ def measured(*decls: str, **rule: Any) -> Callable[[F], F]:
     " measured; how many tokens it decodes is fixed",
 )
 @answered("-r", "--repetitions", answer="rounds are --repeats N")
-@plot_option(section="What to measure")
+@plot_option(section="What to measure", common=True)
 @measured(
     "--speculate",
     is_flag=False,

@@ -46,7 +46,7 @@ def prompt_options(command: F) -> F:
     add = all_of(
         click.argument("prompt", nargs=-1, metavar="[PROMPT]"),
         raw_option(),
-        switch("--parse-special", help=special),
+        switch("--parse-special", common=False, help=special),
         file_option("prompt"),
         option("--system", metavar="TEXT", help="system message of the chat turn"),
     )

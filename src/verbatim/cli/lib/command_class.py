@@ -19,6 +19,8 @@ from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
 F = TypeVar("F", bound=Callable[..., object])
 ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
+HELP_ALL = "verbatim.help_all"  # another: --help-all was given
+OWN = "Options"  # section of the flags that a command itself declares
 
 
 def option(
@@ -68,15 +70,23 @@ class Option(click.Option):
     would drop the first one without a message."""
 
     def __init__(
-        self, decls: Sequence[str], *, section: str = "Options", show: bool = True, **kwargs: Any
+        self,
+        decls: Sequence[str],
+        *,
+        section: str = OWN,
+        common: bool | None = None,
+        show: bool = True,
+        **kwargs: Any,
     ) -> None:
-        """`show`: end the help with the default."""
+        """`common`: listed by --help, the others by --help-all; default: a flag that the command
+        itself declares. `show`: end the help with the default."""
         self.aliases = [name for flag in decls for name in FLAG_ALIASES.get(flag, ())]
         if show:
             default = () if kwargs.get("multiple") else kwargs.get("default")
             kwargs["help"] = with_default(kwargs.get("help", ""), default)
         super().__init__([*decls, *self.aliases], **kwargs)
         self.section = section
+        self.common = section == OWN if common is None else common
 
     def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
         """Make the parser collect every value of the flag, in a list. handle_parse_result() reads
@@ -228,15 +238,40 @@ class Command(click.Command):
                     param.refuse(ctx, param, True)
             raise
 
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """The flags, with --help-all where --help leaves some out."""
+        params = super().get_params(ctx)
+        if rest := sum(
+            not (getattr(p, "common", True) or getattr(p, "hidden", False)) for p in params
+        ):
+            params.append(
+                click.Option(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_help_all,
+                    help=f"Show this message with the other {rest} flags and exit.",
+                )
+            )
+        return params
+
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = None if isinstance(param, click.Argument) else param.get_help_record(ctx)
-            if record is not None:
-                sections.setdefault(getattr(param, "section", "Options"), []).append(record)
+            if record is not None and (getattr(param, "common", True) or ctx.meta.get(HELP_ALL)):
+                sections.setdefault(getattr(param, "section", OWN), []).append(record)
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def _help_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[HELP_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
 
 
 # --------------------------------------------------------------------------- errors that name flags

@@ -121,6 +121,7 @@ def _model_flags(help: str, **model: Any) -> Callable[[F], F]:
         option(
             *("-m", "--model"),
             section=ENGINE,
+            common=True,
             show=False,
             help=f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]",
             **model,
@@ -210,6 +211,7 @@ def _record_flag(
         ]
     help = with_default(rule.help, rule.default, rule.size)
     shape |= {"section": section, "help": help, "hidden": rule.hidden, "show": False}
+    shape["common"] = rule.common
     return option(*filter(None, (rule.short, flag)), prefix + name, **shape)
 
 

@@ -53,6 +53,7 @@ def reasoning_options(command: F) -> F:
             "--think",
             cls=OptionalValue,
             section=SECTION,
+            common=True,
             type=click.Choice(LEVELS),
             words=LEVELS,
             bare="true",

@@ -66,7 +66,8 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
             text += " (may be repeated)" if rule.kind == "strings" else ""
         case _:
             shape.update(metavar=METAVARS.get(name) or METAVARS[rule.kind])
-    return option(flag, dest, section="Sampling", show=False, help=text, **shape)
+    shape.update(section="Sampling", common=rule.common, show=False, help=text)
+    return option(flag, dest, **shape)
 
 
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
@@ -149,7 +150,9 @@ def parse_parameter(name: str, text: str) -> object:
         raise ParameterError(
             name,
             "no such parameter; "
-            + (f"did you mean {matches[0]}?" if matches else "`verbatim run --help` lists them"),
+            + (
+                f"did you mean {matches[0]}?" if matches else "`verbatim run --help-all` lists them"
+            ),
         )
     rule = FIELDS[name]
     if rule.optional and text.strip().lower() == "none":
