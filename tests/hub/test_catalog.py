@@ -26,9 +26,10 @@ import pytest
 
 from verbatim.base.errors import ModelError
 from verbatim.base.params import DEFAULTED
+from verbatim.encoder.encoder_keys import ENCODER_KEYS
 from verbatim.hub import catalog, wheel_model
 from verbatim.hub.catalog import CATALOG, LOOKING, cache_dir, check_listed, pull, resolve
-from verbatim.hub.hub_catalog import HUB_CATALOG, SYNONYMS
+from verbatim.hub.hub_catalog import HUB_CATALOG, SYNONYMS, catalog_name
 from verbatim.hub.model_list import hub_cache, list_models, remove
 from verbatim.model.families import GGUF_KEYS as FAMILIES
 
@@ -1106,21 +1107,50 @@ def test_a_copy_of_a_catalog_model_has_its_sampling_defaults(
 @pytest.mark.parametrize("name", HUB_CATALOG)
 def test_every_short_name_resolves_to_its_file(name: str, hub: FakeHub) -> None:
     entry = HUB_CATALOG[name]
-    hub.repos[entry.repo] = ["README.md", entry.file, "another.gguf"]
+    weights = entry.file or "model.safetensors"
+    hub.repos[entry.repo] = ["README.md", "config.json", "tokenizer.json", weights, "another.gguf"]
     path = resolve(name)
-    assert path.name == entry.file
+    assert path.name == entry.file if entry.file else (path / weights).exists()
     assert hub.calls[-1][1]["repo"] == entry.repo
     assert resolve(name, offline=True) == path
     assert catalog.sampling_defaults(name, path) == catalog.sampling_defaults(entry.name, path)
     assert set(catalog.sampling_defaults(name, path)) <= set(DEFAULTED)
     assert entry.licence
-    assert entry.family in FAMILIES
+    assert entry.family in {*FAMILIES, *ENCODER_KEYS}
 
 
 def test_synonyms_name_catalog_models() -> None:
     for name, meant in SYNONYMS.items():
         assert name not in CATALOG
         assert meant in CATALOG or meant in HUB_CATALOG
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("qwen", "qwen3:4b"),
+        ("qwen2.5:latest", "qwen2.5:1.5b"),
+        ("mistral", "mistral:7b"),
+        ("smollm2:latest", "smollm2"),
+        ("all-minilm:latest", "all-minilm"),
+        ("ms-marco", "ms-marco"),
+    ],
+)
+def test_a_name_without_size_or_version_is_the_newest(
+    name: str, meant: str, store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert catalog_name(name) == meant
+    monkeypatch.chdir(store)
+    Path("qwen").mkdir()
+    assert catalog_name("qwen") == "qwen", "a path comes first"
+
+
+def test_a_file_that_the_hub_replaced_is_found_by_its_quantisation(hub: FakeHub) -> None:
+    entry = HUB_CATALOG["qwen3:4b"]
+    hub.repos[entry.repo] = ["Qwen3-4B-2507-Q4_K_M.gguf", "Qwen3-4B-2507-Q8_0.gguf"]
+    path = resolve("qwen3")
+    assert path.name == "Qwen3-4B-2507-Q4_K_M.gguf"
+    assert resolve("qwen3:4b", offline=True) == path
 
 
 @pytest.mark.parametrize(
@@ -1168,7 +1198,11 @@ def test_a_url_is_refused_with_the_reason(name: str, remedy: str, hub: FakeHub) 
 
 @pytest.mark.parametrize(
     ("name", "near"),
-    [("smolm2", "smollm2"), ("qwen3", "qwen3:0.6b or qwen3:1.7b"), ("llama3.2:2b", "llama3.2:1b")],
+    [
+        ("smolm2", "smollm2"),
+        ("qwen3:2b", "qwen3:0.6b or qwen3:1.7b"),
+        ("llama3.2:2b", "llama3.2:1b"),
+    ],
 )
 def test_close_matches_are_suggested(name: str, near: str, store: Path) -> None:
     with pytest.raises(ModelError, match=f"did you mean {near}"):

@@ -68,7 +68,8 @@ def check_task(loaded: LoadedModel, *, hidden: bool, pair: bool) -> None:
         raise UnsupportedError(
             "model",
             f"{loaded.name} is no cross-encoder, so it cannot score a query and a document; "
-            "use a model whose architecture ends in ForSequenceClassification with one label",
+            "use a model whose architecture ends in ForSequenceClassification with one label, such "
+            "as ms-marco-minilm (91 MB)",
         )
     if hidden and not pair and loaded.task == "rerank":
         raise UnsupportedError(
@@ -89,7 +90,8 @@ def _check_pooling(loaded: LoadedModel) -> None:
         return
     choose = (
         f"choose {' or '.join(POOLINGS)}: `verbatim serve --pooling mean`, "
-        "`verbatim embed --pooling mean`, LLM(..., pooling='mean')"
+        "`verbatim embed --pooling mean`, LLM(..., pooling='mean'), or a model made for it, such "
+        "as all-minilm (91 MB)"
     )
     if not pooling:
         raise UnsupportedError(

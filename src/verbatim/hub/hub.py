@@ -17,7 +17,7 @@ import glob
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,8 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 @dataclass(frozen=True, slots=True)
 class HubRef:
     """A model on the hub. No revision: the newest. No file: safetensors, or the only GGUF file, or
-    the one of the quantisation `quant` (Q4_K_M)."""
+    the one of the quantisation `quant` (Q4_K_M). Both: the file, or that one if the hub lists no
+    such file, because it was replaced by a newer one."""
 
     repo: str
     revision: str | None = None
@@ -125,7 +126,7 @@ def _library() -> Any:
 
 def _file_of(ref: HubRef, names: list[str]) -> str | None:
     """The GGUF file that `ref` means; None for safetensors."""
-    if ref.quant is not None:
+    if ref.quant is not None and ref.file not in names:
         return _gguf_of(ref.repo, names, ref.quant)
     plain = any(name.endswith(".safetensors") and "/" not in name for name in names)
     return ref.file if ref.file or plain else _only_gguf(ref.repo, names)
@@ -222,6 +223,9 @@ def _fall_back_to_cache(hub: object, ref: HubRef, error: Exception) -> tuple[Pat
 
 def _find_in_cache(hub: Any, ref: HubRef) -> tuple[Path, str]:
     """(path, "") if the cache holds the complete model, else (any path, what is missing)."""
+    if ref.file and ref.quant:
+        path, missing = _find_in_cache(hub, replace(ref, quant=None))
+        return _find_in_cache(hub, replace(ref, file=None)) if missing else (path, "")
     try:
         if ref.file is not None and not parts_of(ref.file):
             return Path(

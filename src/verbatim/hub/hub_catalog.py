@@ -1,4 +1,5 @@
-"""Well-known models by short names: each is one file of a repository on the Hugging Face hub.
+"""Well-known models by short names: each is a repository on the Hugging Face hub, or one GGUF file
+of it.
 
 `verbatim pull qwen3:0.6b` resolves to Qwen/Qwen3-0.6B-GGUF:Qwen3-0.6B-Q8_0.gguf. The names are
 Ollama's; every file is of a family that the engine runs. Sizes are those of the files when this
@@ -8,8 +9,10 @@ the model card states, for files that state none.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 
 APACHE, MIT, GEMMA = "Apache-2.0", "MIT", "Gemma terms"
 QWEN3 = (("temperature", 0.6), ("top_p", 0.95), ("top_k", 20.0))
@@ -17,11 +20,12 @@ QWEN25 = (("temperature", 0.7), ("top_p", 0.8), ("top_k", 20.0), ("repetition_pe
 LLAMA3 = (("temperature", 0.6), ("top_p", 0.9))
 GEMMA3 = (("temperature", 1.0), ("top_p", 0.95), ("top_k", 64.0))
 SMOLLM2 = (("temperature", 0.2), ("top_p", 0.9))
+LATEST_BYTES = 3_000_000_000  # of a name without a size: such a file runs in 8 GB of memory
 
 
 @dataclass(frozen=True, slots=True)
 class HubEntry:
-    """One file on the hub. `size` in bytes."""
+    """One file on the hub, or the safetensors of a repository (no `file`). `size` in bytes."""
 
     repo: str
     file: str
@@ -34,7 +38,7 @@ class HubEntry:
 
     @property
     def name(self) -> str:
-        return f"{self.repo}:{self.file}"
+        return f"{self.repo}:{self.file}" if self.file else self.repo
 
 
 HUB_CATALOG: dict[str, HubEntry] = {
@@ -94,9 +98,42 @@ HUB_CATALOG: dict[str, HubEntry] = {
         "microsoft/Phi-3-mini-4k-instruct-gguf", "Phi-3-mini-4k-instruct-q4.gguf",
         2_390_000_000, "q4_k_m", "phi3", 4096, MIT,
     ),
+    # one for `embed`, one for `rerank`
+    "all-minilm": HubEntry(
+        "sentence-transformers/all-MiniLM-L6-v2", "", 90_870_000, "f32", "bert", 256, APACHE,
+    ),
+    "ms-marco-minilm": HubEntry(
+        "cross-encoder/ms-marco-MiniLM-L6-v2", "", 90_870_000, "f32", "bert", 512, APACHE,
+    ),
 }  # fmt: skip
 # other spellings of catalog names
 SYNONYMS = {"smollm2:135m": "smollm2", "smollm2:latest": "smollm2", "phi3:3.8b": "phi3:mini"}
+
+
+def catalog_name(model: str) -> str:
+    """The name in the catalog that `model` means; any other name as it is.
+
+    A name without a size (`qwen3`, `qwen3:latest`), and one without a version (`qwen`), is the
+    newest version of it that the catalog has: its largest file up to LATEST_BYTES, else the
+    smallest. A path of that name comes first.
+
+    >>> catalog_name("qwen"), catalog_name("mistral"), catalog_name("org/name")
+    ('qwen3:4b', 'mistral:7b', 'org/name')
+    """
+    short = SYNONYMS.get(model, model).removesuffix(":latest")
+    if short in HUB_CATALOG or short in SYNONYMS.values():
+        return short
+    found: dict[str, list[str]] = {}  # version -> names
+    for name in HUB_CATALOG:
+        base = name.partition(":")[0]
+        line = re.sub(r"[\d.]+$", "", base)
+        if short in (base, line) and ":" in name:
+            found.setdefault(base.removeprefix(line), []).append(name)
+    if not found or Path(model).exists():
+        return model
+    names = found[max(found, key=lambda version: float(version or 0))]
+    names.sort(key=lambda name: HUB_CATALOG[name].size)
+    return [names[0], *(n for n in names if HUB_CATALOG[n].size <= LATEST_BYTES)][-1]
 
 
 def suggestion(model: str, local: tuple[str, ...]) -> str:

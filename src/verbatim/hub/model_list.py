@@ -15,7 +15,7 @@ from pathlib import Path
 from verbatim.base.errors import ModelError
 from verbatim.files.split import group_parts, with_siblings
 from verbatim.hub.catalog import CATALOG, catalog_path, home_dir, hub_name, is_complete
-from verbatim.hub.hub_catalog import HUB_CATALOG, SYNONYMS
+from verbatim.hub.hub_catalog import HUB_CATALOG, catalog_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def list_models() -> list[ModelRecord]:
                 name,
                 here.path if here else Path(),
                 here.bytes if here else known.size,
-                "gguf",
+                "gguf" if known.file else "safetensors",
                 here is not None and here.ready,
                 known.repo,
                 known.family,
@@ -118,7 +118,7 @@ def _needed_elsewhere(files: Collection[Path]) -> set[Path]:
 
 def find_record(model: str) -> ModelRecord | None:
     """The line of `verbatim models` with this name."""
-    model = SYNONYMS.get(model, model)
+    model = catalog_name(model)
     names = {model, hub_name(model)}
     return next((record for record in list_models() if record.name in names), None)
 

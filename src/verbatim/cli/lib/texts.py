@@ -26,7 +26,7 @@ def split_model(args: tuple[str, ...], flags: Values) -> tuple[str, ...]:
     is the name of one and -m is not given. The rest is returned."""
     if model_source() == "COMMANDLINE":
         return args
-    if not 1 <= len(args) <= 2 or not _is_model_name(args[0]):
+    if not 1 <= len(args) <= 2 or not _is_model_name(args[0], sized=len(args) == 1):
         return args
     if len(args) == 1 and sys.stdin.isatty():
         raise ParameterError(
@@ -198,7 +198,7 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
     from verbatim.hub.hub_catalog import suggestion
 
     error = f"{len(args)} arguments were given, and the {param} is one argument"
-    if _is_model_name(args[0]):
+    if _is_model_name(args[0], sized=True):
         return f"{error}; pass the model with -m: {called} -m {shlex.quote(args[0])} …"
     if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
         return f"the {param} is one argument, in quotes, and there is no model {args[0]!r}{hint}"
@@ -210,10 +210,10 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
     )
 
 
-def _is_model_name(word: str) -> bool:
+def _is_model_name(word: str, *, sized: bool) -> bool:
     from verbatim.hub.catalog import is_known
 
-    return is_known(word) or word.endswith(".gguf") or word.startswith("hf.co/")
+    return is_known(word, sized=sized) or word.endswith(".gguf") or word.startswith("hf.co/")
 
 
 def check_output(name: str, file: str) -> None:

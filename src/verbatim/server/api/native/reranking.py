@@ -34,7 +34,8 @@ async def rerank(call: RequestContext) -> Response:
         raise unsupported(
             "model",
             f"{model} is no cross-encoder, so it cannot score a query and a document; "
-            "use a model whose architecture ends in ForSequenceClassification with one label",
+            "use a model whose architecture ends in ForSequenceClassification with one label, such "
+            "as ms-marco-minilm (91 MB)",
         )
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     named = [("query", body.query), *((f"documents[{i}]", d) for i, d in enumerate(documents))]
