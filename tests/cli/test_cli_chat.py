@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -114,12 +115,17 @@ def test_a_file_that_cannot_be_written_does_not_end_the_conversation(
 
 
 def test_explain_shows_the_last_answer_token_by_token(verbatim: Call) -> None:
-    flags = ("--temperature", "1.3", "--max-tokens", "6", "--ignore-eos")
-    result = verbatim("chat", "-q", *flags, stdin="/explain\nthe cat\n/explain\n/reset\n/explain\n")
-    lines = result.out.splitlines()
-    rows = [line for line in lines if line.startswith("position ")]
-    assert len(rows) == 6, "one line per token, of the only answer"
+    flags = ("--temperature", "1.3", "--max-tokens", "12", "--ignore-eos")
+    lines = "/explain\nthe cat\n/explain\n/explain all\n/reset\n/explain\n"
+    result = verbatim("chat", "-q", *flags, stdin=lines)
+    rows = [line for line in result.out.splitlines() if "  position " in line]
     assert all(" nats" in row for row in rows)
+    least, every = rows[:10], rows[10:]
+    assert [int(row.split()[0]) for row in every] == list(range(1, 13)), "all: in order"
+    chance = [float(re.search(r"  p ([\d.]+) %", row)[1]) for row in rows]  # type: ignore[index]
+    assert chance[:10] == sorted(chance[10:])[:10], "the ten least certain tokens come first"
+    assert set(least) < set(every)
+    assert "the 10 least certain of 12 tokens" in result.err
     assert result.err.count("there is no answer yet") == 2
 
 

@@ -9,6 +9,7 @@ import pytest
 from rich.cells import cell_len
 
 from cli_result import Call
+from verbatim.cli.commands import compare
 from verbatim.cli.commands.compare import read_settings
 
 QUIZ = Path(__file__).parents[2] / "examples" / "quiz.jsonl"
@@ -37,6 +38,7 @@ def test_settings_change_parameters_engines_and_models() -> None:
         (("x", "--quiz", "q.jsonl"), "quiz"),
         (("--quiz", "no-such-file.jsonl"), "cannot read"),
         (("x", "--plot", "x.pdf"), "plot"),
+        (("x", "--vary", "-s", "seed=1"), "--vary: has its own columns"),
     ],
 )
 def test_wrong_settings_are_refused_before_a_model_is_opened(
@@ -65,6 +67,25 @@ def test_compare_prints_texts_and_a_table(verbatim: Call, tmp_path: Path) -> Non
     assert max(cell_len(line) for line in result.out.split("\n")) <= 80
     assert result.out.replace("\n", "").isprintable()  # the random model writes control characters
     assert ElementTree.parse(tmp_path / "x.svg").getroot().tag.endswith("svg")
+
+
+def test_vary_repeats_the_circumstances_of_verify(
+    verbatim: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("compare", "the cat", "the dog", "--raw", "--vary", "--max-tokens", "12", "--seed=4")
+    result = verbatim(*words, "--temperature=1", "--json")
+    assert result.code == 0
+    settings = result.json["settings"]
+    names = {setting["name"].partition("=")[0] for setting in settings}
+    assert names == {"max_running", "step_tokens", "prefix_cache", "threads", "speculate"}
+    assert {setting["same"] for setting in settings} == {2}
+    monkeypatch.setattr(compare, "_varied", lambda *_: ("seed=1", "threads=1,seed=1", "seed=2"))
+    result = verbatim(*words[:-1], "--temperature=1")
+    assert result.code == 1
+    texts, _, summary = result.out.partition("Summary")
+    assert "threads=1" not in texts, "the texts that are the same are not repeated"
+    assert "seed=2" in texts
+    assert "threads=1" in summary
 
 
 def test_speculation_and_batching_change_nothing_and_a_seed_does(verbatim: Call) -> None:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.backend import gpu
 from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.command_class import Command, option, switch
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     BASE_MODEL,
@@ -65,6 +66,11 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
     help="one column: sampling parameters, engine settings (quant, speculate, backend, kv_type, …)"
     " and model [temperature=0 and temperature=1,seed=0]",
 )
+@switch(
+    "--vary",
+    help="columns that must be equal: batch, prefill chunks, prefix cache, threads and drafts, as"
+    " `verbatim verify` varies them; exit code 1 if one is not",
+)
 @option("--file", metavar="FILE", help="one prompt per line")
 @raw_option()
 @option("--quiz", metavar="FILE", help="questions and answers, .jsonl or .csv")
@@ -79,6 +85,7 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
 def command(
     prompts: tuple[str, ...],
     texts: tuple[str, ...],
+    vary: bool,
     file: str | None,
     raw: bool,
     quiz: str | None,
@@ -96,24 +103,27 @@ def command(
     """
     check_plot(plot)
     if quiz is not None:
-        if prompts or texts or file:
-            raise ParameterError("quiz", "has its own prompts; leave out PROMPT, --file, --setting")
+        if prompts or texts or file or vary:
+            named = "leave out PROMPT, --file, --setting and --vary"
+            raise ParameterError("quiz", f"has its own prompts; {named}")
         return _quiz(quiz, samples, plot, as_json, flags)
     lines = file_text(file, "file", "utf-8-sig").split("\n") if file else []
     asked = [*prompts, *(line for line in lines if line.strip())]
     if not asked:
         raise ParameterError("prompt", "is missing; type it in quotes, or give --file or --quiz")
-    if not texts:
+    if vary:
+        texts = _varied(texts, flags)
+    elif not texts:
         _check_default_settings(flags)
     settings = read_settings(texts or DEFAULT_SETTINGS, flags)
     outcomes = _run(asked, settings, raw, as_json, flags)
     if as_json:
         write_json(outcomes_json(asked, outcomes))
     else:
-        _print(asked, outcomes)
+        _print(asked, outcomes, texts_of=_differing(outcomes) if vary else outcomes)
     if plot:
         _plot(outcomes, plot)
-    return 0
+    return 1 if vary and len(_differing(outcomes)) > 1 else 0
 
 
 # -------------------------------------------------------------------------------------- settings
@@ -128,6 +138,25 @@ def _check_default_settings(flags: Values) -> None:
                 f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves; give "
                 "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4",
             )
+
+
+def _varied(texts: tuple[str, ...], flags: Values) -> tuple[str, ...]:
+    """Columns of --vary: the engine settings of verify's circumstances, and prompts one by one."""
+    from verbatim.diagnose.needle import circumstances
+
+    if texts:
+        raise ParameterError("vary", "has its own columns; leave out --setting")
+    backend = flags["e_backend"] or "auto"
+    if backend == "auto":
+        backend = "cuda" if gpu.present() and gpu.missing() is None else "cpu"
+    changes = [case.engine.items() for case in circumstances(backend, 2, ())]
+    single = {f"{name}={value}".lower() for one in changes for name, value in one if len(one) == 1}
+    return ("speculate=off", "max_running=1", *sorted(single))
+
+
+def _differing(outcomes: list[Outcome]) -> list[Outcome]:
+    """The first outcome, and those with other tokens."""
+    return [outcomes[0], *(o for o in outcomes if o.same < len(o.texts))]
 
 
 def read_settings(texts: tuple[str, ...], flags: Values) -> list[Setting]:
@@ -189,10 +218,10 @@ def _run(
 # -------------------------------------------------------------------------------------- printing
 
 
-def _print(asked: list[str], outcomes: list[Outcome]) -> None:
+def _print(asked: list[str], outcomes: list[Outcome], texts_of: list[Outcome]) -> None:
     out = console()
     for at, prompt in enumerate(asked):
-        _print_texts(out, prompt, at, outcomes)
+        _print_texts(out, prompt, at, texts_of)
     header = ("setting", "tokens", "nats", "repeats", "distinct", "loops", "same", "tokens/s")
     rows = [
         (

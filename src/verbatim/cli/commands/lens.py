@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import http.client
 import socket
 import sys
 import threading
 import time
 import webbrowser
 from typing import Any
+
+import click
+from click.core import ParameterSource
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.commands import serve
@@ -60,13 +64,41 @@ def show_page(address: str, host: str, port: int, browser: bool) -> None:
         return
 
 
+def serves_lens() -> bool:
+    """Whether a server of ours listens at the default address."""
+    try:  # not urllib, which would ask a proxy
+        connection = http.client.HTTPConnection(HOST, PORT, timeout=2)
+        connection.request("GET", "/lens")
+        return b"<title>Verbatim Lens</title>" in connection.getresponse().read()
+    except (OSError, http.client.HTTPException):
+        return False
+
+
 def start(no_browser: bool, **flags: Any) -> int:
     host, port = flags["host"] or HOST, flags["port"]
+    if host == HOST and port is None and serves_lens():
+        return show_running(not no_browser)
     flags["port"] = free_port(host, PORT if port is None else port)
     arguments = (page_address(flags), host, flags["port"], not no_browser)
     threading.Thread(target=show_page, args=arguments, daemon=True).start()
     code: int = serve.command.callback(**flags)  # type: ignore[misc]
     return code
+
+
+def show_running(browser: bool) -> int:
+    """Open the page of the server that runs here already. Flags of another server contradict it."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if source is ParameterSource.COMMANDLINE and param.name != "no_browser":
+            raise ParameterError(
+                param.name or "",
+                f"a server of Verbatim runs at port {PORT} already, with settings of its own; leave"
+                " this out to open its page, or choose another --port",
+            )
+    sys.stderr.write("a server of Verbatim runs here already: no model is loaded\n")
+    show_page(page_address({"host": HOST, "tls_cert": None, "port": PORT}), HOST, PORT, browser)
+    return 0
 
 
 command = Command(
@@ -78,6 +110,7 @@ command = Command(
     ],
     help="""Start the server and open the Lens, the page that shows how each token is made.
 
-    The flags are those of `verbatim serve`. Ctrl-C ends the server.
+    The flags are those of `verbatim serve`. Ctrl-C ends the server. Where a server runs at the
+    default port already, its page is opened and no model is loaded.
     """,
 )

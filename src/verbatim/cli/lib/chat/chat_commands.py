@@ -34,6 +34,7 @@ class Chat(Protocol):
 
 NO_ANSWER = "there is no answer yet"
 EXPLAINED = 5  # candidates of /explain N
+LEAST_CERTAIN = 10  # tokens of /explain
 SYNONYMS = {
     "reset": "clear",
     "exit": "quit",
@@ -175,6 +176,8 @@ def _explain(chat: Chat, rest: str) -> None:
         note(NO_ANSWER)
         return
     tokens = len(chat.talk.last[2].token_ids)
+    every = rest == "all"
+    rest = "" if every else rest
     if rest and not (rest.isdecimal() and 1 <= int(rest) <= tokens):
         _refuse(f"{rest!r} is not a token of the answer, which has {tokens}; 1 is the first")
         return
@@ -185,8 +188,15 @@ def _explain(chat: Chat, rest: str) -> None:
     if rest:
         write(render(records[int(rest) - 1], show, screen=screen) + "\n")
         return
-    for record in records:
-        write(headline(record, show, screen=screen) + "\n")
+    rows = list(enumerate(records, 1))
+    if not every:
+        rows = sorted(rows, key=lambda row: row[1]["logprob"])[:LEAST_CERTAIN]
+    for number, record in rows:
+        write(f"{number:4}  {headline(record, show, screen=max(screen - 6, 0))}\n")
+    if len(rows) < tokens:
+        note(
+            f"the {len(rows)} least certain of {tokens} tokens; /explain all, or the number of one"
+        )
 
 
 def _stats(chat: Chat, rest: str) -> None:
@@ -250,7 +260,7 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
     "retry": (_retry, "", "answer the last message again, with the next seed"),
     "undo": (_undo, "", "forget the last message and its answer"),
     "drop": (_drop, "[N]", "forget the N oldest messages and their answers [1]"),
-    "explain": (_explain, "[N]", "why each token of the last answer was chosen; N: one token"),
+    "explain": (_explain, "[N]", "the least certain tokens of the last answer; N: one token; all"),
     "stats": (_stats, "", "the last answer in numbers: tokens, speed, parameters in force"),
     "model": (_model, "[NAME]", "continue with another model; without NAME show it"),
     "save": (_save, "FILE", "write the conversation as JSON"),
