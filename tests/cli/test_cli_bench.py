@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -59,6 +60,29 @@ def test_a_share_above_the_limit_is_measured_again_and_explained(
         last.startswith("share above 100 % (decode at 1): the machine was slower while its limits")
         == result
     )
+
+
+def test_the_estimate_is_corrected_by_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    todo = [
+        measure.Job("prefill", 512, 512, lambda _: 0.0),
+        measure.Job("batch", 4, 64, lambda _: 0.0),
+    ]
+    prefill, batch = (bench_report.least_seconds(job, CARD, LIMITS) for job in todo)
+    assert prefill == pytest.approx(512 / CARD.prefill_ceiling(LIMITS, 512))  # type: ignore[operator]
+    assert batch > 16 * CARD.step_seconds(LIMITS, 32, 4), "16 steps, and the prompts' prefill"
+    clock = iter([100.0, 100.0 + 2 * 1000 * prefill / bench_report.USUAL_SHARE])
+    monkeypatch.setattr(bench_report.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr("verbatim.cli.lib.terminal.use_colour", lambda stream: True)
+    progress = bench_report.BenchProgress(todo, CARD, LIMITS, 1000)
+    for job in todo:
+        progress.start(job)
+        progress.clear()
+    shown = capsys.readouterr().err
+    slower = 2 * 1000 * batch / bench_report.USUAL_SHARE / 60  # twice the estimate, in minutes
+    assert "1 of 2: prefill 512, estimated: " in shown
+    assert f"2 of 2: sequences 4, estimated: {slower:.0f} min left" in shown
 
 
 def test_a_plot_without_matplotlib_fails_before_any_measurement(
@@ -143,6 +167,7 @@ def test_the_whole_bench_on_a_tiny_model(verbatim: Call, tmp_path: Path, tiny: P
     assert result.code == 0, result.err
     lines = result.out.splitlines()
     assert lines[0].startswith("machine"), "the limit comes before the result"
+    assert re.search(r"^5 measurements, estimated: \d+ (s|min)$", result.err, re.M)
     assert any(line.startswith("ceiling") for line in lines[:4])
     data: dict[str, Any] = json.loads(lines[-1])
     assert [(row["kind"], row["size"]) for row in data["rows"]] == [

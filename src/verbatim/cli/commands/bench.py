@@ -15,6 +15,7 @@ from verbatim.backend import gpu
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.cli.lib.bench_report import (
     WHY_ABOVE,
+    BenchProgress,
     above_limit,
     measure_again,
     plot_rows,
@@ -185,14 +186,17 @@ def _measure(
 
     limits, card = print_limits(llm, quick)
     runners: list[Runner] = [Ours(llm), *([rival] if rival else [])]
+    warm_ups = GPU_WARM_UPS if llm.loaded.backend.info.name == "cuda" else 1
+    steps, step_tokens = 16 if quick else 32, llm.config.step_tokens
+    assert step_tokens is not None, "an opened engine has resolved it"
+    todo = jobs(**sizes, steps=steps, step_tokens=step_tokens, limit=llm.context)
+    progress = BenchProgress(todo, card, limits, len(runners) * (rounds + warm_ups))
     print_header(rival)
     rows = []
-    warm_ups = GPU_WARM_UPS if llm.loaded.backend.info.name == "cuda" else 1
-    assert llm.config.step_tokens is not None, "an opened engine has resolved it"
-    for job in jobs(
-        **sizes, steps=16 if quick else 32, step_tokens=llm.config.step_tokens, limit=llm.context
-    ):
+    for job in todo:
+        progress.start(job)
         rows.append(measure(job, runners, rounds, warm_ups))
+        progress.clear()
         print_row(rows[-1], card, limits, rival)
     if above_limit(rows, card, limits) and limits.method != "gpu":
         limits = measure_again(limits)

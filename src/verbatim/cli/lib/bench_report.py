@@ -8,20 +8,22 @@ from __future__ import annotations
 
 import platform
 import sys
+import time
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.terminal import columns, note, use_colour
+from verbatim.cli.lib.terminal import Progress, columns, note, use_colour
 from verbatim.hub.catalog import cache_dir
 from verbatim.observe.roofline import REPEATS, refresh_limits
 
 if TYPE_CHECKING:
-    from verbatim.bench.measure import JobRow
+    from verbatim.bench.measure import Job, JobRow
     from verbatim.bench.rivals.client import Rival
     from verbatim.engine.calls.llm import LLM
     from verbatim.observe.roofline import CostCard, MachineLimits
 
+USUAL_SHARE = 0.4  # of the limit that a measurement reaches, for the estimate of its time
 WHY_ABOVE = (
     "the machine was slower while its limits were measured, or part of the model stayed in a"
     " cache; the limits are not exact here"
@@ -102,18 +104,56 @@ def print_header(rival: Rival | None) -> None:
     print(f"\n{'':16} {'tokens/s':>10} {'limit':>8} {'share':>6}{theirs}")
 
 
+class BenchProgress:
+    """How long the measurements take, on stderr: an estimate from the limits before the first one,
+    corrected by those that are done. Loading, limits and cold starts are not counted."""
+
+    def __init__(
+        self, todo: list[Job], card: CostCard, limits: MachineLimits, repeats: int
+    ) -> None:
+        self._todo, self._seconds = (
+            todo,
+            [repeats * least_seconds(job, card, limits) / USUAL_SHARE for job in todo],
+        )
+        self._began = time.perf_counter()
+        self._line = Progress()
+        note(f"{len(todo)} measurements, estimated: {_duration(sum(self._seconds))}")
+
+    def start(self, job: Job) -> None:
+        at = self._todo.index(job)
+        if self._line.live:
+            done = sum(self._seconds[:at])
+            slower = (time.perf_counter() - self._began) / done if done else 1.0
+            left = _duration(slower * sum(self._seconds[at:]))
+            self._line(f"{at + 1} of {len(self._todo)}: {label(job)}, estimated: {left} left")
+
+    def clear(self) -> None:
+        self._line.clear()
+
+
+def least_seconds(job: Job, card: CostCard, limits: MachineLimits) -> float:
+    """Seconds of one round at the limits of the machine, with the prefill of what it decodes."""
+    batch, context = (job.size, 32) if job.kind == "batch" else (1, job.size)
+    rate = card.prefill_ceiling(limits, context) or card.decode_ceiling(limits, 0)
+    steps = 0 if job.kind == "prefill" else job.tokens / batch
+    return batch * context / rate + steps * card.step_seconds(limits, context, batch)
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds / 60:.0f} min" if seconds >= 90 else f"{max(seconds, 1):.0f} s"
+
+
 def print_row(row: JobRow, card: CostCard, limits: MachineLimits, rival: Rival | None) -> None:
     rate = row.rate("verbatim")
     ceiling = ceiling_of(row, card, limits)
     share = f"{ceiling:8.0f} {rate / ceiling:6.0%}" if ceiling else f"{'-':>8} {'-':>6}"
     theirs = f"   {row.rate(rival.name):18.1f} {rate / row.rate(rival.name):6.2f}x" if rival else ""
-    print(f"{label(row):16} {rate:10.1f} {share}{theirs}", flush=True)
+    print(f"{label(row.job):16} {rate:10.1f} {share}{theirs}", flush=True)
 
 
-def label(row: JobRow) -> str:
-    return {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}[
-        row.job.kind
-    ] + f" {row.job.size}"
+def label(job: Job) -> str:
+    kinds = {"prefill": "prefill", "decode": "decode at", "batch": "sequences"}
+    return f"{kinds[job.kind]} {job.size}"
 
 
 def ceiling_of(row: JobRow, card: CostCard, limits: MachineLimits) -> float | None:
@@ -195,4 +235,4 @@ def above_limit(rows: list[JobRow], card: CostCard, limits: MachineLimits) -> st
         for row in rows
         if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling
     ]
-    return ", ".join(label(row) for row in over)
+    return ", ".join(label(row.job) for row in over)
