@@ -6,11 +6,12 @@ once in the HTTP process, without a message to the engine.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
 
-from verbatim.server.problem import Problem
+from verbatim.server.problem import Problem, shutting_down
 from verbatim.server.settings import Limits
 from verbatim.server.unfinished_bodies import UnfinishedBodies
 
@@ -32,7 +33,7 @@ class Admission:
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
         self.bodies = UnfinishedBodies(limits)
-        self.draining = False
+        self.draining = asyncio.Event()
         self.open = 0
         self._refused = 0  # answers 429 of this class
         self._with_rows = 0
@@ -45,8 +46,8 @@ class Admission:
 
     def rejection(self, tenant: str) -> Problem | None:
         """The 429 or 503 for one more request of this tenant; None: it is admitted."""
-        if self.draining:
-            return Problem("unavailable", "the server is shutting down", retry_after=30)
+        if self.draining.is_set():
+            return shutting_down()
         problem = self._overload(tenant)
         self._refused += problem is not None
         return problem

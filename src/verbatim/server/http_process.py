@@ -28,7 +28,7 @@ from verbatim.server.app import Middleware, make_app
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
 from verbatim.server.model_pool import ModelPool
-from verbatim.server.problem import Problem
+from verbatim.server.problem import shutting_down
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
 from verbatim.server.settings import EXECUTOR_THREADS, Settings
@@ -144,6 +144,7 @@ async def serve(
         announcing.cancel()
         if unloading is not None:
             unloading.cancel()
+        state.admission.draining.set()  # ends the wait for a model that could not be loaded
         server.should_exit = True
         await serving
         await (supervisor if pool is None else pool).close()
@@ -174,7 +175,7 @@ async def announce(state: State, sock: socket.socket) -> None:
 async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:
     """Wait until no request is open, drain_seconds have passed, or a second signal arrives.
     Requests that are still open then fail with a 503."""
-    state.admission.draining = True
+    state.admission.draining.set()
     log.info(
         "%s: draining %d requests, for at most %g s; a second Ctrl-C or SIGTERM ends them at once",
         why,
@@ -187,9 +188,7 @@ async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:
     if state.open:
         log.warning("cancelling %d requests", state.open)
         for supervisor in state.engines().values():
-            supervisor.fail_all(
-                Problem("unavailable", "the server is shutting down", retry_after=30)
-            )
+            supervisor.fail_all(shutting_down())
         for _ in range(60):
             if not state.open:
                 break

@@ -107,6 +107,10 @@ class Problem(Exception):
         return {"retry-after": str(max(1, math.ceil(self.retry_after)))}
 
 
+def shutting_down() -> Problem:
+    return Problem("unavailable", "the server is shutting down", retry_after=30)
+
+
 def invalid(field: str, why: str) -> Problem:
     """A 400 for a value that the field does not take."""
     return Problem("invalid_parameter", f"{field}: {why}", field)

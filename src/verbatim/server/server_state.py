@@ -66,7 +66,7 @@ class State:
     def ready(self) -> bool:
         """The server accepts requests. Of several models, the first was loaded once; another one is
         loaded by the request that names it."""
-        if self.admission.draining:
+        if self.admission.draining.is_set():
             return False
         if self.pool is not None:
             return self.pool.first.supervisor.ready.is_set() or self.pool.first.facts is not None

@@ -145,6 +145,9 @@ class Settings:
     )
     tls_cert: str | None = setting(None, "certificate chain (PEM)", metavar="FILE")
     tls_key: str | None = setting(None, "its private key (PEM)", metavar="FILE")
+    load_wait_seconds: float = setting(
+        60.0, "time a request waits while the model is loaded for the first time, then 503", low=0
+    )
     drain_seconds: float = setting(30.0, "time for running requests to finish after SIGTERM")
     keepalive_seconds: float = setting(
         15.0, "silence of a stream after which it sends a keep-alive comment"

@@ -28,7 +28,7 @@ from verbatim.server.api.common.to_params import check_finish, with_client_names
 from verbatim.server.api.common.tool_errors import name_tool
 from verbatim.server.api.common.validate import check
 from verbatim.server.model_pool import ModelPool, ServedModel
-from verbatim.server.problem import Problem, invalid, problem_of
+from verbatim.server.problem import Problem, invalid, problem_of, shutting_down
 from verbatim.server.process.messages import Generate, Generated, Result, WireFinish, Work
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.server_state import State
@@ -89,6 +89,7 @@ class RequestContext:
         """The request as the route's model. `given` is the same as plain JSON, in this server's
         names: chat templates and sampling parameters are made from that."""
         raw = await self.read_raw()
+        await self._first_load()
         data = parse_json(raw, self.state.limits.max_json_depth, self.state.max_json_values)
         if self.state.settings.log_prompts:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
@@ -112,6 +113,7 @@ class RequestContext:
         the route says that this request loads nothing."""
         pool = self.state.pool
         if pool is None:
+            await self._first_load()
             return
         name = self.state.check_model(name)
         name = pool.adapters.get(name, name)
@@ -124,6 +126,21 @@ class RequestContext:
         [model] = await self._unless_disconnected(self._hold(pool, name, max(wait, 0)))
         self.state = self.state.for_model(model)
         self.load_seconds = 0.0 if is_loaded else self.state.clock() - start
+
+    async def _first_load(self) -> None:
+        """Wait until the only model has been loaded for the first time, the server drains, or
+        load_wait_seconds have passed; a 503 follows. Before the body is parsed, because a limit on
+        its values depends on the model's context. Only requests that max_queue counts wait."""
+        state = self.state
+        if not self.route.is_queued or state.pool is not None or state.supervisor.facts is not None:
+            return
+        start = state.clock()
+        left = self.arrived + min(state.settings.load_wait_seconds, state.limits.request_seconds)
+        events = (state.supervisor.ready, state.admission.draining)
+        await self._unless_disconnected(_first_of(events), max(left - start, 0))
+        if state.supervisor.facts is None and state.admission.draining.is_set():
+            raise shutting_down()
+        self.load_seconds = state.clock() - start
 
     async def _hold(self, pool: ModelPool, name: str, seconds: float) -> list[ServedModel]:
         model = await pool.hold(name, seconds)
@@ -292,6 +309,16 @@ class RequestContext:
             task.cancel()
             # Wait until both tasks have released the signal and receive().
             await asyncio.gather(gone, task, return_exceptions=True)
+
+
+async def _first_of(events: Sequence[asyncio.Event]) -> list[object]:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return []
 
 
 def labels_of(body: JsonObject) -> dict[str, str]:

@@ -32,7 +32,8 @@ async def health(call: RequestContext) -> Response:
     """200 when the server accepts requests; 503 while it loads, restarts the engine or drains.
     Needs no API key, so it reveals nothing else."""
     ready = call.state.ready
-    status = "draining" if call.state.admission.draining else "ready" if ready else "loading"
+    draining = call.state.admission.draining.is_set()
+    status = "draining" if draining else "ready" if ready else "loading"
     return Json(
         {"live": True, "ready": ready, "status": status},
         200 if ready else 503,
