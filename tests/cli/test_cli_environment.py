@@ -20,7 +20,7 @@ def test_an_unknown_variable_is_named_with_its_nearest() -> None:
     [line] = found
     assert line.startswith("VERBATIM_MODELS is no variable of Verbatim and has no effect; ")
     assert "did you mean VERBATIM_MODEL?" in line
-    [line] = unknown_variables({"VERBATIM_XYZ": "1"})
+    [line] = unknown_variables({"VERBATIM_XYZXYZXYZ": "1"})
     assert all(name in line for name in VARIABLES)
 
 
@@ -53,8 +53,12 @@ def test_the_command_prints_the_warning_and_runs() -> None:
     assert done.stderr.startswith("verbatim: warning: VERBATIM_MODLE is no variable of Verbatim")
 
 
-def test_a_setting_as_a_variable_causes_a_warning() -> None:
-    assert unknown_variables({"VERBATIM_PORT": "8000"}) != []
+def test_a_setting_of_the_server_causes_a_warning_elsewhere() -> None:
+    [line] = unknown_variables({"VERBATIM_PORT": "8000"})
+    assert line == "VERBATIM_PORT is a setting of `verbatim serve` and has no effect here"
+    assert unknown_variables({"VERBATIM_PORT": "8000", "VERBATIM_CONFIG": "f"}, True) == []
+    [line] = unknown_variables({"VERBATIM_MAX_QUEU": "8000"}, True)
+    assert "did you mean VERBATIM_MAX_QUEUE?" in line
 
 
 def test_the_table_has_every_variable_that_the_code_reads() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from importlib import import_module
 
 VARIABLES = {
     "VERBATIM_API_KEY": "API keys of the server, separated by spaces",
@@ -26,19 +27,28 @@ FOREIGN = re.compile(
 )
 
 
-def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """A warning for each variable with an unknown VERBATIM_ name."""
+def unknown_variables(environ: Mapping[str, str], serves: bool = False) -> list[str]:
+    """A warning for each variable with a VERBATIM_ name that has no effect on this command.
+    `serves`: the command is `verbatim serve`, whose flags are variables, too."""
+    names = [
+        name
+        for name, value in environ.items()
+        if name.startswith("VERBATIM_")
+        and name not in VARIABLES
+        and not FOREIGN.fullmatch(f"{name}={value}")
+    ]
+    if not names:
+        return []
     from difflib import get_close_matches
 
+    command = import_module("verbatim.cli.commands.serve").command
+    flags = {str(param.envvar) for param in command.params if param.envvar}
     warnings = []
-    for name, value in environ.items():
-        if (
-            not name.startswith("VERBATIM_")
-            or name in VARIABLES
-            or FOREIGN.fullmatch(f"{name}={value}")
-        ):
-            continue
-        near = get_close_matches(name, VARIABLES, 1, cutoff=0.8)
+    for name in names:
+        near = get_close_matches(name, [*VARIABLES, *flags], 1, cutoff=0.8)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(VARIABLES)}"
-        warnings.append(f"{name} is no variable of Verbatim and has no effect; {hint}")
+        if name not in flags:
+            warnings.append(f"{name} is no variable of Verbatim and has no effect; {hint}")
+        elif not serves:
+            warnings.append(f"{name} is a setting of `verbatim serve` and has no effect here")
     return warnings

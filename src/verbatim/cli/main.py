@@ -147,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args = [*args[1:2], "--help"]
     _open_missing_streams()
     _replace_unencodable()
-    for warning in unknown_variables(os.environ):
+    for warning in unknown_variables(os.environ, args[:1] in (["serve"], ["server"])):
         print_error(f"warning: {warning}")
     try:
         code = _call(args)

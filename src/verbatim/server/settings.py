@@ -148,19 +148,19 @@ class Settings:
     load_wait_seconds: float = setting(
         60.0, "time a request waits while the model is loaded for the first time, then 503", low=0
     )
-    drain_seconds: float = setting(30.0, "time for running requests to finish after SIGTERM")
+    drain_seconds: float = setting(30.0, "time for running requests to finish after SIGTERM", low=0)
     keepalive_seconds: float = setting(
-        15.0, "silence of a stream after which it sends a keep-alive comment"
+        15.0, "silence of a stream after which it sends a keep-alive comment", low=0
     )
     engine_silence_seconds: float = setting(
-        60.0, "time without heartbeat or progress until the engine is killed"
+        60.0, "time without heartbeat or progress until the engine is killed", low=0
     )
     backoff_seconds: float = setting(
-        0.5, "wait before a dead engine is restarted; doubles each time"
+        0.5, "wait before a dead engine is restarted; doubles each time", low=0
     )
-    backoff_limit: float = setting(30.0, "maximum wait before a restart")
+    backoff_limit: float = setting(30.0, "maximum wait before a restart", low=0)
     store_items: int = setting(
-        1000, "answers kept in memory, for previous_response_id; 0 keeps none"
+        1000, "answers kept in memory, for previous_response_id; 0 keeps none", low=0
     )
     default_seed: int | None = setting(
         None,

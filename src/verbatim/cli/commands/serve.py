@@ -13,7 +13,8 @@ import click
 
 from verbatim.base.config import SETTINGS, EngineConfig, served
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.config_file import MODEL_NAME, ConfiguredCommand, print_settings, read_config
+from verbatim.cli.lib.command_class import option, switch
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     Values,
@@ -40,8 +41,16 @@ def server_options(command: F) -> F:
     return all_of(*settings, ray, *record_flags(Limits, "l_", "Limits"))(command)
 
 
-@click.command(cls=Command)
+@click.command(cls=ConfiguredCommand)
 @click.argument("name", required=False, metavar="[MODEL]")
+@option(
+    "--config",
+    metavar="FILE",
+    is_eager=True,
+    callback=read_config,
+    help="TOML file of settings; --max-queue is VERBATIM_MAX_QUEUE, or max_queue in the file",
+)
+@switch("--print-config", help="print each setting and its origin as such a file, and exit")
 @option(
     "--served-model-name",
     "names",
@@ -76,13 +85,14 @@ def command(
     api_key_file: str | None,
     ray: str | None,
     replicas: str | None,
+    config: str | None,
+    print_config: bool,
     **flags: Any,
 ) -> int:
     """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP until SIGTERM or Ctrl-C.
 
     HTTP and the engine are two processes: an engine that dies is restarted, and HTTP stays up.
     """
-    run = _server()
     model, models = _models_of(name, flags, pinned, model_settings)
     if models and names:
         raise ParameterError("served_model_name", "belongs to one model; write --model NAME=MODEL")
@@ -98,6 +108,10 @@ def command(
         limits=Limits(**given_of(Limits, flags, "l_")),
         **given_of(Settings, flags, ""),
     )
+    if print_config:
+        print_settings(click.get_current_context(), name)
+        return 0
+    run = _server()
     if ray is None:
         if replicas is not None:
             raise ParameterError("replicas", "needs --ray; one server has one engine")
@@ -134,7 +148,7 @@ def _models_of(
     return model, models
 
 
-NAMED = re.compile(r"([\w.:+-]+)=(.+)")
+NAMED = re.compile(rf"({MODEL_NAME})=(.+)")
 
 
 def read_models(

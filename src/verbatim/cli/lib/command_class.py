@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import click
 
 from verbatim.base.errors import RequestError
+from verbatim.cli.environment import FOREIGN
 from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -124,7 +125,15 @@ class Option(click.Option):
         finally:
             self.opts = every
 
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """The variable's value, but for VERBATIM_PORT of Kubernetes, for a Service "verbatim"."""
+        value = super().resolve_envvar_value(ctx)
+        return None if value is None or FOREIGN.fullmatch(f"{self.envvar}={value}") else value
+
     def get_error_hint(self, ctx: click.Context | None) -> str:
+        found = ctx and self.name and ctx.get_parameter_source(self.name)
+        if found and found.name == "ENVIRONMENT":
+            return f"'{self.envvar}'"
         if typed := flag_in(() if ctx is None else ctx.meta.get(ARGUMENTS, ()), self):
             return f"'{typed}'"
         names = [name for name in self.opts if name not in self.aliases]

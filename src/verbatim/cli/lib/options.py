@@ -139,8 +139,12 @@ def model_options(command: F) -> F:
 
 def several_model_options(command: F) -> F:
     """model_options with a --model that may be repeated; it arrives as a tuple."""
+
+    class Lines(click.types.StringParamType):
+        envvar_list_splitter = "\n"  # a path may have spaces
+
     several = "; repeated as NAME=MODEL: several models behind one port"
-    return _model_flags(several, multiple=True, metavar="[NAME=]MODEL")(command)
+    return _model_flags(several, multiple=True, type=Lines(), metavar="[NAME=]MODEL")(command)
 
 
 def positional_model(flags: Values, name: str | None) -> None:
