@@ -22,45 +22,48 @@ SRC = ROOT / "src" / "verbatim"
 
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
-    "": 174,
+    "": 176,
     "backend": 9009,
-    "base": 2594,
+    "base": 2695,
     "bench": 863,
     "chat": 9,
-    "cli": 6883,
+    "cli": 7343,
     "convert": 880,
-    "diagnose": 2700,
+    "diagnose": 2691,
     "encoder": 904,
-    "engine": 5923,
+    "engine": 6083,
     "explain": 893,
     "files": 1507,
     "formats": 2301,
     "grammar": 3923,
-    "hub": 1087,
+    "hub": 1132,
     "lens": 10,
     "lora": 703,
     "model": 2729,
     "model/families": 4739,
-    "observe": 854,
+    "observe": 881,
     "sampling": 1494,
     "scale": 2236,
     "schedule": 1967,
-    "server": 12854,
+    "server": 12643,
     "speculate": 1085,
     "testing": 652,
-    "text": 4670,
+    "text": 5060,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 73643, "tests": 64131, "docs": 9356}
-ANY = 743  # uses of Any in src
+TOTALS = {"src": 74608, "tests": 64893, "docs": 9440}
+ANY = 746  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {"server/process/lens_queries.py": 17}
+WIDE: dict[str, int] = {
+    "cli/commands/compare.py": 17,
+    "server/process/lens_queries.py": 17,
+}
 
 # Most files that name one thing: what the next thing of its kind would touch.
 SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
