@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import shutil
 import socket
 import ssl
@@ -41,6 +42,8 @@ def locked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
         "json",
         "--allow-host",
         "llm.example",
+        "--metrics-address",
+        "127.0.0.1:0",
     )
     live.client.headers["authorization"] = f"Bearer {ONE}"
     yield live.wait_ready()
@@ -75,6 +78,23 @@ def test_every_route_but_health_and_the_page_needs_the_key(locked: Live) -> None
     ):
         assert bare(locked, "GET", path).status_code in (200, 401), path
         assert "verbatim_requests" not in bare(locked, "GET", path).text
+
+
+def test_metrics_have_an_address_that_needs_no_key(locked: Live) -> None:
+    address = eventually(lambda: re.search(r"metrics at (http://[\d.:]+)", locked.log_text()))[1]
+    answer = httpx.get(f"{address}/metrics", verify=False)
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "verbatim_http_open_requests 0" in answer.text
+    assert bare(locked, "GET", "/metrics").status_code == 401
+    assert httpx.get(f"{address}/v1/models", verify=False).status_code == 404
+    named = httpx.get(f"{address}/metrics", headers={"host": "evil.example"}, verify=False)
+    assert named.status_code == 403
+
+
+@pytest.mark.parametrize("address", ["8001", "127.0.0.1", ":8001", "h:65536", "h:x", ""])
+def test_an_address_of_metrics_is_a_host_and_a_port(address: str) -> None:
+    with pytest.raises(ParameterError, match="is not HOST:PORT"):
+        Settings(metrics_address=address)
 
 
 @pytest.mark.parametrize(

@@ -121,6 +121,13 @@ def test_deployment_files_use_existing_flags() -> None:
     assert CliRunner().invoke(command, ["--help"]).exit_code == 0
 
 
+def test_prometheus_scrapes_the_address_that_needs_no_key() -> None:
+    text = (ROOT / "deploy" / "kubernetes.yaml").read_text()
+    [port] = re.findall(r'prometheus.io/port: "(\d+)"', text)
+    assert f'--metrics-address, "0.0.0.0:{port}"' in text
+    assert f"containerPort: {port}, name: metrics" in text
+
+
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cuda"])
 def test_the_container_image_copies_existing_files(name: str) -> None:
     """Every path that the image copies or admits exists, and everything that pyproject.toml needs

@@ -197,7 +197,8 @@ def serve_on_ray(settings: Settings, options: RayOptions) -> int:
     require_ray()
     set_up_logs(settings)
     check_certificate(settings)
-    bind(settings).close()  # a port in use fails before Ray starts
+    for sock in bind(settings):
+        sock.close()  # a port in use fails before Ray starts
     settings = replace(settings, prefix_key=secrets.token_bytes(32))
     service = OwnService(settings, options)
     return run(settings, lambda s, clock: Cluster(s, clock, service=service))

@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from verbatim.base.json_io import dumps
 from verbatim.server.api.common.request_context import (
@@ -31,6 +31,7 @@ from verbatim.server.api.common.to_params import count_seeds
 from verbatim.server.api.common.validate import check_query
 from verbatim.server.api.routes import PROTOCOLS, QUEUED_PATHS, error_body, is_open, unknown_route
 from verbatim.server.auth import AUTH_AND_CORS_HEADERS, OPEN_ROUTES, Access
+from verbatim.server.http_metrics import METRICS_TYPE
 from verbatim.server.problem import Problem
 from verbatim.server.server_state import State
 from verbatim.server.traces import trace
@@ -54,6 +55,22 @@ def make_app(state: State) -> Middleware:
     inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
     inner.router.redirect_slashes = False
     return Middleware(inner, state)
+
+
+def make_metrics_app(state: State) -> ASGIApp:
+    """The application of --metrics-address: /metrics without a key. The Host check holds."""
+    access = Access(state.settings, lambda path: True)
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        problem = access.check(scope, {})
+        if problem is None and scope["path"] != "/metrics":
+            problem = Problem("not_found", "this address has no route but /metrics")
+        response = Response(state.metrics_text(), media_type=METRICS_TYPE)
+        await (response if problem is None else problem_response("/", problem))(
+            scope, receive, send
+        )
+
+    return app
 
 
 def _endpoint(

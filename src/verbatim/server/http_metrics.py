@@ -16,6 +16,8 @@ from verbatim.observe.engine_metrics import Registry
 from verbatim.observe.merge_metrics import add_counters, merge
 from verbatim.server.process.supervisor import Supervisor
 
+METRICS_TYPE = "text/plain; version=0.0.4"  # media type of Prometheus text
+
 
 class Metrics:
     def __init__(self) -> None:

@@ -18,20 +18,21 @@ import signal
 import socket
 import ssl
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.server.app import Middleware, make_app
+from verbatim.server.app import Middleware, make_app, make_metrics_app
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
 from verbatim.server.model_pool import ModelPool
 from verbatim.server.problem import shutting_down
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
-from verbatim.server.settings import EXECUTOR_THREADS, Settings
+from verbatim.server.settings import EXECUTOR_THREADS, Settings, host_and_port
 
 log = logging.getLogger("verbatim.server")
 SPARE_FILES = 100  # file descriptors reserved for the engine socket, the log and 503 responses
@@ -45,19 +46,32 @@ class Server(uvicorn.Server):
         yield
 
 
-def bind(settings: Settings) -> socket.socket:
-    """Bind the listening socket. Called before the model loads, so a port in use fails at once."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
+class MetricsProtocol(HttpProtocol):
+    """Connections to --metrics-address: few, and not part of the server's accounts."""
+
+    reject_early = count_malformed = None
+    max_connections = 64
+
+
+def bind(settings: Settings) -> list[socket.socket]:
+    """Bind the listening sockets: the server's, and that of --metrics-address, if there is one.
+    Called before the model loads, so a port in use fails at once."""
+    socks = [_bind("port", settings.host, settings.port, "choose another --port or --host")]
+    if settings.metrics_address is not None:
+        address = host_and_port(settings.metrics_address)
+        socks.append(_bind("metrics_address", *address, "choose another one"))
+    return socks
+
+
+def _bind(setting: str, host: str, port: int, remedy: str) -> socket.socket:
+    sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        sock.bind((settings.host, settings.port))
+        sock.bind((host, port))
     except OSError as error:
         sock.close()
-        where = f"{settings.host}:{settings.port}"
-        raise ParameterError(
-            "port", f"cannot listen on {where}: {error.strerror}; choose another --port or --host"
-        ) from None
+        why = f"cannot listen on {host}:{port}: {error.strerror}; {remedy}"
+        raise ParameterError(setting, why) from None
     sock.set_inheritable(False)
     return sock
 
@@ -87,17 +101,24 @@ def _http_config(app: Middleware, settings: Settings) -> uvicorn.Config:
     HttpProtocol.reject_early = app.reject_early
     HttpProtocol.count_malformed = app.count_malformed
     HttpProtocol.max_connections = connection_limit(settings.limits.max_connections)
+    return _config(app, HttpProtocol, settings.tls_cert, settings.tls_key)
+
+
+def _config(
+    app: ASGIApp, http: type[HttpProtocol], cert: str | None = None, key: str | None = None
+) -> uvicorn.Config:
     return uvicorn.Config(
-        app, http=HttpProtocol, ws="none", lifespan="off",
+        app, http=http, ws="none", lifespan="off",
         access_log=False, log_config=None, server_header=False, proxy_headers=False, backlog=4096,
-        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
+        ssl_certfile=cert, ssl_keyfile=key, timeout_graceful_shutdown=5,
     )  # fmt: skip
 
 
-def _handle_signals(
-    loop: asyncio.AbstractEventLoop, stop: asyncio.Future[signal.Signals], drain_now: asyncio.Event
-) -> None:
-    """The first signal drains, the second ends the drain."""
+def _handle_signals() -> tuple[asyncio.Future[signal.Signals], asyncio.Event]:
+    """The first signal sets the future and drains, the second sets the event and ends the drain."""
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[signal.Signals] = loop.create_future()
+    drain_now = asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:
         drain_now.set() if stop.done() else stop.set_result(number)
@@ -105,6 +126,7 @@ def _handle_signals(
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             loop.add_signal_handler(number, on_signal, number)
+    return stop, drain_now
 
 
 async def serve(
@@ -116,27 +138,32 @@ async def serve(
     `supervise` makes the supervisor: of one engine process, or of replicas elsewhere
     (scale/cluster.py)."""
     check_certificate(settings)
-    sock = bind(settings)
+    socks = bind(settings)
     pool = ModelPool(settings, clock) if settings.models else None
     supervisor = supervise(settings, clock) if pool is None else pool.first.supervisor
     state = State(settings, supervisor, clock, pool)
     state.access = AccessLog(settings.log_format)
     app = make_app(state)
-    server = Server(_http_config(app, settings))
-    stop: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
-    drain_now = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-http"))
+    servers = [Server(_http_config(app, settings))]
+    if len(socks) > 1:
+        servers.append(Server(_config(make_metrics_app(state), MetricsProtocol)))
+    executor = ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-http")
+    asyncio.get_running_loop().set_default_executor(executor)
 
-    _handle_signals(loop, stop, drain_now)
+    stop, drain_now = _handle_signals()
     gc.freeze()  # the modules and the app stay: no collection needs to visit them
     (supervisor if pool is None else pool).start()
-    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    serving = [
+        asyncio.create_task(server.serve(sockets=[sock]))
+        for server, sock in zip(servers, socks, strict=True)
+    ]
     keepalives = asyncio.create_task(send_keepalives(state))
-    announcing = asyncio.create_task(announce(state, sock))
+    announcing = asyncio.create_task(announce(state, socks))
     unloading = None if pool is None else asyncio.create_task(pool.unload_idle())
     try:
-        await asyncio.wait((stop, supervisor.fatal, serving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            (stop, supervisor.fatal, serving[0]), return_when=asyncio.FIRST_COMPLETED
+        )
         if not supervisor.fatal.done():
             await drain(state, drain_now, stop.result().name if stop.done() else "ended")
     finally:
@@ -145,8 +172,9 @@ async def serve(
         if unloading is not None:
             unloading.cancel()
         state.admission.draining.set()  # ends the wait for a model that could not be loaded
-        server.should_exit = True
-        await serving
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*serving)
         await (supervisor if pool is None else pool).close()
         state.access.flush()
     if supervisor.fatal.done():
@@ -158,18 +186,21 @@ async def serve(
     return 0
 
 
-async def announce(state: State, sock: socket.socket) -> None:
+async def announce(state: State, socks: Sequence[socket.socket]) -> None:
     """Log the address, once the model's name has turned out to be right: a server whose model does
     not exist never says that it listens."""
     await state.supervisor.found.wait()
+    scheme = "https" if state.settings.tls_cert else "http"
+    names = ", ".join(state.names())
+    where = f"{scheme}://{_shown(socks[0])}"
+    log.info("listening on %s (a chat page in a browser; model names: %s)", where, names)
+    for sock in socks[1:]:
+        log.info("metrics at http://%s/metrics, without a key", _shown(sock))
+
+
+def _shown(sock: socket.socket) -> str:
     host, port = sock.getsockname()[:2]
-    log.info(
-        "listening on %s://%s:%d (a chat page in a browser; model names: %s)",
-        "https" if state.settings.tls_cert else "http",
-        f"[{host}]" if ":" in host else host,
-        port,
-        ", ".join(state.names()),
-    )
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:

@@ -72,6 +72,10 @@ class State:
             return self.pool.first.supervisor.ready.is_set() or self.pool.first.facts is not None
         return self.supervisor.ready.is_set()
 
+    def metrics_text(self) -> str:
+        bodies, refused = len(self.admission.bodies), self.admission.refused
+        return self.metrics.text(self.engines(), self.open, bodies, self.loaded(), refused)
+
     def names(self) -> tuple[str, ...]:
         """Names that requests may use as `model`: the model's, then those of its adapters.
         Of several models, their names, then those of their adapters."""

@@ -123,6 +123,11 @@ class Settings:
         common=True,
     )
     port: int = setting(8000, "port to listen on; 0: any", common=True)
+    metrics_address: str | None = setting(
+        None,
+        "second address, for /metrics alone: plain HTTP, and no key is needed",
+        metavar="HOST:PORT",
+    )
     max_loaded_models: int = setting(
         0,
         "of several models: maximum number loaded at once; 0: as many as fit in memory",
@@ -216,6 +221,8 @@ class Settings:
             )
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port (0 to 65535)")
+        if self.metrics_address is not None:
+            host_and_port(self.metrics_address)
         if twice := set(self.adapter_names) & set(self.base_names):
             raise ParameterError(
                 "adapters", f"{twice.pop()!r} is also the name of the model; choose another"
@@ -233,6 +240,19 @@ class Settings:
     def served_name(self) -> str:
         """The model name in receipts: the first name for clients."""
         return self.served_names[0] if self.served_names else self.model
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """(host, port) of --metrics-address.
+
+    >>> host_and_port("[::1]:8001")
+    ('::1', 8001)
+    """
+    host, colon, port = address.rpartition(":")
+    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not (colon and host and port.isdecimal() and int(port) < 65536):
+        raise ParameterError("metrics_address", f"{address!r} is not HOST:PORT, as 127.0.0.1:8001")
+    return host, int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from starlette.responses import Response
 
 from verbatim.server.api.common.request_context import Json, RequestContext
+from verbatim.server.http_metrics import METRICS_TYPE
 
 
 async def tokenizer(call: RequestContext) -> Response:
@@ -42,14 +43,4 @@ async def health(call: RequestContext) -> Response:
 
 
 async def metrics(call: RequestContext) -> Response:
-    state = call.state
-    return Response(
-        state.metrics.text(
-            state.engines(),
-            state.open,
-            len(state.admission.bodies),
-            state.loaded(),
-            state.admission.refused,
-        ),
-        media_type="text/plain; version=0.0.4",
-    )
+    return Response(call.state.metrics_text(), media_type=METRICS_TYPE)
