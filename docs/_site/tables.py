@@ -215,6 +215,7 @@ def metric_names() -> dict[str, tuple[str, str]]:
     import asyncio
     from types import SimpleNamespace
 
+    from verbatim.base.records import Usage
     from verbatim.observe.engine_metrics import EngineMetrics
     from verbatim.scale import cluster
     from verbatim.server.http_metrics import Metrics
@@ -223,7 +224,8 @@ def metric_names() -> dict[str, tuple[str, str]]:
 
     async def http_text() -> str:
         metrics = Metrics()
-        metrics.answered("/health", 200)
+        metrics.answered("/v1/models", 200, "alice")
+        metrics.used("alice", Usage(1, 1))
         ledger = SimpleNamespace(
             opened=0, running=0, states={"stop": 0}, usage={"prompt_tokens": 0}
         )

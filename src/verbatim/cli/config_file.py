@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "SIZE": ((int, str), 'a size such as "512M"'),
 }
 MODEL_NAME = r"[\w.:+-]+"
+VARIABLE, FILE = ParameterSource.ENVIRONMENT, ParameterSource.DEFAULT_MAP
 Options = Mapping[str, Option]  # by key
 Values = dict[str, object]
 
@@ -52,14 +53,13 @@ class ConfiguredCommand(Command):
         rest = super().parse_args(ctx, args)
         options, argument = options_of(self), ctx.params.get("name")
         replaced = "model" in (ctx.default_map or {}) and (
-            argument is not None or source(ctx, options["model"]) != "FILE"
+            argument is not None or source(ctx, options["model"]) != FILE
         )
-        for key in ("model", "pin", "model_setting"):
-            where = source(ctx, options[key])
-            unused = key == "model" and argument is not None and where == "VARIABLE"
-            if unused or (replaced and where == "FILE"):
-                ctx.params[str(options[key].name)] = ()
-                ctx.set_parameter_source(str(options[key].name), ParameterSource.DEFAULT)
+        for option in (options["model"], options["pin"], options["model_setting"]):
+            where, name = source(ctx, option), str(option.name)
+            if (where == FILE and replaced) or (where == VARIABLE and name == "model" and argument):
+                ctx.params[name] = ()
+                ctx.set_parameter_source(name, ParameterSource.DEFAULT)
         return rest
 
     def invoke(self, ctx: click.Context) -> object:
@@ -68,10 +68,9 @@ class ConfiguredCommand(Command):
         except RequestError as error:
             options = options_of(self)
             option = option_of(error.param or "", list(options.values()))
-            written = {"VARIABLE": "{1}", "FILE": "{2}: {0}"}.get(source(ctx, option), "")
-            if isinstance(option, Option) and written:  # in place of the flag in front
-                where = written.format(*names_of(ctx, option))
-                error.message = f"{where}: {error.message.partition(': ')[2]}"
+            if isinstance(option, Option) and source(ctx, option) in (VARIABLE, FILE):
+                why = error.message.partition(": ")[2]  # without the flag
+                error.message = f"{origin(ctx, option)}: {why}"
             raise
 
 
@@ -90,16 +89,18 @@ def variable(key: str) -> str:
     return f"VERBATIM_{key.upper()}"
 
 
-def source(ctx: click.Context, option: click.Option | None) -> str:
-    """FLAG, VARIABLE, FILE or DEFAULT."""
-    found = option and option.name and ctx.get_parameter_source(option.name)
-    names = {"COMMANDLINE": "FLAG", "ENVIRONMENT": "VARIABLE", "DEFAULT_MAP": "FILE"}
-    return names.get(found.name, "DEFAULT") if found else "DEFAULT"
+def source(ctx: click.Context, option: Option) -> ParameterSource | None:
+    return ctx.get_parameter_source(str(option.name))
 
 
-def names_of(ctx: click.Context, option: Option) -> tuple[str, str, str]:
-    """The key of a setting, its variable, and the file."""
-    return key_of(option), variable(key_of(option)), str(ctx.params.get("config"))
+def origin(ctx: click.Context, option: Option) -> str:
+    """Where the value of a setting was written."""
+    where, key = source(ctx, option), key_of(option)
+    if where == VARIABLE:
+        return variable(key)
+    if where == FILE:
+        return f"{ctx.params['config']}:{key}"
+    return f"flag {flag_in(ctx.meta[ARGUMENTS], option)}"
 
 
 # ---------------------------------------------------------------------------------------- the file
@@ -209,14 +210,12 @@ def print_settings(ctx: click.Context, argument: str | None) -> None:
             section = option.section
             click.echo(f"\n# {section}")
         value, where = ctx.params[str(option.name)], source(ctx, option)
+        default = default_of(key, option, value)
         if key == "model" and argument is not None:
-            value, where = (argument,), "ARGUMENT"
-        flag = flag_in(ctx.meta[ARGUMENTS], option)
-        forms = {"FLAG": f"flag {flag}", "VARIABLE": "{1}", "FILE": "{2}:{0}"}
-        shown = forms.get(where, where.lower()).format(*names_of(ctx, option))
-        if where != "DEFAULT":
-            click.echo(f"{key} = {toml(value)}  # {shown}")
-        elif (default := default_of(key, option, value)) in (None, ()):
+            click.echo(f"{key} = {toml(argument)}  # argument")
+        elif where != ParameterSource.DEFAULT:
+            click.echo(f"{key} = {toml(value)}  # {origin(ctx, option)}")
+        elif default in (None, ()):
             click.echo(f"# {key} is not set")
         else:
             click.echo(f"# {key} = {toml(default)}  # default")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from verbatim.server.http.api_keys import ApiKeys
 from verbatim.server.problem import Problem, shutting_down
 from verbatim.server.settings import Limits
 from verbatim.server.unfinished_bodies import UnfinishedBodies
@@ -30,8 +32,17 @@ class Admission:
     admitted is given up for another: its response may have begun.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        keys: ApiKeys | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.limits = limits
+        self._keys = ApiKeys() if keys is None else keys
+        self._clock = clock
+        # (tenant, limit per minute) -> what was spent of it, and when that was true
+        self._spent: dict[tuple[str, str], tuple[float, float]] = {}
         self.bodies = UnfinishedBodies(limits)
         self.draining = asyncio.Event()
         self.open = 0
@@ -62,13 +73,32 @@ class Admission:
                 + (f", {count} of them of this key" if count < self.open else ""),
                 retry_after=1,
             )
-        if self.limits.max_per_key and count >= self.limits.max_per_key:
-            return Problem(
-                "key_overloaded",
-                f"this key has {count} requests open, which is its limit",
-                retry_after=1,
-            )
+        own = self._keys.limits_of(tenant)
+        most = own.max_open or self.limits.max_per_key
+        if most and count >= most:
+            why = f"this key has {count} requests open, which is its limit"
+            return Problem("key_overloaded", why + " (max_open)" * bool(own.max_open), None, 1)
+        for name in ("requests_per_minute", "tokens_per_minute"):
+            limit = getattr(own, name)
+            over = self._left_to_refill(tenant, name) + 1 - limit if limit else 0
+            if over > 0:
+                why = f"this key has used its {limit} {name.replace('_', ' ')} ({name})"
+                return Problem("key_overloaded", why, None, over * 60 / limit)
         return None
+
+    def _left_to_refill(self, tenant: str, name: str) -> float:
+        """What a tenant has spent of a limit per minute and has not got back since."""
+        spent, when = self._spent.get((tenant, name), (0.0, 0.0))
+        limit: int = getattr(self._keys.limits_of(tenant), name)
+        return max(0.0, spent - (self._clock() - when) * limit / 60)
+
+    def spend(self, tenant: str, name: str, amount: float) -> None:
+        """Count requests or tokens against a limit per minute, which comes back evenly. Tokens are
+        known at the end of a request, so the last one admitted may overdraw the limit; the next one
+        then waits for longer."""
+        if getattr(self._keys.limits_of(tenant), name):
+            spent = self._left_to_refill(tenant, name) + amount
+            self._spent[tenant, name] = (spent, self._clock())
 
     @contextlib.contextmanager
     def admit_rows(self) -> Iterator[None]:
@@ -88,6 +118,7 @@ class Admission:
         problem = self.rejection(tenant)
         if problem is not None:
             raise problem
+        self.spend(tenant, "requests_per_minute", 1)
         self.open += 1
         self._per_tenant[tenant] += 1
         try:

@@ -123,7 +123,7 @@ class Middleware:
     def __init__(self, inner: Starlette, state: State) -> None:
         self._inner = inner
         self._state = state
-        self._access = Access(state.settings, is_open)
+        self._access = Access(state.settings, is_open, state.keys)
 
     def reject_early(self, scope: Scope) -> RejectedResponse | None:
         """Decide from the request head alone whether to reject a request; None: it is admitted.
@@ -197,8 +197,8 @@ class Middleware:
 
     def _count(self, scope: Scope, route: str, status: int) -> None:
         """Count the response in the metrics and the access log (health checks only in the metrics).
-        Neither holds prompt text or keys; the tenant is a digest of its key."""
-        self._state.metrics.answered(route, status)
+        Neither holds prompt text or keys; the tenant is the name or a digest of its key."""
+        self._state.metrics.answered(route, status, scope["verbatim.tenant"])
         if self._state.access is not None and route not in OPEN_ROUTES:
             line = {
                 "id": scope["verbatim.id"],

@@ -12,6 +12,7 @@ import platform
 from collections.abc import Mapping
 
 import verbatim
+from verbatim.base.records import Usage
 from verbatim.observe.engine_metrics import Registry
 from verbatim.observe.merge_metrics import add_counters, merge
 from verbatim.server.process.supervisor import Supervisor
@@ -35,9 +36,17 @@ class Metrics:
         )
         self.duration = r.histogram("verbatim_http_request_seconds", "arrival to last byte")
 
-    def answered(self, route: str, status: int) -> None:
+    def answered(self, route: str, status: int, tenant: str = "") -> None:
         name, help = "verbatim_http_answers_total", "HTTP answers by route and status"
         self._registry.number(name, help, route=route, status=str(status)).add()
+        if tenant:
+            name, help = "verbatim_key_answers_total", "HTTP answers by API key and status"
+            self._registry.number(name, help, key=tenant, status=str(status)).add()
+
+    def used(self, tenant: str, usage: Usage) -> None:
+        name, help = "verbatim_key_tokens_total", "tokens of prompts and outputs by API key"
+        for kind, count in ("prompt", usage.prompt_tokens), ("output", usage.output_tokens):
+            self._registry.number(name, help, key=tenant, kind=kind).add(count)
 
     def text(
         self,

@@ -5,6 +5,7 @@ Settings come in; an exit code goes out, after every stream has received its las
     SIGTERM, SIGINT, SIGHUP   new requests get 503; running requests have drain_seconds to finish,
                               then get an error event; then exit 0 with no child process left
     a second signal           ends the drain at once
+    SIGHUP with a key file    the keys are read again; nothing drains
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.server.app import Middleware, make_app, make_metrics_app
+from verbatim.server.app import make_app, make_metrics_app
+from verbatim.server.http.api_keys import read_keys
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
 from verbatim.server.model_pool import ModelPool
@@ -96,25 +98,24 @@ def check_certificate(settings: Settings) -> None:
         ) from None
 
 
-def _http_config(app: Middleware, settings: Settings) -> uvicorn.Config:
+def _servers(state: State) -> list[Server]:
+    """The HTTP servers of the sockets of bind()."""
+    settings, app = state.settings, make_app(state)
     HttpProtocol.limits = settings.limits
     HttpProtocol.reject_early = app.reject_early
     HttpProtocol.count_malformed = app.count_malformed
     HttpProtocol.max_connections = connection_limit(settings.limits.max_connections)
-    return _config(app, HttpProtocol, settings.tls_cert, settings.tls_key)
-
-
-def _config(
-    app: ASGIApp, http: type[HttpProtocol], cert: str | None = None, key: str | None = None
-) -> uvicorn.Config:
-    return uvicorn.Config(
+    apps: list[tuple[ASGIApp, type[HttpProtocol]]] = [(app, HttpProtocol)]
+    if settings.metrics_address is not None:
+        apps.append((make_metrics_app(state), MetricsProtocol))
+    return [Server(uvicorn.Config(
         app, http=http, ws="none", lifespan="off",
         access_log=False, log_config=None, server_header=False, proxy_headers=False, backlog=4096,
-        ssl_certfile=cert, ssl_keyfile=key, timeout_graceful_shutdown=5,
-    )  # fmt: skip
+        ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key, timeout_graceful_shutdown=5,
+    )) for app, http in apps]  # fmt: skip
 
 
-def _handle_signals() -> tuple[asyncio.Future[signal.Signals], asyncio.Event]:
+def _handle_signals(state: State) -> tuple[asyncio.Future[signal.Signals], asyncio.Event]:
     """The first signal sets the future and drains, the second sets the event and ends the drain."""
     loop = asyncio.get_running_loop()
     stop: asyncio.Future[signal.Signals] = loop.create_future()
@@ -124,7 +125,9 @@ def _handle_signals() -> tuple[asyncio.Future[signal.Signals], asyncio.Event]:
         drain_now.set() if stop.done() else stop.set_result(number)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+        if number == signal.SIGHUP and state.settings.api_key_file is not None:
+            loop.add_signal_handler(number, reload_keys, state)
+        elif number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             loop.add_signal_handler(number, on_signal, number)
     return stop, drain_now
 
@@ -143,20 +146,14 @@ async def serve(
     supervisor = supervise(settings, clock) if pool is None else pool.first.supervisor
     state = State(settings, supervisor, clock, pool)
     state.access = AccessLog(settings.log_format)
-    app = make_app(state)
-    servers = [Server(_http_config(app, settings))]
-    if len(socks) > 1:
-        servers.append(Server(_config(make_metrics_app(state), MetricsProtocol)))
+    servers = _servers(state)
     executor = ThreadPoolExecutor(EXECUTOR_THREADS, "verbatim-http")
     asyncio.get_running_loop().set_default_executor(executor)
-
-    stop, drain_now = _handle_signals()
+    stop, drain_now = _handle_signals(state)
     gc.freeze()  # the modules and the app stay: no collection needs to visit them
     (supervisor if pool is None else pool).start()
-    serving = [
-        asyncio.create_task(server.serve(sockets=[sock]))
-        for server, sock in zip(servers, socks, strict=True)
-    ]
+    pairs = zip(servers, socks, strict=True)
+    serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in pairs]
     keepalives = asyncio.create_task(send_keepalives(state))
     announcing = asyncio.create_task(announce(state, socks))
     unloading = None if pool is None else asyncio.create_task(pool.unload_idle())
@@ -186,21 +183,27 @@ async def serve(
     return 0
 
 
+def reload_keys(state: State) -> None:
+    """Read the keys again, with their names and limits. A file with an error changes nothing."""
+    try:
+        lines = read_keys(state.settings.api_key_file)
+        state.keys.replace(lines)
+    except ParameterError as error:
+        log.error("SIGHUP: the keys stay as they were: %s", error.message)
+    else:
+        log.info("SIGHUP: %d keys read again", len(lines))
+
+
 async def announce(state: State, socks: Sequence[socket.socket]) -> None:
     """Log the address, once the model's name has turned out to be right: a server whose model does
     not exist never says that it listens."""
     await state.supervisor.found.wait()
-    scheme = "https" if state.settings.tls_cert else "http"
-    names = ", ".join(state.names())
-    where = f"{scheme}://{_shown(socks[0])}"
+    scheme, names = "https" if state.settings.tls_cert else "http", ", ".join(state.names())
+    ends = [sock.getsockname()[:2] for sock in socks]
+    where, *more = [f"{scheme}://[{h}]:{p}" if ":" in h else f"{scheme}://{h}:{p}" for h, p in ends]
     log.info("listening on %s (a chat page in a browser; model names: %s)", where, names)
-    for sock in socks[1:]:
-        log.info("metrics at http://%s/metrics, without a key", _shown(sock))
-
-
-def _shown(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    for address in more:
+        log.info("metrics at %s/metrics, without a key", address)
 
 
 async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:

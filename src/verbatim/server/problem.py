@@ -55,7 +55,7 @@ CODES = {
     "body_too_large": (413, "the body is larger than the limit"),
     "unsupported_media_type": (415, "the body is not application/json"),
     "overloaded": (429, "the queue is full; retry after Retry-After seconds"),
-    "key_overloaded": (429, "this API key has too many open requests"),
+    "key_overloaded": (429, "this API key has reached one of its limits, which the message names"),
     "cancelled": (499, "the client disconnected"),
     "slow_reader": (499, "the client read the stream too slowly and its buffer is full"),
     "internal_error": (500, "a server error; the log has the request id"),

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from verbatim.hub.hub_catalog import SYNONYMS
 from verbatim.server.admission import Admission
 from verbatim.server.answer_store import Store
+from verbatim.server.http.api_keys import ApiKeys
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.logs import AccessLog
 from verbatim.server.model_pool import ModelPool, ServedModel
@@ -37,7 +38,8 @@ class State:
         self.store = Store(settings.store_items, settings.limits.max_store_bytes)
         self.access: AccessLog | None = None
         self.started = int(time.time())
-        self.admission = Admission(settings.limits)
+        self.keys = ApiKeys(settings.keys)
+        self.admission = Admission(settings.limits, self.keys, clock)
 
     @property
     def facts(self) -> ModelFacts:

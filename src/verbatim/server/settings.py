@@ -14,6 +14,7 @@ from typing import Any
 from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.setting_rules import check_range, rules_of, setting
+from verbatim.server.http.api_keys import ApiKeys
 
 MIB = 1 << 20
 # Threads of the HTTP process and of the engine process for work that would block its event loop,
@@ -124,9 +125,7 @@ class Settings:
     )
     port: int = setting(8000, "port to listen on; 0: any", common=True)
     metrics_address: str | None = setting(
-        None,
-        "second address, for /metrics alone: plain HTTP, and no key is needed",
-        metavar="HOST:PORT",
+        None, "second address, for /metrics alone, which needs no key there", metavar="HOST:PORT"
     )
     max_loaded_models: int = setting(
         0,
@@ -137,7 +136,13 @@ class Settings:
     model_idle_seconds: float = setting(
         0.0, "of several models: unload one after this time without a request; 0: never", low=0
     )
-    keys: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()  # lines of http/api_keys.py
+    api_key_file: str | None = setting(
+        None,
+        "API keys, one per line: KEY [name=NAME] [max_open=N] [requests_per_minute=N]"
+        " [tokens_per_minute=N]; SIGHUP reads it again; VERBATIM_API_KEY adds keys",
+        metavar="FILE",
+    )
     # loopback and --host are always allowed
     allowed_hosts: tuple[str, ...] = setting(
         (), "further name accepted in the Host header", flag="--allow-host"
@@ -196,15 +201,7 @@ class Settings:
             )
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ParameterError("tls_cert", "--tls-cert and --tls-key belong together")
-        if any(
-            len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key
-            for key in self.keys
-        ):
-            raise ParameterError(
-                "api_key_file",
-                "a key, also that of VERBATIM_API_KEY, needs at least 8 printable ASCII characters"
-                " without spaces",
-            )
+        ApiKeys(self.keys)
         for name, rule in rules_of(Settings).items():
             check_range(name, rule, getattr(self, name))
         if self.models and self.engine.get("adapters"):

@@ -3,7 +3,6 @@ after SIGTERM or Ctrl-C, when the drain has ended every stream."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from verbatim.cli.lib.options import (
     record_flags,
     several_model_options,
 )
+from verbatim.server.http.api_keys import read_keys
 from verbatim.server.settings import Limits, NamedModel, Settings
 
 F = TypeVar("F", bound=Callable[..., object])
@@ -72,7 +72,6 @@ def server_options(command: F) -> F:
     metavar="NAME.KEY=VALUE",
     help="engine setting of one of several models, such as code.context=4096",
 )
-@option("--api-key-file", metavar="FILE", help="API keys, one per line; VERBATIM_API_KEY adds one")
 @fake_engine_option
 @server_options
 @several_model_options
@@ -82,7 +81,6 @@ def command(
     names: tuple[str, ...],
     pinned: tuple[str, ...],
     model_settings: tuple[str, ...],
-    api_key_file: str | None,
     ray: str | None,
     replicas: str | None,
     config: str | None,
@@ -103,7 +101,7 @@ def command(
         engine=served(engine_of(flags)),
         revision=flags["revision"],
         offline=flags["offline"],
-        keys=read_keys(api_key_file),
+        keys=read_keys(flags["api_key_file"]),
         test_engine=flags["test_engine"],
         limits=Limits(**given_of(Limits, flags, "l_")),
         **given_of(Settings, flags, ""),
@@ -211,23 +209,3 @@ def _model_setting(text: str, names: tuple[str, ...]) -> tuple[str, str, Any]:
     parsed = engine_value(key, value)
     EngineConfig(**{key: parsed})
     return name, key, parsed
-
-
-def read_keys(path: str | None) -> tuple[str, ...]:
-    """API keys from the file and the environment. A file without keys is an error: the server would
-    otherwise run without access control."""
-    keys = [key for key in os.environ.get("VERBATIM_API_KEY", "").split() if key]
-    if path is not None:
-        try:
-            lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, UnicodeDecodeError):
-            raise ParameterError(
-                "api_key_file", f"{path} cannot be read as text; check its path and encoding"
-            ) from None
-        found = [
-            line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")
-        ]
-        if not found:
-            raise ParameterError("api_key_file", f"{path} contains no key; put one on a line")
-        keys += found
-    return tuple(dict.fromkeys(keys))

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable
 
 from verbatim.base.json_io import JsonObject
+from verbatim.base.records import Usage
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import Generated, Result, WireDelta
 
@@ -68,6 +69,7 @@ class Running:
         self.problem: Problem | None = None
         self.accepted = False
         self.closed = False  # the client has disconnected
+        self.on_usage: Callable[[Usage], None] | None = None
         self.on_fail: Callable[[], None] | None = None
         # Replaces our parameter names in a problem with those of the client's protocol.
         self.localize: Callable[[Problem], Problem] | None = None
@@ -99,6 +101,8 @@ class Running:
             self.wake()
 
     def finish(self, done: Result) -> None:
+        if self.on_usage is not None and isinstance(done, Generated):
+            self.on_usage(done.usage)  # also of a request that failed or was abandoned
         if self.problem is None:
             self.done = done
             self.wake()

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from verbatim.base.json_io import JsonMapping, JsonObject, dumps
+from verbatim.base.records import Usage
 from verbatim.server.api.common.default_params import with_defaults
 from verbatim.server.api.common.field_effects import take_ignored, translate
 from verbatim.server.api.common.field_rules import RequestBody
@@ -194,10 +195,15 @@ class RequestContext:
             message = with_defaults(message, self.given, self.state, self.protocol.defaults)
         running = self.state.supervisor.submit(message, self.signal)
         running.on_fail, running.localize = self._failed, self._with_client_names
+        running.on_usage = self._count_usage if self.tenant else None
         self.runs.append(running)
         if not isinstance(message, Generate):
             self._not_abortable.append(message.request_id)
         return running
+
+    def _count_usage(self, usage: Usage) -> None:
+        self.state.admission.spend(self.tenant, "tokens_per_minute", usage.total_tokens)
+        self.state.metrics.used(self.tenant, usage)
 
     @property
     def adapter(self) -> str:
