@@ -24,7 +24,8 @@ context = 512
 adapter = ["sql=a.gguf", "x=b.gguf"]
 [models.code]
 model = "a b/coder.gguf"
-prefix_cache = false
+cache_dir = "d"
+cache_dir_size = "2G"
 """
 
 
@@ -100,7 +101,7 @@ def test_the_tables_of_models_are_the_flags(context: Callable[..., click.Context
     assert (chat.name, chat.model, chat.pinned) == ("chat", "smollm2", True)
     assert chat.engine == {"context": 512, "adapters": ("sql=a.gguf", "x=b.gguf")}
     assert (code.name, code.model, code.pinned) == ("code", "a b/coder.gguf", False)
-    assert code.engine == {"prefix_cache": False}
+    assert code.engine == {"cache_dir": "d", "cache_dir_size": 2 << 30}
 
 
 def test_models_named_elsewhere_replace_those_of_the_file(
@@ -154,8 +155,9 @@ def serve(
         ("[models.a]", "models.a.model: is required"),
         ('[models."a b"]', "models.a b: is not a table [models.NAME] of a plain name"),
         ('[models.a]\nmodel = "x"\ncontex = 1', "models.a.contex: is no setting; did you mean"),
-        ('[models.a]\nmodel = "x"\ncontext = 0', "models.a.context: 0 is below 1"),
+        ('[models.a]\nmodel = "x"\ncontext = 0', "v.toml:model_setting: a.context: 0 is below 1"),
         ('[models.a]\nmodel = "x"\ncontext = "4"', 'context: "4" is not a whole number'),
+        ('[models.a]\nmodel = "x"\nkv_memory = "3X"', "models.a.kv_memory: '3X' is not a size"),
         ('model = "a"\n[models.b]\nmodel = "x"', "model: and [models.NAME] contradict each other"),
     ],
 )

@@ -20,7 +20,7 @@ from click.core import ParameterSource
 
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, RequestError
-from verbatim.base.setting_rules import rules_of
+from verbatim.base.setting_rules import parse_size, rules_of
 from verbatim.cli.lib.command_class import ARGUMENTS, Command, Option, flag_in, option_of
 from verbatim.cli.lib.options import DEFAULT_MODEL
 from verbatim.server.settings import Limits, Settings
@@ -163,10 +163,6 @@ def values_of_models(tables: object, options: Options) -> Values:
 def settings_of(where: str, value: object, option: Option) -> list[str]:
     """KEY=VALUE, as in --model-setting, for one key of a table [models.NAME]."""
     field, value = str(option.name).removeprefix("e_"), check(where, value, option)
-    try:
-        EngineConfig(**{field: value})  # type: ignore[arg-type]
-    except ParameterError as error:
-        raise ParameterError(where, error.message.partition(": ")[2]) from None
     values = value if isinstance(value, list) else [value]
     return [f"{field}={str(v).lower() if isinstance(v, bool) else v}" for v in values]
 
@@ -187,6 +183,8 @@ def check(where: str, value: object, option: Option | None = None, kind: str = "
     several = option is not None and option.multiple
     values = value if several and isinstance(value, list) else [value]
     if all(isinstance(v, types) and (not isinstance(v, bool) or bool in types) for v in values):
+        if kind == "SIZE":
+            parse_size(where, str(value))
         return values if several else value
     if value is None:
         raise ParameterError(where, "is required")

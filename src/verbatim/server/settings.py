@@ -142,6 +142,7 @@ class Settings:
         "API keys, one per line: KEY [name=NAME] [max_open=N] [requests_per_minute=N]"
         " [tokens_per_minute=N]; SIGHUP reads it again; VERBATIM_API_KEY adds keys",
         metavar="FILE",
+        common=True,
     )
     # loopback and --host are always allowed
     allowed_hosts: tuple[str, ...] = setting(

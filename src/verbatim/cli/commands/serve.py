@@ -183,6 +183,11 @@ def read_models(
         if key in settings[name] and not isinstance(value, tuple):
             raise ParameterError("model_setting", f"{name}.{key} is given twice; give it once")
         settings[name][key] = (*earlier, *value) if isinstance(value, tuple) else value
+    for name, own in settings.items():
+        try:
+            EngineConfig(**own)
+        except ParameterError as error:
+            raise ParameterError("model_setting", f"{name}.{error.message}") from None
     for name in pinned:
         if name not in models:
             raise ParameterError(
@@ -206,6 +211,4 @@ def _model_setting(text: str, names: tuple[str, ...]) -> tuple[str, str, Any]:
         raise ParameterError(
             "model_setting", f"no model has the name {name!r}; there are {', '.join(names)}"
         )
-    parsed = engine_value(key, value)
-    EngineConfig(**{key: parsed})
-    return name, key, parsed
+    return name, key, engine_value(key, value)
