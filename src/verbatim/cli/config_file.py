@@ -45,7 +45,7 @@ class ConfiguredCommand(Command):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)
         for key, option in options_of(self).items():
-            option.envvar = variable(key)
+            option.envvar = f"VERBATIM_{key.upper()}"
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """The parameters. Models that are named elsewhere replace those of the file, with their
@@ -85,21 +85,17 @@ def key_of(option: Option) -> str:
     return flag.removeprefix("--").replace("-", "_")
 
 
-def variable(key: str) -> str:
-    return f"VERBATIM_{key.upper()}"
-
-
 def source(ctx: click.Context, option: Option) -> ParameterSource | None:
     return ctx.get_parameter_source(str(option.name))
 
 
 def origin(ctx: click.Context, option: Option) -> str:
     """Where the value of a setting was written."""
-    where, key = source(ctx, option), key_of(option)
+    where = source(ctx, option)
     if where == VARIABLE:
-        return variable(key)
+        return str(option.envvar)
     if where == FILE:
-        return f"{ctx.params['config']}:{key}"
+        return f"{ctx.params['config']}:{key_of(option)}"
     return f"flag {flag_in(ctx.meta[ARGUMENTS], option)}"
 
 
@@ -154,17 +150,15 @@ def values_of_models(tables: object, options: Options) -> Values:
                 pinned += [name] * bool(check(where, value, kind="boolean"))
             else:
                 option = find(key, where, engine, "model", "pin")
-                settings += [f"{name}.{text}" for text in settings_of(where, value, option)]
+                given = check(where, value, option)
+                field = f"{name}.{str(option.name).removeprefix('e_')}"
+                settings += [
+                    f"{field}={str(v).lower() if isinstance(v, bool) else v}"
+                    for v in (given if isinstance(given, list) else [given])
+                ]
     if not models:
         raise ParameterError("models", "has no table; write [models.NAME] for each model")
     return {"model": models, "pinned": pinned, "model_settings": settings}
-
-
-def settings_of(where: str, value: object, option: Option) -> list[str]:
-    """KEY=VALUE, as in --model-setting, for one key of a table [models.NAME]."""
-    field, value = str(option.name).removeprefix("e_"), check(where, value, option)
-    values = value if isinstance(value, list) else [value]
-    return [f"{field}={str(v).lower() if isinstance(v, bool) else v}" for v in values]
 
 
 def find(key: str, where: str, options: Options, *others: str) -> Option:
