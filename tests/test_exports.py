@@ -55,6 +55,18 @@ def test_every_name_of_a_public_signature_is_exported(owner: str) -> None:
             assert not missing, f"{function.__qualname__} names {missing}"
 
 
+@pytest.mark.parametrize("owner", ["LLM", "AsyncEngine", "Stream", "AsyncStream"])
+def test_help_shows_types_and_not_any(owner: str) -> None:
+    """help() and editors show the implementation of an overloaded method."""
+    for function in signatures(getattr(verbatim, owner)):
+        named = inspect.signature(function)
+        if len(named.parameters) == 1:  # a property, such as the model's own tokenizer
+            continue
+        kinds = {p.name: p.annotation for p in named.parameters.values() if p.kind != p.VAR_KEYWORD}
+        kinds["return"] = named.return_annotation
+        assert "Any" not in kinds.values(), f"{function.__qualname__}: {kinds}"
+
+
 def test_every_field_of_an_exported_record_is_exported() -> None:
     records = [
         value

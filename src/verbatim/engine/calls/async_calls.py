@@ -124,8 +124,13 @@ class AsyncCalls(EngineBase):
     ) -> list[Completion]: ...
     @await_only("stream")
     async def generate(
-        self, prompts: Any = None, params: Any = None, *, progress: Any = False, **unknown: Any
-    ) -> Any:
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """Generate completions, like LLM.generate().
 
         prompts: a string or a list of token ids, or a list of them
@@ -135,9 +140,10 @@ class AsyncCalls(EngineBase):
         request fails, the others are aborted and the error is raised.
         """
         refuse_unknown("generate", unknown)
-        if is_one(prompts):
-            return await _result(self.submit(prompts, bounded(one(params))))
-        asked = zip(prompts, each(params, len(prompts)), strict=True)
+        given: Any = prompts
+        if is_one(given):
+            return await _result(self.submit(given, bounded(one(params))))
+        asked = zip(given, each(params, len(given)), strict=True)
         calls = [partial(self.submit, prompt, bounded(p)) for prompt, p in asked]
         return await self._all(calls, progress)
 
@@ -179,8 +185,13 @@ class AsyncCalls(EngineBase):
     ) -> list[Completion]: ...
     @await_only("chat_stream")
     async def chat(
-        self, messages: Any, params: Any = None, *, progress: Any = False, **template: Any
-    ) -> Any:
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
+        **template: Any,
+    ) -> Completion | list[Completion]:
         """Generate the next message of a conversation, or of a list of them, like LLM.chat().
 
         messages: a list such as [{"role": "user", "content": "Hello"}], or a list of such lists
@@ -190,9 +201,10 @@ class AsyncCalls(EngineBase):
         Returns a Completion, or a list of them.
         """
         refuse_foreign("chat", template)
-        if is_one_chat(messages):
-            return await _result(self.submit_chat(messages, one(params), template=template))
-        asked = zip(messages, each(params, len(messages)), strict=True)
+        given: Any = messages
+        if is_one_chat(given):
+            return await _result(self.submit_chat(given, one(params), template=template))
+        asked = zip(given, each(params, len(given)), strict=True)
         submit = partial(self.submit_chat, template=template)
         return await self._all([partial(submit, talk, p) for talk, p in asked], progress)
 

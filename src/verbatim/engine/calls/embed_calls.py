@@ -12,7 +12,7 @@ from typing import Any, overload
 import numpy as np
 
 from verbatim.base.errors import ParameterError
-from verbatim.engine.calls.call_inputs import is_one
+from verbatim.engine.calls.call_inputs import Prompt, is_one
 from verbatim.engine.embed_input import EmbedInput
 
 
@@ -59,7 +59,7 @@ class EmbedCalls:
     ) -> np.ndarray: ...
     def embed(
         self,
-        texts: Any,
+        texts: Prompt | Sequence[Prompt],
         *,
         prompt_name: str | None = None,
         dimensions: int | None = None,
@@ -82,12 +82,13 @@ class EmbedCalls:
         >>> llm.embed(["hi", "hello"]).shape == (2, *llm.embed("hi").shape)
         True
         """
-        single = is_one(texts)
-        if not single and not len(texts):
+        given: Any = texts
+        single = is_one(given)
+        if not single and not len(given):
             raise ParameterError("texts", "the list is empty; give at least one text")
         inputs = [
             EmbedInput(text, prompt_name=prompt_name, truncate=truncate, adapter=adapter)
-            for text in ([texts] if single else texts)
+            for text in ([given] if single else given)
         ]
         width = self.loaded.backend.spec.hidden
         if dimensions is not None and not 1 <= dimensions <= width:

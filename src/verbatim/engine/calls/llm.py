@@ -90,8 +90,13 @@ class LLM(EmbedCalls, BlockingEngine):
         progress: bool | Callable[..., ProgressBar] = False,
     ) -> list[Completion]: ...
     def generate(
-        self, prompts: Any = None, params: Any = None, *, progress: Any = False, **unknown: Any
-    ) -> Any:
+        self,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
+        **unknown: Never,
+    ) -> Completion | list[Completion]:
         """Generate completions. All prompts share the steps of the engine; the answers do not
         depend on that.
 
@@ -110,10 +115,11 @@ class LLM(EmbedCalls, BlockingEngine):
         2
         """
         refuse_unknown("generate", unknown)
-        if is_one(prompts):
-            return self._run([prompts], [bounded(one(params))], progress)[0]
-        every = [bounded(p) for p in each(params, len(prompts))]
-        return self._run(list(prompts), every, progress)
+        given: Any = prompts
+        if is_one(given):
+            return self._run([given], [bounded(one(params))], progress)[0]
+        every = [bounded(p) for p in each(params, len(given))]
+        return self._run(list(given), every, progress)
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **unknown: Never
@@ -156,8 +162,13 @@ class LLM(EmbedCalls, BlockingEngine):
         **template: Any,
     ) -> list[Completion]: ...
     def chat(
-        self, messages: Any, params: Any = None, *, progress: Any = False, **template: Any
-    ) -> Any:
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | Callable[..., ProgressBar] = False,
+        **template: Any,
+    ) -> Completion | list[Completion]:
         """Generate the next message of a conversation, or of a list of conversations.
 
         messages: a list such as [{"role": "user", "content": "Hello"}], or a list of such lists
@@ -175,10 +186,11 @@ class LLM(EmbedCalls, BlockingEngine):
         True
         """
         refuse_foreign("chat", template)
-        if is_one_chat(messages):
-            make, wanted = chat_prompt(self, messages, one(params), template)
+        given: Any = messages
+        if is_one_chat(given):
+            make, wanted = chat_prompt(self, given, one(params), template)
             return self._run([make()], [wanted], progress)[0]
-        talks = zip(messages, each(params, len(messages)), strict=True)
+        talks = zip(given, each(params, len(given)), strict=True)
         inputs = [chat_prompt(self, talk, wanted, template) for talk, wanted in talks]
         return self._run([make() for make, _ in inputs], [p for _, p in inputs], progress)
 
