@@ -42,6 +42,9 @@ LANGUAGES = {
     ".toml": "toml",
     ".yml": "yaml",
 }
+# Histories of the project: a search finds the guides first.
+HISTORY = ("adr/", "log/", "changelog.md", "roadmap.md")
+HISTORY_BOOST = 0.0001  # with 0.01 "grammar" still found a decision's title first
 ENTRY = re.compile(r"^<!-- (::: .*?) -->$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?(?=\))")
 FENCE = re.compile(r"^( *)(```+|~~~+).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
@@ -67,6 +70,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     here = page.file.src_uri
+    if here.startswith(HISTORY):
+        page.meta.setdefault("search", {"boost": HISTORY_BOOST})
     home = next((name for name, made in ROOT_PAGES.items() if made == here), f"docs/{here}")
 
     def link(match: re.Match[str]) -> str:

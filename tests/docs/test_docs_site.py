@@ -140,6 +140,7 @@ def test_search_works_without_a_server(site: Path) -> None:
     index = (site / "search" / "search_index.js").read_text("utf-8")
     assert index.startswith("var __index")
     assert "min_p" in index
+    assert "adr/0012" in index
     assert "assets/iframe-worker.js" in (site / "index.html").read_text("utf-8")
     assert "source/examples" not in index, "source files stay out of the index"
 
@@ -172,6 +173,21 @@ def test_the_list_of_decisions_is_complete(site: Path) -> None:
 # ---- in a browser, from the file system: pages open, search works without a network
 
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
+
+
+@pytest.mark.parametrize("words", ["grammar", "prefix cache"])
+def test_a_search_finds_guides_before_decisions_and_logs(
+    site: Path, browser: Any, words: str
+) -> None:
+    page = browser.new_page()
+    page.set_default_timeout(1000 * HANG_SECONDS)
+    page.goto((site / "index.html").as_uri())
+    page.locator("input.md-search__input").press_sequentially(words)
+    results = page.locator("a.md-search-result__link")
+    results.first.wait_for()
+    found = [link.get_attribute("href") or "" for link in results.all()[:4]]
+    assert not [link for link in found if re.search("/(adr|log)/|/changelog", link)]
+    page.close()
 
 
 @pytest.mark.parametrize("size", [pytest.param(size, id=name) for name, size in WIDTHS.items()])
