@@ -1,5 +1,5 @@
-"""Make the pictures of the Lens in docs/pictures: a server on the default model, a browser, a few
-clicks. Needs Chromium, Playwright and Pillow (`make test` installs them).
+"""Make the pictures of the chat and the Lens in docs/pictures: a server on the default model, a
+browser, a few clicks. Needs Chromium, Playwright and Pillow (`make test` installs them).
 
     python examples/lens_pictures.py [FOLDER]
 """
@@ -19,19 +19,24 @@ from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
-DESKTOP, PHONE = (1440, 1000), (390, 844)  # CSS pixels
+DESKTOP, WINDOW, PHONE = (1440, 1000), (1200, 840), (390, 844)  # CSS pixels
 PICTURES = {
     "lens-light": (DESKTOP, "light", "generate"),
     "lens-dark": (DESKTOP, "dark", "branch"),
     "lens-engine": (DESKTOP, "light", "engine"),
     "lens-phone-light": (PHONE, "light", "generate"),
     "lens-phone-dark": (PHONE, "dark", "generate"),
+    "chat-light": (WINDOW, "light", "chat"),
+    "chat-dark": (WINDOW, "dark", "chat"),
+    "chat-phone": (PHONE, "light", "chat"),
 }
+SEED = "2"  # of the chat, so that the pictures can be made again
+CHAT = ("Name the capital of France.", "Write a Python function that adds two numbers.")
 PROMPT = "Tell me about Paris in two sentences."
 
 
 def start_server() -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "verbatim", "serve", "--port", "0"]
+    command = [sys.executable, "-m", "verbatim", "serve", "--port", "0", "--default-seed", SEED]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     url, ready = "", False  # the two lines come in either order
@@ -73,6 +78,16 @@ def generate(page: Page, url: str, view: str) -> None:
     page.wait_for_timeout(400)  # the bars' transitions
 
 
+def chat(page: Page, url: str) -> None:
+    page.goto(url)
+    page.wait_for_selector("body[data-ready]")
+    for text in CHAT:
+        page.fill("#message", text)
+        page.press("#message", "Enter")
+        page.wait_for_selector(f".turn:has-text('{text}') + .assistant[aria-busy=false]")
+    page.wait_for_timeout(400)  # the transitions
+
+
 def save(png: bytes, path: Path) -> None:
     """A palette of 128 colours: a third of the size, and no visible difference on flat colours."""
     picture = Image.open(io.BytesIO(png)).convert("RGB")
@@ -86,12 +101,15 @@ def take(browser: Any, url: str, folder: Path) -> None:
             viewport={"width": width, "height": height}, color_scheme=scheme, device_scale_factor=1
         )
         page.set_default_timeout(120_000)
-        generate(page, url, view)
+        if view == "chat":
+            chat(page, url)
+        else:
+            generate(page, url, view)
         full = (width, height) == DESKTOP
         if full:  # the browser skips what is out of view
             tall = page.evaluate("() => document.documentElement.scrollHeight")
             page.set_viewport_size({"width": width, "height": tall})
-        else:
+        elif view != "chat":
             page.evaluate("() => document.querySelector('.sequence').scrollIntoView()")
         save(page.screenshot(), folder / f"{name}.png")
         page.close()

@@ -3,8 +3,8 @@
 
 Badges and the bench chart are made from pyproject.toml and the figures below; explain.svg is the
 output of `verbatim explain`; each script of examples/course draws its own plot; the pictures of the
-Lens are screenshots of a server on the default model. Times in the plots of the course are those of
-the machine that runs this.
+chat and the Lens are screenshots of a server on the default model. Times in the plots of the course
+are those of the machine that runs this.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ PICTURES: dict[str, tuple[str, Callable[[], None]]] = {
     "course": ("assets/course/*.svg", course),
     "loop": ("assets/loop-in-numbers.svg", loop),
     "tools": ("tools/*.svg", tools),
-    "lens": ("pictures/lens-*.png", lens),
+    "lens": ("pictures/*.png", lens),
 }
 
 

@@ -23,7 +23,8 @@ from verbatim.cli.lib.terminal import Progress, note
 def command(model: str, revision: str | None, warm_up: bool, quiet: bool) -> None:
     """Download MODEL (a catalog name or org/name on the hub) into the cache and print its path.
 
-    A file that is already in the cache is verified, and downloaded again if it is damaged.
+    A name without a size, such as qwen3, is the newest of that name. A file that is already in the
+    cache is verified, and downloaded again if it is damaged.
     """
     from verbatim.hub.catalog import pull
 
