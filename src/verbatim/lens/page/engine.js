@@ -159,7 +159,7 @@ export function engineView() {
   return html`<section class="card" aria-label="timeline"><h2>${term("Steps")} <small>each bar is one step of the engine</small></h2>${timeline(engine.steps)}${proposers(engine.steps)}</section>
     <section class="card" aria-label="roofline"><h2>${term("Beside the roofline")}</h2>${plot(engine.steps)}
       <p class="facts"><span>${bytes(info.weight_bytes)} of weights per step</span>
-        <span>${info.floor_seconds ? html`at least ${seconds(info.floor_seconds)} per decode step on this machine` : "run `verbatim bench` once for this machine's limit"}</span>
+        <span>${info.floor_seconds ? html`estimated limit: ${seconds(info.floor_seconds)} per decode step on this machine` : "run `verbatim bench` once for this machine's limit"}</span>
         ${median ? html`<span>median decode step ${seconds(median)}${info.floor_seconds ? `, ${((100 * info.floor_seconds) / median).toFixed(0)} % of the limit's speed` : ""}</span>` : nothing}</p></section>
     <section class="card" aria-label="cache"><h2>${term("KV cache")} <small>blocks of ${info.block_size} tokens, ${bytes(info.kv_token_bytes)} per token</small></h2>
       ${engine.pools.map(strip)}
