@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file, save_file
 
 from verbatim.backend.reference import ReferenceBackend
@@ -39,8 +38,10 @@ def save(
     targets: list[str] | None = None,
     saving: dict[str, Any] | None = None,
     **lora: Any,
-) -> torch.Tensor:
-    """A tiny checkpoint and a trained-looking PEFT adapter of it. Returns PEFT's logits."""
+) -> np.ndarray:
+    """A tiny checkpoint and a trained-looking PEFT adapter of it. Returns PEFT's log-probabilities.
+    The libraries are imported here: pytest imports this file in each of its processes."""
+    import torch
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -60,8 +61,7 @@ def save(
                 weight.normal_(0, 0.2)
         adapted.save_pretrained(folder / "adapter", **(saving or {}))
         logits = adapted(torch.tensor([TOKENS])).logits[0]
-    assert isinstance(logits, torch.Tensor)
-    return logits
+    return np.asarray(torch.log_softmax(logits.double(), -1))
 
 
 def logits_of(folder: Path, adapter: bool, model_folder: str = "model") -> np.ndarray:
@@ -93,7 +93,7 @@ def test_logits_equal_those_of_peft(family: str, tmp_path: Path) -> None:
             "rank_pattern": {"q_proj": 2, r"layers\.1\.mlp\.down_proj": 6},
             "alpha_pattern": {"v_proj": 3},
         }
-    peft = torch.log_softmax(save(tmp_path, family, **lora).double(), -1).numpy()
+    peft = save(tmp_path, family, **lora)
     ours = logits_of(tmp_path, adapter=True)
     assert np.abs(ours - peft).max() < 1e-4
     assert np.abs(logits_of(tmp_path, adapter=False) - peft).max() > 0.05, "the adapter matters"
@@ -107,8 +107,7 @@ def test_an_adapter_of_head_or_embedding_is_merged_as_peft_saves_it(
     targets: list[str], tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """PEFT saves the weight below such an adapter, too, and warns of it."""
-    logits = save(tmp_path, "llama", targets, r=4, lora_alpha=6)
-    peft = torch.log_softmax(logits.double(), -1).numpy()
+    peft = save(tmp_path, "llama", targets, r=4, lora_alpha=6)
     model, adapter = load_model(tmp_path / "model"), tmp_path / "adapter"
     stored = load_file(adapter / "adapter_model.safetensors")
     (copy,) = [name for name in stored if name.endswith(f"{targets[0]}.base_layer.weight")]
@@ -131,12 +130,11 @@ def test_an_adapter_of_head_or_embedding_is_merged_as_peft_saves_it(
 def test_saved_copies_of_embedding_and_head_are_compared_and_not_used(
     family: str, tmp_path: Path
 ) -> None:
-    logits = save(tmp_path, family, ["q_proj"], {"save_embedding_layers": True}, r=4)
+    peft = save(tmp_path, family, ["q_proj"], {"save_embedding_layers": True}, r=4)
     names = load_file(tmp_path / "adapter/adapter_model.safetensors")
     assert {"base_model.model.lm_head.weight", "base_model.model.model.embed_tokens.weight"} < {
         *names
     }
-    peft = torch.log_softmax(logits.double(), -1).numpy()
     assert np.abs(logits_of(tmp_path, adapter=True) - peft).max() < 1e-4
 
 

@@ -4,6 +4,7 @@ this folder names: the family's tiny config, and values of its keys by their kin
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from parity_case import ABSENT, VOCAB, Case
@@ -35,12 +36,18 @@ def kind_of(model_type: str) -> str:
     return wrapper_of(model_type) or class_defaults(model_type).name
 
 
-def wrapper_of(model_type: str) -> str:
-    """The class of the multi-modal model, where the language model has none of its own."""
+@cache
+def class_names() -> frozenset[str]:
+    """Classes of transformers. hasattr() would import the module of each model, at collection."""
     import transformers
 
+    return frozenset(dir(transformers))
+
+
+def wrapper_of(model_type: str) -> str:
+    """The class of the multi-modal model, where the language model has none of its own."""
     name = class_defaults(model_type).name
-    if hasattr(transformers, f"{name.removesuffix('Text')}ForCausalLM") or name == "GPT2":
+    if f"{name.removesuffix('Text')}ForCausalLM" in class_names() or name == "GPT2":
         return ""
     return next(
         class_defaults(wrapper).name for wrapper, w in WRAPPERS.items() if model_type in w.text
