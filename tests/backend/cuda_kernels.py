@@ -1552,7 +1552,7 @@ def test_gpu_sampler_applies_each_filter(
 ) -> None:
     """At temperature 2 most draws change without the filter, so a filter that is ignored, or keeps
     an id more or less, gives another token. No row is left to the host."""
-    count = 12 if device.type == "cpu" else 512
+    count = 6 if device.type == "cpu" else 512
     logits = np.random.default_rng(8).standard_normal((count, VOCAB)).astype(np.float32) * 2
     plain = SamplingParams(temperature=2.0)
     rows = [Row(DrawSpec(plain.with_(**option), i, 1), i) for i in range(count)]
@@ -1560,7 +1560,7 @@ def test_gpu_sampler_applies_each_filter(
     wanted = [one.token for one in sample_rows(logits, rows)]
     assert tokens_of(sampler, logits, rows) == wanted
     changed = [a != b.token for a, b in zip(wanted, sample_rows(logits, free), strict=True)]
-    assert sum(changed) >= count // 4
+    assert sum(changed) >= max(2, count // 4)
 
 
 def test_token_counts_follow_a_sequence_and_recover(device: torch.device) -> None:

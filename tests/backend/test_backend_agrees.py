@@ -15,7 +15,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cpu_blocks import random_blocks
-from plans import BACKENDS, BLOCKS, Open, run_alone, same_bits
+from plans import BACKENDS, BLOCKS, MARKS, NAMES, Open, run_alone, same_bits
 
 from parity_types import FLOATS, PLAIN, WIDE, WIDE_QUANTISED
 from verbatim.backend.reference import ReferenceBackend
@@ -24,7 +24,15 @@ from verbatim.model.layout import is_quantisable
 from verbatim.model.loading.load import Model
 from verbatim.testing.tiny_models import FAMILIES, TINY_CONFIGS, tiny_model
 
+SOAK = [pytest.mark.soak]
 TOKENS = np.random.default_rng(1).integers(0, 260, 60).tolist()
+# (family, weight type, whether `make test` computes it): half of the types of each family, and each
+# type in half of the families. `make soak` has the others; a GPU, which needs seconds, gets all.
+PAIRS = [
+    (family, type, (number + place) % 2 == 0)
+    for number, family in enumerate(FAMILIES)
+    for place, type in enumerate(PLAIN)
+]
 # The backends that are compared with the reference.
 FASTER = pytest.mark.parametrize("open_tiny", BACKENDS[1:], indirect=True)
 
@@ -74,9 +82,15 @@ def test_types_with_wide_blocks_a_table_or_codebook_agree_with_the_reference(
     assert np.abs(ours - theirs).mean() / np.abs(theirs).mean() < 0.02
 
 
-@FASTER
-@pytest.mark.parametrize("type", PLAIN)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "type", "open_tiny"),
+    [
+        pytest.param(family, type, name, marks=MARKS.get(name, () if chosen else SOAK))
+        for family, type, chosen in PAIRS
+        for name in NAMES[1:]
+    ],
+    indirect=["open_tiny"],
+)
 def test_every_family_and_weight_type_agrees_with_the_reference(
     family: str, type: str, open_tiny: Open
 ) -> None:
@@ -87,8 +101,14 @@ def test_every_family_and_weight_type_agrees_with_the_reference(
     assert any(difference(open_tiny, family, type, seed=seed) < 1 for seed in seeds)
 
 
-@pytest.mark.parametrize("type", PLAIN[1:])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "type"),
+    [
+        pytest.param(family, type, marks=() if chosen else SOAK)
+        for family, type, chosen in PAIRS
+        if type != PLAIN[0]
+    ],
+)
 def test_the_reference_computes_with_the_values_of_every_weight_type(
     family: str, type: str
 ) -> None:

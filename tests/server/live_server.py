@@ -44,7 +44,8 @@ class Live:
         names: tuple[str, ...] = NAMES,
         port: int = 0,
     ) -> None:
-        self.log = tempfile.NamedTemporaryFile("a+", suffix=".log", delete=False)  # noqa: SIM115
+        self.log = tempfile.NamedTemporaryFile("a+", suffix=".log")  # noqa: SIM115
+        self.last_log = ""  # what it held when it was closed
         self.clocked = clock
         script = "clocked_server.py" if clock else "counted_server.py"
         words = [sys.executable, str(Path(__file__).with_name(script))]
@@ -108,7 +109,7 @@ class Live:
     # ------------------------------------------------------------------------------------- the rest
 
     def log_text(self) -> str:
-        return Path(self.log.name).read_text()
+        return self.last_log if self.log.closed else Path(self.log.name).read_text()
 
     def wait_ready(self) -> Live:
         def ready() -> bool:
@@ -213,6 +214,7 @@ class Live:
                 self.process.wait()
             for pipe in filter(None, (self.process.stdin, self.process.stdout)):
                 pipe.close()
+            self.last_log = self.log_text()
             self.log.close()
 
 

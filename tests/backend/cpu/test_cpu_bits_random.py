@@ -26,7 +26,7 @@ from test_cpu_bits import states
 pytestmark = pytest.mark.native
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(data=st.data())
 def test_matmuls_of_random_shapes_have_the_same_bits_everywhere(data: st.DataObject) -> None:
     """Every instruction set gives the bits of the scalar kernels, and a row's bits do not depend on
@@ -88,7 +88,7 @@ def random_mixture(data: st.DataObject) -> Model:
     return model
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(data=st.data())
 def test_mixtures_of_random_shapes_have_the_same_bits_everywhere(data: st.DataObject) -> None:
     """An expert gathers the rows that chose it, from none to all. Every instruction set gives the
