@@ -27,11 +27,11 @@ LINES: dict[str, int] = {
     "base": 2695,
     "bench": 863,
     "chat": 9,
-    "cli": 7343,
+    "cli": 7316,
     "convert": 880,
     "diagnose": 2691,
     "encoder": 904,
-    "engine": 6083,
+    "engine": 6108,
     "explain": 893,
     "files": 1507,
     "formats": 2301,
@@ -43,27 +43,24 @@ LINES: dict[str, int] = {
     "model/families": 4739,
     "observe": 881,
     "sampling": 1494,
-    "scale": 2236,
+    "scale": 2237,
     "schedule": 1967,
-    "server": 12643,
+    "server": 12869,
     "speculate": 1085,
     "testing": 652,
     "text": 5060,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 74608, "tests": 64893, "docs": 9440}
-ANY = 746  # uses of Any in src
+TOTALS = {"src": 74833, "tests": 65297, "docs": 9583}
+ANY = 732  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {
-    "cli/commands/compare.py": 17,
-    "server/process/lens_queries.py": 17,
-}
+WIDE: dict[str, int] = {"cli/commands/compare.py": 17, "server/process/lens_queries.py": 17}
 
 # Most files that name one thing: what the next thing of its kind would touch.
 SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
