@@ -3,6 +3,7 @@ machine."""
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import subprocess
@@ -169,3 +170,17 @@ def test_every_mutant_applies_once_and_names_tests_that_exist(mutant: Mutant) ->
     files = [word for word in mutant.tests.split() if word.endswith(".py")]
     assert files
     assert all((HERE / file).is_file() for file in files)
+
+
+PAGE_READS = {"inner_text", "text_content", "get_attribute", "input_value", "is_visible", "count"}
+PAGE_READS |= {"is_enabled", "is_hidden", "is_checked", "all_inner_texts", "all_text_contents"}
+
+
+def test_no_assertion_reads_a_page_once() -> None:
+    """The page may draw its state after it was read: expect() of Playwright and becomes() wait."""
+    for path in [*(HERE / "chat").glob("*.py"), *(HERE / "lens").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = ast.walk(node.test) if isinstance(node, ast.Assert) else ()
+            names = {c.func.attr for c in called if isinstance(c, ast.Call) and not c.args
+                     and isinstance(c.func, ast.Attribute)}  # fmt: skip
+            assert not names & PAGE_READS, f"{path.name}:{getattr(node, 'lineno', 0)}"

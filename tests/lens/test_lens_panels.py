@@ -397,7 +397,7 @@ def test_ids_and_bytes_are_shown_on_demand(lens: LensPage) -> None:
     ids = generate(lens, **settings)
     lens.select(2)
     small = lens.page.locator(".tile small")
-    assert not small.first.is_visible()
+    expect(small.first).to_be_hidden()
     lens.page.check("#bytes")
     small.first.wait_for(state="visible")
     raw = lens.live.client.get("/lens/api/vocab").json()
