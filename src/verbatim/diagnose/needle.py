@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from verbatim.backend import gpu
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
@@ -82,6 +83,15 @@ def circumstances(
     modes = ("ngram", "suffix", *(("head",) if head and backend == "cpu" else ()))
     found += [Circumstance("speculation", m, {"speculate": m}, draft=True) for m in modes]
     return found
+
+
+def settings_of(backend: str) -> tuple[str, ...]:
+    """The engine settings of the circumstances as NAME=VALUE, and one sequence at a time."""
+    if backend == "auto":
+        backend = "cuda" if gpu.present() and gpu.missing() is None else "cpu"
+    changes = [case.engine.items() for case in circumstances(backend, 2, ())]
+    single = {f"{name}={value}".lower() for one in changes for name, value in one if len(one) == 1}
+    return ("speculate=off", "max_running=1", *sorted(single))
 
 
 def verify(open_llm: Open, backend: str) -> Iterator[CaseResult]:

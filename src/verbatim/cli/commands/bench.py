@@ -297,9 +297,11 @@ def _open_rival(name: str, python: str | None, model: str, flags: Values, llm: L
 
 
 def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
-    from verbatim.bench.speculation import curve
+    from verbatim.bench.speculation import LENGTHS, PROMPTS, curve
     from verbatim.observe.plot import Chart, Line, draw
 
+    plan = f"{len(PROMPTS)} answers, then {4 * rounds} rounds of {len(LENGTHS)} draft lengths"
+    print(plan, file=sys.stderr)
     found = curve(llm, mode, 4 * rounds)
     info = llm.loaded.backend.info
     print(

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.backend import gpu
 from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
@@ -141,17 +140,12 @@ def _check_default_settings(flags: Values) -> None:
 
 
 def _varied(texts: tuple[str, ...], flags: Values) -> tuple[str, ...]:
-    """Columns of --vary: the engine settings of verify's circumstances, and prompts one by one."""
-    from verbatim.diagnose.needle import circumstances
+    """Columns of --vary."""
+    from verbatim.diagnose.needle import settings_of
 
     if texts:
         raise ParameterError("vary", "has its own columns; leave out --setting")
-    backend = flags["e_backend"] or "auto"
-    if backend == "auto":
-        backend = "cuda" if gpu.present() and gpu.missing() is None else "cpu"
-    changes = [case.engine.items() for case in circumstances(backend, 2, ())]
-    single = {f"{name}={value}".lower() for one in changes for name, value in one if len(one) == 1}
-    return ("speculate=off", "max_running=1", *sorted(single))
+    return settings_of(flags["e_backend"] or "auto")
 
 
 def _differing(outcomes: list[Outcome]) -> list[Outcome]:
