@@ -27,9 +27,9 @@ LINES: dict[str, int] = {
     "base": 2695,
     "bench": 863,
     "chat": 9,
-    "cli": 7316,
+    "cli": 7312,
     "convert": 880,
-    "diagnose": 2691,
+    "diagnose": 2701,
     "encoder": 904,
     "engine": 6108,
     "explain": 893,
@@ -52,7 +52,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 74833, "tests": 65297, "docs": 9583}
+TOTALS = {"src": 74839, "tests": 65309, "docs": 9583}
 ANY = 732  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
@@ -60,7 +60,7 @@ MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {"cli/commands/compare.py": 17, "server/process/lens_queries.py": 17}
+WIDE: dict[str, int] = {"server/process/lens_queries.py": 17}
 
 # Most files that name one thing: what the next thing of its kind would touch.
 SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
