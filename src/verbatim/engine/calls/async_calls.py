@@ -189,6 +189,9 @@ class AsyncCalls(EngineBase):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Message | Callable[..., object]] | None = None,
+        tool_choice: str | Mapping[str, object] = "auto",
+        parallel_tool_calls: bool = True,
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> Completion | list[Completion]:
@@ -201,6 +204,11 @@ class AsyncCalls(EngineBase):
         Returns a Completion, or a list of them.
         """
         refuse_foreign("chat", template)
+        template |= {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+        }
         given: Any = messages
         if is_one_chat(given):
             return await _result(self.submit_chat(given, one(params), template=template))

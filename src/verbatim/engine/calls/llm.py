@@ -166,6 +166,9 @@ class LLM(EmbedCalls, BlockingEngine):
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Message | Callable[..., object]] | None = None,
+        tool_choice: str | Mapping[str, object] = "auto",
+        parallel_tool_calls: bool = True,
         progress: bool | Callable[..., ProgressBar] = False,
         **template: Any,
     ) -> Completion | list[Completion]:
@@ -186,6 +189,11 @@ class LLM(EmbedCalls, BlockingEngine):
         True
         """
         refuse_foreign("chat", template)
+        template |= {
+            "tools": tools,
+            "tool_choice": tool_choice,
+            "parallel_tool_calls": parallel_tool_calls,
+        }
         given: Any = messages
         if is_one_chat(given):
             make, wanted = chat_prompt(self, given, one(params), template)
