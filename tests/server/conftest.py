@@ -16,10 +16,11 @@ from eventually import eventually
 
 
 @pytest.fixture(scope="session")
-def fake() -> Iterator[Live]:
+def fake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """A server with the real scheduler and sampler over hashed logits. At the end its ledger must
     balance over all tests that used it."""
-    live = Live("--max-output-tokens", "512").wait_ready()
+    state = tmp_path_factory.mktemp("kept") / "state"
+    live = Live("--max-output-tokens", "512", "--state-dir", str(state)).wait_ready()
     yield live
     numbers = live.wait_at_rest()
     if ON_RAY:  # the replicas' reports arrive one after the other

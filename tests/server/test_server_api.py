@@ -16,7 +16,6 @@ from streams import stream
 
 from eventually import HANG_SECONDS
 from verbatim import LLM, SamplingParams
-from verbatim.server.answer_store import Store
 
 pytestmark = pytest.mark.server
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 12, "seed": 3}
@@ -602,21 +601,6 @@ def test_a_stored_answer_is_found_under_its_own_kind_only(fake: Any) -> None:
         fake.post("/v1/responses", {"input": "x", "previous_response_id": chat}).status_code == 404
     )
     assert fake.client.get(f"/v1/chat/completions/{chat}").status_code == 200
-
-
-def test_the_store_is_bounded_in_number_and_bytes() -> None:
-    store = Store(3, 1000)
-    for i in range(5):
-        store.put("t", "chat", f"c{i}", {"object": {"id": f"c{i}"}})
-    assert [item["object"]["id"] for item in store.of("t", "chat")] == ["c2", "c3", "c4"]
-    store.put("t", "chat", "large", {"object": {"id": "large", "text": "x" * 950}})
-    assert len(store.of("t", "chat")) < 3
-    store.put("t", "chat", "huge", {"object": {"id": "huge", "text": "x" * 2000}})
-    assert [item["object"]["id"] for item in store.of("t", "chat")] == [
-        "large"
-    ]  # an item that cannot fit evicts nothing
-    store.pop("t", "chat", "large")
-    assert store._bytes == 0
 
 
 def test_embeddings_are_unit_vectors_in_both_encodings(fake: Any) -> None:

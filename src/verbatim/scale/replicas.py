@@ -56,6 +56,7 @@ def replica_settings(settings: Settings, needs: ReplicaNeeds) -> Settings:
         tls_cert=None,
         tls_key=None,
         store_items=0,
+        state_dir=None,
     )
 
 

@@ -157,7 +157,7 @@ def drop_cached_tokens(body: Line) -> None:
         usage.get(name, {}).pop("cached_tokens", None)
 
 
-async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Any]:
+async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], JsonObject]:
     """Call the ASGI application without a socket: the same checks and the same answer."""
     raw = json.dumps(body).encode()
     headers = [

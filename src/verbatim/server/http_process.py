@@ -154,9 +154,9 @@ async def serve(
     (supervisor if pool is None else pool).start()
     pairs = zip(servers, socks, strict=True)
     serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in pairs]
-    keepalives = asyncio.create_task(send_keepalives(state))
-    announcing = asyncio.create_task(announce(state, socks))
-    unloading = None if pool is None else asyncio.create_task(pool.unload_idle())
+    background = [send_keepalives(state), announce(state, socks)]
+    background += [pool.unload_idle()] if pool is not None else []
+    tasks = [asyncio.create_task(work) for work in background]
     try:
         await asyncio.wait(
             (stop, supervisor.fatal, serving[0]), return_when=asyncio.FIRST_COMPLETED
@@ -164,16 +164,16 @@ async def serve(
         if not supervisor.fatal.done():
             await drain(state, drain_now, stop.result().name if stop.done() else "ended")
     finally:
-        keepalives.cancel()
-        announcing.cancel()
-        if unloading is not None:
-            unloading.cancel()
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
         state.admission.draining.set()  # ends the wait for a model that could not be loaded
         for server in servers:
             server.should_exit = True
         await asyncio.gather(*serving)
         await (supervisor if pool is None else pool).close()
         state.access.flush()
+        state.store.close()
     if supervisor.fatal.done():
         raise ModelError(supervisor.fatal.result())
     ledger = supervisor.ledger
@@ -204,6 +204,10 @@ async def announce(state: State, socks: Sequence[socket.socket]) -> None:
     log.info("listening on %s (a chat page in a browser; model names: %s)", where, names)
     for address in more:
         log.info("metrics at %s/metrics, without a key", address)
+    if state.store.folder is None:
+        log.info("stored answers stay in memory until the server ends (--state-dir keeps them)")
+    else:
+        log.info("stored answers are kept in %s", state.store.folder)
 
 
 async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from verbatim.hub.hub_catalog import SYNONYMS
 from verbatim.server.admission import Admission
-from verbatim.server.answer_store import Store
 from verbatim.server.http.api_keys import ApiKeys
 from verbatim.server.http_metrics import Metrics
 from verbatim.server.logs import AccessLog
@@ -18,6 +17,7 @@ from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.settings import Settings
+from verbatim.server.storage.answer_store import Store
 
 
 class State:
@@ -35,7 +35,9 @@ class State:
         self._known: ModelFacts | None = None  # facts of an earlier load, in a pool
         self.clock = clock  # seconds; the time base of every request deadline
         self.metrics = Metrics()
-        self.store = Store(settings.store_items, settings.limits.max_store_bytes)
+        self.store = Store(
+            settings.store_items, settings.limits.max_store_bytes, settings.state_dir
+        )
         self.access: AccessLog | None = None
         self.started = int(time.time())
         self.keys = ApiKeys(settings.keys)

@@ -71,7 +71,9 @@ class Limits:
         "bodies that are still arriving, all together, each as 64 KiB at least",
         "429 overloaded",
     )
-    max_store_bytes: int = limit(64 * MIB, "stored answers, all together", "the oldest are evicted")
+    max_store_bytes: int = limit(
+        64 * MIB, "stored answers, all together", "the oldest of the key with most are evicted"
+    )
     idle_seconds: float = limit(75.0, "time a connection may stay idle", "connection closed")
     header_seconds: float = limit(
         20.0, "time for the headers to arrive, from their first byte", "connection closed"
@@ -171,7 +173,12 @@ class Settings:
     )
     backoff_limit: float = setting(30.0, "maximum wait before a restart", low=0)
     store_items: int = setting(
-        1000, "answers kept in memory, for previous_response_id; 0 keeps none", low=0
+        1000, "stored answers of all keys, for previous_response_id; 0 keeps none", low=0
+    )
+    state_dir: str | None = setting(
+        None,
+        "private directory that keeps stored answers; default: in memory until the server ends",
+        metavar="DIR",
     )
     default_seed: int | None = setting(
         None,

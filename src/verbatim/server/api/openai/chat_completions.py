@@ -79,7 +79,7 @@ class ChatReply:
         answer = self._answer(done)
         observe_latency(self.call)
         if self.ask.body.get("store"):
-            self._store(answer)
+            await self._store(answer)
         return Json(answer)
 
     def _answer(self, done: Generated) -> JsonObject:
@@ -87,10 +87,10 @@ class ChatReply:
         body = {"choices": choices, "usage": usage_of(self.call.runs), **extra_fields(self.call)}
         return self.head | body
 
-    def _store(self, answer: JsonObject) -> None:
+    async def _store(self, answer: JsonObject) -> None:
         kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
         item = {"object": kept, "messages": self.ask.body["messages"]}
-        self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
+        await self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
 
     def _choice(self, choice: WireChoice) -> JsonObject:
         text, calls = self.ask.read(choice.text)
@@ -137,7 +137,7 @@ class ChatReply:
         if done is not None:
             observe_latency(self.call)
             if self.ask.body.get("store"):
-                self._store(self._answer(done))
+                await self._store(self._answer(done))
             for last in closing_events(self.call, head, options.usage):
                 yield last
         yield DONE

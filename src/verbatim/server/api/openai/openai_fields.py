@@ -191,9 +191,7 @@ class ChatCompletions(extended("max_tokens", "logprobs", "prompt_logprobs")):  #
         "text, json_object, json_schema (the schema is enforced while sampling; its name and "
         "description are labels); json_object may have a schema, as llama.cpp's clients send it"
     )
-    store: bool | None = honoured(
-        "true: store the response in memory for /v1/chat/completions/{id}"
-    )
+    store: bool | None = honoured("true: store the response for /v1/chat/completions/{id}")
     tool_choice: ToolChoice | None = honoured(
         "none, auto, required, or one function (the last two enforced by a grammar)"
     )
@@ -242,7 +240,7 @@ class Responses(extended("max_tokens", "logprobs", "prompt_logprobs", *_NOT_OF_A
         "reasoning item, so a summary is never written"
     )
     store: bool | None = honoured(
-        "store the response in memory for GET and previous_response_id, until newer ones evict it; "
+        "store the response for GET and previous_response_id, until newer ones evict it; "
         "missing: true, unless the server stores nothing (--store-items 0)"
     )
     stream_options: ResponseStreamOptions | None = honoured("include_obfuscation")

@@ -22,7 +22,7 @@ async def create(call: RequestContext) -> Response:
     given = await call.body(Responses)
     body, model = call.given, call.served_model()
     call.state.store.check_enabled(bool(given.store))
-    ask = ChatRequest(call, as_chat(call, body), call.route.fields, NAMES)
+    ask = ChatRequest(call, await as_chat(call, body), call.route.fields, NAMES)
     answer = ResponsesReply(ask, body, model)
     stream = bool(given.stream)
     ask.submit(stream)
@@ -37,5 +37,5 @@ async def create(call: RequestContext) -> Response:
 async def count(call: RequestContext) -> Response:
     await call.body(ResponsesInputTokens)
     call.served_model()
-    count = await count_tokens(call, as_chat(call, call.given), NAMES)
+    count = await count_tokens(call, await as_chat(call, call.given), NAMES)
     return Json({"object": "response.input_tokens", "input_tokens": count, **warnings_of(call)})

@@ -91,24 +91,25 @@ def _sealed_text(item: JsonMapping, place: str) -> str:
     return "".join(part["text"] for part in item.get("content") or []) or text
 
 
-def earlier_messages(call: RequestContext, name: str) -> list[JsonObject]:
+async def earlier_messages(call: RequestContext, name: str) -> list[JsonObject]:
     """The conversation of a stored response. Its reasoning is the server's own, so it is left
     out where the chat template reads none."""
     try:
-        found = list(call.state.store.get(call.tenant, "response", name)["messages"])
+        item = await call.state.store.get(call.tenant, "response", name)
     except Problem as problem:  # add the field name, which the store does not know
         field_name = "previous_response_id"
         raise Problem(problem.code, f"{field_name}: {problem.message}", field_name) from None
+    found: list[JsonObject] = item["messages"]
     if call.state.facts.template_reasoning:
         return found
     return [{k: v for k, v in message.items() if k != "reasoning_content"} for message in found]
 
 
-def as_chat(call: RequestContext, body: JsonObject) -> JsonObject:
+async def as_chat(call: RequestContext, body: JsonObject) -> JsonObject:
     """The request in chat fields: instructions, earlier messages, then the new input."""
     rules = rules_of(Responses)
     chat = {name: body[name] for name in body if rules[name].param or name in PASSED}
-    chat["messages"], call.places = _messages(call, body)
+    chat["messages"], call.places = await _messages(call, body)
     chat["logprobs"] = LOGPROBS in (body.get("include") or ()) or bool(body.get("top_logprobs"))
     if "max_output_tokens" in body:
         chat["max_tokens"] = body["max_output_tokens"]
@@ -131,7 +132,7 @@ def _nested(item: JsonMapping, kind: str) -> JsonObject:
     return {"type": kind, kind: {k: v for k, v in item.items() if k != "type"}}
 
 
-def _messages(call: RequestContext, body: JsonObject) -> tuple[list[JsonObject], list[str]]:
+async def _messages(call: RequestContext, body: JsonObject) -> tuple[list[JsonObject], list[str]]:
     """Chat messages of the whole conversation, and for each the field that it comes from."""
     items = body.get("input", "")
     if not isinstance(items, str) and not call.state.facts.template_reasoning:
@@ -141,7 +142,7 @@ def _messages(call: RequestContext, body: JsonObject) -> tuple[list[JsonObject],
     if not messages:
         messages, places = [{"role": "user", "content": ""}], ["input"]
     if "previous_response_id" in body:
-        earlier = earlier_messages(call, body["previous_response_id"])
+        earlier = await earlier_messages(call, body["previous_response_id"])
         messages = [*earlier, *messages]
         places = ["previous_response_id"] * len(earlier) + places
     if "instructions" in body:

@@ -119,7 +119,7 @@ class ResponsesReply:
     def logprobs(self, items: Sequence[WireLogprob]) -> list[JsonObject]:
         return chat_logprobs(items, self.body.get("top_logprobs", 0))
 
-    def finished(self, finish: WireFinish | None) -> JsonObject:
+    async def finished(self, finish: WireFinish | None) -> JsonObject:
         """The final response object: completed, or incomplete when a token limit ended it."""
         usage = usage_of(self.call.runs)
         spelled_usage = {
@@ -143,7 +143,7 @@ class ResponsesReply:
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             made["completed_at"] = int(time.time())
-        self._store(made)
+        await self._store(made)
         return made
 
     def _reports(self) -> JsonObject:
@@ -152,7 +152,7 @@ class ResponsesReply:
         assert done is not None
         return choice_reports(done.choices[0])
 
-    def _store(self, made: JsonObject) -> None:
+    async def _store(self, made: JsonObject) -> None:
         if self.stored:
             # Instructions are not stored: they apply to one response only.
             messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
@@ -161,7 +161,7 @@ class ResponsesReply:
                 "messages": [*messages, *chat_messages(self.output)[0]],
                 "input": input_rows(self.body),
             }
-            self.call.state.store.put(self.call.tenant, "response", self.id, item)
+            await self.call.state.store.put(self.call.tenant, "response", self.id, item)
 
     # ------------------------------------------------------------------------ not streamed
 
@@ -184,7 +184,7 @@ class ResponsesReply:
                 last = number == len(found)
                 self.output.append(self.message(*piece, status if last else "completed"))
         observe_latency(self.call)
-        return Json(self.finished(choice.finish))
+        return Json(await self.finished(choice.finish))
 
     def with_sealed(self, item: JsonObject) -> JsonObject:
         """A finished reasoning item, with `encrypted_content` if the request includes it."""

@@ -60,7 +60,7 @@ class ResponseEvents:
             for made in self._delta_events(piece):
                 yield made
         if all(run.done is not None for run in answer.call.runs):
-            for made in self._end(finish):
+            for made in await self._end(finish):
                 yield made
 
     def failed(self, problem: Problem) -> bytes:
@@ -209,12 +209,12 @@ class ResponseEvents:
         self.answer.output.append(item)
         return out
 
-    def _end(self, finish: WireFinish | None) -> list[bytes]:
+    async def _end(self, finish: WireFinish | None) -> list[bytes]:
         status = "incomplete" if finish_reason(finish) == "length" else "completed"
         out = self._close_reasoning(status)
         if self.open is None and not self.answer.output:  # an empty output is one empty message
             out += self._begin()
         out += self._close(status)
         observe_latency(self.answer.call)
-        out.append(self.event(f"response.{status}", response=self.answer.finished(finish)))
+        out.append(self.event(f"response.{status}", response=await self.answer.finished(finish)))
         return out

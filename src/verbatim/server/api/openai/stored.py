@@ -16,10 +16,12 @@ from verbatim.server.api.openai.openai_fields import ChatCompletionUpdate
 from verbatim.server.problem import invalid
 
 
-def page(items: list[JsonObject], call: RequestContext) -> Response:
-    """OpenAI's cursor pagination: after, limit, order."""
-    limit = int(call.query.get("limit", 20))
-    rows = items[::-1] if call.query.get("order") == "desc" else items
+def page(
+    items: list[JsonObject], call: RequestContext, limit: int = 20, order: str = "asc"
+) -> Response:
+    """OpenAI's cursor pagination: after, limit, order; `limit` and `order` are its defaults."""
+    limit = int(call.query.get("limit", limit))
+    rows = items[::-1] if call.query.get("order", order) == "desc" else items
     after = call.query.get("after")
     if after is not None:
         at = next((i for i, row in enumerate(rows) if row.get("id") == after), None)
@@ -41,7 +43,7 @@ def page(items: list[JsonObject], call: RequestContext) -> Response:
 
 async def list_chats(call: RequestContext) -> Response:
     wanted = call.query.get("model")
-    kept = [i["object"] for i in call.state.store.of(call.tenant, "chat")]
+    kept = [i["object"] for i in await call.state.store.of(call.tenant, "chat")]
     pairs = {
         name[9:-1]: value for name, value in call.query.items() if name.startswith("metadata[")
     }
@@ -56,29 +58,30 @@ async def list_chats(call: RequestContext) -> Response:
     )
 
 
-def _chat(call: RequestContext) -> JsonObject:
-    return call.state.store.get(call.tenant, "chat", call.request.path_params["id"])
+async def _chat(call: RequestContext) -> JsonObject:
+    return await call.state.store.get(call.tenant, "chat", call.request.path_params["id"])
 
 
 async def get_chat(call: RequestContext) -> Response:
-    return Json(_chat(call)["object"])
+    return Json((await _chat(call))["object"])
 
 
 async def update_chat(call: RequestContext) -> Response:
-    item = _chat(call)
-    item["object"]["metadata"] = (await call.body(ChatCompletionUpdate)).metadata
+    body, item = await call.body(ChatCompletionUpdate), await _chat(call)
+    item["object"]["metadata"] = body.metadata
+    await call.state.store.put(call.tenant, "chat", item["object"]["id"], item)
     return Json(item["object"])
 
 
 async def delete_chat(call: RequestContext) -> Response:
     name = call.request.path_params["id"]
-    call.state.store.pop(call.tenant, "chat", name)
+    await call.state.store.delete(call.tenant, "chat", name)
     return Json({"object": "chat.completion.deleted", "id": name, "deleted": True})
 
 
 async def chat_messages(call: RequestContext) -> Response:
     name = call.request.path_params["id"]
-    messages = _chat(call)["messages"]
+    messages = (await _chat(call))["messages"]
     return page(
         [
             {"id": f"{name}-{i}", "name": None, **m, "content": m.get("content")}
@@ -91,12 +94,12 @@ async def chat_messages(call: RequestContext) -> Response:
 # ------------------------------------------------------------------------------- responses
 
 
-def _response(call: RequestContext) -> JsonObject:
-    return call.state.store.get(call.tenant, "response", call.request.path_params["id"])
+async def _response(call: RequestContext) -> JsonObject:
+    return await call.state.store.get(call.tenant, "response", call.request.path_params["id"])
 
 
 async def get_response(call: RequestContext) -> Response:
-    made = _response(call)["object"]
+    made = (await _response(call))["object"]
     if call.query.get("stream") != "true":
         for name in ("starting_after", "include_obfuscation"):
             if name in call.query:
@@ -114,12 +117,12 @@ async def get_response(call: RequestContext) -> Response:
 
 async def delete_response(call: RequestContext) -> Response:
     name = call.request.path_params["id"]
-    call.state.store.pop(call.tenant, "response", name)
+    await call.state.store.delete(call.tenant, "response", name)
     return Json({"id": name, "object": "response", "deleted": True})
 
 
 async def input_items(call: RequestContext) -> Response:
-    return page(_response(call)["input"], call)
+    return page((await _response(call))["input"], call)
 
 
 async def _replay(made: JsonObject, after: int, pad: bool) -> AsyncIterator[bytes]:

@@ -1,0 +1,1 @@
+"""What the server keeps for its clients: stored answers, files and batches."""
