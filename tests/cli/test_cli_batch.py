@@ -72,7 +72,11 @@ class FakeServer:
 async def test_a_429_or_503_is_retried_until_answered(room: int, status: int) -> None:
     server, written = FakeServer(room, status=status), []
     names = [f"c{i}" for i in range(50)]
-    await batch.answer_in_rounds(server, [request(name) for name in names], 16, written.append)
+
+    async def write(answer: Any) -> None:
+        written.append(answer)
+
+    await batch.answer_in_rounds(server, [request(name) for name in names], 16, write)
     assert sorted(w["custom_id"] for w in written) == sorted(names)
     assert {batch.status_of(w) for w in written} == {200}
 
@@ -82,9 +86,11 @@ async def test_a_request_that_always_fails_is_given_up_after_the_serial_retries(
     concurrency: int,
 ) -> None:
     server, written = FakeServer(100, never=("bad",)), []
-    await batch.answer_in_rounds(
-        server, [request("bad"), request("good")], concurrency, written.append
-    )
+
+    async def write(answer: Any) -> None:
+        written.append(answer)
+
+    await batch.answer_in_rounds(server, [request("bad"), request("good")], concurrency, write)
     assert [(w["custom_id"], batch.status_of(w)) for w in written] == [("good", 200), ("bad", 429)]
     assert server.asked.count("good") == 1
     assert server.asked.count("bad") == concurrency.bit_length() - 1 + batch.SERIAL_RETRIES

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 from live_server import Live
 
 
@@ -12,6 +15,8 @@ class DocServer:
     def port(self) -> int:
         if self._live is None:
             flags = ("--model", "smollm2", "--served-model-name", "smollm2", "--pooling", "mean")
+            state = Path(tempfile.mkdtemp()) / "state"
+            flags += ("--state-dir", str(state))
             self._live = Live(*flags, engine=None).wait_ready()
         return self._live.port
 

@@ -33,6 +33,8 @@ SDK_FIELDS = [
     ("/v1/completions", "openai.types.completion_create_params", "CompletionCreateParamsBase"),
     ("/v1/responses", "openai.types.responses.response_create_params", "ResponseCreateParamsBase"),
     ("/v1/embeddings", "openai.types.embedding_create_params", "EmbeddingCreateParams"),
+    ("/v1/batches", "openai.types.batch_create_params", "BatchCreateParams"),
+    ("/v1/files", "openai.types.file_create_params", "FileCreateParams"),
 ]
 
 

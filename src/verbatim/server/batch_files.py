@@ -49,60 +49,69 @@ def _lines_of(path: Path) -> Generator[bytes, None, None]:
 def read_requests(path: Path, rows: Generator[bytes, None, None] | None = None) -> list[Line]:
     """Read and check every line before any request runs: a typo in the last line fails at once.
     `rows`: the lines of a file that is not JSONL."""
-    out: dict[str, Line] = {}
+    check = RequestCheck(str(path))
     with contextlib.closing(rows or _lines_of(path)) as lines:
-        for number, raw in enumerate(lines, 1):
-            if not raw.strip():
-                continue
-            where = f"{path}: line {number}"
-            # editors add a BOM
-            line = _parsed(raw, where, "utf-8-sig" if number == 1 else "utf-8")
-            _check(line, where)
-            name = line["custom_id"]
-            if name in out:
-                raise _wrong(
-                    f"{where}: custom_id {name[:40]!r} appears twice; each request needs its own"
-                )
-            out[name] = line
-    return list(out.values())
+        return [line for n, raw in enumerate(lines, 1) if (line := check.line(n, raw)) is not None]
 
 
-def _wrong(message: str) -> ParameterError:
-    return ParameterError("IN", message)
+class RequestCheck:
+    """Checks the lines of one file of requests; `numbers` are the line numbers by custom_id."""
 
+    def __init__(self, file: str, param: str = "IN", urls: tuple[str, ...] = URLS) -> None:
+        self._file, self._param, self._urls = file, param, urls
+        self.numbers: dict[str, int] = {}
 
-def _parsed(raw: bytes, where: str, encoding: str) -> Any:
-    try:
-        return json.loads(raw.decode(encoding), object_pairs_hook=no_key_twice)
-    except UnicodeDecodeError:
-        raise _wrong(f"{where} is not UTF-8; save the file in that encoding") from None
-    except (json.JSONDecodeError, RecursionError):
-        raise _wrong(f"{where} is not JSON; a line is one object {{…}}") from None
-    except ValueError as error:
-        raise _wrong(f"{where}: {error}") from None
+    def wrong(self, message: str) -> ParameterError:
+        return ParameterError(self._param, message)
 
+    def line(self, number: int, raw: bytes) -> Line | None:
+        """The request of a line; None: it is empty."""
+        if not raw.strip():
+            return None
+        where = f"{self._file}: line {number}"
+        # editors add a BOM
+        line = self._parsed(raw, where, "utf-8-sig" if number == 1 else "utf-8")
+        self._check(line, where)
+        name = line["custom_id"]
+        if name in self.numbers:
+            raise self.wrong(
+                f"{where}: custom_id {name[:40]!r} appears twice; each request needs its own"
+            )
+        self.numbers[name] = number
+        request: Line = line
+        return request
 
-def _check(line: object, where: str) -> None:
-    if (
-        not isinstance(line, dict)
-        or not isinstance(line.get("custom_id"), str)
-        or not isinstance(line.get("body"), dict)
-    ):
-        raise _wrong(f"{where} needs custom_id (a string) and body (an object)")
-    if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
-        raise _wrong(
-            f"{where} has the key {min(unknown)[:40]!r}; the keys of a request are"
-            " custom_id, method, url and body"
-        )
-    if line.get("method", "POST") != "POST" or line.get("url") not in URLS:
-        raise _wrong(f"{where}: method must be POST and url one of {', '.join(URLS)}")
-    if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
-        raise _wrong(
-            f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate,"
-            " which is not text; use another id"
-        )
-    if line["body"].get("stream"):
-        raise _wrong(f"{where}: a batch cannot be streamed; leave out stream")
+    def _parsed(self, raw: bytes, where: str, encoding: str) -> Any:
+        try:
+            return json.loads(raw.decode(encoding), object_pairs_hook=no_key_twice)
+        except UnicodeDecodeError:
+            raise self.wrong(f"{where} is not UTF-8; save the file in that encoding") from None
+        except (json.JSONDecodeError, RecursionError):
+            raise self.wrong(f"{where} is not JSON; a line is one object {{…}}") from None
+        except ValueError as error:
+            raise self.wrong(f"{where}: {error}") from None
+
+    def _check(self, line: object, where: str) -> None:
+        if (
+            not isinstance(line, dict)
+            or not isinstance(line.get("custom_id"), str)
+            or not isinstance(line.get("body"), dict)
+        ):
+            raise self.wrong(f"{where} needs custom_id (a string) and body (an object)")
+        if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
+            raise self.wrong(
+                f"{where} has the key {min(unknown)[:40]!r}; the keys of a request are"
+                " custom_id, method, url and body"
+            )
+        if line.get("method", "POST") != "POST" or line.get("url") not in self._urls:
+            raise self.wrong(f"{where}: method must be POST and url one of {', '.join(self._urls)}")
+        if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
+            raise self.wrong(
+                f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate,"
+                " which is not text; use another id"
+            )
+        if line["body"].get("stream"):
+            raise self.wrong(f"{where}: a batch cannot be streamed; leave out stream")
 
 
 def is_retryable(status: int) -> bool:

@@ -60,7 +60,10 @@ class BatchEngine:
             await wait_for_engine(self._supervisor.ready)
             return await send_request(self._app, self._state.names()[0], line)
 
-        await answer_in_rounds(send_one, todo, concurrency, write)
+        async def put(answer: Line) -> None:
+            write(answer)
+
+        await answer_in_rounds(send_one, todo, concurrency, put)
 
     async def close(self) -> None:
         await self._supervisor.close()
@@ -92,7 +95,7 @@ async def answer_in_rounds(
     send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
     todo: list[Line],
     concurrency: int,
-    write: Callable[[Line], None],
+    write: Callable[[Line], Awaitable[None]],
 ) -> None:
     """Run all requests; retry those with a 429 or 503 in further rounds, each at half the
     concurrency. The last rounds run one request at a time: then the queue holds nothing else, and
@@ -105,14 +108,14 @@ async def answer_in_rounds(
         refused = await one_round(send_one, todo, limit, write)
         todo = [line for line, _ in refused]
     for _, answer in refused:
-        write(answer)
+        await write(answer)
 
 
 async def one_round(
     send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
     todo: list[Line],
     limit: int,
-    write: Callable[[Line], None],
+    write: Callable[[Line], Awaitable[None]],
 ) -> list[tuple[Line, Line]]:
     """`limit` workers take requests in order and write each answer as it completes. Returns the
     requests that got a 429 or 503, with those answers."""
@@ -126,28 +129,35 @@ async def one_round(
                 refused.append((line, answer))
                 await asyncio.sleep(min(pause, MAX_PAUSE))
             else:
-                write(answer)
+                await write(answer)
 
     await asyncio.gather(*(work() for _ in range(min(limit, len(todo)))))
     return refused
 
 
-async def send_request(app: object, model: str, line: Line) -> tuple[Line, float]:
+async def send_request(
+    app: object, model: str | None, line: Line, known: JsonObject | None = None
+) -> tuple[Line, float]:
     """Send one request through the application. Returns its answer, and the seconds to wait before
-    the next request if this one was rejected."""
+    the next request if this one was rejected. `model`: that of a request that names none. `known`:
+    what the application has decided about the caller, who is then not checked."""
     request_body = line["body"]
-    if request_body.get("model") is None:  # a batch has only one model
+    if request_body.get("model") is None and model is not None:
         request_body = {**request_body, "model": model}
-    status, headers, body = await call(app, line["url"], request_body)
+    status, headers, body = await call(app, line["url"], request_body, known or {})
     drop_cached_tokens(body)
     response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
     answer = {
-        "id": "batch_req_" + secrets.token_hex(12),
+        "id": new_line_id(),
         "custom_id": line["custom_id"],
         "response": response,
         "error": None,
     }
     return answer, float(headers.get("retry-after", 1))
+
+
+def new_line_id() -> str:
+    return "batch_req_" + secrets.token_hex(12)
 
 
 def drop_cached_tokens(body: Line) -> None:
@@ -157,7 +167,9 @@ def drop_cached_tokens(body: Line) -> None:
         usage.get(name, {}).pop("cached_tokens", None)
 
 
-async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], JsonObject]:
+async def call(
+    app: Any, url: str, body: Line, known: JsonObject
+) -> tuple[int, dict[str, str], JsonObject]:
     """Call the ASGI application without a socket: the same checks and the same answer."""
     raw = json.dumps(body).encode()
     headers = [
@@ -178,6 +190,7 @@ async def call(app: Any, url: str, body: Line) -> tuple[int, dict[str, str], Jso
         "client": None,
         "server": ("localhost", 0),
         "root_path": "",
+        **known,
     }
     sent: list[JsonObject] = []
     given = False

@@ -35,6 +35,7 @@ from verbatim.server.problem import shutting_down
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
 from verbatim.server.settings import EXECUTOR_THREADS, Settings, host_and_port
+from verbatim.server.storage.batch_runner import BatchRunner
 
 log = logging.getLogger("verbatim.server")
 SPARE_FILES = 100  # file descriptors reserved for the engine socket, the log and 503 responses
@@ -156,6 +157,7 @@ async def serve(
     serving = [asyncio.create_task(server.serve(sockets=[sock])) for server, sock in pairs]
     background = [send_keepalives(state), announce(state, socks)]
     background += [pool.unload_idle()] if pool is not None else []
+    background += [BatchRunner(state, make_app(state)).run()] if settings.state_dir else []
     tasks = [asyncio.create_task(work) for work in background]
     try:
         await asyncio.wait(
@@ -207,7 +209,7 @@ async def announce(state: State, socks: Sequence[socket.socket]) -> None:
     if state.store.folder is None:
         log.info("stored answers stay in memory until the server ends (--state-dir keeps them)")
     else:
-        log.info("stored answers are kept in %s", state.store.folder)
+        log.info("stored answers, files and batches are kept in %s", state.store.folder)
 
 
 async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:

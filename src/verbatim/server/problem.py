@@ -53,7 +53,7 @@ CODES = {
     "method_not_allowed": (405, "the route does not support this method"),
     "timeout": (408, "the request exceeded its time limit"),
     "body_too_large": (413, "the body is larger than the limit"),
-    "unsupported_media_type": (415, "the body is not application/json"),
+    "unsupported_media_type": (415, "the body is not application/json, or a form for a file"),
     "overloaded": (429, "the queue is full; retry after Retry-After seconds"),
     "key_overloaded": (429, "this API key has reached one of its limits, which the message names"),
     "cancelled": (499, "the client disconnected"),

@@ -74,6 +74,11 @@ class Limits:
     max_store_bytes: int = limit(
         64 * MIB, "stored answers, all together", "the oldest of the key with most are evicted"
     )
+    max_file_bytes: int = limit(64 * MIB, "an uploaded file", "413 body_too_large")
+    max_files: int = limit(200, "files of one key at an upload, outputs included", "400 on file")
+    max_batches: int = limit(
+        100, "batches of one key; a finished one gives way", "400 on input_file_id"
+    )
     idle_seconds: float = limit(75.0, "time a connection may stay idle", "connection closed")
     header_seconds: float = limit(
         20.0, "time for the headers to arrive, from their first byte", "connection closed"
@@ -177,7 +182,8 @@ class Settings:
     )
     state_dir: str | None = setting(
         None,
-        "private directory that keeps stored answers; default: in memory until the server ends",
+        "private directory that keeps stored answers, files and batches; default: answers in memory"
+        " until the server ends, no files and no batches",
         metavar="DIR",
     )
     default_seed: int | None = setting(

@@ -45,19 +45,16 @@ class UnfinishedBodies:
     def __len__(self) -> int:
         return len(self._bodies)
 
-    async def read(self, tenant: str, pieces: AsyncIterator[bytes]) -> bytes:
-        limits, began = self._limits, asyncio.get_running_loop().time()
+    async def read(self, tenant: str, pieces: AsyncIterator[bytes], limit: int) -> bytes:
+        began = asyncio.get_running_loop().time()
         body = _Body(tenant, asyncio.timeout(None))
         try:
             async with body.deadline:
                 self._add(body)
                 self._set_deadline(body, began)
                 async for piece in pieces:
-                    if len(body.data) + len(piece) > limits.max_body_bytes:
-                        raise Problem(
-                            "body_too_large",
-                            f"the body is larger than {limits.max_body_bytes} bytes",
-                        )
+                    if len(body.data) + len(piece) > limit:
+                        raise Problem("body_too_large", f"the body is larger than {limit} bytes")
                     self._grow(body, piece)
                     self._set_deadline(body, began)
         except TimeoutError:

@@ -10,6 +10,7 @@ from pydantic.json_schema import models_json_schema
 
 from verbatim import __version__
 from verbatim.base.json_io import JsonObject
+from verbatim.server.api.common.request_context import FORM
 from verbatim.server.api.common.route import ApiRoute
 from verbatim.server.problem import CODES
 
@@ -99,7 +100,7 @@ def _operation(route: ApiRoute) -> JsonObject:
         schema = {"$ref": f"#/components/schemas/{route.body.__name__}"}
         operation["requestBody"] = {
             "required": True,
-            "content": {"application/json": {"schema": schema}},
+            "content": {FORM if route.is_form else "application/json": {"schema": schema}},
         }
         refused = [
             f"`{name}` ({rule.help})"

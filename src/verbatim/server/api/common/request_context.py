@@ -37,6 +37,7 @@ from verbatim.server.server_state import State
 log = logging.getLogger("verbatim.server")
 R = TypeVar("R", bound=Result)
 B = TypeVar("B", bound=RequestBody)
+FORM = "multipart/form-data"
 CURL_TYPES = ("", "application/x-www-form-urlencoded", "text/plain")  # sent by `curl -d`
 WRITE_GRACE = 10.0  # seconds a client has to read the last bytes before it is disconnected
 SLOW_GRACE = 1.0  # seconds, for a client that has already proved to read too slowly
@@ -65,6 +66,8 @@ class RequestContext:
         self.id: str = request.scope["verbatim.id"]
         self.tenant: str = request.scope["verbatim.tenant"]
         self.arrived: float = request.scope["verbatim.arrived"]
+        # A batch's line has the rest of its window (storage/batch_runner.py).
+        self.seconds: float = request.scope.get("verbatim.seconds", state.limits.request_seconds)
         self.query: dict[str, str] = {}  # validated against the route's queries
         # engine parameter name -> client field name, for errors that the engine reports
         self.names: Mapping[str, str] = {}
@@ -123,7 +126,7 @@ class RequestContext:
             self.state = self.state.for_model(model)
             return
         start, is_loaded = self.state.clock(), model.supervisor.ready.is_set()
-        wait = self.arrived + self.state.limits.request_seconds - start
+        wait = self.arrived + self.seconds - start
         [model] = await self._unless_disconnected(self._hold(pool, name, max(wait, 0)))
         self.state = self.state.for_model(model)
         self.load_seconds = 0.0 if is_loaded else self.state.clock() - start
@@ -148,16 +151,18 @@ class RequestContext:
         self.admission.callback(pool.release, name)
         return [model]
 
-    async def read_raw(self) -> bytes:
-        limit = self.state.limits.max_body_bytes
+    async def read_raw(self, wanted: str = "application/json", limit: int = 0) -> bytes:
+        """The body, of the type `wanted` and at most `limit` bytes; 0: max_body_bytes."""
+        limit = limit or self.state.limits.max_body_bytes
         kind = self.request.headers.get("content-type", "").partition(";")[0].strip().lower()
         # A web page of another site can send a body of these types without asking first, but never
         # without its Origin.
         curl = self.protocol.any_content_type and "origin" not in self.request.headers
-        if kind != "application/json" and not (curl and kind in CURL_TYPES):
+        if kind != wanted and not (curl and kind in CURL_TYPES):
+            flag = "-F FIELD=VALUE" if wanted == FORM else f"-H 'Content-Type: {wanted}'"
             raise Problem(
                 "unsupported_media_type",
-                "send the body as application/json; with curl: -H 'Content-Type: application/json'",
+                f"send the body as {wanted}; with curl: {flag}",
                 "content-type",
             )
         if self.request.headers.get("content-encoding", "identity").strip().lower() != "identity":
@@ -169,7 +174,7 @@ class RequestContext:
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise Problem("body_too_large", f"the body is larger than {limit} bytes")
-        raw = await self.state.admission.bodies.read(self.tenant, self.request.stream())
+        raw = await self.state.admission.bodies.read(self.tenant, self.request.stream(), limit)
         self.admit()
         return raw
 
@@ -186,7 +191,7 @@ class RequestContext:
 
     def submit(self, message: Work) -> Running:
         if self._timer is None:
-            wait = self.arrived + self.state.limits.request_seconds - self.state.clock()
+            wait = self.arrived + self.seconds - self.state.clock()
             self._timer = asyncio.get_running_loop().call_later(max(wait, 0), self._expire)
         if isinstance(message, Generate):
             if self.adapter:
@@ -232,11 +237,7 @@ class RequestContext:
         for running in self.runs:
             if not running.ended:
                 running.fail(
-                    Problem(
-                        "timeout",
-                        "the request took longer than "
-                        f"{self.state.limits.request_seconds:g} seconds",
-                    )
+                    Problem("timeout", f"the request took longer than {self.seconds:g} seconds")
                 )
                 self.state.supervisor.abort(running)
 

@@ -36,6 +36,7 @@ class ApiRoute:
     path: str
     handler: Handler
     body: type[RequestBody] | None = None  # None: the route takes no body
+    is_form: bool = False  # the body is multipart/form-data instead of JSON
     method: str = "POST"
     is_queued: bool = False  # counts against max_queue, and holds its model
     queries: Mapping[str, Query] = field(default_factory=dict)

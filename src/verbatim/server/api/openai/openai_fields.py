@@ -49,6 +49,7 @@ from verbatim.server.api.common.schemas import (
     Prompt,
     ResponseFormat,
     StreamOptions,
+    Strict,
     StructuredOutputs,
     Text,
     Tool,
@@ -64,6 +65,7 @@ from verbatim.server.api.openai.responses_schemas import (
     ResponseText,
     ResponseTool,
 )
+from verbatim.server.batch_files import URLS
 
 
 class _TextRoute(WithTopK):
@@ -290,3 +292,32 @@ ResponsesInputTokens = subset(
     *("previous_response_id", "reasoning", "text", "tool_choice", "tools", "truncation"),
     "chat_template_kwargs",
 )
+
+
+class ExpiresAfter(Strict):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=3600, le=30 * 86_400)]
+
+
+class FileUpload(RequestBody):
+    """The parts of a form; `file` is the name of the file."""
+
+    file: Label = honoured("a file with its name: one request per line, as JSON", required=True)
+    purpose: Literal["batch"] = honoured("batch; this server has no other use", required=True)
+    expires_after: ExpiresAfter | None = honoured(
+        "anchor (created_at) and seconds until the file is deleted; missing: 30 days"
+    )
+
+
+class BatchCreate(RequestBody):
+    input_file_id: Label = honoured("an uploaded file", required=True)
+    endpoint: Literal[URLS] = honoured(  # type: ignore[valid-type]
+        "the url of every line of the file", required=True
+    )
+    completion_window: Literal["24h"] = honoured(
+        "24h; the lines without an answer then expire", required=True
+    )
+    metadata: Metadata | None = label("stored with the batch")
+    output_expires_after: ExpiresAfter | None = honoured(
+        "anchor (created_at) and seconds until the output files are deleted; missing: 30 days"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query
 from verbatim.server.api.openai import (
+    batches,
     chat_completions,
     completions,
     embeddings,
@@ -33,6 +34,13 @@ _REPLAY = {
     "starting_after": Query("with stream: only events with a higher sequence number", "[0-9]{1,9}"),
     "include_obfuscation": Query("with stream: pad the deltas", "true|false"),
 }
+_FILES = {
+    **_PAGE,
+    "limit": Query("maximum entries per page, 1 to 10000; missing: 10000", "[1-9][0-9]{0,3}|10000"),
+    "purpose": Query("only files of this purpose: batch or batch_output", "batch|batch_output"),
+}
+_BATCHES = {name: _PAGE[name] for name in ("after", "limit")}
+_FILE, _BATCH = "/v1/files", "/v1/batches"
 _CHAT, _RESPONSE = "/v1/chat/completions", "/v1/responses"
 
 PROTOCOL = ApiProtocol(
@@ -64,5 +72,14 @@ PROTOCOL = ApiProtocol(
         ApiRoute("/v1/models", served_models.models, method="GET"),
         ApiRoute("/v1/models/{id:path}", served_models.model, method="GET"),
         ApiRoute("/v1/embeddings", embeddings.embeddings, openai_fields.Embeddings, is_queued=True),
+        ApiRoute(_FILE, batches.upload, openai_fields.FileUpload, is_form=True),
+        ApiRoute(_FILE, batches.list_files, method="GET", queries=_FILES),
+        ApiRoute(f"{_FILE}/{{id}}", batches.get_file, method="GET"),
+        ApiRoute(f"{_FILE}/{{id}}", batches.delete_file, method="DELETE"),
+        ApiRoute(f"{_FILE}/{{id}}/content", batches.content, method="GET"),
+        ApiRoute(_BATCH, batches.create, openai_fields.BatchCreate, loads_nothing=lambda *_: True),
+        ApiRoute(_BATCH, batches.list_batches, method="GET", queries=_BATCHES),
+        ApiRoute(f"{_BATCH}/{{id}}", batches.get_batch, method="GET"),
+        ApiRoute(f"{_BATCH}/{{id}}/cancel", batches.cancel),
     )
 )
