@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from checkpoints import CASES, VOCAB, build
 from drive import Driver
-from safetensors.torch import load_file, save_file
 
 from verbatim.model.loading.load import load_model
 
@@ -18,6 +17,7 @@ pytestmark = pytest.mark.torch
 
 def test_an_fp8_llama_has_the_logits_of_transformers(tmp_path: Path) -> None:
     import torch
+    from safetensors.torch import load_file, save_file
 
     case = next(case for case in CASES if case.name.startswith("llama"))
     model = build(case, tmp_path)

@@ -104,11 +104,11 @@ def test_when_blocks_run_out_the_tenant_with_most_of_them_is_preempted() -> None
 def test_equal_shares_are_reached_once_and_then_kept() -> None:
     """Sixteen places, two tenants: eight of alice's sequences are preempted for bob's, once."""
     rig = rig_of(16)
-    crowd(rig, 60)
+    crowd(rig, 30)
     for _ in range(10):
         rig.step()
-    crowd(rig, 60, "bob")
-    while len(rig.ended) < 110:
+    crowd(rig, 30, "bob")
+    while len(rig.ended) < 50:
         rig.step()
         if min(sum(s.tenant == t for s in rig.scheduler.waiting) for t in ("alice", "bob")):
             running = sum(seq.tenant == "bob" for seq in rig.scheduler.running)
@@ -120,11 +120,11 @@ def test_single_requests_one_after_another_preempt_at_most_one_sequence_each() -
     rig = rig_of(16)
     alice = crowd(rig, 40)
     rig.step()
-    for _ in range(30):
+    for _ in range(12):
         (bob,) = rig.add(BOB, 4, tenant="bob", min_tokens=4)
         while bob.id in rig.scheduler.sequences:
             rig.step()
-    assert rig.scheduler.preemptions <= 30
+    assert rig.scheduler.preemptions <= 12
     assert max(seq.preemptions for seq in alice[:8]) == 0
     rig.run()
     rig.at_rest()
