@@ -31,7 +31,7 @@ LINES: dict[str, int] = {
     "convert": 880,
     "diagnose": 2701,
     "encoder": 904,
-    "engine": 6108,
+    "engine": 6124,
     "explain": 893,
     "files": 1507,
     "formats": 2301,
@@ -43,16 +43,16 @@ LINES: dict[str, int] = {
     "model/families": 4739,
     "observe": 881,
     "sampling": 1494,
-    "scale": 2237,
+    "scale": 2238,
     "schedule": 1967,
-    "server": 12869,
+    "server": 13554,
     "speculate": 1085,
     "testing": 652,
     "text": 5060,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 74839, "tests": 65309, "docs": 9583}
+TOTALS = {"src": 75541, "tests": 65907, "docs": 9636}
 ANY = 732  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
