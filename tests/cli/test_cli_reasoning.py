@@ -63,7 +63,7 @@ def test_a_pipe_gets_the_answer_alone_and_json_the_reasoning(level: Call) -> Non
     assert found["reasoning"]
     assert found["text"]
     assert found["usage"]["reasoning_tokens"] >= 6
-    piped = level("run", *FLAGS, "hi")
+    piped = level("run", "-v", *FLAGS, "hi")
     assert piped.out == found["text"] + "\n"
     assert found["reasoning"] not in piped.err
     assert f"{found['usage']['reasoning_tokens']} of them reasoning" in piped.err

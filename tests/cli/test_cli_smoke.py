@@ -32,8 +32,7 @@ def test_the_capital_of_france(default_model: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Paris" in done.stdout
     closing = done.stderr.strip().splitlines()[-1]
-    for word in ("prompt", "output tokens", "first token", "tokens per second", "stop"):
-        assert word in closing
+    assert "tokens per second" in closing
 
 
 def test_json_has_the_documented_fields(default_model: Path) -> None:

@@ -169,7 +169,7 @@ class Gateway:
 
     async def complete(self, prompt: Any, **more: Any) -> tuple[int, dict[str, Any]]:
         body = {"model": "m", "prompt": prompt, "max_tokens": 8, "seed": 7, **more}
-        status, _, answer = await call(self.app, "/v1/completions", body)
+        status, _, answer = await call(self.app, "/v1/completions", body, {})
         return status, answer
 
     async def close(self) -> None:

@@ -3,6 +3,7 @@ leaks, and the switches of each protocol are honoured or refused by name."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 from collections.abc import Iterator
@@ -357,14 +358,19 @@ def test_a_switch_of_the_template_is_no_text(reasoner: Live) -> None:
 @pytest.mark.parametrize("reads", [True, False])
 def test_a_stored_reasoning_is_left_out_where_the_template_reads_none(reads: bool) -> None:
     said = {"role": "assistant", "content": "4", "reasoning_content": "So 4."}
-    store = SimpleNamespace(get=lambda *key: {"messages": [said]})
+
+    async def get(*key: str) -> dict[str, Any]:
+        return {"messages": [said]}
+
+    store = SimpleNamespace(get=get)
     state = SimpleNamespace(store=store, facts=SimpleNamespace(template_reasoning=reads))
     call: Any = SimpleNamespace(state=state, tenant="t")
-    (found,) = earlier_messages(call, "resp_1")
+    (found,) = asyncio.run(earlier_messages(call, "resp_1"))
     assert ("reasoning_content" in found) == reads
     assert said["reasoning_content"], "the stored message is unchanged"
     ask = {"type": "message", "role": "user", "content": "hi"}
-    as_chat(call, {"instructions": "x", "previous_response_id": "resp_1", "input": [ask]})
+    asked = {"instructions": "x", "previous_response_id": "resp_1", "input": [ask]}
+    asyncio.run(as_chat(call, asked))
     assert call.places == ["instructions", "previous_response_id", "input[0]"]  # for errors
 
 

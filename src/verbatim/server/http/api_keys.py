@@ -93,6 +93,8 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     """The lines of the keys in the environment and the file. A file without keys is an error: the
     server would otherwise run without access control."""
     found = os.environ.get("VERBATIM_API_KEY", "").split()
+    for key in found:
+        _check_line(key, "VERBATIM_API_KEY")
     if path is None:
         return tuple(found)
     try:
@@ -104,12 +106,16 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     before = len(found)
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):
-            try:
-                parse_key(line)
-            except ParameterError as error:
-                why = error.message.partition(": ")[2]
-                raise ParameterError("api_key_file", f"{path}, line {number}: {why}") from None
+            _check_line(line, f"{path}, line {number}")
             found.append(line.strip())
     if len(found) == before:
         raise ParameterError("api_key_file", f"{path} contains no key; put one on a line")
     return tuple(dict.fromkeys(found))
+
+
+def _check_line(line: str, where: str) -> None:
+    try:
+        parse_key(line)
+    except ParameterError as error:
+        why = error.message.partition(": ")[2]
+        raise ParameterError("api_key_file", f"{where}: {why}") from None
