@@ -24,14 +24,14 @@ SRC = ROOT / "src" / "verbatim"
 LINES: dict[str, int] = {
     "": 176,
     "backend": 9009,
-    "base": 2695,
+    "base": 2699,
     "bench": 863,
     "chat": 9,
     "cli": 7312,
     "convert": 880,
     "diagnose": 2701,
     "encoder": 904,
-    "engine": 6124,
+    "engine": 6128,
     "explain": 893,
     "files": 1507,
     "formats": 2301,
@@ -48,11 +48,11 @@ LINES: dict[str, int] = {
     "server": 13560,
     "speculate": 1085,
     "testing": 652,
-    "text": 5060,
+    "text": 5068,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 75547, "tests": 65912, "docs": 9636}
+TOTALS = {"src": 75563, "tests": 65924, "docs": 9636}
 ANY = 732  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 

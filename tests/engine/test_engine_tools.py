@@ -164,6 +164,8 @@ def test_the_choice_none_neither_shows_nor_reads_tools() -> None:
         done = llm.chat(ASK, writes(CALL), tools=[weather], tool_choice="none")
         assert (done.text, done.tool_calls) == (CALL, ())
         assert done.prompt_ids == llm.chat(ASK, writes("x")).prompt_ids
+        shown = llm.chat(ASK, writes("x"), tools=[weather]).prompt_ids
+        assert list(shown) == llm.encode_chat(ASK, tools=[weather])
 
 
 def test_asyncio_has_the_same_calls() -> None:
@@ -189,6 +191,8 @@ def unknown_type(at: complex) -> None: ...
     [
         ({"tools": [{"name": "f"}]}, r"tools\[0\]: give"),
         ({"tools": [3]}, r"tools\[0\]: 3 is neither"),
+        ({"tools": [lambda: 1]}, r"tools\[0\]: .*lambda.* is neither"),
+        ({"tools": weather}, "tools: give a list"),
         ({"tools": [weather, weather]}, "same name"),
         ({"tools": [nothing_by_name]}, r"nothing_by_name\(\): the parameter \*cities"),
         ({"tools": [unknown_type]}, r"unknown_type\(\): .*complex"),
@@ -200,6 +204,13 @@ def unknown_type(at: complex) -> None: ...
 def test_wrong_tools_are_named(options: dict[str, Any], match: str) -> None:
     with open_llm() as llm, pytest.raises(ParameterError, match=match):
         llm.chat(ASK, SamplingParams(max_tokens=1), **options)
+
+
+def test_a_result_that_is_no_json_is_refused() -> None:
+    call = ToolCall("f", {}, "1")
+    for value in (float("nan"), {1, 2}):
+        with pytest.raises(ParameterError, match="value: is neither text nor JSON"):
+            call.result(value)
 
 
 def test_a_forced_call_excludes_other_grammars() -> None:

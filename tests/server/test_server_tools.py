@@ -3,6 +3,7 @@ from the output, whole or in pieces."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 from itertools import pairwise
@@ -1066,7 +1067,7 @@ def test_a_schema_of_null_is_a_missing_schema(form: dict[str, Any], schema: str)
             BODIES["/v1/responses"], {"model": "m", "input": "x", "text": {"format": null}}
         )[0]
         request = ChatRequest(
-            call, response_fields(call, checked), rules_of(Responses), RESPONSES_NAMES
+            call, asyncio.run(response_fields(call, checked)), rules_of(Responses), RESPONSES_NAMES
         )
         assert request.params["json_schema"] == schema
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
+from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.base.migration_hints import attribute
 from verbatim.base.notebook import box, token_span
@@ -248,7 +249,10 @@ class ToolCall:
 
     def result(self, value: object) -> JsonObject:
         """The message that gives the function's result to the model: text, or JSON of a value."""
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        try:
+            text = value if isinstance(value, str) else json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ParameterError("value", f"is neither text nor JSON: {error}") from None
         return {"role": "tool", "tool_call_id": self.id, "content": text}
 
     def as_message_part(self) -> JsonObject:

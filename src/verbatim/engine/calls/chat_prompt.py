@@ -18,7 +18,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.engine.calls.engine_base import EngineBase, Message
 from verbatim.engine.read_prompt import EncodedText
 from verbatim.text.templates.chat_template import ChatTemplate
-from verbatim.text.tools.function_tools import as_tool
+from verbatim.text.tools.function_tools import as_tools
 from verbatim.text.tools.tool_format import detect_format
 from verbatim.text.tools.tool_messages import template_messages
 from verbatim.text.tools.tool_use import ToolUse, tool_use
@@ -40,7 +40,7 @@ def chat_prompt(
     form = engine.loaded.template
     if form is None or (not tools and tool_choice == "auto"):
         return partial(engine.encode_chat, messages, **template), params
-    given = [as_tool(tool, place) for place, tool in enumerate(tools or ())]
+    given = as_tools(tools or ())
     style = detect_format("\n".join(form.sources.values()))
     use = tool_use(given, _choice(tool_choice), style, single=not several)
     use = replace(use, text_schema=params.json_schema)

@@ -207,7 +207,8 @@ class EngineBase(metaclass=AnsweringType):
         by a user stays text.
 
         messages: a list such as [{"role": "user", "content": "Hello"}]
-        template: options of the chat template (tools, enable_thinking, ...)
+        template: options of the chat template (tools, enable_thinking, ...); continue_final=True
+            leaves a last message of the assistant open
 
         >>> ids = llm.encode_chat([{"role": "user", "content": "Hello"}])
         >>> "Hello" in llm.decode(ids)
@@ -221,12 +222,15 @@ class EngineBase(metaclass=AnsweringType):
         from verbatim.text.control_tokens import strings_in
         from verbatim.text.reasoning.reasoning_switches import idle_switches, no_effect, switches_of
         from verbatim.text.templates.chat_template import encode_chat
+        from verbatim.text.tools.function_tools import as_tools
 
         check_messages(messages)
         for name in RESERVED_OPTIONS & template.keys():
             raise ParameterError(
                 "chat_template_kwargs", f"{name!r} is set by the engine; leave it out"
             )
+        if template.get("tools"):
+            template["tools"] = as_tools(template["tools"])
         tokenizer: Any = self.loaded.tokenizer
         reasons = self.reasoning is not None
         idle = idle_switches(template, switches_of(self.loaded.template), reasons)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.json_io import JsonMapping, JsonObject
@@ -17,6 +17,13 @@ from verbatim.base.schema_types import parameters_schema
 
 # "city: the name of the city", also with a type in brackets, as in Google's docstrings
 _LINE = re.compile(r"\s*(\w+)(?: \([^)]*\))?: (.+)")
+
+
+def as_tools(tools: object) -> list[JsonMapping]:
+    """The tools of a chat in OpenAI's form."""
+    if isinstance(tools, (str, Mapping)) or not isinstance(tools, Sequence):
+        raise ParameterError("tools", "give a list of functions, or of objects in OpenAI's form")
+    return [as_tool(tool, place) for place, tool in enumerate(tools)]
 
 
 def as_tool(tool: object, place: int) -> JsonMapping:
@@ -28,9 +35,10 @@ def as_tool(tool: object, place: int) -> JsonMapping:
                 f"tools[{place}]", 'give {"type": "function", "function": {"name": ...}}'
             )
         return tool
-    if not callable(tool) or not hasattr(tool, "__name__"):
+    if not callable(tool) or not str(getattr(tool, "__name__", "")).isidentifier():
         raise ParameterError(
-            f"tools[{place}]", f"{tool!r:.40} is neither a function nor an object with one"
+            f"tools[{place}]",
+            f"{tool!r:.40} is neither a function with a name nor an object with one",
         )
     return {"type": "function", "function": function_of(tool, f"tools[{place}]")}
 
