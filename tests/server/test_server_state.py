@@ -167,6 +167,44 @@ async def test_deletion_and_expiry_remove_the_data_from_the_disk(tmp_path: Path)
     store.close()
 
 
+class FullDisk:
+    """A connection on a full disk: statements that start with one of `fails` do."""
+
+    def __init__(self, db: Any, *fails: str) -> None:
+        self.db, self.fails = db, fails
+
+    def execute(self, sql: str, *values: Any) -> Any:
+        if sql.startswith(self.fails):
+            raise sqlite3.OperationalError("database or disk is full")
+        return self.db.execute(sql, *values)
+
+    def __enter__(self) -> Any:
+        return self.db.__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        return self.db.__exit__(*error)
+
+    def close(self) -> None:
+        self.db.close()
+
+
+async def test_a_full_disk_is_named_and_a_deletion_needs_no_checkpoint(tmp_path: Path) -> None:
+    store = Store(9, 10**9, str(tmp_path / "state"))
+    await store.put("t", "chat", "a", {"id": "a"})
+    assert store._db is not None
+    pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+    store._db.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(Problem, match="the state directory is full") as full:
+        await store.put("t", "chat", "b", {"text": "x" * 99_999})
+    assert (full.value.code, full.value.status) == ("state_full", 507)
+    assert [item["id"] for item in await store.of("t", "chat")] == ["a"]
+    disk: Any = FullDisk(store._db, "PRAGMA wal_checkpoint")
+    store._db = disk
+    await store.delete("t", "chat", "a")
+    assert await store.of("t", "chat") == []
+    store.close()
+
+
 # ----------------------------------------------------------------------------------- the runner
 
 
@@ -381,8 +419,8 @@ async def test_a_wrong_file_fails_the_batch_before_any_request(
 
 
 @contextlib.asynccontextmanager
-async def serving(folder: Path, **limits: int) -> AsyncIterator[openai.AsyncOpenAI]:
-    """A client of the whole application with the fake engine, without a socket."""
+async def serving(folder: Path, **limits: int) -> AsyncIterator[tuple[openai.AsyncOpenAI, Store]]:
+    """A client of the whole application with the fake engine, without a socket, and its store."""
     settings = Settings(
         test_engine="pipeline", served_names=("m",), limits=Limits(**limits),
         state_dir=str(folder),
@@ -394,9 +432,10 @@ async def serving(folder: Path, **limits: int) -> AsyncIterator[openai.AsyncOpen
     app = make_app(state)
     runner = asyncio.create_task(BatchRunner(state, app).run())
     http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
-    yield openai.AsyncOpenAI(
+    client = openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
     )
+    yield client, state.store
     runner.cancel()
     await asyncio.wait((runner,))
     await supervisor.close()
@@ -412,7 +451,7 @@ async def test_the_openai_client_runs_a_batch(tmp_path: Path) -> None:
     rows = [line(f"c{i}", temperature=1.0) for i in range(6)]
     raw = jsonl(*rows, line("bad", temperature=-1))
     limits = {"max_files": 4, "max_batches": 1, "max_file_bytes": len(raw)}
-    async with serving(tmp_path / "state", **limits) as client:
+    async with serving(tmp_path / "state", **limits) as (client, _):
         file = await client.files.create(file=("in.jsonl", raw), purpose="batch")
         assert (file.bytes, file.filename, file.status) == (len(raw), "in.jsonl", "processed")
         batch = await client.batches.create(
@@ -461,6 +500,39 @@ async def test_the_openai_client_runs_a_batch(tmp_path: Path) -> None:
         assert (await client.files.delete(file.id)).deleted
         with pytest.raises(openai.NotFoundError):
             await client.files.retrieve(file.id)
+
+
+async def test_an_answer_that_the_full_disk_cannot_keep_is_sent_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    why = "store: the answer is not stored: the state directory is full"
+    hi: list[Any] = [{"role": "user", "content": "hi"}]
+    async with serving(tmp_path / "state") as (client, store):
+        full: Any = FullDisk(store._db, "INSERT")
+        store._db = full
+        answer = (
+            await client.responses.create(model="m", input="hi", max_output_tokens=4)
+        ).to_dict()
+        assert (answer["status"], answer["store"]) == ("incomplete", False)
+        assert str(answer["warnings"]).startswith(f"['{why}")
+        events = await client.responses.create(
+            model="m", input="hi", max_output_tokens=4, stream=True
+        )
+        assert why in str([event async for event in events][-1])
+        chat = await client.chat.completions.create(
+            model="m", messages=hi, max_tokens=4, store=True
+        )
+        assert chat.choices[0].message.content
+        assert why in str(chat.to_dict()["warnings"])
+        chunks = await client.chat.completions.create(
+            model="m", messages=hi, max_tokens=4, store=True, stream=True
+        )
+        assert why in str([chunk async for chunk in chunks])
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+        assert (refused.value.status_code, refused.value.code) == (507, "state_full")
+    assert "disk is full" in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_without_a_state_directory_files_and_batches_name_the_flag() -> None:

@@ -26,6 +26,7 @@ TYPES = {
     499: "cancelled_error",
     500: "server_error",
     503: "unavailable_error",
+    507: "server_error",
 }
 
 # Every error code of the server: HTTP status and meaning. docs/serving.md prints this table.
@@ -68,6 +69,7 @@ CODES = {
         503,
         "the server starts, restarts, drains or lacks memory; retry after Retry-After seconds",
     ),
+    "state_full": (507, "the disk of --state-dir is full; nothing was stored"),
 }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sqlite3
 from collections.abc import AsyncIterator, Callable
@@ -22,6 +23,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject, dumps
 from verbatim.server.problem import Problem, unsupported
 
+log = logging.getLogger("verbatim.server")
 T = TypeVar("T")
 Kind = Literal["chat", "response", "file", "batch"]
 Statement = tuple[str, *tuple[object, ...]]  # SQL and its values
@@ -128,6 +130,16 @@ class Store:
 
         return not too_large and await self._run(work)
 
+    async def keep(self, tenant: str, kind: Kind, name: str, item: JsonObject) -> list[str]:
+        """Store an answer; if that fails, the warning with which the client gets it anyway."""
+        try:
+            if await self.put(tenant, kind, name, item):
+                return []
+            why = f"it is larger than the store ({self._max_bytes} bytes)"
+        except Problem as problem:
+            why = problem.message
+        return [f"store: the answer is not stored: {why}"]
+
     def _over(self, db: sqlite3.Connection) -> str | None:
         """The tenant that gives up its oldest answer; None: all answers fit."""
         rows = db.execute(USE).fetchall()
@@ -194,17 +206,32 @@ class Store:
 
         rows = await self._run(work)
         if statements[0][0].startswith("DELETE"):
-            await self._run(lambda db: db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall())
+            await self._run(_empty_log)
         return rows
 
     async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         def transaction() -> T:
             if self._db is None:
                 self._db = _connect(":memory:")
-            with self._db:
-                return work(self._db)
+            try:
+                with self._db:
+                    return work(self._db)
+            except sqlite3.OperationalError as error:
+                if "full" not in str(error):
+                    raise
+                log.error("%s: %s", self.folder, error)
+                why = "the state directory is full; free space, or delete files and answers"
+                raise Problem("state_full", why) from None
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, transaction)
+
+
+def _empty_log(db: sqlite3.Connection) -> None:
+    """Move the write-ahead log into the database. What fails is done with the next deletion."""
+    try:
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+    except sqlite3.OperationalError as error:
+        log.warning("deleted data stays in the write-ahead log: %s", error)
 
 
 def _connect(path: str) -> sqlite3.Connection:
@@ -250,6 +277,8 @@ def _open(folder: Path) -> sqlite3.Connection:
     except sqlite3.DatabaseError as error:
         if getattr(error, "sqlite_errorname", "") == "SQLITE_BUSY":
             why = "is in use by another server; stop it, or name another directory"
+        elif "full" in str(error):
+            why = "cannot be written: the disk is full; free space"
         else:
             why = f"is damaged ({error}); move {folder} away to start empty, or restore a copy"
         raise ParameterError("state_dir", f"{path} {why}") from None

@@ -30,6 +30,7 @@ from verbatim.server.batch_requests import (
     send_request,
     status_of,
 )
+from verbatim.server.problem import Problem
 from verbatim.server.server_state import State
 from verbatim.server.storage.answer_store import KEEP_SECONDS, Statement, file_item, put_row
 
@@ -63,7 +64,11 @@ class BatchRunner:
                 try:
                     await self._store.expire(int(self._clock()))
                     await self._start(group)
-                except Exception:  # a full disk, for example
+                except Problem as problem:  # a full disk
+                    log.error(
+                        "batches: %s; tried again within %g s", problem.message, SWEEP_SECONDS
+                    )
+                except Exception:
                     log.exception("batches: tried again within %g s", SWEEP_SECONDS)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(SWEEP_SECONDS):
@@ -96,6 +101,8 @@ class BatchRunner:
                 await self._answer(tenant, item, numbers)
                 await self._finish(tenant, item, numbers)
             self._store.changed.set()  # the tenant's next batch
+        except Problem as problem:
+            log.error("batch %s: %s; tried again within %g s", name, problem.message, SWEEP_SECONDS)
         except Exception:
             log.exception("batch %s: tried again within %g s", name, SWEEP_SECONDS)
         finally:

@@ -80,6 +80,7 @@ class ChatReply:
         observe_latency(self.call)
         if self.ask.body.get("store"):
             await self._store(answer)
+            answer |= warnings_of(self.call)
         return Json(answer)
 
     def _answer(self, done: Generated) -> JsonObject:
@@ -90,7 +91,8 @@ class ChatReply:
     async def _store(self, answer: JsonObject) -> None:
         kept = {**answer, "metadata": self.ask.body.get("metadata", {})}
         item = {"object": kept, "messages": self.ask.body["messages"]}
-        await self.call.state.store.put(self.call.tenant, "chat", answer["id"], item)
+        store, tenant = self.call.state.store, self.call.tenant
+        self.call.notices += await store.keep(tenant, "chat", answer["id"], item)
 
     def _choice(self, choice: WireChoice) -> JsonObject:
         text, calls = self.ask.read(choice.text)
@@ -131,13 +133,13 @@ class ChatReply:
                 padding = obfuscation(text) if options.padding else None
                 for chunk in chunks.add(choice, padding, usage):
                     yield chunk
+        done = self.call.runs[0].generated
+        if done is not None and self.ask.body.get("store"):
+            await self._store(self._answer(done))
         for chunk in chunks.end(**warnings_of(self.call)):
             yield chunk
-        done = self.call.runs[0].generated
         if done is not None:
             observe_latency(self.call)
-            if self.ask.body.get("store"):
-                await self._store(self._answer(done))
             for last in closing_events(self.call, head, options.usage):
                 yield last
         yield DONE

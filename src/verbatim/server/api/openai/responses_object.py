@@ -23,6 +23,7 @@ from verbatim.server.api.common.generate import (
     finish_reason,
     observe_latency,
     usage_of,
+    warnings_of,
 )
 from verbatim.server.api.common.request_context import Json, new_id
 from verbatim.server.api.openai.completions import choice_reports
@@ -143,7 +144,9 @@ class ResponsesReply:
             made["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             made["completed_at"] = int(time.time())
-        await self._store(made)
+        if self.stored and (failed := await self._store(made)):
+            self.call.notices += failed
+            made |= {"store": False, **warnings_of(self.call)}
         return made
 
     def _reports(self) -> JsonObject:
@@ -152,16 +155,15 @@ class ResponsesReply:
         assert done is not None
         return choice_reports(done.choices[0])
 
-    async def _store(self, made: JsonObject) -> None:
-        if self.stored:
-            # Instructions are not stored: they apply to one response only.
-            messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
-            item = {
-                "object": made,
-                "messages": [*messages, *chat_messages(self.output)[0]],
-                "input": input_rows(self.body),
-            }
-            await self.call.state.store.put(self.call.tenant, "response", self.id, item)
+    async def _store(self, made: JsonObject) -> list[str]:
+        # Instructions are not stored: they apply to one response only.
+        messages = self.ask.body["messages"][1 if "instructions" in self.body else 0 :]
+        item = {
+            "object": made,
+            "messages": [*messages, *chat_messages(self.output)[0]],
+            "input": input_rows(self.body),
+        }
+        return await self.call.state.store.keep(self.call.tenant, "response", self.id, item)
 
     # ------------------------------------------------------------------------ not streamed
 
