@@ -136,7 +136,15 @@ async def test_a_state_directory_that_cannot_be_used_is_refused_by_name(tmp_path
     assert "run chmod 700" in refused(folder)
     plain = tmp_path / "plain"
     plain.touch(0o600)
-    assert "cannot write" in refused(plain)
+    assert "is a file; name a directory" in refused(plain)
+    file.unlink()
+    folder.chmod(0o700)
+    with contextlib.closing(sqlite3.connect(file)) as db:
+        db.execute("CREATE TABLE others (x)")
+    assert "another program wrote" in refused(folder)
+    assert list(folder.iterdir()) == [file]
+    with pytest.raises(ParameterError, match="state_dir: is empty; name a directory"):
+        Store(9, 10**9, "")
 
 
 async def test_deletion_and_expiry_remove_the_data_from_the_disk(tmp_path: Path) -> None:

@@ -88,6 +88,8 @@ class Store:
         self.folder = folder
         self.changed = asyncio.Event()  # a batch was created or is to be cancelled
         self._thread = ThreadPoolExecutor(1, "verbatim-store")
+        if folder == "":
+            raise ParameterError("state_dir", "is empty; name a directory")
         self._db = None if folder is None else _open(Path(folder).expanduser())
 
     @property
@@ -240,6 +242,11 @@ def _connect(path: str) -> sqlite3.Connection:
     try:
         db.executescript("PRAGMA locking_mode = EXCLUSIVE; PRAGMA secure_delete = ON")
         (version,) = db.execute("PRAGMA user_version").fetchone()
+        found = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
+        if (found or version) and not {"items", "lines"} <= found:
+            raise ParameterError(
+                "state_dir", f"another program wrote {path}; name another directory"
+            )
         if version > VERSION:
             raise ParameterError(
                 "state_dir",
@@ -272,6 +279,8 @@ def _open(folder: Path) -> sqlite3.Connection:
             )
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         return _connect(str(path))
+    except FileExistsError:
+        raise ParameterError("state_dir", f"{folder} is a file; name a directory") from None
     except OSError as error:
         raise ParameterError("state_dir", f"cannot write {path}: {error.strerror}") from None
     except sqlite3.DatabaseError as error:
