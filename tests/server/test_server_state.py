@@ -543,6 +543,16 @@ async def test_an_answer_that_the_full_disk_cannot_keep_is_sent_with_a_warning(
     assert "Traceback" not in caplog.text
 
 
+async def test_a_chat_completion_has_its_metadata(tmp_path: Path) -> None:
+    async with serving(tmp_path / "state") as (client, _):
+        made = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], max_tokens=4, store=True,
+            metadata={"k": "v"},
+        )  # fmt: skip
+        assert made.to_dict()["metadata"] == {"k": "v"}
+        assert (await client.chat.completions.retrieve(made.id)).to_dict() == made.to_dict()
+
+
 async def test_without_a_state_directory_files_and_batches_name_the_flag() -> None:
     app = make_app(State(Settings(), Mock()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:

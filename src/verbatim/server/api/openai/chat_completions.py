@@ -86,6 +86,8 @@ class ChatReply:
     def _answer(self, done: Generated) -> JsonObject:
         choices = [self._choice(choice) for choice in done.choices]
         body = {"choices": choices, "usage": usage_of(self.call.runs), **extra_fields(self.call)}
+        if "metadata" in self.ask.body:
+            body["metadata"] = self.ask.body["metadata"]
         return self.head | body
 
     async def _store(self, answer: JsonObject) -> None:
