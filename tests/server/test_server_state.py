@@ -405,21 +405,23 @@ async def test_one_batch_of_a_key_runs_at_a_time_and_those_of_others_concurrentl
 
 
 @pytest.mark.parametrize(
-    ("lines", "why"),
+    ("lines", "why", "at"),
     [
-        ([], "the file has no requests"),
-        ([line("a"), line("a")], "line 2: custom_id 'a' appears twice"),
-        ([line("a"), {**line("b"), "url": "/v1/embeddings"}], "url one of /v1/completions"),
-        ([line("a", stream=True)], "a batch cannot be streamed"),
+        ([], "the file has no requests", None),
+        ([line("a"), line("a")], "line 2: custom_id 'a' appears twice", 2),
+        ([line("a"), {**line("b"), "url": "/v1/embeddings"}], "url one of /v1/completions", 2),
+        ([line("a", stream=True)], "a batch cannot be streamed", 1),
     ],
 )
 async def test_a_wrong_file_fails_the_batch_before_any_request(
-    rig: Callable[[], Rig], lines: list[dict[str, Any]], why: str
+    rig: Callable[[], Rig], lines: list[dict[str, Any]], why: str, at: int | None
 ) -> None:
     r = rig()
     await r.create(*lines)
     batch = await r.ended("failed")
-    assert why in batch["errors"]["data"][0]["message"]
+    (error,) = batch["errors"]["data"]
+    assert why in error["message"]
+    assert error["line"] == at
     assert not r.app.asked
 
 

@@ -60,12 +60,14 @@ class RequestCheck:
     def __init__(self, file: str, param: str = "IN", urls: tuple[str, ...] = URLS) -> None:
         self._file, self._param, self._urls = file, param, urls
         self.numbers: dict[str, int] = {}
+        self.at: int | None = None  # the line that is checked
 
     def wrong(self, message: str) -> ParameterError:
         return ParameterError(self._param, message)
 
     def line(self, number: int, raw: bytes) -> Line | None:
         """The request of a line; None: it is empty."""
+        self.at = number
         if not raw.strip():
             return None
         where = f"{self._file}: line {number}"

@@ -91,15 +91,18 @@ class BatchRunner:
     async def _run_one(self, tenant: str, name: str) -> None:
         try:
             item = await self._store.get(tenant, "batch", name)
+            batch = item["object"]
+            check = RequestCheck(batch["input_file_id"], "input_file_id", (batch["endpoint"],))
             try:
-                numbers = await self._check(item["object"])
+                await self._check(check, batch["input_file_id"])
             except ParameterError as error:
-                why = {"code": "invalid_file", "message": str(error), "param": error.param}
-                item["object"]["errors"] = {"object": "list", "data": [why]}
+                why: JsonObject = {"code": "invalid_file", "message": str(error)}
+                why |= {"param": error.param, "line": check.at}
+                batch["errors"] = {"object": "list", "data": [why]}
                 await self._end(tenant, item, "failed")
             else:
-                await self._answer(tenant, item, numbers)
-                await self._finish(tenant, item, numbers)
+                await self._answer(tenant, item, check.numbers)
+                await self._finish(tenant, item, check.numbers)
             self._store.changed.set()  # the tenant's next batch
         except Problem as problem:
             log.error("batch %s: %s; tried again within %g s", name, problem.message, SWEEP_SECONDS)
@@ -108,19 +111,18 @@ class BatchRunner:
         finally:
             del self._running[name]
 
-    async def _check(self, batch: JsonObject) -> dict[str, int]:
-        """The line number of each custom_id; a ParameterError names the first wrong line."""
-        check = RequestCheck(batch["input_file_id"], "input_file_id", (batch["endpoint"],))
+    async def _check(self, check: RequestCheck, file: str) -> None:
+        """Check every line of the file; a ParameterError names the first wrong one."""
 
         def check_page(page: list[tuple[int, bytes]]) -> None:
             for number, raw in page:
                 check.line(number, raw)
 
-        async for page in self._store.lines(batch["input_file_id"]):
+        async for page in self._store.lines(file):
             await asyncio.to_thread(check_page, page)
         if not check.numbers:
+            check.at = None
             raise check.wrong("the file has no requests")
-        return check.numbers
 
     async def _todo(self, item: JsonObject, numbers: dict[str, int]) -> dict[str, int]:
         """The requests that have no line yet."""
