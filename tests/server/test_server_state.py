@@ -555,6 +555,17 @@ async def test_a_chat_completion_has_its_metadata(tmp_path: Path) -> None:
         assert (await client.chat.completions.retrieve(made.id)).to_dict() == made.to_dict()
 
 
+async def test_a_second_cancel_returns_the_batch(tmp_path: Path) -> None:
+    async with serving(tmp_path / "state") as (client, store):
+        object = {
+            "id": "b",
+            "status": "cancelling",
+            "request_counts": {"completed": 1, "failed": 0},
+        }
+        await store.put("", "batch", "b", {"object": object}, expires=2**40)
+        assert (await client.batches.cancel("b")).status == "cancelling"
+
+
 async def test_without_a_state_directory_files_and_batches_name_the_flag() -> None:
     app = make_app(State(Settings(), Mock()))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app)) as client:

@@ -193,6 +193,7 @@ async def cancel(call: RequestContext) -> Response:
     fields = {"status": "cancelling", "cancelling_at": int(time.time())}
     if not await store.change_batch(batch["id"], ("validating", "in_progress"), **fields):
         status = (await _item(call))["object"]["status"]
-        raise invalid("id", f"the batch is {status} and cannot be cancelled")
+        if status != "cancelling":  # a client's second attempt
+            raise invalid("id", f"the batch is {status} and cannot be cancelled")
     store.changed.set()
     return await get_batch(call)
