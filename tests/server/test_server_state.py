@@ -508,8 +508,10 @@ async def test_the_openai_client_runs_a_batch(tmp_path: Path) -> None:
         )
         assert [each.id async for each in client.batches.list()] == [second.id], "one per key"
         assert (await client.files.delete(file.id)).deleted
-        with pytest.raises(openai.NotFoundError):
+        with pytest.raises(openai.NotFoundError, match="no stored file has this id; it was never"):
             await client.files.retrieve(file.id)
+        with pytest.raises(openai.NotFoundError, match="no stored batch has this id; it was never"):
+            await client.batches.retrieve("batch_none")
 
 
 async def test_an_answer_that_the_full_disk_cannot_keep_is_sent_with_a_warning(

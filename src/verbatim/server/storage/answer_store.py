@@ -34,6 +34,13 @@ WINDOW_SECONDS = 24 * 3600  # completion_window of a batch
 KEEP_SECONDS = 30 * 24 * 3600  # until a file, or a finished batch, is deleted
 PAGE = 256  # lines of a file read at once
 ANSWERS = ("chat", "response")
+# What the 404 of each kind adds.
+WHERE: dict[Kind, str] = {
+    "chat": "a chat completion is stored if store is true, and the oldest are evicted",
+    "response": "a response is stored unless store is false, and the oldest are evicted",
+    "file": "it was never uploaded with this key, was deleted, or has expired",
+    "batch": "it was never created with this key, or has expired",
+}
 # expires: seconds since 1970 at which the item is deleted. null: never, or a batch that still runs.
 # lines: those of a file, by number; of a batch's output, by the number of the request's line.
 TABLES = f"""
@@ -154,11 +161,7 @@ class Store:
         sql = "SELECT item FROM items WHERE tenant = ? AND kind = ? AND id = ?"
         found = await self.execute((sql, tenant, kind, name))
         if not found:
-            raise Problem(
-                "not_found",
-                f"no stored {kind} has this id; a response is stored unless store is false, a chat"
-                " completion if it is true; the oldest are evicted first, files and batches expire",
-            )
+            raise Problem("not_found", f"no stored {kind} has this id; {WHERE[kind]}")
         item: JsonObject = json.loads(found[0][0])
         return item
 
