@@ -3,7 +3,8 @@ reports them.
 
 The tests were written for a mock that accepts any id. A real server needs an existing object: if a
 test uses `completion_id` or `response_id`, the plugin first creates such an object and puts its id
-into the URL. The rest of the test is unchanged.
+into the URL; a response that is asked for without an input gets one. The rest of the test is
+unchanged.
 """
 
 from __future__ import annotations
@@ -84,4 +85,12 @@ def pytest_configure() -> None:
             url = "/".join(stored(kind) if p in PLACEHOLDERS else p for p in parts)
         return prepare(self, url)
 
+    build = BaseClient._build_request
+
+    def with_input(self: Any, options: Any, **more: Any) -> Any:
+        if options.url in ("/responses", "/responses/input_tokens"):
+            options.json_data = {"input": "hi", **(options.json_data or {})}
+        return build(self, options, **more)
+
     BaseClient._prepare_url = with_real_id  # type: ignore[method-assign]
+    BaseClient._build_request = with_input  # type: ignore[method-assign]

@@ -165,7 +165,11 @@ def test_stream_options_hold_for_streams_alone(fake: Live, route: str) -> None:
 
 def test_a_prompt_that_does_not_fit_is_refused_whatever_truncation_says(fake: Live) -> None:
     body = {"input": "x " * 200_000, "truncation": "auto"}
-    assert refusal(fake.post("/v1/responses", body))["code"] == "context_length_exceeded"
+    error = refusal(fake.post("/v1/responses", body))
+    assert error["code"] == "context_length_exceeded"
+    assert error["message"].endswith("; truncation: auto does not cut the prompt on this server")
+    plain = refusal(fake.post("/v1/responses", {"input": "x " * 200_000}))
+    assert plain["message"] == error["message"].partition("; truncation")[0]
     ollama = {"messages": [{"role": "user", "content": "x " * 200_000}], "truncate": True}
     assert fake.post("/api/chat", ollama).status_code == 400
 

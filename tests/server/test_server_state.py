@@ -557,6 +557,23 @@ async def test_a_chat_completion_has_its_metadata(tmp_path: Path) -> None:
         assert (await client.chat.completions.retrieve(made.id)).to_dict() == made.to_dict()
 
 
+async def test_a_response_needs_an_input_or_an_earlier_response(tmp_path: Path) -> None:
+    async with serving(tmp_path / "state") as (client, _):
+        for given, code in (
+            ({}, "missing_parameter"), ({"input": ""}, "invalid_parameter"),
+            ({"input": []}, "invalid_parameter"), ({"instructions": "x"}, "missing_parameter"),
+        ):  # fmt: skip
+            for path in ("/responses", "/responses/input_tokens"):
+                with pytest.raises(openai.BadRequestError, match="input: is ") as refused:
+                    await client.post(path, body=given, cast_to=dict[str, Any])
+                assert (refused.value.param, refused.value.code) == ("input", code)
+        first = await client.responses.create(model="m", input="hi", max_output_tokens=4)
+        again = await client.responses.create(
+            model="m", previous_response_id=first.id, max_output_tokens=4
+        )
+        assert again.output
+
+
 async def test_a_second_cancel_returns_the_batch(tmp_path: Path) -> None:
     async with serving(tmp_path / "state") as (client, store):
         object = {

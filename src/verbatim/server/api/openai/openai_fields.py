@@ -210,7 +210,8 @@ _NOT_OF_A_RESPONSE = ("n", "best_of", "num_return_sequences")
 class Responses(extended("max_tokens", "logprobs", "prompt_logprobs", *_NOT_OF_A_RESPONSE)):  # type: ignore[misc]
     model: Label | None = honoured("a name from the start-up table; missing: the served model")
     input: ResponseInput | None = honoured(
-        "a string, or messages, function calls and their outputs; missing: an empty user message"
+        "a string, or messages, function calls and their outputs; required without"
+        " previous_response_id"
     )
     access_programs: Refused = refused("there are no access programs")
     background: Literal[False] | None = refused(

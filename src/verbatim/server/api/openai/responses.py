@@ -7,6 +7,8 @@ response object with output items (responses_object.py), or a stream of typed ev
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from starlette.responses import Response
 
 from verbatim.server.api.common.chat_request import ChatRequest, count_tokens
@@ -16,9 +18,22 @@ from verbatim.server.api.openai.openai_fields import Responses, ResponsesInputTo
 from verbatim.server.api.openai.responses_input import NAMES, as_chat
 from verbatim.server.api.openai.responses_object import ResponsesReply
 from verbatim.server.api.openai.responses_stream import ResponseEvents
+from verbatim.server.problem import problem_of
 
 
 async def create(call: RequestContext) -> Response:
+    try:
+        return await _answer(call)
+    except Exception as error:
+        problem = problem_of(error)
+        cut = problem.code == "context_length_exceeded" and call.given.get("truncation") == "auto"
+        if not cut:
+            raise
+        why = f"{problem.message}; truncation: auto does not cut the prompt on this server"
+        raise replace(problem, message=why) from None
+
+
+async def _answer(call: RequestContext) -> Response:
     given = await call.body(Responses)
     body, model = call.given, call.served_model()
     call.state.store.check_enabled(bool(given.store))

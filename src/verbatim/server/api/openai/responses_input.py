@@ -139,6 +139,11 @@ async def _messages(call: RequestContext, body: JsonObject) -> tuple[list[JsonOb
         # reasoning that the server itself has sent; the chat template reads none
         items = [{"type": "reasoning"} if i.get("encrypted_content") else i for i in items]
     messages, places = chat_messages(items)
+    if "previous_response_id" not in body and not (messages and items):
+        if "input" not in body:
+            why = "input: is required without previous_response_id"
+            raise Problem("missing_parameter", why, "input")
+        raise invalid("input", "is empty; give at least one character or message")
     if not messages:
         messages, places = [{"role": "user", "content": ""}], ["input"]
     if "previous_response_id" in body:
