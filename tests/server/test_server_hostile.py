@@ -810,7 +810,7 @@ def test_input_tokens_applies_the_limits(fake: Any) -> None:
     for body, param in (
         ({"input": SAID * 5000}, "input"),
         ({"input": "x" * 10**6}, "input"),
-        ({"tools": [tool] * 129}, "tools"),
+        ({"input": "x", "tools": [tool] * 129}, "tools"),
     ):
         answer = fake.post(path, body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
