@@ -514,6 +514,15 @@ async def test_the_openai_client_runs_a_batch(tmp_path: Path) -> None:
             await client.batches.retrieve("batch_none")
 
 
+def test_a_server_that_starts_on_a_full_disk_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Mock(side_effect=sqlite3.OperationalError("database or disk is full"))
+    monkeypatch.setattr("verbatim.server.storage.answer_store._connect", full)
+    with pytest.raises(ParameterError, match="cannot be written: the disk is full; free space"):
+        Store(9, 10**9, str(tmp_path / "state"))
+
+
 async def test_an_answer_that_the_full_disk_cannot_keep_is_sent_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
