@@ -52,7 +52,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 75645, "tests": 66059, "docs": 9636}
+TOTALS = {"src": 75645, "tests": 66068, "docs": 9636}
 ANY = 732  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
