@@ -445,11 +445,13 @@ async def serving(folder: Path, **limits: int) -> AsyncIterator[tuple[openai.Asy
     client = openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
     )
-    yield client, state.store
-    runner.cancel()
-    await asyncio.wait((runner,))
-    await supervisor.close()
-    state.store.close()
+    try:
+        yield client, state.store
+    finally:
+        runner.cancel()
+        await asyncio.wait((runner,))
+        await supervisor.close()
+        state.store.close()
 
 
 def same(answer: dict[str, Any]) -> dict[str, Any]:
@@ -534,7 +536,7 @@ async def test_an_answer_that_the_full_disk_cannot_keep_is_sent_with_a_warning(
         answer = (
             await client.responses.create(model="m", input="hi", max_output_tokens=4)
         ).to_dict()
-        assert (answer["status"], answer["store"]) == ("incomplete", False)
+        assert (len(answer["output"]), answer["store"]) == (1, False)
         assert str(answer["warnings"]).startswith(f"['{why}")
         events = await client.responses.create(
             model="m", input="hi", max_output_tokens=4, stream=True
@@ -543,7 +545,7 @@ async def test_an_answer_that_the_full_disk_cannot_keep_is_sent_with_a_warning(
         chat = await client.chat.completions.create(
             model="m", messages=hi, max_tokens=4, store=True
         )
-        assert chat.choices[0].message.content
+        assert chat.choices[0].message.content is not None
         assert why in str(chat.to_dict()["warnings"])
         chunks = await client.chat.completions.create(
             model="m", messages=hi, max_tokens=4, store=True, stream=True
