@@ -52,7 +52,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 75645, "tests": 66068, "docs": 9636}
+TOTALS = {"src": 75645, "tests": 66070, "docs": 9636}
 ANY = 732  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
 
@@ -60,7 +60,9 @@ MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {"server/process/lens_queries.py": 17}
+WIDE: dict[str, int] = {
+    "server/process/lens_queries.py": 17,
+}
 
 # Most files that name one thing: what the next thing of its kind would touch.
 SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
