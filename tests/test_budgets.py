@@ -60,9 +60,7 @@ MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {
-    "server/process/lens_queries.py": 17,
-}
+WIDE: dict[str, int] = {"server/process/lens_queries.py": 17}
 
 # Most files that name one thing: what the next thing of its kind would touch.
 SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
