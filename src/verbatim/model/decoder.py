@@ -80,10 +80,11 @@ class Ops(Protocol[Rows]):
         positions, tap j of conv.kernel[:, j] at position p - conv_kernel + 1 + j, added from the
         oldest on, + conv.kernel.bias if spec.conv_bias)."""
 
-    def delta_net(self, qkv: Rows, z: Rows, b: Rows, a: Rows, layer: int) -> Rows:
+    def delta_net(self, h: Rows, layer: int) -> Rows:
         """[rows, values]: a gated delta net, one position after the other (docs/adr/0023).
 
-        q, k, v are silu(convolution of qkv with delta.kernel); q and k of each head are divided by
+        qkv, z, b, a are h times their matrices. q, k, v are silu(convolution of qkv with
+        delta.kernel); q and k of each head are divided by
         the root of their sum of squares + 1e-6, and q by the root of key_dim. With
         beta = sigmoid(b) and decay = exp(delta.decay · softplus(a + delta.dt)), the state S of a
         value head becomes S' = decay S + k (beta (v - k·decay S)). The output q·S' gets an RMS norm
@@ -188,9 +189,7 @@ def _mixer(spec: ModelSpec, ops: Ops[Rows], h: Rows, i: int) -> Rows:
         x = ops.short_conv(ops.linear(h, f"{layer}.conv.in", spec.conv_bias), i)
         return ops.linear(_needed(spec, ops, x, i), f"{layer}.conv.out", spec.conv_bias)
     if mixer == "delta":
-        parts = ("qkv", "z", "b", "a")
-        qkv, z, b, a = (ops.linear(h, f"{layer}.delta.{part}", False) for part in parts)
-        x = _needed(spec, ops, ops.delta_net(qkv, z, b, a, i), i)
+        x = _needed(spec, ops, ops.delta_net(h, i), i)
         return ops.linear(x, f"{layer}.delta.out", False)
     return _attention(spec, ops, h, i)
 

@@ -232,10 +232,11 @@ class ProgramRecorder(WeightPacker):
         self.engine.op("conv", layer=layer, **self._conv, **self._kernel(f"layers.{layer}.conv"))
         return Handle(self._conv["dst"])
 
-    def delta_net(self, qkv: Handle, z: Handle, b: Handle, a: Handle, layer: int) -> Handle:
+    def delta_net(self, h: Handle, layer: int) -> Handle:
         delta, prefix = self.spec.delta, f"layers.{layer}.delta"
         assert delta is not None
-        for x, name in ((qkv, "src"), (z, "values"), (b, "betas"), (a, "alphas")):
+        for part, name in (("qkv", "src"), ("z", "values"), ("b", "betas"), ("a", "alphas")):
+            x = self.linear(h, f"{prefix}.{part}", False)
             self._emit(x, self._delta[name], add=False)
         self.engine.op(
             "delta",

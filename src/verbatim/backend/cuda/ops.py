@@ -290,9 +290,12 @@ class CudaOps:
         slots = self.step.slots[group]
         return recurrent.convolve(x, self.weights[kernel], inputs[index], slots, step.history)
 
-    def delta_net(self, qkv: Rows, z: Rows, b: Rows, a: Rows, layer: int) -> Rows:
+    def delta_net(self, h: Rows, layer: int) -> Rows:
         prefix, step = f"layers.{layer}.delta", self.step.recurrent
         assert step is not None, "the step of a recurrent model"
+        qkv, z, b, a = (
+            self.linear(h, f"{prefix}.{part}", False) for part in ("qkv", "z", "b", "a")
+        )
         mixed = self._convolved(kernels.reduce_splits(qkv), f"{prefix}.kernel", layer)
         inputs = (recurrent.silu(mixed), *(kernels.reduce_splits(x) for x in (z, b, a)))
         group, index = self._cache_of["state", layer]

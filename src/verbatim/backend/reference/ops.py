@@ -275,9 +275,12 @@ class ReferenceOps:
         assert isinstance(cache, ConvCache)
         return convolve(x, self.weights[kernel], cache.inputs[index], self.batch, group)
 
-    def delta_net(self, qkv: Array, z: Array, b: Array, a: Array, layer: int) -> Array:
-        prefix, delta, rows = f"layers.{layer}.delta", self.spec.delta, len(qkv)
+    def delta_net(self, h: Array, layer: int) -> Array:
+        prefix, delta, rows = f"layers.{layer}.delta", self.spec.delta, len(h)
         assert delta is not None
+        qkv, z, b, a = (
+            self.linear(h, f"{prefix}.{part}", False) for part in ("qkv", "z", "b", "a")
+        )
         mixed = activate(self._convolved(qkv, f"{prefix}.kernel", layer), "silu")
         q, k, v = np.split(mixed, [delta.keys, 2 * delta.keys], axis=1)
         q, k = (l2_normed(part.reshape(rows, delta.key_heads, -1)) for part in (q, k))
