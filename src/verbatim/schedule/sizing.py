@@ -9,9 +9,10 @@ That is a quarter of the free memory, at least one full context, at most half of
 and at most what max_running sequences can use. On a GPU it is half of the free memory, which other
 programs rarely need. Memory is touched when a block is first written. Groups with a sliding window
 get as many blocks as the others, up to max_running windows; fewer where full attention would get
-less than one context. A draft model's cache holds as many tokens and takes its share of the memory
-first. If not even one context fits, the engine's context shrinks to what fits, unless the user set
-the context: then single requests are refused.
+less than one context. Recurrent layers get blocks for one chunk, and one for each 32 of the
+others: a sequence holds two, whatever its length. A draft model's cache holds as many tokens and
+takes its share of the memory first. If not even one context fits, the engine's context shrinks to
+what fits, unless the user set the context: then single requests are refused.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.records import CacheGroup
 from verbatim.base.units import size_text
 
+RECURRENT_SHARE = 32  # blocks of full attention per block of recurrent layers
 STACKS = 256 << 20  # bytes: 32 threads with the usual 8 MiB
 
 
@@ -98,7 +100,8 @@ def plan_cache(
             else (config.max_running - 1) * usual + needed(g.window, step_tokens)
             for g, usual in zip(groups, windows, strict=True)
         ]
-        blocks = _split(memory, windows, block_bytes, most, full)
+        recurrent = [g.kind != "attention" for g in groups]
+        blocks = _split(memory, windows, block_bytes, most, full, recurrent)
     if min(blocks) < 1:
         raise ParameterError(
             "kv_memory",
@@ -135,28 +138,43 @@ def _split(
     block_bytes: Sequence[int],
     most: Sequence[int | None],
     full: int,
+    recurrent: Sequence[bool],
 ) -> tuple[int, ...]:
     """The largest equal block count per group within `memory`. Windowed groups get at most `most`
-    blocks, and shrink first where one full context would not fit."""
+    blocks, and shrink first where one full context would not fit. If there is full attention,
+    recurrent groups have their share from the start."""
+    if None not in most:
+        recurrent = [False] * len(most)
     for shrink in (1, 2, 4, 8, 16, 32, 64):
         low, high = 0, memory // max(min(block_bytes), 1) + 1
         while low < high:  # bisect for the largest n that fits
             n = (low + high + 1) // 2
-            counts = _counts(n, shrink, windows, most)
+            counts = _counts(n, shrink, windows, most, recurrent)
             if sum(c * b for c, b in zip(counts, block_bytes, strict=True)) <= memory:
                 low = n
             else:
                 high = n - 1
         if low >= full or None not in most or all(limit is None for limit in most):
             break
-    return tuple(_counts(low, shrink, windows, most))
+    return tuple(_counts(low, shrink, windows, most, recurrent))
 
 
-def _counts(n: int, shrink: int, windows: Sequence[int], most: Sequence[int | None]) -> list[int]:
-    return [
-        n if limit is None else min(max(n // shrink, min(need, n)), limit)
-        for need, limit in zip(windows, most, strict=True)
-    ]
+def _counts(
+    n: int,
+    shrink: int,
+    windows: Sequence[int],
+    most: Sequence[int | None],
+    recurrent: Sequence[bool],
+) -> list[int]:
+    counts = []
+    for need, limit, is_recurrent in zip(windows, most, recurrent, strict=True):
+        if limit is None:
+            counts.append(n)
+        elif is_recurrent:
+            counts.append(min(n, need + n // RECURRENT_SHARE, limit))
+        else:
+            counts.append(min(max(n // shrink, min(need, n)), limit))
+    return counts
 
 
 def available_memory() -> int:
