@@ -1,72 +1,28 @@
 """CUDA backend on shapes of real models with random weights: batch invariance and throughput.
 
     python bench/cuda.py [--shape qwen3-0.6b] [--kv-type fp8] [--skip-crowd] [--samplers]
+    python bench/cuda.py --table qwen3-4b qwen3.5-4b gemma3-4b
 
 Needs a GPU, PyTorch and Triton; no model file. The crowd is nano-vllm's benchmark: 256 concurrent
 requests, prompts and outputs of 100 to 1,024 random tokens, temperature 0.6. The last line is JSON.
+`--table` compares shapes: one sequence, 64 sequences, prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import random
 import statistics
 import time
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import torch
+from cuda_models import SHAPES, TYPES, open_shape  # bench/cuda_models.py
 
 from verbatim import LLM, SamplingParams
-from verbatim.backend.cuda.backend import CudaBackend
-from verbatim.backend.cuda.device_weights import unpack_blocks
-from verbatim.backend.cuda.kernel_compile import compile_kernels
-from verbatim.backend.cuda.kernels import quant
-from verbatim.backend.cuda.kernels.block_readers import E2M1_BIAS, E4M3_BIAS, HALVES
-from verbatim.backend.gpu_weights import BLOCK_FORMATS, TILE, BlockMode, packing
-from verbatim.base.config import CHOICES, EngineConfig
-from verbatim.engine.loaded_model import LoadedModel
-from verbatim.files.safetensors import SafetensorsDir
-from verbatim.formats.tensor import Weights
-from verbatim.model.architecture import spec_from_config
-from verbatim.model.layout import layout
-from verbatim.model.loading.load import Model
-from verbatim.testing.fakes import ByteTokenizer
+from verbatim.base.config import CHOICES
 
-_COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 4096}
-SHAPES: dict[str, dict[str, Any]] = {
-    "smollm2-135m": {
-        **_COMMON, "model_type": "llama", "vocab_size": 49152, "hidden_size": 576,
-        "intermediate_size": 1536, "num_hidden_layers": 30,
-        "num_attention_heads": 9, "num_key_value_heads": 3,
-        "rope_theta": 100000.0, "tie_word_embeddings": True,
-    },
-    "qwen3-0.6b": {
-        **_COMMON, "model_type": "qwen3", "vocab_size": 151936, "hidden_size": 1024,
-        "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-        "rope_theta": 1e6, "tie_word_embeddings": True,
-    },
-    "llama-8b": {
-        **_COMMON, "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-        "intermediate_size": 14336, "num_hidden_layers": 32,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "rope_theta": 500000.0,
-    },
-    "qwen3-30b-a3b": {
-        **_COMMON, "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048,
-        "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
-        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
-        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
-        "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1e6,
-    },
-}  # fmt: skip
-
-
-# types that random_blocks can make
-TYPES = [t for t, form in BLOCK_FORMATS.items() if form.offset != "add" and t != "q6_k"]
 SAMPLERS: dict[str, dict[str, Any]] = {
     "plain": {},
     "top_p and top_k": {"top_p": 0.95, "top_k": 20},
@@ -80,94 +36,6 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "logprobs": {"logprobs": 5},
     "banned_token_ids": {"banned_token_ids": (1, 2, 3)},
 }
-
-
-class FakeTokenizer(ByteTokenizer):
-    """Ids of a vocabulary of any size; the text does not matter here."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self._count = count
-
-    @property
-    def vocab_size(self) -> int:
-        return self._count
-
-    def token_bytes(self, token: int) -> bytes:
-        return b"x"
-
-
-def random_blocks(
-    shape: tuple[int, ...], type: str, make: torch.Generator, device: torch.device
-) -> quant.BlockWeight:
-    """Random codes of a format, with one scale for all groups and zero points near 0."""
-    (*experts, n, k), form = shape, BLOCK_FORMATS[type]
-    pack, wide = packing(k)
-    count = math.prod(experts) * -(-n // TILE) * TILE * wide
-    size, groups = (count * form.bits // 8,), (count // form.group,)
-    codes = torch.randint(0, 256, size, generator=make, device=device, dtype=torch.uint8)
-    spread = 4.6 if form.bits == 4 else 74.0  # standard deviation of the codes
-    dtype = torch.float32 if form.group == 128 else HALVES[form.result]
-    if form.code == "e4m3":
-        codes &= 0b10111111  # below 2; the kernel's values are smaller by 2 ** 8
-        spread, dtype = 0.6 / E4M3_BIAS, torch.float32
-    elif form.code == "e2m1":
-        spread = 2.9 / 2**E2M1_BIAS
-    scales = torch.full(groups, 1 / (spread * k**0.5), device=device).to(dtype)
-    zeros = None
-    if form.offset == "zero":
-        zeros = torch.randint(-1, 2, groups, generator=make, device=device)
-        zeros = zeros.to(torch.float32 if form.group == 128 else torch.float16)
-    return quant.BlockWeight(shape, wide, codes, scales, zeros, form, pack)
-
-
-def weights_of(
-    spec: Any, device: torch.device, type: str | None = None, blocks: BlockMode = "both"
-) -> dict[str, Any]:
-    """Random weights, created on the device in the layout of device_weights.load: bfloat16, or
-    blocks of a quantised type."""
-    make = torch.Generator(device=device).manual_seed(0)
-    found: dict[str, Any] = {}
-    for name, shape in layout(spec).items():
-        if len(shape) == 1:
-            found[name] = torch.ones(shape, device=device)
-        elif type is not None and not name.endswith(".router"):
-            found[name] = random_blocks(tuple(shape), type, make, device)
-        else:
-            values = (
-                torch.randn(shape, generator=make, device=device, dtype=torch.float32)
-                / shape[-1] ** 0.5
-            )
-            values = values * (0.5 if name == "embed" else 1.0)
-            found[name] = values if name.endswith(".router") else values.to(torch.bfloat16)
-    for i in range(len(spec.layers)):
-        for prefix, parts in (
-            (f"layers.{i}.attn", ("q", "k", "v")),
-            (f"layers.{i}.mlp", ("gate", "up")),
-            (f"layers.{i}.moe", ("gate", "up")),
-        ):
-            if f"{prefix}.{parts[0]}" not in found:
-                continue
-            each = [found.pop(f"{prefix}.{part}") for part in parts]
-            joined = torch.cat(each, -2) if type is None else quant.join(each)
-            found[f"{prefix}.{'+'.join(parts)}"] = joined
-    unpack_blocks(found, blocks)
-    return found
-
-
-def open_shape(
-    name: str, type: str | None = None, blocks: BlockMode = "both", **options: Any
-) -> LLM:
-    spec = spec_from_config(SHAPES[name], context=None, file=name)
-    source = SafetensorsDir(Path(name), SHAPES[name], {}, {}, name)
-    model = Model(spec, Weights({}, name, name), source, (), {})
-    config = EngineConfig(backend="cuda", **options)
-    weights = weights_of(spec, torch.device("cuda"), type, blocks)
-    backend = CudaBackend(model, config, weights=weights)
-    loaded = LoadedModel(backend, FakeTokenizer(spec.vocab), (), name=name, digest=name)
-    llm = LLM.from_loaded(loaded, **{"backend": "cuda", **options})
-    compile_kernels(backend)
-    return llm
 
 
 def crowd(vocab: int, count: int = 256, seed: int = 0) -> tuple[list[list[int]], list[int]]:
@@ -240,6 +108,21 @@ def one_sequence(llm: LLM, vocab: int, context: int = 32, **options: Any) -> flo
     return statistics.median(times[1:])
 
 
+def many_sequences(llm: LLM, vocab: int, count: int = 64, context: int = 1000) -> float:
+    """Milliseconds per step of `count` sequences after prompts of `context` tokens each: the
+    difference of a long and a short run."""
+    r, took = random.Random(7), []
+    for length in (33, 33, 161):  # the first run compiles and captures
+        prompts = [[r.randrange(vocab) for _ in range(context)] for _ in range(count)]
+        params = SamplingParams(
+            temperature=0, max_tokens=length, ignore_eos=True, speculate="off", seed=1
+        )
+        began = time.perf_counter()
+        llm.generate(prompts, params)
+        took.append(time.perf_counter() - began)
+    return (took[2] - took[1]) / 128 * 1000
+
+
 def sampler_rates(llm: LLM, vocab: int) -> dict[str, dict[str, float]]:
     """Tokens per second of the crowd's first 96 requests with each sampler, and the share of draws
     that the host had to repeat."""
@@ -269,15 +152,15 @@ def sampler_rates(llm: LLM, vocab: int) -> dict[str, dict[str, float]]:
     return out
 
 
-def prefill_rate(llm: LLM, vocab: int) -> float:
-    """Prompt tokens per second of one prompt of 2,000 tokens."""
+def prefill_rate(llm: LLM, vocab: int, count: int = 2000) -> float:
+    """Prompt tokens per second of one prompt."""
     times = []
     for i in range(6):
         r = random.Random(50 + i)
         params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, speculate="off")
-        done = llm.generate([r.randrange(vocab) for _ in range(2000)], params)
+        done = llm.generate([r.randrange(vocab) for _ in range(count)], params)
         times.append(done.timings.first_token)
-    return 2000 / statistics.median(times[2:])
+    return count / statistics.median(times[2:])
 
 
 def crowd_rate(llm: LLM, vocab: int, temperature: float = 0.6) -> dict[str, float]:
@@ -308,6 +191,29 @@ def crowd_rate(llm: LLM, vocab: int, temperature: float = 0.6) -> dict[str, floa
     }
 
 
+TABLE = {
+    "one sequence, ms per token": lambda llm, vocab: one_sequence(llm, vocab),
+    "at context 2,000": lambda llm, vocab: one_sequence(llm, vocab, 2000),
+    "64 sequences, ms per step": many_sequences,
+    "prompt of 2,000, tokens/s": prefill_rate,
+    "of 8,000": lambda llm, vocab: prefill_rate(llm, vocab, 8000),
+}
+
+
+def print_table(shapes: list[str], options: dict[str, Any]) -> None:
+    """A row per shape, as it is measured."""
+    print("| | differ |", " | ".join(TABLE), "|\n|---|---|" + "---|" * len(TABLE))
+    for name in shapes:
+        llm = open_shape(name, **options)
+        vocab = llm.core.backend.spec.vocab
+        cells = [f"{same_in_company(llm, vocab)} of 24"]
+        for measure in TABLE.values():
+            value = measure(llm, vocab)
+            cells.append(f"{value:.2f}" if value < 1000 else f"{value:,.0f}")
+        print(f"| {name} |", " | ".join(cells), "|", flush=True)
+        llm.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--shape", choices=SHAPES, default="qwen3-0.6b")
@@ -320,9 +226,13 @@ def main() -> None:
     parser.add_argument("--kv-type", choices=CHOICES["kv_type"], default="f16")
     parser.add_argument("--temperature", type=float, default=0.6, help="of the crowd")
     parser.add_argument("--step-tokens", type=int, default=16384, help="vLLM's default")
+    parser.add_argument("--table", nargs="+", choices=SHAPES, help="a row per shape")
     args = parser.parse_args()
     began = time.perf_counter()
     options = {"max_running": 256, "step_tokens": args.step_tokens, "kv_type": args.kv_type}
+    if args.table:
+        print_table(args.table, options)
+        return
     llm = open_shape(args.shape, args.type, args.blocks, **options)
     out: dict[str, Any] = {
         "shape": args.shape,

@@ -21,7 +21,8 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from cuda import SHAPES, crowd, open_shape  # bench/cuda.py
+from cuda import crowd  # bench/cuda.py
+from cuda_models import SHAPES, open_shape
 
 from verbatim import LLM, SamplingParams
 from verbatim.backend.cuda.runtime.step_graph import GraphInputs, StepGraph

@@ -22,7 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from cuda import FakeTokenizer  # bench/cuda.py
+from cuda_models import FakeTokenizer  # bench/cuda_models.py
 
 from verbatim import LLM, SamplingParams
 from verbatim.backend import open_backend
