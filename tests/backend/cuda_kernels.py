@@ -382,7 +382,7 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
     """Sequences arrive, grow, change rows and finish, with drafts. The inputs give each row's
     token, slot and blocks, whatever the previous step left there."""
     random = np.random.default_rng(6)
-    inputs = GraphInputs(16, 8, (77, 88), 16, device)
+    inputs = GraphInputs(16, 8, (77, 88), 16, device, fake_spec())
     tables = {
         i: tuple(tuple(random.integers(0, 60, 64).tolist()) for _ in range(2)) for i in range(12)
     }
@@ -426,14 +426,43 @@ def test_the_inputs_of_a_graph_are_those_of_the_plan(device: torch.device) -> No
                 assert slots[row] == owner.blocks[group][position // 16] * 16 + position % 16
 
 
+@pytest.mark.parametrize("family", ["lfm2", "qwen35"])
+def test_a_decode_step_of_a_graph_has_the_same_bits_in_recurrent_layers(
+    family: str, device: torch.device
+) -> None:
+    """Three sequences inside a block, at its border and with a draft over it, computed as they are
+    and with padding rows, after another step in the same inputs."""
+    backend: Any = opened(small(family, **FEW_HEADS))
+    spec, groups = backend.spec, len(backend.spec.groups)
+
+    def step(seq_id: int, tokens: tuple[int, ...], start: int) -> SeqStep:
+        return SeqStep(seq_id, tokens, start, ((5 * seq_id, 5 * seq_id + 1),) * groups, len(tokens))
+
+    prompts = (step(0, tuple(TOKENS), 0), step(1, tuple(range(16)), 0), step(2, (7,) * 15, 0))
+    for _ in range(2):  # the first step leaves its integers and its updates behind
+        backend.compute(
+            step_inputs.to_device(make_batch(StepPlan(0, prompts), groups), spec, device)
+        )
+    lines = step_inputs.tile_lines(spec, 1, device)
+    inputs = GraphInputs(8, 4, backend.padding_blocks, lines, device, spec)
+    inputs.fill([step(1, (3,), 16), step(0, (4, 5), 9)])
+    backend.compute(inputs.step)
+    steps = (step(0, (1,), 9), step(1, (2,), 16), step(2, (3, 4), 15))
+    plan = make_batch(StepPlan(0, steps), groups)
+    expected = backend.compute(step_inputs.to_device(plan, spec, device))[1]
+    inputs.fill(steps)
+    assert torch.equal(backend.compute(inputs.step)[1][:4], expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen35", pytest.param("lfm2", marks=MARKS["cuda"])])
 def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
+    family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two prompts, one of them continued, and a decoding sequence, computed as they are and in the
     shape of a CUDA graph, after another step in the same inputs."""
     monkeypatch.setattr(step_inputs, "MORE_TILES", 2)  # fewer programs for the interpreter
     monkeypatch.setattr(step_inputs, "OUTPUTS", (4,))
-    backend: Any = opened(small("llama", **FEW_HEADS))
+    backend: Any = opened(small(family, **FEW_HEADS))
     spec, groups = backend.spec, len(backend.spec.groups)
     random = np.random.default_rng(8)
 
@@ -620,15 +649,17 @@ def test_the_heads_per_program_of_norm_and_rope_keep_the_bits(
     assert torch.equal(found[0], found[2])
 
 
-def test_a_draft_that_is_not_finite_does_not_change_the_draw_before_it() -> None:
+@pytest.mark.parametrize("family", ["llama", "qwen35"])
+def test_a_draft_that_is_not_finite_does_not_change_the_draw_before_it(family: str) -> None:
     """The draft shares a step with a prompt, so no graph with a tile per row holds it."""
-    backend: Any = opened(small("llama", **FEW_HEADS))
+    backend: Any = opened(small(family, **FEW_HEADS))
     backend.weights["embed"][7] = torch.nan
     spec = DrawSpec(SamplingParams(temperature=0, logprobs=2), 5, 1)
-    prompt = SeqStep(0, tuple(TOKENS), 0, ((1,),), 1, spec)
+    groups = len(backend.spec.groups)
+    prompt = SeqStep(0, tuple(TOKENS), 0, ((1,),) * groups, 1, spec)
 
     def draws(draft: int) -> tuple[Drawn, ...]:
-        drafted = SeqStep(1, (9, draft), 0, ((2,),), 2, spec)
+        drafted = SeqStep(1, (9, draft), 0, ((2,),) * groups, 2, spec)
         result: StepResult = backend.execute(StepPlan(0, (prompt, drafted)))
         return result.sequences[1].drawn
 
@@ -673,10 +704,8 @@ def test_compiling_ahead_launches_every_tile(blocks: bool, monkeypatch: pytest.M
     assert set(matmul_tile.all_tiles(1, True)) <= fused
 
 
-def test_compiling_ahead_runs_the_steps_of_recurrent_models_and_mixtures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Every height of expert tiles that a step can have. A recurrent model has no padded steps."""
+def test_compiling_ahead_runs_the_steps_of_mixtures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every height of expert tiles that a step can have."""
     backend: Any = opened(small("mixtral"))
     rows: list[int] = []
     monkeypatch.setattr(kernel_compile, "matrices", lambda *_, **__: [])
@@ -686,19 +715,6 @@ def test_compiling_ahead_runs_the_steps_of_recurrent_models_and_mixtures(
         kernel_compile.compile_kernels(backend, step_tokens)
         assert {experts.tile_height(2 * count, 4) for count in rows} == heights
         assert max(rows) == min(step_tokens, 4096)
-    for family in ("lfm2", "qwen3next"):
-        backend = opened(small(family))
-        executed: list[StepPlan] = []
-        monkeypatch.setattr(kernel_compile, "matrices", lambda *_, **__: [])
-        monkeypatch.setattr(backend, "execute", executed.append)
-        kernel_compile.compile_kernels(backend, 64)
-        assert [[len(step.tokens) for step in plan.sequences] for plan in executed[:2]] == [
-            [32 + 128, 1],
-            [64, 1],
-        ]
-        monkeypatch.undo()
-        if backend.device.type == "cuda":  # the interpreter is slow
-            assert all(len(backend.execute(plan).sequences) == 2 for plan in executed)
 
 
 def test_warming_up_executes_the_steps_of_a_crowd(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1064,13 +1080,6 @@ def test_the_planned_bytes_are_those_on_the_device(
     copies = [getattr(weight, "unpacked", None) for weight in loaded.values()]
     more = sum(copy.nbytes for copy in copies if copy is not None)
     assert sum(size.held for size in found.values()) == read + more
-
-
-def test_only_recurrent_models_do_not_overlap_steps() -> None:
-    """Their integers are not among the inputs of a graph."""
-    assert opened(small("lfm2")).launcher is None
-    assert opened(small("qwen3moe")).launcher is not None
-    assert opened(small("llama")).launcher is not None
 
 
 # ---- mixtures of experts

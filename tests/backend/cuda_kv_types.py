@@ -251,4 +251,4 @@ def test_the_memory_plan_is_what_is_allocated(kv_type: str, share: float) -> Non
     heads = sum(len(g.layers) * 2 * spec.kv_shape(g.layers[0])[0] for g in spec.groups)
     scales = 4 * heads if kv_type == "q8" else 0
     assert backend.info.kv_token_bytes == spec.kv_token_values * 2 * share + scales
-    assert (f"cuda-2-{kv_type}" in backend.info.numerics) == (kv_type != "f16")
+    assert (f"cuda-3-{kv_type}" in backend.info.numerics) == (kv_type != "f16")

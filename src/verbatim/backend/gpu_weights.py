@@ -33,6 +33,7 @@ JOINED = (
     ("mlp", ("gate", "up")),
     ("moe", ("gate", "up")),
     ("shared", ("gate", "up")),
+    ("delta", ("qkv", "z")),
 )
 BK = 128  # inputs per block of a matmul; splits are whole blocks, so it affects the bits
 MAX_SPLITS = 4  # partial sums of a matmul; affects the bits
@@ -58,6 +59,13 @@ BLOCK_FORMATS = {name: form.gpu for name, form in FORMATS.items() if form.gpu is
 
 def is_matrix(name: str) -> bool:
     return name in (*HEADS, "positions") or name.endswith(MATRICES)
+
+
+def is_half(name: str, weight: StoredWeight) -> bool:
+    """Whether the weight is in half precision, unless it stays in its blocks. The gates of a delta
+    net are, if the file has them so: they are joined with its other matrices."""
+    is_gate = name.endswith(("delta.b", "delta.a")) and weight.type in ("f16", "bf16")
+    return is_gate or is_matrix(name)
 
 
 def keeps_blocks(name: str, weight: StoredWeight) -> bool:
@@ -136,7 +144,7 @@ def buffer_bytes(weights: Mapping[str, StoredWeight], kept: Collection[str]) -> 
 def _bytes_of(name: str, weight: StoredWeight, blocks: BlockMode, kept: bool) -> DeviceBytes:
     values = prod(weight.shape)
     if not kept:
-        return DeviceBytes(*[(2 if is_matrix(name) else 4) * values] * 2)
+        return DeviceBytes(*[(2 if is_half(name, weight) else 4) * values] * 2)
     *experts, n, k = weight.shape
     form, (_, wide) = BLOCK_FORMATS[weight.type], packing(k)
     rows = -(-n // TILE) * TILE * prod(experts)

@@ -34,7 +34,7 @@ from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 
-NUMERICS_VERSION = "cuda-2"
+NUMERICS_VERSION = "cuda-3"
 
 
 class CudaBackend:
@@ -60,7 +60,6 @@ class CudaBackend:
         self._graphs = StepGraphs(model.spec, self.device)
         self._draws = RowDraws(model.spec.vocab, self.device, config)
         self.gpu_sampler = self._draws.gpu
-        self._can_overlap = not model.spec.recurrent
         self._release_cached()  # what loading has freed is available to the KV cache
 
     @property
@@ -114,9 +113,7 @@ class CudaBackend:
     draft_backend = None
 
     @property
-    def launcher(self) -> CudaLauncher | None:
-        if not self._can_overlap:
-            return None
+    def launcher(self) -> CudaLauncher:
         return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory)
 
     def execute(self, plan: StepPlan) -> StepResult:

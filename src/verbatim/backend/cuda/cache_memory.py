@@ -36,7 +36,7 @@ class CacheMemory:
         """Bytes of one layer in a block of the group."""
         if group.kind == "attention":
             return layer_bytes(self._spec, group.layers[0], self._kv_type, BLOCK_SIZE)
-        return 4 * recurrent.block_floats(self._spec, group, BLOCK_SIZE)
+        return 4 * self._spec.block_values(group, BLOCK_SIZE)
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         assert not self.caches, "allocate is called once"

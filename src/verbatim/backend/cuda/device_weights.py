@@ -15,7 +15,7 @@ import torch
 
 from verbatim.backend.cuda.kernels import quant
 from verbatim.backend.cuda.kernels.launch import unpacks_in_order
-from verbatim.backend.gpu_weights import BlockMode, block_mode, is_matrix, keeps_blocks
+from verbatim.backend.gpu_weights import BlockMode, block_mode, is_half, keeps_blocks
 from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
 from verbatim.formats.requantise import requantise
 from verbatim.formats.tensor import Tensor
@@ -53,7 +53,7 @@ def load(
     for name, tensor in source.items():
         if blocks != "unpacked" and keeps_blocks(name, tensor):
             out[name] = quant.to_blocks(tensor, device)
-        elif is_matrix(name):
+        elif is_half(name, tensor):
             out[name] = _half(tensor, device)
         else:
             out[name] = torch.from_numpy(tensor.to_f32().copy()).to(device)
@@ -63,18 +63,26 @@ def load(
     if spec.query_scale_beta:
         positions = np.arange(spec.context)
         out["query_scales"] = torch.from_numpy(query_scales(spec, positions)).to(device)
-    for i, layer in enumerate(spec.layers):
-        if layer.mixer == "attention":
-            parts = tuple(part for part in "qkv" if f"layers.{i}.attn.{part}" in out)
-            _join(out, f"layers.{i}.attn", parts, spec.qkv_bias)
-        if layer.experts:
-            _join(out, f"layers.{i}.moe", ("gate", "up"), spec.expert_bias)
-            if spec.shared_mlp:
-                _join(out, f"layers.{i}.shared", ("gate", "up"), spec.mlp_bias)
-        if spec.gated and f"layers.{i}.mlp.gate" in out:
-            _join(out, f"layers.{i}.mlp", ("gate", "up"), spec.mlp_bias)
+    for i in range(len(spec.layers)):
+        join_layer(out, spec, i)
     unpack_blocks(out, blocks)
     return out
+
+
+def join_layer(weights: dict[str, Weight], spec: ModelSpec, i: int) -> None:
+    """Concatenate the matrices of a layer that one product reads."""
+    layer, prefix = spec.layers[i], f"layers.{i}"
+    if layer.mixer == "attention":
+        parts = tuple(part for part in "qkv" if f"{prefix}.attn.{part}" in weights)
+        _join(weights, f"{prefix}.attn", parts, spec.qkv_bias)
+    if layer.mixer == "delta":
+        _join_delta(weights, f"{prefix}.delta")
+    if layer.experts:
+        _join(weights, f"{prefix}.moe", ("gate", "up"), spec.expert_bias)
+        if spec.shared_mlp:
+            _join(weights, f"{prefix}.shared", ("gate", "up"), spec.mlp_bias)
+    if spec.gated and f"{prefix}.mlp.gate" in weights:
+        _join(weights, f"{prefix}.mlp", ("gate", "up"), spec.mlp_bias)
 
 
 def unpack_blocks(weights: dict[str, Weight], blocks: BlockMode) -> None:
@@ -110,6 +118,19 @@ def _half(tensor: Tensor, device: torch.device) -> torch.Tensor:
     # a value beyond float16 becomes infinite; the sampler reports the logits it leads to
     with np.errstate(over="ignore"):
         return torch.from_numpy(tensor.to_f32().astype(np.float16)).to(device)
+
+
+def _join_delta(weights: dict[str, Weight], prefix: str) -> None:
+    """One product for the four matrices of a delta net, or two: b and a may be float32 or other
+    weights be in blocks."""
+    parts = ("qkv", "z", "b", "a")
+    found = [weights[f"{prefix}.{part}"] for part in parts]
+    plain = all(isinstance(weight, torch.Tensor) for weight in found)
+    if plain and len({weight.dtype for weight in found}) == 1:
+        _join(weights, prefix, parts, bias=False)
+    else:
+        _join(weights, prefix, parts[:2], bias=False)
+        _join(weights, prefix, parts[2:], bias=False)
 
 
 def _join(weights: dict[str, Weight], prefix: str, parts: tuple[str, ...], bias: bool) -> None:

@@ -87,9 +87,6 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
                 kernels.gated_matmul(x, weight, activation, weight.dtype, tile)
     for rows, spans in (*STEPS, *expert_steps(backend.spec, step_tokens)):
         rows = max(32, min(rows, step_tokens))
-        if backend.spec.recurrent:  # PaddedInputs has no integers of recurrent layers
-            backend.execute(make_step(backend, (rows + (spans - 1) * kernels.SPAN, 1), SAMPLERS[0]))
-            continue
         shape = StepShape(rows, OUTPUTS[0], max(4, rows // 32), spans)
         inputs = PaddedInputs(shape, backend.padding_blocks, backend.spec, backend.device)
         inputs.fill(None, {})

@@ -125,7 +125,7 @@ class CudaOps:
         attention = ("attn.q+k+v", "attn.gate", *(mlp if self.spec.shared_norm else ()))
         # layers whose values are their keys, and layers that use another layer's keys
         attention += ("attn.q+k", "attn.q")
-        attention += ("conv.in", "delta.qkv", "delta.z", "delta.b", "delta.a")
+        attention += ("conv.in", "delta.qkv+z+b+a", "delta.qkv+z", "delta.b+a")
         consumers = {"attn_norm": attention, "mlp_norm": mlp}.get(kind, ())
         names = [f"{layer}.{consumer}" for consumer in consumers]
         found = {self.weights[name].dtype for name in names if name in self.weights}
@@ -276,33 +276,50 @@ class CudaOps:
 
     def short_conv(self, x: Rows, layer: int) -> Rows:
         prefix = f"layers.{layer}.conv"
-        b, c, u = torch.split(kernels.reduce_splits(x), self.spec.hidden, 1)
-        y = self._convolved(b * u, f"{prefix}.kernel", layer)
-        if self.spec.conv_bias:
-            y = y + self.weights[f"{prefix}.kernel.bias"]
-        return (c * y).to(self.weights[f"{prefix}.out"].dtype)
-
-    def _convolved(self, x: torch.Tensor, kernel: str, layer: int) -> torch.Tensor:
         group, index = self._cache_of["conv", layer]
-        step = self.step.recurrent
-        assert step is not None, "the step of a recurrent model"
-        (inputs,) = self.caches[group]
-        slots = self.step.slots[group]
-        return recurrent.convolve(x, self.weights[kernel], inputs[index], slots, step.history)
+        bias = self.weights[f"{prefix}.kernel.bias"] if self.spec.conv_bias else None
+        return recurrent.short_conv(
+            kernels.reduce_splits(x),
+            self.weights[f"{prefix}.kernel"],
+            bias,
+            self.caches[group][0][index],
+            self._recurrent,
+            self.weights[f"{prefix}.out"].dtype,
+        )
 
     def delta_net(self, h: Rows, layer: int) -> Rows:
-        prefix, step = f"layers.{layer}.delta", self.step.recurrent
-        assert step is not None, "the step of a recurrent model"
-        qkv, z, b, a = (
-            self.linear(h, f"{prefix}.{part}", False) for part in ("qkv", "z", "b", "a")
+        prefix, weights = f"layers.{layer}.delta", self.weights
+        conv, conv_index = self._cache_of["conv", layer]
+        state, state_index = self._cache_of["state", layer]
+        of_layer = recurrent.DeltaLayer(
+            kernel=weights[f"{prefix}.kernel"],
+            decay=weights[f"{prefix}.decay"],
+            dt=weights[f"{prefix}.dt"],
+            norm=weights[f"{prefix}.norm"],
+            inputs=self.caches[conv][0][conv_index],
+            caches=tuple(cache[state_index] for cache in self.caches[state]),
         )
-        mixed = self._convolved(kernels.reduce_splits(qkv), f"{prefix}.kernel", layer)
-        inputs = (recurrent.silu(mixed), *(kernels.reduce_splits(x) for x in (z, b, a)))
-        group, index = self._cache_of["state", layer]
-        caches = tuple(cache[index] for cache in self.caches[group])
-        vectors = tuple(self.weights[f"{prefix}.{name}"] for name in ("decay", "dt", "norm"))
-        out = recurrent.delta_net(self.spec, inputs, vectors, caches, step)
-        return out.to(self.weights[f"{prefix}.out"].dtype)
+        products, slots = self._delta_products(h, prefix), self.step.slots[state]
+        dtype = weights[f"{prefix}.out"].dtype
+        return recurrent.delta_net(self.spec, of_layer, products, slots, self._recurrent, dtype)
+
+    def _delta_products(self, h: Rows, prefix: str) -> tuple[torch.Tensor, ...]:
+        """qkv, z, b, a: columns of one product or of two (device_weights.join_layer)."""
+        delta = self.spec.delta
+        assert delta is not None
+        widths = (delta.qkv, delta.values), (delta.value_heads, delta.value_heads)
+
+        def product(name: str) -> torch.Tensor:
+            return kernels.reduce_splits(self.linear(h, f"{prefix}.{name}", False))
+
+        if f"{prefix}.qkv+z+b+a" in self.weights:
+            return tuple(product("qkv+z+b+a").split([*widths[0], *widths[1]], 1))
+        return (*product("qkv+z").split(widths[0], 1), *product("b+a").split(widths[1], 1))
+
+    @property
+    def _recurrent(self) -> recurrent.RecurrentStep:
+        assert self.step.recurrent is not None, "the step of a recurrent model"
+        return self.step.recurrent
 
     def gated(self, x: Rows, gate: Rows) -> Rows:
         rows = kernels.reduce_splits(x) if isinstance(x, SplitSums) else x

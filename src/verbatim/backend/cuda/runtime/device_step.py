@@ -11,6 +11,13 @@ from verbatim.backend.cuda.kernels.lora import AdapterRows
 from verbatim.backend.cuda.kernels.recurrent import RecurrentStep
 
 
+def aligned(size: int) -> int:
+    """The size of an int32 array after which another one starts at a multiple of 16 bytes. Triton
+    compiles one kernel for pointers that are such multiples, and another one for those that are
+    not."""
+    return -(-size // 4) * 4
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceStep:
     """The integers of one step on the device (int32), and the sizes of the kernels' grids."""

@@ -15,8 +15,11 @@ import torch
 from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.kernels import QueryTiles
 from verbatim.backend.cuda.runtime.device_step import DeviceStep
+from verbatim.backend.cuda.runtime.recurrent_inputs import RecurrentInputs
+from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import BLOCK_SIZE
-from verbatim.base.records import SeqStep
+from verbatim.base.records import SeqStep, StepPlan
+from verbatim.model.spec import ModelSpec
 
 # final states and logits of a step
 Forward: TypeAlias = Callable[[DeviceStep], tuple[torch.Tensor, torch.Tensor]]
@@ -37,29 +40,33 @@ class GraphInputs:
         padding: tuple[int, ...],
         lines: int,
         device: torch.device,
+        spec: ModelSpec,
         logits_out: torch.Tensor | None = None,
     ) -> None:
         self.rows, self.width, self.padding = rows, spans * kernels.SPAN // BLOCK_SIZE, padding
         groups = len(padding)
         # tokens, positions, the tiles' rows and positions, per group slots, per group block tables
         sizes = [rows] * 4 + [rows] * groups + [rows * self.width] * groups
+        self._recurrent = RecurrentInputs(spec, rows, rows)
+        sizes = [self._recurrent.size, *sizes]
         self._host = torch.zeros(sum(sizes), dtype=torch.int32)
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        views = [part.numpy() for part in self._host.split(sizes)]
+        host, *views = [part.numpy() for part in self._host.split(sizes)]
         self._tokens, self._positions, self._tile_rows, self._tile_positions = views[:4]
         self._slots = views[4 : 4 + groups]
         self._tables = [table.reshape(rows, self.width) for table in views[4 + groups :]]
         self._tile_blocks: list[list[tuple[int, ...]]] = [[()] * rows for _ in padding]
         self._padding_tables = [(block,) for block in padding]
-        tokens, positions, tile_rows, tile_positions, *rest = self._sent.split(sizes)
+        sent, tokens, positions, tile_rows, tile_positions, *rest = self._sent.split(sizes)
         one = torch.ones(rows, dtype=torch.int32, device=device)
         tiles = tuple(
             (QueryTiles(table.view(rows, self.width), tile_rows, one, tile_positions, lines, 1),)
             for table in rest[groups:]
         )
         self.step = DeviceStep(
-            tokens, positions, tuple(rest[:groups]), tiles, None, None, spans, logits_out
-        )
+            tokens, positions, tuple(rest[:groups]), tiles, None, None, spans, logits_out,
+            recurrent=self._recurrent.bind(host, sent),
+        )  # fmt: skip
 
     def fill(self, sequences: Sequence[SeqStep], drawn: torch.Tensor | None = None) -> None:
         """Write and send the step's integers. `drawn` replaces the tokens, if only the device has
@@ -94,6 +101,9 @@ class GraphInputs:
                     tile_blocks[tile] = blocks
             slots[order] = table[tiles, block] * BLOCK_SIZE + place
             assert slots.min() >= 0, "the block of each token is in the table"
+        if self._recurrent.size:
+            plan = StepPlan(0, tuple(sequences))
+            self._recurrent.fill(make_batch(plan, len(self.padding)) if sequences else None)
         # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
         # pinned memory before the copy from it is done.
         sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)

@@ -44,8 +44,7 @@ class StepGraphs:
         self._of_shapes: dict[StepShape, StepGraph[PaddedInputs]] = {}
         self._seen_shapes: set[StepShape] = set()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        # the integers of recurrent layers are not among the inputs of a graph
-        self._use_graphs = device.type == "cuda" and not spec.recurrent
+        self._use_graphs = device.type == "cuda"
 
     def forward(
         self, compute: Forward, plan: StepPlan, tokens: torch.Tensor | None = None
@@ -81,7 +80,7 @@ class StepGraphs:
         if graph is None:
             lines = tile_lines(self._spec, 1, self._device)
             inputs = GraphInputs(
-                size, spans, self.padding, lines, self._device, self._logits[:size]
+                size, spans, self.padding, lines, self._device, self._spec, self._logits[:size]
             )
             inputs.fill(())
             graph = self._of_rows[size, spans] = StepGraph(inputs, compute, self._pool)

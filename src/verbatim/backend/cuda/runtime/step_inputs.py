@@ -14,10 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verbatim.backend.cuda.kernels import kernels, recurrent
+from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.kernels import QueryTiles
 from verbatim.backend.cuda.kernels.lora import adapter_rows
-from verbatim.backend.cuda.runtime.device_step import DeviceStep
+from verbatim.backend.cuda.kernels.recurrent import RecurrentStep
+from verbatim.backend.cuda.runtime.device_step import DeviceStep, aligned
+from verbatim.backend.cuda.runtime.recurrent_inputs import RecurrentInputs, step_arrays
 from verbatim.backend.step_rows import Batch
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.model.spec import ModelSpec
@@ -41,7 +43,7 @@ class StepShape(NamedTuple):
     """The fixed sizes of a graph's inputs."""
 
     rows: int
-    outputs: int  # output rows; also the number of decode tiles
+    outputs: int  # output rows; also the number of decode tiles, and of recurrent sequences
     tiles: int  # prefill tiles
     spans: int
 
@@ -110,8 +112,8 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
     for tiles in cuts.values():
         arrays += [tiles.first_row, tiles.rows, batch.positions[tiles.first_row]]
         arrays += [table[tiles.owner] for table in batch.tables]
-    own = recurrent.step_arrays(spec, batch, BLOCK_SIZE) if spec.recurrent else []
-    arrays += own
+    if spec.recurrent:
+        arrays += step_arrays(spec, batch)
     tokens, positions, outputs, logits, *rest = _send(arrays, device)
     groups = len(batch.tables)
     slots, rest = tuple(rest[:groups]), rest[groups:]
@@ -134,7 +136,7 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
         kernels.span_count(int(batch.positions.max()) + 1),
         adapters=adapter_rows(batch.adapters, device),
         output_adapters=adapter_rows(batch.adapters[batch.outputs], device),
-        recurrent=recurrent.RecurrentStep(*rest) if own else None,
+        recurrent=RecurrentStep(*rest) if spec.recurrent else None,
     )
 
 
@@ -148,13 +150,6 @@ def _send(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tens
     return [piece[: a.size].view(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
 
 
-def aligned(size: int) -> int:
-    """The size of an int32 array after which another one starts at a multiple of 16 bytes. Triton
-    compiles one kernel for pointers that are such multiples, and another one for those that are
-    not."""
-    return -(-size // 4) * 4
-
-
 # ---- a fixed shape
 
 
@@ -163,12 +158,13 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     graph.
 
     Rows are rounded up by an eighth at most."""
+    sequences = len(batch.first) - 1 if spec.recurrent else 0
     step = max(MIN_ROWS, 1 << max(0, batch.rows.bit_length() - 4))
     rows = -(-batch.rows // step) * step
     if rows > MAX_ROWS:
         return None
     few = len(cuts[kernels.DECODE_LINES].rows) if kernels.DECODE_LINES in cuts else 0
-    outputs = next((n for n in OUTPUTS if n >= max(few, len(batch.outputs))), None)
+    outputs = next((n for n in OUTPUTS if n >= max(few, len(batch.outputs), sequences)), None)
     if outputs is None or not len(batch.outputs) or len(batch.logits) < len(batch.outputs):
         return None
     others = [lines for lines in cuts if lines != kernels.DECODE_LINES]
@@ -202,12 +198,14 @@ class PaddedInputs:
         # tokens, positions, outputs, slots per group; per kind of tile first rows, counts, first
         # positions and a table per group
         sizes = [shape.rows, shape.rows, shape.outputs, *[shape.rows] * groups]
+        self._recurrent = RecurrentInputs(spec, shape.rows, shape.outputs)
         for count in self._lines.values():
             sizes += [count, count, count, *[count * self._width] * groups]
+        sizes = [self._recurrent.size, *sizes]
         self._host = np.zeros(sum(sizes), np.int32)
         self._sent = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._parts = np.split(self._host, np.cumsum(sizes)[:-1])
-        tokens, positions, outputs, *rest = self._sent.split(sizes)
+        host, *self._parts = np.split(self._host, np.cumsum(sizes)[:-1])
+        sent, tokens, positions, outputs, *rest = self._sent.split(sizes)
         slots, rest = tuple(rest[:groups]), rest[groups:]
         tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
         for lines, count in self._lines.items():
@@ -226,6 +224,7 @@ class PaddedInputs:
             None,
             shape.spans,
             logits_out,
+            recurrent=self._recurrent.bind(host, sent),
         )
 
     def fill(self, batch: Batch | None, cuts: dict[int, TileArrays]) -> None:
@@ -242,6 +241,7 @@ class PaddedInputs:
             for slots, table in zip(rest[:groups], batch.tables, strict=True):
                 slots[:n] = slots_of(batch, table)
             self._fill_tiles(batch, cuts, rest[groups:])
+        self._recurrent.fill(batch)
         # A new pinned buffer per step: the previous copy may still run, and PyTorch does not reuse
         # pinned memory before the copy from it is done.
         sent = torch.empty(len(self._host), dtype=torch.int32, pin_memory=self._sent.is_cuda)

@@ -30,7 +30,7 @@ import triton
 
 from verbatim.backend.cuda.kernels.launch import launch
 from verbatim.backend.cuda.runtime.device import send
-from verbatim.backend.cuda.runtime.step_inputs import aligned
+from verbatim.backend.cuda.runtime.device_step import aligned
 from verbatim.backend.cuda.sampler import device_filters, jit_list, jit_sampling
 from verbatim.backend.cuda.sampler.pending_tokens import PendingTokens, Report
 from verbatim.backend.cuda.sampler.sampling_plan import (

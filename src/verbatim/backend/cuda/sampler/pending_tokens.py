@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from verbatim.backend.cuda.runtime.step_inputs import aligned
+from verbatim.backend.cuda.runtime.device_step import aligned
 from verbatim.base.records import Drawn
 from verbatim.sampling.numerics import MASS_ONE, log
 

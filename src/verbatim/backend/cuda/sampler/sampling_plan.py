@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import triton
 
-from verbatim.backend.cuda.runtime.step_inputs import aligned
+from verbatim.backend.cuda.runtime.device_step import aligned
 from verbatim.base.params import FIELDS, FILTERS, SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.sampling.filters import log_of_share
