@@ -163,6 +163,15 @@ def test_facts(llm: LLM) -> None:
         fake_llm(context=5000)
 
 
+def test_a_cache_below_the_context_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING", logger="verbatim.engine"):
+        fake_llm(kv_blocks=4, context=64).close()
+        assert not caplog.messages
+        fake_llm(kv_blocks=4, context=66).close()
+    [line] = caplog.messages
+    assert "holds 65 tokens of one sequence, and the context is 66" in line
+
+
 # -------------------------------------------------------------------------------------- endings
 
 

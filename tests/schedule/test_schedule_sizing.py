@@ -78,6 +78,14 @@ def test_the_context_shrinks_to_the_cache_unless_the_user_set_it() -> None:
     assert plan(free=4000 * KIB).context == 1600
 
 
+@pytest.mark.parametrize("fixed", [False, True])
+def test_a_cache_below_the_context_says_what_it_holds(fixed: bool) -> None:
+    told = plan(free=0, fixed=fixed, kv_memory=60 * KIB).shortage
+    assert "(kv_memory 60 KiB) holds 961 tokens" in told
+    assert "the context is 1600" in told
+    assert plan(free=0, fixed=fixed, kv_memory=100 * KIB).shortage == ""
+
+
 def test_kv_memory_and_kv_blocks_override_the_rule() -> None:
     assert plan(free=0, kv_memory=77 * KIB).blocks == (77,)
     assert plan(free=0, kv_blocks=9).blocks == (9,)

@@ -43,6 +43,7 @@ class CachePlan:
     tokens: int  # positions of the largest group
     context: int  # maximum tokens of one sequence
     rule: str
+    shortage: str  # what the cache does not hold of the context, for the log; "": it holds all
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
@@ -111,6 +112,7 @@ def plan_cache(
     # Blocks that one full-length sequence needs while it decodes one token per step.
     least = [full if g.window is None else -(-(g.window - 1) // block_size) + 1 for g in groups]
     holds = min(context if n >= m else n * block_size for n, m in zip(blocks, least, strict=True))
+    room = min(context, holds + 1)  # the last token needs no place in the cache
     tokens = max(n for n in blocks) * block_size
     size = sum(n * b for n, b in zip(blocks, block_bytes, strict=True))
     return CachePlan(
@@ -119,8 +121,12 @@ def plan_cache(
         tuple(block_bytes),
         size,
         tokens,
-        context if fixed else min(context, holds + 1),
+        context if fixed else room,
         rule,
+        f"the KV cache ({rule}) holds {room} tokens of one sequence, and the context is {context}; "
+        "longer requests are refused: raise kv_memory or lower context"
+        if room < context
+        else "",
     )
 
 

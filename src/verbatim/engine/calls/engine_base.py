@@ -119,6 +119,9 @@ class EngineBase(metaclass=AnsweringType):
         self.loaded = loaded
         self.core = EngineCore(loaded, config)
         self.config = self.core.config
+        sizes = (config.context, config.kv_memory, config.kv_blocks)
+        if shortage := self.core.cache_plan.shortage:
+            log.log(logging.WARNING if any(sizes) else logging.INFO, "%s", shortage)
         self._backend_name = loaded.backend.info.name  # a closed backend has no info
 
     def __repr__(self) -> str:

@@ -57,11 +57,6 @@ log = logging.getLogger("verbatim.engine")
 def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
     """Load the model and set the key of its prefix cache; blocks."""
     engine = _load(start, found)
-    model, plan = engine.loaded, engine.core.cache_plan
-    full = model.context or model.backend.spec.context
-    if engine.config.context is None and plan.context < full:
-        log.warning("the context is %d tokens, not the model's %d, because the KV cache has room "
-                    "for no more (%s); set --kv-memory", plan.context, full, plan.rule)  # fmt: skip
     if start.prefix_key and engine.core.disk_cache is None:  # a disk cache has its own key
         engine.core.scheduler.cache.set_prefix_key(start.prefix_key)
     return engine
