@@ -69,6 +69,19 @@ async def test_requests_of_every_protocol_wait_for_the_model(loading: App) -> No
     assert loading.state.open == 0
 
 
+async def test_what_describes_the_model_waits_for_it(loading: App) -> None:
+    gets = [
+        asyncio.create_task(loading.client.get(path))
+        for path in ("/api/tags", "/props", "/tokenizer_info")
+    ]
+    show = loading.post("/api/show", model="m")
+    assert (await loading.client.get("/api/version")).status_code == 200
+    loading.supervisor.start()
+    tags, props, _ = [(await answer).json() for answer in gets]
+    assert tags["models"][0]["details"]["family"] == (await show).json()["details"]["family"] != ""
+    assert props["default_generation_settings"]["n_ctx"] > 0
+
+
 async def test_a_prompt_of_token_ids_has_the_limit_of_the_loaded_model(loading: App) -> None:
     """A limit on the values of a body grows with the model's context."""
     ids = [7] * (loading.state.limits.max_json_values + 1)

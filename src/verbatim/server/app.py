@@ -83,6 +83,7 @@ def _endpoint(
         try:
             if route.method != "POST":  # a POST is admitted when its body has arrived
                 call.admit()
+                await call.first_load()
             call.query = check_query(route, request.query_params.multi_items())
             if route.is_queued and route.method != "POST":
                 await call.choose_model(None)  # a POST names its model in the body

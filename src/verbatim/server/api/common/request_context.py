@@ -93,7 +93,7 @@ class RequestContext:
         """The request as the route's model. `given` is the same as plain JSON, in this server's
         names: chat templates and sampling parameters are made from that."""
         raw = await self.read_raw()
-        await self._first_load()
+        await self.first_load()
         data = parse_json(raw, self.state.limits.max_json_depth, self.state.max_json_values)
         if self.state.settings.log_prompts:
             log.info("request %s body %s", self.id, raw.decode(errors="replace"))
@@ -117,7 +117,6 @@ class RequestContext:
         the route says that this request loads nothing."""
         pool = self.state.pool
         if pool is None:
-            await self._first_load()
             return
         name = self.state.check_model(name)
         name = pool.adapters.get(name, name)
@@ -131,12 +130,12 @@ class RequestContext:
         self.state = self.state.for_model(model)
         self.load_seconds = 0.0 if is_loaded else self.state.clock() - start
 
-    async def _first_load(self) -> None:
+    async def first_load(self) -> None:
         """Wait until the only model has been loaded for the first time, the server drains, or
         load_wait_seconds have passed; a 503 follows. Before the body is parsed, because a limit on
-        its values depends on the model's context. Only requests that max_queue counts wait."""
-        state = self.state
-        if not self.route.is_queued or state.pool is not None or state.supervisor.facts is not None:
+        its values depends on the model's context."""
+        state, waits = self.state, self.route.is_queued or self.route.shows_model
+        if not waits or state.pool is not None or state.supervisor.facts is not None:
             return
         start = state.clock()
         left = self.arrived + min(state.settings.load_wait_seconds, state.limits.request_seconds)

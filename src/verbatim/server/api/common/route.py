@@ -39,6 +39,7 @@ class ApiRoute:
     is_form: bool = False  # the body is multipart/form-data instead of JSON
     method: str = "POST"
     is_queued: bool = False  # counts against max_queue, and holds its model
+    shows_model: bool = False  # answers from the model's facts: waits for its first load, as queued
     queries: Mapping[str, Query] = field(default_factory=dict)
     any_query: bool = False  # ignores query parameters, which probes and browsers add
     # (body, model) -> the request needs no loaded model; of several models

@@ -15,7 +15,7 @@ PROTOCOL = ApiProtocol(
             llama_fields.LlamaApplyTemplate,
             is_queued=True,
         ),
-        ApiRoute("/props", llama_cpp.props, method="GET"),
+        ApiRoute("/props", llama_cpp.props, method="GET", shows_model=True),
     ),
     defaults="llama.cpp",
 )

@@ -15,7 +15,7 @@ PROTOCOL = ApiProtocol(
         ApiRoute(
             "/detokenize", score_tokenize.detokenize, native_fields.DetokenizeBody, is_queued=True
         ),
-        ApiRoute("/tokenizer_info", info.tokenizer, method="GET"),
+        ApiRoute("/tokenizer_info", info.tokenizer, method="GET", shows_model=True),
         ApiRoute("/health", info.health, method="GET", any_query=True),
         ApiRoute("/health/live", info.live, method="GET", any_query=True),
         ApiRoute("/health/ready", info.health, method="GET", any_query=True),

@@ -37,6 +37,7 @@ PROTOCOL = ApiProtocol(
             "/api/show",
             ollama_models.show,
             ollama_fields.OllamaShow,
+            shows_model=True,
             loads_nothing=lambda body, model: not model.loaded and model.facts is not None,
         ),
         ApiRoute(
@@ -45,7 +46,7 @@ PROTOCOL = ApiProtocol(
             ollama_fields.OllamaPull,
             loads_nothing=lambda body, model: not model.loaded,
         ),
-        ApiRoute("/api/tags", ollama_models.tags, method="GET"),
+        ApiRoute("/api/tags", ollama_models.tags, method="GET", shows_model=True),
         ApiRoute("/api/ps", ollama_models.ps, method="GET"),
         ApiRoute("/api/version", ollama_models.version, method="GET"),
     ),
