@@ -362,6 +362,8 @@ def ollama(url: str, model: str) -> None:
         == whole.message.content
     )
     assert client.generate(model=model, prompt="Say hello.", options=options).response
+    named = client.chat(model=model, messages=ASK, options=options, logprobs=True, top_logprobs=1)
+    assert named.logprobs[0].top_logprobs
     schema = {
         "type": "object",
         "properties": {"yes": {"type": "boolean"}},

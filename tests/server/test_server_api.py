@@ -866,6 +866,22 @@ def test_num_ctx_bounds_prompt_and_answer_together(fake: Any, kind: str) -> None
         assert "num_ctx" in refused.json()["error"]
 
 
+@pytest.mark.parametrize("kind", ["chat", "generate", "raw"])
+def test_ollamas_logprobs_are_those_of_every_token(fake: Any, kind: str) -> None:
+    route, body = OLLAMA_ASKS[kind]
+    body = {**body, "options": {"num_predict": 9, "seed": 3}, "logprobs": True, "top_logprobs": 2}
+    whole = fake.post(route, {**body, "stream": False}).json()
+    lines = [json.loads(line) for line in fake.post(route, body).text.splitlines()]
+    assert [row for line in lines for row in line.get("logprobs", ())] == whole["logprobs"]
+    assert [len(row["top_logprobs"]) for row in whole["logprobs"]] == [2] * 9
+    assert "logprobs" not in fake.post(route, {**body, "stream": False} | OFF).json()
+    alone = fake.post(route, {**body, "logprobs": False})
+    assert (alone.status_code, alone.json()["error"]) == (400, "top_logprobs: needs logprobs: true")
+
+
+OFF = {"logprobs": False, "top_logprobs": 0}
+
+
 def test_ollamas_seed_of_minus_one_is_chosen_by_the_server(fake: Any) -> None:
     body = {"prompt": "hi", "stream": False, "options": {"seed": -1, "num_predict": 20}}
     first, second = (fake.post("/api/generate", body).json() for _ in range(2))

@@ -9,7 +9,7 @@ change a token here: they are accepted, and the answer has a warning that they h
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -20,6 +20,7 @@ from verbatim.server.api.common import to_params
 from verbatim.server.api.common.chat_request import ChatRequest
 from verbatim.server.api.common.field_rules import Rule
 from verbatim.server.api.common.generate import (
+    chat_logprobs,
     choice_deltas,
     extra_fields,
     finish_reason,
@@ -32,7 +33,7 @@ from verbatim.server.api.ollama.ollama_fields import OllamaChat, OllamaGenerate
 from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.model_pool import ServedModel
 from verbatim.server.problem import Problem, invalid, unsupported
-from verbatim.server.process.messages import Generate, Generated, WireFinish
+from verbatim.server.process.messages import Generate, Generated, WireFinish, WireLogprob
 
 OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama option -> SamplingParams field
 PARAMS = {
@@ -47,6 +48,7 @@ NAMES = {ours: f"options.{theirs}" for theirs, ours in OPTIONS.items()} | {
     "messages.reasoning_content": "thinking",
     "reasoning_effort": "think",
 }
+RAW_NAMES = {**NAMES, "logprobs": "top_logprobs"}
 
 
 def sampling(options: JsonObject) -> JsonObject:
@@ -145,6 +147,7 @@ class OllamaReply:
         self.call = call
         self.model = model
         self.ask = ask
+        self.top = body.get("top_logprobs") or 0
 
     def line(self, text: str, calls: list[Any], done: bool, reasoning: str = "") -> JsonObject:
         thinking = {"thinking": reasoning} if reasoning else {}
@@ -183,7 +186,10 @@ class OllamaReply:
         choice = done.choices[0]
         text, calls = self.ask.read(choice.text) if self.ask is not None else (choice.text, [])
         line = self.line(text, calls, True, choice.reasoning)
-        return Json({**line, **self.closing(choice.finish)})
+        return Json({**line, **self.logprobs(choice.logprobs), **self.closing(choice.finish)})
+
+    def logprobs(self, items: Sequence[WireLogprob]) -> JsonObject:
+        return {"logprobs": chat_logprobs(items, self.top)} if items else {}
 
     async def events(self) -> AsyncIterator[bytes]:
         parser = self.ask.parser() if self.ask is not None else None
@@ -192,17 +198,20 @@ class OllamaReply:
             if piece is None:
                 continue  # a keep-alive: JSON lines have no comment syntax for it
             finish = piece.finish or finish
-            if piece.reasoning:
-                yield dumps(self.line("", [], False, piece.reasoning)) + b"\n"
+            lines = [self.line("", [], False, piece.reasoning)] if piece.reasoning else []
             found = [("text", piece.text)] if parser is None else parser.push(piece.text)
             if parser is not None and piece.finish is not None:
                 found += parser.finish()
-            for kind, value in found:
-                if value:
-                    line = self.line(
-                        value if kind == "text" else "", [value] if kind == "call" else [], False
-                    )
-                    yield dumps(line) + b"\n"
+            lines += [
+                self.line(value, [], False) if kind == "text" else self.line("", [value], False)
+                for kind, value in found
+                if value
+            ]
+            if piece.logprobs:  # sent at once, also where the parser holds the text back
+                lines = lines or [self.line("", [], False)]
+                lines[-1] |= self.logprobs(piece.logprobs)
+            for line in lines:
+                yield dumps(line) + b"\n"
         if all(run.done is not None for run in self.call.runs):
             yield dumps({**self.line("", [], True), **self.closing(finish)}) + b"\n"
 
@@ -225,12 +234,14 @@ def structure(body: JsonObject) -> JsonObject:
     }
 
 
-def thinking(body: JsonObject) -> JsonObject:
-    """`think` in chat fields: true, false, or a level."""
+def chat_fields(body: JsonObject) -> JsonObject:
+    """What both routes share, in chat fields. `think` is true, false, or a level."""
+    fields = {**sampling(body.get("options") or {}), **structure(body)}
+    fields |= {name: body[name] for name in ("logprobs", "top_logprobs") if name in body}
     think = body.get("think")
-    if isinstance(think, str):
-        return {"reasoning_effort": think}
-    return {} if think is None else {"think": think}
+    if think is not None:
+        fields["reasoning_effort" if isinstance(think, str) else "think"] = think
+    return fields
 
 
 async def chat(call: RequestContext) -> Response:
@@ -238,12 +249,7 @@ async def chat(call: RequestContext) -> Response:
     body, model = call.given, call.served_model()
     if not asked.messages:
         return await load_only(call, body, model, {"message": {"role": "assistant", "content": ""}})
-    fields = {
-        **sampling(body.get("options") or {}),
-        **structure(body),
-        **thinking(body),
-        "messages": messages_of(body["messages"]),
-    }
+    fields = {**chat_fields(body), "messages": messages_of(body["messages"])}
     last = fields["messages"][-1]
     fields["continue_final"] = last["role"] == "assistant" and not last.get("tool_calls")
     if body.get("tools"):
@@ -259,16 +265,13 @@ async def generate(call: RequestContext) -> Response:
     body, model, prompt = call.given, call.served_model(), asked.prompt
     if not prompt:
         return await load_only(call, body, model, {"response": ""})
-    values = sampling(body.get("options") or {})
     if asked.raw:
-        return await _raw(call, body, model, prompt, values)
+        return await _raw(call, body, model, prompt)
     if asked.parse_special:
         raise invalid("parse_special", "only with raw; the chat template adds the control tokens")
     system = [{"role": "system", "content": body["system"]}] if "system" in body else []
     fields = {
-        **values,
-        **structure(body),
-        **thinking(body),
+        **chat_fields(body),
         "messages": [*system, {"role": "user", "content": prompt}],
         "prompt": prompt,
     }
@@ -278,20 +281,24 @@ async def generate(call: RequestContext) -> Response:
     )
 
 
-async def _raw(
-    call: RequestContext, body: JsonObject, model: str, prompt: str, values: JsonObject
-) -> Response:
+async def _raw(call: RequestContext, body: JsonObject, model: str, prompt: str) -> Response:
     if "system" in body:
         raise invalid("system", "only without raw; a raw prompt has no system message")
     if body.get("think") is not None:
         raise invalid("think", "only without raw; a raw prompt has no chat template to switch it")
+    values = sampling(body.get("options") or {})
+    top = body.get("top_logprobs") or 0
+    if body.get("logprobs"):
+        values["logprobs"] = top
+    elif top:
+        raise invalid("top_logprobs", "needs logprobs: true")
     form = structure(body).get("response_format")
     if form:
         values["json_schema"] = form.get("json_schema", {}).get("schema", {"type": "object"})
     to_params.check_text_length("prompt", prompt, call.state.facts)
     state = call.state
-    params = to_params.finish_params(values, state, names=NAMES)
-    call.names = NAMES
+    params = to_params.finish_params(values, state, names=RAW_NAMES)
+    call.names = RAW_NAMES
     num_ctx, open_end = window(call, body.get("options") or {})
     message = Generate(
         call.next_id(),

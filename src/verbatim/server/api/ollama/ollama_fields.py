@@ -20,7 +20,7 @@ from verbatim.server.api.common.field_rules import (
     ignored,
     refused,
 )
-from verbatim.server.api.common.schemas import Label, Length, Text, Tool
+from verbatim.server.api.common.schemas import Alternatives, Label, Length, Text, Tool
 from verbatim.server.api.ollama.ollama_schemas import (
     KeepAlive,
     OllamaEmbedOptions,
@@ -54,8 +54,8 @@ class _OllamaText(RequestBody):
     think: bool | Literal["low", "medium", "high"] | None = honoured(
         "true or a level switches thinking on, false off, where the chat template has the switch"
     )
-    logprobs: Literal[False] | None = refused("use /v1/chat/completions", False)
-    top_logprobs: Literal[0] | None = refused("use /v1/chat/completions", 0)
+    logprobs: bool | None = honoured("report each token's log-probability")
+    top_logprobs: Alternatives | None = honoured("alternatives for each token; needs logprobs")
     truncate: bool | None = ignored(
         "a prompt is never truncated; one that does not fit is refused", False
     )
