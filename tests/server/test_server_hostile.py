@@ -925,7 +925,8 @@ def test_a_wrong_field_of_a_text_block_is_named() -> None:
     )
 
 
-CHAT = "/v1/chat/completions"
+CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
 HI = [{"role": "user", "content": "hi"}]
 WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, {"messages": [{"role": "king", "content": ""}]}, "messages[0].role", "one of 'system'"),
@@ -938,6 +939,14 @@ WRONG: list[tuple[str, dict[str, Any], str, str]] = [
     ("/api/chat", {"messages": HI, "temperature": 1}, "temperature", "did you mean options?"),
     ("/tokenize", {"content": "hi"}, "content", "did you mean prompt?"),
     ("/api/chat", {"messages": HI, "think": "x"}, "think", "a valid boolean or 'low', 'medium'"),
+    (CHAT, {"messages": HI, "tool_choice": ALLOWED}, "tool_choice.type", "only those tools in"),
+    (RESPONSES, {"input": "", "tool_choice": {"type": []}}, "tool_choice.type", "'function' (got"),
+    (RESPONSES, {"input": "", "tool_choice": ALLOWED}, "tool_choice.type", "(got 'allowed_tools')"),
+    (RESPONSES, {"input": [{"type": "item_reference"}]}, "input[0].type", "previous_response_id"),
+    (RESPONSES, {"input": [{"type": "computer_call"}]}, "input[0].type", "'function_call'"),
+    (RESPONSES, {"input": [{"type": "reasoning", "role": ""}]}, "input[0].role", "unknown field"),
+    (RESPONSES, {"input": [{"content": ""}]}, "input[0].role", "is required"),
+    (RESPONSES, {"input": ["hi"]}, "input[0]", "an object (got 'hi')"),
 ]
 
 

@@ -358,6 +358,24 @@ def test_a_misspelt_route_gets_the_nearest_one(fake: Live, path: str, meant: str
 
 
 @pytest.mark.parametrize(
+    ("path", "instead"),
+    [
+        ("/v1/responses/resp_1/cancel", "disconnect"),
+        ("/v1/responses/compact", "send a shorter input"),
+        ("/v1/conversations", "previous_response_id"),
+        ("/v1/uploads", "/v1/files"),
+        ("/v1/audio/speech", "only text"),
+    ],
+)
+def test_a_route_of_openai_that_is_not_here_says_what_is(
+    fake: Live, path: str, instead: str
+) -> None:
+    answer = fake.post(path, {"model": "m"})
+    assert answer.status_code == 404
+    assert instead in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
     ("field", "route", "said"),
     [
         ("guided_json", "/v1/messages", "did you mean output_config?"),

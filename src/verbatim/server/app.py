@@ -29,7 +29,14 @@ from verbatim.server.api.common.request_context import (
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute
 from verbatim.server.api.common.to_params import count_seeds
 from verbatim.server.api.common.validate import check_query
-from verbatim.server.api.routes import PROTOCOLS, QUEUED_PATHS, error_body, is_open, unknown_route
+from verbatim.server.api.routes import (
+    PROTOCOLS,
+    QUEUED_PATHS,
+    absent_route,
+    error_body,
+    is_open,
+    unknown_route,
+)
 from verbatim.server.auth import AUTH_AND_CORS_HEADERS, OPEN_ROUTES, Access
 from verbatim.server.http_metrics import METRICS_TYPE
 from verbatim.server.problem import Problem
@@ -108,10 +115,11 @@ def problem_response(path: str, problem: Problem) -> Response:
 async def _http_exception(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = request.url.path
+    why = absent_route(path)
     problem = (
         Problem("method_not_allowed", "no such method on this route")
-        if error.status_code == 405
-        else Problem("not_found", unknown_route(path))
+        if error.status_code == 405 and why is None
+        else Problem("not_found", why or unknown_route(path))
     )
     response = problem_response(path, problem)
     response.headers.update(error.headers or {})

@@ -65,16 +65,20 @@ def is_open(path: str) -> bool:
     return any(protocol.is_open(path) for protocol in PROTOCOLS)
 
 
+def absent_route(path: str) -> str | None:
+    """Why a route of a protocol is not here; None: no protocol has this path."""
+    return next(filter(None, (protocol.absent_route(path) for protocol in PROTOCOLS)), None)
+
+
 def unknown_route(path: str) -> str:
-    """Why there is no such route, with a suggestion: the same path under /v1, else a similar
-    one."""
+    """There is no such route, with a suggestion: the same path under /v1, else a similar one."""
     from difflib import get_close_matches
 
     known = [route.path for route in ROUTES if "{" not in route.path and route.path != "/"]
     under_v1 = f"/v1{path.rstrip('/')}"
     near = [under_v1] if under_v1 in known else get_close_matches(path[:64], known, 1, cutoff=0.8)
     meant = f"; did you mean {near[0]}?" if near else ""
-    return _owner(path).unknown_route(path) or f"no such route{meant}; /openapi.json lists them"
+    return f"no such route{meant}; /openapi.json lists them"
 
 
 def _owner(path: str) -> ApiProtocol:

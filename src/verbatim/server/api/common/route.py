@@ -68,7 +68,7 @@ class ApiProtocol:
     defaults: str = "openai"  # whose sampling defaults hold (PROTOCOLS of base/defaults.py)
     prefix: str = ""  # errors of every path that starts with it have the shape of `error_body`
     error_body: Callable[[Problem], JsonObject] = Problem.body
-    unknown_route: Callable[[str], str | None] = _no_hint  # why a path under the prefix is none
+    absent_route: Callable[[str], str | None] = _no_hint  # why a path is no route here
     is_open: Callable[[str], bool] = _no_page  # whether a path needs no API key
     # Ollama's documentation calls curl without a content type, and its client spells names of
     # models in any case.

@@ -59,6 +59,12 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "lora_request": ("adapter",),
 }
 
+# A type that is not supported -> what is there instead
+INSTEAD = {
+    "allowed_tools": "; list only those tools in tools",
+    "item_reference": "; send the item itself, or previous_response_id",
+}
+
 # content part types that are not text, in all protocols
 MEDIA = (
     "image_url",
@@ -85,15 +91,14 @@ def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> 
     other_kind = _built_in_tool(paths) or _media(paths, data)
     if other_kind is not None:
         return other_kind
-    path, chosen = max(
-        paths, key=lambda item: (len(item[0]), item[1]["type"] not in TYPE_MISMATCHES)
-    )
+    path, chosen = max(paths, key=_rank)
     if chosen["type"].startswith("union_tag_"):  # a missing or unknown role or type
-        path.append(chosen["ctx"]["discriminator"].strip("'"))
+        path.append("role" if "role" in chosen["ctx"]["discriminator"] else "type")
     param = format_path(path)
     if chosen["type"] == "union_tag_invalid":
         expected, got = chosen["ctx"]["expected_tags"], chosen["ctx"]["tag"]
-        return invalid(param, f"input should be one of {expected} (got {got!r:.40})")
+        instead = INSTEAD.get(got, "")
+        return invalid(param, f"input should be one of {expected} (got {got!r:.40}){instead}")
     if (why := _refused_member(path, body)) is not None:
         return unsupported(param, f"not supported; {why}")
     if chosen["type"] in ("missing", "union_tag_not_found"):
@@ -106,7 +111,15 @@ def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> 
             )
         return Problem("unknown_parameter", f"{param}: unknown field{near}", param=param)
     accepted = _accepted([e for where, e in paths if where == path], chosen)
-    return invalid(param, _message(chosen, accepted))
+    instead = INSTEAD.get(str(chosen["input"]), "") if path[-1:] == ["type"] else ""
+    return invalid(param, _message(chosen, accepted) + instead)
+
+
+def _rank(item: tuple[Path, ErrorDetails]) -> tuple[int, bool, bool]:
+    """The most useful error is the highest. A type of another kind explains the missing fields."""
+    path, error = item
+    mismatch = error["type"] in TYPE_MISMATCHES
+    return len(path), path[-1:] == ["type"] and error["type"] == "literal_error", not mismatch
 
 
 def _built_in_tool(paths: Paths) -> Problem | None:

@@ -53,7 +53,7 @@ PROTOCOL = ApiProtocol(
     defaults="ollama",
     prefix="/api/",
     error_body=lambda problem: {"error": problem.message},
-    unknown_route=ollama_models.fixed_models,
+    absent_route=ollama_models.fixed_models,
     any_content_type=True,
     any_case=True,
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query
 from verbatim.server.api.openai import (
     batches,
@@ -42,6 +44,20 @@ _FILES = {
 _BATCHES = {name: _PAGE[name] for name in ("after", "limit")}
 _FILE, _BATCH = "/v1/files", "/v1/batches"
 _CHAT, _RESPONSE = "/v1/chat/completions", "/v1/responses"
+# Routes of OpenAI that are not here (regular expressions) -> what is there instead
+_ABSENT = {
+    "/v1/responses/compact": "nothing is compacted; send a shorter input",
+    "/v1/responses/[^/]+/cancel": "no response runs in the background; to cancel one, disconnect",
+    "/v1/conversations": "use previous_response_id of /v1/responses",
+    "/v1/uploads": "send the whole file to /v1/files",
+    "/v1/(audio|images|videos)": "only text input and output are supported",
+}
+
+
+def _absent(path: str) -> str | None:
+    whys = (why for pattern, why in _ABSENT.items() if re.match(pattern, path))
+    return next((f"no such route; {why}" for why in whys), None)
+
 
 PROTOCOL = ApiProtocol(
     (
@@ -81,5 +97,6 @@ PROTOCOL = ApiProtocol(
         ApiRoute(_BATCH, batches.list_batches, method="GET", queries=_BATCHES),
         ApiRoute(f"{_BATCH}/{{id}}", batches.get_batch, method="GET"),
         ApiRoute(f"{_BATCH}/{{id}}/cancel", batches.cancel),
-    )
+    ),
+    absent_route=_absent,
 )

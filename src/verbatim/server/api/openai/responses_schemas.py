@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.field_rules import NO_VERBOSITY, ignored
@@ -65,12 +65,19 @@ class InputReasoning(Strict):
     status: Literal["in_progress", "completed", "incomplete"] | None = None
 
 
-ResponseInput = (
-    Text
-    | Annotated[
-        list[InputMessage | InputCall | InputCallOutput | InputReasoning], Field(max_length=4096)
-    ]
-)
+def _type(item: object) -> object:
+    """A message may come without its type."""
+    return item.get("type", "message") if isinstance(item, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_type),
+]
+ResponseInput = Text | Annotated[list[InputItem], Field(max_length=4096)]
 
 
 class ResponseTool(Strict):
