@@ -31,7 +31,13 @@ from verbatim.server.problem import Problem
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
 from verbatim.server.settings import Limits, Settings
-from verbatim.server.storage.answer_store import KEEP_SECONDS, WINDOW_SECONDS, Store, file_item
+from verbatim.server.storage.answer_store import (
+    KEEP_SECONDS,
+    RESERVE,
+    WINDOW_SECONDS,
+    Store,
+    file_item,
+)
 from verbatim.server.storage.batch_runner import BatchRunner
 
 pytestmark = pytest.mark.server
@@ -142,7 +148,7 @@ async def test_a_state_directory_that_cannot_be_used_is_refused_by_name(tmp_path
     with contextlib.closing(sqlite3.connect(file)) as db:
         db.execute("CREATE TABLE others (x)")
     assert "another program wrote" in refused(folder)
-    assert list(folder.iterdir()) == [file]
+    assert set(folder.iterdir()) == {file, folder / "reserve"}
     with pytest.raises(ParameterError, match="state_dir: is empty; name a directory"):
         Store(9, 10**9, "")
 
@@ -210,6 +216,26 @@ async def test_a_full_disk_is_named_and_a_deletion_needs_no_checkpoint(tmp_path:
     store._db = disk
     await store.delete("t", "chat", "a")
     assert await store.of("t", "chat") == []
+    store.close()
+
+
+async def test_a_deletion_on_a_full_disk_has_the_space_of_the_reserve(tmp_path: Path) -> None:
+    """SQLite writes what it frees to its log first, so it needs space to free some."""
+    store, reserve = Store(9, 10**9, str(tmp_path / "state")), tmp_path / "state" / "reserve"
+    await store.put("t", "chat", "a", {"id": "a"})
+    assert reserve.stat().st_size == RESERVE
+
+    class Full(FullDisk):
+        def execute(self, sql: str, *values: Any) -> Any:
+            return (super() if reserve.exists() else self.db).execute(sql, *values)
+
+    disk: Any = Full(store._db, "DELETE", "INSERT")
+    store._db = disk
+    with pytest.raises(Problem, match="the state directory is full"):
+        await store.put("t", "chat", "b", {"id": "b"})
+    await store.delete("t", "chat", "a")
+    assert await store.of("t", "chat") == []
+    assert reserve.stat().st_size == RESERVE, "for the next time"
     store.close()
 
 
@@ -336,8 +362,9 @@ async def test_a_batch_has_one_line_per_request_and_the_rejected_ones_are_sent_a
 
 
 async def test_a_restarted_server_runs_the_requests_without_a_line_only(
-    rig: Callable[[], Rig],
+    rig: Callable[[], Rig], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "verbatim.server")
     r = rig()
     await r.create(*(line(f"c{i}") for i in range(9)), line("hang"), line("late"))
     await r.answered("out-b", 10)
@@ -348,6 +375,10 @@ async def test_a_restarted_server_runs_the_requests_without_a_line_only(
     again.app.released.set()
     batch = await again.ended("completed")
     assert set(again.app.asked) == {"hang"}
+    assert caplog.messages == [
+        "batch b starts: 11 of 11 requests",
+        "batch b resumes: 1 of 11 requests",
+    ]
     assert len(await again.lines(batch["output_file_id"])) == 11
 
 

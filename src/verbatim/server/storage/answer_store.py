@@ -29,6 +29,7 @@ Kind = Literal["chat", "response", "file", "batch"]
 Statement = tuple[str, *tuple[object, ...]]  # SQL and its values
 Rows = list[Any]  # of columns, whose types SQLite knows at run time
 FILE = "state.sqlite3"
+RESERVE = 8 << 20  # bytes; the WAL has up to 4 MiB to move, and a deletion writes what it frees
 VERSION = 1  # of the tables below; a file of a higher one is refused
 WINDOW_SECONDS = 24 * 3600  # completion_window of a batch
 KEEP_SECONDS = 30 * 24 * 3600  # until a file, or a finished batch, is deleted
@@ -98,6 +99,8 @@ class Store:
         if folder == "":
             raise ParameterError("state_dir", "is empty; name a directory")
         self._db = None if folder is None else _open(Path(folder).expanduser())
+        self._reserve = Path(folder or "").expanduser() / "reserve"
+        self._take_reserve()
 
     @property
     def enabled(self) -> bool:
@@ -209,12 +212,24 @@ class Store:
         def work(db: sqlite3.Connection) -> Rows:
             return [db.execute(sql, values).fetchall() for sql, *values in statements][-1]
 
-        rows = await self._run(work)
-        if statements[0][0].startswith("DELETE"):
-            await self._run(_empty_log)
+        if not statements[0][0].startswith("DELETE"):
+            return await self._run(work)
+        rows = await self._run(work, frees=True)
+        await self._run(_empty_log)
+        await self._run(lambda _: self._take_reserve())
         return rows
 
-    async def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
+    def _take_reserve(self) -> None:
+        """Fill a file that a deletion on a full disk removes: SQLite needs space to free some."""
+        if self.folder is None or self._reserve.exists():
+            return
+        try:
+            self._reserve.touch(0o600)
+            self._reserve.write_bytes(bytes(RESERVE))
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
+
+    async def _run(self, work: Callable[[sqlite3.Connection], T], *, frees: bool = False) -> T:
         def transaction() -> T:
             if self._db is None:
                 self._db = _connect(":memory:")
@@ -224,6 +239,9 @@ class Store:
             except sqlite3.OperationalError as error:
                 if "full" not in str(error):
                     raise
+                if frees and self.folder is not None and self._reserve.exists():
+                    self._reserve.unlink()
+                    return transaction()
                 log.error("%s: %s", self.folder, error)
                 why = "the state directory is full; free space, or delete files and answers"
                 raise Problem("state_full", why) from None

@@ -144,6 +144,8 @@ class BatchRunner:
                 await self._store.execute((ADD_LINE, output, n, dumps(answer) + b"\n"))
 
         lines = [{"n": n} for n in (await self._todo(item, numbers)).values()]
+        verb = "starts" if batch["status"] == "validating" else "resumes"
+        log.info("batch %s %s: %d of %d requests", batch["id"], verb, len(lines), len(numbers))
         await answer_in_rounds(
             lambda line: self._send(tenant, batch, line["n"]),
             lines,
