@@ -57,8 +57,6 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made from files outside docs/."""
-    for name in tables.MADE_PAGES:
-        files.append(File.generated(config, name, content=tables.page(name)))
     for name, page in ROOT_PAGES.items():
         text = (ROOT / name).read_text("utf-8")
         files.append(File.generated(config, page, content=text))

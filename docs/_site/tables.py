@@ -1,7 +1,7 @@
 """What the documentation shows of the code: flags, settings, parameters, metrics, whole pages.
 
-A line `<!-- generate: NAME -->` of a page stands for the table of that name; MADE_PAGES are pages
-without a file. Both are made when the site is built (`make docs`), and nothing made is in git.
+A line "Made from the code by `make docs`: NAME" of a page stands for the table, or the whole page,
+of that name. They are made when the site is built, and nothing made is in git.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SHARED = ("Model and engine", "Sampling")  # sections of flags that many command
 
 DOCS = Path(__file__).parents[1]
 ROOT = DOCS.parent
-PART = re.compile(r"^<!-- generate: ([\w-]+) -->$", re.MULTILINE)
+MADE = "*Made from the code by `make docs`: "
+PART = re.compile(rf"^{re.escape(MADE)}([\w-]+)\*$", re.MULTILINE)
 # Folders of the modules that make pages and tables; MkDocs restores sys.path after it loads a hook.
 FOLDERS = [str(ROOT / name) for name in ("docs/_site", "tests", "tests/parity", "tests/sampling")]
 
@@ -41,15 +42,8 @@ def filled(text: str) -> str:
 
 @cache
 def page(name: str) -> str:
-    """The whole text of a page of docs/, also of one that has no file."""
-    if name in MADE_PAGES:
-        return MADE_PAGES[name]()
+    """The whole text of a page of docs/."""
     return filled((DOCS / name).read_text("utf-8"))
-
-
-def page_names() -> list[str]:
-    files = (path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
-    return sorted({*files, *MADE_PAGES})
 
 
 def config_keys() -> str:
@@ -68,13 +62,6 @@ def api_fields() -> str:
     import server_tables
 
     return server_tables.fields_page()
-
-
-MADE_PAGES: dict[str, Callable[[], str]] = {
-    "api-fields.md": api_fields,
-    "config-keys.md": config_keys,
-    "model-parity.md": model_parity,
-}
 
 
 # --------------------------------------------------------------------------------- the command line
@@ -367,6 +354,9 @@ def recordings() -> str:
 
 
 GENERATORS: dict[str, Callable[[], str]] = {
+    "api-fields": api_fields,
+    "config-keys": config_keys,
+    "model-parity": model_parity,
     "recordings": recordings,
     "cli": cli,
     "engine-config": engine_config,
