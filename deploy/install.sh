@@ -7,6 +7,6 @@ set -eu
 source=${1:-file://$(cd "$(dirname "$0")/.." && pwd)}
 wanted="verbatim-engine[server,grammar] @ $source"
 command -v uv >/dev/null && exec uv tool install "$wanted"
-command -v pipx >/dev/null && exec pipx install "$wanted"
+command -v pipx >/dev/null && exec pipx install --pip-args=--no-compile "$wanted"
 echo "install uv (https://docs.astral.sh/uv) or pipx first" >&2
 exit 1

@@ -244,8 +244,10 @@ def test_another_distribution_with_our_module_is_named(tmp_path: Path) -> None:
     assert "another project" not in none.stdout + none.stderr
 
 
-@pytest.mark.parametrize("tool", ["uv tool", "pipx"])
-def test_the_installer_only_runs_uv_or_pipx(tool: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tool", "flags"), [("uv tool", []), ("pipx", ["--pip-args=--no-compile"])]
+)
+def test_the_installer_only_runs_uv_or_pipx(tool: str, flags: list[str], tmp_path: Path) -> None:
     """From the checkout or a given wheel, never by name from an index."""
     script, name = ROOT / "deploy" / "install.sh", tool.partition(" ")[0]
     (tmp_path / name).write_text('#!/bin/sh\nfor word; do echo "$word"; done\n')
@@ -256,7 +258,7 @@ def test_the_installer_only_runs_uv_or_pipx(tool: str, tmp_path: Path) -> None:
         command = ["/bin/sh", str(script), *words]
         return subprocess.check_output(command, env={"PATH": str(tmp_path)}, text=True).split("\n")
 
-    verbs = [*tool.split(" ")[1:], "install"]
+    verbs = [*tool.split(" ")[1:], "install", *flags]
     wanted = "verbatim-engine[server,grammar] @ "
     assert run() == [*verbs, f"{wanted}file://{ROOT}", ""]
     assert run("https://host/x.whl") == [*verbs, f"{wanted}https://host/x.whl", ""]
