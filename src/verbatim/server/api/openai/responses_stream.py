@@ -27,6 +27,64 @@ from verbatim.server.api.openai.responses_object import (
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import WireFinish, WireLogprob
 
+Event = tuple[str, JsonObject]  # its type after "response.", and its data
+TEXTS = {  # type of an item -> its text in the names of events
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
+
+
+def begin(item: JsonObject, index: int) -> list[Event]:
+    """The events of an item before its text; `index`: its place in the output."""
+    empty: JsonObject = {"content": []}
+    if item["type"] == "function_call":
+        empty = {"arguments": ""}
+    # reasoning is sealed when it ends
+    kept = {name: value for name, value in item.items() if name != "encrypted_content"}
+    added = {"output_index": index, "item": {**kept, **empty, "status": "in_progress"}}
+    out: list[Event] = [("output_item.added", added)]
+    if item["type"] == "message":
+        part = {**item["content"][0], "text": "", "logprobs": []}
+        out.append(("content_part.added", {**_where(item, index), "part": part}))
+    return out
+
+
+def delta(item: JsonObject, index: int, text: str, pad: bool = False, **more: Any) -> Event:
+    padding = {"obfuscation": obfuscation(text)} if pad else {}
+    data = {**_where(item, index), "delta": text, **more, **padding}
+    return f"{TEXTS[item['type']]}.delta", data
+
+
+def end(item: JsonObject, index: int) -> list[Event]:
+    """The events of a finished item after its text."""
+    where = _where(item, index)
+    if item["type"] == "function_call":
+        text = {"name": item["name"], "arguments": item["arguments"]}
+    else:
+        (part,) = item["content"]
+        text = {name: part[name] for name in ("text", "logprobs") if name in part}
+    out: list[Event] = [(f"{TEXTS[item['type']]}.done", {**where, **text})]
+    if item["type"] == "message":
+        out.append(("content_part.done", {**where, "part": part}))
+    return [*out, ("output_item.done", {"output_index": index, "item": item})]
+
+
+def whole(item: JsonObject, index: int, pad: bool = False) -> list[Event]:
+    """All events of a finished item, its text in one delta."""
+    if item["type"] == "function_call":
+        only = delta(item, index, item["arguments"])
+    else:
+        (part,) = item["content"]
+        shown = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
+        only = delta(item, index, part["text"], pad and bool(shown), **shown)
+    return [*begin(item, index), only, *end(item, index)]
+
+
+def _where(item: JsonObject, index: int) -> JsonObject:
+    at = {"item_id": item["id"], "output_index": index}
+    return at if item["type"] == "function_call" else {**at, "content_index": 0}
+
 
 class ResponseEvents:
     """Builds the typed, numbered events of one stream."""
@@ -46,6 +104,9 @@ class ResponseEvents:
         made = sse({"type": kind, "sequence_number": self.number, **data}, kind)
         self.number += 1
         return made
+
+    def _all(self, events: Sequence[Event]) -> list[bytes]:
+        return [self.event(f"response.{kind}", **data) for kind, data in events]
 
     async def events(self) -> AsyncIterator[bytes]:
         answer = self.answer
@@ -88,33 +149,24 @@ class ResponseEvents:
         if not text:
             return []
         out: list[bytes] = []
-        at = {"output_index": len(self.answer.output), "content_index": 0}
+        at = len(self.answer.output)
         if self.reasoning is None:
             self.reasoning = reasoning_item("", "in_progress")
-            blank = {**self.reasoning, "content": []}
-            out.append(
-                self.event(
-                    "response.output_item.added", output_index=at["output_index"], item=blank
-                )
-            )
+            out += self._all(begin(self.reasoning, at))
         self.reasoning["content"][0]["text"] += text
-        kind = "response.reasoning_text.delta"
-        return [*out, self.event(kind, item_id=self.reasoning["id"], **at, delta=text)]
+        return [*out, *self._all([delta(self.reasoning, at, text)])]
 
     def _close_reasoning(self, status: str) -> list[bytes]:
         if self.reasoning is None:
             return []
         item = self.answer.with_sealed({**self.reasoning, "status": status})
         self.reasoning = None
-        at = {"output_index": len(self.answer.output)}
-        text = item["content"][0]["text"]
+        return self._finished(item)
+
+    def _finished(self, item: JsonObject) -> list[bytes]:
+        out = self._all(end(item, len(self.answer.output)))
         self.answer.output.append(item)
-        return [
-            self.event(
-                "response.reasoning_text.done", item_id=item["id"], content_index=0, **at, text=text
-            ),
-            self.event("response.output_item.done", **at, item=item),
-        ]
+        return out
 
     def _answer_events(self, piece: ChoiceDelta) -> list[bytes]:
         parser = self.parser
@@ -140,74 +192,28 @@ class ResponseEvents:
             return out
         if self.open is None:
             out += self._begin()
+        assert self.open is not None
         self.text += text
         self.logprobs += logprobs
-        padding = {"obfuscation": obfuscation(text)} if self.pad else {}
-        fields = {"delta": text, "logprobs": self.answer.logprobs(logprobs), **padding}
-        out.append(self.event("response.output_text.delta", **self._where(), **fields))
-        return out
+        shown = {"logprobs": self.answer.logprobs(logprobs)}
+        event = delta(self.open, len(self.answer.output), text, self.pad, **shown)
+        return [*out, *self._all([event])]
 
     def _begin(self) -> list[bytes]:
         self.open = self.answer.message("", [], "in_progress")
-        blank = {**self.open, "content": []}
-        return [
-            self.event(
-                "response.output_item.added", output_index=len(self.answer.output), item=blank
-            ),
-            self.event(
-                "response.content_part.added", **self._where(), part=self.open["content"][0]
-            ),
-        ]
-
-    def _where(self) -> JsonObject:
-        assert self.open is not None
-        return {
-            "item_id": self.open["id"],
-            "output_index": len(self.answer.output),
-            "content_index": 0,
-        }
+        return self._all(begin(self.open, len(self.answer.output)))
 
     def _close(self, status: str) -> list[bytes]:
         if self.open is None:
             return []
         item = {**self.answer.message(self.text, self.logprobs, status), "id": self.open["id"]}
-        part = item["content"][0]
-        out = [
-            self.event(
-                "response.output_text.done",
-                **self._where(),
-                text=self.text,
-                logprobs=part["logprobs"],
-            ),
-            self.event("response.content_part.done", **self._where(), part=part),
-            self.event(
-                "response.output_item.done", output_index=len(self.answer.output), item=item
-            ),
-        ]
-        self.answer.output.append(item)
         self.open, self.text, self.logprobs = None, "", []
-        return out
+        return self._finished(item)
 
     def _call(self, call: Any) -> list[bytes]:
         item = function_call_item(call, "completed")
-        at = {"item_id": item["id"], "output_index": len(self.answer.output)}
-        out = [
-            self.event(
-                "response.output_item.added",
-                output_index=at["output_index"],
-                item={**item, "arguments": "", "status": "in_progress"},
-            ),
-            self.event("response.function_call_arguments.delta", **at, delta=call.arguments),
-            self.event(
-                "response.function_call_arguments.done",
-                **at,
-                name=call.name,
-                arguments=call.arguments,
-            ),
-            self.event("response.output_item.done", output_index=at["output_index"], item=item),
-        ]
         self.answer.output.append(item)
-        return out
+        return self._all(whole(item, len(self.answer.output) - 1))
 
     async def _end(self, finish: WireFinish | None) -> list[bytes]:
         status = "incomplete" if finish_reason(finish) == "length" else "completed"

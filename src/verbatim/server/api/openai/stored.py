@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator
 from starlette.responses import Response
 
 from verbatim.base.json_io import JsonObject
-from verbatim.server.api.common.generate import obfuscation
 from verbatim.server.api.common.request_context import EventStream, Json, RequestContext, sse
 from verbatim.server.api.openai.openai_fields import ChatCompletionUpdate
+from verbatim.server.api.openai.responses_stream import Event, whole
 from verbatim.server.problem import invalid
 
 
@@ -129,77 +129,14 @@ async def _replay(made: JsonObject, after: int, pad: bool) -> AsyncIterator[byte
     """Replay a stored response as stream events, each text in one delta."""
     for number, (kind, data) in enumerate(_events(made, pad)):
         if number > after:
-            yield sse({"type": kind, "sequence_number": number, **data}, kind)
+            name = f"response.{kind}"
+            yield sse({"type": name, "sequence_number": number, **data}, name)
 
 
-def _events(made: JsonObject, pad: bool) -> list[tuple[str, JsonObject]]:
-    unfinished: JsonObject = {
-        "status": "in_progress",
-        "output": [],
-        "usage": None,
-        "incomplete_details": None,
-    }
-    begun = {k: v for k, v in made.items() if k != "completed_at"} | unfinished
-    out: list[tuple[str, JsonObject]] = [
-        ("response.created", {"response": begun}),
-        ("response.in_progress", {"response": begun}),
-    ]
+def _events(made: JsonObject, pad: bool) -> list[Event]:
+    begun = {k: v for k, v in made.items() if k != "completed_at"}
+    begun |= {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+    out: list[Event] = [(kind, {"response": begun}) for kind in ("created", "in_progress")]
     for index, item in enumerate(made["output"]):
-        spell = _EVENTS[item["type"]]
-        out += [(f"response.{kind}", data) for kind, data in spell(item, index, pad)]
-    return [*out, (f"response.{made['status']}", {"response": made})]
-
-
-def _message_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, JsonObject]]:
-    (part,) = item["content"]
-    where = {"item_id": item["id"], "output_index": index, "content_index": 0}
-    text = {**where, "logprobs": part["logprobs"]}
-    padding = {"obfuscation": obfuscation(part["text"])} if pad else {}
-    return [
-        (
-            "output_item.added",
-            {"output_index": index, "item": {**item, "status": "in_progress", "content": []}},
-        ),
-        ("content_part.added", {**where, "part": {**part, "text": "", "logprobs": []}}),
-        ("output_text.delta", {**text, "delta": part["text"], **padding}),
-        ("output_text.done", {**text, "text": part["text"]}),
-        ("content_part.done", {**where, "part": part}),
-        ("output_item.done", {"output_index": index, "item": item}),
-    ]
-
-
-def _call_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, JsonObject]]:
-    where = {"item_id": item["id"], "output_index": index}
-    return [
-        (
-            "output_item.added",
-            {"output_index": index, "item": {**item, "arguments": "", "status": "in_progress"}},
-        ),
-        ("function_call_arguments.delta", {**where, "delta": item["arguments"]}),
-        (
-            "function_call_arguments.done",
-            {**where, "name": item["name"], "arguments": item["arguments"]},
-        ),
-        ("output_item.done", {"output_index": index, "item": item}),
-    ]
-
-
-def _reasoning_events(item: JsonObject, index: int, pad: bool) -> list[tuple[str, JsonObject]]:
-    (part,) = item["content"]
-    where = {"item_id": item["id"], "output_index": index, "content_index": 0}
-    # reasoning is sealed when it ends
-    begun = {k: v for k, v in item.items() if k != "encrypted_content"}
-    begun |= {"status": "in_progress", "content": []}
-    return [
-        ("output_item.added", {"output_index": index, "item": begun}),
-        ("reasoning_text.delta", {**where, "delta": part["text"]}),
-        ("reasoning_text.done", {**where, "text": part["text"]}),
-        ("output_item.done", {"output_index": index, "item": item}),
-    ]
-
-
-_EVENTS = {
-    "message": _message_events,
-    "function_call": _call_events,
-    "reasoning": _reasoning_events,
-}
+        out += whole(item, index, pad)
+    return [*out, (made["status"], {"response": made})]
