@@ -16,10 +16,6 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
 
 
-MAX_CHECKED = 20_000  # characters of a grammar; a larger one may take seconds to compile
-MAX_RECEIPT = 16_000_000  # bytes; a prompt of a million tokens fits
-
-
 def open_llm(
     flags: Values, *, quiet: bool = False, generates: bool = False, interruptible: bool = False
 ) -> LLM:

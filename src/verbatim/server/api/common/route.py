@@ -7,6 +7,7 @@ list of them is in `server/api/routes.py`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,12 +55,7 @@ class ApiRoute:
         return self.path.replace(":path", "")
 
 
-def _no_hint(path: str) -> str | None:
-    return None
-
-
-def _no_page(path: str) -> bool:
-    return False
+queued = functools.partial(ApiRoute, is_queued=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -68,8 +64,8 @@ class ApiProtocol:
     defaults: str = "openai"  # whose sampling defaults hold (PROTOCOLS of base/defaults.py)
     prefix: str = ""  # errors of every path that starts with it have the shape of `error_body`
     error_body: Callable[[Problem], JsonObject] = Problem.body
-    absent_route: Callable[[str], str | None] = _no_hint  # why a path is no route here
-    is_open: Callable[[str], bool] = _no_page  # whether a path needs no API key
+    absent_route: Callable[[str], str | None] = lambda path: None  # why a path is no route here
+    is_open: Callable[[str], bool] = lambda path: False  # whether a path needs no API key
     # Ollama's documentation calls curl without a content type, and its client spells names of
     # models in any case.
     any_content_type: bool = False

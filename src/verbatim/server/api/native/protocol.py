@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from verbatim.server.api.common.route import ApiProtocol, ApiRoute
+from verbatim.server.api.common.route import ApiProtocol, ApiRoute, queued
 from verbatim.server.api.native import info, native_fields, score_tokenize
 from verbatim.server.api.native.reranking import rerank
 
 PROTOCOL = ApiProtocol(
     (
-        ApiRoute("/v1/rerank", rerank, native_fields.Rerank, is_queued=True),
-        ApiRoute("/rerank", rerank, native_fields.LlamaRerank, is_queued=True),
-        ApiRoute("/v1/score", score_tokenize.score, native_fields.ScoreBody, is_queued=True),
-        ApiRoute("/tokenize", score_tokenize.tokenize, native_fields.TokenizeBody, is_queued=True),
-        ApiRoute(
-            "/detokenize", score_tokenize.detokenize, native_fields.DetokenizeBody, is_queued=True
-        ),
+        queued("/v1/rerank", rerank, native_fields.Rerank),
+        queued("/rerank", rerank, native_fields.LlamaRerank),
+        queued("/v1/score", score_tokenize.score, native_fields.ScoreBody),
+        queued("/tokenize", score_tokenize.tokenize, native_fields.TokenizeBody),
+        queued("/detokenize", score_tokenize.detokenize, native_fields.DetokenizeBody),
         ApiRoute("/tokenizer_info", info.tokenizer, method="GET", shows_model=True),
         ApiRoute("/health", info.health, method="GET", any_query=True),
         ApiRoute("/health/live", info.live, method="GET", any_query=True),

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from verbatim.server.api.common.route import ApiProtocol, ApiRoute
+from verbatim.server.api.common.route import ApiProtocol, ApiRoute, queued
 from verbatim.server.api.ollama import ollama, ollama_fields, ollama_models
 
 PROTOCOL = ApiProtocol(
     (
-        ApiRoute(
-            "/api/chat",
-            ollama.chat,
-            ollama_fields.OllamaChat,
-            is_queued=True,
-            loads_nothing=ollama.asks_to_unload,
+        queued(
+            "/api/chat", ollama.chat, ollama_fields.OllamaChat, loads_nothing=ollama.asks_to_unload
         ),
-        ApiRoute(
+        queued(
             "/api/generate",
             ollama.generate,
             ollama_fields.OllamaGenerate,
-            is_queued=True,
             loads_nothing=ollama.asks_to_unload,
         ),
-        ApiRoute(
-            "/api/embed",
-            ollama_models.embeddings_of_list,
-            ollama_fields.OllamaEmbed,
-            is_queued=True,
-        ),
-        ApiRoute(
-            "/api/embeddings",
-            ollama_models.embedding_of_prompt,
-            ollama_fields.OllamaEmbeddings,
-            is_queued=True,
+        queued("/api/embed", ollama_models.embeddings_of_list, ollama_fields.OllamaEmbed),
+        queued(
+            "/api/embeddings", ollama_models.embedding_of_prompt, ollama_fields.OllamaEmbeddings
         ),
         ApiRoute(
             "/api/show",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query
+from verbatim.server.api.common.route import ApiProtocol, ApiRoute, Query, queued
 from verbatim.server.api.openai import (
     batches,
     chat_completions,
@@ -61,22 +61,15 @@ def _absent(path: str) -> str | None:
 
 PROTOCOL = ApiProtocol(
     (
-        ApiRoute(
-            "/v1/completions", completions.completions, openai_fields.Completions, is_queued=True
-        ),
-        ApiRoute(_CHAT, chat_completions.chat, openai_fields.ChatCompletions, is_queued=True),
+        queued("/v1/completions", completions.completions, openai_fields.Completions),
+        queued(_CHAT, chat_completions.chat, openai_fields.ChatCompletions),
         ApiRoute(_CHAT, stored.list_chats, method="GET", queries=_CHATS),
         ApiRoute(f"{_CHAT}/{{id}}", stored.get_chat, method="GET"),
         ApiRoute(f"{_CHAT}/{{id}}", stored.update_chat, openai_fields.ChatCompletionUpdate),
         ApiRoute(f"{_CHAT}/{{id}}", stored.delete_chat, method="DELETE"),
         ApiRoute(f"{_CHAT}/{{id}}/messages", stored.chat_messages, method="GET", queries=_PAGE),
-        ApiRoute(_RESPONSE, responses.create, openai_fields.Responses, is_queued=True),
-        ApiRoute(
-            f"{_RESPONSE}/input_tokens",
-            responses.count,
-            openai_fields.ResponsesInputTokens,
-            is_queued=True,
-        ),
+        queued(_RESPONSE, responses.create, openai_fields.Responses),
+        queued(f"{_RESPONSE}/input_tokens", responses.count, openai_fields.ResponsesInputTokens),
         ApiRoute(f"{_RESPONSE}/{{id}}", stored.get_response, method="GET", queries=_REPLAY),
         ApiRoute(f"{_RESPONSE}/{{id}}", stored.delete_response, method="DELETE"),
         ApiRoute(
@@ -87,7 +80,7 @@ PROTOCOL = ApiProtocol(
         ),
         ApiRoute("/v1/models", served_models.models, method="GET"),
         ApiRoute("/v1/models/{id:path}", served_models.model, method="GET"),
-        ApiRoute("/v1/embeddings", embeddings.embeddings, openai_fields.Embeddings, is_queued=True),
+        queued("/v1/embeddings", embeddings.embeddings, openai_fields.Embeddings),
         ApiRoute(_FILE, batches.upload, openai_fields.FileUpload, is_form=True),
         ApiRoute(_FILE, batches.list_files, method="GET", queries=_FILES),
         ApiRoute(f"{_FILE}/{{id}}", batches.get_file, method="GET"),
