@@ -365,11 +365,10 @@ def test_a_misspelt_route_gets_the_nearest_one(fake: Live, path: str, meant: str
         ("/v1/conversations", "previous_response_id"),
         ("/v1/uploads", "/v1/files"),
         ("/v1/audio/speech", "only text"),
+        ("/v1/messages/batches", "/v1/batches"),
     ],
 )
-def test_a_route_of_openai_that_is_not_here_says_what_is(
-    fake: Live, path: str, instead: str
-) -> None:
+def test_a_route_that_is_not_here_says_what_is(fake: Live, path: str, instead: str) -> None:
     answer = fake.post(path, {"model": "m"})
     assert answer.status_code == 404
     assert instead in answer.json()["error"]["message"]

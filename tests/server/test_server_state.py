@@ -181,6 +181,15 @@ async def test_deletion_and_expiry_remove_the_data_from_the_disk(tmp_path: Path)
     store.close()
 
 
+async def test_of_several_deletions_one_finds_the_item(tmp_path: Path) -> None:
+    store = Store(9, 10**9, str(tmp_path / "state"))
+    await store.put("t", "chat", "a", {"id": "a"})
+    deletions = (store.delete("t", "chat", "a") for _ in range(4))
+    found = await asyncio.gather(*deletions, return_exceptions=True)
+    assert [getattr(error, "status", 200) for error in found] == [200, 404, 404, 404]
+    store.close()
+
+
 class FullDisk:
     """A connection on a full disk: statements that start with one of `fails` do."""
 

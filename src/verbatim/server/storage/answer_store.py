@@ -162,16 +162,18 @@ class Store:
 
     async def get(self, tenant: str, kind: Kind, name: str) -> JsonObject:
         sql = "SELECT item FROM items WHERE tenant = ? AND kind = ? AND id = ?"
-        found = await self.execute((sql, tenant, kind, name))
-        if not found:
-            raise Problem("not_found", f"no stored {kind} has this id; {WHERE[kind]}")
-        item: JsonObject = json.loads(found[0][0])
+        item: JsonObject = json.loads(await self._one(sql, tenant, kind, name))
         return item
 
     async def delete(self, tenant: str, kind: Kind, name: str) -> None:
-        await self.get(tenant, kind, name)
-        sql = "DELETE FROM items WHERE tenant = ? AND kind = ? AND id = ?"
-        await self.execute((sql, tenant, kind, name))
+        sql = "DELETE FROM items WHERE tenant = ? AND kind = ? AND id = ? RETURNING id"
+        await self._one(sql, tenant, kind, name)
+
+    async def _one(self, sql: str, tenant: str, kind: Kind, name: str) -> str:
+        """The value that a statement returns for one item; a 404 without such an item."""
+        for (value,) in await self.execute((sql, tenant, kind, name)):
+            return str(value)
+        raise Problem("not_found", f"no stored {kind} has this id; {WHERE[kind]}")
 
     async def of(self, tenant: str, kind: Kind) -> list[JsonObject]:
         sql = "SELECT item FROM items WHERE tenant = ? AND kind = ? ORDER BY rowid"

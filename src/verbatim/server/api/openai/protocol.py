@@ -44,13 +44,14 @@ _FILES = {
 _BATCHES = {name: _PAGE[name] for name in ("after", "limit")}
 _FILE, _BATCH = "/v1/files", "/v1/batches"
 _CHAT, _RESPONSE = "/v1/chat/completions", "/v1/responses"
-# Routes of OpenAI that are not here (regular expressions) -> what is there instead
+# Routes that are not here (regular expressions) -> what is there instead
 _ABSENT = {
     "/v1/responses/compact": "nothing is compacted; send a shorter input",
     "/v1/responses/[^/]+/cancel": "no response runs in the background; to cancel one, disconnect",
     "/v1/conversations": "use previous_response_id of /v1/responses",
     "/v1/uploads": "send the whole file to /v1/files",
     "/v1/(audio|images|videos)": "only text input and output are supported",
+    "/v1/messages/batches": "send the requests in OpenAI's form to /v1/batches",
 }
 
 
