@@ -118,6 +118,12 @@ def invalid(field: str, why: str) -> Problem:
     return Problem("invalid_parameter", f"{field}: {why}", field)
 
 
+def check_limit(field: str, count: int, limit: int, counted: str = "is") -> None:
+    """`counted`: what the number counts, with its verb, if the number is not the value itself."""
+    if count > limit:
+        raise invalid(field, f"{count} {counted} above this server's limit of {limit}")
+
+
 def unsupported(field: str, why: str) -> Problem:
     """A 400 for a field, or a value of it, that this server does not support."""
     return Problem("unsupported_parameter", f"{field}: {why}", field)

@@ -17,7 +17,7 @@ from verbatim.server.api.common import to_params
 from verbatim.server.api.common.field_rules import NO_LIMIT, Rule
 from verbatim.server.api.common.reasoning_variables import reasoning_variables
 from verbatim.server.api.common.request_context import RequestContext
-from verbatim.server.problem import Problem, invalid, problem_of, unsupported
+from verbatim.server.problem import Problem, check_limit, invalid, problem_of, unsupported
 from verbatim.server.process.messages import Generate, Tokenize, Tokenized
 from verbatim.text.tools.tool_grammar import compiled_tools
 from verbatim.text.tools.tool_messages import template_messages
@@ -190,9 +190,7 @@ class ChatRequest:
 
 
 def check_tools(call: RequestContext, tools: Sequence[JsonMapping]) -> None:
-    limit = call.state.limits.max_tools
-    if len(tools) > limit:
-        raise invalid("tools", f"{len(tools)} tools are above this server's limit of {limit}")
+    check_limit("tools", len(tools), call.state.limits.max_tools, "tools are")
     if len({tool["function"]["name"] for tool in tools}) < len(tools):
         raise invalid("tools", "two tools have the same name")
 
@@ -205,11 +203,8 @@ def conversation(
     Also sets the client's field names on the request context, so that later errors of the engine
     name the right field."""
     messages, facts = body["messages"], call.state.facts
-    limit, field_name = call.state.limits.max_messages, names.get("messages", "messages")
-    if len(messages) > limit:
-        raise invalid(
-            field_name, f"{len(messages)} messages are above this server's limit of {limit}"
-        )
+    field_name = names.get("messages", "messages")
+    check_limit(field_name, len(messages), call.state.limits.max_messages, "messages are")
     if not facts.has_template:
         raise unsupported(field_name, f"{NO_TEMPLATE[facts.task]}")
     made = template_messages(

@@ -13,7 +13,7 @@ from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.request_context import RequestContext
 from verbatim.server.api.common.schemas import Prompt
-from verbatim.server.problem import invalid
+from verbatim.server.problem import check_limit, invalid
 from verbatim.server.process.messages import Generate, Generated
 
 
@@ -24,9 +24,7 @@ def prompts_of(
     `truncate` them) or have invalid token ids are rejected here, before they reach the engine."""
     many = isinstance(value, list) and not isinstance(value[0], int)
     prompts = cast(list[str | list[int]], value if many else [value])
-    limit = call.state.limits.max_prompts
-    if len(prompts) > limit:
-        raise invalid(name, f"{len(prompts)} prompts are above this server's limit of {limit}")
+    check_limit(name, len(prompts), call.state.limits.max_prompts, "prompts are")
     for i, prompt in enumerate(prompts):
         where = f"{name}[{i}]" if many else name
         if not prompt:

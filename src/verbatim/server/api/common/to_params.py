@@ -16,7 +16,7 @@ from verbatim.base.errors import RequestError
 from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
 from verbatim.server.api.common.field_rules import Rule
-from verbatim.server.problem import Problem, invalid, problem_of
+from verbatim.server.problem import Problem, check_limit, invalid, problem_of
 from verbatim.server.process.messages import ModelFacts, WireFinish
 from verbatim.server.server_state import State
 from verbatim.server.settings import Limits
@@ -83,10 +83,8 @@ def finish_params(
     try:
         _check_limits(values, state.limits, state.facts, prompts)
         longest = state.limits.max_output_tokens
-        if longest and (values.get("max_tokens") or 0) > longest:
-            raise invalid(
-                "max_tokens", f"{values['max_tokens']} is above this server's limit of {longest}"
-            )
+        if longest:
+            check_limit("max_tokens", values.get("max_tokens") or 0, longest)
         if longest and "max_tokens" not in values:
             values["max_tokens"] = longest
         # Choose the seed here: the first chunk of a stream reports it. Beam search draws nothing.
@@ -155,15 +153,10 @@ def check_finish(finish: WireFinish | None, names: Mapping[str, str]) -> None:
 
 def _check_limits(values: JsonMapping, limits: Limits, facts: ModelFacts, prompts: int) -> None:
     for name in ("logprobs", "prompt_logprobs", "explain"):
-        if (values.get(name) or 0) > limits.max_logprobs:
-            raise invalid(
-                name, f"{values[name]} is above this server's limit of {limits.max_logprobs}"
-            )
+        check_limit(name, values.get(name) or 0, limits.max_logprobs)
     stop = values.get("stop", ())
-    if not isinstance(stop, str) and len(stop) > limits.max_stop:
-        raise invalid(
-            "stop", f"{len(stop)} strings are above this server's limit of {limits.max_stop}"
-        )
+    if not isinstance(stop, str):
+        check_limit("stop", len(stop), limits.max_stop, "strings are")
     for name in ("n", "best_of", "num_beams"):
         if (values.get(name) or 1) * prompts > limits.max_width:
             times = f" times {prompts} prompts" if prompts > 1 else ""
@@ -172,18 +165,9 @@ def _check_limits(values: JsonMapping, limits: Limits, facts: ModelFacts, prompt
                 f"{values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
             )
     for name in STRUCTURE:
-        value = values.get(name)
-        size = (
-            len(value.encode())
-            if isinstance(value, str)
-            else len(json.dumps(value))
-            if value is not None
-            else 0
-        )
-        if size > limits.max_schema_bytes:
-            raise invalid(
-                name, f"{size} bytes are above this server's limit of {limits.max_schema_bytes}"
-            )
+        value = values.get(name, "")
+        text = value if isinstance(value, str) else json.dumps(value)
+        check_limit(name, len(text.encode()), limits.max_schema_bytes, "bytes are")
     _check_ids(values, limits, facts)
 
 
@@ -192,10 +176,7 @@ def _check_ids(values: JsonMapping, limits: Limits, facts: ModelFacts) -> None:
         if rule.kind not in ("ids", "bias") or not values.get(name):
             continue
         ids = values[name]
-        if len(ids) > limits.max_bias:
-            raise invalid(
-                name, f"{len(ids)} entries are above this server's limit of {limits.max_bias}"
-            )
+        check_limit(name, len(ids), limits.max_bias, "entries are")
         check_vocabulary(name, [int(i) for i in ids], facts)
 
 

@@ -9,7 +9,7 @@ from verbatim.server.api.common.generate import extra_fields
 from verbatim.server.api.common.prompts import prompt_usage, run_embeddings
 from verbatim.server.api.common.request_context import Json, RequestContext
 from verbatim.server.api.native.native_fields import Rerank
-from verbatim.server.problem import invalid, unsupported
+from verbatim.server.problem import check_limit, invalid, unsupported
 
 MAX_QUERY_BODIES = 4  # the copies of a query in one rerank, in bodies of max_body_bytes
 
@@ -39,11 +39,7 @@ async def rerank(call: RequestContext) -> Response:
         )
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     named = [("query", body.query), *((f"documents[{i}]", d) for i, d in enumerate(documents))]
-    if len(documents) > call.state.limits.max_prompts:
-        raise invalid(
-            "documents",
-            f"{len(documents)} are above this server's limit of {call.state.limits.max_prompts}",
-        )
+    check_limit("documents", len(documents), call.state.limits.max_prompts, "are")
     for name, text in named:
         if not text:
             raise invalid(name, "is empty; give at least one character")
