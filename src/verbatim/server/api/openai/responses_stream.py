@@ -50,7 +50,7 @@ def begin(item: JsonObject, index: int) -> list[Event]:
     return out
 
 
-def delta(item: JsonObject, index: int, text: str, pad: bool = False, **more: Any) -> Event:
+def delta(item: JsonObject, index: int, text: str, pad: bool = False, **more: object) -> Event:
     padding = {"obfuscation": obfuscation(text)} if pad else {}
     data = {**_where(item, index), "delta": text, **more, **padding}
     return f"{TEXTS[item['type']]}.delta", data
