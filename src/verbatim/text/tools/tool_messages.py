@@ -29,6 +29,12 @@ def plain_text(content: Any) -> str:
     return content or ""
 
 
+def tool_call(call_id: str, function: str, arguments: Any) -> JsonObject:
+    """A call in OpenAI's form."""
+    called = {"name": function, "arguments": arguments}
+    return {"id": call_id, "type": "function", "function": called}
+
+
 def template_messages(
     messages: Sequence[JsonMapping],
     tools: Sequence[JsonMapping],
@@ -55,14 +61,7 @@ def template_messages(
         calls = message.get("tool_calls") or []
         if calls and takes_calls:
             made["tool_calls"] = [
-                {
-                    "id": c["id"],
-                    "type": "function",
-                    "function": {
-                        "name": c["function"]["name"],
-                        "arguments": _object(c["function"]["arguments"]),
-                    },
-                }
+                tool_call(c["id"], c["function"]["name"], _object(c["function"]["arguments"]))
                 for c in calls
             ]
             if message.get("content") is None:

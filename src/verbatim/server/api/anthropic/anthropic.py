@@ -35,7 +35,7 @@ from verbatim.server.api.common.request_context import (
 )
 from verbatim.server.problem import Problem, invalid
 from verbatim.server.process.messages import Generated, WireFinish
-from verbatim.text.tools.tool_messages import plain_text
+from verbatim.text.tools.tool_messages import plain_text, tool_call
 
 FAILED = "Error: "  # prefix of a tool result with is_error
 NAMES = {
@@ -102,13 +102,9 @@ def _template_messages(role: str, blocks: list[JsonObject]) -> list[JsonObject]:
             continue
         if not out:
             out.append({"role": role, "content": ""})
-        function = {
-            "name": block["name"],
-            "arguments": json.dumps(block["input"], ensure_ascii=False),
-        }
-        out[-1].setdefault("tool_calls", []).append(
-            {"id": block["id"], "type": "function", "function": function}
-        )
+        arguments = json.dumps(block["input"], ensure_ascii=False)
+        call = tool_call(block["id"], block["name"], arguments)
+        out[-1].setdefault("tool_calls", []).append(call)
     return out
 
 

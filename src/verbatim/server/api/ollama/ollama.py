@@ -34,6 +34,7 @@ from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.model_pool import ServedModel
 from verbatim.server.problem import Problem, invalid, unsupported
 from verbatim.server.process.messages import Generate, Generated, WireFinish, WireLogprob
+from verbatim.text.tools.tool_messages import tool_call
 
 OPTIONS = {**OLLAMA_PARAMS, "stop": "stop"}  # Ollama option -> SamplingParams field
 PARAMS = {
@@ -85,14 +86,11 @@ def messages_of(rows: list[JsonObject]) -> list[JsonObject]:
         made |= {"name": row["name"]} if "name" in row else {}
         if row.get("tool_calls"):
             made["tool_calls"] = [
-                {
-                    "id": c.get("id") or new_id("call_"),
-                    "type": "function",
-                    "function": {
-                        "name": c["function"]["name"],
-                        "arguments": json.dumps(c["function"]["arguments"], ensure_ascii=False),
-                    },
-                }
+                tool_call(
+                    c.get("id") or new_id("call_"),
+                    c["function"]["name"],
+                    json.dumps(c["function"]["arguments"], ensure_ascii=False),
+                )
                 for c in row["tool_calls"]
             ]
         if "thinking" in row:

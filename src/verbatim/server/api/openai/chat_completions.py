@@ -43,15 +43,12 @@ from verbatim.server.api.openai.completions import (
 )
 from verbatim.server.api.openai.openai_fields import ChatCompletions
 from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
+from verbatim.text.tools.tool_messages import tool_call
 from verbatim.text.tools.tool_parser import ParsedCall, ToolParser
 
 
 def tool_call_object(call: ParsedCall, index: int | None = None) -> JsonObject:
-    out = {
-        "id": call.id,
-        "type": "function",
-        "function": {"name": call.name, "arguments": call.arguments},
-    }
+    out = tool_call(call.id, call.name, call.arguments)
     return out if index is None else {"index": index, **out}
 
 

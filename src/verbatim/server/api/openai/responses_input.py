@@ -10,7 +10,7 @@ from verbatim.server.api.common.field_rules import rules_of
 from verbatim.server.api.common.request_context import RequestContext, new_id
 from verbatim.server.api.openai.openai_fields import Responses
 from verbatim.server.problem import Problem, invalid
-from verbatim.text.tools.tool_messages import plain_text
+from verbatim.text.tools.tool_messages import plain_text, tool_call
 
 LOGPROBS, ENCRYPTED = "message.output_text.logprobs", "reasoning.encrypted_content"  # `include`
 # fields that chat completions have too, besides the sampling parameters
@@ -52,11 +52,7 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
             else:
                 out.append(message)
         elif kind == "function_call":
-            call = {
-                "id": item["call_id"],
-                "type": "function",
-                "function": {"name": item["name"], "arguments": item["arguments"]},
-            }
+            call = tool_call(item["call_id"], item["name"], item["arguments"])
             if not reasoning and not (out and "tool_calls" in out[-1]):
                 out.append({"role": "assistant", "content": ""})
             out[-1].setdefault("tool_calls", []).append(call)
