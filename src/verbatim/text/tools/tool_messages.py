@@ -29,7 +29,7 @@ def plain_text(content: Any) -> str:
     return content or ""
 
 
-def tool_call(call_id: str, function: str, arguments: Any) -> JsonObject:
+def tool_call(call_id: str, function: str, arguments: object) -> JsonObject:
     """A call in OpenAI's form."""
     called = {"name": function, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": called}
