@@ -42,11 +42,11 @@ async def _answer(call: RequestContext) -> Response:
     stream = bool(given.stream)
     ask.submit(stream)
     await call.accepted()
+    pad = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
+    made = ResponseEvents(answer, pad)
     if stream:
-        pad = given.stream_options is not None and bool(given.stream_options.include_obfuscation)
-        made = ResponseEvents(answer, pad)
         return EventStream(call, made.events(), made.failed)
-    return await answer.full_response()
+    return Json(await made.full_response())
 
 
 async def count(call: RequestContext) -> Response:

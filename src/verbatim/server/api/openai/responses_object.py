@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
-
-from starlette.responses import Response
 
 from verbatim.base.json_io import JsonObject
 from verbatim.server.api.common.chat_request import ChatRequest
@@ -21,15 +18,13 @@ from verbatim.server.api.common.generate import (
     chat_logprobs,
     extra_fields,
     finish_reason,
-    observe_latency,
     usage_of,
     warnings_of,
 )
-from verbatim.server.api.common.request_context import Json, new_id
+from verbatim.server.api.common.request_context import new_id
 from verbatim.server.api.openai.completions import choice_reports
 from verbatim.server.api.openai.responses_input import ENCRYPTED, chat_messages, input_rows, sealed
-from verbatim.server.process.messages import Generated, WireChoice, WireFinish, WireLogprob
-from verbatim.text.tools.tool_parser import ParsedCall
+from verbatim.server.process.messages import WireFinish, WireLogprob
 
 
 class TextLogprobs:
@@ -165,56 +160,11 @@ class ResponsesReply:
         }
         return await self.call.state.store.keep(self.call.tenant, "response", self.id, item)
 
-    # ------------------------------------------------------------------------ not streamed
-
-    async def full_response(self) -> Response:
-        (done,) = await self.call.results(Generated)
-        choice = done.choices[0]
-        reasoning = done.usage.reasoning_tokens  # their log-probabilities belong to no message
-        choice = replace(choice, logprobs=choice.logprobs[reasoning:])
-        found = self._read(choice)
-        status = "incomplete" if choice.finish.reason == "length" else "completed"
-        if choice.reasoning:
-            item = reasoning_item(choice.reasoning, "completed" if found else status)
-            self.output.append(self.with_sealed(item))
-        elif not found:  # an empty output is one empty message
-            found = [("", list(choice.logprobs))]
-        for number, piece in enumerate(found, 1):
-            if isinstance(piece, ParsedCall):
-                self.output.append(function_call_item(piece, "completed"))
-            else:
-                last = number == len(found)
-                self.output.append(self.message(*piece, status if last else "completed"))
-        observe_latency(self.call)
-        return Json(await self.finished(choice.finish))
-
     def with_sealed(self, item: JsonObject) -> JsonObject:
         """A finished reasoning item, with `encrypted_content` if the request includes it."""
         if ENCRYPTED not in (self.body.get("include") or ()):
             return item
         return {**item, "encrypted_content": sealed(item["content"][0]["text"])}
-
-    def _read(self, choice: WireChoice) -> list[ParsedCall | tuple[str, list[WireLogprob]]]:
-        """The calls and texts of a complete output, in its order; a text with its tokens."""
-        parser = self.ask.parser()
-        if parser is None:
-            return [(choice.text, list(choice.logprobs))] if choice.text else []
-        tokens = TextLogprobs(self.ask)
-        tokens.add(choice.logprobs)
-        out: list[ParsedCall | tuple[str, list[WireLogprob]]] = []
-        for kind, value in [*parser.push(choice.text), *parser.finish()]:
-            if kind == "call":
-                out.append(value)
-                continue
-            text, logprobs = value, tokens.within(*parser.spans.pop(0))
-            if out and isinstance(out[-1], tuple):
-                before = out.pop()
-                assert isinstance(before, tuple)
-                text, logprobs = before[0] + text, before[1] + logprobs
-            out.append((text, logprobs))
-        if out and isinstance(out[-1], tuple):
-            out[-1][1].extend(tokens.rest())
-        return out
 
 
 def reasoning_item(text: str, status: str) -> JsonObject:

@@ -1,7 +1,8 @@
 """The event stream of the Responses API: typed, numbered events for every output item.
 
 In: the deltas of one ChatRequest. Out: server-sent events, from response.created to
-response.completed; a failure ends them with response.failed.
+response.completed; a failure ends them with response.failed. A response that is not streamed is
+made of the same events, which are dropped.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from verbatim.server.api.openai.responses_object import (
     reasoning_item,
 )
 from verbatim.server.problem import Problem
-from verbatim.server.process.messages import WireFinish, WireLogprob
+from verbatim.server.process.messages import Generated, WireFinish, WireLogprob
 
 Event = tuple[str, JsonObject]  # its type after "response.", and its data
 TEXTS = {  # type of an item -> its text in the names of events
@@ -99,6 +100,7 @@ class ResponseEvents:
         self.logprobs: list[WireLogprob] = []
         self.parser = answer.ask.parser()
         self.tokens = TextLogprobs(answer.ask)
+        self.response: JsonObject = {}  # finished
 
     def event(self, kind: str, **data: Any) -> bytes:
         made = sse({"type": kind, "sequence_number": self.number, **data}, kind)
@@ -222,5 +224,17 @@ class ResponseEvents:
             out += self._begin()
         out += self._close(status)
         observe_latency(self.answer.call)
-        out.append(self.event(f"response.{status}", response=await self.answer.finished(finish)))
-        return out
+        self.response = await self.answer.finished(finish)
+        return [*out, self.event(f"response.{status}", response=self.response)]
+
+    async def full_response(self) -> JsonObject:
+        """The response of a request that is not streamed: its output is one delta."""
+        (done,) = await self.answer.call.results(Generated)
+        choice = done.choices[0]
+        piece = ChoiceDelta(0, 0, choice.text, finish=choice.finish, reasoning=choice.reasoning)
+        piece.reasoning_tokens = done.usage.reasoning_tokens
+        if choice.text or not choice.reasoning:  # else no message has the tokens
+            piece.logprobs = choice.logprobs
+        self._delta_events(piece)
+        await self._end(choice.finish)
+        return self.response
