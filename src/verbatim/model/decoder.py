@@ -121,9 +121,11 @@ class Ops(Protocol[Rows]):
         spec.logit_softcap."""
 
 
-def forward(spec: ModelSpec, ops: Ops[Rows]) -> tuple[Rows, Rows]:
-    """Run one step: (final hidden states of the outputs, logits of the rows that need them)."""
-    x = ops.embed()
+def forward(spec: ModelSpec, ops: Ops[Rows], x: Rows | None = None) -> tuple[Rows, Rows]:
+    """Run one step: (final hidden states of the outputs, logits of the rows that need them).
+
+    `x`: the input of the first layer, where it is not the embedding (a draft layer's)."""
+    x = ops.embed() if x is None else x
     inputs = ops.layer_inputs(x) if spec.layer_input else None
     if spec.learned_positions:
         x = ops.add(x, ops.positions())

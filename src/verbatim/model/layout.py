@@ -117,7 +117,7 @@ def deciding_keys(name: str, key_names: dict[str, str]) -> str:
 # Matrices that --quant quantises. Norms, biases, routers and learned positions keep their type.
 QUANTISED = (
     *("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "conv.in", "conv.out"),
-    *("delta.qkv", "delta.z", "delta.out"),
+    *("delta.qkv", "delta.z", "delta.out", "mtp.project"),
     *("layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project"),
 )
 _QUANTISED_PARTS = tuple(
@@ -145,6 +145,9 @@ def is_expert(name: str) -> bool:
 def layout(spec: ModelSpec) -> dict[str, Shape]:
     """Every weight of the model: name -> shape. `head` is absent if it is tied to `embed`."""
     weights: dict[str, Shape] = {"embed": (spec.vocab, spec.hidden)}
+    if spec.draft_layer:
+        weights |= dict.fromkeys(("mtp.embed_norm", "mtp.state_norm"), (spec.hidden,))
+        weights["mtp.project"] = (spec.hidden, 2 * spec.hidden)
     if spec.learned_positions:
         weights["positions"] = (spec.trained_positions, spec.hidden)
     if spec.layer_input:

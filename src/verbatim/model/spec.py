@@ -4,6 +4,7 @@ model/decoder.py reads nothing else. Weights have internal names (model/loading/
 names of each file format to them):
 
     embed, positions, final_norm[.bias], head
+    mtp.embed_norm, mtp.state_norm, mtp.project    [hidden], [hidden], [hidden, 2 · hidden]
     layers.{i}.attn_norm[.bias]    layers.{i}.attn.{q,k,v,o}[.bias]
     layers.{i}.attn.{q_norm,k_norm,sinks}
     layers.{i}.attn_post_norm      layers.{i}.mlp_norm[.bias]    layers.{i}.mlp_post_norm
@@ -158,6 +159,9 @@ class ModelSpec:
     layer_scale: bool = False  # the residual is multiplied by layers.{i}.scale after each layer
     # Layers with experts have a dense MLP, too; each of the two has norms of its own (gemma4).
     experts_beside: bool = False
+    # A draft layer (multi-token prediction): the input of its one layer is mtp.project · [norm of
+    # the next token's embedding; norm of the target's final state].
+    draft_layer: bool = False
 
     @property
     def scale(self) -> float:

@@ -39,7 +39,7 @@ def _implied(h: GgufFields) -> Values:
 
 
 _NO_GROUPS = must_equal(1, note="no groups of experts")
-_DRAFTS = no_effect("layers that draft tokens are not read")
+_DRAFTS = no_effect("the file's tensors tell whether it has a draft layer")
 _KEYS: Table = {
     "attention_bias": followed("biases of q, k and v"),
     "mlp_bias": rows.NO_BIAS,
@@ -85,7 +85,7 @@ FAMILY = Family(
         names=tensors.gguf_names(tensors.GGUF_MLP_NORM),
         implied=_implied,
     ),
-    drafts=True,
+    drafts=tensors.NEXTN,
     tiny={
         "glm4_moe": tiny(
             num_experts_per_tok=2,

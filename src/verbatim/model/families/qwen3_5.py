@@ -100,7 +100,7 @@ DELTA: Table = {
     "attention_bias": followed("biases of q, k, v and o of attention"),
     "mlp_bias": rows.NO_BIAS,
 }
-_MTP = no_effect("layers that draft tokens are not read")
+_MTP = no_effect("the file's tensors tell whether it has a draft layer")
 KEYS: Table = {
     **rows.rotary_keys(rows.PARTIAL, DELTA),
     "attn_output_gate": must_equal(True, note="attention has an output gate"),
@@ -169,7 +169,7 @@ FAMILY = Family(
     names=tensors.hf_names(LAYER),
     gguf=Gguf("qwen35", keys=GGUF_DELTA, names=tensors.gguf_names(GGUF_LAYER), implied=tiled),
     exported=exported_sections,
-    drafts=True,
+    drafts=tensors.QWEN_MTP,
     tiny={"qwen35": TINY},
 )
 WRAPPER = qwen_wrapper("qwen3_5", "qwen3_5_text")

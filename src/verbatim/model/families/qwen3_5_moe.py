@@ -44,7 +44,7 @@ FAMILY = Family(
         "qwen35moe", keys=GGUF_DELTA_MOE, names=tensors.gguf_names(GGUF_LAYER), implied=tiled
     ),
     exported=exported_sections,
-    drafts=True,
+    drafts=tensors.QWEN_MTP,
     tiny={"qwen35moe": TINY_MOE},
 )
 WRAPPER = qwen_wrapper("qwen3_5_moe", "qwen3_5_moe_text")

@@ -86,6 +86,6 @@ FAMILY = Family(
         implied=implied,
     ),
     exported=exported,
-    drafts=True,
+    drafts=tensors.QWEN_MTP,
     tiny={"qwen3next": TINY_MOE},
 )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 
@@ -43,11 +44,17 @@ class WeightCollector:
         self.others = others or {}
 
     def collect(
-        self, find: Callable[[str], Source], is_ignorable: Callable[[str], bool]
+        self,
+        find: Callable[[str], Source],
+        is_ignorable: Callable[[str], bool],
+        given: Mapping[str, Tensor] = MappingProxyType({}),
     ) -> dict[str, Tensor]:
+        """Every weight of the spec. `given`: weights that are loaded already."""
         sources = self.check_names(find, is_ignorable)
-        shapes = layout(self.spec)
-        return {name: self._weight(name, sources[name], shape) for name, shape in shapes.items()}
+        return {
+            name: given[name] if name in given else self._weight(name, sources[name], shape)
+            for name, shape in layout(self.spec).items()
+        }
 
     def check_names(
         self, find: Callable[[str], Source], is_ignorable: Callable[[str], bool]

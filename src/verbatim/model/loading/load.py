@@ -26,8 +26,10 @@ from verbatim.model.adapter import Adapter
 from verbatim.model.architecture import Header, read_config, read_header
 from verbatim.model.embedding import EmbeddingSpec, read_embedding
 from verbatim.model.families import WRAPPERS, named
+from verbatim.model.families.common.tensors import GGUF_NEXTN, DraftNames
 from verbatim.model.layout import GGUF_KEY_NAMES, HF_KEY_NAMES
 from verbatim.model.loading.collect_weights import PACKED, WeightCollector
+from verbatim.model.loading.draft_layer import DraftFinder, differ
 from verbatim.model.loading.names import (
     FUSED_EXPERTS,
     FUSED_EXPERTS_GGUF,
@@ -55,6 +57,7 @@ class Model:
     warnings: tuple[str, ...] = ()
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
     adapters: tuple[Adapter, ...] = ()  # a request may name one of them
+    draft: Model | None = None  # the file's draft layer, whose spec has `draft_layer`
 
     @property
     def path(self) -> Path:
@@ -158,7 +161,8 @@ def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
     eos = _gguf_eos(source.metadata)
     warnings = (*header.warnings, *_eos_warnings(eos, spec))
     embedding = EmbeddingSpec(header.pooling)
-    return Model(spec, weights, source, eos, {}, warnings, embedding)
+    model = Model(spec, weights, source, eos, {}, warnings, embedding)
+    return _with_draft(model, names, GGUF_NEXTN)
 
 
 def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None) -> _Names:
@@ -166,15 +170,7 @@ def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None)
     prefix = find_prefix(source.tensors, spec.family)
     if prefix is None:
         raise ModelError("no embedding weight was found under any known name", file=file)
-    experts = max(layer.experts for layer in spec.layers)
-    two_norms = spec.parallel and not spec.shared_norm
-    fused = any(name.endswith(f".experts.{FUSED_EXPERTS}") for name in source.tensors)
-
-    def find(name: str) -> Source:
-        return hf_source(
-            spec.family, prefix, name, experts, two_norms=two_norms, fused_experts=fused
-        )
-
+    find = _finder(spec, source.tensors, prefix)
     family = named(spec.family)
     key_names = {**HF_KEY_NAMES, **(family.key_names if family else {})}
     is_ignorable = ignorable(
@@ -188,10 +184,24 @@ def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None)
     return _Names(collector, find, is_ignorable)
 
 
+def _finder(spec: ModelSpec, tensors: Mapping[str, Tensor], prefix: str) -> Callable[[str], Source]:
+    experts = max(layer.experts for layer in spec.layers)
+    two_norms = spec.parallel and not spec.shared_norm
+    end = f".experts.{FUSED_EXPERTS}"
+    fused = any(name.startswith(prefix) and name.endswith(end) for name in tensors)
+
+    def find(name: str) -> Source:
+        return hf_source(
+            spec.family, prefix, name, experts, two_norms=two_norms, fused_experts=fused
+        )
+
+    return find
+
+
 def _from_directory(path: Path, context: int | None, quant: str | None, *, gpu: bool) -> Model:
     source = read_directory(path, blocks=quant == PACKED, gpu=gpu and quant is None)
     spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
-    warnings = (*warnings, *source.warnings, *_draft_warnings(source.tensors, spec))
+    warnings = (*warnings, *source.warnings)
     names = _directory_names(source, spec, quant)
     embed, head = (names.find(name).names[0] for name in ("embed", "head"))
     if spec.tied and has_own_head(source.tensors, embed, head):
@@ -206,7 +216,35 @@ def _from_directory(path: Path, context: int | None, quant: str | None, *, gpu: 
     generation = dict(source.generation_config or {})
     eos = _config_eos(source.config, generation)
     warnings = (*warnings, *_eos_warnings(eos, spec))
-    return Model(spec, weights, source, eos, generation, warnings, read_embedding(path))
+    model = Model(spec, weights, source, eos, generation, warnings, read_embedding(path))
+    return _with_draft(model, names)
+
+
+def _with_draft(model: Model, names: _Names, draft: DraftNames | None = None) -> Model:
+    """The model with its file's draft layer, if there is one. A draft layer that cannot be loaded
+    is a warning: the model runs without it. `draft`: the names, where not the family's."""
+    spec, family = model.spec, named(model.spec.family)
+    if family is None or family.drafts is None:
+        return model
+    draft, count = draft or family.drafts, len(spec.layers)
+    if draft.prefix:
+        stem, layer = draft.prefix, _finder(spec, names.collector.tensors, draft.prefix)
+    else:
+
+        def layer(name: str) -> Source:
+            return names.find(name.replace("layers.0.", f"layers.{count}.", 1))
+
+        first = layer("layers.0.attn_norm").names[0]
+        stem = first[: first.rindex(f"{count}.")] + f"{count}."
+    finder = DraftFinder(draft, names.collector, names.find, layer, stem)
+    if not finder.has("mtp.project"):
+        return model
+    try:
+        own = Model(*finder.load(model.weights), model.source)
+    except ModelError as error:
+        text = f"the file's draft layer is not used: {error.message}"
+        return replace(model, warnings=(*model.warnings, text))
+    return replace(model, draft=own)
 
 
 def _types(others: Mapping[str, RawTensor]) -> dict[str, str]:
@@ -217,14 +255,7 @@ def has_own_head(tensors: Mapping[str, Tensor], embed: str, head: str) -> bool:
     """Whether the file has an output head that differs from the embedding."""
     if head not in tensors or embed not in tensors:
         return False
-    a, b = tensors[embed], tensors[head]
-    if a.shape != b.shape or a.type != b.type:
-        return True
-    size = 1 << 24  # bytes compared at once, because the weights may exceed memory
-    return any(
-        not np.array_equal(a.data[i : i + size], b.data[i : i + size])
-        for i in range(0, a.data.size, size)
-    )
+    return differ(tensors[embed], tensors[head])
 
 
 def _draft_layers(spec: ModelSpec) -> int | None:
@@ -236,13 +267,6 @@ def _draft_layers(spec: ModelSpec) -> int | None:
 def _shared_kv(spec: ModelSpec) -> frozenset[int]:
     """Layers that read the keys and values of another layer."""
     return frozenset(i for i, a in enumerate(spec.layers) if a.kv_layer is not None)
-
-
-def _draft_warnings(tensors: Mapping[str, Tensor], spec: ModelSpec) -> tuple[str, ...]:
-    """A note on tensors of layers that draft tokens, which some recurrent families have."""
-    if spec.delta is None or not any(name.startswith("mtp.") for name in tensors):
-        return ()
-    return ("the file's mtp.* tensors draft tokens (multi-token prediction); they are not used",)
 
 
 def _digest(source: str, spec: ModelSpec, quant: str | None) -> str:

@@ -15,7 +15,7 @@ from verbatim.base.errors import ModelError
 from verbatim.formats.tensor import Tensor
 from verbatim.model.config_fields import Fields
 from verbatim.model.families.common.gguf_rows import GGUF_ROTARY
-from verbatim.model.families.common.tensors import GGUF_NAMES, LLAMA_NAMES, Names
+from verbatim.model.families.common.tensors import GGUF_NAMES, LLAMA_NAMES, DraftNames, Names
 from verbatim.model.keys import Checked, Table
 from verbatim.model.spec import ModelSpec
 
@@ -66,7 +66,7 @@ class Family:
     gguf: Gguf | None = None
     architecture: str = ""  # GGUF architecture of another family that models are written as
     exported: Callable[[ModelSpec], Values] = lambda spec: {}  # GGUF keys that it needs
-    drafts: bool = False  # files may have more layers, which draft tokens
+    drafts: DraftNames | None = None  # names of a layer that drafts tokens, which files may have
     key_names: Mapping[str, str] = field(default_factory=dict)  # see model/layout.py
     tiny: Mapping[str, Values] = field(default_factory=dict)  # the tests' tiny models; {}: tiny()
 

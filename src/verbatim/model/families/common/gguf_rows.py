@@ -110,7 +110,7 @@ def sigmoid_experts(config: str, dense: str, *, norm: bool, note: str) -> Table:
     }
 
 
-DRAFTS = followed("last layers, which draft tokens and are not used", 0)
+DRAFTS = followed("last layers, of which the first drafts tokens", 0)
 LOGIT_CAP = renamed("final_logit_softcapping", "cap of logits; 0: none", zero=True)
 
 

@@ -23,6 +23,25 @@ class Names:
     stacked: bool = False  # stacks of experts are [experts, in, out] (gpt_oss)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftNames:
+    """Tensor names of a draft layer (multi-token prediction), without ".weight". Its other weights
+    have the names of any layer. The optional ones (embed, head, final_norm) default to the model's.
+    """
+
+    own: Mapping[str, str]
+    prefix: str = ""  # of the layer; "": it is a block after the model's own
+
+
+_DRAFT_PARTS = ("mtp.embed_norm", "mtp.state_norm", "mtp.project", "final_norm", "embed", "head")
+_QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_DEEPSEEK = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "embed_tokens", "shared_head.head")
+QWEN_MTP = DraftNames(dict(zip(_DRAFT_PARTS, _QWEN, strict=False)), prefix="mtp.")
+NEXTN = DraftNames(dict(zip(_DRAFT_PARTS, _DEEPSEEK, strict=True)))  # and of its descendants
+GGUF_NEXTN = DraftNames(
+    {part: f"nextn.{name.replace('d.', 'd_')}" for part, name in NEXTN.own.items()}
+)
+
 # Names of one layer in Hugging Face's llama. Other families are given as differences.
 LLAMA_LAYER = {
     "attn_norm": "input_layernorm",
