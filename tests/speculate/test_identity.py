@@ -21,6 +21,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import Finish
 from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
+from verbatim.engine.step.own_proposers import draft_blocks
 from verbatim.model.loading.draft_head import DraftHead
 from verbatim.schedule.no_token import NOTHING_LEFT
 from verbatim.speculate.draft_policy import Speculator
@@ -185,12 +186,13 @@ def draft_rates(same_noise: bool) -> tuple[int, int]:
     """(drafted, accepted) with the target as its own draft model at temperature 1."""
     with engine("reference", "draft", backend_of("reference")) as llm:
         if not same_noise:
-            propose = llm.core.drafting._draft.propose  # type: ignore[union-attr]
+            draft = llm.core.drafting._own["draft"]
+            propose = draft.propose
 
             def other_noise(views: Any, limit: int, floor: float = 0.0) -> Any:
                 return propose([v._replace(key=v.key ^ 0x5DEECE66D) for v in views], limit, floor)
 
-            llm.core.drafting._draft.propose = other_noise  # type: ignore[union-attr, method-assign]
+            draft.propose = other_noise  # type: ignore[method-assign]
         done = llm.generate(
             [[97 + i] for i in range(12)],
             [
@@ -369,7 +371,7 @@ def test_the_draft_models_kv_cache_counts_towards_the_memory(
         assert "for the draft model" in str(llm.core.cache_plan)
         most = llm.core.config.max_running * draft.spec.context // draft.block_size
         assert (
-            llm.core.drafting._draft_blocks(loaded, EngineConfig(max_running=1))
+            draft_blocks(draft, loaded, EngineConfig(max_running=1), llm.core.scheduler)
             <= most // llm.core.config.max_running
         )
 

@@ -33,7 +33,7 @@ def open_backend(model: Model, config: EngineConfig) -> Backend:
             return _auto_cuda(model, config)
         except BackendError as error:
             notes.append(f"cuda is not used: {error}")
-    model = _unpacked(model)
+    model = unpacked(model)
     if name in ("auto", "cpu"):
         reason = _cpu_unsupported(model)
         if reason is None:
@@ -59,7 +59,7 @@ def may_use_gpu(config: EngineConfig) -> bool:
     return gpu.present() and gpu.missing() is None
 
 
-def _unpacked(model: Model) -> Model:
+def unpacked(model: Model) -> Model:
     """The model without the block types that only the cuda backend computes with."""
     from verbatim.formats.packed.packed_weight import without_checkpoint_blocks
 

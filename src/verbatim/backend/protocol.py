@@ -17,6 +17,7 @@ from verbatim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
     from verbatim.model.loading.draft_head import DraftHead
+    from verbatim.model.loading.load import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +50,10 @@ class Backend(Protocol):
     @property
     def draft_backend(self) -> DraftBackend | None:
         """Runs a draft head (speculate/head.py). None: this backend has no kernels for it."""
+
+    def draft_layer(self, model: Model) -> Backend | None:
+        """Open the draft layer of this backend's model (speculate/mtp.py); its steps come with
+        states. None: this backend runs none."""
 
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each cache group (all layers of the group, keys and values)."""

@@ -64,6 +64,7 @@ class Batch:
     # [rows]: number of the row's LoRA adapter, -1: none; empty: no row has one
     adapters: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # sequences
+    states: np.ndarray | None = None  # [rows, H] float32: of a draft layer (SeqStep.states)
 
     @property
     def rows(self) -> int:
@@ -93,7 +94,14 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
         logits=np.array(logits, np.int32),
         adapters=np.repeat(np.array([s.adapter for s in plan.sequences], np.int32), lengths),
         drafted=np.array([i for i, s in enumerate(plan.sequences) if s.draws > 1], np.int32),
+        states=draft_states(plan),
     )
+
+
+def draft_states(plan: StepPlan) -> np.ndarray | None:
+    """The states of a step of a draft layer, row by row."""
+    found = [s.states for s in plan.sequences if s.states is not None]
+    return np.concatenate(found) if found else None
 
 
 def needed_logits(step: SeqStep) -> list[int]:
@@ -134,12 +142,15 @@ def collect(plan: StepPlan, hidden: np.ndarray, logits: LogitRows) -> StepResult
     """Sample and score a step whose plan make_batch flattened. `hidden` is [outputs, H]."""
     results: list[SeqResult] = []
     h = r = 0
+    scores = any(s.targets for s in plan.sequences)
+    rows = [] if scores else [row for s in plan.sequences for row in rows_of(s)]
+    draws = logits.draw(rows) if rows else []  # without scores, every row of logits is a draw
     for s in plan.sequences:
         needed = needed_logits(s)
         outputs = len(s.tokens) if s.hidden else len(needed)
-        drawn: tuple[Drawn, ...] = ()
+        drawn = tuple(draws[r : r + s.draws])
         scored: tuple[TokenLogprob, ...] = ()
-        if s.draws:
+        if s.draws and scores:
             drawn = tuple(logits.draw(rows_of(s), r + len(needed) - s.draws))
         if s.targets:
             scored = logits.score(s.targets, s.target_top, r)

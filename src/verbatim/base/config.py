@@ -24,7 +24,7 @@ from verbatim.base.setting_rules import (
     types_of,
 )
 
-SPECULATE = ("off", "ngram", "suffix", "head", "draft", "auto")
+SPECULATE = ("off", "ngram", "suffix", "mtp", "head", "draft", "auto")
 STEP_TOKENS = 512  # default of step_tokens on a CPU: a step takes a fraction of a second
 STEP_MS = 100  # default of step_ms on a CPU: ten tokens per second in a stream beside a prefill
 # on a GPU with memory for their activations; larger steps leave it idle less often
@@ -123,8 +123,8 @@ class EngineConfig:
     )
     speculate: str = setting(  # docs/adr/0018
         "auto",
-        "speculative decoding: off, ngram, suffix, head, head:FILE, draft:MODEL or auto; changes"
-        " the speed, never the output",
+        "speculative decoding: off, ngram, suffix, mtp, head, head:FILE, draft:MODEL or auto;"
+        " changes the speed, never the output",
         encoders=False,
     )
     suffix_tenants: tuple[str, ...] = setting(
@@ -203,7 +203,7 @@ class EngineConfig:
             raise ParameterError(
                 "speculate",
                 f"{self.speculate!r} is not one of "
-                "off, ngram, suffix, head, head:FILE, draft:MODEL, auto",
+                "off, ngram, suffix, mtp, head, head:FILE, draft:MODEL, auto",
             )
         _check_threads(self.threads)
 

@@ -143,6 +143,10 @@ class SeqStep(NamedTuple):
     target_top: int = 0  # best alternatives to report per target
     hidden: bool = False  # also return the final hidden state (after the last norm) per token
     adapter: int = -1  # number of the LoRA adapter in Model.adapters; -1: the base model
+    # Of a draft layer: the target's final state that comes with each token, [tokens, hidden size],
+    # and what the sampler adds to positions, because the layer's cache may begin later.
+    states: np.ndarray | None = None
+    shift: int = 0
 
     @property
     def end(self) -> int:

@@ -60,6 +60,9 @@ class EncoderBackend:
         self._model = model
         self._separator = separator
 
+    def draft_layer(self, model: object) -> None:
+        return None
+
     @property
     def info(self) -> BackendInfo:
         size = sum(int(w.nbytes) for w in self._model.weights.values())

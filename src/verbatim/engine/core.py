@@ -148,7 +148,7 @@ class EngineCore:
         if plan is None:
             return self._take_ready()
         with self._preempt_on_error:
-            result = self.backend.execute(plan)
+            result = self.backend.execute(self.drafting.with_states(plan))
         return self._commit(plan, result)
 
     def _overlapped_step(self, overlap: Overlap) -> list[Output]:

@@ -84,6 +84,7 @@ class LoadedModel:
     template: Any = None  # text.chat_template.ChatTemplate
     draft: Backend | None = None  # draft model of speculative decoding, with the same vocabulary
     head: DraftHead | None = None  # drafts from the target model's hidden states
+    layer: Backend | None = None  # the draft layer of the model's file
     # Sampling parameters that the model states; requests take those that they do not give.
     defaults: ModelDefaults = NO_DEFAULTS
     # Keys of the model's files that are ignored, or that transformers reads differently.

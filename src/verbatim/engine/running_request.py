@@ -305,7 +305,7 @@ def store_results(
                 broken = position
                 break
             running.scored[position] = scored
-        if done.hidden is not None:
+        if step.hidden and done.hidden is not None:
             rows = np.isfinite(done.hidden).all(1)
             if rows.all():
                 running.hidden.add(step.start, done.hidden)

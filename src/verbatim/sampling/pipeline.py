@@ -53,7 +53,7 @@ def rows_of(step: SeqStep) -> list[Row]:
     spec = step.draw
     assert spec is not None, "a step that draws needs a DrawSpec"
     before = len(step.tokens) - step.draws + 1  # tokens before the first draw; the rest are drafts
-    first, drafts = step.start + before, step.tokens[before:]
+    first, drafts = step.start + before + step.shift, step.tokens[before:]
     history, masks = tuple(spec.history), spec.masks
     return [
         Row(spec, first + i, history + drafts[:i] if history else (), masks[i] if masks else None)

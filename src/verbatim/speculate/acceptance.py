@@ -10,6 +10,9 @@ PRIOR = 0.7  # acceptance rate of a drafted token before any observation
 OWN_WEIGHT = 0.2  # weight of the newest token in the rate of one sequence
 SHARED_WEIGHT = 0.03  # weight of the newest token in the rate of all sequences
 MIN_RATE = 0.02  # lower bound, so that a rate recovers within some tokens
+# Fewer accepted drafts than one in 20, of the first 128 or more: no draft layer that fits its model
+# is that poor, and each probe of one that does not costs time.
+POOR_RATE, POOR_COUNT = 0.05, 128
 
 
 class AcceptanceRates:
@@ -23,6 +26,13 @@ class AcceptanceRates:
     def __init__(self) -> None:
         self._shared: dict[str, float] = {}  # by source
         self._own: dict[tuple[int, str], float] = {}  # by (sequence, source)
+        self._counts: dict[str, tuple[int, int]] = {}  # accepted and compared drafts, by source
+
+    def poor(self, source: str) -> tuple[int, int] | None:
+        """Accepted and compared drafts of a source that is not worth its cost; None otherwise."""
+        accepted, compared = self._counts.get(source, (0, 0))
+        poor = compared >= POOR_COUNT and accepted < POOR_RATE * compared
+        return (accepted, compared) if poor else None
 
     def rate(self, seq_id: int, source: str, stated: bool) -> float:
         shared = self._shared.get(source, 1.0 if stated else PRIOR)
@@ -47,6 +57,8 @@ class AcceptanceRates:
             if draft.probs and 0.0 < draft.probs[j] < before:
                 stated, before = draft.probs[j] / before, draft.probs[j]
             hit = float(drafted == token)
+            accepted, compared = self._counts.get(draft.source, (0, 0))
+            self._counts[draft.source] = accepted + int(hit), compared + 1
             own = max(own + OWN_WEIGHT * (hit - own * stated), MIN_RATE)
             shared = max(shared + SHARED_WEIGHT * (hit - shared * stated), MIN_RATE)
             if not hit:

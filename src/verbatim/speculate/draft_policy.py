@@ -17,6 +17,7 @@ submitted is compared with the target's tokens too. ADR 18 compares this rule wi
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,8 @@ from dataclasses import dataclass, field
 from verbatim.speculate.acceptance import AcceptanceRates
 from verbatim.speculate.proposer import Draft, Proposer, SeqView
 from verbatim.speculate.step_cost import StepCost
+
+log = logging.getLogger("verbatim.engine")
 
 MARGIN = 1.5  # a draft must gain this many times its cost, because measured times are noisy
 MAX_DRAFTS = 15  # per sequence and step; with the token before them 16 rows, a full kernel tile
@@ -88,6 +91,7 @@ class Speculator:
         self.proposers = tuple(proposers)
         self.cost = StepCost()
         self.rates = AcceptanceRates()
+        self.off: set[str] = set()  # proposers that are switched off
         self.adaptive = adaptive
         self.max_drafts = max_drafts
         self._vocab = vocab
@@ -146,8 +150,8 @@ class Speculator:
         floor = 0.0
         if self.adaptive and proposer.token_cost:
             floor = MARGIN * self.cost.price(running, proposer.token_cost)
-            if not 0 < floor < 1:  # no step is measured yet, or not even a certain draft pays
-                return
+            if self._is_off(proposer) or not 0 < floor < 1:
+                return  # no step is measured yet, or not even a certain draft pays
         asked = []
         for view in candidates:
             backoff = self._records[view.seq_id].backoff
@@ -162,6 +166,18 @@ class Speculator:
                 draft = draft.truncated(view.end_ids, self._vocab)
                 if draft.tokens:
                     yield view, draft
+
+    def _is_off(self, proposer: Proposer) -> bool:
+        """Whether the proposer is switched off, because hardly any of its drafts was accepted. A
+        lookup costs nothing and stays."""
+        counts = self.rates.poor(proposer.name)
+        if counts is not None and proposer.name not in self.off:
+            self.off.add(proposer.name)
+            log.warning(
+                "speculate: %s is switched off: %d of %d drafts were accepted",
+                *(proposer.name, *counts),
+            )
+        return proposer.name in self.off
 
     def _affordable(self, view: SeqView, proposer: Proposer, running: int) -> SeqView:
         """The view with as many drafts as pay by the rate so far, where drafting costs time. If

@@ -8,9 +8,10 @@ proposer can change the output. The Speculator removes ids that are not in the v
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from verbatim.base.params import SamplingParams
+from verbatim.base.records import StepPlan, StepResult
 
 
 class SeqView(NamedTuple):
@@ -69,3 +70,12 @@ class Proposer(Protocol):
         """The sequence ended: release its state."""
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Observer(Protocol):
+    """A proposer that reads the target's final states."""
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        """A step is executed. Where a result has states that its step did not ask for, they are
+        those of all its positions."""

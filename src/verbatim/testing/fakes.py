@@ -131,6 +131,9 @@ class FakeBackend:
 
     draft_backend = None
 
+    def draft_layer(self, model: object) -> None:
+        return None
+
     @property
     def launcher(self) -> FakeLauncher | None:
         return FakeLauncher(self._sequence) if self.overlap else None

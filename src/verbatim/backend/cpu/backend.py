@@ -20,7 +20,7 @@ from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.repack import memory_bytes
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo, activation_type, kv_numerics
-from verbatim.backend.step_rows import collect, only_draws, split_draws
+from verbatim.backend.step_rows import collect, draft_states, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.base.records import StepPlan, StepResult
@@ -49,7 +49,16 @@ def unsupported(model: Model) -> str | None:
 
 
 class CpuBackend:
-    def __init__(self, model: Model, config: EngineConfig | None = None, *, note: str = "") -> None:
+    def __init__(
+        self,
+        model: Model,
+        config: EngineConfig | None = None,
+        *,
+        note: str = "",
+        target: CpuBackend | None = None,
+    ) -> None:
+        """`target`: the backend of the model that a draft layer drafts for. They share threads,
+        embedding and head."""
         config = config or EngineConfig()
         self._note = note
         if reason := unsupported(model):
@@ -76,8 +85,10 @@ class CpuBackend:
                 eps=spec.norm_eps,
                 kv_type=config.kv_type,
                 fine=self._fine,
+                target=None if target is None else target._engine,
             )
-            self._embed = record(model, self._engine)
+            shared = {} if target is None else self._share(model, target)
+            self._matrices = record(model, self._engine, shared)
         except ValueError as error:
             raise BackendError(str(error)) from None
         _drop_file_pages(model)
@@ -106,6 +117,17 @@ class CpuBackend:
             self._expert_bytes,
         )
 
+    def draft_layer(self, model: Model) -> CpuBackend:
+        return CpuBackend(model, self.config, target=self)
+
+    def _share(self, model: Model, target: CpuBackend) -> dict[str, int]:
+        """Numbers of the matrices that a draft layer has in common with its target."""
+        return {
+            name: self._engine.share(target._engine, number)
+            for name, number in target._matrices.items()
+            if name in ("embed", "head") and model.weights.get(name) is target._model.weights[name]
+        }
+
     def available_memory(self) -> None:
         return None  # the KV cache is in main memory
 
@@ -125,6 +147,8 @@ class CpuBackend:
     def execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             self._engine.copy(group, source, target)
+        if (states := draft_states(plan)) is not None:
+            self._engine.states(np.ravel(states))
         self._engine.step(plan.sequences)
         if not only_draws(plan):
             return collect(plan, self._engine.hidden(), self._sampler)
@@ -156,7 +180,7 @@ class CpuBackend:
             self._engine.matrix(
                 "q4_0", quantise("q4_0", output.to_f32()), output.rows, output.shape[-1], 0
             ),
-            self._embed,
+            self._matrices["embed"],
         ]
         scales = (head.state_scale, head.word_scale, head.keep, head.out)
         self._engine.draft_head(mats, *scales, head.words.tolist())

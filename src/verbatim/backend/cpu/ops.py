@@ -14,15 +14,19 @@ into the QKV projection before it, and a residual addition into the matmul befor
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
 
+from verbatim.backend.cpu.repack import repack
 from verbatim.backend.cpu.weight_packer import WeightPacker
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.errors import ModelError
 from verbatim.base.records import CacheGroup
+from verbatim.formats.registry import SIZES
+from verbatim.formats.tensor import Tensor
 from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
@@ -106,6 +110,25 @@ class ProgramRecorder(WeightPacker):
         self.engine.op(
             "embed", dst=self._x, mat=[self._matrix("embed")], scale=self.spec.embed_scale
         )
+        return Handle(self._x)
+
+    def draft_input(self) -> Handle:
+        """The input of a draft layer (ModelSpec.draft_layer), as the sum of two products: of the
+        embedding with the first half of the columns, of the state with the second."""
+        for half, (name, scale) in enumerate((("embed", self.spec.embed_scale), ("state", 1.0))):
+            if half:
+                self.engine.op("states", dst=self._y)
+            else:
+                mat = [self._matrix("embed")]
+                self.engine.op("embed", dst=self._y, mat=mat, scale=scale)
+            t = columns(self.weights["mtp.project"], half)
+            self.engine.op(
+                "linear",
+                dst=self._x,
+                mat=[self._pack(t, *repack(t), t.rows)],
+                add=bool(half),
+                **self._normed(Handle(self._y, norm=f"mtp.{name}_norm")),
+            )
         return Handle(self._x)
 
     def positions(self) -> Handle:
@@ -339,10 +362,19 @@ class ProgramRecorder(WeightPacker):
         return Handle(self._logits)
 
 
-def record(model: Model, engine: Any) -> int:
+def columns(t: Tensor, half: int) -> Tensor:
+    """The first or the second half of a matrix's columns."""
+    width = t.shape[1] // 2
+    if width % SIZES[t.type][0]:  # the cut is inside a block
+        t = Tensor(t.name, "f32", t.shape, t.to_f32().reshape(-1).view(np.uint8))
+    data = t.row_view().reshape(t.rows, 2, -1)[:, half]
+    return Tensor(t.name, t.type, (t.rows, width), np.ascontiguousarray(data).reshape(-1))
+
+
+def record(model: Model, engine: Any, shared: Mapping[str, int] | None = None) -> dict[str, int]:
     """Pack the model's weights into `engine` and record its forward pass there.
 
-    Returns the engine's number of the embedding matrix, which a draft head uses."""
+    `shared`: matrices that the engine has already. Returns the engine's number of every matrix."""
     kinds = ("attention", "conv", "state")
     for group in model.spec.groups:
         kv_heads, head_dim = model.spec.kv_shape(group.layers[0])
@@ -355,9 +387,11 @@ def record(model: Model, engine: Any) -> int:
             head_dim,
         )
     recorder = ProgramRecorder(model, engine)
-    forward(model.spec, recorder)
+    recorder._matrices |= shared or {}
+    forward(model.spec, recorder, recorder.draft_input() if model.spec.draft_layer else None)
     engine.finish()
-    return recorder._matrix("embed")
+    recorder._matrix("embed")
+    return recorder._matrices
 
 
 def block_floats(spec: ModelSpec, group: CacheGroup) -> int:

@@ -112,6 +112,9 @@ class CudaBackend:
 
     draft_backend = None
 
+    def draft_layer(self, model: Model) -> None:
+        return None  # no kernels for the states
+
     @property
     def launcher(self) -> CudaLauncher:
         return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory)

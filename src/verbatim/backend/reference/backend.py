@@ -69,6 +69,9 @@ class ReferenceBackend:
             "reference", self._detail, 1, numerics, read * 4, kv, self._note, experts * 4
         )
 
+    def draft_layer(self, model: Model) -> ReferenceBackend:
+        return ReferenceBackend(model, self.config, block_size=self.block_size)
+
     def available_memory(self) -> None:
         return None  # the KV cache is in main memory
 
@@ -129,17 +132,11 @@ class ReferenceBackend:
             return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
         # exp(-x) may overflow to inf, and 1 / inf is the right 0. NaN is reported by the sampler.
         with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
-            hidden, logits = forward(
-                self.spec,
-                ReferenceOps(
-                    self.spec,
-                    self._weights,
-                    self._caches,
-                    batch,
-                    self._adapters,
-                    self.config.kv_type,
-                ),
+            ops = ReferenceOps(
+                self.spec, self._weights, self._caches, batch, self._adapters, self.config.kv_type
             )
+            x = ops.draft_input() if self.spec.draft_layer else None
+            hidden, logits = forward(self.spec, ops, x)
         return collect(plan, hidden, HostRows(logits))
 
     def close(self) -> None:

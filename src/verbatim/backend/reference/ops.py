@@ -91,6 +91,12 @@ class ReferenceOps:
         rows = self.weights["embed"][self.batch.tokens]
         return rows if self.spec.embed_scale == 1.0 else rows * F32(self.spec.embed_scale)
 
+    def draft_input(self) -> Array:
+        """[rows, H]: the input of a draft layer (ModelSpec.draft_layer)."""
+        embedding = self.norm(self.embed(), "mtp.embed_norm")
+        state = self.norm(self.batch.states, "mtp.state_norm")
+        return self.linear(np.concatenate([embedding, state], axis=1), "mtp.project", False)
+
     def positions(self) -> Array:
         return self.weights["positions"][self.batch.positions]
 

@@ -15,7 +15,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.units import size_text
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.disk_cache import DiskCache
-from verbatim.engine.step.drafting import cache_share
+from verbatim.engine.step.own_proposers import cache_share
 from verbatim.files.mapped_file import content_digest
 from verbatim.observe.roofline import cost_card
 from verbatim.schedule.scheduler import Scheduler

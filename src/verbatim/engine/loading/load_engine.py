@@ -33,8 +33,8 @@ def load_for_engine(
     progress: Progress | None = None,
     change: Callable[[Model], Model] = lambda model: model,
 ) -> LoadedModel:
-    """Resolve the model (a path, a catalog name, org/name on the hub), load it, open a backend.
-    `change` is applied to the loaded model before the backend opens."""
+    """Resolve the model (a path, a catalog name, org/name on the hub), load it, `change` it, open a
+    backend."""
     from verbatim.backend import open_backend
     from verbatim.encoder.encoder_load import encoder_type
     from verbatim.hub.catalog import resolve
@@ -49,10 +49,9 @@ def load_for_engine(
         backend = open_backend(loaded, config)
     try:
         tokenizer, template = text.result()
-        # Models pad their vocabulary: an id without a token may be drawn, and decodes to no text.
-        tokenizer.fit(loaded.spec.vocab)
+        tokenizer.fit(loaded.spec.vocab)  # padding may be drawn, and decodes to no text
         draft, draft_warnings = _load_draft(config, loaded.spec.vocab, offline, progress)
-        head = _find_head(config, loaded)
+        head, layer = _find_head(config, loaded), _open_layer(config, loaded, backend)
     except BaseException:
         backend.close()
         raise
@@ -60,6 +59,7 @@ def load_for_engine(
     return LoadedModel(
         draft=draft,
         head=head,
+        layer=layer,
         backend=backend,
         tokenizer=tokenizer,
         eos_ids=tuple(sorted({*loaded.eos_ids, *tokenizer.eos_ids})),
@@ -136,6 +136,22 @@ def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
             "'head:' needs a file: head:FILE, or head alone for the one that comes with the model",
         )
     return read_head(file, model.spec) if mode == "head" and file else find_head(model)
+
+
+def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend | None:
+    """The draft layer of the model's file, for `speculate=mtp` and auto."""
+    from verbatim.backend import unpacked
+
+    if config.speculate not in ("auto", "mtp") or not config.use_cache:
+        return None
+    layer = None if model.draft is None else backend.draft_layer(unpacked(model.draft))
+    if layer is None and config.speculate == "mtp":
+        why = f"the {backend.info.name} backend runs no draft layers"
+        if model.draft is None:
+            told = [text for text in model.warnings if "draft layer" in text]
+            why = told[0] if told else "the model's file has no draft layer"
+        raise ParameterError("speculate", f"'mtp' is not possible: {why}")
+    return layer
 
 
 def _load_draft(

@@ -15,13 +15,13 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import StepPlan, StepResult
+from verbatim.engine.step.own_proposers import open_proposers
 from verbatim.schedule.sequence import Sequence
-from verbatim.speculate.draft_model import DraftProposer
-from verbatim.speculate.draft_policy import Speculator
+from verbatim.speculate.draft_policy import MAX_BATCH_PRICE, Speculator
 from verbatim.speculate.forced import ForcedProposer
-from verbatim.speculate.head import HeadProposer
+from verbatim.speculate.mtp import WINDOW
 from verbatim.speculate.ngram import NgramProposer
-from verbatim.speculate.proposer import Proposer, SeqView
+from verbatim.speculate.proposer import Observer, Proposer, SeqView
 from verbatim.speculate.step_cost import StepCost
 from verbatim.speculate.suffix import SuffixProposer
 
@@ -29,14 +29,6 @@ if TYPE_CHECKING:
     from verbatim.engine.loaded_model import LoadedModel
     from verbatim.engine.running_request import RunningRequest
     from verbatim.schedule.scheduler import Scheduler
-
-
-def cache_share(loaded: LoadedModel) -> float:
-    """The target's share of the KV-cache memory. A draft model's cache holds as many tokens."""
-    if loaded.draft is None:
-        return 1.0
-    target, draft = sum(loaded.backend.block_bytes()), sum(loaded.draft.block_bytes())
-    return target / (target + draft)
 
 
 class Drafting:
@@ -59,46 +51,17 @@ class Drafting:
         self.cost = StepCost()
         self._vocab = loaded.backend.spec.vocab
         self._scheduler = scheduler
-        self._draft: Proposer | None = None
-        if loaded.draft is not None:
-            self._draft = DraftProposer(loaded.draft, self._draft_blocks(loaded, config))
-        self._head: HeadProposer | None = None
-        self._no_head = (  # why mode "head" is rejected
-            "no draft head comes with this model; "
-            "open the engine with speculate=head:FILE and the cpu backend"
-        )
-        draft_backend = loaded.backend.draft_backend
-        if loaded.head is not None and draft_backend is not None:
-            self._head = HeadProposer(draft_backend, loaded.head)
-        elif loaded.head is not None:
-            self._no_head = (
-                f"the {loaded.backend.info.name} backend runs no draft heads; "
-                "open the engine with the cpu backend"
-            )
+        self._own, self._missing = open_proposers(loaded, config, scheduler)
+        self._observers = [p for p in self._own.values() if isinstance(p, Observer)]
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
-
-    def _draft_blocks(self, loaded: LoadedModel, config: EngineConfig) -> int:
-        """Blocks of the draft model's cache: as many as the target's on average over its pools, so
-        that both fit the memory that cache_share() splits; at most what max_running can use."""
-        draft, sizes = loaded.draft, loaded.backend.block_bytes()
-        assert draft is not None
-        target_blocks = sum(
-            pool.total * size for pool, size in zip(self._scheduler.cache.pools, sizes, strict=True)
-        ) // sum(sizes)
-        usable = config.max_running * -(-draft.spec.context // draft.block_size)
-        return max(1, min(target_blocks, usable))
+        self._off: set[str] = set()  # proposers that are switched off for poor drafts
 
     def check(self, params: SamplingParams) -> None:
-        self._check_cache(self._mode(params))
-        if self._mode(params) == "draft" and self._draft is None:
-            raise UnsupportedError(
-                "speculate",
-                "'draft' needs an engine that was opened with a draft model "
-                "(speculate=draft:MODEL)",
-            )
-        if self._mode(params) == "head" and self._head is None:
-            raise UnsupportedError("speculate", self._no_head)
+        mode = self._mode(params)
+        self._check_cache(mode)
+        if mode in self._missing and mode not in self._own:
+            raise UnsupportedError("speculate", self._missing[mode])
 
     def _check_cache(self, mode: str) -> None:
         if not self._use_cache and mode not in ("off", "auto"):
@@ -119,19 +82,15 @@ class Drafting:
             )
             found.cost = self.cost
             found.max_drafts = self.max_drafts or found.max_drafts
+            found.off = self._off
         return found
 
     def _proposers(self, mode: str) -> list[Proposer]:
         """Cheapest first. Tokens that a grammar forces are drafts at no cost."""
-        if mode == "draft":
-            assert self._draft is not None, "check() rejects such a request"
-            return [ForcedProposer(), self._draft]
-        if mode == "head":
-            assert self._head is not None, "check() rejects such a request"
-            return [ForcedProposer(), self._head]
+        if mode in self._own:
+            return [ForcedProposer(), self._own[mode]]
         lookup = NgramProposer() if mode == "ngram" else SuffixProposer(remember=self._remember)
-        models = (self._head, self._draft) if mode == "auto" else ()
-        return [ForcedProposer(), lookup, *(m for m in models if m is not None)]
+        return [ForcedProposer(), lookup, *(self._own.values() if mode == "auto" else ())]
 
     # -------------------------------------------------------------------------------- per step
 
@@ -182,10 +141,26 @@ class Drafting:
         speculator = self._speculators.get(self._mode(params))
         return speculator.source(seq_id) if speculator is not None else ""
 
+    def with_states(self, plan: StepPlan) -> StepPlan:
+        """The plan to execute: steps of sequences that a draft layer may draft for also return the
+        final states of their rows; of a prompt, those of its last WINDOW positions. Where not even
+        a certain draft pays, none does."""
+        running = len(self._scheduler.running)
+        price = self.cost.price(running) if self.adaptive and running > 1 else 0.0
+        if "mtp" not in self._own or "mtp" in self._off or price >= MAX_BATCH_PRICE:
+            return plan
+        steps = []
+        for step in plan.sequences:
+            seq = self._scheduler.sequences[step.seq_id]
+            wanted = self._mode(seq.params) in ("auto", "mtp") and not seq.beam
+            near = step.end > len(seq.tokens) - WINDOW
+            steps.append(step._replace(hidden=True) if wanted and near else step)
+        return plan._replace(sequences=tuple(steps))
+
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         """Called after execute and before commit: the draft head overlaps with the commit."""
-        if self._head is not None:
-            self._head.observe(plan, result)
+        for proposer in self._observers:
+            proposer.observe(plan, result)
 
     def learn(self, plan: StepPlan, seconds: float) -> None:
         """Learn the cost of a step from decode-only steps: prefill rows skip the output layer, so
@@ -200,13 +175,15 @@ class Drafting:
     def finish(self, seq: Sequence, tenant: str) -> float:
         """A sequence has ended. Returns the seconds that drafts saved it."""
         speculator = self._speculators.get(self._mode(seq.params))
-        if speculator is None:
-            return 0.0
         done = SeqView(seq.id, seq.tokens, seq.prompt_len, seq.params, seq.key, 0, tenant)
+        if speculator is None:  # never drafted for; its states may be kept all the same
+            for proposer in self._own.values():
+                proposer.finish(done)
+            return 0.0
         return speculator.finish(done._replace(drafted=seq.drafted, accepted=seq.accepted))
 
     def close(self) -> None:
         for speculator in self._speculators.values():
             speculator.close()
-        if self._draft is not None:
-            self._draft.close()
+        for proposer in self._own.values():
+            proposer.close()

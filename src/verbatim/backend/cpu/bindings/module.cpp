@@ -112,10 +112,10 @@ class PyEngine {
   public:
     PyEngine(const std::string& isa, int threads, int vocab, int hidden, int heads, int kv_heads,
              int head_dim, const std::string& activation, bool layer_norm, float eps,
-             const std::string& kv_type, bool fine)
+             const std::string& kv_type, bool fine, PyEngine* target)
         : engine_(select_isa(isa), threads,
                   Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps},
-                  kv(kv_type), fine) {
+                  kv(kv_type), fine, target ? &target->engine_ : nullptr) {
         if (heads % kv_heads || heads / kv_heads > MAX_QUERIES || head_dim > 1024)
             throw std::invalid_argument("no kernel for this number or size of attention heads");
     }
@@ -161,7 +161,8 @@ class PyEngine {
     void op(const std::string& type, nb::kwargs kw) {
         static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
                                       "norm",  "normadd",   "moe", "head",   "heads",  "conv",
-                                      "delta", "gated", "layer_inputs", "layer_gate", "scale"};
+                                      "delta", "gated", "layer_inputs", "layer_gate", "scale",
+                                      "states"};
         Op o{};
         o.type = (OpType)-1;
         for (int i = 0; i < (int)std::size(NAMES); i++)
@@ -216,6 +217,7 @@ class PyEngine {
             else if (k == "tiled") o.tiled = nb::cast<bool>(value);
             else throw std::invalid_argument("unknown field " + k);
         }
+        reads_states_ |= o.type == O_STATES;
         engine_.add_op(std::move(o));
     }
     static void copy3(const std::vector<int>& v, int* out) {
@@ -261,11 +263,16 @@ class PyEngine {
             engine_.step = {};  // rows that were not computed must not be readable as logits
             throw;
         }
+        if (reads_states_ &&
+            engine_.step.states.size() != engine_.step.tokens.size() * engine_.shape.hidden)
+            throw std::invalid_argument("a draft layer needs one state for each token");
         if (engine_.step.tokens.empty()) return 0;
         nb::gil_scoped_release nogil;
         engine_.run();
         return (int)engine_.step.logits.size();
     }
+    // The states that the tokens of the next step() of a draft layer come with.
+    void states(Floats v) { engine_.step.states.assign(v.data(), v.data() + v.size()); }
     nb::object logits(nb::handle self) {
         return view(engine_.logits(), engine_.step.logits.size(), engine_.shape.vocab, self);
     }
@@ -325,6 +332,7 @@ class PyEngine {
     }
     Engine engine_;
     std::unique_ptr<DraftHead> head_;
+    bool reads_states_ = false;
     int groups_ = 0;
     std::vector<int64_t> blocks_;
 };
@@ -397,12 +405,16 @@ NB_MODULE(_native, m) {
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
         .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool,
-                      float, const std::string&, bool>(),
-             nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
+                      float, const std::string&, bool, PyEngine*>(),
+             nb::keep_alive<1, 14>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"),
-             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"), nb::arg("fine") = false)
+             nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"), nb::arg("fine") = false,
+             nb::arg("target").none() = nb::none())
         .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"),
              nb::arg("k"), nb::arg("group") = 0)
+        .def("share", [](PyEngine& e, PyEngine& target,
+                         int number) { return e.engine_.share_matrix(target.engine_, number); })
+        .def("states", &PyEngine::states)
         .def("vector", &PyEngine::vector)
         .def("rope", &PyEngine::rope)
         .def("buffer", [](PyEngine& e, int width) { return e.engine_.add_buffer(width); })

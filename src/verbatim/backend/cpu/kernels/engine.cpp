@@ -65,8 +65,11 @@ Pages quant_pages(int64_t rows, int width, bool fine, QRows& q) {
     return p;
 }
 
-Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type, bool fine)
-    : shape(s), kernels(k), kv_type_(kv_type), fine_(fine), pool_(threads) {
+Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type, bool fine,
+               Engine* target)
+    : shape(s), kernels(k), kv_type_(kv_type), fine_(fine),
+      own_pool_(target ? target->own_pool_ : std::make_shared<ThreadPool>(threads)),
+      pool_(*own_pool_) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
     zeros_.assign(vdim_, 0.0f);
     for (int i = 0; i < pool_.size(); i++) workers_.push_back(std::make_unique<Worker>());
@@ -111,6 +114,11 @@ int Engine::add_matrix(const std::string& type, const uint8_t* data, int64_t byt
                                 " holds a weight or a scale that is not a finite number; the file "
                                 "is damaged: get it again");
     matrices_.push_back(std::move(m));
+    return (int)matrices_.size() - 1;
+}
+
+int Engine::share_matrix(const Engine& target, int number) {
+    matrices_.push_back(std::make_unique<Matrix>(*target.matrices_.at(number)));
     return (int)matrices_.size() - 1;
 }
 

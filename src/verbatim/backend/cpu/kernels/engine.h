@@ -74,7 +74,8 @@ enum OpType : int {
     O_GATED,
     O_LAYER_INPUTS,
     O_LAYER_GATE,
-    O_SCALE
+    O_SCALE,
+    O_STATES
 };
 
 struct Op {
@@ -114,7 +115,7 @@ struct Op {
     // O_LAYER_INPUTS: dst holds a projection of each row, in parts as wide as the vector `norm`; each
     // part is normalised, and the row of the embedding mat[0] times `scale` is added.
     // O_LAYER_GATE: dst = act(src) * columns of the buffer `keys` from `offset` on.
-    // O_SCALE: dst is multiplied by the vector `norm` of one value.
+    // O_SCALE: dst is multiplied by the vector `norm` of one value. O_STATES: dst = Step::states.
     int offset = 0;
 };
 
@@ -163,6 +164,7 @@ struct Step {
     std::vector<Sequence> sequences;
     std::vector<int32_t> outputs;  // rows whose final hidden state is needed
     std::vector<int32_t> logits;   // indices into `outputs` whose logits are needed
+    std::vector<float> states;     // [rows][hidden]: the target's states, input of a draft layer
 };
 
 // Memory for `rows` quantised rows of `width` inputs, in one plane or two (QRows).
@@ -178,11 +180,14 @@ struct Buffer {
 
 class Engine : ThreadPool::Job {
   public:
-    // `fine`: the activations of matrix products are int12 instead of int8 (QRows).
-    Engine(const Kernels& k, int threads, const Shape& shape, KvType kv_type, bool fine = false);
+    // `fine`: the activations of matrix products are int12 instead of int8 (QRows). `target`: the
+    // engine that a draft layer drafts for, whose threads it uses; it outlives this one.
+    Engine(const Kernels& k, int threads, const Shape& shape, KvType kv_type, bool fine = false,
+           Engine* target = nullptr);
 
     int add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
                    int64_t k, int group);
+    int share_matrix(const Engine& target, int number);  // without a copy
     int add_vector(const float* data, int64_t n);
     int add_rope(const double* inv_freq, int half, double factor);
     int add_buffer(int width);
@@ -294,6 +299,7 @@ class Engine : ThreadPool::Job {
     void layer_inputs(const Op& op, WorkItems& items);
     void layer_gate(const Op& op, WorkItems& items);
     void scale(const Op& op, WorkItems& items);
+    void states(const Op& op, WorkItems& items);
     int moe_up_items(const Op& op) const;
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
@@ -357,7 +363,8 @@ class Engine : ThreadPool::Job {
     std::vector<int32_t> slot_expert_, expert_rows_, expert_start_;
     std::vector<float> slot_weight_;
     std::unique_ptr<Buffer> slots_inner_, slots_out_;
-    ThreadPool pool_;
+    std::shared_ptr<ThreadPool> own_pool_;
+    ThreadPool& pool_;
 };
 
 }  // namespace verbatim

@@ -112,6 +112,13 @@ void Engine::embed(const Op& op, WorkItems& items) {
     }
 }
 
+void Engine::states(const Op& op, WorkItems& items) {
+    const size_t n = shape.hidden;
+    float* to = (float*)buffers_[op.dst]->f.data();
+    for (int r; (r = items.next()) >= 0;)
+        std::memcpy(to + r * n, step.states.data() + r * n, n * 4);
+}
+
 void Engine::positions(const Op& op, WorkItems& items) {
     const Packed& w = matrices_[op.mat[0]]->p;
     int n = shape.hidden;
@@ -442,6 +449,7 @@ void Engine::plan_phases() {
             case O_LAYER_INPUTS:
             case O_LAYER_GATE:
             case O_SCALE:
+            case O_STATES:
             case O_NORMADD: add(i, S_WORK, rows); break;
             case O_GATED: add(i, S_WORK, rows); break;
             case O_CONV: add(i, S_CONV, conv_items(op)); break;
@@ -507,6 +515,7 @@ void Engine::phase(int number, WorkItems& items) {
         case O_LAYER_INPUTS: return layer_inputs(op, items);
         case O_LAYER_GATE: return layer_gate(op, items);
         case O_SCALE: return scale(op, items);
+        case O_STATES: return states(op, items);
         case O_CONV:
         case O_MOE: return;
     }

@@ -1,0 +1,70 @@
+"""The proposers that come with a loaded model: each is a mode of its own, and part of mode "auto".
+
+In: a LoadedModel. Out: proposers by mode, and why the modes without one are rejected. A further
+kind of draft layer or model is added here; those that read tokens alone need no model.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from verbatim.base.config import EngineConfig
+from verbatim.speculate.draft_model import DraftProposer
+from verbatim.speculate.head import HeadProposer
+from verbatim.speculate.mtp import MtpProposer
+from verbatim.speculate.proposer import Proposer
+
+if TYPE_CHECKING:
+    from verbatim.backend.protocol import Backend
+    from verbatim.engine.loaded_model import LoadedModel
+    from verbatim.schedule.scheduler import Scheduler
+
+MISSING = {
+    "head": "no draft head comes with this model; "
+    "open the engine with speculate=head:FILE and the cpu backend",
+    "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened with "
+    "speculate=mtp or auto, on the cpu or the reference backend",
+    "draft": "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)",
+}
+
+
+def open_proposers(
+    loaded: LoadedModel, config: EngineConfig, scheduler: Scheduler
+) -> tuple[dict[str, Proposer], dict[str, str]]:
+    """Proposers by mode, cheapest first, and mode -> why it is rejected."""
+    found: dict[str, Proposer] = {}
+    missing = dict(MISSING)
+    draft_backend = loaded.backend.draft_backend
+    if loaded.head is not None and draft_backend is not None:
+        found["head"] = HeadProposer(draft_backend, loaded.head)
+    elif loaded.head is not None:
+        missing["head"] = (
+            f"the {loaded.backend.info.name} backend runs no draft heads; "
+            "open the engine with the cpu backend"
+        )
+    if (layer := loaded.layer) is not None:
+        found["mtp"] = MtpProposer(layer, draft_blocks(layer, loaded, config, scheduler))
+    if (draft := loaded.draft) is not None:
+        found["draft"] = DraftProposer(draft, draft_blocks(draft, loaded, config, scheduler))
+    return found, missing
+
+
+def cache_share(loaded: LoadedModel) -> float:
+    """The target's share of the KV-cache memory. The cache of a draft model or layer holds as many
+    tokens."""
+    target = sum(loaded.backend.block_bytes())
+    drafts = sum(sum(b.block_bytes()) for b in (loaded.draft, loaded.layer) if b is not None)
+    return target / (target + drafts) if drafts else 1.0
+
+
+def draft_blocks(
+    draft: Backend, loaded: LoadedModel, config: EngineConfig, scheduler: Scheduler
+) -> int:
+    """Blocks of a draft cache: as many as the target's on average over its pools, so that all fit
+    the memory that cache_share() splits; at most what max_running can use."""
+    sizes = loaded.backend.block_bytes()
+    target_blocks = sum(
+        pool.total * size for pool, size in zip(scheduler.cache.pools, sizes, strict=True)
+    ) // sum(sizes)
+    usable = config.max_running * -(-draft.spec.context // draft.block_size)
+    return max(1, min(target_blocks, usable))

@@ -1,0 +1,146 @@
+"""Base of proposers that run a network with a KV cache of its own: a draft model, a draft layer.
+
+In: the tokens of sequences. Out: chains of draws. Each draw uses the target's parameters and noise
+key. Gumbel noise depends on (key, position, token) alone, so where the distributions are close the
+same noise picks the same token: a draft is accepted with probability at least (1 - TV) / (1 + TV),
+TV being the total variation distance.
+
+Blocks belong to sequences; the least recently used one gives its blocks back first. When the
+network runs out of device memory it drafts nothing any more; requests never end for lack of drafts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from verbatim.backend.protocol import Backend
+from verbatim.base.errors import DeviceMemoryError, ParameterError
+from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan
+from verbatim.speculate.proposer import Draft, SeqView
+
+log = logging.getLogger("verbatim.engine")
+
+COST_WEIGHT = 0.2  # weight of the newest measurement in token_cost
+
+
+class CachedProposer:
+    name = ""
+    what = ""  # for messages: "draft model"
+    states_probs = False
+
+    def __init__(self, backend: Backend, blocks: int) -> None:
+        """`blocks`: size of the network's KV cache, per cache group."""
+        self.token_cost = 1e-6  # seconds; replaced by measurements
+        self._backend = backend
+        self._groups = len(backend.block_bytes())
+        try:
+            backend.allocate((blocks,) * self._groups)
+        except (MemoryError, DeviceMemoryError):
+            size = blocks * sum(backend.block_bytes()) / 2**20
+            raise ParameterError(
+                "speculate",
+                f"the {self.what}'s KV cache of {size:.0f} MiB does not fit into memory; "
+                "lower kv_memory or kv_blocks",
+            ) from None
+        self._free = [list(range(blocks)) for _ in range(self._groups)]
+        # seq_id -> block table per cache group; least recently used first
+        self._tables: OrderedDict[int, list[list[int]]] = OrderedDict()
+        self._step = 0
+        self._failed = False
+
+    def _reserve_for(self, view: SeqView, limit: int, in_use: set[int]) -> int:
+        """Allocate blocks for up to `limit` drafts. Returns how many; 0: none."""
+        raise NotImplementedError
+
+    def _catch_up(self, views: Sequence[SeqView]) -> None:
+        """Compute what the first draw of the sequences needs, and does not compute itself."""
+
+    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[int]:
+        """The token after those in `drafts` of each sequence; negative: there is none."""
+        raise NotImplementedError
+
+    def _evicted(self, seq_id: int) -> None:
+        """The sequence's cached positions are lost."""
+
+    def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
+        if self._failed:
+            return {}
+        began = time.perf_counter()
+        try:
+            drafts = self._chains(views, limit)
+        except DeviceMemoryError as error:
+            self._failed = True
+            log.warning("%s: %s; no further drafts", self.what, error.message)
+            return {}
+        drafted = sum(map(len, drafts.values()))
+        if drafted:
+            spent = (time.perf_counter() - began) / drafted
+            self.token_cost += (
+                COST_WEIGHT * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
+            )
+        return {seq_id: Draft(tuple(tokens), self.name, 0) for seq_id, tokens in drafts.items()}
+
+    def _chains(self, views: Sequence[SeqView], limit: int) -> dict[int, list[int]]:
+        drafts: dict[int, list[int]] = {}
+        live: list[SeqView] = []  # sequences that draft one more token
+        for view in views:
+            count = self._reserve_for(view, min(limit, view.max_drafts), {v.seq_id for v in live})
+            if count > 0:
+                live.append(view._replace(max_drafts=count))
+        self._catch_up(live)
+        for depth in range(limit):
+            live = [view for view in live if depth < view.max_drafts]
+            if not live:
+                break
+            drawn = list(zip(live, self._draw(live, drafts), strict=True))
+            for view, token in drawn:
+                if token >= 0:  # negative: bans left nothing to draw, or NaN
+                    drafts.setdefault(view.seq_id, []).append(token)
+            live = [view for view, token in drawn if token >= 0 and token not in view.end_ids]
+        return drafts
+
+    def _reserve(self, seq_id: int, positions: int, in_use: set[int]) -> bool:
+        """Allocate blocks for the positions; evicts sequences not in `in_use`. False: it does not
+        fit."""
+        need = -(-positions // self._backend.block_size)
+        tables = self._tables.setdefault(seq_id, [[] for _ in range(self._groups)])
+        self._tables.move_to_end(seq_id)
+        for table, free in zip(tables, self._free, strict=True):
+            while len(free) < need - len(table):
+                oldest = next((i for i in self._tables if i not in in_use and i != seq_id), None)
+                if oldest is None:
+                    self._release(seq_id)
+                    return False
+                self._release(oldest)
+            while len(table) < need:
+                table.append(free.pop())
+        return True
+
+    def _blocks(self, seq_id: int, positions: int) -> tuple[tuple[int, ...], ...]:
+        count = -(-positions // self._backend.block_size)
+        return tuple(tuple(table[:count]) for table in self._tables[seq_id])
+
+    def _spec(self, view: SeqView, so_far: Sequence[int]) -> DrawSpec:
+        history = (*view.tokens, *so_far) if view.params.needs_history else ()
+        # not with_(), which would validate every parameter again for each draft
+        params = view.params.with_origins({}, {"logprobs": None, "explain": 0})
+        return DrawSpec(params, view.key, view.prompt_len, history)
+
+    def _execute(self, steps: Sequence[SeqStep]) -> tuple[SeqResult, ...]:
+        self._step += 1
+        return self._backend.execute(StepPlan(self._step, tuple(steps))).sequences
+
+    def _release(self, seq_id: int) -> None:
+        for free, table in zip(self._free, self._tables.pop(seq_id, ()), strict=False):
+            free.extend(table)
+        self._evicted(seq_id)
+
+    def finish(self, view: SeqView) -> None:
+        self._release(view.seq_id)
+
+    def close(self) -> None:
+        self._tables.clear()
+        self._backend.close()

@@ -1,0 +1,120 @@
+"""Speculative decoding with the draft layer of the model's own file (multi-token prediction).
+
+In: the target's final states of computed positions. Out: chains of drafts. The layer reads the
+state of position p with the token at p + 1, and draws the token at p + 2; its own output is the
+state of the next draft (model/loading/draft_layer.py).
+
+The layer has a KV cache over the positions whose states this process has computed. It is kept
+while a sequence is preempted. A gap starts it anew: after a prefix hit or a fork, the positions
+before have keys and values of the target but no states. Then the layer sees less of the text; that
+costs accepted drafts and changes no output. Positions of rejected drafts are overwritten.
+
+States wait until the layer drafts for their sequence, at most WINDOW of them: of a long prompt the
+layer sees the end only, and a sequence that is never drafted for costs no more than their copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verbatim.backend.protocol import Backend
+from verbatim.base.records import SeqStep, StepPlan, StepResult
+from verbatim.speculate.cached_proposer import CachedProposer
+from verbatim.speculate.proposer import SeqView
+
+WINDOW = 512  # positions
+
+
+@dataclass(slots=True)
+class _Positions:
+    """The layer's view of one sequence."""
+
+    first: int  # position of the sequence that is position 0 of the layer's cache
+    cached: int = 0  # positions in the cache, computed from the target's states
+    waiting: list[np.ndarray] = field(default_factory=list)  # states of the positions after them
+    last: np.ndarray | None = None  # output of the latest draft: the state of the next one
+
+    @property
+    def end(self) -> int:
+        return self.first + self.cached + len(self.waiting)
+
+    def drop_from(self, position: int) -> None:
+        """Forget the positions from this one on."""
+        keep = max(position - self.first, 0)
+        self.cached = min(self.cached, keep)
+        del self.waiting[max(keep - self.cached, 0) :]
+
+
+class MtpProposer(CachedProposer):
+    name = "mtp"
+    what = "draft layer"
+
+    def __init__(self, backend: Backend, blocks: int) -> None:
+        super().__init__(backend, blocks)
+        self._positions: dict[int, _Positions] = {}
+
+    def observe(self, plan: StepPlan, result: StepResult) -> None:
+        for step, done in zip(plan.sequences, result.sequences, strict=True):
+            if step.hidden or done.hidden is None:
+                continue
+            held = self._positions.get(step.seq_id)
+            if held is None or not held.first <= step.start <= held.end:
+                held = self._positions[step.seq_id] = _Positions(step.start)
+            held.drop_from(step.start)
+            held.waiting.extend(done.hidden)
+            if (excess := len(held.waiting) - WINDOW) > 0:
+                del held.waiting[:excess]
+                held.first, held.cached = held.first + held.cached + excess, 0
+
+    def _reserve_for(self, view: SeqView, limit: int, in_use: set[int]) -> int:
+        held = self._positions.get(view.seq_id)
+        if held is None:
+            return 0
+        held.drop_from(len(view.tokens) - 1)  # states of rejected drafts
+        if held.end != len(view.tokens) - 1 or not held.waiting:
+            return 0
+        positions = held.cached + len(held.waiting) + limit - 1
+        return limit if self._reserve(view.seq_id, positions, in_use) else 0
+
+    def _evicted(self, seq_id: int) -> None:
+        if held := self._positions.get(seq_id):
+            held.first, held.cached = held.first + held.cached, 0
+
+    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[int]:
+        steps = []
+        for view in views:
+            held, so_far = self._positions[view.seq_id], drafts.get(view.seq_id, [])
+            tokens: tuple[int, ...]
+            if so_far:
+                tokens, states = (so_far[-1],), held.last
+            else:  # all waiting positions
+                tokens = tuple(view.tokens[len(view.tokens) - len(held.waiting) :])
+                states = np.stack(held.waiting)
+            start = held.cached + max(len(so_far) - 1, 0)
+            steps.append(
+                SeqStep(
+                    view.seq_id,
+                    tokens,
+                    start,
+                    self._blocks(view.seq_id, start + len(tokens)),
+                    draws=1,
+                    draw=self._spec(view, so_far),
+                    hidden=True,
+                    states=states,
+                    shift=held.first + 1,
+                )
+            )
+        results = self._execute(steps)
+        for step, result in zip(steps, results, strict=True):
+            held = self._positions[step.seq_id]
+            assert result.hidden is not None, "the step asked for it"
+            held.last = result.hidden[-1:]
+            held.cached, held.waiting = held.cached + len(held.waiting), []
+        return [result.drawn[0].token for result in results]
+
+    def finish(self, view: SeqView) -> None:
+        super().finish(view)
+        self._positions.pop(view.seq_id, None)
