@@ -25,7 +25,7 @@ from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.load_engine import _open_layer
 from verbatim.model.loading.load import Model, load_model
 from verbatim.speculate.draft_policy import Speculator
-from verbatim.speculate.mtp import WINDOW, MtpProposer
+from verbatim.speculate.mtp import FEW, WINDOW, MtpProposer
 from verbatim.speculate.proposer import Draft, SeqView
 from verbatim.speculate.step_cost import DEFAULT_ROW_COST
 from verbatim.testing.fakes import ByteTokenizer
@@ -224,9 +224,11 @@ def observe(layer: MtpProposer, start: int, states: np.ndarray, seq_id: int = 0)
     layer.observe(StepPlan(0, (step,)), StepResult(0, (result,)))
 
 
-def draft(layer: MtpProposer, known: int, seq_id: int = 0) -> tuple[int, ...]:
+def draft(
+    layer: MtpProposer, known: int, seq_id: int = 0, *, probe: bool = False
+) -> tuple[int, ...]:
     tokens = [97 + i % 7 for i in range(known)]
-    view = SeqView(seq_id, tokens, 8, SamplingParams(temperature=0), 0, 3)
+    view = SeqView(seq_id, tokens, 8, SamplingParams(temperature=0), 0, 3, probe=probe)
     found = layer.propose([view], 3)
     return found[seq_id].tokens if found else ()
 
@@ -258,6 +260,24 @@ def test_a_draft_layer_keeps_the_last_states_only(tmp_path: Path) -> None:
     held = layer._positions[0]
     assert len(held.waiting) == WINDOW
     assert held.first + WINDOW == -(-3 * WINDOW // 60) * 60
+
+
+def test_what_a_sequence_computes_once_is_no_cost_of_a_draft(tmp_path: Path) -> None:
+    """A long prompt is computed before the first draw, and for a mere probe it is not."""
+    layer, states = layer_of(tmp_path)
+    computed: list[int] = []
+    execute = layer._execute
+
+    def watched(steps: Sequence[SeqStep]) -> tuple[SeqResult, ...]:
+        computed.append(sum(len(step.tokens) for step in steps))
+        return execute(steps)
+
+    layer._execute = watched  # type: ignore[method-assign]
+    for seq_id, probe in enumerate((False, True)):
+        observe(layer, 0, states[:50], seq_id)
+        draft(layer, 51, seq_id, probe=probe)
+    assert computed == [49, 1, 1, 1, FEW, 1, 1]
+    assert (layer._positions[1].first, layer._positions[1].cached) == (50 - FEW, FEW)
 
 
 def test_sequences_give_their_blocks_of_a_draft_layer_to_others(tmp_path: Path) -> None:

@@ -68,9 +68,10 @@ class CachedProposer:
     def propose(self, views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
         if self._failed:
             return {}
-        began = time.perf_counter()
         try:
-            drafts = self._chains(views, limit)
+            live = self._ready(views, limit)
+            began = time.perf_counter()  # what a sequence computes once is no cost of each token
+            drafts = self._chains(live, limit)
         except DeviceMemoryError as error:
             self._failed = True
             log.warning("%s: %s; no further drafts", self.what, error.message)
@@ -83,14 +84,18 @@ class CachedProposer:
             )
         return {seq_id: Draft(tuple(tokens), self.name, 0) for seq_id, tokens in drafts.items()}
 
-    def _chains(self, views: Sequence[SeqView], limit: int) -> dict[int, list[int]]:
-        drafts: dict[int, list[int]] = {}
-        live: list[SeqView] = []  # sequences that draft one more token
+    def _ready(self, views: Sequence[SeqView], limit: int) -> list[SeqView]:
+        """The sequences that can be drafted for, with the number of drafts that fit."""
+        live: list[SeqView] = []
         for view in views:
             count = self._reserve_for(view, min(limit, view.max_drafts), {v.seq_id for v in live})
             if count > 0:
                 live.append(view._replace(max_drafts=count))
         self._catch_up(live)
+        return live
+
+    def _chains(self, live: list[SeqView], limit: int) -> dict[int, list[int]]:
+        drafts: dict[int, list[int]] = {}
         for depth in range(limit):
             live = [view for view in live if depth < view.max_drafts]
             if not live:
@@ -119,9 +124,12 @@ class CachedProposer:
                 table.append(free.pop())
         return True
 
-    def _blocks(self, seq_id: int, positions: int) -> tuple[tuple[int, ...], ...]:
-        count = -(-positions // self._backend.block_size)
-        return tuple(tuple(table[:count]) for table in self._tables[seq_id])
+    def _sequence(
+        self, view: SeqView, tokens: tuple[int, ...], start: int, spec: DrawSpec | None = None
+    ) -> SeqStep:
+        count = -(-(start + len(tokens)) // self._backend.block_size)
+        blocks = tuple(tuple(table[:count]) for table in self._tables[view.seq_id])
+        return SeqStep(view.seq_id, tokens, start, blocks, draws=1 if spec else 0, draw=spec)
 
     def _spec(self, view: SeqView, so_far: Sequence[int]) -> DrawSpec:
         history = (*view.tokens, *so_far) if view.params.needs_history else ()

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verbatim.backend.protocol import Backend
-from verbatim.base.records import DrawSpec, SeqStep
 from verbatim.speculate.cached_proposer import CachedProposer
 from verbatim.speculate.proposer import SeqView
 
@@ -62,12 +61,6 @@ class DraftProposer(CachedProposer):
             steps.append(self._sequence(view, (last,), start, self._spec(view, so_far)))
             self._cached[view.seq_id][start:] = [last]
         return [result.drawn[0].token for result in self._execute(steps)]
-
-    def _sequence(
-        self, view: SeqView, tokens: tuple[int, ...], start: int, spec: DrawSpec | None = None
-    ) -> SeqStep:
-        blocks = self._blocks(view.seq_id, start + len(tokens))
-        return SeqStep(view.seq_id, tokens, start, blocks, draws=1 if spec else 0, draw=spec)
 
 
 def _common_prefix(computed: Sequence[int], known: Sequence[int]) -> int:

@@ -193,7 +193,7 @@ class Speculator:
             count = self._length(probs, running, proposer.token_cost)
         if not count:
             self._records[view.seq_id].backoff[proposer.name] = MAX_BACKOFF
-        return view._replace(max_drafts=min(max(count, 1), view.max_drafts))
+        return view._replace(max_drafts=min(max(count, 1), view.max_drafts), probe=not count)
 
     def _length(self, probs: Sequence[float], running: int, draft_cost: float) -> int:
         if not self.adaptive:

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verbatim.backend.protocol import Backend
-from verbatim.base.records import SeqStep, StepPlan, StepResult
+from verbatim.base.records import StepPlan, StepResult
 from verbatim.speculate.cached_proposer import CachedProposer
 from verbatim.speculate.proposer import SeqView
 
 WINDOW = 512  # positions
+FEW = 16  # positions that the first draw computes, too; more are computed in a step before it
 
 
 @dataclass(slots=True)
@@ -47,6 +48,11 @@ class _Positions:
         self.cached = min(self.cached, keep)
         del self.waiting[max(keep - self.cached, 0) :]
 
+    def keep_last(self, count: int) -> None:
+        """Start anew with the last `count` states that wait."""
+        self.waiting, end = self.waiting[-count:], self.end
+        self.first, self.cached = end - len(self.waiting), 0
+
 
 class MtpProposer(CachedProposer):
     name = "mtp"
@@ -65,9 +71,8 @@ class MtpProposer(CachedProposer):
                 held = self._positions[step.seq_id] = _Positions(step.start)
             held.drop_from(step.start)
             held.waiting.extend(done.hidden)
-            if (excess := len(held.waiting) - WINDOW) > 0:
-                del held.waiting[:excess]
-                held.first, held.cached = held.first + held.cached + excess, 0
+            if len(held.waiting) > WINDOW:
+                held.keep_last(WINDOW)
 
     def _reserve_for(self, view: SeqView, limit: int, in_use: set[int]) -> int:
         held = self._positions.get(view.seq_id)
@@ -81,7 +86,19 @@ class MtpProposer(CachedProposer):
 
     def _evicted(self, seq_id: int) -> None:
         if held := self._positions.get(seq_id):
-            held.first, held.cached = held.first + held.cached, 0
+            held.keep_last(len(held.waiting))
+
+    def _catch_up(self, views: Sequence[SeqView]) -> None:
+        for view in views:
+            held = self._positions[view.seq_id]
+            if view.probe and len(held.waiting) > FEW:  # they are not worth one draft
+                held.keep_last(FEW)
+            more = len(held.waiting) - 1
+            if more >= FEW:
+                tokens = tuple(view.tokens[-1 - more : -1])
+                step = self._sequence(view, tokens, held.cached)
+                self._execute([step._replace(states=np.stack(held.waiting[:more]))])
+                held.cached, held.waiting = held.cached + more, held.waiting[more:]
 
     def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[int]:
         steps = []
@@ -91,25 +108,14 @@ class MtpProposer(CachedProposer):
             if so_far:
                 tokens, states = (so_far[-1],), held.last
             else:  # all waiting positions
-                tokens = tuple(view.tokens[len(view.tokens) - len(held.waiting) :])
+                tokens = tuple(view.tokens[-len(held.waiting) :])
                 states = np.stack(held.waiting)
             start = held.cached + max(len(so_far) - 1, 0)
-            steps.append(
-                SeqStep(
-                    view.seq_id,
-                    tokens,
-                    start,
-                    self._blocks(view.seq_id, start + len(tokens)),
-                    draws=1,
-                    draw=self._spec(view, so_far),
-                    hidden=True,
-                    states=states,
-                    shift=held.first + 1,
-                )
-            )
+            step = self._sequence(view, tokens, start, self._spec(view, so_far))
+            steps.append(step._replace(hidden=True, states=states, shift=held.first + 1))
         results = self._execute(steps)
-        for step, result in zip(steps, results, strict=True):
-            held = self._positions[step.seq_id]
+        for result in results:
+            held = self._positions[result.seq_id]
             assert result.hidden is not None, "the step asked for it"
             held.last = result.hidden[-1:]
             held.cached, held.waiting = held.cached + len(held.waiting), []

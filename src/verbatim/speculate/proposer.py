@@ -29,6 +29,7 @@ class SeqView(NamedTuple):
     end_ids: Collection[int] = ()  # tokens that end the completion
     drafted: int = 0  # tokens that the scheduler has submitted as drafts so far
     accepted: int = 0  # accepted drafts that gained a token
+    probe: bool = False  # drafts do not pay by the rate so far: one is made, to learn the rate
 
 
 class Draft(NamedTuple):

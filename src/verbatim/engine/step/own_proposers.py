@@ -19,21 +19,20 @@ if TYPE_CHECKING:
     from verbatim.engine.loaded_model import LoadedModel
     from verbatim.schedule.scheduler import Scheduler
 
-MISSING = {
-    "head": "no draft head comes with this model; "
-    "open the engine with speculate=head:FILE and the cpu backend",
-    "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened with "
-    "speculate=mtp or auto, on the cpu or the reference backend",
-    "draft": "'draft' needs an engine that was opened with a draft model (speculate=draft:MODEL)",
-}
-
 
 def open_proposers(
     loaded: LoadedModel, config: EngineConfig, scheduler: Scheduler
 ) -> tuple[dict[str, Proposer], dict[str, str]]:
     """Proposers by mode, cheapest first, and mode -> why it is rejected."""
     found: dict[str, Proposer] = {}
-    missing = dict(MISSING)
+    missing = {
+        "head": "no draft head comes with this model; "
+        "open the engine with speculate=head:FILE and the cpu backend",
+        "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened "
+        "with speculate=mtp or auto, on the cpu or the reference backend",
+        "draft": "'draft' needs an engine that was opened with a draft model "
+        "(speculate=draft:MODEL)",
+    }
     draft_backend = loaded.backend.draft_backend
     if loaded.head is not None and draft_backend is not None:
         found["head"] = HeadProposer(draft_backend, loaded.head)
