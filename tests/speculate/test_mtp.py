@@ -20,6 +20,8 @@ from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.bench.speculation import curve, walk
+from verbatim.bench.speculation import final_states as final_states_of
 from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.load_engine import _open_layer
@@ -41,6 +43,8 @@ def damped(state: State) -> State:
     for name, values in state.items():
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             result[name] = values * np.float32(0.2)
+        if "norm" in name:
+            result[name] = np.full_like(values, np.round(values.mean()))
         if name.endswith((".fc.weight", "eh_proj.weight")):
             own = np.eye(*values.shape, dtype=np.float32)
             result[name] = own + np.float32(0.02) * values
@@ -323,3 +327,22 @@ def test_poor_drafts_switch_their_proposer_off(caplog: pytest.LogCaptureFixture)
     ]
     # A draft costs a tenth of a step here, a row 0.15 of one.
     assert (0.1 * sum(asked) + DEFAULT_ROW_COST * rows) / steps < 0.02
+
+
+def test_the_bench_counts_the_drafts_of_a_real_run(tmp_path: Path) -> None:
+    model = checkpoint(tmp_path, "qwen3_5", "safetensors", damped(random_state("qwen3_5")))
+    with engine(model, "reference", "mtp") as llm:
+        params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+        done = llm.generate([97 + i % 5 for i in range(30)], params)
+        # The step that computes the prompt draws the first token, without drafts.
+        prompt, output = [*done.prompt_ids, done.token_ids[0]], done.token_ids[1:]
+        states = final_states_of(llm, [*prompt, *output])
+        layer = llm.core.drafting.proposers("mtp")[-1]
+        for _ in range(2):  # nothing is left of the first walk
+            found = walk(layer, prompt, output, 4, states)
+            assert found.drafted == done.usage.drafted_tokens
+            assert 0 < found.accepted == done.usage.accepted_tokens < found.drafted
+        data = curve(llm, "mtp", 1, tokens=8)
+    first, *rest = data["pass_seconds"]
+    assert first["break_even"] == 1.0
+    assert all(row["break_even"] > row["seconds"] / first["seconds"] for row in rest)

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
@@ -53,16 +55,26 @@ class Walk:
         return self.tokens / self.passes
 
 
-def walk(proposer: Proposer, prompt: Sequence[int], output: Sequence[int], limit: int) -> Walk:
+def walk(
+    proposer: Proposer,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    limit: int,
+    states: np.ndarray | None = None,
+) -> Walk:
     """Simulate decoding along a known completion: each pass drafts, accepts the longest correct
-    prefix, and gains one token of the target's own."""
-    from verbatim.speculate.proposer import SeqView
+    prefix, and gains one token of the target's own. `states`: the target's, of all positions."""
+    from verbatim.speculate.proposer import Observer, SeqView
 
-    known, at, drafted, accepted, rows = list(prompt), 0, 0, 0, []
+    known, at, drafted, accepted, rows, seen = list(prompt), 0, 0, 0, [], 0
     while at < len(output):
         max_drafts = len(output) - at - 1
         draft: tuple[int, ...] = ()
         if limit and max_drafts:
+            if states is not None and isinstance(proposer, Observer):
+                new = SeqResult(0, hidden=states[seen : len(known) - 1])
+                proposer.observe(StepPlan(0, (SeqStep(0, (), seen, ()),)), StepResult(0, (new,)))
+                seen = len(known) - 1
             view = SeqView(0, known, len(prompt), GREEDY, 0, max_drafts)
             found = proposer.propose([view], min(limit, max_drafts)).get(0)
             draft = found.tokens[: min(limit, max_drafts)] if found else ()
@@ -74,7 +86,21 @@ def walk(proposer: Proposer, prompt: Sequence[int], output: Sequence[int], limit
         accepted += correct
         known += output[at : at + correct + 1]
         at += correct + 1
+    if states is not None:
+        proposer.finish(SeqView(0, known, len(prompt), GREEDY, 0, 0))
     return Walk(len(output), len(rows), drafted, accepted, tuple(rows))
+
+
+def final_states(llm: LLM, tokens: Sequence[int]) -> np.ndarray:
+    """The target's final states. The engine must be idle: its KV blocks are overwritten."""
+    backend, size = llm.loaded.backend, llm.core.scheduler.step_tokens
+    count = -(-len(tokens) // backend.block_size)
+    blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)
+    found = []
+    for start in range(0, len(tokens), size):
+        step = SeqStep(0, tuple(tokens[start : start + size]), start, blocks, hidden=True)
+        found.append(backend.execute(StepPlan(0, (step,))).sequences[0].hidden)
+    return np.concatenate([states for states in found if states is not None])
 
 
 def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -> dict[int, float]:
@@ -131,19 +157,21 @@ def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, 
 def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any]:
     """The data of `bench --speculate`: per draft length the cost of a pass, and per task the
     tokens per pass and seconds per token."""
-    from verbatim.speculate.ngram import NgramProposer
-    from verbatim.speculate.suffix import SuffixProposer
 
-    makers: dict[str, Any] = {"ngram": NgramProposer, "suffix": SuffixProposer}
+    def proposer() -> Proposer:
+        return llm.core.drafting.proposers(mode)[-1]
+
     written = texts(llm, tokens)
     costs = pass_seconds(llm, 128 if llm.context > 256 else 8, LENGTHS, repeats)
     full = [costs[k] for k in LENGTHS]
     tasks: dict[str, Any] = {}
     for name, (prompt, output) in written.items():
         rows = []
+        states = final_states(llm, [*prompt, *output]) if mode == "mtp" else None
         for k in LENGTHS:
-            done = walk(makers[mode](), prompt, output, k)
+            done = walk(proposer(), prompt, output, k, states)
             spent = sum(_between(full, r) for r in done.rows)
+            spent += done.drafted * proposer().token_cost
             rows.append(
                 {
                     "drafts": k,
@@ -154,9 +182,13 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any
                 }
             )
         tasks[name] = rows
+    each = proposer().token_cost
     return {
         "proposer": mode,
-        "pass_seconds": [{"drafts": k, "seconds": costs[k]} for k in LENGTHS],
+        "pass_seconds": [
+            {"drafts": k, "seconds": costs[k], "break_even": (costs[k] + k * each) / costs[0]}
+            for k in LENGTHS
+        ],
         "tasks": tasks,
     }
 

@@ -72,7 +72,7 @@ def measured(*decls: str, **rule: Any) -> Callable[[F], F]:
     "--speculate",
     is_flag=False,
     flag_value="suffix",
-    type=click.Choice(["ngram", "suffix"]),
+    type=click.Choice(["ngram", "suffix", "mtp"]),
     help="measure speculative decoding instead: time and tokens per pass against draft length"
     " [suffix]",
 )
@@ -104,7 +104,7 @@ def command(
         if value and not against:
             raise ParameterError(name, "needs --against, which names the other engine")
     _choose_device(flags, against)
-    flags["e_speculate"] = "off"
+    flags["e_speculate"] = speculate if speculate == "mtp" else "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
         _check_speculate(against, prefills=prefills, contexts=contexts, batches=batches)
@@ -306,11 +306,11 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     info = llm.loaded.backend.info
     print(
         f"engine    {info.name} {info.detail}; proposer {mode}; "
-        "a pass with k drafts yields 1 to k + 1 tokens"
+        "a pass with k drafts yields 1 to k + 1 tokens, and pays from break-even on"
     )
     names = list(found["tasks"])
     print(
-        f"{'drafts':>6} {'ms/pass':>10}   "
+        f"{'drafts':>6} {'ms/pass':>10} {'break-even':>10}   "
         + "   ".join(f"{name + ': tokens, ms/token':>26}" for name in names)
     )
     for i, cost in enumerate(found["pass_seconds"]):
@@ -318,7 +318,8 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
         shown = "   ".join(
             f"{c['tokens_a_pass']:14.2f} {c['seconds_a_token'] * 1e3:11.2f}" for c in cells
         )
-        print(f"{cost['drafts']:6} {cost['seconds'] * 1e3:10.2f}   {shown}")
+        start = f"{cost['drafts']:6} {cost['seconds'] * 1e3:10.2f} {cost['break_even']:10.2f}"
+        print(f"{start}   {shown}")
     if plot:
         passes = tuple(
             Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n]))

@@ -78,14 +78,14 @@ class Drafting:
         found = self._speculators.get(mode)
         if found is None:
             found = self._speculators[mode] = Speculator(
-                self._proposers(mode), adaptive=self.adaptive, vocab=self._vocab
+                self.proposers(mode), adaptive=self.adaptive, vocab=self._vocab
             )
             found.cost = self.cost
             found.max_drafts = self.max_drafts or found.max_drafts
             found.off = self._off
         return found
 
-    def _proposers(self, mode: str) -> list[Proposer]:
+    def proposers(self, mode: str) -> list[Proposer]:
         """Cheapest first. Tokens that a grammar forces are drafts at no cost."""
         if mode in self._own:
             return [ForcedProposer(), self._own[mode]]
