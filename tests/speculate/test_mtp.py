@@ -14,6 +14,7 @@ from draft_checkpoints import GLM_OWN, KINDS, State, directory, gguf, random_sta
 from draft_reference import DraftReference
 from mixed_requests import answer, random_params, random_prompt
 
+from tiny_tokenizer import train_tokenizer
 from verbatim.backend import open_backend
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.config import EngineConfig
@@ -323,7 +324,7 @@ def test_poor_drafts_switch_their_proposer_off(caplog: pytest.LogCaptureFixture)
         speculator.finish(SeqView(seq_id, tokens, 1, SamplingParams(), 0, 0))
     assert speculator.off == {"mtp"}
     assert [r.getMessage() for r in caplog.records] == [
-        "speculate: mtp is switched off: 0 of 128 drafts were accepted"
+        "speculate: mtp is switched off: fewer than 5 % of its drafts were accepted"
     ]
     # A draft costs a tenth of a step here, a row 0.15 of one.
     assert (0.1 * sum(asked) + DEFAULT_ROW_COST * rows) / steps < 0.02
@@ -346,3 +347,34 @@ def test_the_bench_counts_the_drafts_of_a_real_run(tmp_path: Path) -> None:
     first, *rest = data["pass_seconds"]
     assert first["break_even"] == 1.0
     assert all(row["break_even"] > row["seconds"] / first["seconds"] for row in rest)
+
+
+def test_a_backend_without_draft_layers_falls_back_to_other_proposers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = checkpoint(tmp_path, "qwen3_5", "safetensors", random_state("qwen3_5"))
+    backend = ReferenceBackend(model)
+    monkeypatch.setattr(ReferenceBackend, "draft_layer", lambda self, model: None)
+    assert _open_layer(EngineConfig(), model, backend) is None
+    why = "the reference backend runs no draft layers"
+    assert [r.getMessage() for r in caplog.records] == [
+        f"speculate: the file's draft layer is not used: {why}"
+    ]
+    with pytest.raises(ParameterError, match=why):
+        _open_layer(EngineConfig(speculate="mtp"), model, backend)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_the_default_finds_the_draft_layer_by_itself(backend: str, tmp_path: Path) -> None:
+    state = damped(random_state("qwen3_5"))
+    source = directory(tmp_path / "model", "qwen3_5", state)
+    train_tokenizer(source, vocab=260)
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    found = {}
+    for mode in ("auto", "mtp", "off"):
+        with LLM(source, speculate=mode, backend=backend, threads=1, context=128) as llm:
+            llm.core.drafting.adaptive = False
+            found[mode] = llm.generate("the cat sat on the mat", params)
+    assert found["auto"].token_ids == found["mtp"].token_ids == found["off"].token_ids
+    assert found["mtp"].usage.accepted_tokens > 0
+    assert found["auto"].usage.drafted_tokens > 0

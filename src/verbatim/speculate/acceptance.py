@@ -28,11 +28,9 @@ class AcceptanceRates:
         self._own: dict[tuple[int, str], float] = {}  # by (sequence, source)
         self._counts: dict[str, tuple[int, int]] = {}  # accepted and compared drafts, by source
 
-    def poor(self, source: str) -> tuple[int, int] | None:
-        """Accepted and compared drafts of a source that is not worth its cost; None otherwise."""
+    def is_poor(self, source: str) -> bool:
         accepted, compared = self._counts.get(source, (0, 0))
-        poor = compared >= POOR_COUNT and accepted < POOR_RATE * compared
-        return (accepted, compared) if poor else None
+        return compared >= POOR_COUNT and accepted < POOR_RATE * compared
 
     def rate(self, seq_id: int, source: str, stated: bool) -> float:
         shared = self._shared.get(source, 1.0 if stated else PRIOR)

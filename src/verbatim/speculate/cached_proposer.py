@@ -1,12 +1,9 @@
 """Base of proposers that run a network with a KV cache of its own: a draft model, a draft layer.
 
-In: the tokens of sequences. Out: chains of draws. Each draw uses the target's parameters and noise
-key. Gumbel noise depends on (key, position, token) alone, so where the distributions are close the
-same noise picks the same token: a draft is accepted with probability at least (1 - TV) / (1 + TV),
-TV being the total variation distance.
-
-Blocks belong to sequences; the least recently used one gives its blocks back first. When the
-network runs out of device memory it drafts nothing any more; requests never end for lack of drafts.
+In: the tokens of sequences. Out: chains of draws, with the target's parameters and noise key.
+Gumbel noise depends on (key, position, token) alone, so where the distributions are close the same
+noise picks the same token: a draft is accepted with probability at least (1 - TV) / (1 + TV), TV
+being the total variation distance. Without device memory it drafts nothing any more.
 """
 
 from __future__ import annotations

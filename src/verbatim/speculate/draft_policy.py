@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from verbatim.speculate.acceptance import AcceptanceRates
+from verbatim.speculate.acceptance import POOR_RATE, AcceptanceRates
 from verbatim.speculate.proposer import Draft, Proposer, SeqView
 from verbatim.speculate.step_cost import StepCost
 
@@ -150,7 +150,13 @@ class Speculator:
         floor = 0.0
         if self.adaptive and proposer.token_cost:
             floor = MARGIN * self.cost.price(running, proposer.token_cost)
-            if self._is_off(proposer) or not 0 < floor < 1:
+            if self.rates.is_poor(proposer.name) and proposer.name not in self.off:
+                self.off.add(proposer.name)
+                log.warning(
+                    "speculate: %s is switched off: fewer than %.0f %% of its drafts were accepted",
+                    *(proposer.name, 100 * POOR_RATE),
+                )
+            if proposer.name in self.off or not 0 < floor < 1:
                 return  # no step is measured yet, or not even a certain draft pays
         asked = []
         for view in candidates:
@@ -166,18 +172,6 @@ class Speculator:
                 draft = draft.truncated(view.end_ids, self._vocab)
                 if draft.tokens:
                     yield view, draft
-
-    def _is_off(self, proposer: Proposer) -> bool:
-        """Whether the proposer is switched off, because hardly any of its drafts was accepted. A
-        lookup costs nothing and stays."""
-        counts = self.rates.poor(proposer.name)
-        if counts is not None and proposer.name not in self.off:
-            self.off.add(proposer.name)
-            log.warning(
-                "speculate: %s is switched off: %d of %d drafts were accepted",
-                *(proposer.name, *counts),
-            )
-        return proposer.name in self.off
 
     def _affordable(self, view: SeqView, proposer: Proposer, running: int) -> SeqView:
         """The view with as many drafts as pay by the rate so far, where drafting costs time. If

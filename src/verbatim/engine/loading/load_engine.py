@@ -6,6 +6,7 @@ can also run on the fakes of verbatim.testing.fakes.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,9 @@ from verbatim.model.embedding import EmbeddingSpec
 if TYPE_CHECKING:
     from verbatim.model.loading.draft_head import DraftHead
     from verbatim.model.loading.load import Model
+
+
+log = logging.getLogger("verbatim.engine")
 
 
 def load_for_engine(
@@ -145,13 +149,17 @@ def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend
     if config.speculate not in ("auto", "mtp") or not config.use_cache:
         return None
     layer = None if model.draft is None else backend.draft_layer(unpacked(model.draft))
-    if layer is None and config.speculate == "mtp":
-        why = f"the {backend.info.name} backend runs no draft layers"
-        if model.draft is None:
-            told = [text for text in model.warnings if "draft layer" in text]
-            why = told[0] if told else "the model's file has no draft layer"
+    if layer is not None:
+        return layer
+    why = f"the {backend.info.name} backend runs no draft layers"
+    if model.draft is None:
+        told = [text for text in model.warnings if "draft layer" in text]
+        why = told[0] if told else "the model's file has no draft layer"
+    else:
+        log.warning("speculate: the file's draft layer is not used: %s", why)
+    if config.speculate == "mtp":
         raise ParameterError("speculate", f"'mtp' is not possible: {why}")
-    return layer
+    return None
 
 
 def _load_draft(

@@ -149,6 +149,7 @@ class Drafting:
         price = self.cost.price(running) if self.adaptive and running > 1 else 0.0
         if "mtp" not in self._own or "mtp" in self._off or price >= MAX_BATCH_PRICE:
             return plan
+        assert "head" not in self._own, "a head finds its rows by the plan without states"
         steps = []
         for step in plan.sequences:
             seq = self._scheduler.sequences[step.seq_id]

@@ -41,7 +41,7 @@ def open_proposers(
             f"the {loaded.backend.info.name} backend runs no draft heads; "
             "open the engine with the cpu backend"
         )
-    if (layer := loaded.layer) is not None:
+    if (layer := loaded.layer) is not None and "head" not in found:
         found["mtp"] = MtpProposer(layer, draft_blocks(layer, loaded, config, scheduler))
     if (draft := loaded.draft) is not None:
         found["draft"] = DraftProposer(draft, draft_blocks(draft, loaded, config, scheduler))
