@@ -186,7 +186,7 @@ def draft_rates(same_noise: bool) -> tuple[int, int]:
     """(drafted, accepted) with the target as its own draft model at temperature 1."""
     with engine("reference", "draft", backend_of("reference")) as llm:
         if not same_noise:
-            draft = llm.core.drafting._own["draft"]
+            draft = llm.core.drafting.own["draft"]
             propose = draft.propose
 
             def other_noise(views: Any, limit: int, floor: float = 0.0) -> Any:

@@ -23,6 +23,7 @@ from verbatim.base.params import SamplingParams
 from verbatim.base.records import SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.bench.speculation import curve, walk
 from verbatim.bench.speculation import final_states as final_states_of
+from verbatim.diagnose import needle
 from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.load_engine import _open_layer
@@ -76,7 +77,7 @@ def engine(model: Model, backend: str, mode: str, **options: Any) -> LLM:
 
 def proposals(llm: LLM) -> list[tuple[SeqView, Draft]]:
     """All drafts that the engine's draft layer makes from now on, with copies of the tokens."""
-    layer: Any = llm.core.drafting._own["mtp"]
+    layer: Any = llm.core.drafting.own["mtp"]
     made: list[tuple[SeqView, Draft]] = []
     propose = layer.propose
 
@@ -146,7 +147,7 @@ def test_a_draft_layer_never_changes_an_answer(kind: str, backend: str, tmp_path
             assert llm.core.scheduler.preemptions > 0
             if mode != "off":
                 assert 0 < accepted < drafted
-                layer: Any = llm.core.drafting._own["mtp"]
+                layer: Any = llm.core.drafting.own["mtp"]
                 assert not layer._positions, "it holds states of sequences that ended"
     assert answers["mtp"] == answers["off"]
     assert answers["auto"] == answers["off"]
@@ -314,7 +315,7 @@ def test_poor_drafts_switch_their_proposer_off(caplog: pytest.LogCaptureFixture)
     speculator = Speculator([Poor()])
     speculator.cost.learn(1, 1e-3)
     steps = rows = 0
-    for seq_id in range(200):
+    for seq_id in range(60):
         tokens = [1]
         for _ in range(96):
             drafts = speculator.drafts([SeqView(seq_id, tokens, 1, SamplingParams(), 0, 15)], 1)
@@ -378,3 +379,17 @@ def test_the_default_finds_the_draft_layer_by_itself(backend: str, tmp_path: Pat
     assert found["auto"].token_ids == found["mtp"].token_ids == found["off"].token_ids
     assert found["mtp"].usage.accepted_tokens > 0
     assert found["auto"].usage.drafted_tokens > 0
+
+
+def test_verify_tries_the_draft_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = directory(tmp_path / "model", "qwen3_5", damped(random_state("qwen3_5")))
+    train_tokenizer(source, vocab=260)
+    every = needle.circumstances
+    monkeypatch.setattr(
+        needle, "circumstances", lambda *of: [c for c in every(*of) if c.group == "speculation"]
+    )
+    found = list(needle.verify(lambda settings: LLM(source, threads=1, **settings), "reference"))
+    assert [(one.detail, one.same) for one in found] == [
+        (mode, True) for mode in ("ngram", "suffix", "mtp")
+    ]
+    assert "drafts accepted" in found[-1].evidence

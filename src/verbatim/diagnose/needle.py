@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -63,10 +63,10 @@ class CaseResult:
 
 
 def circumstances(
-    backend: str, threads: int, isas: Sequence[str], head: bool = False
+    backend: str, threads: int, isas: Sequence[str], own: Iterable[str] = ()
 ) -> list[Circumstance]:
-    """What is tried. Threads and instruction sets belong to the cpu backend; `head`: the model has
-    a draft head."""
+    """What is tried. Threads and instruction sets belong to the cpu backend; `own`: modes of
+    speculation that come with the model."""
     found = [Circumstance("alone", "again")]
     found += [Circumstance("batch-mates", f"{n} others", mates=n) for n in (2, 7, 15)]
     found += [Circumstance("chunks", f"of {n} tokens", {"step_tokens": n}) for n in (5, 16, 48)]
@@ -80,7 +80,7 @@ def circumstances(
         counts = sorted({1, 2, threads, threads + 1} - {0})
         found += [Circumstance("threads", str(n), {"threads": n}) for n in counts]
         found += [Circumstance("instruction set", name, isa=name) for name in isas]
-    modes = ("ngram", "suffix", *(("head",) if head and backend == "cpu" else ()))
+    modes = ("ngram", "suffix", *own)
     found += [Circumstance("speculation", m, {"speculate": m}, draft=True) for m in modes]
     return found
 
@@ -96,11 +96,11 @@ def settings_of(backend: str) -> tuple[str, ...]:
 
 def verify(open_llm: Open, backend: str) -> Iterator[CaseResult]:
     """Run every circumstance on one backend. `open_llm` opens the model with engine settings."""
-    with open_llm({"backend": backend, "speculate": "off"}) as llm:
-        expected = _run(llm, Circumstance("alone", "first"))
-        info, head = llm.loaded.backend.info, llm.loaded.head is not None
+    with open_llm({"backend": backend, "speculate": "auto"}) as llm:
+        expected = _run(llm, Circumstance("alone", "first"), "off")
+        info, own = llm.loaded.backend.info, tuple(llm.core.drafting.own)
     isas = _isas() if info.name == "cpu" else ()
-    for case in circumstances(info.name, info.threads, isas, head):
+    for case in circumstances(info.name, info.threads, isas, own):
         settings = {"backend": backend, "speculate": "off", **case.engine}
         with _environment(case.isa):
             if case.starve:
@@ -125,9 +125,11 @@ def needles(llm: LLM, *, low: bool = False) -> tuple[list[list[int]], list[Sampl
     return [ids, ids], [base, base.with_(temperature=1.0, top_p=0.95, seed=11)]
 
 
-def _run(llm: LLM, case: Circumstance) -> list[Completion]:
-    """Run the two needles and the requests beside them in one batch; return the needles."""
+def _run(llm: LLM, case: Circumstance, mode: str | None = None) -> list[Completion]:
+    """Run the two needles and the requests beside them in one batch; return the needles. `mode`:
+    of speculation, where not the engine's."""
     prompts, params = needles(llm, low=case.starve)
+    params = [one.with_(speculate=mode) for one in params]
     rng = random.Random(case.mates)
     tokenizer = llm.tokenizer
     ids = [i for i in range(min(tokenizer.vocab_size, 4096)) if not tokenizer.is_control(i)]

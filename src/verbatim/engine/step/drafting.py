@@ -51,8 +51,8 @@ class Drafting:
         self.cost = StepCost()
         self._vocab = loaded.backend.spec.vocab
         self._scheduler = scheduler
-        self._own, self._missing = open_proposers(loaded, config, scheduler)
-        self._observers = [p for p in self._own.values() if isinstance(p, Observer)]
+        self.own, self._missing = open_proposers(loaded, config, scheduler)
+        self._observers = [p for p in self.own.values() if isinstance(p, Observer)]
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
         self._off: set[str] = set()  # proposers that are switched off for poor drafts
@@ -60,7 +60,7 @@ class Drafting:
     def check(self, params: SamplingParams) -> None:
         mode = self._mode(params)
         self._check_cache(mode)
-        if mode in self._missing and mode not in self._own:
+        if mode in self._missing and mode not in self.own:
             raise UnsupportedError("speculate", self._missing[mode])
 
     def _check_cache(self, mode: str) -> None:
@@ -87,10 +87,10 @@ class Drafting:
 
     def proposers(self, mode: str) -> list[Proposer]:
         """Cheapest first. Tokens that a grammar forces are drafts at no cost."""
-        if mode in self._own:
-            return [ForcedProposer(), self._own[mode]]
+        if mode in self.own:
+            return [ForcedProposer(), self.own[mode]]
         lookup = NgramProposer() if mode == "ngram" else SuffixProposer(remember=self._remember)
-        return [ForcedProposer(), lookup, *(self._own.values() if mode == "auto" else ())]
+        return [ForcedProposer(), lookup, *(self.own.values() if mode == "auto" else ())]
 
     # -------------------------------------------------------------------------------- per step
 
@@ -147,9 +147,9 @@ class Drafting:
         a certain draft pays, none does."""
         running = len(self._scheduler.running)
         price = self.cost.price(running) if self.adaptive and running > 1 else 0.0
-        if "mtp" not in self._own or "mtp" in self._off or price >= MAX_BATCH_PRICE:
+        if "mtp" not in self.own or "mtp" in self._off or price >= MAX_BATCH_PRICE:
             return plan
-        assert "head" not in self._own, "a head finds its rows by the plan without states"
+        assert "head" not in self.own, "a head finds its rows by the plan without states"
         steps = []
         for step in plan.sequences:
             seq = self._scheduler.sequences[step.seq_id]
@@ -178,7 +178,7 @@ class Drafting:
         speculator = self._speculators.get(self._mode(seq.params))
         done = SeqView(seq.id, seq.tokens, seq.prompt_len, seq.params, seq.key, 0, tenant)
         if speculator is None:  # never drafted for; its states may be kept all the same
-            for proposer in self._own.values():
+            for proposer in self.own.values():
                 proposer.finish(done)
             return 0.0
         return speculator.finish(done._replace(drafted=seq.drafted, accepted=seq.accepted))
@@ -186,5 +186,5 @@ class Drafting:
     def close(self) -> None:
         for speculator in self._speculators.values():
             speculator.close()
-        for proposer in self._own.values():
+        for proposer in self.own.values():
             proposer.close()
