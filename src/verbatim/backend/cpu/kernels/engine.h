@@ -234,7 +234,7 @@ class Engine : ThreadPool::Job {
         int splits;
     };
     struct Worker {  // scratch memory of one thread
-        Pages tile, act, norm, q, scores, wide, o, run, low;
+        Pages tile, act, norm, q, scores, wide, o, run, low, state;
         QRows qr{};
     };
     struct ProductInput {
@@ -295,6 +295,9 @@ class Engine : ThreadPool::Job {
     float* recurrent_block(int group, int layer, int64_t block) const;
     void convolve(const Op& op, WorkItems& items);
     void delta(const Op& op, WorkItems& items);
+    void delta_head(const Op& op, Worker& w, int item, const uint8_t* next);
+    void delta_update(const Op& op, int64_t row, int head, float* p, float* query) const;
+    float* delta_block(const Op& op, int item, int64_t index) const;
     void gated(const Op& op, WorkItems& items);
     void layer_inputs(const Op& op, WorkItems& items);
     void layer_gate(const Op& op, WorkItems& items);

@@ -14,6 +14,7 @@
 #define VB_MM_HALVES mm_i8mm
 #else
 #include "attend.inc"
+#include "delta.inc"
 #include "mathfn.h"
 #include "matmul.inc"
 #include "rowwise.inc"
@@ -67,6 +68,7 @@ static const Kernels TABLE = {
     store_half,
     store_q8,
     exps,
+    delta,
     sample_row,
     softmax_topk,
 };

@@ -134,6 +134,23 @@ struct AttendTile {
     float m[MAX_QUERIES], l[MAX_QUERIES];  // out: maximum score and sum of exponentials
 };
 
+// One update of the state of a delta net (docs/adr/0023): from k, v, decay and beta of a position.
+struct DeltaUpdate {
+    const float *k, *v, *q;  // q: null if the output is not needed, as in a replay
+    float decay, beta;
+    float* out;  // q·state, after the update
+};
+constexpr int DELTA_LANES = 32;  // columns per strip: 128 rows of it take half of an L1 cache
+
+// DELTA_LANES columns of a state.
+struct DeltaStrip {
+    float* state;  // scratch [rows][DELTA_LANES], holds the result
+    int rows;
+    const float* from;  // the state before the updates, which may be `state`
+    int64_t from_stride;
+    const uint8_t *ahead, *ahead_end;  // memory that is read next, to be prefetched
+};
+
 struct Kernels {
     const char* name;
     int byte_bias;  // 128 where 8-bit weights are stored unsigned
@@ -161,6 +178,8 @@ struct Kernels {
     void (*store_half)(const float* x, int n, uint16_t* y);
     void (*store_q8)(const float* x, int n, int8_t* y, float* scale);
     void (*exps)(const float* x, int n, float* y);  // exp, element by element
+    // Updates in order. `column`: the strip's first column of v and out.
+    void (*delta)(DeltaStrip& strip, const DeltaUpdate* updates, int count, int column);
     vb::SampleFn sample;
     // Softmax, then the k most probable; returns the sum of their probabilities.
     float (*softmax_topk)(const float* s, int n, int k, int32_t* ids, float* p);

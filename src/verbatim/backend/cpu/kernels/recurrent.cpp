@@ -83,35 +83,6 @@ void Engine::convolve(const Op& op, WorkItems& items) {
     }
 }
 
-// One update of the state [key_dim][value_dim] in two halves. decay_state: state *= decay, and
-// error = k·state.
-static void decay_state(float* __restrict state, const float* k, float decay, int key_dim,
-                        int value_dim, float* __restrict error) {
-    for (int j = 0; j < value_dim; j++) error[j] = 0.0f;
-    for (int i = 0; i < key_dim; i++, state += value_dim)
-        for (int j = 0; j < value_dim; j++) {
-            state[j] *= decay;
-            error[j] += k[i] * state[j];
-        }
-}
-
-// error becomes the correction (v - error) * beta, and state += k correction. In the same pass over
-// the state, each value is multiplied by `decay` (1 leaves it as it is), and sum += x·state.
-static void correct_state(float* __restrict state, const float* k, const float* v, float beta,
-                          int key_dim, int value_dim, float* __restrict error, float decay,
-                          const float* x, float* __restrict sum) {
-    for (int j = 0; j < value_dim; j++) {
-        error[j] = (v[j] - error[j]) * beta;
-        sum[j] = 0.0f;
-    }
-    for (int i = 0; i < key_dim; i++, state += value_dim)
-        for (int j = 0; j < value_dim; j++) {
-            const float s = (state[j] + k[i] * error[j]) * decay;
-            sum[j] += x[i] * s;
-            state[j] = s;
-        }
-}
-
 // y = x * factor / root of the sum of squares + 1e-6.
 static void l2_normed(const float* x, int n, float factor, float* y) {
     float sum = 0.0f;
@@ -120,63 +91,93 @@ static void l2_normed(const float* x, int n, float factor, float* y) {
     for (int i = 0; i < n; i++) y[i] = x[i] * scale;
 }
 
-// One value head of one sequence per work item. A block has, per value head: the state before the
-// block, then per position key, value, decay and beta.
-void Engine::delta(const Op& op, WorkItems& items) {
+// A block has, per value head: the state [key_dim][value_dim] before the block, then per position
+// key, value, decay and beta.
+static int64_t update_floats(const Op& op) { return op.key_dim + op.value_dim + 2; }
+static int64_t head_floats(const Op& op) {
+    return (int64_t)op.key_dim * op.value_dim + BLOCK * update_floats(op);
+}
+
+// Block `index` of the sequence and value head of a work item.
+float* Engine::delta_block(const Op& op, int item, int64_t index) const {
+    const Sequence& seq = step.sequences[item / op.value_heads];
+    return recurrent_block(state_group_, op.layer, seq.blocks[state_group_][index]) +
+           item % op.value_heads * head_floats(op);
+}
+
+// Writes the update of one row to the cache at `p`, and its query.
+void Engine::delta_update(const Op& op, int64_t row, int head, float* p, float* query) const {
     const int dk = op.key_dim, dv = op.value_dim, heads = op.value_heads;
-    const int keys = op.key_heads * dk, values = heads * dv, width = 2 * keys + values;
-    const int64_t state_floats = (int64_t)dk * dv, update = dk + dv + 2;
-    const int64_t head_floats = state_floats + BLOCK * update;
-    const float* mixed = (const float*)buffers_[op.keys]->f.data();
-    const float* z = (const float*)buffers_[op.values]->f.data();
+    const int key_head = op.tiled ? head % op.key_heads : head * op.key_heads / heads;
+    const int keys = op.key_heads * dk;
+    const float* x = (const float*)buffers_[op.keys]->f.data() + row * (2 * keys + heads * dv);
     const float* b = (const float*)buffers_[op.betas]->f.data();
     const float* a = (const float*)buffers_[op.alphas]->f.data();
+    l2_normed(x + key_head * dk, dk, 1.0f / std::sqrt((float)dk), query);
+    l2_normed(x + keys + key_head * dk, dk, 1.0f, p);
+    std::memcpy(p + dk, x + 2 * keys + head * dv, (size_t)dv * 4);
+    p[dk + dv] = decay_of(vectors_[op.decay][head], a[row * heads + head] + vectors_[op.dt][head]);
+    p[dk + dv + 1] = sigmoid(b[row * heads + head]);
+}
+
+// One value head of one sequence, block by block: the stored updates of the first block and the new
+// ones of all. `next`: memory that this thread reads next.
+void Engine::delta_head(const Op& op, Worker& w, int item, const uint8_t* next) {
+    const Sequence& seq = step.sequences[item / op.value_heads];
+    const int head = item % op.value_heads, dk = op.key_dim, dv = op.value_dim;
+    const int width = (dv + DELTA_LANES - 1) / DELTA_LANES * DELTA_LANES;
+    const int64_t state_floats = (int64_t)dk * dv, end = seq.start + seq.rows;
+    const float* z = (const float*)buffers_[op.values]->f.data();
     float* dst = (float*)buffers_[op.dst]->f.data();
-    const float q_factor = 1.0f / std::sqrt((float)dk);
-    std::vector<float> state(state_floats), query(dk), error(dv), out(dv);
-    for (int u; (u = items.next()) >= 0;) {
-        const Sequence& seq = step.sequences[u / heads];
-        const int head = u % heads;
-        const int key_head = op.tiled ? head % op.key_heads : head * op.key_heads / heads;
-        auto head_block = [&](int64_t index) {
-            return recurrent_block(state_group_, op.layer, seq.blocks[state_group_][index]) +
-                   head * head_floats;
-        };
-        std::fill(state.begin(), state.end(), 0.0f);
-        if (seq.start > 0) {
-            const int64_t index = (seq.start - 1) / BLOCK;
-            const float *stored = head_block(index), *p = stored + state_floats;
-            std::memcpy(state.data(), stored, (size_t)state_floats * 4);
-            decay_state(state.data(), p, p[dk + dv], dk, dv, error.data());
-            for (int64_t s = index * BLOCK; s < seq.start; s++, p += update) {
-                // the second half of this update, with the first half of the next one
-                const bool last = s + 1 == seq.start;
-                const float* next = last ? p : p + update;
-                correct_state(state.data(), p, p + dk, p[dk + dv + 1], dk, dv, error.data(),
-                              last ? 1.0f : next[dk + dv], next, out.data());
-                std::swap(error, out);
-            }
+    float *state = (float*)w.state.data(), *zeros = state + dk * width, *out = zeros + width,
+          *query = out + BLOCK * width;
+    DeltaUpdate updates[BLOCK];
+    const int64_t first = seq.start > 0 ? (seq.start - 1) / BLOCK : 0;
+    const uint8_t* next_end = next ? next + head_floats(op) * 4 : nullptr;
+    for (int64_t index = first; index * BLOCK < end; index++) {
+        float* stored = delta_block(op, item, index);
+        const bool resumed = index == first && seq.start > 0;
+        const int n = (int)std::min<int64_t>(BLOCK, end - index * BLOCK);
+        const int known = (int)std::clamp<int64_t>(seq.start - index * BLOCK, 0, n);
+        const int64_t row = seq.row0 + index * BLOCK - seq.start;  // of the block's first position
+        float* p = stored + state_floats;
+        for (int t = 0; t < n; t++, p += update_floats(op)) {
+            if (t >= known) delta_update(op, row + t, head, p, query + t * dk);
+            updates[t] = {p, p + dk, t >= known ? query + t * dk : nullptr, p[dk + dv],
+                          p[dk + dv + 1], out + t * width};
         }
-        for (int r = 0; r < seq.rows; r++) {
-            const int64_t row = seq.row0 + r, position = seq.start + r;
-            float *stored = head_block(position / BLOCK),
-                  *p = stored + state_floats + position % BLOCK * update;
-            if (position % BLOCK == 0)
-                std::memcpy(stored, state.data(), (size_t)state_floats * 4);
-            const float* x = mixed + row * width;
-            l2_normed(x + key_head * dk, dk, q_factor, query.data());
-            l2_normed(x + keys + key_head * dk, dk, 1.0f, p);
-            std::memcpy(p + dk, x + 2 * keys + head * dv, (size_t)dv * 4);
-            p[dk + dv] = decay_of(vectors_[op.decay][head],
-                                  a[row * heads + head] + vectors_[op.dt][head]);
-            p[dk + dv + 1] = sigmoid(b[row * heads + head]);
-            decay_state(state.data(), p, p[dk + dv], dk, dv, error.data());
-            correct_state(state.data(), p, p + dk, p[dk + dv + 1], dk, dv, error.data(), 1.0f,
-                          query.data(), out.data());
-            kernels.rms_norm(out.data(), vectors_[op.qnorm].data(), dv, shape.eps, out.data());
-            const int64_t at = row * values + head * dv;
-            kernels.gate(A_SILU, z + at, out.data(), dv, dst + at);
+        for (int c = 0; c < width; c += DELTA_LANES) {
+            DeltaStrip strip{state + dk * c, dk, state + dk * c, DELTA_LANES, next, next_end};
+            if (resumed) strip.from = stored + c, strip.from_stride = dv;
+            else if (index == 0) strip.from = zeros, strip.from_stride = 0;
+            if (!resumed)
+                for (int i = 0; i < dk; i++)
+                    std::memcpy(stored + (int64_t)i * dv + c, strip.from + i * strip.from_stride,
+                                (size_t)std::min(DELTA_LANES, dv - c) * 4);
+            kernels.delta(strip, updates, n, c);
+            next = strip.ahead;
         }
+        for (int t = known; t < n; t++) {
+            float* y = out + t * width;
+            const int64_t at = ((row + t) * op.value_heads + head) * dv;
+            kernels.rms_norm(y, vectors_[op.qnorm].data(), dv, shape.eps, y);
+            kernels.gate(A_SILU, z + at, y, dv, dst + at);
+        }
+    }
+}
+
+void Engine::delta(const Op& op, WorkItems& items) {
+    Worker& w = *workers_[items.thread];
+    const int64_t width = (op.value_dim + DELTA_LANES - 1) / DELTA_LANES * DELTA_LANES;
+    const size_t bytes = (size_t)((op.key_dim + 1 + BLOCK) * width + BLOCK * op.key_dim) * 4;
+    if (w.state.size() < bytes) w.state = Pages(bytes);
+    for (int u = items.next(), v; u >= 0; u = v) {
+        v = items.next();
+        const Sequence* after = v < 0 ? nullptr : &step.sequences[v / op.value_heads];
+        const bool stored = after && after->start > 0;
+        delta_head(op, w, u,
+                   stored ? (const uint8_t*)delta_block(op, v, (after->start - 1) / BLOCK)
+                          : nullptr);
     }
 }
 

@@ -287,6 +287,34 @@ uint64_t gates(const Kernels& k, Noise noise) {
     return hash.h;
 }
 
+// Replays and new updates of a strip of a delta net's state, twice: the second time in place.
+uint64_t delta(const Kernels& k, Noise noise) {
+    Hash hash;
+    for (int rows : {1, 8, 33})
+        for (int count : {1, 2, BLOCK}) {
+            const int stride = 2 * DELTA_LANES;
+            auto from = noise.floats((size_t)rows * stride, 1.0f),
+                 kq = noise.floats((size_t)2 * rows * count, 1.0f),
+                 v = noise.floats((size_t)stride * count, 1.0f);
+            std::vector<float> state(rows * DELTA_LANES), out(stride * count);
+            std::vector<DeltaUpdate> updates;
+            for (int t = 0; t < count; t++)
+                updates.push_back({&kq[2 * t * rows], &v[t * stride],
+                                   t < count / 3 ? nullptr : &kq[(2 * t + 1) * rows],
+                                   0.75f + noise.unit() / 4, 0.5f + noise.unit() / 2,
+                                   &out[t * stride]});
+            DeltaStrip strip{state.data(), rows, from.data(), stride, nullptr, nullptr};
+            for (int turn = 0; turn < 2; turn++) {
+                k.delta(strip, updates.data(), count, turn * DELTA_LANES);
+                hash.floats(state.data(), state.size());
+                strip.from = strip.state;
+                strip.from_stride = DELTA_LANES;
+            }
+            hash.floats(out.data(), out.size());
+        }
+    return hash.h;
+}
+
 }  // namespace
 
 std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int threads) {
@@ -295,6 +323,7 @@ std::vector<std::pair<std::string, uint64_t>> digests(const Kernels& k, int thre
         out.emplace_back(std::string("product ") + t.name, product(k, t, Noise{1}));
     out.emplace_back("rowwise", rowwise(k, Noise{2}));
     out.emplace_back("gates", gates(k, Noise{3}));
+    out.emplace_back("delta", delta(k, Noise{4}));
     for (int t : {0, 1, 3, 4, 7, 9, 11})
         out.emplace_back(std::string("model ") + FORMATS[t].name,
                          model(k, FORMATS[t], threads, KV_F16, {130, 1, 1, 60, 8}, 32));
