@@ -397,6 +397,20 @@ def test_a_directory_becomes_a_quantised_file(
     }
 
 
+def test_matrices_of_another_type_are_reported_with_their_reason(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Convolutions and gates of delta nets stay float, and embedding and head become q8_0."""
+    source, target = str(tmp_path / "tiny.gguf"), str(tmp_path / "out.gguf")
+    export(tiny_model("qwen35", hidden_size=64, intermediate_size=96), Path(source))
+    for quant in ("q8_0", "q4_0"):
+        assert call(source, target, "--quant", quant, "--force") == 0
+        text = capsys.readouterr().err
+        assert "3 matrices are written as f32: kernels of convolutions, one float" in text
+        assert "6 matrices are written as f32: routers, gates and position embeddings" in text
+        assert ("written as q8_0: embedding and head" in text) == (quant == "q4_0")
+
+
 def test_the_pooling_of_an_embedding_model_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

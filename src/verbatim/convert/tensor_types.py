@@ -32,3 +32,15 @@ def type_for(
     if shape[-1] % FORMATS[chosen].values:
         chosen = FILE_TYPES[chosen].small or type
     return chosen if shape[-1] % FORMATS[chosen].values == 0 else type
+
+
+def reason(name: str, shape: tuple[int, ...], quant: str) -> str:
+    """Why type_for gives this matrix another type than `quant`."""
+    stem = name.removesuffix(".weight")
+    if stem.endswith(KERNELS):
+        return "kernels of convolutions, one float per channel and tap"
+    if stem == "position_embd" or stem.endswith(UNQUANTISED):
+        return "routers, gates and position embeddings keep their type"
+    if shape[-1] % FORMATS[quant].values:
+        return f"a row length that the block size of {quant} does not divide"
+    return "embedding and head"

@@ -4,6 +4,7 @@ The file is written atomically: complete or not at all."""
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,7 @@ from verbatim.cli.lib.command_class import Command, option, switch
 from verbatim.cli.lib.options import offline_option
 from verbatim.cli.lib.terminal import Progress, note, warn, write
 from verbatim.cli.lib.texts import check_output, file_text
-from verbatim.convert.tensor_types import FILE_TYPES, FLOATS, MIXTURES, type_for
+from verbatim.convert.tensor_types import FILE_TYPES, FLOATS, MIXTURES, reason, type_for
 
 if TYPE_CHECKING:
     from verbatim.files.gguf_write import LazyTensor
@@ -149,18 +150,16 @@ def _check_source(tensors: dict[str, Tensor], chosen: dict[str, str]) -> None:
 
 
 def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: str | None) -> None:
-    """Report the matrices that are written in another type than --quant."""
+    """Report the matrices that are written in another type than --quant, and why."""
     if quant is None:
         return
-    counts: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        if len(tensor.shape) > 1 and chosen[name] != quant:
-            counts[chosen[name]] = counts.get(chosen[name], 0) + 1
-    for type, number in sorted(counts.items()):
-        note(
-            f"{number} {'matrix is' if number == 1 else 'matrices are'} written as {type}: "
-            f"embedding and head, or a row length that the block size of {quant} does not divide"
-        )
+    counts = Counter(
+        (chosen[name], reason(name, tensor.shape, quant))
+        for name, tensor in tensors.items()
+        if len(tensor.shape) > 1 and chosen[name] != quant
+    )
+    for (type, why), number in sorted(counts.items()):
+        note(f"{number} {'matrix is' if number == 1 else 'matrices are'} written as {type}: {why}")
 
 
 def _converted(
