@@ -259,8 +259,9 @@ class ProgramRecorder(WeightPacker):
         delta, prefix = self.spec.delta, f"layers.{layer}.delta"
         assert delta is not None
         for part, name in (("qkv", "src"), ("z", "values"), ("b", "betas"), ("a", "alphas")):
-            x = self.linear(h, f"{prefix}.{part}", False)
-            self._emit(x, self._delta[name], add=False)
+            op, fields = self.linear(h, f"{prefix}.{part}", False).pending or ("", {})
+            joined = part != "qkv" and not self._adapters
+            self.engine.op(op, dst=self._delta[name], joined=joined, **fields)
         self.engine.op(
             "delta",
             layer=layer,

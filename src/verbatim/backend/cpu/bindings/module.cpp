@@ -214,6 +214,7 @@ class PyEngine {
             else if (k == "value_heads") o.value_heads = nb::cast<int>(value);
             else if (k == "key_dim") o.key_dim = nb::cast<int>(value);
             else if (k == "value_dim") o.value_dim = nb::cast<int>(value);
+            else if (k == "joined") o.joined = nb::cast<bool>(value);
             else if (k == "tiled") o.tiled = nb::cast<bool>(value);
             else throw std::invalid_argument("unknown field " + k);
         }

@@ -179,8 +179,15 @@ void Engine::add_op(Op op) {
 // Models with more weight bytes than this are read from RAM at every step.
 constexpr int64_t LARGEST_CPU_CACHE = 256 << 20;
 void Engine::finish() {
+    for (size_t i = 1; i < ops_.size(); i++)
+        for (size_t first = i; ops_[i].joined && first-- > 0;)
+            if (!ops_[first].joined) {
+                ops_[first].parts++;
+                break;
+            }
     auto reads = [](const Op& op) {
-        return op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP || op.type == O_HEAD;
+        return !op.joined && (op.type == O_QKV || op.type == O_LINEAR || op.type == O_GATEUP ||
+                              op.type == O_HEAD);
     };
     for (size_t i = 0; i < ops_.size(); i++)
         for (size_t j = 1; j <= ops_.size() && ops_[i].next_product < 0; j++)

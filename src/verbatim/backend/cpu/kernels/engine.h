@@ -112,6 +112,9 @@ struct Op {
     int betas = -1, alphas = -1, decay = -1, dt = -1;
     int key_heads = 0, value_heads = 0, key_dim = 0, value_dim = 0;
     bool tiled = false;  // value head j reads key head j % key_heads
+    // O_LINEAR: one phase with the linear operation before, of which it reads the normalised input.
+    bool joined = false;
+    int parts = 1;  // O_LINEAR: this operation and the joined ones after it
     // O_LAYER_INPUTS: dst holds a projection of each row, in parts as wide as the vector `norm`; each
     // part is normalised, and the row of the embedding mat[0] times `scale` is added.
     // O_LAYER_GATE: dst = act(src) * columns of the buffer `keys` from `offset` on.
@@ -262,6 +265,7 @@ class Engine : ThreadPool::Job {
     enum InputMode { READ_DIRECTLY, PER_THREAD, SHARED };
     InputMode input_mode(const Op& op, const Input& in) const;
     int product_items(const Op& op) const;
+    int part_items(const Op& op) const;
     bool blocks_within_kv_head(int width) const;
     int norm_rows_per_item(int rows) const;  // rows per work item of the S_NORM_QUANTISE phase
     void norm_quantise(const Op& op, WorkItems& items);
@@ -279,6 +283,9 @@ class Engine : ThreadPool::Job {
                    int hi_all) const;
     void finish_rows(const Op& op, const AttendItem& item, float* o, float* m, float* l);
     void linear(const Op& op, WorkItems& items);
+    void linear_panel_run(const Op& op, const ProductInput& in, int p, int np,
+                          const uint8_t* next_weights, int thread);
+    const Op& part_of(const Op& op, int& item) const;
     void gateup(const Op& op, WorkItems& items);
     void norm(const Op& op, WorkItems& items);
     bool has_lora(const Op& op) const;

@@ -68,6 +68,8 @@ static const Kernels TABLE = {
     store_half,
     store_q8,
     exps,
+    sigmoids,
+    convolve,
     delta,
     sample_row,
     softmax_topk,

@@ -178,6 +178,10 @@ struct Kernels {
     void (*store_half)(const float* x, int n, uint16_t* y);
     void (*store_q8)(const float* x, int n, int8_t* y, float* scale);
     void (*exps)(const float* x, int n, float* y);  // exp, element by element
+    void (*sigmoids)(const float* x, int n, float* y);  // in float64, rounded once
+    // y = the sum over the taps of in[tap] * w[tap], the first one first; w is [taps][ldw].
+    void (*convolve)(const float* const* in, const float* w, int64_t ldw, int taps, int n,
+                     float* y);
     // Updates in order. `column`: the strip's first column of v and out.
     void (*delta)(DeltaStrip& strip, const DeltaUpdate* updates, int count, int column);
     vb::SampleFn sample;

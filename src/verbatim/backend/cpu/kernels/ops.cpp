@@ -32,8 +32,9 @@ bool Engine::blocks_within_kv_head(int width) const {
 
 Engine::Input Engine::input(const Op& op) const {
     bool quant = false;
-    for (int m : op.mat)
-        if (m >= 0) quant |= KIND[matrices_[m]->p.kind].quantised;
+    for (int part = 0; part < op.parts; part++)
+        for (int m : (&op)[part].mat)
+            if (m >= 0) quant |= KIND[matrices_[m]->p.kind].quantised;
     for (int part = 0; part < 2 && !op.experts[part].empty(); part++)
         quant |= KIND[matrices_[op.experts[part][0]]->p.kind].quantised;
     if (op.type == O_HEAD)
@@ -252,11 +253,22 @@ int Engine::gateup_panels(const Op& op) const {
                : 2;
 }
 
+int Engine::part_items(const Op& op) const {
+    int per = op.type == O_GATEUP ? gateup_panels(op) : linear_panels(op);
+    return (matrices_[op.mat[op.type == O_GATEUP]]->p.panels + per - 1) / per;
+}
 int Engine::product_items(const Op& op) const {
     if (op.type == O_QKV)  // without keys and values: the layer reads those of another
         return shape.heads + (op.mat[1] < 0 ? 0 : 2 * group_of(op).kv_heads);
-    int per = op.type == O_GATEUP ? gateup_panels(op) : linear_panels(op);
-    return (matrices_[op.mat[op.type == O_GATEUP]]->p.panels + per - 1) / per;
+    int items = 0;
+    for (int part = 0; part < op.parts; part++) items += part_items((&op)[part]);
+    return items;
+}
+// The joined operation with this item, which becomes its number within that operation.
+const Op& Engine::part_of(const Op& op, int& item) const {
+    const Op* part = &op;
+    for (int n; item >= (n = part_items(*part)); part++) item -= n;
+    return *part;
 }
 
 // The weights that this thread reads first in the next product, to be prefetched.
@@ -266,55 +278,75 @@ const uint8_t* Engine::next_product_weights(const Op& op, int thread) const {
     if (item < 0) return nullptr;
     if (n.type == O_QKV)
         return item < shape.heads ? panel(n.mat[0], item * (group_of(n).vdim / 16)) : nullptr;
-    return n.type == O_GATEUP ? panel(n.mat[1], item * gateup_panels(n))
-                              : panel(n.mat[0], item * linear_panels(n));
+    if (n.type == O_GATEUP) return panel(n.mat[1], item * gateup_panels(n));
+    const Op& part = part_of(n, item);
+    return panel(part.mat[0], item * linear_panels(part));
 }
 
 void Engine::linear(const Op& op, WorkItems& items) {
+    const int thread = items.thread, run = MAX_PANELS / linear_panels(op);
+    const ProductInput in = product_input(op, thread);
+    auto weights_of = [&](int item) {
+        const Op& part = part_of(op, item);
+        return panel(part.mat[0], item * linear_panels(part));
+    };
+    for (int count, more, u = items.next(run, count), v; u >= 0; u = v, count = more) {
+        v = items.next(run, more);
+        while (count > 0) {  // a run of items may span joined operations
+            int item = u;
+            const Op& part = part_of(op, item);
+            const int per = linear_panels(part),
+                      n = std::min({count, MAX_PANELS / per, part_items(part) - item});
+            u += n;
+            count -= n;
+            const uint8_t* next_weights = count > 0 ? weights_of(u)
+                                          : v >= 0  ? weights_of(v)
+                                                    : next_product_weights(op, thread);
+            const int p = item * per, panels = matrices_[part.mat[0]]->p.panels;
+            linear_panel_run(part, in, p, std::min(n * per, panels - p), next_weights, thread);
+        }
+    }
+}
+
+// Panels p to p + np - 1 of a product, at most MAX_PANELS, for all rows.
+void Engine::linear_panel_run(const Op& op, const ProductInput& in, int p, int np,
+                              const uint8_t* next_weights, int thread) {
     const Packed& w = matrices_[op.mat[0]]->p;
-    const int rows = input(op).rows, thread = items.thread, per = linear_panels(op);
-    ProductInput in = product_input(op, thread);
+    const int rows = input(op).rows, cols = std::min(16 * np, w.n - 16 * p);
     float* tile = (float*)workers_[thread]->tile.data();
     float* y = (float*)buffers_[op.dst]->f.data();
     const float* bias = op.bias[0] >= 0 ? vectors_[op.bias[0]].data() : nullptr;
-    for (int count, more, u = items.next(MAX_PANELS / per, count), v; u >= 0; u = v, count = more) {
-        v = items.next(MAX_PANELS / per, more);
-        const uint8_t* next_weights =
-            v >= 0 ? panel(op.mat[0], v * per) : next_product_weights(op, thread);
-        int p = u * per, np = std::min(count * per, w.panels - p),
-            cols = std::min(16 * np, w.n - 16 * p);
-        for (int r = 0; r < rows; r += MM_ROWS) {
-            int m = std::min(MM_ROWS, rows - r);
-            QRows q = in.q.at_block(in.q.first_block(r, w.k / 32));
-            int32_t rebased[MM_ROWS];
-            if (in.idx)
-                for (int i = 0; i < m; i++) rebased[i] = in.idx[r + i];
-            kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k,
-                               in.idx ? rebased : nullptr, m, tile, 16 * MAX_PANELS,
-                               r + MM_ROWS < rows ? nullptr : next_weights);
-            lora_up(op, 0, p, np, r, m, tile, 16 * MAX_PANELS, thread);
-            if (bias) kernels.add_rows(tile, 16 * MAX_PANELS, bias + 16 * p, 0, m, cols);
-            if (op.scale != 1.0f)
-                for (int i = 0; i < m; i++)
-                    for (int c = 0; c < cols; c++) tile[i * 16 * MAX_PANELS + c] *= op.scale;
-            float* o = y + (int64_t)r * w.n + 16 * p;
-            if (op.add) kernels.add_rows(o, w.n, tile, 16 * MAX_PANELS, m, cols);
-            else
-                for (int i = 0; i < m; i++)
-                    std::memcpy(o + (int64_t)i * w.n, tile + (int64_t)i * 16 * MAX_PANELS,
-                                (size_t)cols * 4);
-            if (op.softcap != 0.0f)
-                for (int i = 0; i < m; i++) kernels.softcap(o + (int64_t)i * w.n, cols, op.softcap);
-            if (op.type == O_HEAD)
-                for (int i = 0; i < m; i++) {
-                    float* logits = o + (int64_t)i * w.n;
-                    // Quantisation turns NaN into zeros; the sampler must see a broken row.
-                    if (!finite_outputs_[step.logits[r + i]])
-                        std::fill(logits, logits + cols, __builtin_nanf(""));
-                    ((float*)chunk_maxes_.data())[(r + i) * chunks() + p / MAX_PANELS] =
-                        kernels.max_or_nan(logits, cols);
-                }
-        }
+    for (int r = 0; r < rows; r += MM_ROWS) {
+        int m = std::min(MM_ROWS, rows - r);
+        QRows q = in.q.at_block(in.q.first_block(r, w.k / 32));
+        int32_t rebased[MM_ROWS];
+        if (in.idx)
+            for (int i = 0; i < m; i++) rebased[i] = in.idx[r + i];
+        kernels.mm[w.kind](w, p, np, q, in.idx ? in.x : in.x + (int64_t)r * w.k,
+                           in.idx ? rebased : nullptr, m, tile, 16 * MAX_PANELS,
+                           r + MM_ROWS < rows ? nullptr : next_weights);
+        lora_up(op, 0, p, np, r, m, tile, 16 * MAX_PANELS, thread);
+        if (bias) kernels.add_rows(tile, 16 * MAX_PANELS, bias + 16 * p, 0, m, cols);
+        if (op.scale != 1.0f)
+            for (int i = 0; i < m; i++)
+                for (int c = 0; c < cols; c++) tile[i * 16 * MAX_PANELS + c] *= op.scale;
+        float* o = y + (int64_t)r * w.n + 16 * p;
+        if (op.add) kernels.add_rows(o, w.n, tile, 16 * MAX_PANELS, m, cols);
+        else
+            for (int i = 0; i < m; i++)
+                std::memcpy(o + (int64_t)i * w.n, tile + (int64_t)i * 16 * MAX_PANELS,
+                            (size_t)cols * 4);
+        if (op.softcap != 0.0f)
+            for (int i = 0; i < m; i++) kernels.softcap(o + (int64_t)i * w.n, cols, op.softcap);
+        if (op.type == O_HEAD)
+            for (int i = 0; i < m; i++) {
+                float* logits = o + (int64_t)i * w.n;
+                // Quantisation turns NaN into zeros; the sampler must see a broken row.
+                if (!finite_outputs_[step.logits[r + i]])
+                    std::fill(logits, logits + cols, __builtin_nanf(""));
+                ((float*)chunk_maxes_.data())[(r + i) * chunks() + p / MAX_PANELS] =
+                    kernels.max_or_nan(logits, cols);
+            }
     }
 }
 
@@ -472,6 +504,7 @@ void Engine::plan_phases() {
                     add(i, S_LORA, (int)step.adapted.size());
                 if (op.type != O_MOE) {
                     add(i, S_WORK, in.rows ? product_items(op) : 0);
+                    i += op.parts - 1;
                     break;
                 }
                 moe_plan(op);

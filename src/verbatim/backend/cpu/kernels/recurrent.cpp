@@ -19,7 +19,7 @@ namespace verbatim {
 using verbatim_recurrent::exp_live;
 using verbatim_recurrent::log_of;
 
-constexpr int CHANNELS = 256;  // channels per work item of a convolution
+constexpr int CHANNELS = 256;  // per work item of a convolution, and per pass of a gate
 
 static double exp_negative(double x) { return exp_live(std::max(x, -708.0)); }
 
@@ -53,6 +53,7 @@ void Engine::convolve(const Op& op, WorkItems& items) {
     const float* src = (const float*)buffers_[op.src]->f.data();
     float* dst = (float*)buffers_[gated ? op.dst : op.keys]->f.data();
     const float* kernel = vectors_[op.kernel].data();  // [taps][width]
+    std::vector<const float*> past(op.taps);
     for (int u; (u = items.next()) >= 0;) {
         const Sequence& seq = step.sequences[u / chunks];
         const int c0 = u % chunks * CHANNELS, n = std::min(CHANNELS, width - c0);
@@ -65,13 +66,11 @@ void Engine::convolve(const Op& op, WorkItems& items) {
             const float* x = src + row * (gated ? 3 * width : width) + c0;
             float *in = input(position), *y = dst + row * width + c0;
             for (int c = 0; c < n; c++) in[c] = gated ? x[c] * x[2 * width + c] : x[c];
-            for (int c = 0; c < n; c++) y[c] = 0.0f;
-            for (int tap = 0; tap < op.taps; tap++) {  // the oldest position first
-                const int64_t p = position - op.taps + 1 + tap;
-                if (p < 0) continue;
-                const float *v = input(p), *w = kernel + (int64_t)tap * width + c0;
-                for (int c = 0; c < n; c++) y[c] += v[c] * w[c];
-            }
+            const int taps = (int)std::min<int64_t>(op.taps, position + 1);
+            for (int tap = 0; tap < taps; tap++)  // the oldest position first
+                past[tap] = input(position - taps + 1 + tap);
+            kernels.convolve(past.data(), kernel + (int64_t)(op.taps - taps) * width + c0, width,
+                             taps, n, y);
             if (op.kernel_bias >= 0) {
                 const float* bias = vectors_[op.kernel_bias].data() + c0;
                 for (int c = 0; c < n; c++) y[c] += bias[c];
@@ -174,10 +173,11 @@ void Engine::delta(const Op& op, WorkItems& items) {
     for (int u = items.next(), v; u >= 0; u = v) {
         v = items.next();
         const Sequence* after = v < 0 ? nullptr : &step.sequences[v / op.value_heads];
-        const bool stored = after && after->start > 0;
         delta_head(op, w, u,
-                   stored ? (const uint8_t*)delta_block(op, v, (after->start - 1) / BLOCK)
-                          : nullptr);
+                   !after ? next_product_weights(op, items.thread)
+                   : after->start > 0
+                       ? (const uint8_t*)delta_block(op, v, (after->start - 1) / BLOCK)
+                       : nullptr);
     }
 }
 
@@ -189,10 +189,18 @@ void Engine::gated(const Op& op, WorkItems& items) {
     float* dst = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;) {
         const float *x = src + (int64_t)r * n, *g = gate + (int64_t)r * gates;
-        float *y = dst + (int64_t)r * n, factor = sigmoid(g[0]);
-        for (int i = 0; i < n; i++) {
-            if (gates > 1) factor = sigmoid(g[i]);
-            y[i] = op.add ? y[i] + x[i] * factor : x[i] * factor;
+        float *y = dst + (int64_t)r * n, factors[CHANNELS];
+        if (gates == 1) {
+            kernels.sigmoids(g, 1, factors);
+            std::fill(factors + 1, factors + CHANNELS, factors[0]);
+        }
+        for (int c = 0; c < n; c += CHANNELS) {
+            const int m = std::min(CHANNELS, n - c);
+            if (gates > 1) kernels.sigmoids(g + c, m, factors);
+            if (op.add)
+                for (int i = 0; i < m; i++) y[c + i] += x[c + i] * factors[i];
+            else
+                for (int i = 0; i < m; i++) y[c + i] = x[c + i] * factors[i];
         }
     }
 }
