@@ -39,6 +39,19 @@ def test_the_kv_cache_of_70b_is_1_34_gb() -> None:
     assert plan(published("llama-3-70b"), "h100", tp=16).kv_sequence == 2 * 1_342_177_280
 
 
+def test_the_states_of_recurrent_layers_count_with_the_kv_cache() -> None:
+    """In three delta nets: two blocks of 4 heads of 8 x 8, of 16 updates of 56 values, and of 16
+    inputs of 64 channels."""
+    found = plan(footprint_of_config(TINY_CONFIGS["qwen35"], "tiny"), context=32, output=8)
+    states = 2 * 3 * 4 * (4 * 8 * 8 + 16 * 56 + 16 * 64)
+    assert found.footprint.state_bytes == states == 52_224
+    assert found.kv_sequence == 2 * 2 * 16 * 2 * 32 + states
+    assert found.room_sequences is not None
+    memory = found.footprint.weight_bytes + found.room_sequences * found.kv_sequence
+    assert found.device.memory
+    assert 0.8 < memory / found.device.memory < 1
+
+
 @pytest.mark.parametrize(
     ("count", "device", "milliseconds"),
     [("7B", "2039,312", 6.9), ("7B", "600,125", 23.3), ("70B", "3350,989", 41.8)],

@@ -79,7 +79,7 @@ def make_plan(
     device = device.times(tp) if tp > 1 else device
     # A rank holds whole key heads: with more ranks than heads, several hold copies of one.
     copies = max(1.0, tp / footprint.kv_heads) if footprint.kv_heads else 1.0
-    kv = footprint.kv_bytes(context) * copies
+    kv = footprint.kv_bytes(context) * copies + footprint.state_bytes
     fits, room = _room(footprint, device, kv * batch, copies, context)
     prompt = context - output
     prefill = _prefill(footprint, device, prompt)
@@ -131,7 +131,7 @@ def _room(
     if device.memory is None:
         return None, None
     left = device.memory * USABLE - f.weight_bytes
-    per_sequence = f.kv_bytes(context) * copies
+    per_sequence = f.kv_bytes(context) * copies + f.state_bytes
     room = max(0.0, left) / per_sequence * context if per_sequence else None
     return kv <= left, room
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from verbatim.backend.cpu.repack import MEMORY
 from verbatim.backend.gpu_weights import block_mode, device_bytes, weight_bytes
 from verbatim.backend.protocol import BackendInfo
+from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.json_io import JsonMapping
 from verbatim.files.gguf import read_gguf
@@ -81,6 +82,7 @@ class Footprint:
     # on a GPU, where quantised safetensors stay in their blocks; empty: as `parts`
     gpu_parts: Mapping[str, WeightPart] = field(default_factory=dict)
     kept: str = ""  # how a GPU keeps the weights; empty: as the file has them
+    state_bytes: int = 0  # cache blocks of recurrent layers that a running sequence holds
 
     def on_gpu(self, memory: float) -> Footprint:
         """The footprint in the cuda backend on a GPU with so many bytes of memory. It unpacks
@@ -261,6 +263,7 @@ def _of_spec(
         prompt_ops_token=card.prompt_ops_token,
         parts=parts,
         tied=spec.tied,
+        state_bytes=_state_bytes(spec),
     )
 
 
@@ -281,6 +284,16 @@ def _kv_bytes(spec: ModelSpec, layer: int, kv_type: str) -> int:
     per_value, per_head = KV_TYPES[kv_type]
     kv_heads, head_dim = spec.kv_shape(layer)
     return 2 * kv_heads * (head_dim * per_value + per_head)
+
+
+def _state_bytes(spec: ModelSpec) -> int:
+    """Two float32 blocks of every recurrent layer: the snapshot at the last border of a block and
+    the block before it (docs/adr/0023)."""
+    return sum(
+        2 * 4 * spec.block_values(group, BLOCK_SIZE) * len(group.layers)
+        for group in spec.groups
+        if group.kind != "attention"
+    )
 
 
 def _of_count(name: str, params: int, stored: str, kv_type: str) -> Footprint:
@@ -317,6 +330,6 @@ def _shape(spec: ModelSpec) -> str:
     experts = max(layer.experts for layer in spec.layers)
     mixture = f", {spec.experts_used} of {experts} experts" if experts else ""
     others = len(spec.layers) - spec.attention_layers
-    recurrent = f", {others} recurrent layers (states not counted)" if others else ""
+    recurrent = f", {others} recurrent layers" if others else ""
     layers = f"{len(spec.layers)} layers, hidden {spec.hidden}"
     return f"{spec.family}, {layers}, {heads}{mixture}{recurrent}"

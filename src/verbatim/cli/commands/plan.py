@@ -176,8 +176,10 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     what += f" in {f.kv_type}"
     what += f"; windows of {', '.join(map(str, sorted(windows)))}" if windows else ""
     rows.append(("KV cache of a token", _bytes(f.kv_bytes(1)), what))
+    if f.state_bytes:
+        rows.append(("recurrent states", _bytes(f.state_bytes), "of a sequence, two cache blocks"))
     sequences = f"{plan.batch} sequence{'s' if plan.batch > 1 else ''}"
-    held = plan.kv_sequence * plan.batch
+    held = plan.kv_sequence * plan.batch  # states included
     rows.append(("KV cache", _bytes(held), f"{sequences} of {plan.context:,} tokens"))
     if plan.fits is not None and d.memory is not None:
         rows.append(_fits_row(plan, f.weight_bytes + held, d.memory))
