@@ -23,15 +23,15 @@ SRC = ROOT / "src" / "verbatim"
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
     "": 176,
-    "backend": 9009,
-    "base": 2699,
-    "bench": 863,
+    "backend": 9621,
+    "base": 2703,
+    "bench": 895,
     "chat": 9,
-    "cli": 7312,
-    "convert": 880,
-    "diagnose": 2701,
-    "encoder": 904,
-    "engine": 6128,
+    "cli": 7310,
+    "convert": 892,
+    "diagnose": 2716,
+    "encoder": 907,
+    "engine": 6203,
     "explain": 893,
     "files": 1507,
     "formats": 2301,
@@ -39,22 +39,22 @@ LINES: dict[str, int] = {
     "hub": 1132,
     "lens": 10,
     "lora": 703,
-    "model": 2729,
-    "model/families": 4739,
+    "model": 2848,
+    "model/families": 4758,
     "observe": 881,
     "sampling": 1494,
     "scale": 2238,
-    "schedule": 1967,
-    "server": 13642,
-    "speculate": 1085,
-    "testing": 652,
-    "text": 5068,
+    "schedule": 1991,
+    "server": 13554,
+    "speculate": 1285,
+    "testing": 655,
+    "text": 5067,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 75645, "tests": 66070, "docs": 9636}
-ANY = 732  # uses of Any in src
-LONG_FUNCTIONS, MEDIAN_FUNCTION = 12, 7  # functions of src over 50 lines; lines of the median
+TOTALS = {"src": 76672, "tests": 66974, "docs": 9782}
+ANY = 731  # uses of Any in src
+LONG_FUNCTIONS, MEDIAN_FUNCTION = 11, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
