@@ -46,7 +46,7 @@ class RecurrentStep:
 
     inputs: torch.Tensor  # [rows, taps]: cache slot of each input of the convolution, -1: none
     ages: torch.Tensor  # [rows]: number of the row in its sequence's rows
-    tiles: torch.Tensor  # [sequences + 1]: tiles of each sequence
+    tiles: torch.Tensor  # [sequences + 1]: tiles of each sequence; 0 behind the last sequence
     blocks: torch.Tensor  # [tiles]: its cache block
     positions: torch.Tensor  # [tiles]: the block's first position
     starts: torch.Tensor  # [tiles]: position of the sequence's first row in this step

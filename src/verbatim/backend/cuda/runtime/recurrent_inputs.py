@@ -93,7 +93,5 @@ class RecurrentInputs:
             target[:] = 0
         self._host.inputs[:] = -1
         if batch is not None:
-            step = step_arrays(self._spec, batch)
-            self._host.tiles[:] = step.tiles[-1]  # sequences that the step does not have
-            for target, source in zip(self._host, step, strict=True):
+            for target, source in zip(self._host, step_arrays(self._spec, batch), strict=True):
                 target[: len(source)] = source
