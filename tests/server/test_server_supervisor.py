@@ -156,7 +156,7 @@ async def test_a_context_that_the_cache_reduces_is_logged(caplog: pytest.LogCapt
     supervisor = Supervisor(Settings(model="m", test_engine="pipeline", engine={"kv_blocks": 4}))
     engine = engine_process.open_engine(supervisor._start_message(), lambda: None)
     engine.close()
-    assert "--kv-memory" in caplog.text
+    assert "holds 65 tokens of one sequence" in caplog.text
 
 
 def ready_supervisor() -> Supervisor:
