@@ -23,7 +23,7 @@ SRC = ROOT / "src" / "verbatim"
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
     "": 176,
-    "backend": 9621,
+    "backend": 9619,
     "base": 2703,
     "bench": 895,
     "chat": 9,
@@ -52,7 +52,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 76672, "tests": 66974, "docs": 9782}
+TOTALS = {"src": 76670, "tests": 66974, "docs": 9798}
 ANY = 731  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 11, 7  # functions of src over 50 lines; lines of the median
 
