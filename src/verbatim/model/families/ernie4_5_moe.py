@@ -56,8 +56,7 @@ _KEYS: Table = {
     "moe_layer_interval": followed("layer period: every N-th layer is a mixture of experts"),
     "moe_norm_min": no_effect("the sum of softmax weights is larger"),
 }
-_FIRST = renamed("moe_layer_start_index", "first layers with a dense MLP")
-_STEP = renamed("moe_layer_interval", "layer period of the mixtures; 0: 1", zero=True)
+_BY_TENSORS = no_effect("the tensors of the shared MLP decide")
 FAMILY = Family(
     model_type="ernie4_5_moe",
     name="ernie4_5-moe",
@@ -73,11 +72,11 @@ FAMILY = Family(
         keys={
             **gguf_rows.GGUF_ROTARY,
             **gguf_rows.gguf_experts("moe_num_experts"),
-            "expert_used_count": renamed("moe_k", "experts used per token"),
-            "expert_shared_count": no_effect("the tensors of the shared MLP decide"),
-            "expert_shared_feed_forward_length": no_effect("the tensors of the shared MLP decide"),
-            "leading_dense_block_count": _FIRST,
-            "interleave_moe_layer_step": _STEP,
+            "expert_used_count": renamed("moe_k"),
+            "expert_shared_count": _BY_TENSORS,
+            "expert_shared_feed_forward_length": _BY_TENSORS,
+            "leading_dense_block_count": renamed("moe_layer_start_index"),
+            "interleave_moe_layer_step": renamed("moe_layer_interval", zero=True),
         },
         names=tensors.GGUF_PAIRS,
         implied=_implied,

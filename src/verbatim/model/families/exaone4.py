@@ -34,14 +34,10 @@ FAMILY = Family(
     keys=rows.rotary_keys(
         rows.NO_BIASES,
         {
-            "sliding_window": followed(
-                "window of the sliding_attention layers; full layers then have no rotary positions",
-                nullable=True,
-            ),
+            "sliding_window": followed(f"{rows.SLIDING.note}, if any; others have no rotations"),
             "sliding_window_pattern": followed(
                 "where layer_types is absent: every N-th layer is full_attention; or a string of L "
-                "(sliding) and G (full), repeated",
-                nullable=True,
+                "(sliding) and G (full), repeated"
             ),
             "layer_types": rows.LAYER_WINDOWS,
         },
@@ -50,10 +46,7 @@ FAMILY = Family(
     names=tensors.hf_names(tensors.POST_NORMS),
     gguf=Gguf(
         "exaone4",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.pattern(4, "; full layers then have no rotary positions"),
-        },
+        keys=gguf_rows.rotary(gguf_rows.pattern(4, "; others then have no rotary positions")),
     ),
     exported=header.pattern_flags,
     tiny={"exaone4": tiny(head_dim=16, num_hidden_layers=5, sliding_window=12)},

@@ -6,15 +6,8 @@ import math
 from dataclasses import replace
 
 from verbatim.model.families.common import parts, rows
-from verbatim.model.families.common.family import Config, Family, Gguf, tiny
+from verbatim.model.families.common.family import Family, Gguf, tiny
 from verbatim.model.keys import no_effect
-from verbatim.model.spec import ModelSpec
-
-
-def _spec(c: Config) -> ModelSpec:
-    base = parts.rotary(c)
-    return replace(base, norm_offset=1.0, embed_scale=math.sqrt(base.hidden))
-
 
 FAMILY = Family(
     model_type="gemma",
@@ -27,7 +20,9 @@ FAMILY = Family(
             "hidden_activation": no_effect("`hidden_act` decides, as in transformers"),
         },
     ),
-    spec=_spec,
+    spec=lambda c: replace(
+        base := parts.rotary(c), norm_offset=1.0, embed_scale=math.sqrt(base.hidden)
+    ),
     gguf=Gguf("gemma"),
     tiny={"gemma": tiny(head_dim=16)},
 )

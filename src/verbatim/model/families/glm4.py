@@ -6,20 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
+from verbatim.model.families.common.family import Family, Gguf, RopeRules, tiny
 from verbatim.model.families.glm import KEYS, glm_spec
-from verbatim.model.spec import ModelSpec
-
-
-def _spec(c: Config) -> ModelSpec:
-    return replace(glm_spec(c), post_norms=True)
-
 
 FAMILY = Family(
     model_type="glm4",
     models="GLM-4-0414",
     keys={**KEYS, "head_dim": rows.HEAD_DIM},
-    spec=_spec,
+    spec=lambda c: replace(glm_spec(c), post_norms=True),
     rope=RopeRules(partial=True),
     names=tensors.hf_names(
         {

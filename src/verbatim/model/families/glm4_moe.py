@@ -77,9 +77,7 @@ FAMILY = Family(
                 norm=False,
                 note="experts of a layer; 0: dense",
             ),
-            "expert_shared_count": renamed(
-                "n_shared_experts", "inner width of the shared MLP, in experts"
-            ),
+            "expert_shared_count": renamed("n_shared_experts"),
             "nextn_predict_layers": gguf_rows.DRAFTS,
         },
         names=tensors.gguf_names(tensors.GGUF_MLP_NORM),

@@ -48,7 +48,7 @@ _KEYS: Table = {
     "attention_bias": rows.ATTENTION_BIAS,
     "mlp_bias": no_effect("router and experts always have biases, as in transformers"),
     "intermediate_size": followed("inner width of an expert"),
-    "sliding_window": followed("window of the sliding_attention layers", nullable=True),
+    "sliding_window": rows.SLIDING,
     "layer_types": followed(
         "window or none, layer by layer; absent: every other layer, from the first on"
     ),
@@ -80,8 +80,7 @@ FAMILY = Family(
         {
             "attn.sinks": "self_attn.sinks",
             "moe.router": "mlp.router",
-            "moe.gate": "mlp.experts.gate_up_proj",
-            "moe.up": "mlp.experts.gate_up_proj",
+            **tensors.each("moe.*", "mlp.experts.gate_up_proj", "gate up"),
             "moe.down": "mlp.experts.down_proj",
         },
         stacked=True,

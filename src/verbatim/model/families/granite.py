@@ -16,6 +16,7 @@ SCALES = {
     "residual_multiplier": "multiplies the outputs of attention and MLP",
     "logits_scaling": "divides the logits",
 }
+_SCORES = f"{SCALES['attention_multiplier']}; 0: 1 / root of a head"
 
 
 def granite(c: Config) -> ModelSpec:
@@ -56,20 +57,10 @@ FAMILY = Family(
         "granite",
         keys={
             **gguf_rows.GGUF_ROTARY,
-            "attention.scale": renamed(
-                "attention_multiplier",
-                "multiplies the scores of attention; 0: 1 / root of a head",
-                zero=True,
-            ),
-            "embedding_scale": renamed(
-                "embedding_multiplier", "multiplies the embeddings; 0: not scaled", zero=True
-            ),
-            "residual_scale": renamed(
-                "residual_multiplier",
-                "multiplies the outputs of attention and MLP; 0: not scaled",
-                zero=True,
-            ),
-            "logit_scale": renamed("logits_scaling", "divides the logits"),
+            "attention.scale": renamed("attention_multiplier", _SCORES, zero=True),
+            "embedding_scale": renamed("embedding_multiplier", zero=True),
+            "residual_scale": renamed("residual_multiplier", zero=True),
+            "logit_scale": renamed("logits_scaling"),
             "rope.scaling.finetuned": must_equal(True, note="positions are rotary"),
         },
         names=tensors.GGUF_PAIRS,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from verbatim.model.families.common import parts, rope_record, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, Record, RopeRules, tiny
 from verbatim.model.keys import followed, must_equal, no_effect
-from verbatim.model.spec import ModelSpec
 
 _UNUSED = (
     *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num"),
@@ -21,10 +20,6 @@ def _records(c: Config) -> tuple[Record, Record]:
     if record["rope_type"] == "dynamic" and record.get("alpha"):
         record["rope_type"] = "ntk_alpha"  # independent of the length, unlike dynamic
     return record, record
-
-
-def _spec(c: Config) -> ModelSpec:
-    return replace(parts.rotary(c, _records(c)[0]), qk_norm="rotated_head")
 
 
 FAMILY = Family(
@@ -43,7 +38,7 @@ FAMILY = Family(
             **dict.fromkeys(_UNUSED, no_effect("not used by this family")),
         },
     ),
-    spec=_spec,
+    spec=lambda c: replace(parts.rotary(c, _records(c)[0]), qk_norm="rotated_head"),
     records=_records,
     rope=RopeRules(
         keys={

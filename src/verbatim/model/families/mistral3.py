@@ -97,11 +97,7 @@ FAMILY = Family(
         "mistral3",
         keys={
             **gguf_rows.GGUF_ROTARY,
-            "attention.temperature_scale": renamed(
-                _BETA,
-                "queries at position p are multiplied by 1 + this ln(1 + floor(p / trained "
-                "length))",
-            ),
+            "attention.temperature_scale": renamed(_BETA, "llama_4_scaling_beta of a rope record"),
             "rope.scaling.yarn_log_multiplier": followed(
                 "cosines and sines are divided by 0.1 this ln(factor) + 1"
             ),

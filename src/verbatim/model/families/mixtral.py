@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, tiny
+from verbatim.model.families.common.family import Family, tiny
 from verbatim.model.keys import alias
-from verbatim.model.spec import ModelSpec
-
-
-def _spec(c: Config) -> ModelSpec:
-    return parts.with_experts(c, parts.rotary(c), "num_local_experts", inner="intermediate_size")
-
 
 FAMILY = Family(
     model_type="mixtral",
@@ -25,7 +19,9 @@ FAMILY = Family(
             "num_experts_per_tok": rows.EXPERTS_USED,
         },
     ),
-    spec=_spec,
+    spec=lambda c: parts.with_experts(
+        c, parts.rotary(c), "num_local_experts", inner="intermediate_size"
+    ),
     names=tensors.hf_names(
         {
             "moe.router": "block_sparse_moe.gate",

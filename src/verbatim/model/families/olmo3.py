@@ -24,11 +24,8 @@ def _records(c: Config) -> tuple[Record, Record]:
     local = c.mapping("rope_parameters").get("sliding_attention") or {}
     own = isinstance(local, dict) and local.get("rope_theta")
     if theta != _THETA and not own:
-        raise c.fail(
-            "rope_theta",
-            f"only {_THETA} is supported, unless rope_parameters.sliding_attention has its "
-            "own rope_theta",
-        )
+        own = "unless rope_parameters.sliding_attention has its own rope_theta"
+        raise c.fail("rope_theta", f"only {_THETA} is supported, {own}")
     return (
         rope_record.layer_type_record(c, "full_attention", "rope_theta"),
         rope_record.layer_type_record(c, "sliding_attention", _THETA),
@@ -47,7 +44,7 @@ FAMILY = Family(
                 "theta of full_attention",
                 more="; checked: 500000 or null where the record of sliding_attention has none",
             ),
-            "sliding_window": followed("window of the sliding_attention layers", nullable=True),
+            "sliding_window": rows.SLIDING,
             "layer_types": followed(
                 "window or none, layer by layer; absent: every 4th layer is full_attention"
             ),

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.families.qwen3_next import shared_mixture
-from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
+from verbatim.model.keys import Table, followed, no_effect
 from verbatim.model.spec import ModelSpec
 
 
@@ -22,14 +22,6 @@ def _spec(c: Config) -> ModelSpec:
         out_bias=c.fact("out_bias", False),
     )
     return shared_mixture(c, base, parts.sparse_layers(c, len(base.layers)))
-
-
-def _implied(h: GgufFields) -> Values:
-    return {**header.every_layer_window(h), "norm_topk_prob": False}
-
-
-def _exported(spec: ModelSpec) -> Values:
-    return {"expert_shared_feed_forward_length": spec.shared_mlp}
 
 
 _KEYS: Table = {
@@ -54,17 +46,16 @@ FAMILY = Family(
     names=tensors.hf_names(tensors.SHARED_EXPERT),
     gguf=Gguf(
         "qwen2moe",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.gguf_experts("num_experts"),
-            "expert_shared_feed_forward_length": renamed(
-                "shared_expert_intermediate_size", "inner width of the shared MLP"
-            ),
-            "expert_weights_norm": must_equal(False, note="weights are not divided by their sum"),
-        },
-        implied=_implied,
+        keys=gguf_rows.rotary(
+            gguf_rows.gguf_experts("num_experts"),
+            {
+                "expert_shared_feed_forward_length": gguf_rows.SHARED_WIDTH,
+                "expert_weights_norm": gguf_rows.NOT_RENORMALISED,
+            },
+        ),
+        implied=lambda h: {**header.every_layer_window(h), "norm_topk_prob": False},
     ),
-    exported=_exported,
+    exported=lambda spec: {"expert_shared_feed_forward_length": spec.shared_mlp},
     tiny={
         "qwen2moe": tiny(
             num_experts=4,

@@ -5,22 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows
-from verbatim.model.families.common.family import Config, Family, Gguf, tiny
+from verbatim.model.families.common.family import Family, Gguf, tiny
 from verbatim.model.families.qwen3_5 import ONE_POSITION, RULES, qwen_wrapper
 from verbatim.model.keys import no_effect
-from verbatim.model.spec import ModelSpec
-
-
-def _spec(c: Config) -> ModelSpec:
-    return replace(parts.rotary(c), qk_norm="head")
-
 
 FAMILY = Family(
     model_type="qwen3_vl_text",
     name="qwen3vl",
     models="Qwen3-VL (the text part of `qwen3_vl`)",
     keys=rows.rotary_keys(rows.FULL, rows.ATTENTION_BIASES, {"head_dim": rows.HEAD_DIM}),
-    spec=_spec,
+    spec=lambda c: replace(parts.rotary(c), qk_norm="head"),
     rope=replace(RULES, partial=False),
     gguf=Gguf(
         "qwen3vl",

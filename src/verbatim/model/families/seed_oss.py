@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, tiny
+from verbatim.model.families.common.family import Family, Gguf, tiny
 from verbatim.model.keys import followed
-from verbatim.model.spec import ModelSpec
-
-
-def _spec(c: Config) -> ModelSpec:
-    return replace(
-        parts.rotary(c), out_bias=c.fact("out_bias", c.boolean("attention_out_bias", False))
-    )
-
 
 FAMILY = Family(
     model_type="seed_oss",
@@ -29,7 +21,9 @@ FAMILY = Family(
             "residual_dropout": rows.TRAINING,
         },
     ),
-    spec=_spec,
+    spec=lambda c: replace(
+        parts.rotary(c), out_bias=c.fact("out_bias", c.boolean("attention_out_bias", False))
+    ),
     gguf=Gguf("seed_oss", names=tensors.gguf_names(tensors.GGUF_MLP_NORM)),
     tiny={"seed_oss": tiny(head_dim=16)},
 )
