@@ -40,37 +40,15 @@ def list_models() -> list[ModelRecord]:
     records = []
     for entry in CATALOG.values():
         path = catalog_path(entry)
-        records.append(
-            ModelRecord(
-                entry.name,
-                path,
-                entry.size,
-                "gguf",
-                is_complete(path, entry),
-                entry.note,
-                "llama",
-                "q4_1",
-                8192,
-                "Apache-2.0",
-            )
-        )
+        own = (entry.name, path, entry.size, "gguf", is_complete(path, entry), entry.note)
+        records.append(ModelRecord(*own, "llama", "q4_1", 8192, "Apache-2.0"))
     cached = {record.name: record for record in _hub_records()}
     for name, known in HUB_CATALOG.items():
-        here = cached.pop(known.name, None)
-        records.append(
-            ModelRecord(
-                name,
-                here.path if here else Path(),
-                here.bytes if here else known.size,
-                "gguf" if known.file else "safetensors",
-                here is not None and here.ready,
-                known.repo,
-                known.family,
-                known.quant,
-                known.context,
-                known.licence,
-            )
-        )
+        kind = "gguf" if known.file else "safetensors"
+        absent = ModelRecord(name, Path(), known.size, kind, ready=False)
+        here = cached.pop(known.name, absent)
+        own = (name, here.path, here.bytes, kind, here.ready, known.repo)
+        records.append(ModelRecord(*own, *known.facts))
     return records + list(cached.values())
 
 
