@@ -17,6 +17,7 @@ import numpy as np
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.bench.measure import answer
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
@@ -120,19 +121,8 @@ def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -
     out: dict[int, list[float]] = {k: [] for k in lengths}
     for turn in range(repeats + 1):  # the first round is the warm-up
         for k in lengths:
-            plan = StepPlan(
-                0,
-                (
-                    SeqStep(
-                        0,
-                        tokens[context : context + 1 + k],
-                        context,
-                        blocks,
-                        draws=1 + k,
-                        draw=draw,
-                    ),
-                ),
-            )
+            piece = tokens[context : context + 1 + k]
+            plan = StepPlan(0, (SeqStep(0, piece, context, blocks, draws=1 + k, draw=draw),))
             began = time.perf_counter()
             backend.execute(plan)
             if turn:
@@ -145,11 +135,7 @@ def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, 
     out = {}
     for name, text in PROMPTS.items():
         params = GREEDY.with_(max_tokens=tokens, speculate="off")
-        done: Any = (
-            llm.chat([{"role": "user", "content": text}], params)
-            if llm.has_template
-            else llm.generate(text, params)
-        )
+        done = answer(llm, text, params)
         out[name] = (done.prompt_ids, done.token_ids)
     return out
 

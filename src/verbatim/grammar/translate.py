@@ -51,11 +51,10 @@ def try_translate(field: str, value: Any, compiles: Callable[[str], None]) -> Tr
     try:
         if field == "json_schema":
             return _json_translation(value, compiles)
-        translation = (
-            _grammar_text(value, compiles)
-            if field == "grammar"
-            else Translation(_TRANSLATORS[field](value))
-        )
+        if field == "grammar":
+            translation = _grammar_text(value, compiles)
+        else:
+            translation = Translation(_TRANSLATORS[field](value))
         compiles(translation.grammar)
         return translation
     except RequestError:
@@ -296,6 +295,7 @@ def _lower_embedded(
 ) -> tuple[str, JsonObject, tuple[str, ...]]:
     """The grammar with its `%json` schemas lowered, the schemas to check by rule, and warnings. A
     document check can follow only the rules whose place is known (`placed`)."""
+    decoder = json.JSONDecoder(object_pairs_hook=no_key_twice)
     parts, done = [], 0
     checks: JsonObject = {}
     warnings: dict[str, None] = {}
@@ -303,9 +303,7 @@ def _lower_embedded(
         if found.start() < done:
             continue  # inside the schema before
         try:
-            schema, end = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(
-                grammar, found.end()
-            )
+            schema, end = decoder.raw_decode(grammar, found.end())
         except json.JSONDecodeError:
             continue  # llguidance reports the error
         except ValueError as error:
@@ -377,11 +375,8 @@ def refusal(field: str, message: str) -> ParameterError | UnsupportedError:
     if "registry" in message:
         where = message.split(" is not")[0]
         message = f"$ref outside the schema is not supported, nothing is ever fetched ({where})"
-    return (
-        UnsupportedError(field, message)
-        if _UNSUPPORTED.search(message)
-        else ParameterError(field, message)
-    )
+    kind = UnsupportedError if _UNSUPPORTED.search(message) else ParameterError
+    return kind(field, message)
 
 
 _SYNTAX = (
@@ -396,9 +391,8 @@ def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
     "'ab(c' is not a regular expression: unclosed group, at character 3 ('(c'); "
     """
     shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
-    what = f"{shown!r} is not a regular expression" + (
-        "" if field == "regex" else " (a pattern inside)"
-    )
+    inside = "" if field == "regex" else " (a pattern inside)"
+    what = f"{shown!r} is not a regular expression{inside}"
     return f"{what}: {why}, at character {at + 1} ({pattern[at : at + 12]!r}); {_SYNTAX}"
 
 

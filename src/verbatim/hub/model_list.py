@@ -127,9 +127,8 @@ def _hub_records() -> Iterator[ModelRecord]:
         name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
         if snapshot.name != _text(snapshot.parent.parent / "refs" / "main"):
             name += f"@{snapshot.name}"
-        weights = [
-            f for f in snapshot.glob("*.safetensors") if not f.name.startswith("consolidated")
-        ]
+        found = snapshot.glob("*.safetensors")
+        weights = [file for file in found if not file.name.startswith("consolidated")]
         if weights and (snapshot / "config.json").exists():
             size, complete = _sizes(weights)
             yield ModelRecord(name, snapshot, size, "safetensors", complete)
@@ -137,13 +136,10 @@ def _hub_records() -> Iterator[ModelRecord]:
         for file, parts in group_parts(files).items():
             size, complete = _sizes([snapshot / part for part in parts])
             present = sum((snapshot / part).exists() for part in parts)
-            note = (
-                ""
-                if len(parts) == 1
-                else f"{len(parts)} parts"
-                if complete
-                else f"{present} of {len(parts)} parts are here"
+            here = (
+                f"{len(parts)} parts" if complete else f"{present} of {len(parts)} parts are here"
             )
+            note = here if len(parts) > 1 else ""
             yield ModelRecord(f"{name}:{file}", snapshot / file, size, "gguf", complete, note)
 
 

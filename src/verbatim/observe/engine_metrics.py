@@ -53,16 +53,12 @@ class Histogram:
     def samples(self, name: str, labels: str) -> list[str]:
         inner = labels[1:-1] + "," if labels else ""
         out, below = [], 0
-        for bound, count in zip(
-            (*map(show_value, self.bounds), "+Inf"), list(self.counts), strict=True
-        ):
+        bounds = (*map(show_value, self.bounds), "+Inf")
+        for bound, count in zip(bounds, list(self.counts), strict=True):
             below += count
             out.append(f'{name}_bucket{{{inner}le="{bound}"}} {below}')
-        return [
-            *out,
-            f"{name}_sum{labels} {show_value(self.total)}",
-            f"{name}_count{labels} {below}",
-        ]
+        out.append(f"{name}_sum{labels} {show_value(self.total)}")
+        return [*out, f"{name}_count{labels} {below}"]
 
 
 M = TypeVar("M", Number, Histogram)
@@ -96,14 +92,11 @@ class Registry:
             short = name.removeprefix("verbatim_")
             for labels, metric in series.items():
                 if isinstance(metric, Histogram):
-                    out[f"{short}_count{labels}"], out[f"{short}_sum{labels}"] = (
-                        sum(metric.counts),
-                        metric.total,
-                    )
+                    out[f"{short}_count{labels}"] = sum(metric.counts)
+                    out[f"{short}_sum{labels}"] = metric.total
                 else:
-                    out[short + labels] = (
-                        int(metric.value) if metric.value == int(metric.value) else metric.value
-                    )
+                    value = metric.value
+                    out[short + labels] = int(value) if value == int(value) else value
         return out
 
     def render(self) -> str:

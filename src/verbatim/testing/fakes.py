@@ -253,12 +253,8 @@ class FakeBackend:
         spec = step.draw
         assert spec is not None
         first = step.end - step.draws + 1
-        return tuple(
-            [
-                self._hash_draw(n, spec.key, first + i, spec.withheld, spec.beam)
-                for i, n in enumerate(numbers)
-            ]
-        )
+        rows = enumerate(numbers, first)
+        return tuple([self._hash_draw(n, spec.key, i, spec.withheld, spec.beam) for i, n in rows])
 
     def _hash_draw(
         self, number: int, key: int, position: int, withheld: Iterable[int], beam: int
@@ -269,16 +265,13 @@ class FakeBackend:
         token = seed % self.spec.vocab
         while token in withheld:
             token = (token + 1) % self.spec.vocab
-        logprob = -(mix(number, token) >> 40) * 2.0**-20
-        found = (
-            sorted(
-                ((-(mix(number, t) >> 40) * 2.0**-20, -t) for t in range(self.spec.vocab)),
-                reverse=True,
-            )[:beam]
-            if beam
-            else []
-        )
-        return Drawn(token, logprob, candidates=tuple((-t, lp) for lp, t in found))
+
+        def logprob(token: int) -> float:
+            return -(mix(number, token) >> 40) * 2.0**-20
+
+        ids = range(self.spec.vocab) if beam else ()
+        best = sorted(ids, key=logprob, reverse=True)[:beam]  # stable: ties to the lower id
+        return Drawn(token, logprob(token), candidates=tuple((t, logprob(t)) for t in best))
 
 
 def _first(step: SeqStep) -> int:
