@@ -57,6 +57,15 @@ _KEYS: Table = {
     "moe_norm_min": no_effect("the sum of softmax weights is larger"),
 }
 _BY_TENSORS = no_effect("the tensors of the shared MLP decide")
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    **gguf_rows.gguf_experts("moe_num_experts"),
+    "expert_used_count": renamed("moe_k"),
+    "expert_shared_count": _BY_TENSORS,
+    "expert_shared_feed_forward_length": _BY_TENSORS,
+    "leading_dense_block_count": renamed("moe_layer_start_index"),
+    "interleave_moe_layer_step": renamed("moe_layer_interval", zero=True),
+}
 FAMILY = Family(
     model_type="ernie4_5_moe",
     name="ernie4_5-moe",
@@ -67,20 +76,7 @@ FAMILY = Family(
         {**tensors.SHARED, "moe.choice_bias": "mlp.moe_statics.e_score_correction_bias"},
         interleaved=True,
     ),
-    gguf=Gguf(
-        "ernie4_5-moe",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.gguf_experts("moe_num_experts"),
-            "expert_used_count": renamed("moe_k"),
-            "expert_shared_count": _BY_TENSORS,
-            "expert_shared_feed_forward_length": _BY_TENSORS,
-            "leading_dense_block_count": renamed("moe_layer_start_index"),
-            "interleave_moe_layer_step": renamed("moe_layer_interval", zero=True),
-        },
-        names=tensors.GGUF_PAIRS,
-        implied=_implied,
-    ),
+    gguf=Gguf("ernie4_5-moe", keys=_GGUF_KEYS, names=tensors.GGUF_PAIRS, implied=_implied),
     exported=_exported,
     tiny={"ernie4_5_moe": tiny(moe_num_experts=4, moe_k=2, moe_intermediate_size=32)},
 )

@@ -85,6 +85,15 @@ def _exported(spec: ModelSpec) -> Values:
     }
 
 
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    "attn_logit_softcapping": renamed("attn_logit_softcapping", default=50.0, zero=True),
+    "final_logit_softcapping": renamed("final_logit_softcapping", default=30.0, zero=True),
+    "attention.sliding_window": renamed(
+        "sliding_window", "window of every other layer, from the first on", 4096
+    ),
+    "attention.sliding_window_pattern": must_equal(2, note="every other one has a window"),
+}
 FAMILY = Family(
     model_type="gemma2",
     models="Gemma 2",
@@ -97,19 +106,7 @@ FAMILY = Family(
     ),
     spec=_spec,
     names=NAMES,
-    gguf=Gguf(
-        "gemma2",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            "attn_logit_softcapping": renamed("attn_logit_softcapping", default=50.0, zero=True),
-            "final_logit_softcapping": renamed("final_logit_softcapping", default=30.0, zero=True),
-            "attention.sliding_window": renamed(
-                "sliding_window", "window of every other layer, from the first on", 4096
-            ),
-            "attention.sliding_window_pattern": must_equal(2, note="every other one has a window"),
-        },
-        implied=lambda h: query_scalar(h, _LAYERS_OF_27B),
-    ),
+    gguf=Gguf("gemma2", keys=_GGUF_KEYS, implied=lambda h: query_scalar(h, _LAYERS_OF_27B)),
     exported=_exported,
     tiny={"gemma2": tiny(**TINY)},
 )

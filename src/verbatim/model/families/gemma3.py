@@ -19,7 +19,7 @@ from verbatim.model.families.common.family import (
     tiny,
 )
 from verbatim.model.families.gemma2 import KEYS, LOGIT_CAP, NAMES, TINY, gemma_2_and_3, query_scalar
-from verbatim.model.keys import followed, must_equal, renamed
+from verbatim.model.keys import Table, followed, must_equal, renamed
 from verbatim.model.spec import ModelSpec
 
 _LAYERS_OF_27B = 62  # see gemma2.py
@@ -71,6 +71,15 @@ def _exported(spec: ModelSpec) -> Values:
     return header.pattern_flags(spec) | {key: float(cap) for key, cap in caps.items() if cap}
 
 
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    "final_logit_softcapping": gguf_rows.LOGIT_CAP,
+    "attn_logit_softcapping": must_equal(0, note="llama.cpp ignores it in gemma3, too"),
+    "attention.sliding_window": renamed("sliding_window", default=1024),
+    "attention.sliding_window_pattern": renamed("layer_types", gguf_rows.LAYER_PERIOD, 6),
+    "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
+    "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
+}
 FAMILY = Family(
     model_type="gemma3_text",
     name="gemma3",
@@ -92,19 +101,7 @@ FAMILY = Family(
     spec=_spec,
     records=_records,
     names=NAMES,
-    gguf=Gguf(
-        "gemma3",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            "final_logit_softcapping": gguf_rows.LOGIT_CAP,
-            "attn_logit_softcapping": must_equal(0, note="llama.cpp ignores it in gemma3, too"),
-            "attention.sliding_window": renamed("sliding_window", default=1024),
-            "attention.sliding_window_pattern": renamed("layer_types", gguf_rows.LAYER_PERIOD, 6),
-            "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
-            "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
-        },
-        implied=_implied,
-    ),
+    gguf=Gguf("gemma3", keys=_GGUF_KEYS, implied=_implied),
     exported=_exported,
     tiny={"gemma3": tiny(**TINY, num_hidden_layers=6, rope_theta=1e6)},
 )

@@ -80,6 +80,16 @@ _KEYS: Table = {
     **dict.fromkeys(_SUMMARY, rows.LABELS),
     "n_ctx": no_effect("older name; `n_positions` decides"),
 }
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_KEYS,
+    "context_length": renamed("n_positions"),
+    "embedding_length": renamed("n_embd"),
+    "block_count": renamed("n_layer"),
+    "feed_forward_length": renamed("n_inner"),
+    "attention.head_count": renamed("n_head"),
+    "attention.head_count_kv": followed("checked: equal to attention.head_count"),
+    "attention.layer_norm_epsilon": renamed("layer_norm_epsilon"),
+}
 FAMILY = Family(
     model_type="gpt2",
     models="GPT-2",
@@ -98,19 +108,7 @@ FAMILY = Family(
         transposed=True,
     ),
     gguf=Gguf(
-        "gpt2",
-        keys={
-            **gguf_rows.GGUF_KEYS,
-            "context_length": renamed("n_positions"),
-            "embedding_length": renamed("n_embd"),
-            "block_count": renamed("n_layer"),
-            "feed_forward_length": renamed("n_inner"),
-            "attention.head_count": renamed("n_head"),
-            "attention.head_count_kv": followed("checked: equal to attention.head_count"),
-            "attention.layer_norm_epsilon": renamed("layer_norm_epsilon"),
-        },
-        names=tensors.gguf_names(tensors.GGUF_FUSED_QKV),
-        implied=_implied,
+        "gpt2", keys=_GGUF_KEYS, names=tensors.gguf_names(tensors.GGUF_FUSED_QKV), implied=_implied
     ),
     key_names={
         "hidden": "n_embd",

@@ -39,6 +39,10 @@ _KEYS: Table = {
     "mlp_bias": no_effect("the MLP always has biases, as in transformers"),
     "use_parallel_residual": followed(rows.PARALLEL),
 }
+_GGUF_KEYS: Table = {
+    **gguf_rows.gguf_layer_norm("layer_norm_eps"),
+    "use_parallel_residual": renamed("use_parallel_residual"),
+}
 FAMILY = Family(
     model_type="gpt_neox",
     name="gptneox",
@@ -51,14 +55,7 @@ FAMILY = Family(
         top={"embed": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
         grouped=True,
     ),
-    gguf=Gguf(
-        "gptneox",
-        keys={
-            **gguf_rows.gguf_layer_norm("layer_norm_eps"),
-            "use_parallel_residual": renamed("use_parallel_residual"),
-        },
-        names=tensors.gguf_names(tensors.GGUF_FUSED_QKV),
-    ),
+    gguf=Gguf("gptneox", keys=_GGUF_KEYS, names=tensors.gguf_names(tensors.GGUF_FUSED_QKV)),
     exported=lambda spec: {"use_parallel_residual": spec.parallel},
     tiny={"gpt_neox": tiny(rms_norm_eps=None, num_key_value_heads=None, rotary_pct=0.5)},
 )

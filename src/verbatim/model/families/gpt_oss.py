@@ -60,6 +60,20 @@ _KEYS: Table = {
     "swiglu_alpha": must_equal(1.702, note="the sigmoid's factor is 1.702"),
     "initial_context_length": no_effect("the rope record decides"),
 }
+_LAYER = {
+    "attn.sinks": "self_attn.sinks",
+    "moe.router": "mlp.router",
+    **tensors.each("moe.*", "mlp.experts.gate_up_proj", "gate up"),
+    "moe.down": "mlp.experts.down_proj",
+}
+_TINY = tiny(
+    num_experts_per_tok=2,
+    num_hidden_layers=2,
+    intermediate_size=32,
+    head_dim=16,
+    num_local_experts=4,
+    sliding_window=12,
+)
 FAMILY = Family(
     model_type="gpt_oss",
     name="gpt-oss",
@@ -76,15 +90,7 @@ FAMILY = Family(
             "truncate": False,
         }
     ),
-    names=tensors.hf_names(
-        {
-            "attn.sinks": "self_attn.sinks",
-            "moe.router": "mlp.router",
-            **tensors.each("moe.*", "mlp.experts.gate_up_proj", "gate up"),
-            "moe.down": "mlp.experts.down_proj",
-        },
-        stacked=True,
-    ),
+    names=tensors.hf_names(_LAYER, stacked=True),
     gguf=Gguf(
         "gpt-oss",
         keys={
@@ -96,14 +102,5 @@ FAMILY = Family(
         names=tensors.gguf_names(tensors.GGUF_MLP_NORM),
         implied=_implied,
     ),
-    tiny={
-        "gpt_oss": tiny(
-            num_experts_per_tok=2,
-            num_hidden_layers=2,
-            intermediate_size=32,
-            head_dim=16,
-            num_local_experts=4,
-            sliding_window=12,
-        )
-    },
+    tiny={"gpt_oss": _TINY},
 )

@@ -37,6 +37,16 @@ _KEYS: Table = {
     "decoder_sparse_step": rows.SPARSE_STEP,
     "mlp_only_layers": rows.DENSE_LAYERS,
 }
+_GGUF_KEYS: Table = {
+    "expert_shared_feed_forward_length": gguf_rows.SHARED_WIDTH,
+    "expert_weights_norm": gguf_rows.NOT_RENORMALISED,
+}
+_TINY = tiny(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+)
 FAMILY = Family(
     model_type="qwen2_moe",
     name="qwen2moe",
@@ -46,22 +56,9 @@ FAMILY = Family(
     names=tensors.hf_names(tensors.SHARED_EXPERT),
     gguf=Gguf(
         "qwen2moe",
-        keys=gguf_rows.rotary(
-            gguf_rows.gguf_experts("num_experts"),
-            {
-                "expert_shared_feed_forward_length": gguf_rows.SHARED_WIDTH,
-                "expert_weights_norm": gguf_rows.NOT_RENORMALISED,
-            },
-        ),
+        keys=gguf_rows.rotary(gguf_rows.gguf_experts("num_experts"), _GGUF_KEYS),
         implied=lambda h: {**header.every_layer_window(h), "norm_topk_prob": False},
     ),
     exported=lambda spec: {"expert_shared_feed_forward_length": spec.shared_mlp},
-    tiny={
-        "qwen2moe": tiny(
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-        )
-    },
+    tiny={"qwen2moe": _TINY},
 )

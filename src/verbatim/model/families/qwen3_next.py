@@ -51,21 +51,17 @@ def _spec(c: Config) -> ModelSpec:
     return shared_mixture(c, base, sparse) if experts and any(sparse) else base
 
 
+_KEYS: Table = {
+    "num_experts": followed("experts of a layer; 0: dense"),
+    "norm_topk_prob": rows.RENORMALISED,
+    "decoder_sparse_step": rows.SPARSE_STEP,
+    "mlp_only_layers": rows.DENSE_LAYERS,
+}
 FAMILY = Family(
     model_type="qwen3_next",
     name="qwen3next",
     models="Qwen3-Next",
-    keys=rows.rotary_keys(
-        rows.PARTIAL,
-        DELTA,
-        MOE_KEYS,
-        {
-            "num_experts": followed("experts of a layer; 0: dense"),
-            "norm_topk_prob": rows.RENORMALISED,
-            "decoder_sparse_step": rows.SPARSE_STEP,
-            "mlp_only_layers": rows.DENSE_LAYERS,
-        },
-    ),
+    keys=rows.rotary_keys(rows.PARTIAL, DELTA, MOE_KEYS, _KEYS),
     spec=_spec,
     rope=RopeRules(partial=True),
     names=tensors.hf_names(

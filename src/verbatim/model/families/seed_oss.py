@@ -6,21 +6,19 @@ from dataclasses import replace
 
 from verbatim.model.families.common import parts, rows, tensors
 from verbatim.model.families.common.family import Family, Gguf, tiny
-from verbatim.model.keys import followed
+from verbatim.model.keys import Table, followed
 
+_KEYS: Table = {
+    "head_dim": rows.HEAD_DIM_OR_NULL,
+    "attention_bias": followed("biases of q, k and v"),
+    "attention_out_bias": followed("bias of o"),
+    "mlp_bias": followed("biases of the MLP"),
+    "residual_dropout": rows.TRAINING,
+}
 FAMILY = Family(
     model_type="seed_oss",
     models="Seed-OSS",
-    keys=rows.rotary_keys(
-        rows.FULL,
-        {
-            "head_dim": rows.HEAD_DIM_OR_NULL,
-            "attention_bias": followed("biases of q, k and v"),
-            "attention_out_bias": followed("bias of o"),
-            "mlp_bias": followed("biases of the MLP"),
-            "residual_dropout": rows.TRAINING,
-        },
-    ),
+    keys=rows.rotary_keys(rows.FULL, _KEYS),
     spec=lambda c: replace(
         parts.rotary(c), out_bias=c.fact("out_bias", c.boolean("attention_out_bias", False))
     ),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows
 from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
-from verbatim.model.keys import followed, no_effect
+from verbatim.model.keys import Table, followed, no_effect
 from verbatim.model.spec import ModelSpec
 
 
@@ -20,21 +20,16 @@ def _spec(c: Config) -> ModelSpec:
     )
 
 
+_KEYS: Table = {
+    "head_dim": rows.FIXED_HEAD_DIM,
+    "use_qkv_bias": followed("biases of q, k and v"),
+    "use_parallel_residual": followed(f"{rows.PARALLEL}, through one norm"),
+    "rope_pct": no_effect("`partial_rotary_factor` decides"),
+}
 FAMILY = Family(
     model_type="stablelm",
     models="StableLM",
-    keys=rows.rotary_keys(
-        rows.FULL,
-        rows.NO_BIASES,
-        rows.PARTIAL,
-        {
-            "head_dim": rows.FIXED_HEAD_DIM,
-            "use_qkv_bias": followed("biases of q, k and v"),
-            "use_parallel_residual": followed(f"{rows.PARALLEL}, through one norm"),
-            "rope_pct": no_effect("`partial_rotary_factor` decides"),
-        },
-        eps="layer_norm_eps",
-    ),
+    keys=rows.rotary_keys(rows.FULL, rows.NO_BIASES, rows.PARTIAL, _KEYS, eps="layer_norm_eps"),
     spec=_spec,
     rope=RopeRules(partial=True),
     gguf=Gguf(
