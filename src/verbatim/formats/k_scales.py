@@ -57,11 +57,8 @@ def _fit_affine(runs: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
     best_scale, best_low = spread / np.float32(levels), low
     best = np.full_like(low, np.inf)
     for level_offset in _LEVEL_OFFSETS:
-        q = np.clip(
-            np.rint((runs - low) * inverse_of(spread / np.float32(levels + level_offset))),
-            0,
-            levels,
-        )
+        inverse = inverse_of(spread / np.float32(levels + level_offset))
+        q = np.clip(np.rint((runs - low) * inverse), 0, levels)
         wq = w * q
         sum_q = wq.sum(-1, keepdims=True)
         sum_qq = (wq * q).sum(-1, keepdims=True)

@@ -98,6 +98,15 @@ def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, 
     return schema, check, _ignored(normal.ignored)
 
 
+# A part of llguidance's message -> the option without which it does not refuse the schema
+_REFUSALS = {
+    "oneOf": "one_of",
+    "not disjoint": "patterns",
+    "min/maxProperties": "counts",
+    "Failed to generate regex for": "bounds",
+}
+
+
 def _compiled(
     given: Any, parts: Collection[str], options: Options, compiles: Callable[[str], None]
 ) -> tuple[Any, bool]:
@@ -124,18 +133,13 @@ def _compiled(
                 if found["name"] is None:
                     raise _Unsatisfiable(reasons or found["why"]) from None
                 dropped[found["name"]] = found["why"]
-            elif "oneOf" in message and options.one_of:
-                options = replace(options, one_of=False)
-            elif "not disjoint" in message and options.patterns:
-                options = replace(options, patterns=False)
-            elif "min/maxProperties" in message and options.counts:
-                options = replace(options, counts=False)
-            elif "Failed to generate regex for" in message and options.bounds:
-                options = replace(options, bounds=False)
-            elif "if" in lowered.checked and options.conditionals:
-                options = replace(options, conditionals=False)
             else:
-                raise
+                refused = [name for sign, name in _REFUSALS.items() if sign in message]
+                refused += ["conditionals"] if "if" in lowered.checked else []
+                name = next((name for name in refused if getattr(options, name)), None)
+                if name is None:
+                    raise
+                options = replace(options, **{name: False})
             continue
         return schema, not lowered.checked
 

@@ -15,6 +15,7 @@ import itertools
 import time
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -440,18 +441,13 @@ def server_parts(options: str) -> LoadedModel:
         broken=int(values["broken"]) if "broken" in values else None,
     )
     template = ChatTemplate(THINK_SOURCE if reasoning else CHAT_SOURCE, "<s>", "</s>")
-    return LoadedModel(
-        backend,
-        tokenizer,
-        eos_ids=(ByteTokenizer.EOS,),
-        name="fake",
-        digest="fake",
-        template=None if ranks else template,
-        embedding=EmbeddingSpec("last" if ranks else "mean"),
-        task="rerank" if ranks else "generate",
-        adapters=tuple(
-            AdapterInfo(name, f"fake {name}", 4) for name in values.get("adapters", "").split("+")
-        )
-        if "adapters" in values
-        else (),
+    adapters = values["adapters"].split("+") if "adapters" in values else ()
+    parts = replace(
+        fake_parts(backend),
+        tokenizer=tokenizer,
+        template=template,
+        adapters=tuple(AdapterInfo(name, f"fake {name}", 4) for name in adapters),
     )
+    if not ranks:
+        return parts
+    return replace(parts, template=None, embedding=EmbeddingSpec("last"), task="rerank")
