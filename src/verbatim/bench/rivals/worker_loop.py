@@ -14,22 +14,21 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
 
 
-def serve(open_worker: Callable[..., Any]) -> None:
+def serve(open_worker: Callable[..., object]) -> None:
     """Answer until the input ends. The worker has `version`, `load`, and a method per operation."""
     # Output of libraries, and of their own processes, must not break the protocol.
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    worker: Any = None
+    worker: object = None
     for line in sys.stdin:
         request = json.loads(line)
         op = request.pop("op")
         try:
             if op == "open":
                 worker = open_worker(**request)
-                answer: dict[str, object] = {"version": worker.version, "load": worker.load}
+                answer = {name: getattr(worker, name) for name in ("version", "load")}
             else:
                 answer = {"seconds": getattr(worker, op)(**request)}
         except Exception as error:

@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
-from jinja2.visitor import NodeTransformer
+from jinja2.visitor import NodeTransformer, NodeVisitor
 
 from verbatim.text.templates.template_budget import (
     MAX_OUTPUT,
@@ -194,12 +194,16 @@ class _InsertBudgetCalls(NodeTransformer):
     visit_Include = visit_Import = visit_FromImport = visit_Extends = _reject
 
 
-class _TimedGenerator(CodeGenerator):
-    """Jinja's compiler under the time budget."""
+class Timed(NodeVisitor):
+    """Visits a syntax tree under the time budget."""
 
     def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> object:
         current().tick()
         return super().visit(node, *args, **kwargs)
+
+
+class _TimedGenerator(Timed, CodeGenerator):
+    """Jinja's compiler under the time budget."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):

@@ -1,8 +1,5 @@
-"""The records of which a family's file consists: Family, Gguf, RopeRules (Names is in tensors.py);
-the inputs of its functions: Config and GgufFields; and the configs of the tests' tiny models.
-
-A family's `spec` reads a Config: a config.json, or a GGUF header under the names of a config.json.
-What only a GGUF file says (its tensors tell which biases it has) is a fact of the Config.
+"""The records of which a family's file consists: Family, Gguf, RopeRules (Names is in tensors.py),
+and the configs of the tests' tiny models. The inputs of its functions are in inputs.py.
 """
 
 from __future__ import annotations
@@ -11,18 +8,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.base.errors import ModelError
-from verbatim.formats.tensor import Tensor
 from verbatim.model.config_fields import Fields
 from verbatim.model.families.common.gguf_rows import GGUF_ROTARY
+from verbatim.model.families.common.inputs import Config as Config
+from verbatim.model.families.common.inputs import GgufFields as GgufFields
+from verbatim.model.families.common.inputs import Record as Record
+from verbatim.model.families.common.inputs import Values as Values
+from verbatim.model.families.common.inputs import facts as facts
 from verbatim.model.families.common.tensors import GGUF_NAMES, LLAMA_NAMES, DraftNames, Names
-from verbatim.model.keys import Checked, Table
+from verbatim.model.keys import Table
 from verbatim.model.spec import ModelSpec
-
-Values = dict[str, Any]  # values of a config.json or of a GGUF header
-Record = Values  # a rope record: rope_type and that type's numbers
-Tensors = Mapping[str, Tensor]
-_FACT = "gguf."  # before the names of facts; check_keys() has removed such a key of a config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,58 +84,6 @@ class Wrapper:
     keys: Table
     text: tuple[str, ...]  # model_types of text_config; the first where it has none
     refused: Callable[[Fields], None] = lambda text: None  # raises ModelError
-
-
-class Config(Fields):
-    """A config.json, or a GGUF header under its names, with the family's defaults."""
-
-    def __init__(
-        self, checked: Checked, file: str, family: Family, context: int | None, warnings: list[str]
-    ) -> None:
-        super().__init__(checked.values, file, warnings=warnings, written=checked.written)
-        self.family = family
-        self.context = context  # positions that the engine asks for; None: the model's own
-        self.given: Mapping[str, object] = {}  # the values of a config.json, without defaults
-
-    def fact(self, name: str, default: object = None) -> Any:
-        """What only a GGUF file says; for a config.json the default."""
-        return self.values.get(_FACT + name, default)
-
-
-def facts(**values: Any) -> Values:
-    return {_FACT + name: value for name, value in values.items()}
-
-
-class GgufFields(Fields):
-    """The ARCH.* keys of a GGUF header, and the file's tensors."""
-
-    def __init__(
-        self, checked: Checked, file: str, prefix: str, tensors: Tensors, warnings: list[str]
-    ) -> None:
-        super().__init__(checked.values, file, prefix, warnings)
-        self.tensors = tensors
-
-    @property
-    def vocab(self) -> int:
-        embed = self.tensors.get("token_embd.weight")
-        if embed is None or len(embed.shape) != 2:
-            raise ModelError("tensor token_embd.weight is missing or not a matrix", file=self.file)
-        return embed.shape[0]
-
-    def scale(self, key: str, absent: float) -> float:
-        """A factor; in GGUF 0 means that it is absent."""
-        return absent if self.raw(key, 0) == 0 else self.number(key)
-
-    @property
-    def layers(self) -> int:
-        """Layers without those that draft tokens."""
-        count = self.integer("block_count", high=MAX_LAYERS)
-        if not self.raw("nextn_predict_layers", 0):
-            return count
-        return count - self.integer("nextn_predict_layers", low=0, high=count - 1)
-
-
-MAX_LAYERS = 4096  # far above any real model; bounds the work on a hostile config
 
 
 # What the tests' tiny configs start from.
