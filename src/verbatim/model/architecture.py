@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.families import ARCHITECTURES, CONFIG_KEYS, FAMILIES, WRAPPERS
-from verbatim.model.families.common.family import Family
+from verbatim.model.families.common.family import Config, Family
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Tensors, Values
 from verbatim.model.families.common.gguf_rows import GENERAL_KEYS, POOLING, is_metadata
 from verbatim.model.families.common.header import config_values
-from verbatim.model.families.common.inputs import Config, GgufFields, Record, Tensors, Values
 from verbatim.model.families.common.parts import check_spec, unknown_family
 from verbatim.model.families.common.rope_record import one_record
 from verbatim.model.keys import check_keys, printable

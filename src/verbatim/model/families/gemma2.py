@@ -6,8 +6,8 @@ import math
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Family, Gguf, tiny
-from verbatim.model.families.common.inputs import Config, GgufFields, Record, Values
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 

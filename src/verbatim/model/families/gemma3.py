@@ -8,8 +8,8 @@ from dataclasses import replace
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
 from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows
-from verbatim.model.families.common.family import Family, Gguf, Wrapper, tiny
-from verbatim.model.families.common.inputs import Config, GgufFields, Record, Values
+from verbatim.model.families.common.family import Config, Family, Gguf, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values
 from verbatim.model.families.gemma2 import KEYS, LOGIT_CAP, NAMES, TINY, gemma_2_and_3, query_scalar
 from verbatim.model.keys import Table, followed, must_equal, renamed
 from verbatim.model.spec import ModelSpec

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 from verbatim.model.config_fields import MAX_COUNT, short
 from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows, tensors
-from verbatim.model.families.common.family import Family, Gguf, Wrapper, tiny
-from verbatim.model.families.common.inputs import Config, GgufFields, Record, Values, facts
+from verbatim.model.families.common.family import Config, Family, Gguf, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values, facts
 from verbatim.model.families.gemma2 import ACTIVATION, LOGIT_CAP, NAMES, gemma
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import LayerSpec, ModelSpec

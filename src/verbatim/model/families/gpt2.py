@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Family, Gguf
-from verbatim.model.families.common.inputs import MAX_LAYERS, Config, GgufFields, Values
+from verbatim.model.families.common.family import Config, Family, Gguf
+from verbatim.model.families.common.gguf_fields import MAX_LAYERS, GgufFields, Values
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import LayerSpec, ModelSpec
 

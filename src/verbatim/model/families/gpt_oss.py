@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Family, Gguf, RopeRules, tiny
-from verbatim.model.families.common.inputs import Config, GgufFields, Values, facts
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Values, facts
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect
 from verbatim.model.spec import ModelSpec
 

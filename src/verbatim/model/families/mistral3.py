@@ -7,8 +7,8 @@ from dataclasses import replace
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows, tensors
-from verbatim.model.families.common.family import Family, Gguf, RopeRules, Wrapper, tiny
-from verbatim.model.families.common.inputs import Config, GgufFields, Record, Values, facts
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values, facts
 from verbatim.model.keys import Table, alias, followed, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, mixers, parts, rows, tensors
-from verbatim.model.families.common.family import Family, Gguf, RopeRules, Wrapper, tiny
-from verbatim.model.families.common.inputs import Config, GgufFields, Values, facts
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Values, facts
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import DeltaSpec, ModelSpec
 

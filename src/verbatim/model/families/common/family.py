@@ -1,5 +1,8 @@
-"""The records of which a family's file consists: Family, Gguf, RopeRules (Names is in tensors.py),
-and the configs of the tests' tiny models. The inputs of its functions are in inputs.py.
+"""The records of which a family's file consists: Family, Gguf, RopeRules (Names is in tensors.py);
+the Config that its `spec` reads; and the configs of the tests' tiny models.
+
+A Config is a config.json, or a GGUF header under the names of a config.json. What only a GGUF file
+says (its tensors tell which biases it has) is a fact of the Config.
 """
 
 from __future__ import annotations
@@ -9,14 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.model.config_fields import Fields
+from verbatim.model.families.common.gguf_fields import FACT
+from verbatim.model.families.common.gguf_fields import GgufFields as GgufFields
+from verbatim.model.families.common.gguf_fields import Record as Record
+from verbatim.model.families.common.gguf_fields import Values as Values
+from verbatim.model.families.common.gguf_fields import facts as facts
 from verbatim.model.families.common.gguf_rows import GGUF_ROTARY
-from verbatim.model.families.common.inputs import Config as Config
-from verbatim.model.families.common.inputs import GgufFields as GgufFields
-from verbatim.model.families.common.inputs import Record as Record
-from verbatim.model.families.common.inputs import Values as Values
-from verbatim.model.families.common.inputs import facts as facts
 from verbatim.model.families.common.tensors import GGUF_NAMES, LLAMA_NAMES, DraftNames, Names
-from verbatim.model.keys import Table
+from verbatim.model.keys import Checked, Table
 from verbatim.model.spec import ModelSpec
 
 
@@ -84,6 +87,22 @@ class Wrapper:
     keys: Table
     text: tuple[str, ...]  # model_types of text_config; the first where it has none
     refused: Callable[[Fields], None] = lambda text: None  # raises ModelError
+
+
+class Config(Fields):
+    """A config.json, or a GGUF header under its names, with the family's defaults."""
+
+    def __init__(
+        self, checked: Checked, file: str, family: Family, context: int | None, warnings: list[str]
+    ) -> None:
+        super().__init__(checked.values, file, warnings=warnings, written=checked.written)
+        self.family = family
+        self.context = context  # positions that the engine asks for; None: the model's own
+        self.given: Mapping[str, object] = {}  # the values of a config.json, without defaults
+
+    def fact(self, name: str, default: object = None) -> Any:
+        """What only a GGUF file says; for a config.json the default."""
+        return self.values.get(FACT + name, default)
 
 
 # What the tests' tiny configs start from.

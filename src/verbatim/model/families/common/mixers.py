@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from verbatim.model.families.common.inputs import Config
+from verbatim.model.families.common.family import Config
 from verbatim.model.families.common.parts import check_types, window_of, with_windows
 from verbatim.model.spec import LayerSpec, ModelSpec
 

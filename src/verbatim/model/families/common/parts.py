@@ -14,7 +14,8 @@ from typing import Any
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.json_io import JsonMapping
 from verbatim.model.config_fields import Fields, short
-from verbatim.model.families.common.inputs import MAX_LAYERS, Config, Record
+from verbatim.model.families.common.family import Config
+from verbatim.model.families.common.gguf_fields import MAX_LAYERS, Record
 from verbatim.model.families.common.rope_record import family_record, rope_of
 from verbatim.model.keys import printable
 from verbatim.model.layout import HF_KEY_NAMES
