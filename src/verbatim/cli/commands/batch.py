@@ -25,14 +25,14 @@ from typing import Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     engine_of,
     engine_options,
     fake_engine_option,
     model_options,
-    quiet_option,
+    quiet_flag,
     ray_options,
 )
 from verbatim.cli.lib.terminal import note
@@ -52,43 +52,34 @@ Runner = Callable[[Settings, list[Line], int, Callable[[Line], None]], None]
 
 
 @click.command(cls=Command)
-@click.argument("files", nargs=-1, metavar="IN OUT")
-@option(
-    "-i",
-    "--input-file",
-    "source",
-    metavar="IN",
-    type=click.Path(exists=True, dir_okay=False),
-    help="the requests, instead of the argument IN",
+@declared(
+    ray_options("requests", "engines that share the requests"),
+    fake_engine_option,
+    model_options,
+    engine_options(),
 )
-@option(
-    "-o",
-    "--output-file",
-    "target",
-    metavar="OUT",
-    type=click.Path(dir_okay=False),
-    help="the answers, instead of the argument OUT",
-)
-@option("--concurrency", default=64, least=1, most=4096, help="requests at once")
-@option(
-    "--served-model-name",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    help="a name requests may use instead of MODEL",
-)
-@ray_options("requests", "engines that share the requests")
-@quiet_option("no progress bar, no closing line")
-@fake_engine_option
-@model_options
-@engine_options()
 def command(
-    files: tuple[str, ...],
-    source: str | None,
-    target: str | None,
-    concurrency: int,
-    names: tuple[str, ...],
-    quiet: bool,
+    files: tuple[str, ...] = argument("IN OUT", nargs=-1),
+    source: str | None = flag(
+        None,
+        "the requests, instead of the argument IN",
+        *("-i", "--input-file"),
+        metavar="IN",
+        type=click.Path(exists=True, dir_okay=False),
+    ),
+    target: str | None = flag(
+        None,
+        "the answers, instead of the argument OUT",
+        *("-o", "--output-file"),
+        metavar="OUT",
+        type=click.Path(dir_okay=False),
+    ),
+    concurrency: int = flag(64, "requests at once", least=1, most=4096),
+    names: tuple[str, ...] = flag(
+        (), "a name requests may use instead of MODEL", "--served-model-name", metavar="NAME"
+    ),
+    quiet: bool = quiet_flag("no progress bar, no closing line"),
+    *,
     ray: str | None,
     replicas: str | None,
     **flags: Any,

@@ -6,8 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,9 +23,9 @@ from verbatim.cli.lib.bench_report import (
     print_row,
     summary,
 )
-from verbatim.cli.lib.command_class import Command, answered, option
+from verbatim.cli.lib.command_class import Command, answered, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import BASE_MODEL, Values, engine_options, model_options, plot_option
+from verbatim.cli.lib.options import BASE_MODEL, Values, engine_options, model_options, plot_flag
 from verbatim.cli.lib.texts import check_plot
 
 if TYPE_CHECKING:
@@ -35,60 +34,50 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
     from verbatim.observe.roofline import CostCard, MachineLimits
 
-F = TypeVar("F", bound=Callable[..., object])
 
-
-def measured(*decls: str, **rule: Any) -> Callable[[F], F]:
-    return option(*decls, section="What to measure", common=True, **rule)
+def measured(default: object, help: str, **rule: Any) -> Any:
+    return flag(default, help, section="What to measure", common=True, **rule)
 
 
 @click.command(cls=Command)
-@measured("--quick", is_flag=True, help="fewer sizes and rounds: one minute instead of several")
-@measured(
-    "--against",
-    type=click.Choice(["llama.cpp", "transformers", "vllm"]),
-    help="another engine to compare with, in alternating rounds",
+@declared(
+    answered(
+        *("-p", "--n-prompt", "-n", "--n-gen"),
+        answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which"
+        " decoding is measured; how many tokens it decodes is fixed",
+    ),
+    answered("-r", "--repetitions", answer="rounds are --repeats N"),
+    model_options,
+    engine_options(("speculate",), unused=BASE_MODEL),
 )
-@measured(
-    "--rival-python", metavar="PATH", help="the Python in which the other engine is installed"
-)
-@measured(
-    "--rival-model",
-    metavar="FILE",
-    help="model file of the other engine, if not the same: its best format",
-)
-@measured("--prefills", metavar="N,N", help="prompt lengths [32,512,2000]")
-@measured("--contexts", metavar="N,N", help="context lengths of decoding [32,512,2000]")
-@measured("--batches", metavar="N,N", help="sequences at once [1,4,16,32]")
-@measured("--repeats", least=1, most=1000, help="rounds; the median is reported [5]")
-@answered(
-    *("-p", "--n-prompt", "-n", "--n-gen"),
-    answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which decoding is"
-    " measured; how many tokens it decodes is fixed",
-)
-@answered("-r", "--repetitions", answer="rounds are --repeats N")
-@plot_option(section="What to measure", common=True)
-@measured(
-    "--speculate",
-    is_flag=False,
-    flag_value="suffix",
-    type=click.Choice(["ngram", "suffix", "mtp"]),
-    help="measure speculative decoding instead: time and tokens per pass against draft length"
-    " [suffix]",
-)
-@model_options
-@engine_options(("speculate",), unused=BASE_MODEL)
 def command(
-    quick: bool,
-    against: str | None,
-    rival_python: str | None,
-    rival_model: str | None,
-    prefills: str | None,
-    contexts: str | None,
-    batches: str | None,
-    repeats: int | None,
-    plot: str | None,
-    speculate: str | None,
+    quick: bool = measured(False, "fewer sizes and rounds: one minute instead of several"),
+    against: str | None = measured(
+        None,
+        "another engine to compare with, in alternating rounds",
+        type=click.Choice(["llama.cpp", "transformers", "vllm"]),
+    ),
+    rival_python: str | None = measured(
+        None, "the Python in which the other engine is installed", metavar="PATH"
+    ),
+    rival_model: str | None = measured(
+        None, "model file of the other engine, if not the same: its best format", metavar="FILE"
+    ),
+    prefills: str | None = measured(None, "prompt lengths [32,512,2000]", metavar="N,N"),
+    contexts: str | None = measured(
+        None, "context lengths of decoding [32,512,2000]", metavar="N,N"
+    ),
+    batches: str | None = measured(None, "sequences at once [1,4,16,32]", metavar="N,N"),
+    repeats: int | None = measured(None, "rounds; the median is reported [5]", least=1, most=1000),
+    plot: str | None = plot_flag(section="What to measure", common=True),
+    speculate: str | None = measured(
+        None,
+        "measure speculative decoding instead: time and tokens per pass against draft length"
+        " [suffix]",
+        is_flag=False,
+        flag_value="suffix",
+        type=click.Choice(["ngram", "suffix", "mtp"]),
+    ),
     **flags: Any,
 ) -> int:
     """Measure throughput and compare it with the limits of this machine. In a pipe or a file the

@@ -12,19 +12,19 @@ from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     BASE_MODEL,
+    RAW,
     UNUSED,
     Values,
     engine_of,
     engine_options,
     engine_value,
-    json_option,
+    json_flag,
     model_options,
-    plot_option,
-    raw_option,
+    plot_flag,
 )
 from verbatim.cli.lib.sampling_options import (
     DEFAULTS,
@@ -55,42 +55,27 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
 
 
 @click.command(cls=Command)
-@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@option(
-    "-s",
-    "--setting",
-    "texts",
-    multiple=True,
-    metavar="NAME=VALUE,…",
-    help="one column: sampling parameters, engine settings (quant, speculate, backend, kv_type, …)"
-    " and model [temperature=0 and temperature=1,seed=0]",
-)
-@switch(
-    "--vary",
-    help="columns that must be equal: batch, prefill chunks, prefix cache, threads and drafts, as"
-    " `verbatim verify` varies them; exit code 1 if one is not",
-)
-@option("--file", metavar="FILE", help="one prompt per line")
-@raw_option()
-@option("--quiz", metavar="FILE", help="questions and answers, .jsonl or .csv")
-@option(
-    "--samples", least=2, most=1024, default=8, help="with --quiz: sampled answers per question"
-)
-@plot_option()
-@json_option()
-@model_options
-@engine_options(unused=BASE_MODEL)
-@sampling_options
+@declared(model_options, engine_options(unused=BASE_MODEL), sampling_options)
 def command(
-    prompts: tuple[str, ...],
-    texts: tuple[str, ...],
-    vary: bool,
-    file: str | None,
-    raw: bool,
-    quiz: str | None,
-    samples: int,
-    plot: str | None,
-    as_json: bool,
+    prompts: tuple[str, ...] = argument("[PROMPT]...", nargs=-1),
+    texts: tuple[str, ...] = flag(
+        (),
+        "one column: sampling parameters, engine settings (quant, speculate, backend, kv_type, …)"
+        " and model [temperature=0 and temperature=1,seed=0]",
+        *("-s", "--setting"),
+        metavar="NAME=VALUE,…",
+    ),
+    vary: bool = flag(
+        False,
+        "columns that must be equal: batch, prefill chunks, prefix cache, threads and drafts, as"
+        " `verbatim verify` varies them; exit code 1 if one is not",
+    ),
+    file: str | None = flag(None, "one prompt per line", metavar="FILE"),
+    raw: bool = flag(False, RAW),
+    quiz: str | None = flag(None, "questions and answers, .jsonl or .csv", metavar="FILE"),
+    samples: int = flag(8, "with --quiz: sampled answers per question", least=2, most=1024),
+    plot: str | None = plot_flag(),
+    as_json: bool = json_flag(),
     **flags: Any,
 ) -> int:
     """Run each PROMPT under several settings: texts side by side with their differences marked,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option, switch
-from verbatim.cli.lib.options import offline_option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.options import offline_flag
 from verbatim.cli.lib.terminal import Progress, note, warn, write
 from verbatim.cli.lib.texts import check_output, file_text
 from verbatim.convert.tensor_types import FILE_TYPES, FLOATS, MIXTURES, reason, type_for
@@ -42,32 +42,26 @@ class ConvertCommand(Command):
 
 
 @click.command(cls=ConvertCommand)
-@click.argument("source")
-@click.argument("target", type=click.Path(dir_okay=False))
-@option(
-    "--quant",
-    metavar="TYPE",
-    help=f"type of the weight matrices: {', '.join(FILE_TYPES)}; default: unchanged",
-)
-@option(
-    "--head",
-    "head",
-    metavar="TYPE",
-    help="type of embedding and output head [q8_0 if --quant is smaller]",
-)
-@switch("--requantise", help="quantise a source that is quantised already, which adds to its error")
-@option("--perplexity", metavar="FILE", help="compare the perplexity of this text before and after")
-@switch("--force", help="overwrite TARGET")
-@offline_option()
+@declared()
 def command(
-    source: str,
-    target: str,
-    quant: str | None,
-    head: str | None,
-    requantise: bool,
-    perplexity: str | None,
-    force: bool,
-    offline: bool,
+    source: str = argument(),
+    target: str = argument(type=click.Path(dir_okay=False)),
+    quant: str | None = flag(
+        None,
+        f"type of the weight matrices: {', '.join(FILE_TYPES)}; default: unchanged",
+        metavar="TYPE",
+    ),
+    head: str | None = flag(
+        None, "type of embedding and output head [q8_0 if --quant is smaller]", metavar="TYPE"
+    ),
+    requantise: bool = flag(
+        False, "quantise a source that is quantised already, which adds to its error"
+    ),
+    perplexity: str | None = flag(
+        None, "compare the perplexity of this text before and after", metavar="FILE"
+    ),
+    force: bool = flag(False, "overwrite TARGET"),
+    offline: bool = offline_flag(),
 ) -> int:
     """Write the model SOURCE (.gguf file, safetensors directory, catalog name, org/name) as TARGET.
 

@@ -17,13 +17,13 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.cli.commands.version import cpu_facts, cuda_facts
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.options import (
     BASE_MODEL,
     engine_options,
-    json_option,
-    offline_option,
-    revision_option,
+    json_flag,
+    offline_flag,
+    revision_flag,
 )
 from verbatim.cli.lib.terminal import GREEN, RED, YELLOW, paint, write_json
 
@@ -37,24 +37,18 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, metavar="[MODEL]")
-@option(
-    "--live/--no-live",
-    default=True,
-    help="with MODEL: also run it: turns, loops, quiz, plain text, copies, rope, KV types",
-)
-@option("--seed", least=0, default=0, help="seed of the live checks")
-@json_option("print the result as JSON")
-@revision_option()
-@offline_option()
-@engine_options(unused=BASE_MODEL)
+@declared(engine_options(unused=BASE_MODEL))
 def command(
-    model: str | None,
-    live: bool,
-    seed: int,
-    as_json: bool,
-    revision: str | None,
-    offline: bool,
+    model: str | None = argument("[MODEL]"),
+    live: bool = flag(
+        True,
+        "with MODEL: also run it: turns, loops, quiz, plain text, copies, rope, KV types",
+        "--live/--no-live",
+    ),
+    seed: int = flag(0, "seed of the live checks", least=0),
+    as_json: bool = json_flag("print the result as JSON"),
+    revision: str | None = revision_flag(),
+    offline: bool = offline_flag(),
     **flags: Any,
 ) -> int:
     """Check Python, kernels, extras, cache and default model; with MODEL, check that model: end of

@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import (
-    BASE_MODEL,
-    engine_options,
-    json_option,
-    model_options,
-    plot_option,
-)
+from verbatim.cli.lib.options import BASE_MODEL, engine_options, json_flag, model_options, plot_flag
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import write_json
 from verbatim.cli.lib.texts import check_plot, file_text, read_prompt
@@ -30,39 +24,24 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @click.command(cls=Command)
-@click.argument("prompt", nargs=-1, metavar="[PROMPT]")
-@option(
-    "--file",
-    metavar="FILE",
-    help="the given text [the opening of Alice in Wonderland]; without PROMPT the free-running"
-    " texts start with its first tokens",
-)
-@option(
-    "--prefix",
-    least=1,
-    default=32,
-    help="tokens of the given text that are read before the measurement starts",
-)
-@option("--max-tokens", "--tokens", "tokens", least=8, default=192, help="length of each text")
-@option(
-    "--temperature", default=1.0, help="temperature of the sampled text; the other text is greedy"
-)
-@option("--seed", least=0, default=0, help="of the sampled text")
-@option("--window", least=1, default=16, help="tokens per printed mean")
-@plot_option()
-@json_option()
-@model_options
-@engine_options(unused=BASE_MODEL)
+@declared(model_options, engine_options(unused=BASE_MODEL))
 def command(
-    prompt: tuple[str, ...],
-    file: str | None,
-    prefix: int,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    window: int,
-    plot: str | None,
-    as_json: bool,
+    prompt: tuple[str, ...] = argument("[PROMPT]", nargs=-1),
+    file: str | None = flag(
+        None,
+        "the given text [the opening of Alice in Wonderland]; without PROMPT the free-running"
+        " texts start with its first tokens",
+        metavar="FILE",
+    ),
+    prefix: int = flag(
+        32, "tokens of the given text that are read before the measurement starts", least=1
+    ),
+    tokens: int = flag(192, "length of each text", "--max-tokens", "--tokens", least=8),
+    temperature: float = flag(1.0, "temperature of the sampled text; the other text is greedy"),
+    seed: int = flag(0, "of the sampled text", least=0),
+    window: int = flag(16, "tokens per printed mean", least=1),
+    plot: str | None = plot_flag(),
+    as_json: bool = json_flag(),
     **flags: Any,
 ) -> int:
     """How a text drifts when the model reads its own output (exposure bias): log-probability and

@@ -14,9 +14,9 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_options
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import ONE_ANSWER, Values, engine_options, json_option, model_options
+from verbatim.cli.lib.options import ONE_ANSWER, Values, engine_options, json_flag, model_options
 from verbatim.cli.lib.report import choice_head, closing_line, completion_json, params_in_force
 from verbatim.cli.lib.sampling_options import parse_changes, sampling_of, sampling_options
 from verbatim.cli.lib.terminal import (
@@ -45,38 +45,24 @@ WhatIf = tuple[str, "WhatIfs", Completion | None]
 
 @click.command(cls=Command)
 @prompt_options
-@switch("--brief", help="one line per token")
-@option(
-    "--token",
-    "wanted",
-    multiple=True,
-    metavar="N|TEXT",
-    help="only token number N, or tokens that contain TEXT",
-)
-@option("--bars/--no-bars", help="draw bars [on a terminal]")
-@option(
-    "--what-if",
-    "what_ifs",
-    multiple=True,
-    metavar="NAME=VALUE,…",
-    help="sample the same logits with other parameters, without the model",
-)
-@switch(
-    "--continue", "continues", help="with --what-if: also write the text that those parameters give"
-)
-@option("--html", "page", metavar="FILE", help="write one page for a browser")
-@json_option()
-@model_options
-@engine_options(unused=ONE_ANSWER)
-@sampling_options
+@declared(model_options, engine_options(unused=ONE_ANSWER), sampling_options)
 def command(
-    brief: bool,
-    wanted: tuple[str, ...],
-    bars: bool | None,
-    what_ifs: tuple[str, ...],
-    continues: bool,
-    page: str | None,
-    as_json: bool,
+    brief: bool = flag(False, "one line per token"),
+    wanted: tuple[str, ...] = flag(
+        (), "only token number N, or tokens that contain TEXT", "--token", metavar="N|TEXT"
+    ),
+    bars: bool | None = flag(None, "draw bars [on a terminal]", "--bars/--no-bars"),
+    what_ifs: tuple[str, ...] = flag(
+        (),
+        "sample the same logits with other parameters, without the model",
+        "--what-if",
+        metavar="NAME=VALUE,…",
+    ),
+    continues: bool = flag(
+        False, "with --what-if: also write the text that those parameters give", "--continue"
+    ),
+    page: str | None = flag(None, "write one page for a browser", "--html", metavar="FILE"),
+    as_json: bool = json_flag(),
     **flags: Any,
 ) -> int:
     """Show why each token of the answer to PROMPT was chosen.

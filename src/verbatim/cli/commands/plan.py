@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.cli.lib.command_class import Command, answered, option
-from verbatim.cli.lib.options import json_option, model_or_default
+from verbatim.cli.lib.command_class import Command, answered, argument, declared, flag
+from verbatim.cli.lib.options import json_flag, model_or_default
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import note, write_json
 
@@ -23,39 +23,28 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, metavar="[MODEL]")
-@option(
-    "--device",
-    default="this",
-    metavar="NAME",
-    help="h200, h100, a100, a10, l4, 4090, or GB/s,TFLOPS[,GB]; this: the GPU of this machine if"
-    " the cuda backend can use it, else its CPU",
-)
-@answered("--gpu", answer="write --device NAME, such as --device h100")
-@option("--context", type=int, help="tokens of prompt and output together [4096]")
-@option("--output", type=int, help="how many of these are output [256]")
-@option("--batch", default=1, help="sequences at once")
-@option(
-    "--quant",
-    metavar="TYPE",
-    help="type of the weights; packed: the blocks of quantised safetensors [as the config or file"
-    " says]",
-)
-@option("--kv-type", default="f16", metavar="TYPE", help="type of the KV cache")
-@option("--tp", default=1, help="devices that share each matrix")
-@option("--price", type=float, help="price of one device for one hour")
-@json_option()
+@declared(answered("--gpu", answer="write --device NAME, such as --device h100"))
 def command(
-    model: str | None,
-    device: str,
-    context: int | None,
-    output: int | None,
-    batch: int,
-    quant: str | None,
-    kv_type: str,
-    tp: int,
-    price: float | None,
-    as_json: bool,
+    model: str | None = argument("[MODEL]"),
+    device: str = flag(
+        "this",
+        "h200, h100, a100, a10, l4, 4090, or GB/s,TFLOPS[,GB]; this: the GPU of this machine if"
+        " the cuda backend can use it, else its CPU",
+        metavar="NAME",
+    ),
+    context: int | None = flag(None, "tokens of prompt and output together [4096]"),
+    output: int | None = flag(None, "how many of these are output [256]"),
+    batch: int = flag(1, "sequences at once"),
+    quant: str | None = flag(
+        None,
+        "type of the weights; packed: the blocks of quantised safetensors [as the config or file"
+        " says]",
+        metavar="TYPE",
+    ),
+    kv_type: str = flag("f16", "type of the KV cache", metavar="TYPE"),
+    tp: int = flag(1, "devices that share each matrix"),
+    price: float | None = flag(None, "price of one device for one hour"),
+    as_json: bool = json_flag(),
 ) -> int:
     """What MODEL needs, and how fast any engine could run it: memory, roofline bounds, cost.
 

@@ -13,7 +13,7 @@ import click
 from verbatim.base.config import SETTINGS, EngineConfig, served
 from verbatim.base.errors import ParameterError
 from verbatim.cli.config_file import MODEL_NAME, ConfiguredCommand, print_settings, read_config
-from verbatim.cli.lib.command_class import option, switch
+from verbatim.cli.lib.command_class import argument, declared, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     Values,
@@ -42,49 +42,38 @@ def server_options(command: F) -> F:
 
 
 @click.command(cls=ConfiguredCommand)
-@click.argument("name", required=False, metavar="[MODEL]")
-@option(
-    "--config",
-    metavar="FILE",
-    is_eager=True,
-    callback=read_config,
-    help="TOML file of settings; --max-queue is VERBATIM_MAX_QUEUE, or max_queue in the file",
-)
-@switch("--print-config", help="print each setting and its origin as such a file, and exit")
-@option(
-    "--served-model-name",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    help="name that clients may use for the model, such as llama3.2",
-)
-@option(
-    "--pin",
-    "pinned",
-    multiple=True,
-    metavar="NAME",
-    help="of several models: load this one at the start and never unload it",
-)
-@option(
-    "--model-setting",
-    "model_settings",
-    multiple=True,
-    metavar="NAME.KEY=VALUE",
-    help="engine setting of one of several models, such as code.context=4096",
-)
-@fake_engine_option
-@server_options
-@several_model_options
-@engine_options()
+@declared(fake_engine_option, server_options, several_model_options, engine_options())
 def command(
-    name: str | None,
-    names: tuple[str, ...],
-    pinned: tuple[str, ...],
-    model_settings: tuple[str, ...],
+    name: str | None = argument("[MODEL]"),
+    config: str | None = flag(
+        None,
+        "TOML file of settings; --max-queue is VERBATIM_MAX_QUEUE, or max_queue in the file",
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+    ),
+    print_config: bool = flag(False, "print each setting and its origin as such a file, and exit"),
+    names: tuple[str, ...] = flag(
+        (),
+        "name that clients may use for the model, such as llama3.2",
+        "--served-model-name",
+        metavar="NAME",
+    ),
+    pinned: tuple[str, ...] = flag(
+        (),
+        "of several models: load this one at the start and never unload it",
+        "--pin",
+        metavar="NAME",
+    ),
+    model_settings: tuple[str, ...] = flag(
+        (),
+        "engine setting of one of several models, such as code.context=4096",
+        "--model-setting",
+        metavar="NAME.KEY=VALUE",
+    ),
+    *,
     ray: str | None,
     replicas: str | None,
-    config: str | None,
-    print_config: bool,
     **flags: Any,
 ) -> int:
     """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP until SIGTERM or Ctrl-C.

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import refuse_encoder
 from verbatim.cli.lib.options import (
     BASE_MODEL,
     Values,
     engine_of,
     engine_options,
-    json_option,
+    json_flag,
     model_or_default,
-    offline_option,
-    revision_option,
+    offline_flag,
+    revision_flag,
 )
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import Progress, write_json
@@ -32,23 +32,15 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, metavar="[MODEL]")
-@option(
-    "--backends",
-    default="auto",
-    metavar="NAME,NAME",
-    help="backends to verify, each by itself: cpu, cuda, reference",
-)
-@json_option()
-@revision_option()
-@offline_option()
-@engine_options(VARIED, unused=BASE_MODEL)
+@declared(engine_options(VARIED, unused=BASE_MODEL))
 def command(
-    model: str | None,
-    backends: str,
-    as_json: bool,
-    revision: str | None,
-    offline: bool,
+    model: str | None = argument("[MODEL]"),
+    backends: str = flag(
+        "auto", "backends to verify, each by itself: cpu, cuda, reference", metavar="NAME,NAME"
+    ),
+    as_json: bool = json_flag(),
+    revision: str | None = revision_flag(),
+    offline: bool = offline_flag(),
     **flags: Any,
 ) -> int:
     """Run one request alone, among others, in chunks, from the cache, preempted, with other

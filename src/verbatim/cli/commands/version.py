@@ -10,15 +10,15 @@ from typing import Any
 import click
 
 from verbatim import __version__
-from verbatim.cli.lib.command_class import Command
-from verbatim.cli.lib.options import json_option
+from verbatim.cli.lib.command_class import Command, declared
+from verbatim.cli.lib.options import json_flag
 from verbatim.cli.lib.terminal import write_json
 from verbatim.observe.namesakes import conflict
 
 
 @click.command(cls=Command)
-@json_option()
-def command(as_json: bool) -> None:
+@declared()
+def command(as_json: bool = json_flag()) -> None:
     """Print versions, backends with the instruction set in use, and why a backend is missing."""
     found = facts()
     if as_json:

@@ -182,20 +182,18 @@ async def replay(call: RequestContext) -> Response:
     choices = cast(Sequence[Choice], done.choices)
     makers = {name: done.receipt[name] for name in MAKERS}
     verdict = compare(receipt, choices, makers | {"adapter": done.receipt.get("adapter", "")})
-    return Json(
-        {
-            "identical": verdict.identical,
-            "message": str(verdict),
-            "choice": verdict.choice,
-            "position": verdict.position,
-            "expected": verdict.expected,
-            "got": verdict.got,
-            "reasons": list(verdict.reasons),
-            "tokens": sum(len(choice.token_ids) for choice in done.choices),
-            "explain": [list(choice.explain) for choice in done.choices],
-            "loops": [choice.loop for choice in done.choices],
-            "scores": [choice.score for choice in done.choices],
-            "receipt": done.receipt,
-            "usage": usage_of(call.runs),
-        }
+    return Json.of(
+        identical=verdict.identical,
+        message=str(verdict),
+        choice=verdict.choice,
+        position=verdict.position,
+        expected=verdict.expected,
+        got=verdict.got,
+        reasons=list(verdict.reasons),
+        tokens=sum(len(choice.token_ids) for choice in done.choices),
+        explain=[list(choice.explain) for choice in done.choices],
+        loops=[choice.loop for choice in done.choices],
+        scores=[choice.score for choice in done.choices],
+        receipt=done.receipt,
+        usage=usage_of(call.runs),
     )

@@ -47,15 +47,13 @@ async def score(call: RequestContext) -> Response:
         )
     results = await call.results(Generated)
     observe_latency(call)
-    return Json(
-        {
-            "object": "list",
-            "model": model,
-            "system_fingerprint": call.fingerprint,
-            "data": [_scored(i, r) for i, r in enumerate(results)],
-            "usage": usage_of(call.runs),
-            **extra_fields(call),
-        }
+    return Json.of(
+        object="list",
+        model=model,
+        system_fingerprint=call.fingerprint,
+        data=[_scored(i, r) for i, r in enumerate(results)],
+        usage=usage_of(call.runs),
+        **extra_fields(call),
     )
 
 

@@ -29,8 +29,7 @@ from verbatim.server.api.common.generate import (
     warnings_of,
 )
 from verbatim.server.api.common.request_context import EventStream, Json, RequestContext, new_id
-from verbatim.server.api.ollama.ollama_fields import OllamaChat, OllamaGenerate
-from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
+from verbatim.server.api.ollama.ollama_fields import OLLAMA_PARAMS, OllamaChat, OllamaGenerate
 from verbatim.server.model_pool import ServedModel
 from verbatim.server.problem import Problem, invalid, unsupported
 from verbatim.server.process.messages import Generate, Generated, WireFinish, WireLogprob

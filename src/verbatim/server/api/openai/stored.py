@@ -30,14 +30,8 @@ def page(
         rows = rows[at + 1 :]
     data = rows[:limit]
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
-    return Json(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": first,
-            "last_id": last,
-            "has_more": len(rows) > len(data),
-        }
+    return Json.of(
+        object="list", data=data, first_id=first, last_id=last, has_more=len(rows) > len(data)
     )
 
 
