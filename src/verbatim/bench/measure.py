@@ -134,19 +134,8 @@ def measure(job: Job, runners: Sequence[Runner], repeats: int, warm_ups: int = 1
 def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
     """Seconds from starting `verbatim run` in a new process to the first byte of output, with
     the model in the page cache."""
-    command = [
-        sys.executable,
-        "-m",
-        "verbatim",
-        "run",
-        "Hi",
-        "--max-tokens",
-        "8",
-        "--quiet",
-        "--model",
-        model,
-        *extra,
-    ]
+    request = ("run", "Hi", "--max-tokens", "8", "--quiet", "--model", model)
+    command = [sys.executable, "-m", "verbatim", *request, *extra]
     times = []
     for _ in range(repeats):
         began = time.perf_counter()

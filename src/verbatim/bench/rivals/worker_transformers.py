@@ -24,11 +24,7 @@ class Worker:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         began = time.perf_counter()
-        folder, file = (
-            (os.path.dirname(model), os.path.basename(model))
-            if os.path.isfile(model)
-            else (model, None)
-        )
+        folder, file = os.path.split(model) if os.path.isfile(model) else (model, "")
         options: dict[str, Any] = {"gguf_file": file} if file else {}
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder or ".", dtype=dtype, **options)

@@ -32,7 +32,6 @@ from verbatim.cli.lib.options import (
     engine_options,
     fake_engine_option,
     model_options,
-    quiet_flag,
     ray_options,
 )
 from verbatim.cli.lib.terminal import note
@@ -61,24 +60,22 @@ Runner = Callable[[Settings, list[Line], int, Callable[[Line], None]], None]
 def command(
     files: tuple[str, ...] = argument("IN OUT", nargs=-1),
     source: str | None = flag(
-        None,
         "the requests, instead of the argument IN",
         *("-i", "--input-file"),
         metavar="IN",
         type=click.Path(exists=True, dir_okay=False),
     ),
     target: str | None = flag(
-        None,
         "the answers, instead of the argument OUT",
         *("-o", "--output-file"),
         metavar="OUT",
         type=click.Path(dir_okay=False),
     ),
-    concurrency: int = flag(64, "requests at once", least=1, most=4096),
+    concurrency: int = flag("requests at once", default=64, least=1, most=4096),
     names: tuple[str, ...] = flag(
-        (), "a name requests may use instead of MODEL", "--served-model-name", metavar="NAME"
+        "a name requests may use instead of MODEL", "--served-model-name", metavar="NAME"
     ),
-    quiet: bool = quiet_flag("no progress bar, no closing line"),
+    quiet: bool = flag("no progress bar, no closing line", "-q", "--quiet"),
     *,
     ray: str | None,
     replicas: str | None,
@@ -93,21 +90,28 @@ def command(
     source, target = in_and_out(files, source, target)
     run = _runner(ray, replicas)
     check_output("OUT", target)
-    path = Path(target)
-    check_files(Path(source), path)
-    lines = _requests(Path(source), path)
+    check_files(Path(source), Path(target))
+    lines = _requests(Path(source), Path(target))
     settings = Settings(
-        model=flags["model"],
         served_names=names,
         engine=engine_of(flags),
-        revision=flags["revision"],
-        offline=flags["offline"],
-        test_engine=flags["test_engine"],
         limits=Limits(max_queue=concurrency, request_seconds=86_400.0),
         store_items=0,
+        **{name: flags[name] for name in ("model", "revision", "offline", "test_engine")},
     )
     # The engine process logs by itself; its start and end are no news to a batch.
     os.environ.setdefault("VERBATIM_LOG", "WARNING")
+    return _answer(lambda *job: run(settings, *job), lines, Path(target), concurrency, quiet)
+
+
+def _answer(
+    run: Callable[[list[Line], int, Callable[[Line], None]], None],
+    lines: list[Line],
+    path: Path,
+    concurrency: int,
+    quiet: bool,
+) -> int:
+    """Run the requests that `path` does not answer yet. 1: an answer is an error."""
     out, statuses = open_answers(journal_of(path), {line["custom_id"] for line in lines})
     with out:
         todo = [line for line in lines if line["custom_id"] not in statuses]
@@ -121,7 +125,7 @@ def command(
                 advance()
 
             if todo:
-                run(settings, todo, concurrency, write)
+                run(todo, concurrency, write)
         if is_parquet(path):
             from verbatim.scale.batch.parquet import write_answers
 

@@ -12,6 +12,7 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.bench_report import (
     WHY_ABOVE,
     BenchProgress,
@@ -25,7 +26,7 @@ from verbatim.cli.lib.bench_report import (
 )
 from verbatim.cli.lib.command_class import Command, answered, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import BASE_MODEL, Values, engine_options, model_options, plot_flag
+from verbatim.cli.lib.options import BASE_MODEL, PLOT, Values, engine_options, model_options
 from verbatim.cli.lib.texts import check_plot
 
 if TYPE_CHECKING:
@@ -35,8 +36,8 @@ if TYPE_CHECKING:
     from verbatim.observe.roofline import CostCard, MachineLimits
 
 
-def measured(default: object, help: str, **rule: Any) -> Any:
-    return flag(default, help, section="What to measure", common=True, **rule)
+def measured(help: str, **rule: Any) -> Any:
+    return flag(help, section="What to measure", common=True, **rule)
 
 
 @click.command(cls=Command)
@@ -51,27 +52,23 @@ def measured(default: object, help: str, **rule: Any) -> Any:
     engine_options(("speculate",), unused=BASE_MODEL),
 )
 def command(
-    quick: bool = measured(False, "fewer sizes and rounds: one minute instead of several"),
+    quick: bool = measured("fewer sizes and rounds: one minute instead of several"),
     against: str | None = measured(
-        None,
         "another engine to compare with, in alternating rounds",
         type=click.Choice(["llama.cpp", "transformers", "vllm"]),
     ),
     rival_python: str | None = measured(
-        None, "the Python in which the other engine is installed", metavar="PATH"
+        "the Python in which the other engine is installed", metavar="PATH"
     ),
     rival_model: str | None = measured(
-        None, "model file of the other engine, if not the same: its best format", metavar="FILE"
+        "model file of the other engine, if not the same: its best format", metavar="FILE"
     ),
-    prefills: str | None = measured(None, "prompt lengths [32,512,2000]", metavar="N,N"),
-    contexts: str | None = measured(
-        None, "context lengths of decoding [32,512,2000]", metavar="N,N"
-    ),
-    batches: str | None = measured(None, "sequences at once [1,4,16,32]", metavar="N,N"),
-    repeats: int | None = measured(None, "rounds; the median is reported [5]", least=1, most=1000),
-    plot: str | None = plot_flag(section="What to measure", common=True),
+    prefills: str | None = measured("prompt lengths [32,512,2000]", metavar="N,N"),
+    contexts: str | None = measured("context lengths of decoding [32,512,2000]", metavar="N,N"),
+    batches: str | None = measured("sequences at once [1,4,16,32]", metavar="N,N"),
+    repeats: int | None = measured("rounds; the median is reported [5]", least=1, most=1000),
+    plot: str | None = measured(**PLOT.rule),
     speculate: str | None = measured(
-        None,
         "measure speculative decoding instead: time and tokens per pass against draft length"
         " [suffix]",
         is_flag=False,
@@ -89,10 +86,7 @@ def command(
     sizes = _sizes(quick, prefills=prefills, contexts=contexts, batches=batches)
     rounds = repeats or (2 if quick else 5)
     check_plot(plot)
-    for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
-        if value and not against:
-            raise ParameterError(name, "needs --against, which names the other engine")
-    _choose_device(flags, against)
+    _choose_device(flags, against, rival_python=rival_python, rival_model=rival_model)
     flags["e_speculate"] = speculate if speculate == "mtp" else "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
@@ -116,8 +110,11 @@ def _sizes(quick: bool, **given: str | None) -> dict[str, list[int]]:
     }
 
 
-def _choose_device(flags: Values, against: str | None) -> None:
+def _choose_device(flags: Values, against: str | None, **rival: str | None) -> None:
     on_gpu = flags["e_backend"] == "cuda"
+    for name, value in rival.items():
+        if value and not against:
+            raise ParameterError(name, "needs --against, which names the other engine")
     if against:
         _check_rival(against, on_gpu)
     if not on_gpu:
@@ -145,7 +142,7 @@ def _run(
     rounds: int,
     quick: bool,
     plot: str | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure and print every row; returns the summary, and draws it with `plot`."""
     from verbatim.bench.measure import first_token
 
@@ -224,13 +221,9 @@ def _crowd(
     if theirs is not None:
         row += f"   {requests.tokens / theirs:18.1f} {theirs / seconds:6.2f}x"
     print(row)
-    return {
-        **({} if theirs is None else {"rival_rate": requests.tokens / theirs}),
-        "requests": len(requests.lengths),
-        "seconds": seconds,
-        "rate": rate,
-        "ceiling": requests.tokens / limit,
-    }
+    rival = {} if theirs is None else {"rival_rate": requests.tokens / theirs}
+    more = {"seconds": seconds, "rate": rate, "ceiling": requests.tokens / limit}
+    return {**rival, "requests": len(requests.lengths), **more}
 
 
 def _cold_start(flags: Values, rounds: int) -> float:
@@ -310,26 +303,20 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
         start = f"{cost['drafts']:6} {cost['seconds'] * 1e3:10.2f} {cost['break_even']:10.2f}"
         print(f"{start}   {shown}")
     if plot:
-        passes = tuple(
-            Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n]))
-            for n in names
-        )
-        times = tuple(
-            Line(n, tuple((r["drafts"], r["seconds_a_token"] * 1e3) for r in found["tasks"][n]))
-            for n in names
-        )
-        draw(
-            [
-                Chart("tokens per pass", "drafts", "tokens", passes),
-                Chart("time per token", "drafts", "ms", times),
-            ],
-            plot,
-        )
+        charts = []
+        for title, unit, field, scale in (
+            ("tokens per pass", "tokens", "tokens_a_pass", 1),
+            ("time per token", "ms", "seconds_a_token", 1e3),
+        ):
+            tasks = found["tasks"].items()
+            lines = [Line(n, tuple((r["drafts"], r[field] * scale) for r in t)) for n, t in tasks]
+            charts.append(Chart(title, "drafts", unit, tuple(lines)))
+        draw(charts, plot)
     _write_result({"model": llm.loaded.name, "fingerprint": llm.fingerprint, **found})
     return 0
 
 
-def _write_result(result: dict[str, Any]) -> None:
+def _write_result(result: JsonObject) -> None:
     """All figures as one line of JSON; not on a terminal, which has shown the table."""
     if not sys.stdout.isatty():
         sys.stdout.write(json.dumps(result) + "\n")

@@ -27,7 +27,6 @@ from verbatim.cli.lib.options import (
     engine_options,
     model_options,
     positional_model,
-    quiet_flag,
 )
 from verbatim.cli.lib.reasoning_options import reasoning_level, reasoning_options
 from verbatim.cli.lib.report import (
@@ -52,15 +51,12 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 @declared(reasoning_options, model_options, engine_options(unused=ONE_ANSWER), sampling_options)
 def command(
     name: str | None = argument("[MODEL]"),
-    system: str | None = flag(None, "system message", metavar="TEXT"),
-    quiet: bool = quiet_flag("no closing lines, no greeting"),
+    system: str | None = flag("system message", metavar="TEXT"),
+    quiet: bool = flag("no closing lines, no greeting", "-q", "--quiet"),
     verbose: bool = flag(
-        False,
-        "closing lines with counts, seed and backend, as /stats shows them",
-        "-v",
-        "--verbose",
+        "closing lines with counts, seed and backend, as /stats shows them", "-v", "--verbose"
     ),
-    plain: bool = flag(False, "answers as they are, without rendered Markdown"),
+    plain: bool = flag("answers as they are, without rendered Markdown"),
     **flags: Any,
 ) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.

@@ -9,7 +9,7 @@ import click
 
 from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_flag, model_options
+from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_flag
 from verbatim.cli.lib.terminal import note, write, write_json
 from verbatim.cli.lib.texts import read_lines
@@ -19,16 +19,14 @@ from verbatim.cli.lib.texts import read_lines
 @declared(model_options, engine_options(unused=NO_SAMPLING))
 def command(
     texts: tuple[str, ...] = argument("[TEXT]...", nargs=-1),
-    file: str | None = flag(None, "read the texts from FILE, one per line", metavar="FILE"),
+    file: str | None = flag("read the texts from FILE, one per line", metavar="FILE"),
     prompt_name: str | None = flag(
-        None,
-        "the model's prompt to put before each text, such as query or document",
-        metavar="NAME",
+        "the model's prompt to put before each text, such as query or document", metavar="NAME"
     ),
-    dimensions: int | None = flag(None, "keep the first N numbers (Matryoshka models)"),
-    truncate: bool = flag(False, "cut texts that are too long"),
-    similarity: bool = flag(False, "print the cosine similarity of all texts"),
-    as_json: bool = json_flag(),
+    dimensions: int | None = flag("keep the first N numbers (Matryoshka models)"),
+    truncate: bool = flag("cut texts that are too long"),
+    similarity: bool = flag("print the cosine similarity of all texts"),
+    as_json: bool = JSON,
     use_adapter: str | None = use_adapter_flag(),
     **flags: Any,
 ) -> int:
@@ -49,13 +47,9 @@ def command(
         )
         rows = [[round(float(x), 8) for x in vector] for vector in vectors]
         if as_json:
-            out = {
-                "embeddings": rows,
-                "model": llm.loaded.name,
-                "fingerprint": llm.fingerprint,
-                "pooling": llm.loaded.embedding.pooling,
-            }
-            write_json(out)
+            about = {"model": llm.loaded.name, "fingerprint": llm.fingerprint}
+            pooling = llm.loaded.embedding.pooling
+            write_json({"embeddings": rows, **about, "pooling": pooling})
             return 0
         if similarity:
             import numpy as np

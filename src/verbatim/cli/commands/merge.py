@@ -9,7 +9,7 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.cli.lib.command_class import Command, argument, declared, flag
-from verbatim.cli.lib.options import offline_flag
+from verbatim.cli.lib.options import OFFLINE
 from verbatim.cli.lib.terminal import Progress, note, warn
 from verbatim.cli.lib.texts import check_output
 
@@ -20,15 +20,14 @@ def command(
     model: str = argument(),
     adapter: str = argument(type=click.Path()),
     out: str = flag(
-        None,
         "a directory (safetensors), or a file that ends in .gguf",
         *("-o", "--out"),
         required=True,
         metavar="OUT",
     ),
-    requantise: bool = flag(False, "merge into a quantised GGUF file, which adds to its error"),
-    force: bool = flag(False, "overwrite a file OUT"),
-    offline: bool = offline_flag(),
+    requantise: bool = flag("merge into a quantised GGUF file, which adds to its error"),
+    force: bool = flag("overwrite a file OUT"),
+    offline: bool = OFFLINE,
 ) -> int:
     """Add the LoRA adapter ADAPTER (PEFT directory or GGUF file) to the weights of MODEL.
 

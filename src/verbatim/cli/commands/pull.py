@@ -9,7 +9,7 @@ import time
 import click
 
 from verbatim.cli.lib.command_class import Command, argument, declared, flag
-from verbatim.cli.lib.options import DEFAULT_MODEL, quiet_flag, revision_flag
+from verbatim.cli.lib.options import DEFAULT_MODEL, REVISION
 from verbatim.cli.lib.terminal import Progress, note
 
 
@@ -17,11 +17,11 @@ from verbatim.cli.lib.terminal import Progress, note
 @declared()
 def command(
     model: str = argument(required=False, default=DEFAULT_MODEL),
-    revision: str | None = revision_flag(),
+    revision: str | None = REVISION,
     warm_up: bool = flag(
-        False, "also compile the GPU kernels of the model into Triton's cache; needs a GPU"
+        "also compile the GPU kernels of the model into Triton's cache; needs a GPU"
     ),
-    quiet: bool = quiet_flag("no progress"),
+    quiet: bool = flag("no progress", "-q", "--quiet"),
 ) -> None:
     """Download MODEL (a catalog name or org/name on the hub) into the cache and print its path.
 

@@ -9,7 +9,7 @@ import click
 
 from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_flag, model_options
+from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.terminal import write, write_json
 from verbatim.cli.lib.texts import decode_argument, read_lines
 
@@ -19,10 +19,10 @@ from verbatim.cli.lib.texts import decode_argument, read_lines
 def command(
     query: str = argument(),
     documents: tuple[str, ...] = argument("[DOCUMENT]...", nargs=-1),
-    file: str | None = flag(None, "read the documents from FILE, one per line", metavar="FILE"),
-    top_n: int | None = flag(None, "print only the best N [all documents]"),
-    truncate: bool = flag(False, "cut documents that are too long"),
-    as_json: bool = json_flag(),
+    file: str | None = flag("read the documents from FILE, one per line", metavar="FILE"),
+    top_n: int | None = flag("print only the best N [all documents]"),
+    truncate: bool = flag("cut documents that are too long"),
+    as_json: bool = JSON,
     **flags: Any,
 ) -> int:
     """Score each DOCUMENT by its relevance to QUERY with a cross-encoder, best first.

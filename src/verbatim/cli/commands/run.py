@@ -16,14 +16,7 @@ from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_op
 from verbatim.cli.lib.command_class import Command, declared, flag
 from verbatim.cli.lib.error_lines import FAILED, OK, OS_REMEDIES, print_error
 from verbatim.cli.lib.open_model import open_llm, speed_limit
-from verbatim.cli.lib.options import (
-    ONE_ANSWER,
-    Values,
-    engine_options,
-    json_flag,
-    model_options,
-    quiet_flag,
-)
+from verbatim.cli.lib.options import ONE_ANSWER, Values, engine_options, model_options
 from verbatim.cli.lib.report import (
     broken_structure,
     choice_head,
@@ -56,12 +49,12 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
 @prompt_options
 @declared(model_options, engine_options(unused=ONE_ANSWER), sampling_options)
 def command(
-    as_json: bool = json_flag("print one JSON object instead of text"),
-    quiet: bool = quiet_flag("no closing line, no progress, no warnings"),
+    as_json: bool = flag("print one JSON object instead of text", "--json"),
+    quiet: bool = flag("no closing line, no progress, no warnings", "-q", "--quiet"),
     verbose: bool = flag(
-        False, "also print counts, seed, backend, and each parameter in force", "-v", "--verbose"
+        "also print counts, seed, backend, and each parameter in force", "-v", "--verbose"
     ),
-    save_receipt: str | None = flag(None, "write a receipt for `verbatim replay`", metavar="FILE"),
+    save_receipt: str | None = flag("write a receipt for `verbatim replay`", metavar="FILE"),
     **flags: Any,
 ) -> int:
     """Answer PROMPT, streamed: as a chat turn if the model has a chat template, else as a

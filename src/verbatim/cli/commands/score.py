@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ContextError
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_flag, model_options
+from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.report import token_logprobs
 from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_flag
 from verbatim.cli.lib.terminal import note, warn, write, write_json
@@ -26,12 +27,12 @@ if TYPE_CHECKING:
 @declared(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
 def command(
     text: tuple[str, ...] = argument("[TEXT]", nargs=-1),
-    file: str | None = flag(None, "read the text from FILE", metavar="FILE"),
-    top: int = flag(0, "alternatives reported per token", least=0, most=1024),
-    tokens: bool = flag(False, "one line per token: log-probability, token"),
-    window: int | None = flag(None, "score a text of any length in windows of N tokens"),
-    stride: int | None = flag(None, "tokens from one window to the next [half a window]"),
-    as_json: bool = json_flag(),
+    file: str | None = flag("read the text from FILE", metavar="FILE"),
+    top: int = flag("alternatives reported per token", default=0, least=0, most=1024),
+    tokens: bool = flag("one line per token: log-probability, token"),
+    window: int | None = flag("score a text of any length in windows of N tokens"),
+    stride: int | None = flag("tokens from one window to the next [half a window]"),
+    as_json: bool = JSON,
     use_adapter: str | None = use_adapter_flag(),
     **flags: Any,
 ) -> int:
@@ -55,18 +56,12 @@ def command(
             ) from None
         if as_json:
             fingerprint = llm.core.fingerprints[0 if adapter else -1]
-            write_json(
-                {
-                    # None: a single token has no perplexity
-                    "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
-                    "total_logprob": score.total,
-                    "tokens": list(score.token_ids),
-                    "logprobs": token_logprobs(score.logprobs),
-                    "model": llm.loaded.name,
-                    "fingerprint": fingerprint,
-                    "warnings": list(score.warnings),
-                }
-            )
+            # None: a single token has no perplexity
+            perplexity = score.perplexity if math.isfinite(score.perplexity) else None
+            found: JsonObject = {"perplexity": perplexity, "total_logprob": score.total}
+            found |= {"tokens": score.token_ids, "logprobs": token_logprobs(score.logprobs)}
+            about = {"model": llm.loaded.name, "fingerprint": fingerprint}
+            write_json({**found, **about, "warnings": score.warnings})
         else:
             _print(llm, score, table=tokens or bool(top))
     return 0

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import refuse_encoder
 from verbatim.cli.lib.options import (
     BASE_MODEL,
+    JSON,
+    OFFLINE,
+    REVISION,
     Values,
     engine_of,
     engine_options,
-    json_flag,
     model_or_default,
-    offline_flag,
-    revision_flag,
 )
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import Progress, write_json
@@ -36,11 +37,13 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
 def command(
     model: str | None = argument("[MODEL]"),
     backends: str = flag(
-        "auto", "backends to verify, each by itself: cpu, cuda, reference", metavar="NAME,NAME"
+        "backends to verify, each by itself: cpu, cuda, reference",
+        default="auto",
+        metavar="NAME,NAME",
     ),
-    as_json: bool = json_flag(),
-    revision: str | None = revision_flag(),
-    offline: bool = offline_flag(),
+    as_json: bool = JSON,
+    revision: str | None = REVISION,
+    offline: bool = OFFLINE,
     **flags: Any,
 ) -> int:
     """Run one request alone, among others, in chunks, from the cache, preempted, with other
@@ -71,7 +74,7 @@ def command(
     return 0 if same else 1
 
 
-def _verify(path: str, backend: str, settings: Values, quiet: bool) -> dict[str, Any]:
+def _verify(path: str, backend: str, settings: Values, quiet: bool) -> JsonObject:
     from verbatim.diagnose.needle import verify
     from verbatim.engine.calls.llm import LLM
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import click
 
 from verbatim.base.errors import RequestError
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.environment import FOREIGN
 from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
@@ -49,7 +50,7 @@ class Declared(NamedTuple):
     """A flag or an argument of a command, as the default of the parameter that gets its value."""
 
     names: tuple[str, ...]  # of a flag; empty: --PARAMETER
-    rule: dict[str, Any]
+    rule: JsonObject
     is_argument: bool = False
 
     def add_to(self, command: Function, name: str, annotation: str) -> None:
@@ -68,17 +69,16 @@ class Declared(NamedTuple):
         option(*names, name, **rule)(command)
 
 
-def flag(default: object, help: str, *names: str, **rule: Any) -> Any:
-    """A flag of a command: `window: int = flag(16, "tokens per mean")` is --window. The parameter
-    and its annotation say what they are: a bool is a switch, a tuple may be repeated. Returns Any,
-    so that the parameter keeps its annotation. `rule`: further arguments of option()."""
-    known = {"default": default} if default or type(default) in (int, float) else {}
-    return Declared(names, {**known, "help": help, **rule})
+def flag(help: str, *names: str, **rule: Any) -> Any:
+    """A flag of a command: `window: int = flag("tokens per mean", default=16)` is --window. The
+    parameter and its annotation say what they are: a bool is a switch, a tuple may be repeated.
+    Returns Any, so that the parameter keeps its annotation. `rule`: arguments of option()."""
+    return Declared(names, {"help": help, **rule})
 
 
 def argument(metavar: str | None = None, **rule: Any) -> Any:
     """An argument of a command, as flag(). A metavar in brackets: it may be missing."""
-    shape: dict[str, Any] = {"metavar": metavar, "required": metavar is None}
+    shape: JsonObject = {"metavar": metavar, "required": metavar is None}
     return Declared((), {**shape, **rule}, is_argument=True)
 
 

@@ -60,30 +60,11 @@ def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 
 RAW = "continue the text as it is, without the chat template"
-REVISION = "revision of a model on the hub"
-OFFLINE = "use the cache only, never the network"
-
-
-def json_flag(help: str = "print one JSON object") -> Any:
-    return flag(False, help, "--json")
-
-
-def plot_flag(**more: Any) -> Any:
-    """check_plot() checks its value."""
-    text = "write a plot, .svg or .png; needs the extra 'bench'"
-    return flag(None, text, metavar="FILE", **more)
-
-
-def quiet_flag(help: str) -> Any:
-    return flag(False, help, "-q", "--quiet")
-
-
-def revision_flag() -> Any:
-    return flag(None, REVISION, metavar="REV")
-
-
-def offline_flag() -> Any:
-    return flag(False, OFFLINE)
+# Flags of several commands, as the defaults of their parameters.
+JSON = flag("print one JSON object", "--json")
+PLOT = flag("write a plot, .svg or .png; needs the extra 'bench'", metavar="FILE")
+REVISION = flag("revision of a model on the hub", metavar="REV")
+OFFLINE = flag("use the cache only, never the network")
 
 
 def ray_options(runs: str, replicas: str) -> Callable[[F], F]:
@@ -121,8 +102,8 @@ def _model_flags(help: str, **model: Any) -> Callable[[F], F]:
             help=f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]",
             **model,
         ),
-        option("--revision", metavar="REV", section=ENGINE, help=REVISION),
-        switch("--offline", section=ENGINE, help=OFFLINE),
+        option("--revision", section=ENGINE, **REVISION.rule),
+        switch("--offline", section=ENGINE, **OFFLINE.rule),
     )
 
 

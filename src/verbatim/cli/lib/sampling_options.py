@@ -92,7 +92,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
 
 def use_adapter_flag() -> Any:
     """--use-adapter, for a command without the sampling flags."""
-    return flag(None, "name of the adapter to use, if --adapter loads several", metavar="NAME")
+    return flag("name of the adapter to use, if --adapter loads several", metavar="NAME")
 
 
 def chosen_adapter(flags: Values, given: str | None = None) -> str:

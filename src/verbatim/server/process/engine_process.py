@@ -20,15 +20,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.errors import MAIN_MEMORY
+from verbatim.base.json_io import JsonObject
 from verbatim.observe.engine_metrics import Registry
 from verbatim.server.logs import JsonLines
 from verbatim.server.process import messages, wire
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.server.process.engine_session import EngineSession
 from verbatim.server.process.message_codec import WireError, decode_to_engine
+from verbatim.server.process.results import cost_of
 from verbatim.server.settings import EXECUTOR_THREADS
 
 if TYPE_CHECKING:
@@ -153,17 +155,11 @@ class Bandwidth:
     `verbatim bench` measured."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        from verbatim.hub.catalog import cache_dir
-        from verbatim.observe.roofline import cost_card, load_limits
-
-        info = engine.loaded.backend.info
-        self._card = cost_card(engine.loaded.backend.spec, info)
-        # The measured limit is that of main memory; a GPU has none.
-        limits = load_limits(cache_dir()) if info.name != "cuda" else None
+        self._card, limits = cost_of(engine)
         self._limit = limits.read_bytes if limits is not None else None
         self._last, self._steps, self._rows = time.monotonic(), 0, 0
 
-    def text(self, stats: dict[str, Any]) -> str:
+    def text(self, stats: JsonObject) -> str:
         now, steps = time.monotonic(), int(stats.get("steps_total", 0))
         rows, made = int(stats.get("computed_tokens_total", 0)), steps - self._steps
         read = made * self._card.read_bytes((rows - self._rows) / made) if made else 0.0

@@ -223,10 +223,7 @@ class EngineSession:
         request.end = end = asyncio.get_running_loop().create_future()
         request.streamed, request.explain_rows = message.stream, message.explain_rows
         handle = await self._engine.submit_to(
-            self._sink,
-            message.request_id,
-            prompt,
-            request.params,
+            *(self._sink, message.request_id, prompt, request.params),
             messages=message.messages if prompt is None else None,
             template=message.template,
             tenant=message.tenant,

@@ -101,11 +101,15 @@ class Supervisor:
         if not self.ready.is_set() or self._outbox is None:
             raise Problem("unavailable", "the engine is starting; try again shortly", retry_after=2)
         frame = wire.pack(message)  # may raise, so it comes before any bookkeeping
+        running = self._open(message, signal)
+        self._outbox.put_frame(frame)
+        return running
+
+    def _open(self, message: messages.Work, signal: Signal | None) -> Running:
         request_id, max_bytes = message.request_id, self.settings.limits.max_stream_bytes
         running = Running(request_id, message.tenant, self.abort, max_bytes, signal or Signal())
         self._running[request_id] = running
         self.ledger.open(request_id)
-        self._outbox.put_frame(frame)
         return running
 
     def abort(self, running: Running) -> None:
@@ -127,6 +131,13 @@ class Supervisor:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
+
+    async def load_error(self) -> str:
+        """Wait until the model is loaded. Returns why it cannot be; empty: it is."""
+        ready = asyncio.ensure_future(self.ready.wait())
+        await asyncio.wait((ready, self.fatal), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return self.fatal.result() if self.fatal.done() else ""
 
     async def close(self) -> None:
         was_ready = self.ready.is_set()

@@ -69,13 +69,8 @@ def _scored(index: int, done: Generated) -> JsonObject:
     known = [t["logprob"] for t in tokens if t["logprob"] is not None]
     total = math.fsum(known)
     perplexity = math.exp(min(-total / len(known), 700)) if known else None
-    return {
-        "object": "score",
-        "index": index,
-        "tokens": tokens,
-        "total": total,
-        "perplexity": perplexity,
-    }
+    scored = {"tokens": tokens, "total": total, "perplexity": perplexity}
+    return {"object": "score", "index": index, **scored}
 
 
 async def tokenize(call: RequestContext) -> Response:

@@ -173,7 +173,7 @@ async def version(call: RequestContext) -> Response:
     return Json({"version": __version__})
 
 
-async def embeddings_of_list(call: RequestContext) -> Response:
+async def embed_texts(call: RequestContext) -> Response:
     """/api/embed: one vector of length 1 per text."""
     body = await call.body(OllamaEmbed)
     model = call.served_model()
@@ -191,7 +191,7 @@ async def embeddings_of_list(call: RequestContext) -> Response:
     )
 
 
-async def embedding_of_prompt(call: RequestContext) -> Response:
+async def embed_prompt(call: RequestContext) -> Response:
     """/api/embeddings, which /api/embed replaces: one vector, not normalised."""
     body = await call.body(OllamaEmbeddings)
     call.served_model()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.responses import Response
@@ -243,18 +244,10 @@ async def completions(call: RequestContext) -> Response:
     made = CompletionsReply(call, body, model, prompts)
     made.prepare()
     stream = bool(body.stream)
+    echo, parse, rows = made.echo, made.parse, made.rows
     for prompt, params in zip(prompts, made.prompt_params, strict=True):
-        message = Generate(
-            call.next_id(),
-            call.tenant,
-            params,
-            stream,
-            prompt,
-            parse_special=made.parse,
-            echo=made.echo,
-            explain_rows=made.rows,
-        )
-        call.submit(message)
+        message = Generate(call.next_id(), call.tenant, params, stream, prompt)
+        call.submit(replace(message, parse_special=parse, echo=echo, explain_rows=rows))
     await call.accepted()
     if stream:
         return EventStream(call, made.events(options))
