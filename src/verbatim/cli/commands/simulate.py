@@ -70,7 +70,7 @@ def command(
     The scheduler and the router are those of the service, with a virtual clock. The seconds of a
     step are measured on this machine with the model, or come from --costs, or from a data sheet.
     """
-    mixed = {"rate": rate, "requests": requests, "prompt": prompt, "output": output}
+    mixed: Values = {"rate": rate, "requests": requests, "prompt": prompt, "output": output}
     mixed |= {"prefix": prefix, "keys": keys, "seed": seed}
     if trace:
         arrivals = _traced(trace, speed, mixed)
@@ -115,9 +115,7 @@ def _mixed(
     shared, _, prefixes = (prefix or "0").partition("x")
     length, lengths = _whole("prefix", shared, least=0), _range("prompt", prompt or "100-1000")
     if length >= lengths[0]:
-        raise ParameterError(
-            "prefix", f"{length} is not less than the shortest prompt, {lengths[0]}"
-        )
+        raise ParameterError("prefix", f"{length} is not below the shortest prompt, {lengths[0]}")
     mix = Mix(
         _positive("rate", 1.0 if rate is None else rate),
         lengths,

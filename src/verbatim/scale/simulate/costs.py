@@ -18,6 +18,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -120,7 +121,7 @@ def measure_costs(llm: LLM, runner: Ours, sizes: tuple[int, ...] = SIZES) -> Rep
     room = core.cache_plan.tokens
     most = min(config.max_running, room // (2 * SHORT + STEPS))
     rows = tuple(
-        (n, _median(lambda n=n: runner.batch(n, SHORT, STEPS)) / STEPS) for n in sizes if n <= most
+        (n, _median(partial(runner.batch, n, SHORT, STEPS)) / STEPS) for n in sizes if n <= most
     )
     deep = min(LONG, llm.context - STEPS - 2)
     at_depth = _median(lambda: runner.decode(deep, STEPS)) / STEPS
