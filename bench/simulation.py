@@ -29,7 +29,8 @@ FIGURES = ("tokens/s", "TTFT p50", "TTFT p99", "per token p50", "per token p99")
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    return {"threads": args.threads, "speculate": "off", "context": 2048, "max_running": 64}
+    settings = {"backend": "cpu", "threads": args.threads, "speculate": "off"}
+    return {**settings, "context": 2048, "max_running": 64}
 
 
 def replica(model: str, settings: dict[str, Any], pipe: Connection) -> None:
