@@ -37,7 +37,10 @@ FAMILY = Family(
     names=NAMES,
     gguf=Gguf(
         "cohere2",
-        keys=GGUF_KEYS | gguf_rows.pattern(4, "; full layers have no rotary positions", zero=False),
+        keys={
+            **GGUF_KEYS,
+            **gguf_rows.pattern(4, "; full layers have no rotary positions", zero=False),
+        },
         names=tensors.GGUF_PAIRS,
     ),
     exported=COHERE.exported,
