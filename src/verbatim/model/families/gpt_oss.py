@@ -67,8 +67,12 @@ _TINY = tiny(
     sliding_window=12,
 )
 _ABSENT = {
-    **{"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
-    **{"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
 }
 FAMILY = Family(
     model_type="gpt_oss",
