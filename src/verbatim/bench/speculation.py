@@ -11,10 +11,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.bench.measure import answer
@@ -121,10 +122,10 @@ def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -
     out: dict[int, list[float]] = {k: [] for k in lengths}
     for turn in range(repeats + 1):  # the first round is the warm-up
         for k in lengths:
-            piece = tokens[context : context + 1 + k]
-            plan = StepPlan(0, (SeqStep(0, piece, context, blocks, draws=1 + k, draw=draw),))
+            drafts = tokens[context : context + 1 + k]
+            verified = SeqStep(0, drafts, context, blocks, draws=1 + k, draw=draw)
             began = time.perf_counter()
-            backend.execute(plan)
+            backend.execute(StepPlan(0, (verified,)))
             if turn:
                 out[k].append(time.perf_counter() - began)
     return {k: statistics.median(times) for k, times in out.items()}
@@ -140,7 +141,7 @@ def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, 
     return out
 
 
-def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any]:
+def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> JsonObject:
     """The data of `bench --speculate`: per draft length the cost of a pass, and per task the
     tokens per pass and seconds per token."""
 
@@ -150,7 +151,7 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any
     written = texts(llm, tokens)
     costs = pass_seconds(llm, 128 if llm.context > 256 else 8, LENGTHS, repeats)
     full = [costs[k] for k in LENGTHS]
-    tasks: dict[str, Any] = {}
+    tasks: JsonObject = {}
     for name, (prompt, output) in written.items():
         rows = []
         states = final_states(llm, [*prompt, *output]) if mode == "mtp" else None
