@@ -41,15 +41,8 @@ GENERATE_TOKENS = 1024
 GENERATE = "default of generate()"  # origin of that max_tokens
 
 # generation_config.json key -> parameter
-GENERATION_CONFIG = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram",
-}
+_SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+GENERATION_CONFIG = {**{n: n for n in _SAME}, "no_repeat_ngram_size": "no_repeat_ngram"}
 # Keys of generation_config.json that change the tokens in transformers and are not followed here,
 # with the values that change nothing. null changes nothing under any key.
 _OFF: tuple[Any, ...] = (0, [], {})
@@ -68,11 +61,7 @@ GENERATION_NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
 # GGUF general.sampling.* key -> parameter, as llama.cpp writes them
 GGUF = {
     "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "xtc_probability": "xtc_probability",
-    "xtc_threshold": "xtc_threshold",
+    **{n: n for n in ("top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold")},
     "penalty_repeat": "repetition_penalty",
 }
 GGUF_PREFIX = "general.sampling."

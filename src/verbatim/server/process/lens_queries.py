@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -60,13 +60,11 @@ class Inspector:
                 return await asyncio.to_thread(self._step, **arguments)
             case "engine":
                 after = int(arguments.get("after", 0))
-                report: JsonObject = await self._engine.call(
-                    lambda core: engine_report(core, tenant, after)
-                )
-                return report
+                report = await self._engine.call(lambda core: engine_report(core, tenant, after))
+                return cast(JsonObject, report)
             case "prefix":
                 limit = int(arguments["limit"])
-                hashes: list[bytes] = await self._engine.call(
+                hashes = await self._engine.call(
                     lambda core: core.scheduler.cache.prefix_hashes(limit)
                 )
                 return {"hashes": hashes}
@@ -155,16 +153,10 @@ class Inspector:
             changed = np.count_nonzero((before != state.logits) & after)
             cut += [[int(i), float(raw[i]), stage.name] for i in likely if live[i] and not after[i]]
             mass_left *= mass_share(before, after)
-            stages.append(
-                {
-                    "name": stage.name,
-                    "removed": int(np.count_nonzero(live & ~after)),
-                    "left": int(np.count_nonzero(after)),
-                    "changed": int(changed),
-                    "mass": mass_left,
-                    "top": most_likely(state.logits),
-                }
-            )
+            left, removed = np.count_nonzero(after), np.count_nonzero(live & ~after)
+            counts = {"removed": int(removed), "left": int(left), "changed": int(changed)}
+            top = most_likely(state.logits)
+            stages.append({"name": stage.name, **counts, "mass": mass_left, "top": top})
             live = after
         return state, stages, cut[:CUT]
 
@@ -258,13 +250,8 @@ def tail_of(logits: Any, live: Any, first: Any) -> JsonObject:
     values = logits[rest]
     start = float(np.floor(values.min() / BIN) * BIN)
     counts = np.bincount(np.floor((values - start) / BIN).astype(np.int64))
-    return {
-        "count": len(rest),
-        "best": float(values.max()),
-        "start": start,
-        "width": BIN,
-        "counts": counts.tolist(),
-    }
+    bins = {"start": start, "width": BIN, "counts": counts.tolist()}
+    return {"count": len(rest), "best": float(values.max()), **bins}
 
 
 # ------------------------------------------------------------------------------------------ engine

@@ -82,9 +82,8 @@ class CompletionsReply:
         self.params: JsonObject = {}
         self.prompt_params: list[JsonObject] = []  # params of each prompt
         self.seed_per_prompt = False
-        self.n = call.given.get("num_return_sequences") or (
-            1 if call.given.get("num_beams", 1) > 1 else call.given.get("n", 1)
-        )
+        beams = call.given.get("num_beams", 1) > 1
+        self.n = call.given.get("num_return_sequences") or (1 if beams else call.given.get("n", 1))
         self.places: dict[tuple[int, int], generate.TokenOffsets] = {}
 
     def prepare(self) -> None:
@@ -136,14 +135,10 @@ class CompletionsReply:
         """Log-probabilities of the echoed prompt; empty lists without echo. A prompt of token ids
         is shown with its control tokens; a text prompt without those that the tokenizer adds."""
         assert self.top is not None
-        items, prompt, facts = (
-            done.prompt_logprobs if self.echo else [],
-            self.prompts[run],
-            self.call.state.facts,
-        )
-        places = generate.TokenOffsets(
-            facts, skip_special=isinstance(prompt, str) and not self.parse, start=True
-        )
+        items = done.prompt_logprobs if self.echo else []
+        prompt, facts = self.prompts[run], self.call.state.facts
+        skip = isinstance(prompt, str) and not self.parse
+        places = generate.TokenOffsets(facts, skip_special=skip, start=True)
         # With parse_special the prompt's own control tokens are visible; those added before it
         # are not.
         if self.parse and isinstance(prompt, str):
