@@ -117,10 +117,8 @@ def check_needs(needs: ReplicaNeeds, nodes: Sequence[Node], replicas: Replicas) 
 def _wants_gpu(backend: str, nodes: Sequence[Node], replicas: Replicas) -> bool:
     count = int(sum(int(node.gpus) for node in nodes))
     if backend == "cuda" and count < replicas.least:
-        raise ParameterError(
-            "backend",
-            f"cuda needs a GPU per replica: {replicas.least}, and the cluster has {count}",
-        )
+        why = f"cuda needs a GPU per replica: {replicas.least}, and the cluster has {count}"
+        raise ParameterError("backend", why)
     return backend == "cuda" or (backend == "auto" and count >= replicas.most)
 
 

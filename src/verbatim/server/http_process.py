@@ -94,9 +94,8 @@ def check_certificate(settings: Settings) -> None:
             settings.tls_cert, settings.tls_key, password=""
         )
     except (ssl.SSLError, ValueError) as error:
-        raise ParameterError(
-            "tls_cert", f"is not a certificate with its key in PEM form, without password: {error}"
-        ) from None
+        why = f"is not a certificate with its key in PEM form, without password: {error}"
+        raise ParameterError("tls_cert", why) from None
 
 
 def _servers(state: State) -> list[Server]:

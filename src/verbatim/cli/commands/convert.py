@@ -36,9 +36,8 @@ class ConvertCommand(Command):
             types = [word for word in given[2:] if word.lower() in (*FILE_TYPES, *MIXTURES)]
             if not types or "extra argument" not in error.message:
                 raise
-            raise click.UsageError(
-                f"the type {types[0]!r} is not an argument; write --quant {types[0].lower()}", ctx
-            ) from None
+            why = f"the type {types[0]!r} is not an argument; write --quant {types[0].lower()}"
+            raise click.UsageError(why, ctx) from None
 
 
 @click.command(cls=ConvertCommand)

@@ -36,10 +36,8 @@ def free_port(host: str, port: int) -> int:
         return port  # not a port; the server's settings reject it
     except OSError as error:
         where = f"{host}:{port}" if port else host
-        raise ParameterError(
-            "port" if port else "host",
-            f"cannot listen on {where}: {error.strerror}; choose another --port or --host",
-        ) from None
+        why = f"cannot listen on {where}: {error.strerror}; choose another --port or --host"
+        raise ParameterError("port" if port else "host", why) from None
 
 
 def page_address(flags: Values) -> str:

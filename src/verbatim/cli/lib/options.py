@@ -128,10 +128,8 @@ def positional_model(flags: Values, name: str | None) -> None:
     if name is None:
         return
     if model_source() == "COMMANDLINE" and flags["model"] != name:
-        raise ParameterError(
-            "model",
-            f"{name!r} and --model {flags['model']!r} contradict each other; give one of them",
-        )
+        why = f"{name!r} and --model {flags['model']!r} contradict each other; give one of them"
+        raise ParameterError("model", why)
     flags["model"] = name
 
 

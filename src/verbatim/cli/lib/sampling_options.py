@@ -103,10 +103,8 @@ def chosen_adapter(flags: Values, given: str | None = None) -> str:
         remedy = "add --adapter NAME=PATH" if "e_adapters" in flags else UNUSED["adapters"]
         raise ParameterError("use_adapter", f"no adapter is loaded; {remedy}")
     if given is None and len(names) > 1:
-        raise ParameterError(
-            "use_adapter",
-            f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}",
-        )
+        why = f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}"
+        raise ParameterError("use_adapter", why)
     return names[0] if given is None and names else given or ""
 
 

@@ -46,17 +46,15 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
     prompt."""
     if file is not None:
         if args:
-            raise ParameterError(
-                param, f"--file {file} and an argument contradict each other; give one"
-            )
+            why = f"--file {file} and an argument contradict each other; give one"
+            raise ParameterError(param, why)
         return read_text(file, param)
     if len(args) > 1:
         raise ParameterError(param, _too_many_arguments(args, param))
     if args and args != ("-",):
         if not args[0]:
-            raise ParameterError(
-                param, f'is empty; type the {param} in quotes, or "-" to read stdin'
-            )
+            why = f'is empty; type the {param} in quotes, or "-" to read stdin'
+            raise ParameterError(param, why)
         if names_file(args[0]):
             warn(_file_hint(args[0], param))
         if stdin_has_text():
@@ -70,14 +68,12 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ParameterError(
-            param, f"stdin is not UTF-8 text (byte {error.start}); convert it first"
-        ) from None
+        why = f"stdin is not UTF-8 text (byte {error.start}); convert it first"
+        raise ParameterError(param, why) from None
     text = text.removesuffix("\n")  # as $(...) does: the shell's final newline is not the prompt's
     if not text:
-        raise ParameterError(
-            param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
-        )
+        why = f"stdin was empty; type the {param} in quotes, or send it through a pipe"
+        raise ParameterError(param, why)
     return text
 
 
@@ -183,10 +179,8 @@ def decode_argument(text: str, param: str) -> str:
         try:
             return os.fsencode(text).decode("utf-8")
         except UnicodeError:
-            raise ParameterError(
-                param,
-                "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe",
-            ) from None
+            why = "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe"
+            raise ParameterError(param, why) from None
     return text
 
 

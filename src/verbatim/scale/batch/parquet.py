@@ -53,9 +53,8 @@ def _request(row: JsonObject) -> JsonObject:
         try:
             out["body"] = json.loads(out["body"], object_pairs_hook=no_key_twice)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(
-                "IN", f"the body of {out.get('custom_id')!r:.40} is not JSON: {error}"
-            ) from None
+            why = f"the body of {out.get('custom_id')!r:.40} is not JSON: {error}"
+            raise ParameterError("IN", why) from None
     elif isinstance(out.get("body"), dict):  # a struct has every field in every row
         out["body"] = {key: value for key, value in out["body"].items() if value is not None}
     return out

@@ -188,9 +188,8 @@ def _check_prefill(last: JsonObject) -> None:
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
         raise invalid("messages", "the last message has the assistant role and no text to continue")
     if last["content"] != last["content"].rstrip():
-        raise invalid(
-            "messages", "the last message has the assistant role and cannot end in white space"
-        )
+        why = "the last message has the assistant role and cannot end in white space"
+        raise invalid("messages", why)
 
 
 def _function(tool: JsonObject) -> JsonObject:

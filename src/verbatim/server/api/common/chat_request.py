@@ -224,9 +224,8 @@ def continued(body: JsonObject) -> JsonObject:
     last = body["messages"][-1]
     wanted, new_turn = body.get("continue_final_message"), body.get("add_generation_prompt")
     if wanted and new_turn:
-        raise invalid(
-            "continue_final_message", "cannot be combined with add_generation_prompt: true"
-        )
+        why = "cannot be combined with add_generation_prompt: true"
+        raise invalid("continue_final_message", why)
     if wanted and last["role"] != "assistant":
         raise invalid("continue_final_message", "the last message is not one of the assistant")
     if wanted is None and new_turn is None:

@@ -46,9 +46,8 @@ class StreamExtras(NamedTuple):
 def check_streamed_width(call: RequestContext) -> None:
     given = call.given
     if given.get("stream") and (given.get("best_of") or 1) > given.get("n", 1):
-        raise invalid(
-            "best_of", "cannot be streamed, because the best choice is known only at the end"
-        )
+        why = "cannot be streamed, because the best choice is known only at the end"
+        raise invalid("best_of", why)
 
 
 def stream_options(stream: bool | None, options: StreamOptions | None) -> StreamExtras:
