@@ -181,11 +181,8 @@ def _print(
         head = choice_head(choice, several=len(completion.choices) > 1)
         write(head + paint(choice.text, BOLD, sys.stdout) + "\n\n")
         for record in _chosen(choice.explain, wanted, llm):
-            write(
-                f"{headline(record, show, screen=screen)}\n"
-                if brief
-                else f"{render(record, show, screen=screen)}\n\n"
-            )
+            draw, space = (headline, "\n") if brief else (render, "\n\n")
+            write(draw(record, show, screen=screen) + space)
     for changes, results, other in what_ifs:
         title = f"{'' if not brief else chr(10)}what if {changes}"
         write(f"{title}:\n{render_what_if(results, show)}\n")
@@ -211,14 +208,10 @@ def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> Non
 def _print_json(llm: LLM, completion: Completion, what_ifs: list[WhatIf]) -> None:
     out = completion_json(llm, completion)
     if what_ifs:
-        out["what_if"] = [
-            {
-                "changes": changes,
-                "tokens": [
-                    {"position": r.position, "before": r.before, "after": r.after} for r in results
-                ],
-                **({"text": other.text, "token_ids": list(other.token_ids)} if other else {}),
-            }
-            for changes, results, other in what_ifs
-        ]
+        out["what_if"] = []
+        for changes, results, other in what_ifs:
+            names = ("position", "before", "after")
+            tokens = [{name: getattr(r, name) for name in names} for r in results]
+            more = {"text": other.text, "token_ids": other.token_ids} if other else {}
+            out["what_if"].append({"changes": changes, "tokens": tokens, **more})
     write_json(out)

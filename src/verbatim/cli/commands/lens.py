@@ -89,11 +89,9 @@ def show_running(browser: bool) -> int:
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
         if source is ParameterSource.COMMANDLINE and param.name != "no_browser":
-            raise ParameterError(
-                param.name or "",
-                f"a server of Verbatim runs at port {PORT} already, with settings of its own; leave"
-                " this out to open its page, or choose another --port",
-            )
+            why = f"a server of Verbatim runs at port {PORT} already, with settings of its own"
+            remedy = "leave this out to open its page, or choose another --port"
+            raise ParameterError(param.name or "", f"{why}; {remedy}")
     sys.stderr.write("a server of Verbatim runs here already: no model is loaded\n")
     show_page(page_address({"host": HOST, "tls_cert": None, "port": PORT}), HOST, PORT, browser)
     return 0

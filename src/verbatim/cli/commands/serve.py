@@ -143,11 +143,9 @@ def read_models(
 ) -> tuple[NamedModel, ...]:
     """The models to serve, in order. A single one without NAME= has the name ""."""
     if positional and len(given) == 1 and given[0] != positional and "=" not in given[0]:
-        raise ParameterError(
-            "model",
-            f"{positional!r} and --model {given[0]!r} contradict each other; for several models"
-            " write --model NAME=MODEL for each",
-        )
+        why = f"{positional!r} and --model {given[0]!r} contradict each other"
+        remedy = "for several models write --model NAME=MODEL for each"
+        raise ParameterError("model", f"{why}; {remedy}")
     if positional and positional not in given:
         given = (positional, *given)
     if not given:

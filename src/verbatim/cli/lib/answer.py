@@ -95,11 +95,9 @@ class PromptFlags:
 
     def _check_continuation(self) -> None:
         if self.system is not None:
-            raise ParameterError(
-                "system",
-                "this model has no chat template, so it takes no system message; leave out"
-                " --system, or write its text into the prompt",
-            )
+            why = "this model has no chat template, so it takes no system message"
+            remedy = "leave out --system, or write its text into the prompt"
+            raise ParameterError("system", f"{why}; {remedy}")
         if self.level is not None:
             why = "only a chat turn with a chat template has reasoning; leave it out"
             raise ParameterError(self.level.field, why)

@@ -29,11 +29,8 @@ def split_model(args: tuple[str, ...], flags: Values) -> tuple[str, ...]:
     if not 1 <= len(args) <= 2 or not _is_model_name(args[0], sized=len(args) == 1):
         return args
     if len(args) == 1 and sys.stdin.isatty():
-        raise ParameterError(
-            "prompt",
-            f"{args[0]!r} is a model, and there is no prompt; to chat with it: "
-            f"verbatim chat {args[0]}",
-        )
+        why = f"{args[0]!r} is a model, and there is no prompt"
+        raise ParameterError("prompt", f"{why}; to chat with it: verbatim chat {args[0]}")
     flags["model"] = args[0]
     return args[1:]
 
@@ -58,10 +55,8 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
         if names_file(args[0]):
             warn(_file_hint(args[0], param))
         if stdin_has_text():
-            warn(
-                f"the pipe into stdin is not read, because the {param} is an argument; to use"
-                ' both: "… $(cat)"'
-            )
+            why = f"because the {param} is an argument"
+            warn(f'the pipe into stdin is not read, {why}; to use both: "… $(cat)"')
         return decode_argument(args[0], param)
     if not args and sys.stdin.isatty():
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
@@ -197,11 +192,8 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
     if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
         return f"the {param} is one argument, in quotes, and there is no model {args[0]!r}{hint}"
     joined = shlex.quote(" ".join(args))
-    return (
-        f"{error}; put it in quotes: {called} {joined}"
-        if len(joined) <= 100
-        else f"{error}; put it in quotes"
-    )
+    example = f": {called} {joined}" if len(joined) <= 100 else ""
+    return f"{error}; put it in quotes{example}"
 
 
 def _is_model_name(word: str, *, sized: bool) -> bool:
@@ -220,11 +212,8 @@ def check_output(name: str, file: str) -> None:
         raise ParameterError(name, f"{file!r} is a folder; name a file in it")
     if not folder.is_dir():
         why = "is not a folder" if folder.exists() else "does not exist"
-        raise ParameterError(
-            name,
-            f"cannot write {file!r}: {str(folder)!r} {why}; make it (mkdir -p), or choose another"
-            " path",
-        )
+        why = f"cannot write {file!r}: {str(folder)!r} {why}"
+        raise ParameterError(name, f"{why}; make it (mkdir -p), or choose another path")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ParameterError(name, f"cannot write {file!r}: permission denied; choose another path")
 
