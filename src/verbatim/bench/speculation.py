@@ -11,13 +11,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.bench.measure import answer
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
@@ -135,11 +136,7 @@ def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, 
     out = {}
     for name, text in PROMPTS.items():
         params = GREEDY.with_(max_tokens=tokens, speculate="off")
-        done: Any = (
-            llm.chat([{"role": "user", "content": text}], params)
-            if llm.has_template
-            else llm.generate(text, params)
-        )
+        done = answer(llm, text, params)
         out[name] = (done.prompt_ids, done.token_ids)
     return out
 

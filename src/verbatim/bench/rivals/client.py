@@ -27,9 +27,9 @@ def find_python(rival: str, given: str | None) -> str:
     with the remedy if it has not."""
     _, package, distribution = WORKERS[rival]
     python = given or sys.executable
+    probe = f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"
     try:
-        test = f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"
-        found = subprocess.run([python, "-c", test], capture_output=True, timeout=60)
+        found = subprocess.run([python, "-c", probe], capture_output=True, timeout=60)
     except OSError as error:
         why = f"{python} cannot be run: {error.strerror}; give a Python with --rival-python"
         raise BackendError(why) from None
@@ -49,8 +49,7 @@ class Rival:
         self.name = rival
         self.version, self.file = "", ""
         self.load = 0.0
-        script = Path(__file__).parent / WORKERS[rival][0]
-        pipe = subprocess.PIPE
+        script, pipe = Path(__file__).parent / WORKERS[rival][0], subprocess.PIPE
         self._process = subprocess.Popen(
             [python, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True
         )
