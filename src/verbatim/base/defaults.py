@@ -88,11 +88,8 @@ def read_generation_config(
 ) -> ModelDefaults:
     """The defaults in transformers' generation_config.json. `do_sample: false` is temperature 0.
     `context` of the model: a max_length below it, which counts the prompt, is not followed."""
-    stated = {
-        param: config[key]
-        for key, param in GENERATION_CONFIG.items()
-        if config.get(key) is not None
-    }
+    given = {key: value for key, value in config.items() if value is not None}
+    stated = {param: given[key] for key, param in GENERATION_CONFIG.items() if key in given}
     if config.get("do_sample") is False:
         stated = {n: v for n, v in stated.items() if n not in (*FILTERS, "temperature")}
         stated["temperature"] = 0.0
@@ -100,9 +97,9 @@ def read_generation_config(
         del stated["top_k"]
     source = "generation_config.json"
     ignored = [
-        f"{source}: {key}: the model suggests {config[key]!r:.40}, which is not followed"
+        f"{source}: {key}: the model suggests {given[key]!r:.40}, which is not followed"
         for key, neutral in GENERATION_NOT_FOLLOWED.items()
-        if config.get(key) is not None and config[key] not in neutral
+        if key in given and given[key] not in neutral
     ]
     longest = config.get("max_length")
     # 20 is transformers' default, so no model suggests it
@@ -113,9 +110,8 @@ def read_generation_config(
         )
     sample = config.get("do_sample")
     if not isinstance(sample, bool | None):
-        ignored.append(
-            f"{source}: do_sample: {sample!r:.40} is not true or false; it is not followed"
-        )
+        why = f"{sample!r:.40} is not true or false; it is not followed"
+        ignored.append(f"{source}: do_sample: {why}")
     found = _checked(stated, source)
     return ModelDefaults(found.values, found.source, (*found.warnings, *ignored))
 

@@ -182,10 +182,8 @@ def most_likely(logits: Any) -> list[list[Any]]:
     if not (logits > REMOVED).any():
         return []
     mass = masses(logits - logits.max())
-    total = float(int(mass.sum()))
-    return [
-        [int(i), float(mass[i]) / total] for i in best(logits, min(BARS, len(logits))) if mass[i]
-    ]
+    total, first = float(int(mass.sum())), best(logits, min(BARS, len(logits)))
+    return [[int(i), float(mass[i]) / total] for i in first if mass[i]]
 
 
 def mask_after(request: Request, output: list[int]) -> bytes | None:
@@ -272,13 +270,9 @@ def _request_row(running: RunningRequest) -> JsonObject:
 
 def _pool_row(core: EngineCore, pool: BlockPool, group: int, own: set[int]) -> JsonObject:
     """One pool of cache blocks. `own`: the ids of the tenant's sequences."""
-    blocks = {
-        block
-        for seq in core.scheduler.sequences.values()
-        if id(seq) in own and len(seq.blocks) > group
-        for block in seq.blocks[group]
-        if block >= 0
-    }
+    mine = [seq.blocks for seq in core.scheduler.sequences.values() if id(seq) in own]
+    tables = [blocks[group] for blocks in mine if len(blocks) > group]
+    blocks = {block for table in tables for block in table if block >= 0}
     return {
         "total": pool.total,
         "used": pool.used,
@@ -306,9 +300,7 @@ def engine_report(core: EngineCore, tenant: str, after: int) -> JsonObject:
         "preemptions": scheduler.preemptions,
         "prefix_queries": scheduler.prefix_queries,
         "prefix_hits": scheduler.prefix_hits,
-        "pools": [
-            _pool_row(core, pool, group, own) for group, pool in enumerate(scheduler.cache.pools)
-        ],
+        "pools": [_pool_row(core, pool, n, own) for n, pool in enumerate(scheduler.cache.pools)],
         "steps": core.step_log.read(tenant, after),
     }
 

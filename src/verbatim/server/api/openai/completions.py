@@ -141,13 +141,11 @@ class CompletionsReply:
         # With parse_special the prompt's own control tokens are visible; those added before it
         # are not.
         if self.parse and isinstance(prompt, str):
-            typed = (
-                n
-                for n, item in enumerate(items)
-                if item.token not in facts.control
-                or prompt.startswith(generate.token_text(item.raw))
-            )
-            places.unseen = next(typed, len(items))
+            added = [
+                item.token in facts.control and not prompt.startswith(generate.token_text(item.raw))
+                for item in items
+            ]
+            places.unseen = added.index(False) if False in added else len(items)
         return generate.completion_logprobs(items, self.top, places)
 
     def output_offsets(self, before: int = 0) -> generate.TokenOffsets:
@@ -157,11 +155,10 @@ class CompletionsReply:
 
     async def full_response(self) -> Response:
         results = await self.call.results(Generated)
-        choices = [
-            self.choice(number, choice, done, self.call.runs[number].text)
-            for number, done in enumerate(results)
-            for choice in done.choices
-        ]
+        choices = []
+        for number, done in enumerate(results):
+            echo = self.call.runs[number].text
+            choices += [self.choice(number, choice, done, echo) for choice in done.choices]
         generate.observe_latency(self.call)
         return Json.of(
             **self.head,
