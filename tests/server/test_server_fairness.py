@@ -44,9 +44,7 @@ def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
 
 # (places, tokens per step). At a depth of 10 tokens, attention is half the cost of the fake model:
 # 36 tokens for each of twenty keys need a large step beside 256 decoded tokens.
-@pytest.fixture(
-    scope="module", params=[(32, 512), (256, 2048)], ids=["32 places", "256 places"]
-)
+@pytest.fixture(scope="module", params=[(32, 512), (256, 2048)], ids=["32 places", "256 places"])
 def keyed(request: pytest.FixtureRequest, gate: Gate) -> Iterator[Live]:
     gate.steps = 0
     gate.allow(0)

@@ -816,11 +816,10 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_waits_for_its_first_token_gets_keep_alives(
-    path: str, serve: Any, tmp_path: Path
+    serve: Any, tmp_path: Path
 ) -> None:
-    """The prefill takes 13 steps or more and stops after four. Every protocol with events sends a
+    """A prefill takes 13 steps or more and stops after four. Every protocol with events sends a
     comment each time its stream was silent for a keep-alive interval; Anthropic's has an event for
     it. --verbose logs the prefill."""
     gate = Gate(tmp_path / "gate")
@@ -830,12 +829,15 @@ def test_a_stream_that_waits_for_its_first_token_gets_keep_alives(
         clock=True,
     )
 
-    async def slow() -> Any:
-        head = asyncio.Event()
-        body = {**STREAMS[path], "stream": True}
-        running = asyncio.create_task(stream(live.port, path, body, on_head=head.set))
+    async def slow() -> list[Any]:
+        heads = [asyncio.Event() for _ in STREAMS]
+        running = [
+            asyncio.create_task(stream(live.port, path, {**body, "stream": True}, on_head=head.set))
+            for head, (path, body) in zip(heads, STREAMS.items(), strict=True)
+        ]
         gate.allow(4)
-        await asyncio.wait_for(head.wait(), HANG_SECONDS)
+        for head in heads:
+            await asyncio.wait_for(head.wait(), HANG_SECONDS)
         logged = re.compile(r"request req_\w+: prefill (\d+) of (\d+) tokens")
         found = await asyncio.to_thread(
             eventually, lambda: logged.findall(live.log_text()), live.log_text
@@ -844,12 +846,12 @@ def test_a_stream_that_waits_for_its_first_token_gets_keep_alives(
         for _ in range(3):
             await asyncio.to_thread(live.advance, 15.1)
         gate.open()
-        return await asyncio.wait_for(running, HANG_SECONDS)
+        return await asyncio.wait_for(asyncio.gather(*running), HANG_SECONDS)
 
-    got = asyncio.run(slow())
-    assert (got.status, got.whole) == (200, True)
-    pings = [e for e in got.events if e != "[DONE]" and e.get("type") == "ping"]
-    assert (got.comments, len(pings)) == ((0, 3) if path == "/v1/messages" else (3, 0))
+    for path, got in zip(STREAMS, asyncio.run(slow()), strict=True):
+        assert (got.status, got.whole) == (200, True), path
+        pings = [e for e in got.events if e != "[DONE]" and e.get("type") == "ping"]
+        assert (got.comments, len(pings)) == ((0, 3) if path == "/v1/messages" else (3, 0)), path
     check_ledger(live.wait_at_rest())
 
 
