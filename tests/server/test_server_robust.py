@@ -100,9 +100,8 @@ async def many(live: Live, count: int, tokens: int) -> Counter[str]:
     """The engine is frozen until every stream has its head, so all are open at once and the socket
     between the processes is full. Returns the usage reported to clients."""
     opened, all_open = 0, asyncio.Event()
-    gate = asyncio.Semaphore(
-        1000
-    )  # waiting for their head; stays below the kernel's backlog of 4,096 connections
+    # waiting for their head; stays below the kernel's backlog of 4,096 connections
+    gate = asyncio.Semaphore(1000)
 
     def head_came() -> None:
         nonlocal opened
@@ -426,9 +425,8 @@ def test_embeddings_obey_the_request_timeout(limited: Live) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_resident_memory_is_flat_over_fifty_thousand_requests(serve: Any) -> None:
-    live = serve(
-        "--max-queue", "1000", "--kv-memory", "2M"
-    )  # a small KV cache: its prefix table grows until the cache is full
+    # a small KV cache: its prefix table grows until the cache is full
+    live = serve("--max-queue", "1000", "--kv-memory", "2M")
     sizes: list[list[int]] = []
     for part in range(6):  # the first 10,000 fill the bounded tables
         for seed in range(10):
