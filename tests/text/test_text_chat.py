@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import STYLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,12 @@ from verbatim.text.tokenizer import Tokenizer, from_gguf
 from verbatim.text.tools.redundant_names import redundant_names
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
+_FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
+_ROWS = json.loads((_FOLDER / "styles.json").read_text("utf-8"))
+# family's style -> (template, control tokens, user-defined tokens, bos, eos, kind of tokenizer)
+STYLES = {
+    name: ((_FOLDER / f"{name}.jinja").read_text("utf-8"), *row) for name, row in _ROWS.items()
+}
 TOOL = {
     "type": "function",
     "function": {
