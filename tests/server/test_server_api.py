@@ -182,11 +182,8 @@ def test_negative_seeds_are_distinct_and_repeatable(fake: Any) -> None:
     ],
 )
 def test_streamed_completions_concatenate_to_the_whole(fake: Any, body: dict[str, Any]) -> None:
-    plain = {
-        "max_tokens": 40,
-        "speculate": "off",
-        **body,
-    }  # the number of drafts depends on measured times
+    # the number of drafts depends on measured times
+    plain = {"max_tokens": 40, "speculate": "off", **body}
     whole = fake.complete(**plain)
     events = fake.events(
         "/v1/completions",

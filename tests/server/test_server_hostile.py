@@ -94,16 +94,8 @@ NUMBERS = [
 # Of each kind one: for a sampling parameter on the routes after the first that has it, since all
 # routes give it to the same check.
 KINDS = ["-1", "1.5", "1e999", "NaN", "true", '"1"', "[]", "1" + "0" * 400]
-IDS = [
-    "-1",
-    "260",
-    "2147483648",
-    "1.5",
-    '"a"',
-    "true",
-    "null",
-    "1" + "0" * 50,
-]  # the fake model's ids are 0 to 259
+# the fake model's ids are 0 to 259
+IDS = ["-1", "260", "2147483648", "1.5", '"a"', "true", "null", "1" + "0" * 50]
 
 
 @pytest.fixture(scope="module")
