@@ -22,7 +22,7 @@ from verbatim.bench.measure import Ours
 from verbatim.scale.routes.routing import Candidate, Decider, Route
 from verbatim.scale.simulate.costs import ReplicaCosts, measure_costs
 from verbatim.scale.simulate.fleet import Served
-from verbatim.scale.simulate.report import percentile, simulate
+from verbatim.scale.simulate.fleet_report import percentile, simulate
 from verbatim.scale.simulate.traffic import Arrival, Mix
 
 FIGURES = ("tokens/s", "TTFT p50", "TTFT p99", "per token p50", "per token p99")

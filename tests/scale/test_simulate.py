@@ -18,8 +18,8 @@ from verbatim.diagnose.devices import parse_device
 from verbatim.diagnose.footprint import read_footprint
 from verbatim.observe.roofline import cost_card
 from verbatim.scale.simulate.costs import ReplicaCosts, roofline_costs
-from verbatim.scale.simulate.fleet import Fleet, Replica, Served
-from verbatim.scale.simulate.report import Target, simulate, smallest_fleet
+from verbatim.scale.simulate.fleet import Fleet, Served, SimulatedReplica
+from verbatim.scale.simulate.fleet_report import Target, simulate, smallest_fleet
 from verbatim.scale.simulate.traffic import TRACE_BLOCK, Arrival, Mix, read_trace
 from verbatim.schedule.invariants import check_scheduler
 from verbatim.schedule.scheduler import Scheduler
@@ -79,7 +79,7 @@ def test_the_steps_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> N
         card = cost_card(llm.core.backend.spec, llm.core.backend.info)
     engine, plans = plans, []
     costs = replace(COSTS, prompt_ops=card.prompt_ops_token, position_ops=card.ops_position)
-    replica = Replica(costs, prefix_cache=True)
+    replica = SimulatedReplica(costs, prefix_cache=True)
     for number, n in enumerate(prompts):  # all are there before the first step
         arrival = Arrival(0.0, n, tokens)
         replica.add(number, Served(arrival, 0), arrival.tokens(number))

@@ -18,7 +18,7 @@ from verbatim.cli.lib.terminal import note, write_json
 
 if TYPE_CHECKING:
     from verbatim.scale.simulate.costs import ReplicaCosts
-    from verbatim.scale.simulate.report import Report, Target
+    from verbatim.scale.simulate.fleet_report import FleetReport, Target
     from verbatim.scale.simulate.traffic import Arrival
 
     Arrivals = Callable[[], Iterable[Arrival]]  # starts the same arrivals anew
@@ -149,7 +149,7 @@ def _positive(name: str, value: float) -> float:
 
 
 def _target(first: float | None, between: float | None, share: float | None) -> Target | None:
-    from verbatim.scale.simulate.report import Target
+    from verbatim.scale.simulate.fleet_report import Target
 
     if first is None and between is None:
         if share is not None:
@@ -213,11 +213,11 @@ def _run(
     arrivals: Arrivals,
     target: Target | None,
     prefix_cache: bool,
-) -> list[Report]:
-    from verbatim.scale.simulate.report import simulate, smallest_fleet
+) -> list[FleetReport]:
+    from verbatim.scale.simulate.fleet_report import simulate, smallest_fleet
 
     if target is not None:
-        tried: list[Report] = []
+        tried: list[FleetReport] = []
         found = smallest_fleet(
             costs, arrivals, target, prefix_cache=prefix_cache, note=tried.append
         )
@@ -225,7 +225,7 @@ def _run(
     return [simulate(costs, n, arrivals(), prefix_cache=prefix_cache)[0] for n in fleets]
 
 
-def _print(costs: ReplicaCosts, reports: Sequence[Report], target: Target | None) -> None:
+def _print(costs: ReplicaCosts, reports: Sequence[FleetReport], target: Target | None) -> None:
     out = console()
     section(out, costs.name, [_row(r) for r in reports], right=range(len(HEADER)), header=HEADER)
     refused = reports[-1].refused
@@ -238,7 +238,7 @@ def _print(costs: ReplicaCosts, reports: Sequence[Report], target: Target | None
         out.print(line)
 
 
-def _row(r: Report) -> tuple[str, ...]:
+def _row(r: FleetReport) -> tuple[str, ...]:
     return (
         f"{r.replicas:,}",
         f"{r.output_rate:,.0f}",

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.records import CacheGroup, StepPlan
@@ -28,7 +28,6 @@ from verbatim.observe.roofline import cost_card
 from verbatim.schedule.token_cost import TokenCost
 
 if TYPE_CHECKING:
-    from verbatim.bench.measure import Ours
     from verbatim.diagnose.capacity import Plan
     from verbatim.diagnose.devices import Device
     from verbatim.diagnose.footprint import Footprint
@@ -39,6 +38,14 @@ STEPS = 12  # decode steps of one measurement
 REPEATS = 3  # the median counts
 SHORT, LONG = 32, 1024  # contexts of the decode measurements
 CHUNKS = (256, 1024)  # prompt lengths of the prefill measurements
+
+
+class Timer(Protocol):
+    """Seconds of work on a real engine (bench/measure.py)."""
+
+    def prefill(self, tokens: int) -> float: ...
+    def decode(self, context: int, steps: int) -> float: ...
+    def batch(self, sequences: int, context: int, steps: int) -> float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +119,7 @@ def _median(run: Callable[[], float]) -> float:
     return statistics.median(run() for _ in range(REPEATS))
 
 
-def measure_costs(llm: LLM, runner: Ours, sizes: tuple[int, ...] = SIZES) -> ReplicaCosts:
+def measure_costs(llm: LLM, runner: Timer, sizes: tuple[int, ...] = SIZES) -> ReplicaCosts:
     """Measure the engine of `llm`, which has no prefix cache and no drafts, on this machine."""
     from verbatim.engine.step.step_budget import step_limit
 

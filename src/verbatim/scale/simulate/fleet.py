@@ -50,7 +50,7 @@ class Served:
         return (self.last - self.first) / more if more else None
 
 
-class Replica:
+class SimulatedReplica:
     """A scheduler and the step that it is executing."""
 
     def __init__(self, costs: ReplicaCosts, prefix_cache: bool) -> None:
@@ -129,7 +129,7 @@ class Fleet:
 
     def __init__(self, costs: ReplicaCosts, replicas: int, *, prefix_cache: bool = True) -> None:
         self.now = 0.0
-        self.replicas = [Replica(costs, prefix_cache) for _ in range(replicas)]
+        self.replicas = [SimulatedReplica(costs, prefix_cache) for _ in range(replicas)]
         self.decider = Decider(lambda: self.now)
         self._chain = PrefixChain(costs.block_size, KEY) if prefix_cache else None
         self._steps: list[tuple[float, int]] = []  # heap: end of a step, index of its replica

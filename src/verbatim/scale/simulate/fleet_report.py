@@ -1,6 +1,6 @@
 """Figures of a simulated run, and the smallest fleet that meets a target.
 
-In: the Served requests of a Fleet. Out: a Report. Percentiles are over requests.
+In: the Served requests of a Fleet. Out: a FleetReport. Percentiles are over requests.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class FleetReport:
     replicas: int
     requests: int
     refused: int
@@ -67,7 +67,7 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 def simulate(
     costs: ReplicaCosts, replicas: int, arrivals: Iterable[Arrival], *, prefix_cache: bool = True
-) -> tuple[Report, list[Served]]:
+) -> tuple[FleetReport, list[Served]]:
     began = time.perf_counter()
     fleet = Fleet(costs, replicas, prefix_cache=prefix_cache)
     served = fleet.run(arrivals)
@@ -78,7 +78,7 @@ def simulate(
     queries = sum(s.prefix_queries for s in schedulers)
     per_second = 1 / seconds if seconds else 0.0
     waits, between = [s.wait for s in done], [b for s in done if (b := s.between) is not None]
-    report = Report(
+    report = FleetReport(
         replicas,
         len(served),
         len(served) - len(done),
@@ -101,11 +101,11 @@ def smallest_fleet(
     target: Target,
     *,
     prefix_cache: bool = True,
-    note: Callable[[Report], None] = lambda report: None,
-) -> Report:
+    note: Callable[[FleetReport], None] = lambda report: None,
+) -> FleetReport:
     """The fewest replicas that meet the target: doubling, then bisection."""
 
-    def attempt(replicas: int) -> tuple[Report, bool]:
+    def attempt(replicas: int) -> tuple[FleetReport, bool]:
         report, served = simulate(costs, replicas, arrivals(), prefix_cache=prefix_cache)
         note(report)
         return report, report.meets(target, served)
