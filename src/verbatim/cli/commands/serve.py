@@ -14,7 +14,7 @@ from verbatim.base.config import SETTINGS, EngineConfig, served
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.cli.config_file import MODEL_NAME, ConfiguredCommand, print_settings, read_config
-from verbatim.cli.lib.command_class import argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     Values,
@@ -42,8 +42,13 @@ def server_options(command: F) -> F:
     return all_of(*settings, ray, *record_flags(Limits, "l_", "Limits"))(command)
 
 
-@click.command(cls=ConfiguredCommand)
-@declared(fake_engine_option, server_options, several_model_options, engine_options())
+@as_command(
+    fake_engine_option,
+    server_options,
+    several_model_options,
+    engine_options(),
+    cls=ConfiguredCommand,
+)
 def command(
     name: str | None = argument("[MODEL]"),
     config: str | None = flag(

@@ -318,6 +318,13 @@ class Command(click.Command):
                 formatter.write_dl(rows)
 
 
+def as_command(
+    *groups: Callable[[Function], Function], cls: type[Command] = Command
+) -> Callable[[Function], Command]:
+    """A function as a command, with the flags that declared() adds."""
+    return lambda function: click.command(cls=cls)(declared(*groups)(function))
+
+
 def _help_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     if value and not ctx.resilient_parsing:
         ctx.meta[HELP_ALL] = True
