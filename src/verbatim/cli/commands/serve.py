@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -32,14 +32,12 @@ from verbatim.cli.lib.options import (
 from verbatim.server.http.api_keys import read_keys
 from verbatim.server.settings import Limits, NamedModel, Settings
 
-F = TypeVar("F", bound=Callable[..., object])
-
-
-def server_options(command: F) -> F:
-    """Flags of one server: values arrive by the names of Settings, and as `l_<name>` of Limits."""
-    settings = record_flags(Settings, "", "Options")
-    ray = ray_options("engines", "engines behind this server; MIN-MAX scales with the load")
-    return all_of(*settings, ray, *record_flags(Limits, "l_", "Limits"))(command)
+# Flags of one server: values arrive by the names of Settings, and as `l_<name>` of Limits.
+server_options = all_of(
+    *record_flags(Settings, "", "Options"),
+    ray_options("engines", "engines behind this server; MIN-MAX scales with the load"),
+    *record_flags(Limits, "l_", "Limits"),
+)
 
 
 @as_command(
