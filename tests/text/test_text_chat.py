@@ -303,6 +303,10 @@ def test_content_parts_become_text_where_the_template_knows_only_text() -> None:
     assert "user\na\nb<|im_end|>" in chatml.render(parts)
     _, reads = pair("parts")
     assert "user\nab<|im_end|>" in reads.render(parts)
+    # the template reads this name, but in a message
+    named = [{"role": "user", "content": [{"type": "text", "text": "a", "role": "b"}]}]
+    with pytest.raises(UnsupportedError, match=r"content\[0\] has the key 'role'"):
+        reads.render(named)
     with pytest.raises(UnsupportedError, match="image_url") as error:
         chatml.render(
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]

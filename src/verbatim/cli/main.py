@@ -106,13 +106,12 @@ class LazyGroup(click.Group):
 
             matches = get_close_matches(args[0], COMMANDS, 1)
             matches = matches or get_close_matches(args[0], COMMAND_ALIASES, 1)
-            hint = (
-                f"did you mean {matches[0]}?" if matches else "verbatim --help lists the commands"
-            )
+            hint = "verbatim --help lists the commands"
             if " " in args[0]:  # probably a prompt
-                hint = "to send it as a prompt: verbatim run " + (
-                    shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'"
-                )
+                shown = shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'"
+                hint = f"to send it as a prompt: verbatim run {shown}"
+            elif matches:
+                hint = f"did you mean {matches[0]}?"
             raise click.UsageError(f"no command {args[0]!r:.100}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -247,6 +247,5 @@ def _next_line() -> str:
     try:
         return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise ParameterError(
-            "stdin", f"a line is not UTF-8 text (byte {error.start}); convert it first"
-        ) from None
+        why = f"a line is not UTF-8 text (byte {error.start}); convert it first"
+        raise ParameterError("stdin", why) from None

@@ -116,11 +116,9 @@ def _check_default_settings(flags: Values) -> None:
     """Reject flags that the default settings would override, which would silently ignore them."""
     for name in ("temperature", "seed"):
         if name in given_sampling(flags):
-            raise ParameterError(
-                name,
-                f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves; give "
-                "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4",
-            )
+            why = f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves"
+            remedy = "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4"
+            raise ParameterError(name, f"{why}; give {remedy}")
 
 
 def _varied(texts: tuple[str, ...], flags: Values) -> tuple[str, ...]:
@@ -318,11 +316,9 @@ def _print_quiz(result: QuizResult, params: SamplingParams, seed: int) -> None:
         rows2.append((a.method, f"{a.share:.1%}", f"{low:.0%} to {high:.0%}", bar))
     title = f"Accuracy, {len(result.rows)} questions"
     section(out, title, rows2, right=(1,), header=("", "right", "95 % interval", ""))
-    out.print(
-        f"{result.samples} samples per question at temperature {params.temperature:g}, seed {seed};"
-        " best: highest mean log-probability; intervals count questions",
-        style="dim",
-    )
+    how = f"{result.samples} samples per question at temperature {params.temperature:g}"
+    what = "best: highest mean log-probability; intervals count questions"
+    out.print(f"{how}, seed {seed}; {what}", style="dim")
 
 
 def quiz_json(

@@ -53,9 +53,8 @@ def command(
 
     check_plot(plot)
     if not temperature > 0:
-        raise ParameterError(
-            "temperature", f"{temperature:g} is not above 0; the greedy text is always included"
-        )
+        why = f"{temperature:g} is not above 0; the greedy text is always included"
+        raise ParameterError("temperature", why)
     given = file_text(file, "file") if file is not None else GIVEN
     start = read_prompt(prompt) if prompt or file is None else None
     with open_llm(flags, quiet=as_json) as llm:
@@ -81,9 +80,8 @@ def _long_enough(ids: list[int], least: int) -> list[int]:
 def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:
     most = llm.context - max(start, prefix) - 1
     if tokens > most:
-        raise ParameterError(
-            "max_tokens", f"{tokens} is more than the {most} that the context leaves"
-        )
+        why = f"{tokens} is more than the {most} that the context leaves"
+        raise ParameterError("max_tokens", why)
     return tokens
 
 

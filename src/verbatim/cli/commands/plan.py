@@ -84,10 +84,8 @@ def _local(model: str) -> Path:
     except ModelError as error:
         if "verbatim pull" not in error.message:
             raise
-        raise ModelError(
-            f"{model} is not in the cache, and plan needs a config.json or a local file; "
-            f"fetch it once with `verbatim pull {model}`"
-        ) from None
+        why = f"{model} is not in the cache, and plan needs a config.json or a local file"
+        raise ModelError(f"{why}; fetch it once with `verbatim pull {model}`") from None
 
 
 def _device(name: str, *, quiet: bool) -> Device:
@@ -151,9 +149,8 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
         return rows
     windows = {a.window for a in f.attention if a.window is not None}
     shapes = Counter((a.kv_heads, a.head_dim) for a in f.attention if a.kv_bytes)
-    what = " + ".join(
-        f"2 × {count} layers × {heads} key heads × {dim}" for (heads, dim), count in shapes.items()
-    )
+    counts = [(count, *shape) for shape, count in shapes.items()]
+    what = " + ".join(f"2 × {n} layers × {heads} key heads × {dim}" for n, heads, dim in counts)
     what += f" in {f.kv_type}"
     what += f"; windows of {', '.join(map(str, sorted(windows)))}" if windows else ""
     rows.append(("KV cache of a token", _bytes(f.kv_bytes(1)), what))
@@ -237,10 +234,8 @@ def plan_json(plan: Plan) -> dict[str, object]:
     out = asdict(plan)
     for name in ("attention", "parts"):
         out["footprint"].pop(name)
-    out["footprint"] |= {
-        "layers": len(plan.footprint.attention),
-        "kv_token_bytes": plan.footprint.kv_bytes(1),
-    }
+    layers = len(plan.footprint.attention)
+    out["footprint"] |= {"layers": layers, "kv_token_bytes": plan.footprint.kv_bytes(1)}
     for name in ("prefill", "decode_empty", "decode"):
         bound: Bound = getattr(plan, name)
         out[name] |= {"limit": bound.limit, "intensity": bound.intensity}

@@ -50,10 +50,8 @@ def command(
         try:
             score = llm.score(content, top=top, window=window, stride=stride, adapter=adapter)
         except ContextError as error:
-            raise ContextError(
-                f"{error.message}, or score it in windows (--window {llm.context})",
-                param=error.param,
-            ) from None
+            why = f"{error.message}, or score it in windows (--window {llm.context})"
+            raise ContextError(why, param=error.param) from None
         if as_json:
             fingerprint = llm.core.fingerprints[0 if adapter else -1]
             # None: a single token has no perplexity

@@ -35,9 +35,8 @@ def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
     }
     for name in reports:
         if getattr(params, name) != FIELDS[name].default:
-            raise ParameterError(
-                name, f"plain text does not show its report; add --json{remedies.get(name, '')}"
-            )
+            why = f"plain text does not show its report; add --json{remedies.get(name, '')}"
+            raise ParameterError(name, why)
 
 
 def prompt_options(command: F) -> F:
@@ -68,9 +67,8 @@ class PromptFlags:
         """Read the flags, and the prompt where it comes from a file or stdin."""
         raw, system = flags["raw"], flags["system"]
         if raw and system is not None:
-            raise ParameterError(
-                "system", "cannot be used with a raw continuation; leave out --raw or --system"
-            )
+            why = "cannot be used with a raw continuation; leave out --raw or --system"
+            raise ParameterError("system", why)
         level = reasoning_level(flags)
         text = read_prompt(split_model(flags["prompt"], flags), file=flags["file"])
         return cls(text, raw, system, flags["parse_special"], level)
@@ -86,10 +84,8 @@ class PromptFlags:
             self._check_continuation()
             return llm.stream(llm.encode(self.text, parse_special=self.parse_special), params)
         if self.parse_special:
-            raise ParameterError(
-                "parse_special",
-                "belongs to --raw: in a chat turn the template writes the control tokens",
-            )
+            why = "belongs to --raw: in a chat turn the template writes the control tokens"
+            raise ParameterError("parse_special", why)
         messages = [{"role": "user", "content": self.text}]
         if self.system is not None:
             system = decode_argument(self.system, "system")
@@ -99,16 +95,12 @@ class PromptFlags:
 
     def _check_continuation(self) -> None:
         if self.system is not None:
-            raise ParameterError(
-                "system",
-                "this model has no chat template, so it takes no system message; leave out"
-                " --system, or write its text into the prompt",
-            )
+            why = "this model has no chat template, so it takes no system message"
+            remedy = "leave out --system, or write its text into the prompt"
+            raise ParameterError("system", f"{why}; {remedy}")
         if self.level is not None:
-            raise ParameterError(
-                self.level.field,
-                "only a chat turn with a chat template has reasoning; leave it out",
-            )
+            why = "only a chat turn with a chat template has reasoning; leave it out"
+            raise ParameterError(self.level.field, why)
 
 
 def collect(

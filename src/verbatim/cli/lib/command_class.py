@@ -285,16 +285,12 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, with_values(args, self.params))
         except click.NoSuchOption as error:  # suggest flags of ours only
-            near = [
-                name
-                for name in error.possibilities or ()
-                if ours.get(name) == name and _alike(name, error.option_name)
-            ]
+            near = [name for name in error.possibilities or () if ours.get(name) == name]
+            near = [name for name in near if _alike(name, error.option_name)]
             if (hyphened := error.option_name.replace("_", "-")) in ours:  # --top_k
                 near = [ours[hyphened]]
-            raise click.NoSuchOption(
-                error.option_name, error.message, possibilities=near, ctx=error.ctx
-            ) from None
+            name, why = error.option_name, error.message
+            raise click.NoSuchOption(name, why, possibilities=near, ctx=error.ctx) from None
         except click.BadOptionUsage as error:  # --n-gpu-layers=99
             for param in self.params:
                 if isinstance(param, AnsweredFlag) and error.option_name in param.opts:
@@ -304,19 +300,11 @@ class Command(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The flags, with --help-all where --help leaves some out."""
         params = super().get_params(ctx)
-        if rest := sum(
-            not (getattr(p, "common", True) or getattr(p, "hidden", False)) for p in params
-        ):
-            params.append(
-                click.Option(
-                    ["--help-all"],
-                    is_flag=True,
-                    is_eager=True,
-                    expose_value=False,
-                    callback=_help_all,
-                    help=f"Show this message with the other {rest} flags and exit.",
-                )
-            )
+        shown = [getattr(p, "common", True) or getattr(p, "hidden", False) for p in params]
+        if rest := shown.count(False):
+            text = f"Show this message with the other {rest} flags and exit."
+            eager = {"is_flag": True, "is_eager": True, "expose_value": False}
+            params.append(click.Option(["--help-all"], callback=_help_all, help=text, **eager))
         return params
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

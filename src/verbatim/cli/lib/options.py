@@ -70,15 +70,11 @@ OFFLINE = flag("use the cache only, never the network")
 def ray_options(runs: str, replicas: str) -> Callable[[F], F]:
     """Add --ray and --replicas; scale/ray_options.py reads them."""
     where = "HOST:PORT, auto (this machine's cluster), or a new local one"
+    count = f"{replicas}; needs --ray [1]"
     ray: Values = {"is_flag": False, "flag_value": "local", "metavar": "[ADDRESS]"}
     return all_of(
         option("--ray", section="Replicas", help=f"run the {runs} on Ray: {where}", **ray),
-        option(
-            "--replicas",
-            section="Replicas",
-            metavar="N|MIN-MAX",
-            help=f"{replicas}; needs --ray [1]",
-        ),
+        option("--replicas", section="Replicas", metavar="N|MIN-MAX", help=count),
     )
 
 
@@ -93,15 +89,9 @@ MODEL_HELP = "a .gguf file, a safetensors directory, a catalog name or org/name 
 
 
 def _model_flags(help: str, **model: Any) -> Callable[[F], F]:
+    shape = {"help": f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]", "section": ENGINE, **model}
     return all_of(
-        option(
-            *("-m", "--model"),
-            section=ENGINE,
-            common=True,
-            show=False,
-            help=f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]",
-            **model,
-        ),
+        option("-m", "--model", common=True, show=False, **shape),
         option("--revision", section=ENGINE, **REVISION.rule),
         switch("--offline", section=ENGINE, **OFFLINE.rule),
     )
@@ -128,10 +118,8 @@ def positional_model(flags: Values, name: str | None) -> None:
     if name is None:
         return
     if model_source() == "COMMANDLINE" and flags["model"] != name:
-        raise ParameterError(
-            "model",
-            f"{name!r} and --model {flags['model']!r} contradict each other; give one of them",
-        )
+        why = f"{name!r} and --model {flags['model']!r} contradict each other; give one of them"
+        raise ParameterError("model", why)
     flags["model"] = name
 
 

@@ -77,9 +77,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     if flags.get("e_adapters") or given.get("adapter"):
         values["adapter"] = chosen_adapter(flags, given.get("adapter"))
     if values.get("num_beams", 1) > 1:  # beam search supports neither default
-        values = {
-            name: value for name, value in values.items() if name not in DEFAULTS or name in given
-        }
+        values = {n: value for n, value in values.items() if n not in DEFAULTS or n in given}
     if "on_loop" not in given and (given.get("ignore_eos") or given.get("min_tokens")):
         values.pop("on_loop", None)  # the user asks for output beyond the model's own end
     filled = {name: COMMAND_LINE for name in DEFAULTS if name in values and name not in given}
@@ -103,10 +101,8 @@ def chosen_adapter(flags: Values, given: str | None = None) -> str:
         remedy = "add --adapter NAME=PATH" if "e_adapters" in flags else UNUSED["adapters"]
         raise ParameterError("use_adapter", f"no adapter is loaded; {remedy}")
     if given is None and len(names) > 1:
-        raise ParameterError(
-            "use_adapter",
-            f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}",
-        )
+        why = f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}"
+        raise ParameterError("use_adapter", why)
     return names[0] if given is None and names else given or ""
 
 
@@ -133,9 +129,8 @@ def pairs(text: str, param: str, example: str, separator: str | None = ",") -> V
 
 def parse_changes(text: str, param: str, example: str) -> Values:
     """`top_p=0.5,temperature=1.2` as parameters."""
-    return {
-        name: parse_parameter(name, value) for name, value in pairs(text, param, example).items()
-    }
+    given = pairs(text, param, example).items()
+    return {name: parse_parameter(name, value) for name, value in given}
 
 
 def parse_parameter(name: str, text: str) -> object:
@@ -146,13 +141,8 @@ def parse_parameter(name: str, text: str) -> object:
         from difflib import get_close_matches
 
         matches = get_close_matches(name, FIELDS, 1)
-        raise ParameterError(
-            name,
-            "no such parameter; "
-            + (
-                f"did you mean {matches[0]}?" if matches else "`verbatim run --help-all` lists them"
-            ),
-        )
+        hint = f"did you mean {matches[0]}?" if matches else "`verbatim run --help-all` lists them"
+        raise ParameterError(name, f"no such parameter; {hint}")
     rule = FIELDS[name]
     if rule.optional and text.strip().lower() == "none":
         return None
