@@ -282,7 +282,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    explain: tuple[dict[str, Any], ...] = ()
+    explain: tuple[JsonObject, ...] = ()
     finish: Finish | None = None
     reasoning: str = ""  # a piece of the reasoning of a reasoning model; `text` is the answer
     reasoning_tokens: int = 0  # share of token_ids
@@ -349,7 +349,7 @@ class Choice:
     token_ids: tuple[int, ...]
     finish: Finish
     logprobs: tuple[TokenLogprob, ...] = ()
-    explain: tuple[dict[str, Any], ...] = ()
+    explain: tuple[JsonObject, ...] = ()
     score: float | None = None  # beam score, or mean log-probability with best_of
     # length of the n-gram that repeats at the end (engine/loop_detector.py); STALE_LOOP: no n-gram,
     # but so many tokens at the end repeat earlier parts of the output; or 0
@@ -401,7 +401,7 @@ class Completion:
     warnings: tuple[str, ...] = ()
     # one per prompt token; the first is None
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    receipt: dict[str, Any] | None = field(default=None, repr=False)
+    receipt: JsonObject | None = field(default=None, repr=False)
     # the parameters in force; base.defaults.report() lists them with their origins
     params: SamplingParams | None = field(default=None, repr=False)
 
