@@ -606,7 +606,8 @@ def test_a_value_beyond_float16_does_not_change_the_rows_before_it(device: torch
     qkv = torch.ones((2, 48), device=device)
     qkv[1, 32:] = 1e6
     rows = torch.arange(2, dtype=torch.int32, device=device)
-    kernels.qkv_rope_cache(kernels.SplitSums(qkv[None]), None, 0.0, 0.0, None, rows, kv, rows)
+    given = kernels.Heads(None, 0.0, 0.0, None, rows)
+    kernels.qkv_rope_cache(kernels.SplitSums(qkv[None]), given, kv, rows)
     assert kv.values[0, 0, :2, 0].tolist() == [1.0, 65504.0]
     one, two, zero = (torch.tensor([n], dtype=torch.int32, device=device) for n in (1, 2, 0))
     table, q = torch.zeros((1, 1), dtype=torch.int32, device=device), torch.ones_like(qkv[:, :16])
@@ -641,9 +642,8 @@ def test_the_heads_per_program_of_norm_and_rope_keep_the_bits(
         kv = KvLayer(*(torch.zeros((2, 2, 16, 48), dtype=half, device=device) for _ in "kv"))
         norms = (weights[0], weights[1])
         sums = kernels.SplitSums(qkv)
-        q = kernels.qkv_rope_cache(
-            sums, norms, 1e-6, 0.0, (cos, sin), positions, kv, slots, norm_last
-        )
+        given = kernels.Heads(norms, 1e-6, 0.0, (cos, sin), positions, norm_last)
+        q = kernels.qkv_rope_cache(sums, given, kv, slots)
         found.append(torch.cat([q.flatten(), kv.keys.flatten(), kv.values.flatten()]))
     assert torch.count_nonzero(found[0]) == 2 * 480
     assert torch.equal(found[0], found[1])

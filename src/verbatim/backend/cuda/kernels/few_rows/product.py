@@ -1,0 +1,141 @@
+"""The product of up to 16 rows: its weights are on the way before the kernel before it has ended.
+
+In: rows and a weight [n, k] in half precision. Out: partial sums [splits, rows, n] with the bits of
+kernels.matmul, which is the fallback where `takes` is false: other GPUs than Hopper, a Triton
+without Gluon, and weights whose splits are not whole pieces.
+"""
+
+from __future__ import annotations
+
+import functools
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from verbatim.backend.cuda.kernels.launch import INTERPRETED, launch
+from verbatim.backend.gpu_weights import BK, split_k
+
+FEW_ROWS = 16
+PIECES = (256, 128)  # inputs that are copied and multiplied at once; does not affect the bits
+# Bytes of weights on the way per program, and of two stages per SM: more would leave no room for
+# the next kernel's.
+RING = 64 << 10
+
+
+class Tile(NamedTuple):
+    """How a product is launched. None of it affects the bits."""
+
+    warps: int  # 16 rows of weights each
+    piece: int
+    stages: int  # pieces that are copied ahead
+
+
+class Normed(NamedTuple):
+    """One row as jit.add_norm computes it: the norm of x + sums."""
+
+    x: torch.Tensor  # [1, k], float32
+    sums: torch.Tensor | None  # [splits, 1, k]
+    weight: torch.Tensor
+    eps: float
+    offset: float
+
+    @property
+    def reducers(self) -> int:
+        """Warps of jit.add_norm."""
+        return min(8, max(1, self.block // 256))
+
+    @property
+    def block(self) -> int:
+        return max(256, int(triton.next_power_of_2(self.x.shape[1])))
+
+
+@functools.cache
+def _device_code() -> Any:
+    """The kernel; None: this Triton has no Gluon, or another one."""
+    try:
+        return import_module("verbatim.backend.cuda.kernels.few_rows.jit_product").product
+    except (ImportError, AttributeError):
+        return None
+
+
+@functools.cache
+def available() -> bool:
+    """Whether this GPU and this Triton run the kernel. Its order of additions was compared on
+    Hopper GPUs."""
+    if INTERPRETED or not torch.cuda.is_available():
+        return False
+    major, _ = torch.cuda.get_device_capability()
+    return bool(major == 9) and _device_code() is not None
+
+
+def dependence(rows: int) -> int:
+    """How a kernel starts early (jit_matmul.wait_for_inputs). A chain of kernels of few rows gains
+    if their products load weights before they wait, and loses otherwise."""
+    return 1 if rows > FEW_ROWS else 2 if available() else 0
+
+
+def takes(weight: object, rows: int) -> bool:
+    """Whether `product` multiplies so many rows with this weight."""
+    if rows > FEW_ROWS or not isinstance(weight, torch.Tensor) or not available():
+        return False
+    if weight.ndim != 2 or weight.element_size() != 2:
+        return False
+    splits, blocks = split_k(*weight.shape)
+    return weight.shape[1] == splits * blocks * BK
+
+
+def takes_norm(weight: object) -> bool:
+    """Whether `product` computes the norm of its one row, too."""
+    return takes(weight, 1) and weight.shape[1] % PIECES[0] == 0  # type: ignore[attr-defined]
+
+
+@functools.cache
+def choose_tile(n: int, inputs: int, programs: int, gated: bool) -> Tile:
+    piece = next(size for size in PIECES if inputs % size == 0)
+    warps = 1
+    stages = min(inputs // piece, max(2, RING // (warps * 16 * piece * 2 * (1 + gated))))
+    return Tile(warps, piece, stages)
+
+
+def product(
+    x: torch.Tensor | Normed,
+    weight: torch.Tensor,
+    gate: str = "none",
+    dtype: torch.dtype = torch.float32,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Partial sums [splits, rows, n], or activation(gate) * up [1, rows, n / 2] in `dtype`; and
+    x + sums, if x is Normed with sums."""
+    rows, (n, k) = x.x if isinstance(x, Normed) else x, weight.shape
+    splits, blocks = split_k(n, k)
+    m, inputs = len(rows), blocks * BK
+    if gate != "none":
+        n //= 2
+    tile = choose_tile(n, inputs, splits, gate != "none")
+    if out is None or splits > 1:
+        out = torch.empty((splits, m, n), dtype=dtype, device=rows.device)
+    else:
+        out = out[None]
+    norm = x if isinstance(x, Normed) else None
+    sums = None if norm is None else norm.sums
+    moved = None if sums is None else torch.empty_like(rows)
+    columns = 1 if m == 1 else 8 if m <= 8 else 16
+    held = norm.block // tile.piece if norm else triton.next_power_of_2(inputs // tile.piece)
+    launch(
+        _device_code(),
+        (triton.cdiv(n, 16 * tile.warps), splits, 1),
+        (
+            rows, rows if sums is None else sums, norm.weight if norm else rows,
+            rows if moved is None else moved, weight, out, m, n, k,
+            norm.eps if norm else 0.0, norm.offset if norm else 0.0,
+        ),
+        (
+            k, inputs, tile.piece, tile.stages, columns, gate, norm is not None,
+            0 if sums is None else len(sums), held, norm.reducers if norm else 1, tile.warps,
+        ),
+        warps=tile.warps,
+        dependent=2,
+    )  # fmt: skip
+    return out, moved
