@@ -142,7 +142,7 @@ class CudaOps:
         if step.outputs is not None or step.adapters:
             return False
         one_type = len({weight.dtype for weight in readers}) == 1
-        return one_type and all(few_rows.takes_norm(weight) for weight in readers)
+        return one_type and all(few_rows.takes(weight, 1) for weight in readers)
 
     def _readers(self, norm: str) -> list[Weight]:
         """The weights that read this norm's output, in their type. None for a router and the final
@@ -227,9 +227,9 @@ class CudaOps:
 
     def head(self, h: Rows) -> Rows:
         weight = self.weights["embed" if self.spec.tied else "head"]
-        logits = kernels.reduce_splits(
-            quant.matmul(h.to(weight.dtype), weight, out=self.step.logits_out)
-        )
+        if not few_rows.takes(weight, len(h)):  # that product casts its rows itself
+            h = h.to(weight.dtype)
+        logits = kernels.reduce_splits(quant.matmul(h, weight, out=self.step.logits_out))
         if self.spec.logit_scale != 1.0:
             logits *= self.spec.logit_scale
         cap = self.spec.logit_softcap

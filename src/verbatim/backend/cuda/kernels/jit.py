@@ -263,6 +263,18 @@ def reduce_span(
 
 
 @triton.jit
+def write_lines(
+    peak, mass, total, sinks, out, at, query_head, d, DIM, factor, used, SINKS: tl.constexpr
+):
+    """The result of all spans."""
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=used, other=0.0)
+        mass, total = add_sink(peak, mass, total, sink, factor)
+    result = (total / mass[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * DIM + d[None, :], result, mask=used[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
 def finish_span(
     peak, mass, total, sums, peaks, masses, counter, sinks, out, span, begin, end, row, ROWS, heads,
     query_head, d, DIM, factor, used,
@@ -271,36 +283,38 @@ def finish_span(
     """Write the result of a span; the last program of a tile to do so merges those of all spans
     from `begin` to `end`, in order, and writes the tile's result."""
     stored = used[:, None] & (d < DIM)[None, :]
-    at = (span.to(tl.int64) * ROWS + row) * heads + query_head
-    tl.store(peaks + at, peak, mask=used)
-    tl.store(masses + at, mass, mask=used)
-    tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
-    tl.debug_barrier()  # every thread has written its part
-    if tl.atomic_add(counter, 1) == end - begin:
-        tl.debug_barrier()
-        peak = tl.full((LINES,), float("-inf"), tl.float32)
-        mass = tl.zeros((LINES,), tl.float32)
-        total = tl.zeros((LINES, BLOCK), tl.float32)
-        for part in range(begin, end + 1):
-            # .cg: from the L2 cache, where the other programs' results are
-            at = (part * ROWS + row) * heads + query_head
-            peak, mass, total = merge(
-                peak, mass, total,
-                tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg"),
-                tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg"),
-                tl.load(
-                    sums + at[:, None] * DIM + d[None, :],
-                    mask=stored, other=0.0, cache_modifier=".cg",
-                ),
-                factor,
-            )  # fmt: skip
-        if SINKS:
-            sink = tl.load(sinks + query_head, mask=used, other=0.0)
-            mass, total = add_sink(peak, mass, total, sink, factor)
-        at = row * heads + query_head
-        result = (total / mass[:, None]).to(out.dtype.element_ty)
-        tl.store(out + at[:, None] * DIM + d[None, :], result, mask=stored)
-        tl.store(counter, 0)
+    no_peak = tl.full((LINES,), float("-inf"), tl.float32)
+    no_mass, no_total = tl.zeros((LINES,), tl.float32), tl.zeros((LINES, BLOCK), tl.float32)
+    place = row * heads + query_head
+    if begin == end:  # the only span
+        peak, mass, total = merge(no_peak, no_mass, no_total, peak, mass, total, factor)
+        write_lines(peak, mass, total, sinks, out, place, query_head, d, DIM, factor, used, SINKS)
+    else:
+        at = (span.to(tl.int64) * ROWS + row) * heads + query_head
+        tl.store(peaks + at, peak, mask=used)
+        tl.store(masses + at, mass, mask=used)
+        tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
+        tl.debug_barrier()  # every thread has written its part
+        if tl.atomic_add(counter, 1) == end - begin:
+            tl.debug_barrier()
+            peak, mass, total = no_peak, no_mass, no_total
+            for part in range(begin, end + 1):
+                # .cg: from the L2 cache, where the other programs' results are
+                at = (part * ROWS + row) * heads + query_head
+                peak, mass, total = merge(
+                    peak, mass, total,
+                    tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg"),
+                    tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg"),
+                    tl.load(
+                        sums + at[:, None] * DIM + d[None, :],
+                        mask=stored, other=0.0, cache_modifier=".cg",
+                    ),
+                    factor,
+                )  # fmt: skip
+            write_lines(
+                peak, mass, total, sinks, out, place, query_head, d, DIM, factor, used, SINKS
+            )
+            tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])

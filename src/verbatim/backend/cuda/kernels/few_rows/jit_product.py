@@ -46,7 +46,7 @@ def store_norm(
     warps: line r of the values here are those of its warp r. The first program writes the sum of x
     and `sums` to `moved`: other programs still read x."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [WARPS, 1], [1, 0])
-    PARTS: gl.constexpr = to.shape[0] // REDUCERS
+    PARTS: gl.constexpr = to.shape[0] * to.shape[1] // (REDUCERS * PIECE)
     line = gl.arange(0, REDUCERS, gl.SliceLayout(1, layout))
     j = gl.arange(0, PARTS * PIECE, gl.SliceLayout(0, layout))
     i = (j // PIECE * (REDUCERS * PIECE) + j % PIECE)[None, :] + line[:, None] * PIECE
@@ -63,10 +63,8 @@ def store_norm(
     by_line = gl.convert_layout(by_line, gl.BlockedLayout([1], [32], [WARPS], [0]))
     scaled = values / gl.sqrt_rn(gl.sum(by_line, 0) / WIDTH + eps) * scale
     scaled = scaled.to(to.dtype)
-    if PARTS > 1:
-        scaled = scaled.reshape([REDUCERS, PARTS, PIECE]).permute([1, 0, 2])
-        scaled = scaled.reshape([to.shape[0], PIECE])
-    to.store(scaled)
+    scaled = scaled.reshape([REDUCERS, PARTS, PIECE]).permute([1, 0, 2])
+    to.store(scaled.reshape([to.shape[0], to.shape[1]]))
 
 
 @gluon.jit
@@ -80,18 +78,15 @@ def store_row(x, to, COUNT: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def copy_weights(to, to_up, w, at, BEHIND, GATE: gl.constexpr):
-    """Start to copy a piece of some rows; BEHIND: from the gate's weights to the up weights."""
-    _copy(to, w + at)
-    if GATE != "none":
-        _copy(to_up, w + BEHIND + at)
-
-
-@gluon.jit
-def load_inputs(x, row, at, M, K: gl.constexpr, PIECES: gl.constexpr, layout: gl.constexpr):
-    k = at + gl.arange(0, PIECES, gl.SliceLayout(1, layout))
-    place = row[None, :] * K + k[:, None]
-    return gl.load(x + place, mask=(row < M)[None, :], other=0.0)
+def copy_weights(
+    ring, w, at, BEHIND, PLACE: gl.constexpr, STAGES: gl.constexpr, CHUNK: gl.constexpr
+):
+    """Start to copy piece PLACE of some rows; BEHIND: from the gate's weights to the up weights,
+    which have places of their own in the ring, if any."""
+    at += PLACE * CHUNK
+    _copy(ring.index(PLACE % STAGES), w + at)
+    if ring.shape[0] > STAGES:
+        _copy(ring.index(STAGES + PLACE % STAGES), w + BEHIND + at)
 
 
 @gluon.jit
@@ -114,18 +109,18 @@ def product(
     """out[split, m, n] = sum over the split's INPUTS of x[m, k] w[n, k], 16 * WARPS rows of w per
     program; with GATE as in jit_matmul.matmul. STAGES pieces of CHUNK inputs are copied ahead.
 
-    COLUMNS: 8 or 16 rows of x, or 1 row that goes to shared memory, as LINES pieces. NORM: the row
-    is the norm of x and `sums`; SUMS is their number."""
+    COLUMNS: 8 or 16 rows of x, or 1 row, which goes to shared memory at once, as LINES pieces.
+    NORM: the row is the norm of x and `sums`; SUMS is their number."""
     ROWS: gl.constexpr = 16 * WARPS
     PIECES: gl.constexpr = INPUTS // CHUNK
     HELD: gl.constexpr = STAGES if GATE == "none" else 2 * STAGES
     WIDE: gl.constexpr = 16 if COLUMNS == 16 else 8
+    half: gl.constexpr = w.dtype.element_ty
     copied: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [WARPS, 1], [1, 0])
     mma: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS, 1], [16, 8])
     left: gl.constexpr = gl.DotOperandLayout(0, mma, 2)
     right: gl.constexpr = gl.DotOperandLayout(1, mma, 2)
     tiled: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     if EARLY:
         start_next()
     tile, split = gl.program_id(0), gl.program_id(1)
@@ -133,43 +128,51 @@ def product(
     k = split * INPUTS + gl.arange(0, CHUNK, gl.SliceLayout(0, copied))
     at = rows.to(gl.int64)[:, None] * K + k[None, :]
     behind = N.to(gl.int64) * K
-    ring = gl.allocate_shared_memory(w.dtype.element_ty, [HELD, ROWS, CHUNK], tiled)
+    ring = gl.allocate_shared_memory(half, [HELD, ROWS, CHUNK], tiled)
     for i in gl.static_range(STAGES):
-        copy_weights(ring.index(i), ring.index(HELD - STAGES + i), w, at + i * CHUNK, behind, GATE)
+        copy_weights(ring, w, at, behind, i, STAGES, CHUNK)
         async_copy.commit_group()
     if EARLY:
         wait()
     if COLUMNS == 1:
-        row = gl.allocate_shared_memory(w.dtype.element_ty, [LINES, CHUNK], flat)
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        row = gl.allocate_shared_memory(half, [LINES, CHUNK], flat)
         if NORM:
             first = (tile == 0) & (split == 0)
             store_norm(x, sums, norm, moved, row, first, WIDTH, eps, offset, SUMS, REDUCERS, WARPS)
         else:
             store_row(x + split * INPUTS, row, INPUTS, WARPS)
         _barrier()
-    m = gl.arange(0, WIDE, gl.SliceLayout(0, right))
+    else:
+        m = gl.minimum(gl.arange(0, WIDE, gl.SliceLayout(1, copied)), M - 1)  # more are not stored
+        inputs = x + m[:, None] * K + k[None, :]
+        x_ring = gl.allocate_shared_memory(half, [STAGES, WIDE, CHUNK], tiled)
+        for i in gl.static_range(STAGES):
+            _copy(x_ring.index(i), inputs + i * CHUNK)
+            async_copy.commit_group()
     total = gl.zeros([ROWS, WIDE], gl.float32, mma)
     up = gl.zeros([ROWS, WIDE], gl.float32, mma)
     for i in gl.static_range(PIECES):
+        if STAGES < PIECES:  # the piece before this one is read: its place is free at the barrier
+            async_copy.wait_group(STAGES - 1 if i == 0 else STAGES - 2)
+            _barrier()
+            if i > 0:
+                if i - 1 + STAGES < PIECES:
+                    copy_weights(ring, w, at, behind, i - 1 + STAGES, STAGES, CHUNK)
+                    if COLUMNS > 1:
+                        _copy(x_ring.index((i - 1) % STAGES), inputs + (i - 1 + STAGES) * CHUNK)
+                async_copy.commit_group()
+        else:
+            async_copy.wait_group(PIECES - 1 - i)
+            _barrier()
         if COLUMNS == 1:
             b = row.slice(i, 1).permute([1, 0]).load(right)
             b, _ = gl.broadcast(b, gl.zeros([CHUNK, WIDE], b.dtype, right))
         else:
-            b = load_inputs(x, m, split * INPUTS + i * CHUNK, M, K, CHUNK, right)
-            b = b.to(w.dtype.element_ty)
-        async_copy.wait_group(min(STAGES - 1, PIECES - 1 - i) if STAGES >= PIECES else STAGES - 1)
-        _barrier()
+            b = x_ring.index(i % STAGES).permute([1, 0]).load(right)
         total = mma_v2(ring.index(i % STAGES).load(left), b, total)
         if GATE != "none":
             up = mma_v2(ring.index(STAGES + i % STAGES).load(left), b, up)
-        if STAGES < PIECES:
-            _barrier()
-            if i + STAGES < PIECES:
-                copy_weights(
-                    ring.index(i % STAGES), ring.index(HELD - STAGES + i % STAGES), w,
-                    at + (i + STAGES) * CHUNK, behind, GATE,
-                )  # fmt: skip
-            async_copy.commit_group()
     if GATE != "none":
         total = activate(total, up, GATE)
     n = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, mma))

@@ -19,9 +19,8 @@ from verbatim.backend.gpu_weights import BK, split_k
 
 FEW_ROWS = 16
 PIECES = (256, 128)  # inputs that are copied and multiplied at once; does not affect the bits
-# Bytes of weights on the way per program, and of two stages per SM: more would leave no room for
-# the next kernel's.
-RING = 64 << 10
+RING = 128 << 10  # most bytes on the way per program
+PROGRAMS = 64  # fewest programs: half of an H200's SMs, so that the next kernel's find room, too
 
 
 class Tile(NamedTuple):
@@ -83,20 +82,18 @@ def takes(weight: object, rows: int) -> bool:
     if weight.ndim != 2 or weight.element_size() != 2:
         return False
     splits, blocks = split_k(*weight.shape)
-    return weight.shape[1] == splits * blocks * BK
-
-
-def takes_norm(weight: object) -> bool:
-    """Whether `product` computes the norm of its one row, too."""
-    return takes(weight, 1) and weight.shape[1] % PIECES[0] == 0  # type: ignore[attr-defined]
+    return bool(weight.shape[1] == splits * blocks * BK)
 
 
 @functools.cache
-def choose_tile(n: int, inputs: int, programs: int, gated: bool) -> Tile:
+def choose_tile(n: int, inputs: int, splits: int, gated: bool, columns: int) -> Tile:
+    """As many warps per program as leave PROGRAMS programs."""
     piece = next(size for size in PIECES if inputs % size == 0)
-    warps = 1
-    stages = min(inputs // piece, max(2, RING // (warps * 16 * piece * 2 * (1 + gated))))
-    return Tile(warps, piece, stages)
+    warps = next((w for w in (8, 4, 2) if triton.cdiv(n, 16 * w) * splits >= PROGRAMS), 1)
+    rows = 16 * warps * (1 + gated) + (0 if columns == 1 else max(8, columns))
+    while piece * rows * 4 > RING and piece > PIECES[-1]:
+        piece //= 2
+    return Tile(warps, piece, max(2, min(inputs // piece, RING // (piece * rows * 2))))
 
 
 def product(
@@ -113,7 +110,10 @@ def product(
     m, inputs = len(rows), blocks * BK
     if gate != "none":
         n //= 2
-    tile = choose_tile(n, inputs, splits, gate != "none")
+    columns = 1 if m == 1 else 8 if m <= 8 else 16
+    if columns > 1:
+        x = rows = rows.to(weight.dtype)
+    tile = choose_tile(n, inputs, splits, gate != "none", columns)
     if out is None or splits > 1:
         out = torch.empty((splits, m, n), dtype=dtype, device=rows.device)
     else:
@@ -121,7 +121,6 @@ def product(
     norm = x if isinstance(x, Normed) else None
     sums = None if norm is None else norm.sums
     moved = None if sums is None else torch.empty_like(rows)
-    columns = 1 if m == 1 else 8 if m <= 8 else 16
     held = norm.block // tile.piece if norm else triton.next_power_of_2(inputs // tile.piece)
     launch(
         _device_code(),
