@@ -35,6 +35,7 @@ from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.kernels import experts, kernels, matmul_tile, quant
 from verbatim.backend.cuda.kernels.block_readers import HALVES, READERS
+from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.lora import LowRankPart, add_low_rank
 from verbatim.backend.cuda.runtime import step_graphs, step_inputs
@@ -495,6 +496,45 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     padded = backend.compute(inputs.step)[1]
     assert torch.equal(padded[:3], expected)
     assert padded.data_ptr() == given.data_ptr()
+
+
+@pytest.mark.parametrize(("rows", "start"), [(1, 60), (1, 130), (3, 127), (16, 120)])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {"head_dim": 64}),  # norms of heads
+        ("llama", {"head_dim": 128}),
+        ("qwen35", {"head_dim": 256}),  # delta nets, an output gate, one key head
+    ],
+)
+def test_a_step_of_few_rows_has_the_bits_of_the_kernels_for_many(
+    family: str, changes: dict[str, object], rows: int, start: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A token in the first or second span, and drafts; the MLP has four splits."""
+    if not few_rows.available():
+        pytest.skip("needs a Hopper GPU and a Triton with Gluon")
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, **FEW_HEADS, **changes}
+    backend: Any = opened(tiny_model(family, **sizes))  # type: ignore[arg-type]
+    spec, groups = backend.spec, len(backend.spec.groups)
+    random = torch.Generator(device=device).manual_seed(1)
+    for cache in (part for group in backend._memory.caches for part in group):
+        cache.copy_(torch.randn(cache.shape, generator=random, device=device) / 4)
+    caches = [part.clone() for group in backend._memory.caches for part in group]
+    lines = step_inputs.tile_lines(spec, 1, device)
+    inputs = GraphInputs(rows, 4, backend.padding_blocks, lines, device, spec)
+    table = tuple(range(9))
+    inputs.fill([SeqStep(0, tuple(range(3, 3 + rows)), start, (table,) * groups, rows)])
+    found = []
+    for available in (True, False):
+        monkeypatch.setattr(few_rows, "available", lambda available=available: available)
+        given = [part for group in backend._memory.caches for part in group]
+        for part, before in zip(given, caches, strict=True):
+            part.copy_(before)
+        hidden, logits = backend.compute(inputs.step)
+        found.append(torch.cat([part.flatten().float() for part in (hidden, logits, *given)]))
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(found[0], found[1])
 
 
 def test_every_tile_of_a_matmul_has_the_same_sums(device: torch.device) -> None:

@@ -142,7 +142,7 @@ class CudaOps:
         if step.outputs is not None or step.adapters:
             return False
         one_type = len({weight.dtype for weight in readers}) == 1
-        return one_type and all(few_rows.takes(weight, 1) for weight in readers)
+        return one_type and all(few_rows.takes_norm(weight) for weight in readers)
 
     def _readers(self, norm: str) -> list[Weight]:
         """The weights that read this norm's output, in their type. None for a router and the final

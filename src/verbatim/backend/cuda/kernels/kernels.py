@@ -52,9 +52,7 @@ ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention'
 # activations whose arithmetic has no multiplication that is added to something: fused into the
 # matmul, which allows fused multiply-add, they have the bits of their own kernel
 FUSED_ACTIVATIONS = ("silu", "relu2")
-ONE_GROUP = (
-    4  # most query heads per KV head of attend_one; warps, and twice as many for large heads
-)
+MOST_SHARED = 4  # query heads per KV head of attend_one
 HEADS_PER_PROGRAM = 4  # norm and RoPE: one warp each, so it does not affect the bits
 
 
@@ -284,6 +282,11 @@ def heads_per_program(block: int) -> int:
     return HEADS_PER_PROGRAM if 32 <= block <= 128 else 1
 
 
+def heads_dependence(rows: int, dim: int) -> int:
+    """Programs of large heads would wait in the shared memory that the next weights need."""
+    return 0 if rows == 1 and dim > LARGE_HEAD else dependence(rows)
+
+
 class Heads(NamedTuple):
     """Norm and rotation of queries and keys."""
 
@@ -330,7 +333,7 @@ def qkv_rope_cache(
             size, group, block, kv.kind,
         ),
         warps=group,
-        dependent=dependence(rows),
+        dependent=heads_dependence(rows, dim),
     )  # fmt: skip
     return q
 
@@ -420,7 +423,7 @@ def attend(
             ),
             warps=8 if tiles.lines > 64 or full or (dim > WIDE_HEAD and tiles.lines > 16) else 4,
             stages=2 if is_large(q.device) and not few and not full else 1,
-            dependent=dependence(rows),
+            dependent=heads_dependence(rows, dim),
         )  # fmt: skip
     return out
 
@@ -443,7 +446,6 @@ def attend_one(
     queries = qkv.width // dim - 2 * kv_heads
     block, x, bias = max(16, triton.next_power_of_2(dim)), qkv.splits, qkv.bias
     out = torch.empty((1, queries * dim), dtype=dtype, device=x.device)
-    warps = ONE_GROUP if block <= LARGE_HEAD else 2 * ONE_GROUP
     parts = [spans * queries * dim, spans * queries, spans * queries]
     partial = torch.empty(sum(parts), dtype=torch.float32, device=x.device).split(parts)
     q_norm, k_norm = heads.norms or (x, x)
@@ -461,25 +463,24 @@ def attend_one(
         (
             len(x), bias is not None, heads.order, heads.angles is not None,
             queries // kv_heads, size, tiles.lines, SPAN, block, cap > 0, window is not None,
-            sinks is not None, kv.keys.numel() >= 1 << 31, warps,
+            sinks is not None, kv.keys.numel() >= 1 << 31,
         ),
-        warps=warps,
-        dependent=2,
+        dependent=dependence(1),
     )  # fmt: skip
     return out
 
 
 def takes_one(qkv: SplitSums, kv: KvLayer, tilings: Sequence[QueryTiles], spans: int) -> bool:
-    """Whether attend_one computes this step: one row, a float16 cache, up to four query heads per
-    KV head, and spans that are not merged in one program."""
+    """Whether attend_one computes this step: one row, a float16 cache, few query heads per KV head,
+    heads that fit into registers, and spans that are not merged in one program."""
     _, kv_heads, _, dim = kv.keys.shape
     shared = qkv.width // dim // kv_heads - 2
     return (
         qkv.rows == 1
         and few_rows.available()
         and kv.kind == "f16"
-        and shared <= ONE_GROUP
-        and 64 <= triton.next_power_of_2(dim) <= WIDE_HEAD
+        and shared <= MOST_SHARED
+        and 64 <= triton.next_power_of_2(dim) <= LARGE_HEAD
         and tilings[0].lines == DECODE_LINES
         and not merge_in_program(kv_heads, kv_heads * shared * dim, spans)
     )

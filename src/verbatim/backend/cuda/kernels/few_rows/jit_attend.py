@@ -18,11 +18,14 @@ from verbatim.backend.cuda.kernels.jit import (
 )
 from verbatim.backend.cuda.kernels.jit_kv import finite_half, store_heads
 
+GROUP: tl.constexpr = tl.constexpr(4)  # heads rotated at once, one per warp as in qkv_rope_cache
+
 
 @triton.jit
-def only_line(x, line, which):
-    """One line of x [GROUP, BLOCK]."""
-    return tl.sum(tl.where(line == which, x, 0.0), 0)
+def insert_line(cached, own, x, which):
+    """Keys or values of a span [SPAN, BLOCK] with those of the `own` position: a line of x."""
+    line = tl.sum(tl.where(which, finite_half(x).to(tl.float32), 0.0), 0)
+    return tl.where(own[:, None], line.to(tl.float16)[None, :], cached)
 
 
 @triton.jit(do_not_specialize=["SPLIT"])
@@ -33,24 +36,20 @@ def attend_one(
     SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
     SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    WIDE: tl.constexpr, GROUP: tl.constexpr, EARLY: tl.constexpr,
+    WIDE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attention of the first row: one KV head and one span of positions per program. GROUP heads
-    are rotated at once; it is the number of warps, so that one warp reduces a head as in
-    qkv_rope_cache."""
+    """One KV head and one span of positions per program."""
     if EARLY:
         gdc_launch_dependents()
     head, span = tl.program_id(0), tl.program_id(1)
     position, start = tl.load(positions), span * SPAN
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(position - window + 1, 0) // SPAN
+    begin = tl.maximum(position - window + 1, 0) // SPAN if WINDOW else 0
     block = load_blocks(table, start, position, SIZE, SPAN, WIDE)
     k, v, vector = load_span(keys, values, block, start, head, HEADS, DIM, SIZE, SPAN, BLOCK, True)
     if EARLY:
         gdc_wait()
     if (start <= position) & (span >= begin):
-        line, zero = tl.arange(0, GROUP)[:, None], tl.program_id(2)
+        line, lines, zero = tl.arange(0, GROUP)[:, None], tl.arange(0, LINES), tl.program_id(2)
         d = tl.arange(0, BLOCK)[None, :] + tl.zeros((GROUP, 1), tl.int32)
         query = rotated_heads(
             splits, bias, q_norm, k_norm, position, cos, sin, zero, head * SHARED + line % SHARED,
@@ -66,11 +65,8 @@ def attend_one(
             at = (slot // SIZE * HEADS + head) * SIZE + slot % SIZE + line * 0
             store_heads(x, keys, keys, at, d, DIM, d < DIM, line == 0, "f16")
             store_heads(x, values, values, at, d, DIM, d < DIM, line == 1, "f16")
-            own = (start + tl.arange(0, SPAN) == position)[:, None]
-            x = finite_half(x).to(tl.float32)
-            k = tl.where(own, only_line(x, line, 0).to(tl.float16)[None, :], k)
-            v = tl.where(own, only_line(x, line, 1).to(tl.float16)[None, :], v)
-        lines = tl.arange(0, LINES)
+            own = start + tl.arange(0, SPAN) == position
+            k, v = insert_line(k, own, x, line == 0), insert_line(v, own, x, line == 1)
         query = tl.broadcast_to(query[None, :, :], (LINES // GROUP, GROUP, BLOCK))
         peak, mass, total = reduce_span(
             tl.reshape(query, (LINES, BLOCK)), k, v, keys, values, vector, block, start,

@@ -18,12 +18,12 @@ from verbatim.backend.cuda.kernels.launch import INTERPRETED, launch
 from verbatim.backend.gpu_weights import BK, split_k
 
 FEW_ROWS = 16
+WIDTHS = (1, 8, FEW_ROWS)  # rows of x that the kernel is compiled for
 PIECES = (256, 128)  # inputs that are copied and multiplied at once; does not affect the bits
-RING = 128 << 10  # most bytes on the way per program
-PROGRAMS = 64  # fewest programs: half of an H200's SMs, so that the next kernel's find room, too
+SMS = 132  # of an H200
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """How a product is launched. None of it affects the bits."""
 
     warps: int  # 16 rows of weights each
@@ -85,15 +85,43 @@ def takes(weight: object, rows: int) -> bool:
     return bool(weight.shape[1] == splits * blocks * BK)
 
 
+def takes_norm(weight: object) -> bool:
+    """Whether `product` computes the norm of its one row, too: a warp reduces PIECES[0] values."""
+    return takes(weight, 1) and bool(weight.shape[1] >= PIECES[0])  # type: ignore[attr-defined]
+
+
 @functools.cache
-def choose_tile(n: int, inputs: int, splits: int, gated: bool, columns: int) -> Tile:
-    """As many warps per program as leave PROGRAMS programs."""
-    piece = next(size for size in PIECES if inputs % size == 0)
-    warps = next((w for w in (8, 4, 2) if triton.cdiv(n, 16 * w) * splits >= PROGRAMS), 1)
-    rows = 16 * warps * (1 + gated) + (0 if columns == 1 else max(8, columns))
-    while piece * rows * 4 > RING and piece > PIECES[-1]:
-        piece //= 2
-    return Tile(warps, piece, max(2, min(inputs // piece, RING // (piece * rows * 2))))
+def choose_tile(n: int, inputs: int, splits: int, gated: bool, columns: int) -> ProductTile:
+    """Programs that fit on the GPU at once, and leave room for the next kernel's (measured)."""
+
+    def programs(warps: int) -> int:
+        return int(triton.cdiv(n, 16 * warps) * splits)
+
+    if programs(4) > 4 * SMS:  # a head
+        warps, piece, ring = 4, 128, 64
+    elif gated:
+        warps, piece, ring = (4, 128, 96) if programs(4) >= 96 else (2, 256, 128)
+    elif splits == 1:
+        warps, piece, ring = (4, 256, 192) if programs(4) <= SMS else (2, 256, 64)
+    elif n * splits * inputs * 2 <= SMS * (192 << 10):  # all weights at once
+        warps, piece, ring = 2 if inputs <= 512 else 4, 256, 128
+        if programs(1) > 2 * SMS:
+            warps = 1
+    elif programs(2) <= 3 * SMS:
+        warps, piece, ring = 2, 256, 64
+    else:  # short ones follow attention, which leaves most of an SM to them
+        warps, piece, ring = 8, 128, 192 if inputs <= 1024 else 128
+    if columns > 1 and not gated:  # rows of x take room, too, and every program reads them
+        warps, piece, ring = 4, 256 if inputs <= 1024 or splits == 1 else 128, 128
+    if inputs % piece:
+        piece = PIECES[-1]
+    size = piece * 2 * (16 * warps * (1 + gated) + (0 if columns == 1 else columns))
+    return ProductTile(warps, piece, max(2, min(inputs // piece, (ring << 10) // size)))
+
+
+def columns_of(rows: int) -> int:
+    """The constant COLUMNS of the kernel."""
+    return next(width for width in WIDTHS if rows <= width)
 
 
 def product(
@@ -110,7 +138,7 @@ def product(
     m, inputs = len(rows), blocks * BK
     if gate != "none":
         n //= 2
-    columns = 1 if m == 1 else 8 if m <= 8 else 16
+    columns = columns_of(m)
     if columns > 1:
         x = rows = rows.to(weight.dtype)
     tile = choose_tile(n, inputs, splits, gate != "none", columns)
