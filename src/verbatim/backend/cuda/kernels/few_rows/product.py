@@ -1,8 +1,8 @@
 """The product of up to 16 rows: its weights are on the way before the kernel before it has ended.
 
 In: rows and a weight [n, k] in half precision. Out: partial sums [splits, rows, n] with the bits of
-kernels.matmul, which is the fallback where `takes` is false: other GPUs than Hopper, a Triton
-without Gluon, and weights whose splits are not whole pieces.
+kernels.matmul, which is the fallback where `takes` is false: other GPUs than Hopper, an older
+Triton, and weights whose splits are not whole pieces.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ FEW_ROWS = 16
 WIDTHS = (1, 8, FEW_ROWS)  # rows of x that the kernel is compiled for
 PIECES = (256, 128)  # inputs that are copied and multiplied at once; does not affect the bits
 SMS = 132  # of an H200
+TRITON = (3, 6)  # the oldest version whose Gluon was tried
 
 
 class ProductTile(NamedTuple):
@@ -52,11 +53,8 @@ class Normed(NamedTuple):
 
 @functools.cache
 def _device_code() -> Any:
-    """The kernel; None: this Triton has no Gluon, or another one."""
-    try:
-        return import_module("verbatim.backend.cuda.kernels.few_rows.jit_product").product
-    except (ImportError, AttributeError):
-        return None
+    """The kernel. An older Triton cannot import it."""
+    return import_module("verbatim.backend.cuda.kernels.few_rows.jit_product").product
 
 
 @functools.cache
@@ -65,8 +63,8 @@ def available() -> bool:
     Hopper GPUs."""
     if INTERPRETED or not torch.cuda.is_available():
         return False
-    major, _ = torch.cuda.get_device_capability()
-    return bool(major == 9) and _device_code() is not None
+    version = tuple(int(part) for part in triton.__version__.split(".")[:2])
+    return version >= TRITON and bool(torch.cuda.get_device_capability()[0] == 9)
 
 
 def dependence(rows: int) -> int:
@@ -116,7 +114,7 @@ def choose_tile(n: int, inputs: int, splits: int, gated: bool, columns: int) -> 
     if inputs % piece:
         piece = PIECES[-1]
     size = piece * 2 * (16 * warps * (1 + gated) + (0 if columns == 1 else columns))
-    return ProductTile(warps, piece, max(2, min(inputs // piece, (ring << 10) // size)))
+    return ProductTile(warps, piece, min(inputs // piece, max(2, (ring << 10) // size)))
 
 
 def columns_of(rows: int) -> int:
