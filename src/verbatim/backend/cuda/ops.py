@@ -1,8 +1,8 @@
 """The operations of model/decoder.py on the GPU.
 
 In and out: handles with one row per token of the step. A handle is a float32 tensor, or a record of
-operations that the consuming kernel runs (SplitSums, Residual, PendingHeads). So element-wise work
-is fused into the next kernel.
+operations that the consuming kernel runs (SplitSums, Residual, PendingNorm, PendingHeads). So
+element-wise work is fused into the next kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import experts, kernels, quant, recurrent
 from verbatim.backend.cuda.kernels.experts import ExpertTiles
+from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.kernels import SplitSums
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.lora import DeviceAdapter, add_low_rank
@@ -24,7 +25,7 @@ from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 
-Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
+Rows: TypeAlias = Any  # a tensor, SplitSums, Residual, PendingNorm or PendingHeads
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +34,17 @@ class Residual:
 
     x: torch.Tensor
     pending: SplitSums | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingNorm:
+    """The norm of a residual stream of one row, which the product that reads it computes."""
+
+    x: Residual
+    norm: kernels.Norm
+
+    def __len__(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,12 +126,27 @@ class CudaOps:
         norm = kernels.Norm(self.weights[name], bias, self.spec.norm_eps, self.spec.norm_offset)
         if isinstance(x, SplitSums):
             return kernels.add_norm(None, x, norm)
+        readers = self._readers(name)
+        if self._can_delay(x, norm, readers):
+            return PendingNorm(x, norm)
         pending, x.pending = x.pending, None
-        return kernels.add_norm(x.x, pending, norm, self._consumer_dtype(name))
+        found = {weight.dtype for weight in readers}
+        dtype = found.pop() if len(found) == 1 else torch.float32
+        return kernels.add_norm(x.x, pending, norm, dtype)
 
-    def _consumer_dtype(self, norm: str) -> torch.dtype:
-        """The type of the weights that read this norm's output. A router, the final states, and
-        weights of two types need float32."""
+    def _can_delay(self, x: Residual, norm: kernels.Norm, readers: list[Weight]) -> bool:
+        """Whether the products that read this norm's output can compute it."""
+        step, bias = self.step, None if x.pending is None else x.pending.bias
+        if len(x.x) > 1 or norm.bias is not None or bias is not None or not readers:
+            return False
+        if step.outputs is not None or step.adapters:
+            return False
+        one_type = len({weight.dtype for weight in readers}) == 1
+        return one_type and all(few_rows.takes_norm(weight) for weight in readers)
+
+    def _readers(self, norm: str) -> list[Weight]:
+        """The weights that read this norm's output, in their type. None for a router and the final
+        states, which need float32."""
         layer, _, kind = norm.rpartition(".")
         mlp = ("mlp.gate+up", "mlp.up")
         attention = ("attn.q+k+v", "attn.gate", *(mlp if self.spec.shared_norm else ()))
@@ -128,13 +155,14 @@ class CudaOps:
         attention += ("conv.in", "delta.qkv+z+b+a", "delta.qkv+z", "delta.b+a")
         consumers = {"attn_norm": attention, "mlp_norm": mlp}.get(kind, ())
         names = [f"{layer}.{consumer}" for consumer in consumers]
-        found = {self.weights[name].dtype for name in names if name in self.weights}
-        return found.pop() if len(found) == 1 else torch.float32
+        return [self.weights[name] for name in names if name in self.weights]
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         if isinstance(x, Residual):  # a block without a norm before it
             x = self._flush(x)
         bias_row = self.weights[f"{name}.bias"] if bias else None
+        if isinstance(x, PendingNorm):
+            return SplitSums(self._normed_product(x, self.weights[name]), bias_row)
         sums = quant.matmul(x, self.weights[name], bias_row)
         # after `take`, in the last layer, the rows are the outputs
         step = self.step
@@ -142,6 +170,19 @@ class CudaOps:
         for adapter, rows in adapters:
             sums = add_low_rank(sums, x, rows, self.adapters[adapter].get(name, ()))
         return sums
+
+    def _normed_product(
+        self, h: PendingNorm, weight: torch.Tensor, gate: str = "none",
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:  # fmt: skip
+        """Partial sums; the pending addition to the residual is done, too."""
+        pending, norm = h.x.pending, h.norm
+        sums = None if pending is None else pending.splits
+        row = few_rows.Normed(h.x.x, sums, norm.weight, norm.eps, norm.offset)
+        out, moved = few_rows.product(row, weight, gate, dtype)
+        if moved is not None:
+            h.x.x, h.x.pending = moved, None
+        return out
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
         same = self.spec.layers[layer].value_is_key
@@ -186,9 +227,9 @@ class CudaOps:
 
     def head(self, h: Rows) -> Rows:
         weight = self.weights["embed" if self.spec.tied else "head"]
-        logits = kernels.reduce_splits(
-            quant.matmul(h.to(weight.dtype), weight, out=self.step.logits_out)
-        )
+        if not few_rows.takes(weight, len(h)):  # that product casts its rows itself
+            h = h.to(weight.dtype)
+        logits = kernels.reduce_splits(quant.matmul(h, weight, out=self.step.logits_out))
         if self.spec.logit_scale != 1.0:
             logits *= self.spec.logit_scale
         cap = self.spec.logit_softcap
@@ -214,28 +255,23 @@ class CudaOps:
         elif v.normed_values:
             qkv = self._norm_values(q.qkv, layer)
         angles = self.angles[rope] if rope is not None and q.rotated else None
-        queries = kernels.qkv_rope_cache(
-            qkv,
-            norms,
-            spec.norm_eps,
-            spec.norm_offset,
-            angles,
-            step.positions,
-            stored,
-            slots,
-            spec.qk_norm == "rotated_head",
-            torch.float32 if spec.query_scale_beta else torch.float16,
-        )
-        if spec.query_scale_beta:
-            queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
         sinks = self.weights[f"layers.{layer}.attn.sinks"] if spec.sinks else None
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
         if spec.attention_gate:
             dtype = torch.float32  # `gated` reads it
         scale, cap = spec.scale, spec.attention_softcap
-        return kernels.attend(
-            queries, kv, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
-        )
+        last = spec.qk_norm == "rotated_head"
+        heads = kernels.Heads(norms, spec.norm_eps, spec.norm_offset, angles, step.positions, last)
+        tiles, spans = step.tiles[group], step.spans
+        if k is not None and not spec.query_scale_beta and kernels.takes_one(qkv, kv, tiles, spans):
+            return kernels.attend_one(
+                qkv, heads, kv, slots, tiles[0], spans, scale, cap, window, dtype, sinks
+            )
+        wide = torch.float32 if spec.query_scale_beta else torch.float16
+        queries = kernels.qkv_rope_cache(qkv, heads, stored, slots, wide)
+        if spec.query_scale_beta:
+            queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
+        return kernels.attend(queries, kv, tiles, spans, scale, cap, window, dtype, sinks)
 
     def _only_queries(self, qkv: SplitSums, keys: torch.Tensor) -> SplitSums:
         """The queries with zeros for keys and values, which go to a cache that is not read."""
@@ -348,6 +384,8 @@ class CudaOps:
         weight = quant.plain_weight(self.weights[f"{prefix}.gate+up"], len(h))
         if weight is None or not kernels.can_fuse(weight, spec.activation):
             return None
+        if isinstance(h, PendingNorm):
+            return self._normed_product(h, weight, spec.activation, dtype)[0]
         return kernels.gated_matmul(h, weight, spec.activation, dtype)
 
     def moe(self, h: Rows, layer: int, router: Rows | None = None) -> Rows:
