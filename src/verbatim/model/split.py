@@ -1,0 +1,166 @@
+"""Split of a model over ranks (tensor parallelism): which rows of which weight a rank has.
+
+In: a ModelSpec and a number of ranks. Out: per weight the rows of each rank, and the model of one
+rank. Invariant: matrices are cut by output rows, never along a sum. So each value of the forward
+pass is computed on one rank, by the operations of one process, and the bits are those of one
+process (docs/adr/0033).
+
+Queries, keys, values and attention are cut by heads, where the heads divide; otherwise attention is
+whole on every rank. Recurrent states, norms, routers and what is read by row (learned positions,
+gemma4's second embedding) are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import lcm
+
+import numpy as np
+
+from verbatim.base.errors import ParameterError
+from verbatim.formats.tensor import Tensor, Weights
+from verbatim.model.adapter import Adapter
+from verbatim.model.layout import layout
+from verbatim.model.loading.load import Model
+from verbatim.model.spec import LayerSpec, ModelSpec
+
+# Parts of a layer that are cut by rows, and whose result every rank gathers.
+_BY_ROWS = frozenset(
+    ("attn.o", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out")
+    + tuple(f"{block}.{part}" for block in ("mlp", "shared") for part in ("gate", "up", "down"))
+    + tuple(f"moe.{part}" for part in ("gate", "up", "down"))
+)
+_BY_QUERY_HEADS = frozenset(("attn.q", "attn.gate", "attn.sinks"))
+_BY_KV_HEADS = frozenset(("attn.k", "attn.v"))
+PANEL = 16  # rows that the kernels compute together; a cut inside one wastes the rest of it
+
+
+@dataclass(frozen=True)
+class Split:
+    """The query heads of one KV head may be on several ranks, which all have the KV head then."""
+
+    spec: ModelSpec
+    ranks: int
+
+    def __post_init__(self) -> None:
+        least = min(self.spec.hidden, self.spec.vocab)
+        if self.ranks > least:
+            raise ParameterError(
+                "tensor_parallel", f"{self.ranks} is more than the {least} rows of a matrix"
+            )
+
+    @cached_property
+    def heads(self) -> tuple[int, ...] | None:
+        """Query heads of each rank; None: attention is whole on every rank."""
+        spec = self.spec
+        attention = [i for i, layer in enumerate(spec.layers) if layer.mixer == "attention"]
+        shares = {spec.heads // spec.kv_shape(i)[0] for i in attention}
+        unit = lcm(*shares)  # query heads of whole KV heads in every layer
+        if spec.qk_norm == "width" or not shares:  # a norm over all heads
+            return None
+        if spec.heads // unit >= self.ranks:
+            counts = [n * unit for n in _even(spec.heads // unit, self.ranks)]
+        else:
+            each = spec.heads // self.ranks
+            fits = all(share % each == 0 or each % share == 0 for share in shares if each)
+            if spec.heads % self.ranks or not fits:
+                return None
+            counts = [each] * self.ranks
+        groups = {self._local(tuple(counts), rank).groups for rank in range(self.ranks)}
+        # KV heads that differ in number only in the whole model would change the cache groups
+        return tuple(counts) if groups == {spec.groups} else None
+
+    def widths(self, name: str) -> tuple[int, ...]:
+        """Rows of the matrix on each rank, whose results are gathered; empty: it is whole, or cut
+        by heads."""
+        if name in ("embed", "head"):
+            return _rows(self.spec.vocab, self.ranks)
+        part = name.split(".", 2)[-1].removesuffix(".bias")
+        if part not in _BY_ROWS:
+            return ()
+        return _rows(self._shapes[name.removesuffix(".bias")][-2], self.ranks)
+
+    def attention_widths(self, layer: int) -> tuple[int, ...]:
+        """Columns of the attention's output on each rank; empty: it is whole."""
+        head_dim = self.spec.kv_shape(layer)[1]
+        return tuple(count * head_dim for count in self.heads or ())
+
+    def rows(self, name: str, rank: int) -> tuple[int, int] | None:
+        """The first and the last row (exclusive) of the weight on a rank; None: all of them."""
+        if widths := self.widths(name):
+            return sum(widths[:rank]), sum(widths[: rank + 1])
+        part = name.split(".", 2)[-1].removesuffix(".bias")
+        if self.heads is None or part not in _BY_QUERY_HEADS | _BY_KV_HEADS:
+            return None
+        first, last = sum(self.heads[:rank]), sum(self.heads[: rank + 1])
+        kv_heads, head_dim = self.spec.kv_shape(int(name.split(".")[1]))
+        if part in _BY_KV_HEADS:
+            share = self.spec.heads // kv_heads
+            first, last = first // share, -(-last // share)
+        size = 1 if part == "attn.sinks" else head_dim
+        return first * size, last * size
+
+    def local(self, rank: int) -> ModelSpec:
+        """The spec of the heads of one rank; all other sizes are those of the whole model."""
+        return self.spec if self.heads is None else self._local(self.heads, rank)
+
+    def model(self, model: Model, rank: int) -> Model:
+        """What one rank has of a model."""
+        cuts = {name: self.rows(name, rank) for name in model.weights}
+        tensors = {name: cut(t, name, cuts[name]) for name, t in model.weights.items()}
+        weights = replace(model.weights, tensors=tensors)
+        adapters = tuple(_cut_adapter(adapter, cuts) for adapter in model.adapters)
+        return replace(
+            model, spec=self.local(rank), weights=weights, adapters=adapters, draft=None
+        )
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return layout(self.spec)
+
+    def _local(self, heads: tuple[int, ...], rank: int) -> ModelSpec:
+        first, count = sum(heads[:rank]), heads[rank]
+
+        def kv_heads(whole: int) -> int:
+            share = self.spec.heads // whole
+            return -(-(first + count) // share) - first // share
+
+        def layer(i: int, of: LayerSpec) -> LayerSpec:
+            return replace(of, kv_heads=kv_heads(self.spec.kv_shape(i)[0]))
+
+        layers = tuple(layer(i, of) for i, of in enumerate(self.spec.layers))
+        least = kv_heads(self.spec.kv_heads)
+        return replace(self.spec, heads=count, kv_heads=least, layers=layers)
+
+
+def cut(tensor: Tensor, name: str, rows: tuple[int, int] | None) -> Tensor:
+    """These rows of a matrix or of each expert's, or these values of a vector."""
+    if rows is None:
+        return tensor
+    vector = name.endswith((".bias", ".sinks"))
+    axis = len(tensor.shape) - (1 if vector else 2)
+    outer, count = int(np.prod(tensor.shape[:axis])), tensor.shape[axis]
+    part = tensor.data.reshape(outer, count, -1)[:, rows[0] : rows[1]]
+    shape = (*tensor.shape[:axis], rows[1] - rows[0], *tensor.shape[axis + 1 :])
+    return Tensor(tensor.name, tensor.type, shape, np.ascontiguousarray(part).reshape(-1))
+
+
+def _cut_adapter(adapter: Adapter, cuts: Mapping[str, tuple[int, int] | None]) -> Adapter:
+    parts = {
+        name: replace(part, b=cut(part.b, name, cuts[name])) for name, part in adapter.parts.items()
+    }
+    return replace(adapter, parts=parts)
+
+
+def _even(count: int, ranks: int) -> list[int]:
+    return [count * (r + 1) // ranks - count * r // ranks for r in range(ranks)]
+
+
+def _rows(count: int, ranks: int) -> tuple[int, ...]:
+    """Rows per rank, in whole panels where there are enough of them; the last rank has the rest."""
+    unit = PANEL if count >= PANEL * ranks else 1
+    shares = [n * unit for n in _even(count // unit, ranks)]
+    shares[-1] += count % unit
+    return tuple(shares)
