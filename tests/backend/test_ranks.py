@@ -19,12 +19,13 @@ from plans import BLOCKS, Blocks, ScoredSeq, run, same_bits
 
 from parity_types import PLAIN, WIDE, WIDE_QUANTISED
 from verbatim.backend.cpu.backend import CpuBackend
-from verbatim.backend.ranks import Ranks
+from verbatim.backend.ranks import native_mesh
 from verbatim.base.config import EngineConfig
 from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.loading.load import Model
 from verbatim.model.split import Split
+from verbatim.parallel.rank import RankProcess, open_rank
 from verbatim.testing.tiny_models import FAMILIES, tiny_adapter, tiny_model
 
 CONFIG = EngineConfig(threads=1)
@@ -62,14 +63,13 @@ def check(model: Model, counts: tuple[int, ...] = (2, 4), **settings: object) ->
     config = EngineConfig(**{"threads": 1, **settings})  # type: ignore[arg-type]
     whole = results(CpuBackend(model, config))
     for count in counts:
-        split = Split(model.spec, count)
-        with sockets(count) as fds, ThreadPoolExecutor(count) as pool:
-
-            def one(rank: int) -> list[ScoredSeq]:
-                ranks = Ranks(split, rank, fds[rank])
-                return results(CpuBackend(split.model(model, rank), config, ranks=ranks))
-
-            found = list(pool.map(one, range(count)))[0]
+        with ThreadPoolExecutor(count) as pool, sockets(count) as fds:
+            for rank in range(1, count):
+                other = RankProcess(rank, fds[rank])
+                other.open(model, config)
+                other.backend.allocate((BLOCKS,) * len(model.spec.groups))
+                pool.submit(other.run)
+            found = results(open_rank(model, config, native_mesh(0, fds[0]), count))
         assert all(map(same_bits, found, whole)), f"{count} ranks"
 
 

@@ -71,7 +71,7 @@ class CpuBackend:
         self.block_size = BLOCK_SIZE
         self.launcher = None
         self.config = config
-        self._model = model
+        self._model, self._ranks = model, ranks
         whole = spec if ranks is None else ranks.split.spec
         self._fine = activation_type(config.activations, parameters(whole)) == "int12"
         try:
@@ -153,7 +153,10 @@ class CpuBackend:
             self._engine.copy(group, source, target)
         if (states := draft_states(plan)) is not None:
             self._engine.states(np.ravel(states))
-        self._engine.step(plan.sequences)
+        frame = b"" if self._ranks is None else self._ranks.step_frame(plan)
+        self._engine.step(plan.sequences, frame)
+        if self._ranks is not None and self._ranks.rank:
+            return StepResult(plan.step, ())  # rank 0 has the logits
         if not only_draws(plan):
             return collect(plan, self._engine.hidden(), self._sampler)
         # sample all sequences in one native call

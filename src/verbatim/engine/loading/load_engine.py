@@ -39,7 +39,6 @@ def load_for_engine(
 ) -> LoadedModel:
     """Resolve the model (a path, a catalog name, org/name on the hub), load it, `change` it, open a
     backend."""
-    from verbatim.backend import open_backend
     from verbatim.encoder.encoder_load import encoder_type
     from verbatim.hub.catalog import resolve
 
@@ -50,7 +49,7 @@ def load_for_engine(
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(model_info.read_text, loaded.source)
-        backend = open_backend(loaded, config)
+        backend = _open_backend(loaded, config)
     try:
         tokenizer, template = text.result()
         tokenizer.fit(loaded.spec.vocab)  # padding may be drawn, and decodes to no text
@@ -78,6 +77,16 @@ def load_for_engine(
         weight_files=tuple(model_info.weight_files(loaded.path)),
         adapters=adapter_infos(loaded),
     )
+
+
+def _open_backend(model: Model, config: EngineConfig) -> Backend:
+    if config.tensor_parallel == 1:
+        from verbatim.backend import open_backend
+
+        return open_backend(model, config)
+    from verbatim.parallel.backend import ParallelBackend
+
+    return ParallelBackend(model, config)
 
 
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:

@@ -115,7 +115,8 @@ class PyEngine {
              const std::string& kv_type, bool fine, PyEngine* target, Mesh* mesh)
         : engine_(select_isa(isa), threads,
                   Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps},
-                  kv(kv_type), fine, target ? &target->engine_ : nullptr, mesh) {
+                  kv(kv_type), fine, target ? &target->engine_ : nullptr, mesh),
+          mesh_(mesh) {
         if (heads % kv_heads || heads / kv_heads > MAX_QUERIES || head_dim > 1024)
             throw std::invalid_argument("no kernel for this number or size of attention heads");
     }
@@ -259,7 +260,8 @@ class PyEngine {
             throw std::invalid_argument("write_block() needs exactly the bytes of one block");
         std::memcpy(to, data.data(), data.size());
     }
-    int step(nb::tuple sequences) {
+    // `frame`: what rank 0 of a group tells the others first, so that they take the same step.
+    int step(nb::tuple sequences, nb::bytes frame) {
         if (blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
         try {
             read_sequences(engine_, sequences, groups_, blocks_);
@@ -270,8 +272,10 @@ class PyEngine {
         if (reads_states_ &&
             engine_.step.states.size() != engine_.step.tokens.size() * engine_.shape.hidden)
             throw std::invalid_argument("a draft layer needs one state for each token");
-        if (engine_.step.tokens.empty()) return 0;
+        if (engine_.step.tokens.empty() && !frame.size()) return 0;
         nb::gil_scoped_release nogil;
+        if (mesh_ && frame.size()) mesh_->broadcast(frame.data(), frame.size());
+        if (engine_.step.tokens.empty()) return 0;
         engine_.run();
         return (int)engine_.step.logits.size();
     }
@@ -335,6 +339,7 @@ class PyEngine {
         return out;
     }
     Engine engine_;
+    Mesh* mesh_;
     std::unique_ptr<DraftHead> head_;
     bool reads_states_ = false;
     int groups_ = 0;
@@ -426,6 +431,12 @@ NB_MODULE(_native, m) {
     nb::class_<Mesh>(m, "Mesh")
         .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("fds"))
         .def_prop_ro("rank", &Mesh::rank)
+        .def(
+            "broadcast",
+            [](Mesh& mesh, nb::bytes data) {
+                nb::gil_scoped_release nogil;
+                mesh.broadcast(data.data(), data.size());
+            })
         .def("gather", &gather, nb::arg("piece"), nb::arg("sizes"), nb::arg("root") = false,
              "The pieces of all ranks, one after the other; sizes[r] bytes of rank r.");
     bind_sampler(m);
@@ -454,7 +465,7 @@ NB_MODULE(_native, m) {
         .def("copy", &PyEngine::copy)
         .def("read_block", &PyEngine::read_block)
         .def("write_block", &PyEngine::write_block)
-        .def("step", &PyEngine::step)
+        .def("step", &PyEngine::step, nb::arg("sequences"), nb::arg("frame") = nb::bytes("", 0))
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })
         .def("draft_head", &PyEngine::draft_head)

@@ -28,36 +28,38 @@ void Mesh::fail(const std::string& what) {
 
 void Mesh::gather(const void* piece, const std::vector<size_t>& bytes, void* const* out,
                   bool root) {
+    std::vector<Transfer> parts;
+    for (int r = 0; r < ranks(); r++) {
+        if (r == rank_) continue;
+        if (!root || r == 0)
+            parts.push_back({fds_[r], r, (char*)piece, bytes[rank_], POLLOUT});
+        if (!root || rank_ == 0) parts.push_back({fds_[r], r, (char*)out[r], bytes[r], POLLIN});
+    }
+    transfer(parts);
+}
+
+void Mesh::broadcast(const void* data, size_t bytes) {
+    std::vector<Transfer> parts;
+    for (int r = 0; r < ranks(); r++)
+        if (r != rank_) parts.push_back({fds_[r], r, (char*)data, bytes, POLLOUT});
+    transfer(parts);
+}
+
+void Mesh::transfer(std::vector<Transfer>& parts) {
     if (!failed_.empty()) throw std::runtime_error(failed_);
-    const int n = ranks();
-    std::vector<size_t> sent(n, 0), received(n, 0);
-    auto to_send = [&](int r) {
-        return r == rank_ || (root && r != 0) ? 0 : bytes[rank_] - sent[r];
-    };
-    auto to_receive = [&](int r) {
-        return r == rank_ || (root && rank_ != 0) ? 0 : bytes[r] - received[r];
-    };
     std::vector<pollfd> waiting;
     while (true) {
         bool moved = false;
         waiting.clear();
-        for (int r = 0; r < n; r++) {
-            short events = 0;
-            if (const size_t left = to_send(r)) {
-                const ssize_t k = send(fds_[r], (const char*)piece + sent[r], left, FLAGS);
-                if (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR)
-                    fail("rank " + std::to_string(r) + " has ended");
-                if (k > 0) sent[r] += k, moved = true;
-                if (to_send(r)) events |= POLLOUT;
-            }
-            if (const size_t left = to_receive(r)) {
-                const ssize_t k = recv(fds_[r], (char*)out[r] + received[r], left, FLAGS);
-                if (k == 0 || (k < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
-                    fail("rank " + std::to_string(r) + " has ended");
-                if (k > 0) received[r] += k, moved = true;
-                if (to_receive(r)) events |= POLLIN;
-            }
-            if (events) waiting.push_back({fds_[r], events, 0});
+        for (Transfer& t : parts) {
+            if (!t.left) continue;
+            const bool sends = t.event == POLLOUT;
+            const ssize_t n = sends ? send(t.fd, t.at, t.left, FLAGS) : recv(t.fd, t.at, t.left, FLAGS);
+            if ((n == 0 && !sends) ||
+                (n < 0 && errno != EAGAIN && errno != EWOULDBLOCK && errno != EINTR))
+                fail("rank " + std::to_string(t.rank) + " has ended");
+            if (n > 0) t.at += n, t.left -= n, moved = true;
+            if (t.left) waiting.push_back({t.fd, t.event, 0});
         }
         if (waiting.empty()) return;
         if (moved) continue;

@@ -20,8 +20,17 @@ class Mesh {
     // Receives bytes[r] bytes of each other rank r into out[r], and sends `piece`, bytes[rank()]
     // long, to it. `root`: only rank 0 receives.
     void gather(const void* piece, const std::vector<size_t>& bytes, void* const* out, bool root);
+    void broadcast(const void* data, size_t bytes);  // from this rank to the others' sockets
 
   private:
+    // Sends and receives at the same time. Both are changed.
+    struct Transfer {
+        int fd, rank;
+        char* at;
+        size_t left;
+        short event;  // POLLIN or POLLOUT
+    };
+    void transfer(std::vector<Transfer>& parts);
     [[noreturn]] void fail(const std::string& what);
     const int rank_;
     const std::vector<int> fds_;

@@ -1,0 +1,112 @@
+"""ParallelBackend: the backend of a model that runs on several ranks.
+
+In: a loaded model, its path and an EngineConfig with tensor_parallel above 1. Out: a Backend. Rank
+0 is in this process: it sends each plan to the other ranks, computes its part of the step, gathers
+the logits and samples. Invariant: the bits, and so the fingerprint, of one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from verbatim.backend.protocol import BackendInfo
+from verbatim.base.config import EngineConfig
+from verbatim.base.errors import ModelError
+from verbatim.base.records import StepPlan, StepResult
+from verbatim.model.split import Split
+from verbatim.parallel.group import Group
+from verbatim.parallel.rank import facts, open_rank
+
+if TYPE_CHECKING:
+    from verbatim.model.loading.load import Model
+
+
+class ParallelBackend:
+    launcher = None  # a step ends before the next is planned
+    draft_backend = None  # a draft head reads the whole embedding
+
+    def __init__(self, model: Model, config: EngineConfig) -> None:
+        from verbatim.backend.cpu.backend import physical_cores
+
+        count = config.tensor_parallel
+        threads = config.threads or max(1, physical_cores() // count)
+        default = EngineConfig().cache_dir_size
+        config = replace(
+            config, threads=threads, tensor_parallel=1, cache_dir=None, cache_dir_size=default
+        )
+        self.spec = Split(model.spec, count).spec  # a model that cannot be split is an error
+        self.group = group = Group(count)
+        try:
+            stated = {"path": str(model.path.absolute()), "config": asdict(config)}
+            group.tell(b"open", json.dumps(stated).encode())
+            self._backend = open_rank(model, config, group.mesh, count)
+            answers = group.answers()
+        except BaseException:
+            group.close()
+            raise
+        others = [json.loads(answer) for answer in answers]
+        for rank, other in enumerate(others, 1):
+            if "error" in other:
+                group.close()
+                raise ModelError(f"rank {rank}: {other['error']}", file=str(model.path))
+        self._ranks = [facts(self._backend), *others]
+        self.block_size = self._backend.block_size
+
+    @property
+    def info(self) -> BackendInfo:
+        own = self._backend.info
+        sums: dict[str, Any] = {
+            name: sum(int(rank[name]) for rank in self._ranks)
+            for name in ("weight_bytes", "expert_bytes", "kv_token_bytes", "threads")
+        }
+        return replace(own, detail=f"{own.detail}, {len(self._ranks)} ranks", **sums)
+
+    def draft_layer(self, model: Model) -> None:
+        return None
+
+    def available_memory(self) -> None:
+        return None  # the KV cache is in main memory
+
+    def block_bytes(self) -> tuple[int, ...]:
+        """Bytes on all ranks, which share this machine's memory."""
+        return tuple(map(sum, zip(*self._block_sizes(), strict=True)))
+
+    def _block_sizes(self) -> list[Sequence[int]]:
+        return [rank["block_bytes"] for rank in self._ranks]
+
+    def allocate(self, blocks: tuple[int, ...]) -> None:
+        self.group.tell(b"allo", json.dumps(blocks).encode())
+        self._backend.allocate(blocks)
+
+    def read_block(self, group: int, block: int) -> bytes:
+        self.group.tell(b"read", json.dumps((group, block)).encode())
+        own = self._backend.read_block(group, block)
+        return b"".join([own, *self.group.answers()])
+
+    def write_block(self, group: int, block: int, data: bytes) -> None:
+        sizes = [sizes[group] for sizes in self._block_sizes()]
+        if len(data) != sum(sizes):
+            raise ValueError(f"{len(data)} bytes are not a block of group {group}")
+        head = json.dumps((group, block, sizes)).encode()
+        body = len(head).to_bytes(4, "little") + head + data
+        self.group.tell(b"writ", body)
+        self._backend.write_block(group, block, data[: sizes[0]])
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.group.check()
+        try:
+            return self._backend.execute(plan)
+        except RuntimeError as error:  # of the mesh
+            raise self.group.failed(error) from None
+
+    @property
+    def failure(self) -> str:
+        """Why the group has ended; empty while it works."""
+        return self.group.error
+
+    def close(self) -> None:
+        self.group.close()
+        self._backend.close()
