@@ -24,7 +24,7 @@ from verbatim.base.config import EngineConfig
 from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.loading.load import Model
-from verbatim.model.split import Split
+from verbatim.model.row_split import Split
 from verbatim.parallel.rank import RankProcess, open_rank
 from verbatim.testing.tiny_models import FAMILIES, tiny_adapter, tiny_model
 
@@ -114,7 +114,9 @@ def test_adapters_have_the_bits_of_one_process() -> None:
 def test_attention_is_cut_by_heads_where_they_divide(
     heads: int, kv_heads: int, ranks: int, expected: tuple[int, ...] | None
 ) -> None:
-    model = tiny_model("llama", head_dim=16, num_attention_heads=heads, num_key_value_heads=kv_heads)
+    model = tiny_model(
+        "llama", head_dim=16, num_attention_heads=heads, num_key_value_heads=kv_heads
+    )
     assert Split(model.spec, ranks).heads == expected
     check(model, (ranks,))
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from verbatim.base.errors import BackendError
 from verbatim.base.records import SeqStep, StepPlan
-from verbatim.model.split import Split
+from verbatim.model.row_split import Split
 
 STEP = b"step"
 
@@ -29,7 +29,9 @@ def native_mesh(rank: int, fds: Sequence[int]) -> Any:
     try:
         native: Any = import_module("verbatim.backend.cpu._native")
     except ImportError:
-        raise BackendError("tensor_parallel needs the native kernels, which are not built") from None
+        raise BackendError(
+            "tensor_parallel needs the native kernels, which are not built"
+        ) from None
     return native.Mesh(rank, list(fds))
 
 

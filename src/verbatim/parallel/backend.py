@@ -16,7 +16,7 @@ from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError
 from verbatim.base.records import StepPlan, StepResult
-from verbatim.model.split import Split
+from verbatim.model.row_split import Split
 from verbatim.parallel.group import Group
 from verbatim.parallel.rank import facts, open_rank
 
@@ -101,11 +101,6 @@ class ParallelBackend:
             return self._backend.execute(plan)
         except RuntimeError as error:  # of the mesh
             raise self.group.failed(error) from None
-
-    @property
-    def failure(self) -> str:
-        """Why the group has ended; empty while it works."""
-        return self.group.error
 
     def close(self) -> None:
         self.group.close()

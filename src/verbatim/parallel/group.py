@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+
 from verbatim.backend.ranks import frame, native_mesh
 from verbatim.base.errors import BackendError
 
@@ -56,6 +57,11 @@ class Group:
     def check(self) -> None:
         if self.error:
             raise BackendError(self.error)
+
+    @property
+    def failure(self) -> str:
+        """Why the group has ended by itself; empty while it works."""
+        return "" if self._closing else self.error
 
     def failed(self, error: Exception) -> BackendError:
         """The error of a group whose exchange has failed with `error`. Ends all ranks."""

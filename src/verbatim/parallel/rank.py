@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from verbatim.backend.ranks import STEP, Ranks, frame, native_mesh, read_plan
 from verbatim.base.config import EngineConfig
-from verbatim.model.split import Split
+from verbatim.model.row_split import Split
 
 if TYPE_CHECKING:
     from verbatim.backend.cpu.backend import CpuBackend

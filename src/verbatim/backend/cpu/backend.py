@@ -50,6 +50,9 @@ def unsupported(model: Model) -> str | None:
 
 
 class CpuBackend:
+    block_size = BLOCK_SIZE
+    launcher = None
+
     def __init__(
         self,
         model: Model,
@@ -68,8 +71,6 @@ class CpuBackend:
                 f"the cpu backend cannot run this model: {reason}; use backend='reference'"
             )
         self.spec = spec = model.spec
-        self.block_size = BLOCK_SIZE
-        self.launcher = None
         self.config = config
         self._model, self._ranks = model, ranks
         whole = spec if ranks is None else ranks.split.spec

@@ -426,10 +426,7 @@ def columns(t: Tensor, half: int) -> Tensor:
 
 
 def record(
-    model: Model,
-    engine: Any,
-    shared: Mapping[str, int] | None = None,
-    ranks: Ranks | None = None,
+    model: Model, engine: Any, shared: Mapping[str, int] | None = None, ranks: Ranks | None = None
 ) -> dict[str, int]:
     """Pack the model's weights into `engine` and record its forward pass there.
 

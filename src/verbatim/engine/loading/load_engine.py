@@ -49,7 +49,7 @@ def load_for_engine(
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(model_info.read_text, loaded.source)
-        backend = _open_backend(loaded, config)
+        backend, failure = _open_backend(loaded, config)
     try:
         tokenizer, template = text.result()
         tokenizer.fit(loaded.spec.vocab)  # padding may be drawn, and decodes to no text
@@ -76,17 +76,20 @@ def load_for_engine(
         file=model_info.file_of(loaded.path, model_info.weight_types(loaded), loaded.source),
         weight_files=tuple(model_info.weight_files(loaded.path)),
         adapters=adapter_infos(loaded),
+        failure=failure,
     )
 
 
-def _open_backend(model: Model, config: EngineConfig) -> Backend:
+def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable[[], str]]:
+    """The backend, and LoadedModel.failure."""
     if config.tensor_parallel == 1:
         from verbatim.backend import open_backend
 
-        return open_backend(model, config)
+        return open_backend(model, config), str
     from verbatim.parallel.backend import ParallelBackend
 
-    return ParallelBackend(model, config)
+    backend = ParallelBackend(model, config)
+    return backend, lambda: backend.group.failure
 
 
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:

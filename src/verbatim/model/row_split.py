@@ -20,20 +20,19 @@ from math import lcm
 import numpy as np
 
 from verbatim.base.errors import ParameterError
-from verbatim.formats.tensor import Tensor, Weights
+from verbatim.formats.tensor import Tensor
 from verbatim.model.adapter import Adapter
 from verbatim.model.layout import layout
 from verbatim.model.loading.load import Model
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 # Parts of a layer that are cut by rows, and whose result every rank gathers.
-_BY_ROWS = frozenset(
-    ("attn.o", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out")
-    + tuple(f"{block}.{part}" for block in ("mlp", "shared") for part in ("gate", "up", "down"))
-    + tuple(f"moe.{part}" for part in ("gate", "up", "down"))
-)
-_BY_QUERY_HEADS = frozenset(("attn.q", "attn.gate", "attn.sinks"))
-_BY_KV_HEADS = frozenset(("attn.k", "attn.v"))
+_BY_ROWS = {
+    *("attn.o", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out"),
+    *(f"{block}.{part}" for block in ("mlp", "shared", "moe") for part in ("gate", "up", "down")),
+}
+_BY_QUERY_HEADS = {"attn.q", "attn.gate", "attn.sinks"}
+_BY_KV_HEADS = {"attn.k", "attn.v"}
 PANEL = 16  # rows that the kernels compute together; a cut inside one wastes the rest of it
 
 
@@ -102,6 +101,32 @@ class Split:
         size = 1 if part == "attn.sinks" else head_dim
         return first * size, last * size
 
+    @property
+    def kv_copies(self) -> float:
+        """Copies of the KV cache on all ranks together."""
+        if self.heads is None:
+            return float(self.ranks)
+        return sum(self.local(r).kv_heads for r in range(self.ranks)) / self.spec.kv_heads
+
+    def share(self, name: str, rank: int) -> float:
+        """The rank's part of a weight, from 0 to 1."""
+        rows, shape = self.rows(name, rank), self._shapes[name]
+        if rows is None:
+            return 1.0
+        return (rows[1] - rows[0]) / shape[-1 if _is_vector(name) else -2]
+
+    @cached_property
+    def gathered(self) -> int:
+        """Values of a token's row that the ranks gather in a step, logits included."""
+        spec, total = self.spec, self.spec.hidden
+        for name in self._shapes:
+            part = name.split(".", 2)[-1]
+            gates = part.endswith(".gate")  # multiplied with up before the gather
+            if not part.endswith(".bias") and name != "embed" and not gates:
+                total += sum(self.widths(name)) * (spec.experts_used if part == "moe.up" else 1)
+        mixers = [i for i, layer in enumerate(spec.layers) if layer.mixer == "attention"]
+        return total + sum(sum(self.attention_widths(i)) for i in mixers) + spec.tied * spec.vocab
+
     def local(self, rank: int) -> ModelSpec:
         """The spec of the heads of one rank; all other sizes are those of the whole model."""
         return self.spec if self.heads is None else self._local(self.heads, rank)
@@ -112,9 +137,7 @@ class Split:
         tensors = {name: cut(t, name, cuts[name]) for name, t in model.weights.items()}
         weights = replace(model.weights, tensors=tensors)
         adapters = tuple(_cut_adapter(adapter, cuts) for adapter in model.adapters)
-        return replace(
-            model, spec=self.local(rank), weights=weights, adapters=adapters, draft=None
-        )
+        return replace(model, spec=self.local(rank), weights=weights, adapters=adapters, draft=None)
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -139,12 +162,16 @@ def cut(tensor: Tensor, name: str, rows: tuple[int, int] | None) -> Tensor:
     """These rows of a matrix or of each expert's, or these values of a vector."""
     if rows is None:
         return tensor
-    vector = name.endswith((".bias", ".sinks"))
-    axis = len(tensor.shape) - (1 if vector else 2)
+    axis = len(tensor.shape) - (1 if _is_vector(name) else 2)
     outer, count = int(np.prod(tensor.shape[:axis])), tensor.shape[axis]
     part = tensor.data.reshape(outer, count, -1)[:, rows[0] : rows[1]]
     shape = (*tensor.shape[:axis], rows[1] - rows[0], *tensor.shape[axis + 1 :])
     return Tensor(tensor.name, tensor.type, shape, np.ascontiguousarray(part).reshape(-1))
+
+
+def _is_vector(name: str) -> bool:
+    """Whether the last axis of the weight is that of the rows."""
+    return name.endswith((".bias", ".sinks"))
 
 
 def _cut_adapter(adapter: Adapter, cuts: Mapping[str, tuple[int, int] | None]) -> Adapter:
