@@ -15,7 +15,7 @@ from array import array
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import chain, islice
-from typing import Any
+from typing import Protocol
 
 from verbatim.base.errors import BackendError
 from verbatim.base.records import SeqStep, StepPlan
@@ -24,20 +24,31 @@ from verbatim.model.row_split import Split
 STEP = b"step"
 
 
-def native_mesh(rank: int, fds: Sequence[int]) -> Any:
+class Mesh(Protocol):
+    """The native sockets to the other ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def broadcast(self, data: bytes) -> None:
+        """Send bytes to every other rank."""
+
+
+def native_mesh(rank: int, fds: Sequence[int]) -> Mesh:
     """fds[r]: a connected stream socket to rank r; -1 for this rank."""
     try:
-        native: Any = import_module("verbatim.backend.cpu._native")
+        native = import_module("verbatim.backend.cpu._native")
     except ImportError:
         raise BackendError(
             "tensor_parallel needs the native kernels, which are not built"
         ) from None
-    return native.Mesh(rank, list(fds))
+    mesh: Mesh = native.Mesh(rank, list(fds))
+    return mesh
 
 
 class Ranks:
-    def __init__(self, split: Split, mesh: Any) -> None:
-        self.split, self.mesh, self.rank = split, mesh, int(mesh.rank)
+    def __init__(self, split: Split, mesh: Mesh) -> None:
+        self.split, self.mesh, self.rank = split, mesh, mesh.rank
 
     def step_frame(self, plan: StepPlan) -> bytes:
         """What rank 0 sends before its own part of a step. The others send nothing."""

@@ -8,9 +8,8 @@ the logits and samples. Invariant: the bits, and so the fingerprint, of one proc
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import EngineConfig
@@ -18,7 +17,7 @@ from verbatim.base.errors import ModelError
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.row_split import Split
 from verbatim.parallel.group import Group
-from verbatim.parallel.rank import facts, open_rank
+from verbatim.parallel.rank import RankFacts, facts, open_rank
 
 if TYPE_CHECKING:
     from verbatim.model.loading.load import Model
@@ -40,29 +39,31 @@ class ParallelBackend:
         self.spec = Split(model.spec, count).spec  # a model that cannot be split is an error
         self.group = group = Group(count)
         try:
-            stated = {"path": str(model.path.absolute()), "config": asdict(config)}
+            stated = (str(model.path.absolute()), asdict(config))
             group.tell(b"open", json.dumps(stated).encode())
             self._backend = open_rank(model, config, group.mesh, count)
             answers = group.answers()
         except BaseException:
             group.close()
             raise
-        others = [json.loads(answer) for answer in answers]
-        for rank, other in enumerate(others, 1):
-            if "error" in other:
+        self._ranks = [facts(self._backend), *(RankFacts(*json.loads(a)) for a in answers)]
+        for rank, found in enumerate(self._ranks):
+            if found.error:
                 group.close()
-                raise ModelError(f"rank {rank}: {other['error']}", file=str(model.path))
-        self._ranks = [facts(self._backend), *others]
+                raise ModelError(f"rank {rank}: {found.error}", file=str(model.path))
         self.block_size = self._backend.block_size
 
     @property
     def info(self) -> BackendInfo:
-        own = self._backend.info
-        sums: dict[str, Any] = {
-            name: sum(int(rank[name]) for rank in self._ranks)
-            for name in ("weight_bytes", "expert_bytes", "kv_token_bytes", "threads")
-        }
-        return replace(own, detail=f"{own.detail}, {len(self._ranks)} ranks", **sums)
+        own, ranks = self._backend.info, self._ranks
+        return replace(
+            own,
+            detail=f"{own.detail}, {len(ranks)} ranks",
+            threads=sum(rank.threads for rank in ranks),
+            weight_bytes=sum(rank.weight_bytes for rank in ranks),
+            kv_token_bytes=sum(rank.kv_token_bytes for rank in ranks),
+            expert_bytes=sum(rank.expert_bytes for rank in ranks),
+        )
 
     def draft_layer(self, model: Model) -> None:
         return None
@@ -72,10 +73,7 @@ class ParallelBackend:
 
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes on all ranks, which share this machine's memory."""
-        return tuple(map(sum, zip(*self._block_sizes(), strict=True)))
-
-    def _block_sizes(self) -> list[Sequence[int]]:
-        return [rank["block_bytes"] for rank in self._ranks]
+        return tuple(map(sum, zip(*(rank.block_bytes for rank in self._ranks), strict=True)))
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
         self.group.tell(b"allo", json.dumps(blocks).encode())
@@ -87,7 +85,7 @@ class ParallelBackend:
         return b"".join([own, *self.group.answers()])
 
     def write_block(self, group: int, block: int, data: bytes) -> None:
-        sizes = [sizes[group] for sizes in self._block_sizes()]
+        sizes = [rank.block_bytes[group] for rank in self._ranks]
         if len(data) != sum(sizes):
             raise ValueError(f"{len(data)} bytes are not a block of group {group}")
         head = json.dumps((group, block, sizes)).encode()

@@ -14,10 +14,10 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NamedTuple
 
-from verbatim.backend.ranks import STEP, Ranks, frame, native_mesh, read_plan
-from verbatim.base.config import EngineConfig
+from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_plan
+from verbatim.base.config import EngineConfig, EngineOptions
 from verbatim.model.row_split import Split
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("verbatim.parallel")
 
 
-def open_rank(model: Model, config: EngineConfig, mesh: Any, count: int) -> CpuBackend:
+def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> CpuBackend:
     """The backend of one rank, with its part of the model."""
     from verbatim.backend import unpacked
     from verbatim.backend.cpu.backend import CpuBackend
@@ -36,16 +36,21 @@ def open_rank(model: Model, config: EngineConfig, mesh: Any, count: int) -> CpuB
     return CpuBackend(ranks.split.model(unpacked(model), ranks.rank), config, ranks=ranks)
 
 
-def facts(backend: CpuBackend) -> dict[str, Any]:
-    """What rank 0 adds to its own figures."""
+class RankFacts(NamedTuple):
+    """Figures of one rank."""
+
+    threads: int
+    weight_bytes: int
+    kv_token_bytes: int
+    expert_bytes: int
+    block_bytes: tuple[int, ...]
+    error: str = ""  # why it could not load its part
+
+
+def facts(backend: CpuBackend) -> RankFacts:
     info = backend.info
-    return {
-        "weight_bytes": info.weight_bytes,
-        "expert_bytes": info.expert_bytes,
-        "kv_token_bytes": info.kv_token_bytes,
-        "threads": info.threads,
-        "block_bytes": backend.block_bytes(),
-    }
+    sizes = (info.weight_bytes, info.kv_token_bytes, info.expert_bytes)
+    return RankFacts(info.threads, *sizes, backend.block_bytes())
 
 
 class RankProcess:
@@ -66,7 +71,7 @@ class RankProcess:
         if kind == STEP:
             self.backend.execute(read_plan(body))
         elif kind == b"open":
-            self._answer(self._open(json.loads(body)))
+            self._answer(json.dumps(self._open(*json.loads(body))).encode())
         elif kind == b"allo":
             self.backend.allocate(tuple(json.loads(body)))
         elif kind == b"read":
@@ -84,19 +89,19 @@ class RankProcess:
     def open(self, model: Model, config: EngineConfig) -> None:
         self._backend = open_rank(model, config, self._mesh, self._count)
 
-    def _open(self, stated: dict[str, Any]) -> bytes:
+    def _open(self, path: str, settings: EngineOptions) -> RankFacts:
         from verbatim.lora.adapter_load import with_adapters
         from verbatim.model.loading.load import load_model
 
-        config = EngineConfig(**stated["config"])
+        config = EngineConfig(**settings)
         try:
-            model = load_model(Path(stated["path"]), context=config.context, quant=config.quant)
+            model = load_model(Path(path), context=config.context, quant=config.quant)
             if config.adapters:
                 model = with_adapters(model, config.adapters)
             self.open(model, config)
         except Exception as error:  # rank 0 reports it
-            return json.dumps({"error": str(error)}).encode()
-        return json.dumps(facts(self.backend)).encode()
+            return RankFacts(0, 0, 0, 0, (), str(error))
+        return facts(self.backend)
 
     def _write(self, body: bytes) -> None:
         """A block of a cache group: the sizes on all ranks, then the bytes of all ranks."""
