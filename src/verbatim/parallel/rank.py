@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_plan
-from verbatim.base.config import EngineConfig, EngineOptions
+from verbatim.base.config import EngineConfig
+from verbatim.base.json_io import JsonMapping
 from verbatim.model.row_split import Split
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ class RankProcess:
     def open(self, model: Model, config: EngineConfig) -> None:
         self._backend = open_rank(model, config, self._mesh, self._count)
 
-    def _open(self, path: str, settings: EngineOptions) -> RankFacts:
+    def _open(self, path: str, settings: JsonMapping) -> RankFacts:
         from verbatim.lora.adapter_load import with_adapters
         from verbatim.model.loading.load import load_model
 
