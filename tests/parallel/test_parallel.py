@@ -111,7 +111,7 @@ def test_a_rank_does_not_outlive_a_killed_parent(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"backend": "reference"}, "tensor_parallel: needs the backend cpu"),
+        ({"backend": "reference"}, "tensor_parallel: needs the backend cpu or cuda"),
         ({"speculate": "mtp"}, "speculate: 'mtp' needs the whole model in one process"),
         ({"speculate": "head"}, "speculate: 'head' needs the whole model in one process"),
         ({"tensor_parallel": 65}, "tensor_parallel: 65 is more than the 64 rows"),

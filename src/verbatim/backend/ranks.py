@@ -15,11 +15,14 @@ from array import array
 from collections.abc import Sequence
 from importlib import import_module
 from itertools import chain, islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verbatim.base.errors import BackendError
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.model.row_split import Split
+
+if TYPE_CHECKING:
+    import numpy as np
 
 STEP = b"step"
 
@@ -32,6 +35,9 @@ class Mesh(Protocol):
 
     def broadcast(self, data: bytes) -> None:
         """Send bytes to every other rank."""
+
+    def gather(self, piece: np.ndarray, sizes: Sequence[int]) -> bytes:
+        """The pieces of all ranks, sizes[rank] bytes each; `piece` is uint8."""
 
 
 def native_mesh(rank: int, fds: Sequence[int]) -> Mesh:
@@ -49,6 +55,11 @@ def native_mesh(rank: int, fds: Sequence[int]) -> Mesh:
 class Ranks:
     def __init__(self, split: Split, mesh: Mesh) -> None:
         self.split, self.mesh, self.rank = split, mesh, mesh.rank
+
+    def start(self, plan: StepPlan) -> None:
+        """Rank 0: tell the others to execute the plan."""
+        if self.rank == 0:
+            self.mesh.broadcast(self.step_frame(plan))
 
     def step_frame(self, plan: StepPlan) -> bytes:
         """What rank 0 sends before its own part of a step. The others send nothing."""

@@ -205,9 +205,9 @@ class EngineConfig:
                 "activations",
                 f"has an effect on the cpu backend only, and backend is {self.backend}",
             )
-        if self.tensor_parallel > 1 and self.backend not in ("auto", "cpu"):
+        if self.tensor_parallel > 1 and self.backend == "reference":
             raise ParameterError(
-                "tensor_parallel", f"needs the backend cpu, and backend is {self.backend}"
+                "tensor_parallel", "needs the backend cpu or cuda, and backend is reference"
             )
         mode, colon, _ = self.speculate.partition(":")
         if self.tensor_parallel > 1 and mode in ("head", "mtp"):

@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
+from verbatim.backend import may_use_gpu
 from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError
@@ -32,9 +33,13 @@ class ParallelBackend:
 
         count = config.tensor_parallel
         threads = config.threads or max(1, physical_cores() // count)
-        default = EngineConfig().cache_dir_size
         config = replace(
-            config, threads=threads, tensor_parallel=1, cache_dir=None, cache_dir_size=default
+            config,
+            backend="cuda" if may_use_gpu(config) else "cpu",
+            threads=threads,
+            tensor_parallel=1,
+            cache_dir=None,
+            cache_dir_size=EngineConfig().cache_dir_size,
         )
         self.spec = Split(model.spec, count).spec  # a model that cannot be split is an error
         self.group = group = Group(count)
@@ -68,11 +73,11 @@ class ParallelBackend:
     def draft_layer(self, model: Model) -> None:
         return None
 
-    def available_memory(self) -> None:
-        return None  # the KV cache is in main memory
+    def available_memory(self) -> int | None:
+        return self._backend.available_memory()
 
     def block_bytes(self) -> tuple[int, ...]:
-        """Bytes on all ranks, which share this machine's memory."""
+        """Bytes on all ranks, which share this machine's memory or a GPU's."""
         return tuple(map(sum, zip(*(rank.block_bytes for rank in self._ranks), strict=True)))
 
     def allocate(self, blocks: tuple[int, ...]) -> None:
@@ -97,8 +102,12 @@ class ParallelBackend:
         self.group.check()
         try:
             return self._backend.execute(plan)
-        except RuntimeError as error:  # of the mesh
-            raise self.group.failed(error) from None
+        except BaseException as error:
+            # The native step of the cpu backend is never cut short. An error of another kind than
+            # the mesh's comes before or after it, and leaves the ranks in step.
+            if isinstance(error, RuntimeError) or self._backend.info.name == "cuda":
+                raise self.group.failed(error) from None
+            raise
 
     def close(self) -> None:
         self.group.close()

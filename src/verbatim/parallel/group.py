@@ -63,7 +63,7 @@ class Group:
         """Why the group has ended by itself; empty while it works."""
         return "" if self._closing else self.error
 
-    def failed(self, error: Exception) -> BackendError:
+    def failed(self, error: BaseException) -> BackendError:
         """The error of a group whose exchange has failed with `error`. Ends all ranks."""
         deadline = time.monotonic() + 1.0
         while not self.error and time.monotonic() < deadline:

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_plan
 from verbatim.base.config import EngineConfig
@@ -23,17 +23,24 @@ from verbatim.model.row_split import Split
 
 if TYPE_CHECKING:
     from verbatim.backend.cpu.backend import CpuBackend
+    from verbatim.backend.cuda.backend import CudaBackend
     from verbatim.model.loading.load import Model
+
+    RankBackend: TypeAlias = CpuBackend | CudaBackend
 
 log = logging.getLogger("verbatim.parallel")
 
 
-def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> CpuBackend:
+def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> RankBackend:
     """The backend of one rank, with its part of the model."""
+    ranks = Ranks(Split(model.spec, count), mesh)
+    if config.backend == "cuda":
+        from verbatim.backend.cuda.opening import open_on_card
+
+        return open_on_card(ranks.split.model(model, ranks.rank), config, ranks)
     from verbatim.backend import unpacked
     from verbatim.backend.cpu.backend import CpuBackend
 
-    ranks = Ranks(Split(model.spec, count), mesh)
     return CpuBackend(ranks.split.model(unpacked(model), ranks.rank), config, ranks=ranks)
 
 
@@ -48,7 +55,7 @@ class RankFacts(NamedTuple):
     error: str = ""  # why it could not load its part
 
 
-def facts(backend: CpuBackend) -> RankFacts:
+def facts(backend: RankBackend) -> RankFacts:
     info = backend.info
     sizes = (info.weight_bytes, info.kv_token_bytes, info.expert_bytes)
     return RankFacts(info.threads, *sizes, backend.block_bytes())
@@ -60,7 +67,7 @@ class RankProcess:
     def __init__(self, rank: int, fds: list[int]) -> None:
         self.rank, self._count, self._mesh = rank, len(fds), native_mesh(rank, fds)
         self._socket = socket.socket(fileno=os.dup(fds[0]))
-        self._backend: CpuBackend | None = None
+        self._backend: RankBackend | None = None
 
     def run(self) -> None:
         """Do what rank 0 says until it closes its socket."""
@@ -83,7 +90,7 @@ class RankProcess:
             raise ValueError(f"a frame of the unknown kind {kind!r}")
 
     @property
-    def backend(self) -> CpuBackend:
+    def backend(self) -> RankBackend:
         assert self._backend is not None, "rank 0 opens a model first"
         return self._backend
 
@@ -96,7 +103,8 @@ class RankProcess:
 
         config = EngineConfig(**settings)
         try:
-            model = load_model(Path(path), context=config.context, quant=config.quant)
+            gpu = config.backend == "cuda"
+            model = load_model(Path(path), context=config.context, quant=config.quant, gpu=gpu)
             if config.adapters:
                 model = with_adapters(model, config.adapters)
             self.open(model, config)
