@@ -65,4 +65,5 @@ class RankExchange:
         joined = self._ranks.mesh.gather(own, [count * size for count in counts])
         values = torch.frombuffer(bytearray(joined), dtype=x.dtype)
         assert prod(values.shape) == sum(counts), "every rank has sent its piece"
-        return values.split(list(counts))
+        parts: Sequence[torch.Tensor] = values.split(list(counts))
+        return parts
