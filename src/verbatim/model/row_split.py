@@ -1,9 +1,9 @@
 """Split of a model over ranks (tensor parallelism): which rows of which weight a rank has.
 
-In: a ModelSpec and a number of ranks. Out: per weight the rows of each rank, and the model of one
-rank. Invariant: matrices are cut by output rows, never along a sum. So each value of the forward
-pass is computed on one rank, by the operations of one process, and the bits are those of one
-process (docs/adr/0033).
+In: a ModelSpec and a number of ranks. Out: per weight the rows of each rank, and what a rank has of
+a tensor. Invariant: matrices are cut by output rows, never along a sum. So each value of the
+forward pass is computed on one rank, by the operations of one process, and the bits are those of
+one process (docs/adr/0033).
 
 Queries, keys, values and attention are cut by heads, where the heads divide; otherwise attention is
 whole on every rank. Recurrent states, norms, routers and what is read by row (learned positions,
@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import lcm
+from math import lcm, prod
 
 import numpy as np
 
@@ -23,7 +23,6 @@ from verbatim.base.errors import ParameterError
 from verbatim.formats.tensor import Tensor
 from verbatim.model.adapter import Adapter
 from verbatim.model.layout import layout
-from verbatim.model.loading.load import Model
 from verbatim.model.spec import LayerSpec, ModelSpec
 
 # Parts of a layer that are cut by rows, and whose result every rank gathers.
@@ -131,13 +130,21 @@ class Split:
         """The spec of the heads of one rank; all other sizes are those of the whole model."""
         return self.spec if self.heads is None else self._local(self.heads, rank)
 
-    def model(self, model: Model, rank: int) -> Model:
-        """What one rank has of a model."""
-        cuts = {name: self.rows(name, rank) for name in model.weights}
-        tensors = {name: cut(t, name, cuts[name]) for name, t in model.weights.items()}
-        weights = replace(model.weights, tensors=tensors)
-        adapters = tuple(_cut_adapter(adapter, cuts) for adapter in model.adapters)
-        return replace(model, spec=self.local(rank), weights=weights, adapters=adapters, draft=None)
+    def cut(self, name: str, tensor: Tensor, rank: int) -> Tensor:
+        """The rank's rows of a weight: of a matrix, of each expert's, or values of a vector. A
+        tensor that has been cut stays as it is."""
+        rows, shape = self.rows(name, rank), tensor.shape
+        axis = len(shape) - (1 if _is_vector(name) else 2)
+        if rows is None or shape[axis] == rows[1] - rows[0]:
+            return tensor
+        part = tensor.data.reshape(prod(shape[:axis]), shape[axis], -1)[:, rows[0] : rows[1]]
+        shape = (*shape[:axis], rows[1] - rows[0], *shape[axis + 1 :])
+        return Tensor(tensor.name, tensor.type, shape, np.ascontiguousarray(part).reshape(-1))
+
+    def cut_adapter(self, adapter: Adapter, rank: int) -> Adapter:
+        parts = adapter.parts.items()
+        cut = {name: replace(part, b=self.cut(name, part.b, rank)) for name, part in parts}
+        return replace(adapter, parts=cut)
 
     @cached_property
     def _shapes(self) -> Mapping[str, tuple[int, ...]]:
@@ -158,27 +165,9 @@ class Split:
         return replace(self.spec, heads=count, kv_heads=least, layers=layers)
 
 
-def cut(tensor: Tensor, name: str, rows: tuple[int, int] | None) -> Tensor:
-    """These rows of a matrix or of each expert's, or these values of a vector."""
-    if rows is None:
-        return tensor
-    axis = len(tensor.shape) - (1 if _is_vector(name) else 2)
-    outer, count = int(np.prod(tensor.shape[:axis])), tensor.shape[axis]
-    part = tensor.data.reshape(outer, count, -1)[:, rows[0] : rows[1]]
-    shape = (*tensor.shape[:axis], rows[1] - rows[0], *tensor.shape[axis + 1 :])
-    return Tensor(tensor.name, tensor.type, shape, np.ascontiguousarray(part).reshape(-1))
-
-
 def _is_vector(name: str) -> bool:
     """Whether the last axis of the weight is that of the rows."""
     return name.endswith((".bias", ".sinks"))
-
-
-def _cut_adapter(adapter: Adapter, cuts: Mapping[str, tuple[int, int] | None]) -> Adapter:
-    parts = {
-        name: replace(part, b=cut(part.b, name, cuts[name])) for name, part in adapter.parts.items()
-    }
-    return replace(adapter, parts=parts)
 
 
 def _even(count: int, ranks: int) -> list[int]:

@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -37,11 +38,35 @@ def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> Ran
     if config.backend == "cuda":
         from verbatim.backend.cuda.opening import open_on_card
 
-        return open_on_card(ranks.split.model(model, ranks.rank), config, ranks)
+        return open_on_card(part_of(model, ranks), config, ranks)
     from verbatim.backend import unpacked
     from verbatim.backend.cpu.backend import CpuBackend
 
-    return CpuBackend(ranks.split.model(unpacked(model), ranks.rank), config, ranks=ranks)
+    part = part_of(unpacked(model), ranks)
+    backend = CpuBackend(part, config, ranks=ranks)
+    part.weights.tensors.clear()  # packed; the rows of experts were copies
+    return backend
+
+
+def load_part(path: Path, config: EngineConfig, rank: int, ranks: int, gpu: bool) -> Model:
+    """The rank's rows of every weight; all rows with adapters, whose files may repeat weights."""
+    from verbatim.model.loading.load import Part, load_model
+
+    part = None if config.adapters or ranks == 1 else Part(rank, ranks)
+    return load_model(path, context=config.context, quant=config.quant, gpu=gpu, part=part)
+
+
+def part_of(model: Model, ranks: Ranks) -> Model:
+    """What the rank has of a model, which may have been loaded as its part."""
+    split, rank = ranks.split, ranks.rank
+    tensors = {name: split.cut(name, tensor, rank) for name, tensor in model.weights.items()}
+    return replace(
+        model,
+        spec=split.local(rank),
+        weights=replace(model.weights, tensors=tensors),
+        adapters=tuple(split.cut_adapter(adapter, rank) for adapter in model.adapters),
+        draft=None,
+    )
 
 
 class RankFacts(NamedTuple):
@@ -99,12 +124,10 @@ class RankProcess:
 
     def _open(self, path: str, settings: JsonMapping) -> RankFacts:
         from verbatim.lora.adapter_load import with_adapters
-        from verbatim.model.loading.load import load_model
 
         config = EngineConfig(**settings)
         try:
-            gpu = config.backend == "cuda"
-            model = load_model(Path(path), context=config.context, quant=config.quant, gpu=gpu)
+            model = load_part(Path(path), config, self.rank, self._count, config.backend == "cuda")
             if config.adapters:
                 model = with_adapters(model, config.adapters)
             self.open(model, config)

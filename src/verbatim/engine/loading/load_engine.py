@@ -95,10 +95,10 @@ def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
     from verbatim.backend import may_use_gpu
     from verbatim.lora.adapter_load import with_adapters
-    from verbatim.model.loading.load import load_model
+    from verbatim.parallel.rank import load_part
 
-    gpu = may_use_gpu(config)
-    model = change(load_model(path, context=config.context, quant=config.quant, gpu=gpu))
+    ranks = config.tensor_parallel
+    model = change(load_part(path, config, 0, ranks, may_use_gpu(config)))
     return with_adapters(model, config.adapters) if config.adapters else model
 
 
