@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from live_server import Live
+from test_server_robust import kill_engine
 
 from cli_fixtures import tiny
 from eventually import eventually
@@ -21,7 +22,8 @@ __all__ = ["tiny"]
 @pytest.fixture
 def live(tiny: Path) -> Iterator[Live]:
     flags = ("--tensor-parallel", "2", "--threads", "1", "--speculate", "off", "--backend", "cpu")
-    server = Live(str(tiny), *flags, engine=None)
+    back_off = ("--backoff-seconds", "0.01", "--backoff-limit", "0.2")
+    server = Live(str(tiny), *flags, *back_off, engine=None)
     yield server.wait_ready()
     if server.process.poll() is None:
         server.stop(signal.SIGKILL)
@@ -66,3 +68,10 @@ def test_a_killed_rank_ends_its_requests_and_the_engine_comes_back(live: Live) -
     os.kill(rank_of(engine), signal.SIGKILL)
     eventually(lambda: restarted(live, engine), live.log_text)
     assert live.complete()["choices"][0]["text"] == expected
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_rank_killed_200_times_under_traffic(live: Live) -> None:
+    """Every request ends in exactly one state."""
+    kill_engine(live, int(os.environ.get("KILLS", "200")), lambda one: rank_of(one.engine_pid()))
