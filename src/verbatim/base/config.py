@@ -52,6 +52,13 @@ class EngineConfig:
     threads: int | None = setting(
         None, "threads of the CPU backend; default: the physical cores", low=1, common=True
     )
+    tensor_parallel: int = setting(  # docs/adr/0033
+        1,
+        "processes that share the model, each with a part of every matrix and threads of its own;"
+        " the output is that of one process",
+        low=1,
+        encoders=False,
+    )
     context: int | None = setting(
         None,
         "maximum tokens of prompt and output; default: the model's own limit",
@@ -198,7 +205,15 @@ class EngineConfig:
                 "activations",
                 f"has an effect on the cpu backend only, and backend is {self.backend}",
             )
+        if self.tensor_parallel > 1 and self.backend == "reference":
+            raise ParameterError(
+                "tensor_parallel", "needs the backend cpu or cuda, and backend is reference"
+            )
         mode, colon, _ = self.speculate.partition(":")
+        if self.tensor_parallel > 1 and mode in ("head", "mtp"):
+            raise ParameterError(
+                "speculate", f"{mode!r} needs the whole model in one process; leave one out"
+            )
         if mode not in SPECULATE or (colon and mode not in ("head", "draft")):
             raise ParameterError(
                 "speculate",
@@ -214,6 +229,7 @@ class EngineOptions(TypedDict, total=False):
 
     backend: str
     threads: int | None
+    tensor_parallel: int
     context: int | None
     step_tokens: int | None
     step_ms: int | None

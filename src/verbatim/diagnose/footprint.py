@@ -83,6 +83,7 @@ class Footprint:
     gpu_parts: Mapping[str, WeightPart] = field(default_factory=dict)
     kept: str = ""  # how a GPU keeps the weights; empty: as the file has them
     state_bytes: int = 0  # cache blocks of recurrent layers that a running sequence holds
+    spec: ModelSpec | None = None  # None: a parameter count
 
     def on_gpu(self, memory: float) -> Footprint:
         """The footprint in the cuda backend on a GPU with so many bytes of memory. It unpacks
@@ -254,6 +255,7 @@ def _of_spec(
         parts=parts,
         tied=spec.tied,
         state_bytes=_state_bytes(spec),
+        spec=spec,
     )
 
 

@@ -96,6 +96,8 @@ class LoadedModel:
     file: ModelFile = field(default_factory=ModelFile)
     weight_files: tuple[Path, ...] = ()
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
+    # Why a process of the backend has ended, empty while all work; also while no step runs.
+    failure: Callable[[], str] = str
 
     def fingerprint(self, adapter: int = -1) -> str:
         """Digest of weights, backend, numerics and adapter: equal fingerprints promise equal

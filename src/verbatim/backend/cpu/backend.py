@@ -20,6 +20,7 @@ from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.repack import memory_bytes
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo, activation_type, kv_numerics
+from verbatim.backend.ranks import Ranks
 from verbatim.backend.step_rows import collect, draft_states, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError
@@ -49,6 +50,9 @@ def unsupported(model: Model) -> str | None:
 
 
 class CpuBackend:
+    block_size = BLOCK_SIZE
+    launcher = None
+
     def __init__(
         self,
         model: Model,
@@ -56,9 +60,10 @@ class CpuBackend:
         *,
         note: str = "",
         target: CpuBackend | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`target`: the backend of the model that a draft layer drafts for. They share threads,
-        embedding and head."""
+        embedding and head. `ranks`: this is one rank of a group, and `model` its part."""
         config = config or EngineConfig()
         self._note = note
         if reason := unsupported(model):
@@ -66,11 +71,10 @@ class CpuBackend:
                 f"the cpu backend cannot run this model: {reason}; use backend='reference'"
             )
         self.spec = spec = model.spec
-        self.block_size = BLOCK_SIZE
-        self.launcher = None
         self.config = config
-        self._model = model
-        self._fine = activation_type(config.activations, parameters(spec)) == "int12"
+        self._model, self._ranks = model, ranks
+        whole = spec if ranks is None else ranks.split.spec
+        self._fine = activation_type(config.activations, parameters(whole)) == "int12"
         try:
             self._engine: Any = native.Engine(
                 isa=os.environ.get("VERBATIM_ISA", ""),
@@ -86,9 +90,10 @@ class CpuBackend:
                 kv_type=config.kv_type,
                 fine=self._fine,
                 target=None if target is None else target._engine,
+                mesh=None if ranks is None else ranks.mesh,
             )
             shared = {} if target is None else self._share(model, target)
-            self._matrices = record(model, self._engine, shared)
+            self._matrices = record(model, self._engine, shared, ranks)
         except ValueError as error:
             raise BackendError(str(error)) from None
         _drop_file_pages(model)
@@ -149,7 +154,10 @@ class CpuBackend:
             self._engine.copy(group, source, target)
         if (states := draft_states(plan)) is not None:
             self._engine.states(np.ravel(states))
-        self._engine.step(plan.sequences)
+        frame = b"" if self._ranks is None else self._ranks.step_frame(plan)
+        self._engine.step(plan.sequences, frame)
+        if self._ranks is not None and self._ranks.rank:
+            return StepResult(plan.step, ())  # rank 0 has the logits
         if not only_draws(plan):
             return collect(plan, self._engine.hidden(), self._sampler)
         # sample all sequences in one native call

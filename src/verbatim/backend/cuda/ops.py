@@ -21,6 +21,7 @@ from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.kernels import SplitSums
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.lora import DeviceAdapter, add_low_rank
+from verbatim.backend.cuda.rank_exchange import RankExchange
 from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
@@ -69,7 +70,9 @@ class CudaOps:
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
         step: DeviceStep,
         adapters: tuple[DeviceAdapter, ...] = (),
+        ranks: RankExchange | None = None,
     ) -> None:
+        self._ranks = ranks
         self.spec, self.weights, self.caches, self.adapters = spec, weights, caches, adapters
         self.angles, self.step = angles, step
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
@@ -83,11 +86,15 @@ class CudaOps:
 
     def embed(self) -> Rows:
         rows = self._embedded("embed")
+        if self._ranks is not None:
+            rows = self._ranks.picked(rows, self.step.tokens)
         return Residual(rows if self.spec.embed_scale == 1.0 else rows * self.spec.embed_scale)
 
     def _embedded(self, name: str) -> torch.Tensor:
         """The rows of an embedding for the tokens of the step."""
         weight, tokens = self.weights[name], self.step.tokens
+        if self._ranks is not None and name == "embed":
+            tokens = self._ranks.own_tokens(tokens)
         if isinstance(weight, quant.BlockWeight):
             if weight.unpacked is None:
                 return quant.unpack(weight, rows=tokens).float()
@@ -139,7 +146,7 @@ class CudaOps:
         step, bias = self.step, None if x.pending is None else x.pending.bias
         if len(x.x) > 1 or norm.bias is not None or bias is not None or not readers:
             return False
-        if step.outputs is not None or step.adapters:
+        if step.outputs is not None or step.adapters or self._ranks is not None:
             return False
         one_type = len({weight.dtype for weight in readers}) == 1
         return one_type and all(few_rows.takes_norm(weight) for weight in readers)
@@ -160,16 +167,28 @@ class CudaOps:
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         if isinstance(x, Residual):  # a block without a norm before it
             x = self._flush(x)
+        if self._ranks is not None and name.endswith(".attn.o"):
+            x = self._ranks.heads(x, int(name.split(".")[1]))
         bias_row = self.weights[f"{name}.bias"] if bias else None
         if isinstance(x, PendingNorm):
             return SplitSums(self._normed_product(x, self.weights[name]), bias_row)
-        sums = quant.matmul(x, self.weights[name], bias_row)
+        sums = quant.matmul(x, self.weights[name], bias_row, whole=self._whole(name))
         # after `take`, in the last layer, the rows are the outputs
         step = self.step
         adapters = step.adapters if len(x) == len(step.tokens) else step.output_adapters
         for adapter, rows in adapters:
             sums = add_low_rank(sums, x, rows, self.adapters[adapter].get(name, ()))
-        return sums
+        if self._ranks is None or not (widths := self._ranks.rows(name)):
+            return sums
+        return SplitSums(self._ranks.gather(kernels.reduce_splits(sums), widths)[None])
+
+    def _whole(self, name: str) -> int | None:
+        """Rows of the matrix on all ranks, which decide the order of additions."""
+        return None if self._ranks is None else self._ranks.whole_rows(name)
+
+    def _joined(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The columns of all ranks of what this rank's rows of the matrix led to."""
+        return x if self._ranks is None else self._ranks.gather(x, self._ranks.rows(name))
 
     def _normed_product(
         self, h: PendingNorm, weight: torch.Tensor, gate: str = "none",
@@ -226,10 +245,12 @@ class CudaOps:
         return x.index_select(0, rows)
 
     def head(self, h: Rows) -> Rows:
-        weight = self.weights["embed" if self.spec.tied else "head"]
-        if not few_rows.takes(weight, len(h)):  # that product casts its rows itself
+        name = "embed" if self.spec.tied else "head"
+        weight, whole = self.weights[name], self._whole(name)
+        if whole is not None or not few_rows.takes(weight, len(h)):  # that product casts its rows
             h = h.to(weight.dtype)
-        logits = kernels.reduce_splits(quant.matmul(h, weight, out=self.step.logits_out))
+        logits = quant.matmul(h, weight, out=self.step.logits_out, whole=whole)
+        logits = self._joined(kernels.reduce_splits(logits), name)
         if self.spec.logit_scale != 1.0:
             logits *= self.spec.logit_scale
         cap = self.spec.logit_softcap
@@ -348,9 +369,17 @@ class CudaOps:
         def product(name: str) -> torch.Tensor:
             return kernels.reduce_splits(self.linear(h, f"{prefix}.{name}", False))
 
+        if self._ranks is not None:
+            own = [self._ranks.own_rows(f"{prefix}.{name}") for name in ("qkv", "z")]
+            widths = (own[0], own[1]), widths[1]
         if f"{prefix}.qkv+z+b+a" in self.weights:
-            return tuple(product("qkv+z+b+a").split([*widths[0], *widths[1]], 1))
-        return (*product("qkv+z").split(widths[0], 1), *product("b+a").split(widths[1], 1))
+            qkv, z, b, a = product("qkv+z+b+a").split([*widths[0], *widths[1]], 1)
+        else:
+            (qkv, z), (b, a) = (
+                product(name).split(own, 1)
+                for name, own in zip(("qkv+z", "b+a"), widths, strict=True)
+            )
+        return self._joined(qkv, f"{prefix}.qkv"), self._joined(z, f"{prefix}.z"), b, a
 
     @property
     def _recurrent(self) -> recurrent.RecurrentStep:
@@ -373,6 +402,8 @@ class CudaOps:
             up_name = f"{prefix}.gate+up" if spec.gated else f"{prefix}.up"
             up = self.linear(h, up_name, spec.mlp_bias)
             inner = kernels.mlp_activation(up, spec.activation, spec.gated, dtype)
+        if spec.gated:  # without a gate, `linear` has gathered the rows of up
+            inner = self._joined(inner, f"{prefix}.up")
         return self.linear(inner, f"{prefix}.down", spec.mlp_bias)
 
     def _fused_gate(self, h: torch.Tensor, prefix: str, dtype: torch.dtype) -> torch.Tensor | None:
@@ -382,11 +413,12 @@ class CudaOps:
         if not fusable or spec.mlp_bias or self.step.adapters:
             return None
         weight = quant.plain_weight(self.weights[f"{prefix}.gate+up"], len(h))
-        if weight is None or not kernels.can_fuse(weight, spec.activation):
+        whole = self._whole(f"{prefix}.gate+up")
+        if weight is None or not kernels.can_fuse(weight, spec.activation, whole):
             return None
         if isinstance(h, PendingNorm):
             return self._normed_product(h, weight, spec.activation, dtype)[0]
-        return kernels.gated_matmul(h, weight, spec.activation, dtype)
+        return kernels.gated_matmul(h, weight, spec.activation, dtype, whole=whole)
 
     def moe(self, h: Rows, layer: int, router: Rows | None = None) -> Rows:
         """Rows are sorted by expert into tiles; a row's experts are summed in order of rank."""
@@ -394,17 +426,22 @@ class CudaOps:
         chosen, shares = self._route(h if router is None else router, prefix)
         tiles = experts.sort(chosen, spec.layers[layer].experts)
         up, down = self.weights[f"{prefix}.gate+up"], self.weights[f"{prefix}.down"]
+        wholes = self._whole(f"{prefix}.gate+up"), self._whole(f"{prefix}.down")
         fused = spec.activation in kernels.FUSED_ACTIVATIONS and not spec.expert_bias
         if fused and not isinstance(up, quant.BlockWeight):
-            inner = kernels.expert_matmul(h, up, tiles, tiles.rows, spec.activation, down.dtype)
+            inner = kernels.expert_matmul(
+                h, up, tiles, tiles.rows, spec.activation, down.dtype, wholes[0]
+            )
         else:
             sums = self._expert_bias(
-                expert_matmul(h, up, tiles, tiles.rows), f"{prefix}.gate+up", tiles
+                expert_matmul(h, up, tiles, tiles.rows, wholes[0]), f"{prefix}.gate+up", tiles
             )
             inner = kernels.mlp_activation(SplitSums(sums[None]), spec.activation, True, down.dtype)
         # the second matmul reads the sorted rows as they are
-        sums = expert_matmul(inner, down, tiles, tiles.lines)
-        return experts.add(self._expert_bias(sums, f"{prefix}.down", tiles), tiles, shares)
+        inner = self._joined(inner, f"{prefix}.up")
+        sums = expert_matmul(inner, down, tiles, tiles.lines, wholes[1])
+        added = experts.add(self._expert_bias(sums, f"{prefix}.down", tiles), tiles, shares)
+        return self._joined(added, f"{prefix}.down")
 
     def _expert_bias(self, sums: torch.Tensor, name: str, tiles: ExpertTiles) -> torch.Tensor:
         """Add the bias of each line's expert."""
@@ -428,10 +465,14 @@ class CudaOps:
 
 
 def expert_matmul(
-    x: torch.Tensor, weight: Weight, tiles: ExpertTiles, rows: torch.Tensor
+    x: torch.Tensor,
+    weight: Weight,
+    tiles: ExpertTiles,
+    rows: torch.Tensor,
+    whole: int | None = None,
 ) -> torch.Tensor:
     in_blocks = isinstance(weight, quant.BlockWeight)
-    return (quant if in_blocks else kernels).expert_matmul(x, weight, tiles, rows)
+    return (quant if in_blocks else kernels).expert_matmul(x, weight, tiles, rows, whole=whole)
 
 
 def rope_tables(

@@ -39,7 +39,6 @@ def load_for_engine(
 ) -> LoadedModel:
     """Resolve the model (a path, a catalog name, org/name on the hub), load it, `change` it, open a
     backend."""
-    from verbatim.backend import open_backend
     from verbatim.encoder.encoder_load import encoder_type
     from verbatim.hub.catalog import resolve
 
@@ -50,7 +49,7 @@ def load_for_engine(
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(model_info.read_text, loaded.source)
-        backend = open_backend(loaded, config)
+        backend, failure = _open_backend(loaded, config)
     try:
         tokenizer, template = text.result()
         tokenizer.fit(loaded.spec.vocab)  # padding may be drawn, and decodes to no text
@@ -77,16 +76,29 @@ def load_for_engine(
         file=model_info.file_of(loaded.path, model_info.weight_types(loaded), loaded.source),
         weight_files=tuple(model_info.weight_files(loaded.path)),
         adapters=adapter_infos(loaded),
+        failure=failure,
     )
+
+
+def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable[[], str]]:
+    """The backend, and LoadedModel.failure."""
+    if config.tensor_parallel == 1:
+        from verbatim.backend import open_backend
+
+        return open_backend(model, config), str
+    from verbatim.parallel.backend import ParallelBackend
+
+    backend = ParallelBackend(model, config)
+    return backend, lambda: backend.group.failure
 
 
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
     from verbatim.backend import may_use_gpu
     from verbatim.lora.adapter_load import with_adapters
-    from verbatim.model.loading.load import load_model
+    from verbatim.parallel.rank import load_part
 
-    gpu = may_use_gpu(config)
-    model = change(load_model(path, context=config.context, quant=config.quant, gpu=gpu))
+    ranks = config.tensor_parallel
+    model = change(load_part(path, config, 0, ranks, may_use_gpu(config)))
     return with_adapters(model, config.adapters) if config.adapters else model
 
 

@@ -112,10 +112,11 @@ class PyEngine {
   public:
     PyEngine(const std::string& isa, int threads, int vocab, int hidden, int heads, int kv_heads,
              int head_dim, const std::string& activation, bool layer_norm, float eps,
-             const std::string& kv_type, bool fine, PyEngine* target)
+             const std::string& kv_type, bool fine, PyEngine* target, Mesh* mesh)
         : engine_(select_isa(isa), threads,
                   Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps},
-                  kv(kv_type), fine, target ? &target->engine_ : nullptr) {
+                  kv(kv_type), fine, target ? &target->engine_ : nullptr, mesh),
+          mesh_(mesh) {
         if (heads % kv_heads || heads / kv_heads > MAX_QUERIES || head_dim > 1024)
             throw std::invalid_argument("no kernel for this number or size of attention heads");
     }
@@ -162,7 +163,7 @@ class PyEngine {
         static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
                                       "norm",  "normadd",   "moe", "head",   "heads",  "conv",
                                       "delta", "gated", "layer_inputs", "layer_gate", "scale",
-                                      "states"};
+                                      "states", "gather"};
         Op o{};
         o.type = (OpType)-1;
         for (int i = 0; i < (int)std::size(NAMES); i++)
@@ -216,6 +217,9 @@ class PyEngine {
             else if (k == "value_dim") o.value_dim = nb::cast<int>(value);
             else if (k == "joined") o.joined = nb::cast<bool>(value);
             else if (k == "tiled") o.tiled = nb::cast<bool>(value);
+            else if (k == "widths") o.widths = nb::cast<std::vector<int>>(value);
+            else if (k == "picks") o.picks = nb::cast<bool>(value);
+            else if (k == "logits") o.logits = nb::cast<bool>(value);
             else throw std::invalid_argument("unknown field " + k);
         }
         reads_states_ |= o.type == O_STATES;
@@ -256,7 +260,8 @@ class PyEngine {
             throw std::invalid_argument("write_block() needs exactly the bytes of one block");
         std::memcpy(to, data.data(), data.size());
     }
-    int step(nb::tuple sequences) {
+    // `frame`: what rank 0 of a group tells the others first, so that they take the same step.
+    int step(nb::tuple sequences, nb::bytes frame) {
         if (blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
         try {
             read_sequences(engine_, sequences, groups_, blocks_);
@@ -267,8 +272,10 @@ class PyEngine {
         if (reads_states_ &&
             engine_.step.states.size() != engine_.step.tokens.size() * engine_.shape.hidden)
             throw std::invalid_argument("a draft layer needs one state for each token");
-        if (engine_.step.tokens.empty()) return 0;
+        if (engine_.step.tokens.empty() && !frame.size()) return 0;
         nb::gil_scoped_release nogil;
+        if (mesh_ && frame.size()) mesh_->broadcast(frame.data(), frame.size());
+        if (engine_.step.tokens.empty()) return 0;
         engine_.run();
         return (int)engine_.step.logits.size();
     }
@@ -332,11 +339,29 @@ class PyEngine {
         return out;
     }
     Engine engine_;
+    Mesh* mesh_;
     std::unique_ptr<DraftHead> head_;
     bool reads_states_ = false;
     int groups_ = 0;
     std::vector<int64_t> blocks_;
 };
+
+nb::bytes gather(Mesh& mesh, Bytes piece, const std::vector<size_t>& sizes, bool root) {
+    if ((int)sizes.size() != mesh.ranks() || sizes[mesh.rank()] != piece.size())
+        throw std::invalid_argument("the piece does not have the size of this rank's");
+    size_t all = 0;
+    for (size_t size : sizes) all += size;
+    nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, (Py_ssize_t)all));
+    char* at = PyBytes_AsString(joined.ptr());
+    std::vector<void*> to;
+    for (size_t r = 0; r < sizes.size(); at += sizes[r++]) to.push_back(at);
+    std::memcpy(to[mesh.rank()], piece.data(), piece.size());
+    {
+        nb::gil_scoped_release nogil;
+        mesh.gather(piece.data(), sizes, to.data(), root);
+    }
+    return nb::borrow<nb::bytes>(joined);
+}
 
 // A single matrix product with the kernels of the engine, for tests.
 nb::object product(const std::string& isa, const std::string& type, Bytes data, int n,
@@ -403,14 +428,25 @@ NB_MODULE(_native, m) {
             return nb::make_tuple(c, s);
         },
         "cos and sin of one position, for tests.");
+    nb::class_<Mesh>(m, "Mesh")
+        .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("fds"))
+        .def_prop_ro("rank", &Mesh::rank)
+        .def(
+            "broadcast",
+            [](Mesh& mesh, nb::bytes data) {
+                nb::gil_scoped_release nogil;
+                mesh.broadcast(data.data(), data.size());
+            })
+        .def("gather", &gather, nb::arg("piece"), nb::arg("sizes"), nb::arg("root") = false,
+             "The pieces of all ranks, one after the other; sizes[r] bytes of rank r.");
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
         .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool,
-                      float, const std::string&, bool, PyEngine*>(),
-             nb::keep_alive<1, 14>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
+                      float, const std::string&, bool, PyEngine*, Mesh*>(),
+             nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"),
              nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"), nb::arg("fine") = false,
-             nb::arg("target").none() = nb::none())
+             nb::arg("target").none() = nb::none(), nb::arg("mesh").none() = nb::none())
         .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"),
              nb::arg("k"), nb::arg("group") = 0)
         .def("share", [](PyEngine& e, PyEngine& target,
@@ -429,7 +465,7 @@ NB_MODULE(_native, m) {
         .def("copy", &PyEngine::copy)
         .def("read_block", &PyEngine::read_block)
         .def("write_block", &PyEngine::write_block)
-        .def("step", &PyEngine::step)
+        .def("step", &PyEngine::step, nb::arg("sequences"), nb::arg("frame") = nb::bytes("", 0))
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })
         .def("draft_head", &PyEngine::draft_head)

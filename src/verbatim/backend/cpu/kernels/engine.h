@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "mesh.h"
 #include "thread_pool.h"
 
 namespace verbatim {
@@ -75,7 +76,8 @@ enum OpType : int {
     O_LAYER_INPUTS,
     O_LAYER_GATE,
     O_SCALE,
-    O_STATES
+    O_STATES,
+    O_GATHER
 };
 
 struct Op {
@@ -119,7 +121,13 @@ struct Op {
     // part is normalised, and the row of the embedding mat[0] times `scale` is added.
     // O_LAYER_GATE: dst = act(src) * columns of the buffer `keys` from `offset` on.
     // O_SCALE: dst is multiplied by the vector `norm` of one value. O_STATES: dst = Step::states.
+    // O_EMBED: the token of the matrix's first row; rows of other tokens stay as they are.
     int offset = 0;
+    // O_GATHER: the columns of dst that each rank has in its src; `add`: dst += src. `picks`: the
+    // rows of the embedding that each rank has; `logits`: the rows of Step::logits, for rank 0.
+    // O_MOE: the inner columns of each rank; empty: there is one rank.
+    std::vector<int> widths;
+    bool picks = false, logits = false;
 };
 
 struct Shape {
@@ -184,9 +192,10 @@ struct Buffer {
 class Engine : ThreadPool::Job {
   public:
     // `fine`: the activations of matrix products are int12 instead of int8 (QRows). `target`: the
-    // engine that a draft layer drafts for, whose threads it uses; it outlives this one.
+    // engine that a draft layer drafts for, whose threads it uses; it outlives this one. `mesh`: of a
+    // rank of a tensor-parallel group.
     Engine(const Kernels& k, int threads, const Shape& shape, KvType kv_type, bool fine = false,
-           Engine* target = nullptr);
+           Engine* target = nullptr, Mesh* mesh = nullptr);
 
     int add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
                    int64_t k, int group);
@@ -319,6 +328,12 @@ class Engine : ThreadPool::Job {
     void moe_up(const Op& op, WorkItems& items);
     void moe_down(const Op& op, WorkItems& items);
     void moe_sum(const Op& op, WorkItems& items);
+    void exchange(const float* own, int64_t rows, const std::vector<int>& widths, bool root);
+    void exchange_buffer(const Op& op, WorkItems& items);
+    int64_t gathered_rows(const Op& op) const;
+    void join_pieces(const std::vector<int>& widths, int64_t row, float* to) const;
+    void join_slots(const Op& op, WorkItems& items);
+    void gather(const Op& op, WorkItems& items);
 
     int linear_panels(const Op& op) const;
     int gateup_panels(const Op& op) const;
@@ -347,7 +362,8 @@ class Engine : ThreadPool::Job {
     int adapters_ = 0, max_rank_ = 0;         // max_rank_: rounded up to whole panels
     Pages low_;                               // scale · A · x: [rows][3][max_rank_]
     enum Stage : int {
-        S_NORM_QUANTISE, S_LORA, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM, S_CONV
+        S_NORM_QUANTISE, S_LORA, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM, S_CONV,
+        S_EXCHANGE, S_SLOTS
     };
     struct Phase {
         int op;
@@ -372,7 +388,11 @@ class Engine : ThreadPool::Job {
     Pages scores_, chunk_maxes_;
     std::vector<int32_t> slot_expert_, expert_rows_, expert_start_;
     std::vector<float> slot_weight_;
-    std::unique_ptr<Buffer> slots_inner_, slots_out_;
+    std::unique_ptr<Buffer> slots_inner_, slots_out_, slots_local_;  // slots_local_: a rank's columns
+    Mesh* const mesh_;
+    std::string mesh_error_;
+    Pages received_;  // pieces of the other ranks
+    std::vector<const float*> pieces_;
     std::shared_ptr<ThreadPool> own_pool_;
     ThreadPool& pool_;
 };

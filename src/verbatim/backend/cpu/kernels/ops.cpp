@@ -102,9 +102,12 @@ void Engine::embed(const Op& op, WorkItems& items) {
     float* x = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;) {
         float* y = x + (int64_t)r * n;
-        unpack_row(w, step.tokens[r], kernels.byte_bias, y);
-        if (op.scale != 1.0f)
-            for (int i = 0; i < n; i++) y[i] *= op.scale;
+        const int row = step.tokens[r] - op.offset;
+        if (row >= 0 && row < w.n) {
+            unpack_row(w, row, kernels.byte_bias, y);
+            if (op.scale != 1.0f)
+                for (int i = 0; i < n; i++) y[i] *= op.scale;
+        }
         for (size_t k = 0; k < ropes_.size(); k++) {
             float* a = (float*)angles_[k].data() + (int64_t)r * 2 * ropes_[k].half;
             rope_angles(step.positions[r], ropes_[k].inv_freq.data(), ropes_[k].half,
@@ -358,11 +361,11 @@ void Engine::gateup(const Op& op, WorkItems& items) {
     const Packed& up = matrices_[op.mat[1]]->p;
     const Packed* gate = gated ? &matrices_[op.mat[0]]->p : nullptr;
     const int n = up.n;
-    bool out_quant = n % 32 == 0;
     ProductInput in = product_input(op, thread);
     float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + MM_ROWS * 64,
           *y = (float*)workers_[thread]->act.data();
     Buffer& dst = *buffers_[op.dst];
+    const bool out_quant = dst.has_quantised && n % 32 == 0;
     for (int count, more, u = items.next(MAX_PANELS / per, count), v; u >= 0; u = v, count = more) {
         v = items.next(MAX_PANELS / per, more);
         const uint8_t* next_weights =
@@ -484,6 +487,10 @@ void Engine::plan_phases() {
             case O_STATES:
             case O_NORMADD: add(i, S_WORK, rows); break;
             case O_GATED: add(i, S_WORK, rows); break;
+            case O_GATHER:
+                add(i, S_EXCHANGE, gathered_rows(op) ? 1 : 0);
+                add(i, S_WORK, (int)gathered_rows(op));
+                break;
             case O_CONV: add(i, S_CONV, conv_items(op)); break;
             case O_DELTA:
                 add(i, S_CONV, conv_items(op));
@@ -512,6 +519,10 @@ void Engine::plan_phases() {
                 add(i, S_ROUTE, (rows + MM_ROWS - 1) / MM_ROWS);
                 add(i, S_SORT, 1);
                 add(i, S_UP, experts * moe_up_items(op));
+                if (!op.widths.empty()) {
+                    add(i, S_EXCHANGE, 1);
+                    add(i, S_SLOTS, rows * op.used);
+                }
                 add(i, S_DOWN, experts * moe_down_items(op));
                 add(i, S_SUM, rows);
             }
@@ -530,6 +541,8 @@ void Engine::phase(int number, WorkItems& items) {
         case S_DOWN: return moe_down(op, items);
         case S_SUM: return moe_sum(op, items);
         case S_CONV: return convolve(op, items);
+        case S_EXCHANGE: return exchange_buffer(op, items);
+        case S_SLOTS: return join_slots(op, items);
         case S_WORK: break;
     }
     switch (op.type) {
@@ -549,6 +562,7 @@ void Engine::phase(int number, WorkItems& items) {
         case O_LAYER_GATE: return layer_gate(op, items);
         case O_SCALE: return scale(op, items);
         case O_STATES: return states(op, items);
+        case O_GATHER: return gather(op, items);
         case O_CONV:
         case O_MOE: return;
     }

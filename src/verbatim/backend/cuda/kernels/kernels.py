@@ -83,14 +83,15 @@ def matmul(
     bias: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
     out: torch.Tensor | None = None,
+    whole: int | None = None,
 ) -> SplitSums:
     """x [m, k] times weightᵀ, weight [n, k] in half precision.
 
     x is rounded to the weight's type; sums are float32. `out` [m, n]: where to write them, unless
-    they are split."""
+    they are split. `whole`: rows of the matrix of which a rank has n, which decide the splits."""
     (m, k), n = x.shape, weight.shape[0]
-    splits, blocks = split_k(n, k)
-    if tile is None and few_rows.takes(weight, m):
+    splits, blocks = split_k(whole or n, k)
+    if tile is None and whole is None and few_rows.takes(weight, m):
         return SplitSums(few_rows.product(x, weight, out=out)[0], bias)
     if tile is None:
         tile = (
@@ -112,12 +113,13 @@ def gated_matmul(
     kind: str,
     dtype: torch.dtype,
     tile: MatmulTile | None = None,
+    whole: int | None = None,
 ) -> torch.Tensor:
     """mlp_activation(matmul(x, weight)) in one kernel, for weights and activations for which
     can_fuse() is true: [m, n / 2] in `dtype`."""
     (m, k), n = x.shape, weight.shape[0] // 2
-    splits, blocks = split_k(2 * n, k)
-    if tile is None and few_rows.takes(weight, m):
+    splits, blocks = split_k(whole or 2 * n, k)
+    if tile is None and whole is None and few_rows.takes(weight, m):
         return few_rows.product(x, weight, kind, dtype)[0][0]
     if tile is None:
         tile = choose_tile(m, 2 * n, k, splits, has_tma(weight))
@@ -128,11 +130,12 @@ def gated_matmul(
     return out
 
 
-def can_fuse(weight: torch.Tensor, kind: str) -> bool:
+def can_fuse(weight: torch.Tensor, kind: str, whole: int | None = None) -> bool:
     """Whether gated_matmul computes this activation of a matmul with this weight."""
     n, k = weight.shape
     half = weight.element_size() == 2
-    return kind in FUSED_ACTIVATIONS and n % 2 == 0 and split_k(n, k)[0] == 1 and half
+    one = split_k(whole or n, k)[0] == 1
+    return kind in FUSED_ACTIVATIONS and n % 2 == 0 and one and half
 
 
 def _launch_matmul(
@@ -205,13 +208,14 @@ def expert_matmul(
     rows: torch.Tensor,
     gate: str = "none",
     dtype: torch.dtype = torch.float32,
+    whole: int | None = None,
 ) -> torch.Tensor:
     """Line i of the result: x[rows[i]] times the weight of its tile's expert.
 
     weight is [experts, n, k]. With `gate`, an activation of FUSED_ACTIVATIONS, it is gate and up,
     and the result is mlp_activation's. Lines of tiles without an expert are not written."""
     (_, k), m, n = x.shape, len(rows), weight.shape[1]
-    splits, blocks = split_k(n, k)
+    splits, blocks = split_k(whole or n, k)
     if gate != "none":
         n //= 2
     columns, warps, stages = (EXPERT_TILES if gate == "none" else GATED_EXPERT_TILES)[tiles.height]

@@ -35,16 +35,17 @@ MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
 class StepGraphs:
-    """`padding`: per cache group an extra block that no sequence owns, for the padding rows."""
+    """`padding`: per cache group an extra block that no sequence owns, for the padding rows.
+    `graphs`: False for a step that the host takes part in."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, *, graphs: bool = True) -> None:
         self._spec, self._device = spec, device
         self.padding: tuple[int, ...] = ()
         self._of_rows: dict[tuple[int, int], StepGraph[GraphInputs]] = {}
         self._of_shapes: dict[StepShape, StepGraph[PaddedInputs]] = {}
         self._seen_shapes: set[StepShape] = set()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._use_graphs = device.type == "cuda"
+        self._use_graphs = graphs and device.type == "cuda"
 
     def forward(
         self, compute: Forward, plan: StepPlan, tokens: torch.Tensor | None = None
