@@ -30,7 +30,7 @@ from verbatim.formats.tensor import Tensor
 from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
-from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.model.spec import EagleSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,9 @@ class ProgramRecorder(WeightPacker):
         elif spec.recurrent:
             self._conv = {"src": engine.buffer(3 * spec.hidden), "dst": engine.buffer(spec.hidden)}
         self._logits = engine.buffer(spec.vocab)
+        if captured := model.captured:
+            self._captured = {layer: i * spec.hidden for i, layer in enumerate(captured)}
+            self._states = engine.buffer(len(captured) * spec.hidden)
 
     def _normed(self, h: Handle) -> dict[str, int]:
         """Source and norm fields of an operation that reads `h`."""
@@ -130,6 +133,30 @@ class ProgramRecorder(WeightPacker):
                 **self._normed(Handle(self._y, norm=f"mtp.{name}_norm")),
             )
         return Handle(self._x)
+
+    def capture(self, x: Handle, layer: int) -> None:
+        if layer in self._captured:
+            self.engine.op("capture", src=x.buffer, dst=self._states, offset=self._captured[layer])
+
+    def eagle_input(self, eagle: EagleSpec) -> tuple[Handle, Handle]:
+        """The inputs of an EAGLE-3 layer and of its attention. A step comes with the target's
+        states or with the layer's own; the operations for the other ones do not run."""
+        hidden = self.spec.hidden
+        given, both = self.engine.buffer(eagle.states), self.engine.buffer(2 * hidden)
+        self.engine.op("states", dst=given, states_width=eagle.states)
+        source = Handle(given, norm="eagle.input_norm" if eagle.norm_states else "")
+        fields = (self.linear(source, "eagle.fc", False).pending or ("", {}))[1]
+        self.engine.op("linear", dst=self._x, states_width=eagle.states, **fields)
+        self.engine.op("states", dst=self._x, states_width=hidden)
+        mat = [self._matrix("embed")]
+        self.engine.op("embed", dst=self._y, mat=mat, scale=self.spec.embed_scale)
+        embedding = Handle(self._y, norm="layers.0.attn_norm")
+        self.engine.op("norm", dst=both, **self._normed(embedding))
+        state = self._normed(Handle(self._x, norm="eagle.state_norm"))
+        self.engine.op("norm", dst=both, offset=hidden, **state)
+        if eagle.norm_first:
+            self.engine.op("norm", dst=self._x, **state)
+        return Handle(self._x), Handle(both)
 
     def positions(self) -> Handle:
         return Handle(pending=("positions", {"mat": [self._matrix("positions")]}))
@@ -359,7 +386,14 @@ class ProgramRecorder(WeightPacker):
     def head(self, h: Handle) -> Handle:
         mat = self._matrix("embed" if self.spec.tied else "head")
         scale, cap = self.spec.logit_scale, self.spec.logit_softcap
-        self.engine.op("head", src=h.buffer, dst=self._logits, mat=[mat], scale=scale, softcap=cap)
+        eagle, dst = self.spec.eagle, self._logits
+        few = eagle is not None and eagle.vocab < self.spec.vocab
+        if eagle is not None and few:
+            dst = self.engine.buffer(eagle.vocab)
+        self.engine.op("head", src=h.buffer, dst=dst, mat=[mat], scale=scale, softcap=cap)
+        if few:
+            ids = self._vector("eagle.ids")
+            self.engine.op("scatter", src=dst, dst=self._logits, ids=ids)
         return Handle(self._logits)
 
 
@@ -389,7 +423,11 @@ def record(model: Model, engine: Any, shared: Mapping[str, int] | None = None) -
         )
     recorder = ProgramRecorder(model, engine)
     recorder._matrices |= shared or {}
-    forward(model.spec, recorder, recorder.draft_input() if model.spec.draft_layer else None)
+    x = recorder.draft_input() if model.spec.draft_layer else None
+    h = None
+    if model.spec.eagle is not None:
+        x, h = recorder.eagle_input(model.spec.eagle)
+    forward(model.spec, recorder, x, h, recorder.capture if model.captured else None)
     engine.finish()
     recorder._matrix("embed")
     return recorder._matrices
