@@ -103,6 +103,7 @@ class ReferenceOps:
     def eagle_input(self, eagle: EagleSpec) -> tuple[Array, Array]:
         """[rows, H] and [rows, 2H]: the inputs of the layer and of its attention."""
         x = self.batch.states
+        assert x is not None, "steps of a draft layer come with states"
         if x.shape[1] == eagle.states:
             x = self.norm(x, "eagle.input_norm") if eagle.norm_states else x
             x = self.linear(x, "eagle.fc", False)
