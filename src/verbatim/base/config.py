@@ -130,7 +130,7 @@ class EngineConfig:
     )
     speculate: str = setting(  # docs/adr/0018
         "auto",
-        "speculative decoding: off, ngram, suffix, mtp, head, head:FILE, draft:MODEL or auto;"
+        "speculative decoding: off, ngram, suffix, mtp, head:PATH, draft:MODEL or auto;"
         " changes the speed, never the output",
         encoders=False,
     )
@@ -218,7 +218,7 @@ class EngineConfig:
             raise ParameterError(
                 "speculate",
                 f"{self.speculate!r} is not one of "
-                "off, ngram, suffix, mtp, head, head:FILE, draft:MODEL, auto",
+                "off, ngram, suffix, mtp, head:PATH, draft:MODEL, auto",
             )
         _check_threads(self.threads)
 

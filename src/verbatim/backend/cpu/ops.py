@@ -31,7 +31,7 @@ from verbatim.formats.tensor import Tensor
 from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
-from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.model.spec import EagleSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +90,9 @@ class ProgramRecorder(WeightPacker):
         elif spec.recurrent:
             self._conv = {"src": engine.buffer(3 * spec.hidden), "dst": engine.buffer(spec.hidden)}
         self._logits = engine.buffer(spec.vocab)
+        if captured := model.captured:
+            self._captured = {layer: i * spec.hidden for i, layer in enumerate(captured)}
+            self._states = engine.buffer(len(captured) * spec.hidden)
 
     def _normed(self, h: Handle) -> dict[str, int]:
         """Source and norm fields of an operation that reads `h`."""
@@ -157,6 +160,30 @@ class ProgramRecorder(WeightPacker):
                 **self._normed(Handle(self._y, norm=f"mtp.{name}_norm")),
             )
         return Handle(self._x)
+
+    def capture(self, x: Handle, layer: int) -> None:
+        if layer in self._captured:
+            self.engine.op("capture", src=x.buffer, dst=self._states, offset=self._captured[layer])
+
+    def eagle_input(self, eagle: EagleSpec) -> tuple[Handle, Handle]:
+        """The inputs of an EAGLE-3 layer and of its attention. A step comes with the target's
+        states or with the layer's own; the operations for the other ones do not run."""
+        hidden = self.spec.hidden
+        given, both = self.engine.buffer(eagle.states), self.engine.buffer(2 * hidden)
+        self.engine.op("states", dst=given, states_width=eagle.states)
+        source = Handle(given, norm="eagle.input_norm" if eagle.norm_states else "")
+        fields = (self.linear(source, "eagle.fc", False).pending or ("", {}))[1]
+        self.engine.op("linear", dst=self._x, states_width=eagle.states, **fields)
+        self.engine.op("states", dst=self._x, states_width=hidden)
+        mat = [self._matrix("embed")]
+        self.engine.op("embed", dst=self._y, mat=mat, scale=self.spec.embed_scale)
+        embedding = Handle(self._y, norm="layers.0.attn_norm")
+        self.engine.op("norm", dst=both, **self._normed(embedding))
+        state = self._normed(Handle(self._x, norm="eagle.state_norm"))
+        self.engine.op("norm", dst=both, offset=hidden, **state)
+        if eagle.norm_first:
+            self.engine.op("norm", dst=self._x, **state)
+        return Handle(self._x), Handle(both)
 
     def positions(self) -> Handle:
         return Handle(pending=("positions", {"mat": [self._matrix("positions")]}))
@@ -408,11 +435,19 @@ class ProgramRecorder(WeightPacker):
     def head(self, h: Handle) -> Handle:
         mat = self._matrix("embed" if self.spec.tied else "head")
         scale, cap = self.spec.logit_scale, self.spec.logit_softcap
-        widths = list(self._widths("head"))
-        dst = self._part(widths[self._ranks.rank]) if self._ranks else self._logits
+        widths, eagle = list(self._widths("head")), self.spec.eagle
+        few = eagle is not None and eagle.vocab < self.spec.vocab
+        dst = self._logits
+        if self._ranks:
+            dst = self._part(widths[self._ranks.rank])
+        elif eagle is not None and few:
+            dst = self.engine.buffer(eagle.vocab)
         self.engine.op("head", src=h.buffer, dst=dst, mat=[mat], scale=scale, softcap=cap)
         if widths:
             self.engine.op("gather", src=dst, dst=self._logits, widths=widths, logits=True)
+        elif few:
+            ids = self._vector("eagle.ids")
+            self.engine.op("scatter", src=dst, dst=self._logits, ids=ids)
         return Handle(self._logits)
 
 
@@ -445,7 +480,11 @@ def record(
         )
     recorder = ProgramRecorder(model, engine, ranks)
     recorder._matrices |= shared or {}
-    forward(model.spec, recorder, recorder.draft_input() if model.spec.draft_layer else None)
+    x = recorder.draft_input() if model.spec.draft_layer else None
+    h = None
+    if model.spec.eagle is not None:
+        x, h = recorder.eagle_input(model.spec.eagle)
+    forward(model.spec, recorder, x, h, recorder.capture if model.captured else None)
     engine.finish()
     recorder._matrix("embed")
     return recorder._matrices

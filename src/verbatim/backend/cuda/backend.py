@@ -116,8 +116,6 @@ class CudaBackend:
 
     # ---- execute a step
 
-    draft_backend = None
-
     def draft_layer(self, model: Model) -> None:
         return None  # no kernels for the states
 

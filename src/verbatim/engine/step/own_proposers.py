@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from verbatim.base.config import EngineConfig
 from verbatim.speculate.draft_model import DraftProposer
-from verbatim.speculate.head import HeadProposer
-from verbatim.speculate.mtp import MtpProposer
+from verbatim.speculate.layer_proposer import LayerProposer
 from verbatim.speculate.proposer import Proposer
 
 if TYPE_CHECKING:
@@ -26,23 +25,17 @@ def open_proposers(
     """Proposers by mode, cheapest first, and mode -> why it is rejected."""
     found: dict[str, Proposer] = {}
     missing = {
-        "head": "no draft head comes with this model; "
-        "open the engine with speculate=head:FILE and the cpu backend",
+        "head": "'head' needs an engine that was opened with a draft head "
+        "(speculate=head:PATH), on the cpu or the reference backend",
         "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened "
         "with speculate=mtp or auto, on the cpu or the reference backend",
         "draft": "'draft' needs an engine that was opened with a draft model "
         "(speculate=draft:MODEL)",
     }
-    draft_backend = loaded.backend.draft_backend
-    if loaded.head is not None and draft_backend is not None:
-        found["head"] = HeadProposer(draft_backend, loaded.head)
-    elif loaded.head is not None:
-        missing["head"] = (
-            f"the {loaded.backend.info.name} backend runs no draft heads; "
-            "open the engine with the cpu backend"
-        )
-    if (layer := loaded.layer) is not None and "head" not in found:
-        found["mtp"] = MtpProposer(layer, draft_blocks(layer, loaded, config, scheduler))
+    if (layer := loaded.layer) is not None:
+        mode = "mtp" if layer.spec.eagle is None else "head"
+        blocks = draft_blocks(layer, loaded, config, scheduler)
+        found[mode] = LayerProposer(mode, layer, blocks)
     if (draft := loaded.draft) is not None:
         found["draft"] = DraftProposer(draft, draft_blocks(draft, loaded, config, scheduler))
     return found, missing

@@ -60,6 +60,8 @@ class Model:
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
     adapters: tuple[Adapter, ...] = ()  # a request may name one of them
     draft: Model | None = None  # the file's draft layer, whose spec has `draft_layer`
+    # layers whose inputs a step returns with the final states; their number: the last one's output
+    captured: tuple[int, ...] = ()
 
     @property
     def path(self) -> Path:

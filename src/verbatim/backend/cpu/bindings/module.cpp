@@ -5,11 +5,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <stdexcept>
 
-#include "draft_head.h"
 #include "engine.h"
 #include "isa.h"
 #include "sampler_bind.h"
@@ -48,6 +48,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
     s.adapted.clear();
     s.outputs.clear();
     s.logits.clear();
+    s.captures = false;
     s.sequences.resize(nb::len(sequences));
     int index = 0;
     for (nb::handle h : sequences) {
@@ -104,6 +105,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
             if (logit) s.logits.push_back((int32_t)s.outputs.size());
             if (logit || hidden) s.outputs.push_back(q.row0 + i);
         }
+        s.captures |= hidden;
         index++;
     }
 }
@@ -163,7 +165,7 @@ class PyEngine {
         static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
                                       "norm",  "normadd",   "moe", "head",   "heads",  "conv",
                                       "delta", "gated", "layer_inputs", "layer_gate", "scale",
-                                      "states", "gather"};
+                                      "states", "gather", "capture", "scatter"};
         Op o{};
         o.type = (OpType)-1;
         for (int i = 0; i < (int)std::size(NAMES); i++)
@@ -220,9 +222,11 @@ class PyEngine {
             else if (k == "widths") o.widths = nb::cast<std::vector<int>>(value);
             else if (k == "picks") o.picks = nb::cast<bool>(value);
             else if (k == "logits") o.logits = nb::cast<bool>(value);
+            else if (k == "states_width") o.states_width = nb::cast<int>(value);
+            else if (k == "ids") o.ids = nb::cast<int>(value);
             else throw std::invalid_argument("unknown field " + k);
         }
-        reads_states_ |= o.type == O_STATES;
+        if (o.type == O_STATES) state_widths_.push_back(engine_.buffer_width(o.dst));
         engine_.add_op(std::move(o));
     }
     static void copy3(const std::vector<int>& v, int* out) {
@@ -269,8 +273,9 @@ class PyEngine {
             engine_.step = {};  // rows that were not computed must not be readable as logits
             throw;
         }
-        if (reads_states_ &&
-            engine_.step.states.size() != engine_.step.tokens.size() * engine_.shape.hidden)
+        if (std::none_of(state_widths_.begin(), state_widths_.end(), [&](size_t width) {
+                return engine_.step.states.size() == engine_.step.tokens.size() * width;
+            }) && !state_widths_.empty())
             throw std::invalid_argument("a draft layer needs one state for each token");
         if (engine_.step.tokens.empty() && !frame.size()) return 0;
         nb::gil_scoped_release nogil;
@@ -287,51 +292,12 @@ class PyEngine {
     nb::object hidden(nb::handle self) {
         return view(engine_.hidden(), engine_.step.outputs.size(), engine_.shape.hidden, self);
     }
+    // The captured states of the rows of hidden(), side by side.
+    nb::object captured(nb::handle self) {
+        return view(engine_.captured(), engine_.step.outputs.size(), engine_.captured_width(), self);
+    }
     static nb::object view(const float* p, size_t rows, size_t width, nb::handle owner) {
         return nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(p, {rows, width}, owner));
-    }
-    // Loads a draft head: matrices made by matrix(), scales of hidden size, the token ids it can
-    // draft.
-    void draft_head(const std::vector<int>& mats, Floats state_scale, Floats embed_scale,
-                    Floats keep, Floats out, const std::vector<int>& token_ids) {
-        if (mats.size() != 4) throw std::invalid_argument("a draft head has four matrices");
-        auto copy = [](Floats v) { return std::vector<float>(v.data(), v.data() + v.size()); };
-        head_ = std::make_unique<DraftHead>(
-            engine_, DraftHead::Net{mats[0], mats[1], mats[2], mats[3], copy(state_scale),
-                                    copy(embed_scale), copy(keep), copy(out),
-                                    std::vector<int32_t>(token_ids.begin(), token_ids.end())});
-    }
-    std::vector<DraftHead::Query> read_queries(nb::list requests) {
-        if (!head_) throw std::invalid_argument("no draft head was loaded");
-        std::vector<DraftHead::Query> queries;
-        for (nb::handle h : requests) {
-            auto t = nb::cast<nb::tuple>(h);
-            DraftHead::Query a{nb::cast<int>(t[0]), nb::cast<int32_t>(t[1]), nb::cast<int>(t[2]),
-                               nb::cast<float>(t[3])};
-            if (a.row < 0 || a.row >= (int)engine_.step.outputs.size() || a.token < 0 ||
-                a.token >= engine_.shape.vocab)
-                throw std::invalid_argument(
-                    "a draft query names a row or a token that does not exist");
-            queries.push_back(a);
-        }
-        return queries;
-    }
-    void start_draft(nb::list requests) {
-        auto queries = read_queries(requests);
-        head_->start(queries);
-    }
-    nb::list draft(nb::list requests, float floor) {
-        auto queries = read_queries(requests);
-        std::vector<DraftHead::Draft> found;
-        {
-            nb::gil_scoped_release nogil;
-            found = head_->draft(queries, floor);
-        }
-        nb::list out;
-        for (auto& g : found)
-            out.append(
-                nb::make_tuple(nb::tuple(nb::cast(g.tokens)), nb::tuple(nb::cast(g.accept_prob))));
-        return out;
     }
     std::vector<int> argmax() {
         std::vector<int> out(engine_.step.logits.size());
@@ -340,8 +306,7 @@ class PyEngine {
     }
     Engine engine_;
     Mesh* mesh_;
-    std::unique_ptr<DraftHead> head_;
-    bool reads_states_ = false;
+    std::vector<size_t> state_widths_;  // of the states that a draft layer reads
     int groups_ = 0;
     std::vector<int64_t> blocks_;
 };
@@ -452,6 +417,7 @@ NB_MODULE(_native, m) {
         .def("share", [](PyEngine& e, PyEngine& target,
                          int number) { return e.engine_.share_matrix(target.engine_, number); })
         .def("states", &PyEngine::states)
+        .def("captured", [](nb::handle self) { return nb::cast<PyEngine&>(self).captured(self); })
         .def("vector", &PyEngine::vector)
         .def("rope", &PyEngine::rope)
         .def("buffer", [](PyEngine& e, int width) { return e.engine_.add_buffer(width); })
@@ -468,9 +434,6 @@ NB_MODULE(_native, m) {
         .def("step", &PyEngine::step, nb::arg("sequences"), nb::arg("frame") = nb::bytes("", 0))
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })
-        .def("draft_head", &PyEngine::draft_head)
-        .def("start_draft", &PyEngine::start_draft)
-        .def("draft", &PyEngine::draft)
         .def("argmax", &PyEngine::argmax)
         .def(
             "sample",

@@ -169,7 +169,8 @@ void Engine::add_group(int window, const std::vector<int>& layers, GroupKind kin
     }
 }
 void Engine::add_op(Op op) {
-    if (op.type == O_HEAD || op.logits) logits_buffer_ = op.dst;
+    if (op.type == O_HEAD || op.type == O_SCATTER || op.logits) logits_buffer_ = op.dst;
+    if (op.type == O_CAPTURE) captured_buffer_ = op.dst;
     if (op.type == O_NORM && op.outputs) hidden_buffer_ = op.dst;
     if (op.type == O_POSITIONS)
         max_positions_ = std::min(max_positions_, (int64_t)matrices_[op.mat[0]]->p.n);

@@ -77,7 +77,9 @@ enum OpType : int {
     O_LAYER_GATE,
     O_SCALE,
     O_STATES,
-    O_GATHER
+    O_GATHER,
+    O_CAPTURE,
+    O_SCATTER
 };
 
 struct Op {
@@ -122,12 +124,16 @@ struct Op {
     // O_LAYER_GATE: dst = act(src) * columns of the buffer `keys` from `offset` on.
     // O_SCALE: dst is multiplied by the vector `norm` of one value. O_STATES: dst = Step::states.
     // O_EMBED: the token of the matrix's first row; rows of other tokens stay as they are.
+    // O_NORM, O_CAPTURE: columns of dst from `offset` on; O_CAPTURE copies the rows in Step::outputs.
     int offset = 0;
     // O_GATHER: the columns of dst that each rank has in its src; `add`: dst += src. `picks`: the
     // rows of the embedding that each rank has; `logits`: the rows of Step::logits, for rank 0.
     // O_MOE: the inner columns of each rank; empty: there is one rank.
     std::vector<int> widths;
     bool picks = false, logits = false;
+    // O_SCATTER: column i of src goes to column `ids`[i] of dst; other columns become NO_LOGIT.
+    int states_width = 0;  // not 0: the operation runs only with Step::states of this width
+    int ids = -1;          // a vector of whole numbers
 };
 
 struct Shape {
@@ -175,7 +181,9 @@ struct Step {
     std::vector<Sequence> sequences;
     std::vector<int32_t> outputs;  // rows whose final hidden state is needed
     std::vector<int32_t> logits;   // indices into `outputs` whose logits are needed
-    std::vector<float> states;     // [rows][hidden]: the target's states, input of a draft layer
+    // [rows][width]: states of the target, or its own, that a draft layer reads
+    std::vector<float> states;
+    bool captures = false;  // whether the operations of type O_CAPTURE run
 };
 
 // Memory for `rows` quantised rows of `width` inputs, in one plane or two (QRows).
@@ -221,6 +229,9 @@ class Engine : ThreadPool::Job {
     int64_t chunks() const { return (shape.vocab + vb::CHUNK - 1) / vb::CHUNK; }
     const float* logits() const { return (const float*)buffers_[logits_buffer_]->f.data(); }
     const float* hidden() const { return (const float*)buffers_[hidden_buffer_]->f.data(); }
+    int captured_width() const { return captured_buffer_ < 0 ? 0 : buffers_[captured_buffer_]->width; }
+    int buffer_width(int i) const { return buffers_.at(i)->width; }
+    const float* captured() const { return (const float*)buffers_[captured_buffer_]->f.data(); }
     void argmax(int row, int32_t* id) const;
 
     const Shape shape;
@@ -319,6 +330,8 @@ class Engine : ThreadPool::Job {
     void layer_gate(const Op& op, WorkItems& items);
     void scale(const Op& op, WorkItems& items);
     void states(const Op& op, WorkItems& items);
+    void capture(const Op& op, WorkItems& items);
+    void scatter(const Op& op, WorkItems& items);
     int moe_up_items(const Op& op) const;
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
@@ -374,7 +387,7 @@ class Engine : ThreadPool::Job {
     int max_width_ = 0, rows_ = 0;
     // Positions per sequence: the index limit, or the size of a learned position embedding.
     int64_t max_positions_ = ((int64_t)1 << 24) - 1;
-    int logits_buffer_ = -1, hidden_buffer_ = -1;
+    int logits_buffer_ = -1, hidden_buffer_ = -1, captured_buffer_ = -1;
     std::vector<uint8_t> finite_outputs_;  // per row of Step::outputs; uint8_t: written in parallel
     KvType kv_type_;
     bool fine_;
