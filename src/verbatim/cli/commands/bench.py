@@ -23,7 +23,7 @@ from verbatim.cli.lib.bench_report import (
     print_row,
     summary,
 )
-from verbatim.cli.lib.command_class import Command, answered, declared, flag
+from verbatim.cli.lib.command_class import answered, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import BASE_MODEL, PLOT, Values, engine_options, model_options
 from verbatim.cli.lib.texts import check_plot
@@ -39,8 +39,7 @@ def measured(help: str, **rule: Any) -> Any:
     return flag(help, section="What to measure", common=True, **rule)
 
 
-@click.command(cls=Command)
-@declared(
+@as_command(
     answered(
         *("-p", "--n-prompt", "-n", "--n-gen"),
         answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which"

@@ -6,13 +6,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     BASE_MODEL,
@@ -54,8 +52,7 @@ ENGINE = [name for name in SETTINGS if name not in BASE_MODEL]
 COLUMN = 38  # characters: two texts side by side on 80 columns
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=BASE_MODEL), sampling_options)
+@as_command(model_options, engine_options(unused=BASE_MODEL), sampling_options)
 def command(
     prompts: tuple[str, ...] = argument("[PROMPT]...", nargs=-1),
     texts: tuple[str, ...] = flag(

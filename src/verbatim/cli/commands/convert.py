@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import Command, argument, as_command, flag
 from verbatim.cli.lib.options import OFFLINE
 from verbatim.cli.lib.terminal import Progress, note, warn, write
 from verbatim.cli.lib.texts import check_output, file_text
@@ -40,8 +40,7 @@ class ConvertCommand(Command):
             raise click.UsageError(why, ctx) from None
 
 
-@click.command(cls=ConvertCommand)
-@declared()
+@as_command(cls=ConvertCommand)
 def command(
     source: str = argument(),
     target: str = argument(type=click.Path(dir_okay=False)),

@@ -6,10 +6,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import BASE_MODEL, JSON, PLOT, engine_options, model_options
 from verbatim.cli.lib.tables import console, section
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=BASE_MODEL))
+@as_command(model_options, engine_options(unused=BASE_MODEL))
 def command(
     prompt: tuple[str, ...] = argument("[PROMPT]", nargs=-1),
     file: str | None = flag(

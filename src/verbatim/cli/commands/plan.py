@@ -7,10 +7,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import click
-
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.cli.lib.command_class import Command, answered, argument, declared, flag
+from verbatim.cli.lib.command_class import answered, argument, as_command, flag
 from verbatim.cli.lib.options import JSON, model_or_default
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import note, write_json
@@ -22,8 +20,7 @@ if TYPE_CHECKING:
     from verbatim.diagnose.devices import Device
 
 
-@click.command(cls=Command)
-@declared(answered("--gpu", answer="write --device NAME, such as --device h100"))
+@as_command(answered("--gpu", answer="write --device NAME, such as --device h100"))
 def command(
     model: str | None = argument("[MODEL]"),
     device: str = flag(

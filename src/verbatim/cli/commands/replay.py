@@ -14,7 +14,7 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, argument, declared
+from verbatim.cli.lib.command_class import argument, as_command
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import JSON, ONE_ANSWER, engine_options, model_options
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from verbatim.explain.receipt import Verdict
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=(*ONE_ANSWER, "defaults")))
+@as_command(model_options, engine_options(unused=(*ONE_ANSWER, "defaults")))
 def command(file: str = argument(), as_json: bool = JSON, **flags: Any) -> int:
     """Repeat the answer of the receipt FILE and compare token by token.
 

@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.errors import ContextError
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.report import token_logprobs
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.scoring import Score
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
+@as_command(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
 def command(
     text: tuple[str, ...] = argument("[TEXT]", nargs=-1),
     file: str | None = flag("read the text from FILE", metavar="FILE"),

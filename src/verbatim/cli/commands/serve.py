@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -14,7 +14,7 @@ from verbatim.base.config import SETTINGS, EngineConfig, served
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.cli.config_file import MODEL_NAME, ConfiguredCommand, print_settings, read_config
-from verbatim.cli.lib.command_class import argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     Values,
@@ -32,18 +32,21 @@ from verbatim.cli.lib.options import (
 from verbatim.server.http.api_keys import read_keys
 from verbatim.server.settings import Limits, NamedModel, Settings
 
-F = TypeVar("F", bound=Callable[..., object])
+# Flags of one server: values arrive by the names of Settings, and as `l_<name>` of Limits.
+server_options = all_of(
+    *record_flags(Settings, "", "Options"),
+    ray_options("engines", "engines behind this server; MIN-MAX scales with the load"),
+    *record_flags(Limits, "l_", "Limits"),
+)
 
 
-def server_options(command: F) -> F:
-    """Flags of one server: values arrive by the names of Settings, and as `l_<name>` of Limits."""
-    settings = record_flags(Settings, "", "Options")
-    ray = ray_options("engines", "engines behind this server; MIN-MAX scales with the load")
-    return all_of(*settings, ray, *record_flags(Limits, "l_", "Limits"))(command)
-
-
-@click.command(cls=ConfiguredCommand)
-@declared(fake_engine_option, server_options, several_model_options, engine_options())
+@as_command(
+    fake_engine_option,
+    server_options,
+    several_model_options,
+    engine_options(),
+    cls=ConfiguredCommand,
+)
 def command(
     name: str | None = argument("[MODEL]"),
     config: str | None = flag(

@@ -7,10 +7,8 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import refuse_encoder
 from verbatim.cli.lib.options import (
     BASE_MODEL,
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
 VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_blocks")
 
 
-@click.command(cls=Command)
-@declared(engine_options(VARIED, unused=BASE_MODEL))
+@as_command(engine_options(VARIED, unused=BASE_MODEL))
 def command(
     model: str | None = argument("[MODEL]"),
     backends: str = flag(

@@ -7,18 +7,15 @@ import platform
 import sys
 from typing import Any
 
-import click
-
 from verbatim import __version__
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, declared
+from verbatim.cli.lib.command_class import as_command
 from verbatim.cli.lib.options import JSON
 from verbatim.cli.lib.terminal import write_json
 from verbatim.observe.namesakes import conflict
 
 
-@click.command(cls=Command)
-@declared()
+@as_command()
 def command(as_json: bool = JSON) -> None:
     """Print versions, backends with the instruction set in use, and why a backend is missing."""
     found = facts()

@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.blocking_engine import Stream
     from verbatim.engine.calls.llm import LLM
 
-F = TypeVar("F", bound=Callable[..., object])
-
 
 def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
     """Reject reports that would be computed but that plain text output does not show."""
@@ -39,17 +37,16 @@ def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
             raise ParameterError(name, why)
 
 
-def prompt_options(command: F) -> F:
-    """Add PROMPT and the flags that say how it is sent. PromptFlags reads them."""
-    special = "with --raw: the text of a control token (<|im_start|>) becomes that token"
-    add = all_of(
-        click.argument("prompt", nargs=-1, metavar="[PROMPT]"),
-        switch("--raw", help=RAW),
-        switch("--parse-special", common=False, help=special),
-        option("--file", metavar="FILE", help="read the prompt from FILE"),
-        option("--system", metavar="TEXT", help="system message of the chat turn"),
-    )
-    return add(reasoning_options(command))
+_SPECIAL = "with --raw: the text of a control token (<|im_start|>) becomes that token"
+# PROMPT and the flags that say how it is sent; PromptFlags reads them.
+prompt_options = all_of(
+    click.argument("prompt", nargs=-1, metavar="[PROMPT]"),
+    switch("--raw", help=RAW),
+    switch("--parse-special", common=False, help=_SPECIAL),
+    option("--file", metavar="FILE", help="read the prompt from FILE"),
+    option("--system", metavar="TEXT", help="system message of the chat turn"),
+    reasoning_options,
+)
 
 
 @dataclass(frozen=True, slots=True)

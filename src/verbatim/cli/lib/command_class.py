@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from inspect import signature
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import click
 
@@ -21,15 +21,13 @@ from verbatim.cli.environment import FOREIGN
 from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
 Function = Callable[..., object]
-F = TypeVar("F", bound=Function)
+Group = Callable[[Function], Function]  # adds flags to the function of a command
 ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
 HELP_ALL = "verbatim.help_all"  # another: --help-all was given
 OWN = "Options"  # section of the flags that a command itself declares
 
 
-def option(
-    *decls: str, least: int | None = None, most: int | None = None, **rule: Any
-) -> Callable[[F], F]:
+def option(*decls: str, least: int | None = None, most: int | None = None, **rule: Any) -> Group:
     """click.option with our class. `least` and `most` are the inclusive range of a whole number."""
     if least is not None or most is not None:
         rule["type"] = click.IntRange(least, most)
@@ -41,7 +39,7 @@ def option(
     return click.option(*decls, **{"cls": Option, **rule})
 
 
-def switch(*decls: str, help: str, **rule: Any) -> Callable[[F], F]:
+def switch(*decls: str, help: str, **rule: Any) -> Group:
     """A flag without a value."""
     return option(*decls, is_flag=True, help=help, **rule)
 
@@ -82,11 +80,11 @@ def argument(metavar: str | None = None, **rule: Any) -> Any:
     return Declared((), {**shape, **rule}, is_argument=True)
 
 
-def declared(*groups: Callable[[Function], Function]) -> Callable[[F], F]:
+def declared(*groups: Group) -> Group:
     """Add what the parameters of a command's function declare, then groups of flags that several
     commands have; the help shows them in this order."""
 
-    def add(command: F) -> F:
+    def add(command: Function) -> Function:
         for group in reversed(groups):
             group(command)
         for name, parameter in reversed([*signature(command).parameters.items()]):
@@ -97,7 +95,7 @@ def declared(*groups: Callable[[Function], Function]) -> Callable[[F], F]:
     return add
 
 
-def answered(*names: str, answer: str) -> Callable[[F], F]:
+def answered(*names: str, answer: str) -> Group:
     """A flag of another program on one command: an error that names what to type."""
     return click.option(*names, cls=AnsweredFlag, answer=answer)
 
@@ -316,6 +314,11 @@ class Command(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def as_command(*groups: Group, cls: type[Command] = Command) -> Callable[[Function], Command]:
+    """A function as a command, with the flags that declared() adds."""
+    return lambda function: click.command(cls=cls)(declared(*groups)(function))
 
 
 def _help_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -6,9 +6,8 @@ flags that the user gave are passed on, so each default is defined in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -16,11 +15,9 @@ from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import Field
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import flag, option
-from verbatim.cli.lib.options import UNUSED, Values, flag_name
+from verbatim.cli.lib.command_class import Function, Group, flag, option
+from verbatim.cli.lib.options import UNUSED, Values, all_of, flag_name
 from verbatim.cli.lib.texts import file_text
-
-F = TypeVar("F", bound=Callable[..., object])
 
 # The one default of the command line that differs from those of the library and the server (ADR
 # 10): a small model may otherwise fill max_tokens with a repeated passage.
@@ -31,16 +28,7 @@ METAVARS = {"ids": "ID,ID", "schema": "JSON|@FILE", "grammar": "TEXT|@FILE", "st
 NOT_FLAGS = {"speculate"}  # covered by the engine's --speculate, which also takes draft:MODEL
 
 
-def sampling_options(command: F) -> F:
-    """Add one flag per sampling parameter. Parsed values arrive as `p_<name>`; None or (): not
-    given."""
-    for name, rule in reversed(FIELDS.items()):
-        if name not in NOT_FLAGS:
-            command = _sampling_flag(name, rule)(command)
-    return command
-
-
-def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
+def _sampling_flag(name: str, rule: Field) -> Group:
     typed, dest = flag_name(name), "p_" + name
     shown = DEFAULTS.get(name, rule.default)
     text = rule.help.partition("; missing:")[0] if name in DEFAULTS else rule.help
@@ -68,6 +56,13 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
             shape.update(metavar=METAVARS.get(name) or METAVARS[rule.kind])
     shape.update(section="Sampling", common=rule.common, show=False, help=text)
     return option(typed, dest, **shape)
+
+
+def sampling_options(command: Function) -> Function:
+    """Add one flag per sampling parameter. Parsed values arrive as `p_<name>`; None or (): not
+    given."""
+    named = [(name, rule) for name, rule in FIELDS.items() if name not in NOT_FLAGS]
+    return all_of(*(_sampling_flag(name, rule) for name, rule in named))(command)
 
 
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
