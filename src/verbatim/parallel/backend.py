@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 class ParallelBackend:
     launcher = None  # a step ends before the next is planned
-    draft_backend = None  # a draft head reads the whole embedding
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
         from verbatim.backend.cpu.backend import physical_cores

@@ -39,6 +39,21 @@ def measured(help: str, **rule: Any) -> Any:
     return flag(help, section="What to measure", common=True, **rule)
 
 
+if TYPE_CHECKING:
+    _Choice = click.Choice[str]
+else:
+    _Choice = click.Choice  # generic from click 8.2 on
+
+
+class _Proposer(_Choice):
+    """One of the names, or a draft head."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if str(value).startswith("head:"):
+            return str(value)
+        return super().convert(value, param, ctx)
+
+
 @as_command(
     answered(
         *("-p", "--n-prompt", "-n", "--n-gen"),
@@ -71,7 +86,7 @@ def command(
         " [suffix]",
         is_flag=False,
         flag_value="suffix",
-        type=click.Choice(["ngram", "suffix", "mtp"]),
+        type=_Proposer(["ngram", "suffix", "mtp", "head:PATH"]),
     ),
     **flags: Any,
 ) -> int:
@@ -85,12 +100,13 @@ def command(
     rounds = repeats or (2 if quick else 5)
     check_plot(plot)
     _choose_device(flags, against, rival_python=rival_python, rival_model=rival_model)
-    flags["e_speculate"] = speculate if speculate == "mtp" else "off"
+    kind = (speculate or "").partition(":")[0]
+    flags["e_speculate"] = speculate if kind in ("mtp", "head") else "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
         _check_speculate(against, prefills=prefills, contexts=contexts, batches=batches)
         with open_llm(flags, generates=True) as llm:
-            return _speculation(llm, speculate, rounds, plot)
+            return _speculation(llm, kind, rounds, plot)
     with open_llm(flags, generates=True) as llm:
         model = rival_model or flags["model"]
         rival = _open_rival(against, rival_python, model, flags, llm) if against else None
