@@ -17,6 +17,7 @@ from verbatim.base.config import SPECULATE
 from verbatim.base.defaults import GENERATE, GENERATE_TOKENS, resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
+from verbatim.engine.canvas_request import canvas_rules, whole_blocks
 from verbatim.engine.calls.fair_pool import mask_threads
 from verbatim.engine.embed_input import EmbedInput, check_task
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
@@ -24,6 +25,7 @@ from verbatim.engine.read_prompt import read_embed_input, read_prompt
 from verbatim.engine.reasoning_matcher import ReasoningMatcher, allows, check_supported
 from verbatim.engine.reasoning_tracker import make_tracker
 from verbatim.model.embedding import EmbeddingSpec
+from verbatim.schedule.canvas import CanvasRules
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 from verbatim.text.tools.tool_use import ToolUse
 
@@ -51,6 +53,7 @@ class Request:
     tools: ToolUse | None = None  # set for a chat with tools
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""  # what identifies the adapter also after a restart
+    canvas: CanvasRules | None = None  # of a diffusion model
 
     def grammar_matcher(self) -> Any:
         """A new grammar matcher at the first token to draw; None without a grammar."""
@@ -113,6 +116,8 @@ def make_request(
         ids, prompt_warnings = read_embed_input(loaded, prompt, context)
     else:
         ids, prompt_warnings = read_prompt(loaded, prompt)
+    params, canvas = canvas_rules(params, loaded.backend.spec.diffusion, hidden=hidden)
+    context = whole_blocks(context, canvas)
     params = _with_length(params, context - len(ids))
     _check_ids(params, loaded.backend.spec.vocab)
     _check_length(len(ids), params, context)
@@ -140,6 +145,7 @@ def make_request(
         embedding=loaded.embedding,
         adapter=adapter,
         adapter_digest=loaded.adapters[adapter].digest if adapter >= 0 else "",
+        canvas=canvas,
     )
 
 

@@ -95,6 +95,18 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DiffusionSpec:
+    """How a model fills blocks of masked positions (docs/adr/0032)."""
+
+    mask: int  # token id of an undecided position
+    block: int  # positions of a block, where the request says nothing
+    # Attention over the whole prompt and canvas; else over earlier blocks and the own one.
+    full: bool = False
+    shift: bool = False  # the logits of a row are of the next position
+    remasking: str = "low_confidence_dynamic"  # where the request says nothing
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes and options of one decoder-only transformer."""
 
@@ -162,6 +174,7 @@ class ModelSpec:
     # A draft layer (multi-token prediction): the input of its one layer is mtp.project · [norm of
     # the next token's embedding; norm of the target's final state].
     draft_layer: bool = False
+    diffusion: DiffusionSpec | None = None  # None: the model decodes from left to right only
 
     @property
     def scale(self) -> float:

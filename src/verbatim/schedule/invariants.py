@@ -67,7 +67,7 @@ def _check_table(s: Scheduler, seq: Sequence, g: int) -> None:
         f"sequence {seq.id}: the table is shorter than the computed tokens",
     )
     ensure(
-        len(table) <= -(-len(seq.tokens) // s.block_size),
+        len(table) <= -(-seq.span // s.block_size),
         f"sequence {seq.id}: the table is longer than the known tokens",
     )
     released = seq.released[g]
@@ -123,5 +123,8 @@ def _hashes(s: Scheduler, seq: Sequence, memo: dict[int, list[bytes]]) -> list[b
     assert prefix is not None
     if seq.id not in memo:
         memo[seq.id] = []
-        prefix.extend(memo[seq.id], prefix.root(seq.salt), seq.tokens, seq.computed // s.block_size)
+        full = s.cache.whole_groups(seq, seq.computed)
+        prefix.extend(
+            memo[seq.id], prefix.root(seq.salt), seq.tokens, full, s.cache.hash_group(seq)
+        )
     return memo[seq.id]

@@ -4,6 +4,7 @@
 // ops.py records the program once (fused operations of model/decoder.py); run() executes it for the
 // rows of one step.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -155,6 +156,11 @@ struct Group {
 struct Sequence {
     int row0, rows;                            // its rows of the batch
     int64_t start;                             // position of the first row
+    int64_t block;                             // of its attention (SeqStep.block); 1: causal
+    // The row at position p sees the keys before visible_end(p).
+    int64_t visible_end(int64_t p) const {
+        return std::min(block == 1 ? p + 1 : (p / block + 1) * block, start + rows);
+    }
     std::vector<std::vector<int32_t>> blocks;  // block table per cache group
 };
 
