@@ -10,6 +10,7 @@ from verbatim.model.spec import DiffusionSpec
 from verbatim.sampling.remasking import policy
 from verbatim.schedule.canvas import CanvasRules
 
+__all__ = ["CanvasRules", "canvas_rules", "whole_blocks"]
 CONFIDENCE, ENTROPY = 0.85, 0.35  # defaults of SDAR's generate.py and of JetEngine
 # Parameters that read the tokens before a position in their order.
 _LEFT_TO_RIGHT = (*STRUCTURE, "thinking_budget", "dry_multiplier", "no_repeat_ngram")
@@ -58,11 +59,13 @@ def _resolved(params: SamplingParams, spec: DiffusionSpec) -> SamplingParams:
     if steps is not None and steps > length:
         raise ParameterError(
             "denoising_steps",
-            f"{steps} is more than the {length} positions of a block; each step decides one or more",
+            f"{steps} is more than the {length} positions of a block; a step decides at least one",
         )
     banned = tuple(sorted({*params.banned_token_ids, spec.mask}))  # the mask is no answer
     values: dict[str, object] = {
-        **{"remasking": remasking, "block_length": length, "banned_token_ids": banned}
+        "remasking": remasking,
+        "block_length": length,
+        "banned_token_ids": banned,
     }
     for name, of, default in (
         ("confidence_threshold", "low_confidence_dynamic", CONFIDENCE),

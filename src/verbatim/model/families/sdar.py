@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families import qwen3
-from verbatim.model.families.common.class_defaults import with_defaults
 from verbatim.model.families.common.family import Config, Family, tiny
 from verbatim.model.keys import followed, must_equal
 from verbatim.model.spec import DiffusionSpec, ModelSpec
@@ -22,9 +21,10 @@ def _spec(c: Config) -> ModelSpec:
 
 FAMILY = Family(
     model_type="sdar",
+    body="qwen3",
     models="SDAR",
     keys={
-        **with_defaults("qwen3", qwen3.FAMILY.keys),
+        **qwen3.FAMILY.keys,
         "use_sliding_window": must_equal(False, note="blocks attend to all earlier ones"),
         "block_size": followed("positions of a diffusion block", 4),
         "mask_token_id": followed("token of an undecided position", 151669),
