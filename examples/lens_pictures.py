@@ -13,10 +13,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Browser, Page, Playwright, sync_playwright
 
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 DESKTOP, WINDOW, PHONE = (1440, 1000), (1200, 840), (390, 844)  # CSS pixels
@@ -35,8 +34,8 @@ CHAT = ("Name the capital of France.", "Write a Python function that adds two nu
 PROMPT = "Tell me about Paris in two sentences."
 
 
-def start_server() -> tuple[subprocess.Popen[str], str]:
-    command = [sys.executable, "-m", "verbatim", "serve", "--port", "0", "--default-seed", SEED]
+def start_server(python: str = sys.executable) -> tuple[subprocess.Popen[str], str]:
+    command = [python, "-m", "verbatim", "serve", "--port", "0", "--default-seed", SEED]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     url, ready = "", False  # the two lines come in either order
@@ -47,6 +46,13 @@ def start_server() -> tuple[subprocess.Popen[str], str]:
         if url and ready:
             break
     return process, url
+
+
+def chromium(playwright: Playwright) -> Browser:
+    names = ("chromium", "google-chrome", "chromium-headless-shell")
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []
+    return playwright.chromium.launch(executable_path=found, args=flags)
 
 
 def set_param(page: Page, name: str, value: object) -> None:
@@ -95,7 +101,7 @@ def save(png: bytes, path: Path) -> None:
     print(f"{path.name}: {path.stat().st_size / 1000:.0f} KB")
 
 
-def take(browser: Any, url: str, folder: Path) -> None:
+def take(browser: Browser, url: str, folder: Path) -> None:
     for name, ((width, height), scheme, view) in PICTURES.items():
         page = browser.new_page(
             viewport={"width": width, "height": height}, color_scheme=scheme, device_scale_factor=1
@@ -117,15 +123,10 @@ def take(browser: Any, url: str, folder: Path) -> None:
 
 def main(folder: Path = FOLDER) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    names = ("chromium", "google-chrome", "chromium-headless-shell")
-    chromium = next((found for name in names if (found := shutil.which(name))), None)
     server, url = start_server()
     try:
-        with sync_playwright() as playwright:
-            flags = ["--no-sandbox"] if os.geteuid() == 0 else []
-            browser = playwright.chromium.launch(executable_path=chromium, args=flags)
+        with sync_playwright() as playwright, chromium(playwright) as browser:
             take(browser, url, folder)
-            browser.close()
     finally:
         server.terminate()
         server.communicate()

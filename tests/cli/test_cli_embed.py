@@ -11,7 +11,7 @@ import pytest
 from cli_result import Call
 from tiny_encoders import write_encoder
 from verbatim import LLM
-from verbatim.cli.commands.embed import read_lines
+from verbatim.cli.lib.texts import read_lines
 
 TEXTS = ["the cat sat.", "why is the sky blue?"]
 

@@ -171,8 +171,8 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
         ROOT / name: (ROOT / name).read_text("utf-8")
         for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
     }
-    docs = (path.relative_to(ROOT / "docs").as_posix() for path in ROOT.glob("docs/**/*.md"))
-    pages |= {ROOT / "docs" / name: tables.page(name) for name in docs}
+    for path in ROOT.glob("docs/**/*.md"):  # the table of modes is made by runs, and has no link
+        pages[path] = tables.filled(path.read_text("utf-8").replace(f"{tables.MADE}modes*", ""))
     broken, known = [], {page: anchors(text) for page, text in pages.items()}
     for page, content in pages.items():
         text = re.sub(r"^```.*?^```", "", content, flags=re.M | re.S)

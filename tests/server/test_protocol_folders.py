@@ -72,7 +72,7 @@ def test_each_folder_is_registered() -> None:
 @pytest.fixture(scope="module")
 def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("copy")
-    shutil.copytree(PACKAGE, root / "verbatim", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, root / "verbatim")  # with the bytecode: it knows its source by time
     (root / "sitecustomize.py").write_text(SITE)
     return root
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from live_server import Gate, Live
@@ -37,24 +36,25 @@ class Client:
         self._socket.close()
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate(tmp_path / "steps")
+@pytest.fixture(scope="module")
+def gate(tmp_path_factory: pytest.TempPathFactory) -> Gate:
+    return Gate(tmp_path_factory.mktemp("gate") / "steps")
 
 
 # (places, tokens per step). At a depth of 10 tokens, attention is half the cost of the fake model:
 # 36 tokens for each of twenty keys need a large step beside 256 decoded tokens.
-@pytest.fixture(params=[(32, 512), (256, 2048)], ids=["32 places", "256 places"])
-def keyed(request: pytest.FixtureRequest, gate: Gate, tmp_path: Path) -> Iterator[Live]:
-    keys = tmp_path / "keys"
+@pytest.fixture(scope="module", params=[(32, 512), (256, 2048)], ids=["32 places", "256 places"])
+def keyed(request: pytest.FixtureRequest, gate: Gate) -> Iterator[Live]:
+    gate.steps = 0
+    gate.allow(0)
+    keys = gate.path.with_name("keys")
     keys.write_text("".join(f"key-number-{n}\n" for n in range(20)))
     places, tokens = map(str, request.param)
     flags = ("--api-key-file", str(keys), "--max-running", places, "--step-tokens", tokens)
-    live = Live(*flags, "--max-queue", "2000", engine=f"hash,gate={gate.path}")
+    flags += ("--max-queue", "2000", "--no-prefix-cache")  # each test computes its prompts
+    live = Live(*flags, engine=f"hash,gate={gate.path}")
     live.client.headers["Authorization"] = "Bearer key-number-0"
     yield live.wait_ready()
-    gate.open()
-    live.wait_at_rest()
     assert live.stop() == 0
 
 
@@ -64,6 +64,7 @@ def keyed(request: pytest.FixtureRequest, gate: Gate, tmp_path: Path) -> Iterato
 def test_the_requests_of_other_keys_delay_a_first_token_by_at_most_five_steps(
     keyed: Live, gate: Gate, keys: int, requests: int
 ) -> None:
+    steps = int(keyed.metrics()["verbatim_steps_total"])
     others = [
         Client(keyed, f"key-number-{key}", 200, 100)
         for _ in range(requests)
@@ -72,10 +73,13 @@ def test_the_requests_of_other_keys_delay_a_first_token_by_at_most_five_steps(
     keyed.wait_for("verbatim_requests_open", len(others))
     keyed.barrier()
     gate.allow(6)
-    keyed.wait_for("verbatim_steps_total", 6)
+    keyed.wait_for("verbatim_steps_total", steps + 6)
     bob = Client(keyed, "key-number-0", 36, 8)
     bob.wait_for(b"\r\n\r\n")  # the engine has it
     gate.allow(BESIDE_ONE if keys == requests == 1 else BESIDE_ONE + LATER)
     bob.wait_for(b'"text"')
     for client in (bob, *others):
         client.close()
+    gate.open()
+    gate.steps = int(keyed.wait_at_rest()["verbatim_steps_total"])
+    gate.allow(0)

@@ -15,7 +15,7 @@ import verbatim
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.server.api.common.schemas import type_of
-from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS, OllamaOptions
+from verbatim.server.api.ollama.ollama_fields import OLLAMA_PARAMS, OllamaOptions
 
 ROOT = Path(verbatim.__file__).parent
 NUMBERS = [name for name, rule in FIELDS.items() if rule.kind in ("int", "float")]

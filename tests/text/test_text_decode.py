@@ -47,13 +47,13 @@ def test_valid_text_never_shows_a_replacement_character(text: str) -> None:
 
 
 @pytest.mark.model
-def test_ten_thousand_random_token_sequences(default_tokenizer: Tokenizer) -> None:
+def test_random_token_sequences(default_tokenizer: Tokenizer) -> None:
     """Half from all ids, half from ids that are partial characters, where streams usually break."""
     rng = random.Random(6)
     tokenizer = default_tokenizer
     broken = [i for i in range(tokenizer.vocab_size) if not _whole(tokenizer.token_bytes(i))]
     assert len(broken) > 100
-    for turn in range(10_000):
+    for turn in range(2_000):
         ids = rng.choices(broken if turn % 2 else range(tokenizer.vocab_size), k=rng.randint(1, 24))
         skip = rng.random() < 0.5
         data = b"".join(

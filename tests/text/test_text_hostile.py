@@ -277,8 +277,8 @@ def fuzz_gguf(count: int, seed: int) -> dict[str, int]:
 
 
 def test_mutated_gguf_metadata() -> None:
-    outcome = fuzz_gguf(1500, seed=1)
-    assert min(outcome.values()) > 180
+    outcome = fuzz_gguf(500, seed=1)
+    assert min(outcome.values()) > 60
 
 
 def write_directory(folder: Path, spec: Any, config: Any) -> None:
@@ -376,8 +376,8 @@ def fuzz_directories(folder: Path, count: int, seed: int) -> dict[str, int]:
 
 
 def test_mutated_directories(tmp_path: Path) -> None:
-    outcome = fuzz_directories(tmp_path, 400, seed=2)
-    assert min(outcome.values()) > 45
+    outcome = fuzz_directories(tmp_path, 120, seed=2)
+    assert min(outcome.values()) > 13
 
 
 @pytest.mark.soak

@@ -92,7 +92,7 @@ def test_an_unknown_name_is_an_error_that_names_it() -> None:
 @pytest.mark.parametrize(
     "name", sorted({cut: name for name, cut in SPLIT_RULES.items() if name != "falcon"}.values())
 )
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(text=texts)
 def test_another_regex_engine_splits_the_same_pieces(name: str, text: str) -> None:
     cut = split_rules_of(name)
@@ -130,7 +130,7 @@ def transformers_cutters() -> dict[str, Any]:
 def test_transformers_classes_split_the_same_pieces() -> None:
     cutters = transformers_cutters()
 
-    @settings(max_examples=300)
+    @settings(max_examples=100)
     @given(text=texts)
     def check(text: str) -> None:
         for name, theirs in cutters.items():

@@ -42,7 +42,7 @@ def noise(rng: random.Random, without: tuple[str, ...]) -> str:
 @pytest.mark.parametrize("start", ["", "open"])
 def test_reasoning_and_answer_of_random_streams(open_tag: str, close: str, start: str) -> None:
     rng = random.Random(f"{open_tag}{start}")
-    for _ in range(5_000):
+    for _ in range(800):
         reasoning = noise(rng, (open_tag, close)).strip()
         answer = noise(rng, (open_tag, close)).strip()
         if close in reasoning + close[:-1] or close in close[1:] + answer:
@@ -64,7 +64,7 @@ def test_any_text_gives_the_same_result_in_any_pieces(open_tag: str, close: str)
     rng = random.Random(close)
     tags = (*spellings(open_tag), *spellings(close))
     parts = (*WORDS, *tags, *(tag[:5] for tag in tags), *(tag[:-1] for tag in tags))
-    for _ in range(2_000):
+    for _ in range(400):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(10)))
         start = rng.choice(["", "open", "closed"])
         whole = split(TagSplitter(open_tag, close, start), [text])
@@ -79,7 +79,7 @@ def test_the_tags_around_an_answer_are_no_part_of_it() -> None:
     """Granite 3.3: <think>…</think> <response>…</response>, in any pieces."""
     rng = random.Random(9)
     parts = (*WORDS, *WRAPPER, "</resp", "<think>", "</think>")
-    for _ in range(5_000):
+    for _ in range(800):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(10)))
         text = rng.choice(["", "<think>a</think>", "<think>a</think> <response>"]) + text
         text += rng.choice(["", "</response>", " </response>\n"])
@@ -172,7 +172,7 @@ HARMONY = (
 def test_harmony_channels_in_any_pieces() -> None:
     """One text; random ones are below."""
     rng = random.Random(1)
-    for _ in range(1_000):
+    for _ in range(200):
         assert split(HarmonySplitter(), cut(HARMONY, rng)) == ("Greet.", "One moment.Hello!")
 
 
@@ -217,7 +217,7 @@ HEADERS = (
 
 def test_harmony_messages_of_every_role_and_recipient() -> None:
     rng = random.Random(3)
-    for _ in range(3_000):
+    for _ in range(600):
         want = {"reasoning": "", "answer": ""}
         text = "<|channel|>analysis<|message|><|end|>"
         for i in range(rng.randrange(1, 5)):
@@ -238,7 +238,7 @@ def test_harmony_markers_never_leak() -> None:
         *("<|return|>", " to=functions.x", " to=python", "assistant", "user"),
         *("functions.x to=assistant", "analysis", "commentary", "final", "hi"),
     )
-    for _ in range(4_000):
+    for _ in range(800):
         text = "".join(rng.choice(parts) for _ in range(rng.randrange(14)))
         whole = split(HarmonySplitter(), [text])
         assert split(HarmonySplitter(), cut(text, rng)) == whole

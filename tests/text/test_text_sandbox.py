@@ -360,8 +360,8 @@ def render_mutated(count: int, seed: int) -> dict[str, int]:
 
 
 def test_mutated_templates_render_or_are_model_errors() -> None:
-    outcome = render_mutated(250, seed=7)
-    assert min(outcome.values()) > 25
+    outcome = render_mutated(100, seed=7)
+    assert min(outcome.values()) > 10
 
 
 @pytest.mark.soak

@@ -34,10 +34,10 @@ def pieces_of(text: str, rng: random.Random) -> list[str]:
     return out
 
 
-def test_ten_thousand_random_texts_match_brute_force() -> None:
+def test_random_texts_match_brute_force() -> None:
     rng = random.Random(20)
     matched = 0
-    for _ in range(10_000):
+    for _ in range(2_000):
         alphabet = rng.choice(["ab", "abc", "aé😀", "xyz\n"])
         stops = [
             "".join(rng.choices(alphabet, k=rng.randint(1, 5))) for _ in range(rng.randint(1, 4))
@@ -59,7 +59,7 @@ def test_ten_thousand_random_texts_match_brute_force() -> None:
             out += matcher.flush()
         assert (out, found) == (want, which)
         matched += found is not None
-    assert matched > 3000  # the texts do exercise matches
+    assert matched > 600  # the texts do exercise matches
 
 
 def test_a_stop_string_across_pieces_and_a_partial_match() -> None:

@@ -137,9 +137,9 @@ BATCHES = given(batch=st.lists(texts, min_size=20, max_size=20))
 
 
 @pytest.mark.torch
-@settings(max_examples=120)
+@settings(max_examples=30)
 @BATCHES
-def test_thousands_of_strings_encode_as_hugging_face_does(
+def test_hundreds_of_strings_encode_as_hugging_face_does(
     default_tokenizer: Tokenizer, hugging_face: Any, batch: list[str]
 ) -> None:
     agree(default_tokenizer, hugging_face, batch)
@@ -225,7 +225,7 @@ def test_the_textbook_algorithm_gives_the_same_ids(
 ) -> None:
     encode = textbook(default_metadata)
     rng = random.Random(8)
-    for _ in range(500):
+    for _ in range(150):
         text = "".join(
             rng.choices([*WORDS, "word", " and", " x", "ing", "é"], k=rng.randint(0, 14))
         )
@@ -312,7 +312,7 @@ def test_the_published_directory_gives_the_same_tokenizer(
 ) -> None:
     theirs = from_directory(published_folder)
     rng = random.Random(5)
-    for _ in range(300):
+    for _ in range(100):
         text = "".join(rng.choices(WORDS, k=8))
         assert theirs.encode(text) == default_tokenizer.encode(text)
         assert theirs.encode(text, special=True) == default_tokenizer.encode(text, special=True)

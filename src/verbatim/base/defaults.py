@@ -19,11 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import DEFAULTED, FIELDS, FILTERS, SamplingParams
 
 # Values that a protocol's own documentation states. OpenAI's and Anthropic's (temperature 1, no
 # filter) are those of SamplingParams.
-PROTOCOLS: dict[str, dict[str, Any]] = {
+PROTOCOLS: dict[str, JsonObject] = {
     "openai": {},
     "anthropic": {},
     "ollama": {"temperature": 0.8, "top_k": 40, "top_p": 0.9},
@@ -174,7 +175,7 @@ def catalog_defaults(values: Mapping[str, object]) -> ModelDefaults:
     return _checked(dict(values), "catalog")
 
 
-def _checked(stated: dict[str, Any], source: str) -> ModelDefaults:
+def _checked(stated: JsonObject, source: str) -> ModelDefaults:
     """Drop values that break a parameter's rule, with a warning: a model file is not a request."""
     warnings = []
     for name, value in list(stated.items()):
@@ -232,7 +233,7 @@ def _supplied(
     return out
 
 
-def report(params: SamplingParams, seed: int | None = None) -> dict[str, dict[str, Any]]:
+def report(params: SamplingParams, seed: int | None = None) -> dict[str, JsonObject]:
     """The parameters in force, each with its value and origin, as plain data. `seed`: the one that
     was used; a request without a seed gets a random one.
 

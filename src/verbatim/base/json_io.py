@@ -82,7 +82,7 @@ class _Pairs(dict[str, Any]):
         return self._pairs
 
 
-def keep_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def keep_pairs(pairs: list[tuple[str, Any]]) -> JsonObject:
     """An object that dumps_lossless() writes with all of these pairs, duplicate keys included."""
     out = dict(pairs)
     return out if len(out) == len(pairs) else _Pairs(pairs)

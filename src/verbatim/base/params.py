@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from verbatim.base.errors import ParameterError, UnknownParameterError
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.migration_hints import hints
 from verbatim.base.param_checks import MAX_LOGPROBS, MOST, Field, Kind, checked
 
@@ -221,7 +222,7 @@ class SamplingParams:
         high=100,
     )
     # structured output
-    json_schema: str | Mapping[str, Any] | type | bool | None = declared(  # noqa: RUF009
+    json_schema: str | JsonMapping | type | bool | None = declared(  # noqa: RUF009
         "schema", None, "the answer is JSON valid under this schema", common=True
     )
     regex: str | None = declared("str", None, "the answer matches this regular expression")
@@ -299,11 +300,8 @@ class SamplingParams:
             self._check_beams()
         else:
             for name in (
-                "num_return_sequences",
-                "length_penalty",
-                "early_stopping",
-                "num_beam_groups",
-                "diversity_penalty",
+                *("num_return_sequences", "length_penalty", "early_stopping"),
+                *("num_beam_groups", "diversity_penalty"),
             ):
                 if getattr(self, name) != FIELDS[name].default:
                     raise ParameterError(
@@ -367,7 +365,7 @@ class SamplingParams:
         return {name for name, _ in self.origins}
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
+    def from_mapping(cls, values: JsonMapping) -> SamplingParams:
         """From JSON or flags. An unknown name raises UnknownParameterError."""
         return cls(**values)
 
@@ -386,9 +384,9 @@ class SamplingParams:
         text = ", ".join(f"{n}={v}" for n, v in shown.items() if n in given or n in open_)
         return f"SamplingParams({text})"
 
-    def to_mapping(self) -> dict[str, Any]:
+    def to_mapping(self) -> JsonObject:
         """The parameters that were given or differ from their defaults, as JSON-ready values."""
-        out: dict[str, Any] = {}
+        out: JsonObject = {}
         known = self._known
         for name, rule in FIELDS.items():
             value = getattr(self, name)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verbatim.base.errors import RequestError
+from verbatim.base.json_io import JsonObject
 
 
 class SchemaText(str):
@@ -72,7 +73,7 @@ def build(kind: object, value: object) -> object:
     return _generic(kind, value)
 
 
-def _fields(kind: Any, value: Any) -> dict[str, Any]:
+def _fields(kind: Any, value: Any) -> JsonObject:
     hints = typing.get_type_hints(kind, include_extras=True)
     needed = getattr(kind, "__required_keys__", ())
     if not isinstance(value, Mapping) or not set(value) <= set(hints):

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.migration_hints import attribute
 from verbatim.base.notebook import box, token_span
 from verbatim.base.parsed import parse_answer
@@ -200,7 +200,7 @@ class Drawn(NamedTuple):
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
-    explain: dict[str, Any] | None = None  # explain/explanation.py documents the keys; plain data
+    explain: JsonObject | None = None  # explain/explanation.py documents the keys; plain data
     candidates: tuple[tuple[int, float], ...] = ()  # beam: best ids, log-probabilities
     # beam with logprobs: log-probability of each candidate, by logprobs_mode
     reported: tuple[float, ...] = ()
@@ -258,7 +258,7 @@ class ToolCall:
     """
 
     name: str
-    arguments: Mapping[str, Any]
+    arguments: JsonMapping
     id: str
 
     def result(self, value: object) -> JsonObject:
@@ -292,7 +292,7 @@ class Delta:
     text: str
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
-    explain: tuple[dict[str, Any], ...] = ()
+    explain: tuple[JsonObject, ...] = ()
     finish: Finish | None = None
     reasoning: str = ""  # a piece of the reasoning of a reasoning model; `text` is the answer
     reasoning_tokens: int = 0  # share of token_ids
@@ -359,7 +359,7 @@ class Choice:
     token_ids: tuple[int, ...]
     finish: Finish
     logprobs: tuple[TokenLogprob, ...] = ()
-    explain: tuple[dict[str, Any], ...] = ()
+    explain: tuple[JsonObject, ...] = ()
     score: float | None = None  # beam score, or mean log-probability with best_of
     # length of the n-gram that repeats at the end (engine/loop_detector.py); STALE_LOOP: no n-gram,
     # but so many tokens at the end repeat earlier parts of the output; or 0
@@ -411,7 +411,7 @@ class Completion:
     warnings: tuple[str, ...] = ()
     # one per prompt token; the first is None
     prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    receipt: dict[str, Any] | None = field(default=None, repr=False)
+    receipt: JsonObject | None = field(default=None, repr=False)
     # the parameters in force; base.defaults.report() lists them with their origins
     params: SamplingParams | None = field(default=None, repr=False)
 

@@ -13,10 +13,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verbatim.base.errors import VerbatimError
 from verbatim.base.params import SamplingParams
+from verbatim.base.records import Completion
 from verbatim.engine.step.failed_step import raise_error
 
 if TYPE_CHECKING:
@@ -134,25 +135,13 @@ def measure(job: Job, runners: Sequence[Runner], repeats: int, warm_ups: int = 1
 def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
     """Seconds from starting `verbatim run` in a new process to the first byte of output, with
     the model in the page cache."""
-    command = [
-        sys.executable,
-        "-m",
-        "verbatim",
-        "run",
-        "Hi",
-        "--max-tokens",
-        "8",
-        "--quiet",
-        "--model",
-        model,
-        *extra,
-    ]
+    arguments = "-m verbatim run Hi --max-tokens 8 --quiet --model"
+    command = [sys.executable, *arguments.split(), model, *extra]
     times = []
     for _ in range(repeats):
         began = time.perf_counter()
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        with subprocess.Popen(command, stdout=pipe, stderr=null) as process:
             assert process.stdout is not None
             answered = os.read(process.stdout.fileno(), 1)
             times.append(time.perf_counter() - began)
@@ -166,16 +155,18 @@ def cold_start(model: str, extra: Sequence[str], repeats: int) -> float:
     return statistics.median(times)
 
 
+def answer(llm: LLM, text: str, params: SamplingParams) -> Completion:
+    """The output for a prompt: of a chat turn where the model has a template."""
+    if llm.has_template:
+        return llm.chat([{"role": "user", "content": text}], params)
+    return llm.generate(text, params)
+
+
 def first_token(llm: LLM, repeats: int) -> float:
     """Time to first token of a short question in a running engine, without a prefix hit."""
     times: list[float] = []
     for i in range(repeats + 1):
         text = f"Question {i} of {repeats}: why is the sky blue?"
         params = SamplingParams(temperature=0, max_tokens=1, cache_salt=str(i))
-        done: Any = (
-            llm.chat([{"role": "user", "content": text}], params)
-            if llm.has_template
-            else llm.generate(text, params)
-        )
-        times.append(done.timings.first_token)
+        times.append(answer(llm, text, params).timings.first_token)
     return statistics.median(times[1:])

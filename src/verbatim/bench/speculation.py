@@ -11,12 +11,14 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.bench.measure import answer
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
@@ -120,21 +122,10 @@ def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -
     out: dict[int, list[float]] = {k: [] for k in lengths}
     for turn in range(repeats + 1):  # the first round is the warm-up
         for k in lengths:
-            plan = StepPlan(
-                0,
-                (
-                    SeqStep(
-                        0,
-                        tokens[context : context + 1 + k],
-                        context,
-                        blocks,
-                        draws=1 + k,
-                        draw=draw,
-                    ),
-                ),
-            )
+            drafts = tokens[context : context + 1 + k]
+            verified = SeqStep(0, drafts, context, blocks, draws=1 + k, draw=draw)
             began = time.perf_counter()
-            backend.execute(plan)
+            backend.execute(StepPlan(0, (verified,)))
             if turn:
                 out[k].append(time.perf_counter() - began)
     return {k: statistics.median(times) for k, times in out.items()}
@@ -145,16 +136,12 @@ def texts(llm: LLM, tokens: int) -> dict[str, tuple[tuple[int, ...], tuple[int, 
     out = {}
     for name, text in PROMPTS.items():
         params = GREEDY.with_(max_tokens=tokens, speculate="off")
-        done: Any = (
-            llm.chat([{"role": "user", "content": text}], params)
-            if llm.has_template
-            else llm.generate(text, params)
-        )
+        done = answer(llm, text, params)
         out[name] = (done.prompt_ids, done.token_ids)
     return out
 
 
-def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any]:
+def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> JsonObject:
     """The data of `bench --speculate`: per draft length the cost of a pass, and per task the
     tokens per pass and seconds per token."""
 
@@ -164,7 +151,7 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> dict[str, Any
     written = texts(llm, tokens)
     costs = pass_seconds(llm, 128 if llm.context > 256 else 8, LENGTHS, repeats)
     full = [costs[k] for k in LENGTHS]
-    tasks: dict[str, Any] = {}
+    tasks: JsonObject = {}
     for name, (prompt, output) in written.items():
         rows = []
         states = final_states(llm, [*prompt, *output]) if mode == "mtp" else None

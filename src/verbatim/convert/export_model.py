@@ -54,6 +54,7 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, object], list[Ten
     spec, config = model.spec, getattr(model.source, "config", {})
     arch = gguf_architecture(spec.family)
     meta: dict[str, object] = {"general.architecture": arch, "general.name": name}
+    norm = "layer_norm" if spec.norm == "layer" else "layer_norm_rms"
     keys: dict[str, object] = {
         "context_length": spec.trained_positions or spec.context,
         "embedding_length": spec.hidden,
@@ -61,9 +62,7 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, object], list[Ten
         "feed_forward_length": spec.mlp or spec.expert_mlp,
         "attention.head_count": spec.heads,
         "attention.head_count_kv": spec.kv_heads,
-        "attention.layer_norm_epsilon"
-        if spec.norm == "layer"
-        else "attention.layer_norm_rms_epsilon": float(spec.norm_eps),
+        f"attention.{norm}_epsilon": float(spec.norm_eps),
         "vocab_size": spec.vocab,
     }
     if not spec.learned_positions:
@@ -309,9 +308,7 @@ def _layer(spec: ModelSpec, i: int) -> dict[str, object]:
 def _same_rope(a: RopeSpec | None, b: RopeSpec | None) -> bool:
     if a is None or b is None:
         return a is b
-    close = (
-        np.allclose(a.inv_freq, b.inv_freq, rtol=1e-6, atol=0)
-        if len(a.inv_freq) == len(b.inv_freq)
-        else False
-    )
-    return a.dim == b.dim and close and abs(a.attention_factor - b.attention_factor) < 1e-6
+    if a.dim != b.dim or len(a.inv_freq) != len(b.inv_freq):
+        return False
+    close = np.allclose(a.inv_freq, b.inv_freq, rtol=1e-6, atol=0)
+    return close and abs(a.attention_factor - b.attention_factor) < 1e-6

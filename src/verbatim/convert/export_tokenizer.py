@@ -71,35 +71,22 @@ def tokenizer_metadata(
     meta = _tokens(inner, vocab, byte_fallback=bool(model.get("byte_fallback")))
     count = len(meta[f"{K}tokens"])
     merges = [m if isinstance(m, str) else " ".join(m) for m in model.get("merges", [])]
-    for key, value in (
-        ("bos", inner.bos_id),
-        ("eos", inner.eos_id),
-        ("unknown", inner.unk_id),
-        ("padding", inner.pad_id),
-    ):
+    ids = (inner.bos_id, inner.eos_id, inner.unk_id, inner.pad_id)
+    for key, value in zip(("bos", "eos", "unknown", "padding"), ids, strict=True):
         if value is not None and value < count:
             meta[f"{K}{key}_token_id"] = value
     meta |= _other_stops(inner, stops, count)
     meta[f"{K}add_bos_token"] = inner.bos_id is not None and tuple(inner.prefix) == (inner.bos_id,)
     meta[f"{K}add_eos_token"] = inner.eos_id is not None and tuple(inner.suffix) == (inner.eos_id,)
     meta["general.architecture"] = architecture
-    if model.get("byte_fallback") and architecture == "gemma4":
-        meta |= {
-            f"{K}model": "gemma4",
-            f"{K}merges": merges,
-            f"{K}add_space_prefix": original.space_prefix,
-        }
+    if not model.get("byte_fallback"):
+        return _with_split_rules(meta | {f"{K}model": "gpt2", f"{K}merges": merges}, original, path)
+    if architecture == "gemma4":
+        meta |= {f"{K}model": "gemma4", f"{K}merges": merges}
         _mark_visible(meta)
-        return _checked(meta, original, path)
-    if model.get("byte_fallback"):
-        tokens = meta[f"{K}tokens"]
-        meta |= {
-            f"{K}model": "llama",
-            f"{K}scores": _scores(tokens, merges),
-            f"{K}add_space_prefix": original.space_prefix,
-        }
-        return _checked(meta, original, path)
-    return _with_split_rules(meta | {f"{K}model": "gpt2", f"{K}merges": merges}, original, path)
+    else:
+        meta |= {f"{K}model": "llama", f"{K}scores": _scores(meta[f"{K}tokens"], merges)}
+    return _checked(meta | {f"{K}add_space_prefix": original.space_prefix}, original, path)
 
 
 def _with_split_rules(meta: JsonObject, original: Tokenizer, path: Path) -> JsonObject:
@@ -158,13 +145,14 @@ def _tokens(inner: Vocabulary, vocab: int, *, byte_fallback: bool) -> JsonObject
             types.append(UNUSED)
             continue
         tokens.append(text)
-        is_byte = byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">")
-        kind = (
-            UNKNOWN if i == inner.unk_id and byte_fallback else CONTROL if i in controls else NORMAL
-        )
-        types.append(
-            BYTE if is_byte else USER_DEFINED if i in inner.added and kind == NORMAL else kind
-        )
+        if byte_fallback and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+            types.append(BYTE)
+        elif byte_fallback and i == inner.unk_id:
+            types.append(UNKNOWN)
+        elif i in controls:
+            types.append(CONTROL)
+        else:
+            types.append(USER_DEFINED if i in inner.added else NORMAL)
     return {f"{K}tokens": tokens, f"{K}token_type": types}
 
 
@@ -203,8 +191,7 @@ def _checked(meta: dict[str, object], original: Tokenizer, path: Path) -> dict[s
 def _difference(candidate: Tokenizer, original: Tokenizer, *more: str) -> str | None:
     """The first probe text that the two tokenize differently."""
     for text in (*PROBES, *more):
-        if candidate.encode(text) != original.encode(text) or candidate.encode_prompt(
-            text
-        ) != original.encode_prompt(text):
+        encoded, expected = ((t.encode(text), t.encode_prompt(text)) for t in (candidate, original))
+        if encoded != expected:
             return text
     return None

@@ -7,7 +7,7 @@ read. The operation counts are those of `verbatim bench` (observe/roofline.py).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -67,16 +67,16 @@ class Footprint:
     params: int
     weight_bytes: float  # in memory
     step_bytes: float  # read by every decode step, experts not counted
-    expert_bytes: float  # all experts
-    experts: int
-    experts_used: int
     kv_type: str
-    kv_heads: int  # the fewest of a layer
-    heads: int
-    attention: tuple[AttentionLayer, ...]
-    context: int  # positions of the model; 0: unknown
     ops_token: int
     prompt_ops_token: int  # without the LM head
+    expert_bytes: float = 0.0  # all experts
+    experts: int = 0
+    experts_used: int = 0
+    kv_heads: int = 0  # the fewest of a layer
+    heads: int = 0
+    attention: tuple[AttentionLayer, ...] = ()
+    context: int = 0  # positions of the model; 0: unknown
     parts: Mapping[str, WeightPart] = field(default_factory=dict)  # empty: a parameter count
     tied: bool = False  # the embedding is also the LM head
     # on a GPU, where quantised safetensors stay in their blocks; empty: as `parts`
@@ -179,9 +179,8 @@ def footprint_of_config(
         return _type_of(part, floats)
 
     path = Path(file)
-    name = config.get("_name_or_path") or (
-        path.parent.name if path.stem == "config" and path.parent.name else path.stem
-    )
+    folder = path.parent.name if path.stem == "config" else ""
+    name = config.get("_name_or_path") or folder or path.stem
     found = _of_spec(spec, str(name), blocks or floats, kv_type, type_of)
     if quant is not None or blocks or not packing:
         return found
@@ -248,16 +247,7 @@ def _of_spec(
         kv_type=kv_type,
         kv_heads=spec.min_kv_heads,
         heads=spec.heads,
-        attention=tuple(
-            AttentionLayer(
-                a.window,
-                *spec.kv_shape(i),
-                _kv_bytes(spec, i, kv_type),
-                layer_position_ops(spec, a),
-            )
-            for i, a in enumerate(spec.layers)
-            if a.mixer == "attention"
-        ),
+        attention=tuple(_attention(spec, kv_type)),
         context=spec.context,
         ops_token=card.ops_token,
         prompt_ops_token=card.prompt_ops_token,
@@ -265,6 +255,13 @@ def _of_spec(
         tied=spec.tied,
         state_bytes=_state_bytes(spec),
     )
+
+
+def _attention(spec: ModelSpec, kv_type: str) -> Iterator[AttentionLayer]:
+    for i, layer in enumerate(spec.layers):
+        if layer.mixer == "attention":
+            size, ops = _kv_bytes(spec, i, kv_type), layer_position_ops(spec, layer)
+            yield AttentionLayer(layer.window, *spec.kv_shape(i), size, ops)
 
 
 def _read_sums(sizes: Mapping[str, float], tied: bool) -> tuple[float, float]:
@@ -306,14 +303,7 @@ def _of_count(name: str, params: int, stored: str, kv_type: str) -> Footprint:
         params=params,
         weight_bytes=size,
         step_bytes=size,
-        expert_bytes=0.0,
-        experts=0,
-        experts_used=0,
         kv_type=kv_type,
-        kv_heads=0,
-        heads=0,
-        attention=(),
-        context=0,
         ops_token=2 * params,
         prompt_ops_token=2 * params,
     )

@@ -115,13 +115,8 @@ def verify(open_llm: Open, backend: str) -> Iterator[CaseResult]:
 
 def needles(llm: LLM, *, low: bool = False) -> tuple[list[list[int]], list[SamplingParams]]:
     ids = llm.tokenizer.encode_prompt(TEXT)
-    base = SamplingParams(
-        max_tokens=TOKENS,
-        logprobs=2,
-        ignore_eos=True,
-        temperature=0,
-        priority=LOW_PRIORITY if low else 0,
-    )
+    base = SamplingParams(max_tokens=TOKENS, logprobs=2, ignore_eos=True, temperature=0)
+    base = base.with_(priority=LOW_PRIORITY if low else 0)
     return [ids, ids], [base, base.with_(temperature=1.0, top_p=0.95, seed=11)]
 
 
@@ -135,14 +130,8 @@ def _run(llm: LLM, case: Circumstance, mode: str | None = None) -> list[Completi
     ids = [i for i in range(min(tokenizer.vocab_size, 4096)) if not tokenizer.is_control(i)]
     for number in range(case.mates):
         prompts.append(rng.choices(ids, k=rng.choice((3, 9, 24))))
-        params.append(
-            SamplingParams(
-                max_tokens=MATE_TOKENS,
-                ignore_eos=True,
-                temperature=rng.choice((0.0, 0.7, 1.3)),
-                seed=number,
-            )
-        )
+        mate = SamplingParams(max_tokens=MATE_TOKENS, ignore_eos=True, seed=number)
+        params.append(mate.with_(temperature=rng.choice((0.0, 0.7, 1.3))))
     done = llm.generate(prompts, params)[:2]
     raise_error(done)
     return done
@@ -203,11 +192,10 @@ def _evidence(found: Sequence[Completion]) -> str:
     preempted = sum(c.timings.preemptions for c in found)
     cached = sum(c.usage.cached_tokens for c in found)
     drafted = sum(c.usage.drafted_tokens for c in found)
-    parts = [
-        f"preempted {preempted}×" if preempted else "",
-        f"{cached} tokens from the cache" if cached else "",
-        f"{sum(c.usage.accepted_tokens for c in found)} of {drafted} drafts accepted"
-        if drafted
-        else "",
-    ]
-    return ", ".join(part for part in parts if part)
+    accepted = sum(c.usage.accepted_tokens for c in found)
+    parts = {
+        f"preempted {preempted}×": preempted,
+        f"{cached} tokens from the cache": cached,
+        f"{accepted} of {drafted} drafts accepted": drafted,
+    }
+    return ", ".join(part for part, count in parts.items() if count)

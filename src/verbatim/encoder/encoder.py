@@ -33,14 +33,9 @@ def encoder_config(config: EngineConfig, context: int) -> EngineConfig:
     for name, rule in SETTINGS.items():
         if not rule.encoders and getattr(config, name) != rule.default:
             raise ParameterError(name, "has no effect on an encoder; leave it out")
-    return replace(
-        config,
-        step_tokens=context,
-        max_running=1,
-        kv_blocks=-(-context // BLOCK_SIZE),
-        prefix_cache=False,
-        speculate="off",
-    )
+    blocks = -(-context // BLOCK_SIZE)
+    config = replace(config, step_tokens=context, max_running=1, kv_blocks=blocks)
+    return replace(config, prefix_cache=False, speculate="off")
 
 
 class EncoderBackend:
@@ -222,8 +217,7 @@ def erf(x: Array) -> Array:
     t = at - i
     low, high, slope, next_slope = _ERF[i], _ERF[i + 1], _ERF_SLOPE[i], _ERF_SLOPE[i + 1]
     rise = high - low
-    found = low + t * (
-        slope + t * (3 * rise - 2 * slope - next_slope + t * (slope + next_slope - 2 * rise))
-    )
+    inner = 3 * rise - 2 * slope - next_slope + t * (slope + next_slope - 2 * rise)
+    found = low + t * (slope + t * inner)
     signed: Array = np.copysign(found, x).astype(F32)
     return signed

@@ -64,9 +64,7 @@ _NOMIC_NAMES = {
     "embed": "embeddings.word_embeddings",
     "types": "embeddings.token_type_embeddings",
     "embed_norm": "emb_ln",
-    "q": "encoder.layers.{i}.attn.Wqkv",
-    "k": "encoder.layers.{i}.attn.Wqkv",
-    "v": "encoder.layers.{i}.attn.Wqkv",
+    **dict.fromkeys("qkv", "encoder.layers.{i}.attn.Wqkv"),
     "o": "encoder.layers.{i}.attn.out_proj",
     "attn_norm": "encoder.layers.{i}.norm1",
     "up": "encoder.layers.{i}.mlp.fc11",
@@ -145,16 +143,9 @@ def _read(path: Path, context: int | None) -> tuple[EncoderSpec, Callable[[], En
     identity = repr((source.digest, spec))
 
     def load() -> EncoderModel:
-        weights = finder.collect()
-        return EncoderModel(
-            spec,
-            weights,
-            source,
-            hashlib.sha256(identity.encode()).hexdigest(),
-            embedding,
-            dict(finder.types),
-            (*warnings, *more),
-        )
+        weights, digest = finder.collect(), hashlib.sha256(identity.encode()).hexdigest()
+        types = dict(finder.types)
+        return EncoderModel(spec, weights, source, digest, embedding, types, (*warnings, *more))
 
     return spec, load
 

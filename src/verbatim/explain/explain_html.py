@@ -107,11 +107,8 @@ def _table(
     head = "".join(cell("th", i, name) for i, name in enumerate(names))
     body = ""
     for at, row in enumerate(rows):
-        bar = (
-            f'<td class=bar><span style="width: {100 * chances[at]:.1f}%"></span></td>'
-            if chances
-            else ""
-        )
+        width = f"width: {100 * chances[at]:.1f}%" if chances else ""
+        bar = f'<td class=bar><span style="{width}"></span></td>' if chances else ""
         mark = " class=drawn" if drawn and drawn[at] else ""
         body += f"<tr{mark}>{''.join(cell('td', i, v) for i, v in enumerate(row))}{bar}</tr>"
     return f"<table><tr>{head}</tr>{body}</table>"

@@ -78,19 +78,13 @@ class Explanation(Sequence[TokenExplanation]):
     ) -> None:
         self.completion = completion
         self._params = params
-        ids = {
-            i
-            for record in completion.choices[0].explain
-            for i in (
-                record["token"],
-                record.get("runner_up"),
-                *(candidate["id"] for candidate in record["top"]),
-                *(i for stage in record["stages"] for i in stage["removed_top"]),
-            )
-            if i is not None
-        }
+        ids: set[int | None] = set()
+        for record in completion.choices[0].explain:
+            ids |= {record["token"], record.get("runner_up")}
+            ids |= {candidate["id"] for candidate in record["top"]}
+            ids.update(*(stage["removed_top"] for stage in record["stages"]))
         self._tokenizer = tokenizer
-        self._texts = {i: tokenizer.token_bytes(i) for i in ids}
+        self._texts = {i: tokenizer.token_bytes(i) for i in ids if i is not None}
         self._tokens = tuple(
             TokenExplanation(record, self._texts) for record in completion.choices[0].explain
         )

@@ -247,11 +247,8 @@ def headline(record: JsonMapping, text: Text, *, screen: int = 0) -> str:
     position 12  ' Paris' (7042)  p 81.2 %, rank 1, entropy 0.92 nats, lead 0.40 over ' the'
     """
     token = record["token"]
-    parts = [
-        f"p {percent(math.exp(record['logprob']))}",
-        f"rank {record['rank']}",
-        f"entropy {record['entropy']:.2f} nats",
-    ]
+    chance, entropy = percent(math.exp(record["logprob"])), record["entropy"]
+    parts = [f"p {chance}", f"rank {record['rank']}", f"entropy {entropy:.2f} nats"]
     if record.get("lead") is not None:
         parts.append(f"lead {record['lead']:.2f} over {_shown(text, record['runner_up'])}")
     head = f"position {record['position']}  {_shown(text, token)} ({token})"
@@ -280,36 +277,22 @@ def top_columns(record: JsonMapping, text: Text) -> tuple[tuple[str, ...], list[
     """(names, rows) of the best tokens by logit, from logit to score. The drawn token is marked
     with *. A column that says nothing here is left out: all empty, or `processed` equal to
     `logit`."""
-    cells: dict[str, list[str]] = {
-        name: []
-        for name in (
-            "", "token", "id", "logit", "p", "processed", "final p", "noise", "score", "removed by",
-        )
-    }  # fmt: skip
-    for c in record["top"]:
-        final = percent(c["final_prob"]) if c["final_prob"] is not None else "-"
-        for name, value in zip(
-            cells,
-            (
-                "*" if c["id"] == record["token"] else "",
-                _shown(text, c["id"]),
-                str(c["id"]),
-                f"{c['logit']:.3f}",
-                percent(math.exp(c["logprob"])),
-                _number(c["processed"]),
-                final,
-                _number(c["noise"]),
-                _number(c["score"]),
-                c["removed_by"] or "",
-            ),
-            strict=True,
-        ):
-            cells[name].append(value)
+    top = record["top"]
+    cells = {
+        "": ["*" if c["id"] == record["token"] else "" for c in top],
+        "token": [_shown(text, c["id"]) for c in top],
+        "id": [str(c["id"]) for c in top],
+        "logit": [_number(c["logit"]) for c in top],
+        "p": [percent(math.exp(c["logprob"])) for c in top],
+        "processed": [_number(c["processed"]) for c in top],
+        "final p": ["-" if (p := c["final_prob"]) is None else percent(p) for c in top],
+        "noise": [_number(c["noise"]) for c in top],
+        "score": [_number(c["score"]) for c in top],
+        "removed by": [c["removed_by"] or "" for c in top],
+    }
     if cells["processed"] == cells["logit"]:
         del cells["processed"]
-    kept = {
-        name: values for name, values in cells.items() if any(v not in ("", "-") for v in values)
-    }
+    kept = {name: values for name, values in cells.items() if set(values) - {"", "-"}}
     return tuple(kept), list(zip(*kept.values(), strict=True))
 
 
@@ -346,18 +329,11 @@ def render_what_if(results: Sequence[WhatIf], text: Text) -> str:
     """One line per step, with the new token where it differs."""
     rows = []
     for r in results:
-        p = r.record["final_prob"]
-        rows.append(
-            (
-                str(r.position),
-                _shown(text, r.before),
-                _shown(text, r.after) if r.changed else "same",
-                percent(p) if p is not None else "-",
-                str(r.record["stages"][-1]["left"])
-                if r.record["stages"]
-                else str(r.record["vocab"]),
-            )
-        )
+        p, stages = r.record["final_prob"], r.record["stages"]
+        now = _shown(text, r.after) if r.changed else "same"
+        left = str(stages[-1]["left"] if stages else r.record["vocab"])
+        final = percent(p) if p is not None else "-"
+        rows.append((str(r.position), _shown(text, r.before), now, final, left))
     changed = [r for r in results if r.changed]
     table = columns(("position", "recorded", "now", "final p", "ids left"), rows, left=(1, 2))
     lines = [table, f"{len(changed)} of {len(results)} tokens would differ"]
@@ -374,10 +350,8 @@ def columns(names: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[
     widths = [max(len(row[i]) for row in (names, *rows)) for i in range(len(names))]
     lines = []
     for row in (names, *rows):
-        cells = [
-            c.ljust(w) if i in left else c.rjust(w)
-            for i, (c, w) in enumerate(zip(row, widths, strict=True))
-        ]
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = [c.ljust(w) if i in left else c.rjust(w) for i, (c, w) in pairs]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
 

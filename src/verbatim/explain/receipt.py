@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonMapping, JsonObject
@@ -25,37 +26,22 @@ MAKERS = ("model", "digest", "backend", "detail", "numerics", "fingerprint", "co
 
 def make_receipt(
     *,
-    model: str,
-    digest: str,
-    backend: str,
-    detail: str,
-    numerics: str,
-    fingerprint: str,
-    context: int,
     prompt_ids: Sequence[int],
     params: SamplingParams,
     seed: int,
     choices: Sequence[Choice],
     adapter: str = "",
     reasoning: bool = False,
+    **makers: str | int,
 ) -> JsonObject:
     """The receipt of a finished request. `adapter`: digest of the LoRA adapter params.adapter.
-    `thinks`: a conversation with a reasoning model, so that structure and stop strings apply behind
-    its reasoning."""
-    asked = {
-        k: v
-        for k, v in params.with_(seed=None if params.num_beams > 1 else seed).to_mapping().items()
-        if k not in NOT_REPLAYED
-    }
+    `reasoning`: a conversation with a reasoning model, so that structure and stop strings apply
+    behind its reasoning. `makers`: all of MAKERS."""
+    given = params.with_(seed=None if params.num_beams > 1 else seed).to_mapping()
+    asked = {k: v for k, v in given.items() if k not in NOT_REPLAYED}
     body: JsonObject = {
         "receipt": VERSION,
-        "model": model,
-        "digest": digest,
-        "backend": backend,
-        "detail": detail,
-        "numerics": numerics,
-        "fingerprint": fingerprint,
-        "context": context,
+        **{maker: makers[maker] for maker in MAKERS},
         **({"adapter": adapter} if adapter else {}),
         **({"thinks": True} if reasoning else {}),
         "prompt_ids": list(prompt_ids),
@@ -76,9 +62,8 @@ def make_receipt(
 def digest_of(body: Mapping[str, object]) -> str:
     """SHA-256 of everything but the digest, in a canonical form. It detects damage, not forgery."""
     plain = {k: v for k, v in body.items() if k != "sha256"}
-    return hashlib.sha256(
-        json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def read_receipt(data: object) -> JsonObject:
@@ -90,12 +75,8 @@ def read_receipt(data: object) -> JsonObject:
             "receipt",
             f'is not a receipt of version {VERSION}: expected an object with "receipt": {VERSION}',
         )
-    shapes: dict[str, type | tuple[type, ...]] = {
-        "prompt_ids": list,
-        "params": dict,
-        "choices": list,
-    }
-    shapes.update((maker, (str, int)) for maker in MAKERS)
+    shapes: dict[str, type | tuple[type, ...]] = dict.fromkeys(MAKERS, (str, int))
+    shapes = {"prompt_ids": list, "params": dict, "choices": list, **shapes}
     for name, shape in shapes.items():
         if not isinstance(data.get(name), shape):
             raise ParameterError("receipt", f"has no usable {name!r}")
@@ -165,18 +146,9 @@ def compare(receipt: JsonMapping, choices: Sequence[Choice], makers: JsonMapping
             new, cancelled = new[: len(old)], True
         if old == new:
             continue
-        at = next(
-            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b),
-            min(len(old), len(new)),
-        )
-        return Verdict(
-            False,
-            then["index"],
-            at,
-            old[at] if at < len(old) else None,
-            new[at] if at < len(new) else None,
-            reasons,
-        )
+        pairs = enumerate(zip_longest(old, new))
+        at, (expected, got) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+        return Verdict(False, then["index"], at, expected, got, reasons)
     return Verdict(True, cancelled=cancelled)
 
 

@@ -292,11 +292,8 @@ class _Reader:
 
     def any_strings(self, count: int, key: str, result: list[str]) -> None:
         for _ in range(count):
-            item = f"metadata {key!r}[{len(result)}]"
-            if (
-                self.size - self.pos < 8
-                or self.size - self.pos - 8 < _U64.unpack_from(self.view, self.pos)[0]
-            ):
+            item, left = f"metadata {key!r}[{len(result)}]", self.size - self.pos - 8
+            if left < 0 or left < _U64.unpack_from(self.view, self.pos)[0]:
                 self.fail(f"{item} reaches beyond the end of the file")
             # Memory budget: a string earns its length in the file, 255 bytes at most.
             self.grant(8 + min(_U64.unpack_from(self.view, self.pos)[0], 255))
@@ -340,11 +337,8 @@ def _map_tensors(
 ) -> dict[str, Tensor]:
     """Check that tensors are aligned, inside the file and disjoint; return views of the map."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    if (
-        type(alignment) is not int
-        or not 0 < alignment <= MAX_ALIGNMENT
-        or alignment & (alignment - 1)
-    ):
+    valid = type(alignment) is int and 0 < alignment <= MAX_ALIGNMENT
+    if not valid or alignment & (alignment - 1):
         reader.fail(
             f"general.alignment is {alignment!r}; a power of two up to {MAX_ALIGNMENT} is needed"
         )

@@ -38,21 +38,7 @@ from verbatim.formats.tensor import Tensor
 
 _KIND_NUMBERS = {name: number for number, name in KINDS.items()}
 _TYPE_NUMBERS = {name: number for number, name in TYPES.items()}
-_NUMPY_KINDS = {
-    "uint8": "u8",
-    "int8": "i8",
-    "uint16": "u16",
-    "int16": "i16",
-    "uint32": "u32",
-    "int32": "i32",
-}
-_NUMPY_KINDS |= {
-    "uint64": "u64",
-    "int64": "i64",
-    "float32": "f32",
-    "float64": "f64",
-    "bool": "bool",
-}
+_NUMPY_KINDS = {np.dtype(code).name: KINDS[number] for number, code in SCALARS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +94,8 @@ def write_gguf(
                     os.unlink(out.name)
                 raise
     except OSError as error:
-        remedy = (
-            "; free some space, or choose another place"
-            if error.errno in (errno.ENOSPC, errno.EDQUOT)
-            else ""
-        )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; free some space, or choose another place" if full else ""
         raise ModelError(
             f"cannot be written: {error.strerror or error}{remedy}", file=str(target)
         ) from error
@@ -134,10 +117,8 @@ def _part(target: Path) -> BinaryIO:
 def remove_abandoned(target: Path) -> None:
     """Remove temporary files of `target` that killed processes left behind."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        if (
-            re.fullmatch(r"\d+\.[0-9a-f]{8}", path.name[len(target.name) + 2 : -len(".part")])
-            is None
-        ):
+        middle = path.name[len(target.name) + 2 : -len(".part")]
+        if re.fullmatch(r"\d+\.[0-9a-f]{8}", middle) is None:
             continue  # not one of our temporary files
         with contextlib.suppress(OSError), open(path, "rb") as found:
             if _locked(found, wait=False):
@@ -164,11 +145,8 @@ def _pad(out: BinaryIO, alignment: int) -> None:
 
 
 def _data(item: Tensor | LazyTensor) -> memoryview:
-    data = (
-        np.ascontiguousarray(item.data if isinstance(item, Tensor) else item.make())
-        .reshape(-1)
-        .view(np.uint8)
-    )
+    made = item.data if isinstance(item, Tensor) else item.make()
+    data = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
     if data.size != (expected := nbytes(item.type, item.shape)):
         raise ModelError(
             f"tensor {item.name!r} has {data.size} bytes; {item.type} {item.shape} takes {expected}"

@@ -39,26 +39,12 @@ JSON_MEMORY = 48 << 20  # bytes of memory for parsed JSON, beyond the file size
 FLOATS = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 # Bits per value, also of dtypes that are not read: their offsets are checked.
 BITS = {
-    "BOOL": 8,
-    "U8": 8,
-    "I8": 8,
-    "U16": 16,
-    "I16": 16,
-    "F16": 16,
-    "BF16": 16,
-    "U32": 32,
-    "I32": 32,
-    "F32": 32,
-    "U64": 64,
-    "I64": 64,
-    "F64": 64,
-    "C64": 64,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 8),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 16),
+    **dict.fromkeys(("U32", "I32", "F32"), 32),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
-    "F6_E2M3": 6,
-    "F6_E3M2": 6,
 }
 
 
@@ -213,12 +199,8 @@ def _check_shard_name(shard: object, name: str, index: Path) -> None:
         raise ModelError(
             f"the shard name {shard!r:.80} leads out of the model's directory", file=str(index)
         )
-    if (
-        not isinstance(shard, str)
-        or not shard.endswith(".safetensors")
-        or len(shard) > 255
-        or shard.startswith(".")
-    ):
+    plain = isinstance(shard, str) and len(shard) <= 255 and not shard.startswith(".")
+    if not (plain and str(shard).endswith(".safetensors")):
         raise ModelError(
             f"tensor {name!r:.80} lies in {shard!r:.80}, which is not the name of a "
             "safetensors file",
@@ -321,9 +303,8 @@ def read_json(file: Path, limit: int = MAX_JSON) -> JsonObject:
     """Parse a small JSON file beside the weights; the top level must be an object."""
     try:
         if not file.is_file():
-            raise ModelError(
-                "missing" if not file.exists() else "not a regular file", file=str(file)
-            )
+            why = "not a regular file" if file.exists() else "missing"
+            raise ModelError(why, file=str(file))
         with open(file, "rb") as handle:
             raw = handle.read(limit + 1)
     except (OSError, ValueError) as error:

@@ -37,11 +37,8 @@ def parts_of(name: str) -> list[str]:
 
     m-00002-of-00003.gguf -> m-00001-of-00003.gguf, m-00002-of-00003.gguf, m-00003-of-00003.gguf"""
     found = _NAME.fullmatch(name)
-    if (
-        found is None
-        or not 2 <= (count := int(found["count"])) <= MAX_PARTS
-        or not 1 <= int(found["number"]) <= count
-    ):
+    count = int(found["count"]) if found else 0
+    if found is None or not (2 <= count <= MAX_PARTS and 1 <= int(found["number"]) <= count):
         return []
     return [f"{found['stem']}-{number:05d}-of-{count:05d}.gguf" for number in range(1, count + 1)]
 
@@ -83,9 +80,8 @@ def split_info(metadata: Mapping[str, object], file: Path) -> SplitInfo | None:
         return None
     for key, value in zip(KEYS, values, strict=True):
         if type(value) is not int or value < 0:
-            fault = (
-                "is missing" if value is None else f"is {value!r:.80}, which is not a valid number"
-            )
+            wrong = f"is {value!r:.80}, which is not a valid number"
+            fault = "is missing" if value is None else wrong
             raise ModelError(
                 f"one part of a split model, but its {key} {fault}; get this part again",
                 file=str(file),

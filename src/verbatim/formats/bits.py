@@ -17,10 +17,16 @@ def half(blocks: np.ndarray, at: int) -> np.ndarray:
     return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype(np.float32)
 
 
+def spread(packed: np.ndarray, width: int, shifts: np.ndarray) -> np.ndarray:
+    """Bytes [n, m] -> their fields [n, k m]: the first field of `width` bytes, then the second.
+    `shifts`: NIBBLES, CRUMBS or BITS."""
+    n, mask = len(packed), (1 << 8 // shifts.size) - 1
+    return ((packed.reshape(n, -1, 1, width) >> shifts) & np.uint8(mask)).reshape(n, -1)
+
+
 def low_high(packed: np.ndarray, width: int) -> np.ndarray:
     """Bytes [n, m] -> nibbles [n, 2 m]: low nibbles of `width` bytes, then their high nibbles."""
-    n = len(packed)
-    return ((packed.reshape(n, -1, 1, width) >> NIBBLES) & np.uint8(15)).reshape(n, -1)
+    return spread(packed, width, NIBBLES)
 
 
 def put_half(out: np.ndarray, at: int, value: np.ndarray) -> np.ndarray:

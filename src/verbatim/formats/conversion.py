@@ -62,7 +62,7 @@ def _unpack(form: Format, blocks: np.ndarray, out: np.ndarray) -> None:
 
 
 def scaled_integers(type: str, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Scale of each run, and the integers, of a type of SCALED. All runs have the same length."""
+    """Scale of each run, and integers, of a format with `scaled`. All runs have one length."""
     scaled = FORMATS[type].scaled
     assert scaled is not None, f"{type} has no integers"
     return scaled(blocks)

@@ -33,9 +33,8 @@ def _unpack_bf16(blocks: np.ndarray, out: np.ndarray) -> None:
 
 def _pack_bf16(x: np.ndarray, out: np.ndarray) -> None:
     bits = np.ascontiguousarray(x).view(np.uint32)
-    rounded = (
-        bits.astype(np.uint64) + np.uint64(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
-    ) >> np.uint64(16)
+    odd = (bits >> np.uint32(16)) & np.uint32(1)
+    rounded = (bits.astype(np.uint64) + np.uint64(0x7FFF) + odd) >> np.uint64(16)
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     quiet = (bits >> np.uint32(16)) | np.uint32(64)  # rounding could carry a NaN into infinity
     out[:] = np.where(nan, quiet, rounded).astype("<u2").view(np.uint8)

@@ -57,17 +57,12 @@ def _fit_affine(runs: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
     best_scale, best_low = spread / np.float32(levels), low
     best = np.full_like(low, np.inf)
     for level_offset in _LEVEL_OFFSETS:
-        q = np.clip(
-            np.rint((runs - low) * inverse_of(spread / np.float32(levels + level_offset))),
-            0,
-            levels,
-        )
+        inverse = inverse_of(spread / np.float32(levels + level_offset))
+        q = np.clip(np.rint((runs - low) * inverse), 0, levels)
         wq = w * q
-        sum_q, sum_qq, sum_xq = (
-            wq.sum(-1, keepdims=True),
-            (wq * q).sum(-1, keepdims=True),
-            (wq * runs).sum(-1, keepdims=True),
-        )
+        sum_q = wq.sum(-1, keepdims=True)
+        sum_qq = (wq * q).sum(-1, keepdims=True)
+        sum_xq = (wq * runs).sum(-1, keepdims=True)
         det = sum_w * sum_qq - sum_q * sum_q
         scale = np.where(det > 0, (sum_w * sum_xq - sum_x * sum_q) / det, best_scale)
         offset = np.where(det > 0, (sum_qq * sum_x - sum_q * sum_xq) / det, best_low)
@@ -77,19 +72,15 @@ def _fit_affine(runs: np.ndarray, levels: int) -> tuple[np.ndarray, np.ndarray]:
         error = (w * np.square(scale * q + offset - runs)).sum(-1, keepdims=True)
         better = (error < best) & (scale > 0)
         best = np.where(better, error, best)
-        best_scale, best_low = (
-            np.where(better, scale, best_scale),
-            np.where(better, offset, best_low),
-        )
+        best_scale = np.where(better, scale, best_scale)
+        best_low = np.where(better, offset, best_low)
     return best_scale[..., 0], -best_low[..., 0]
 
 
 def _pack_k_scales(scale: np.ndarray, minimum: np.ndarray) -> np.ndarray:
     """Eight 6-bit scales and minima [n, 8] -> twelve bytes; inverse of _k_scales."""
-    high_scale, high_minimum = (
-        (scale[:, 4:] >> np.uint8(4)) << np.uint8(6),
-        (minimum[:, 4:] >> np.uint8(4)) << np.uint8(6),
-    )
+    high_scale = (scale[:, 4:] >> np.uint8(4)) << np.uint8(6)
+    high_minimum = (minimum[:, 4:] >> np.uint8(4)) << np.uint8(6)
     low = (scale[:, 4:] & np.uint8(15)) | ((minimum[:, 4:] & np.uint8(15)) << np.uint8(4))
     return np.concatenate([scale[:, :4] | high_scale, minimum[:, :4] | high_minimum, low], axis=1)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.formats.bits import CRUMBS, half
+from verbatim.formats.bits import CRUMBS, half, spread
 from verbatim.formats.format import Format
 
 
@@ -17,7 +17,7 @@ def _unpack(blocks: np.ndarray, out: np.ndarray) -> None:
     scales = blocks[:, :16]
     scale = (half(blocks, 80) * (scales & np.uint8(15))).reshape(n, 16, 1)
     offset = (half(blocks, 82) * (scales >> np.uint8(4))).reshape(n, 16, 1)
-    q = (blocks[:, 16:80].reshape(n, 2, 1, 32) >> CRUMBS) & np.uint8(3)
+    q = spread(blocks[:, 16:80], 32, CRUMBS)
     runs = out.reshape(n, 16, 16)
     np.multiply(scale, q.reshape(n, 16, 16), out=runs)
     runs -= offset

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.formats.bits import BITS, CRUMBS, half, low_high
+from verbatim.formats.bits import BITS, CRUMBS, half, low_high, spread
 from verbatim.formats.format import Format
 
 
@@ -18,19 +18,11 @@ def _unpack(blocks: np.ndarray, out: np.ndarray) -> None:
     # j+8, j+12, in that order.
     packed = blocks[:, 96:108]
     low = low_high(packed[:, :8], 8)
-    high = ((packed[:, 8:].reshape(n, 1, 1, 4) >> CRUMBS) & np.uint8(3)).reshape(n, 16)
+    high = spread(packed[:, 8:], 4, CRUMBS)
     scales = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
     scale = (half(blocks, 108) * scales).reshape(n, 16, 1)
-    q = (
-        ((blocks[:, 32:96].reshape(n, 2, 1, 32) >> CRUMBS) & np.uint8(3))
-        .reshape(n, 16, 16)
-        .view(np.int8)
-    )
-    mask = (
-        ((blocks[:, :32].reshape(n, 1, 1, 32) >> BITS) & np.uint8(1))
-        .reshape(n, 16, 16)
-        .view(np.int8)
-    )
+    q = spread(blocks[:, 32:96], 32, CRUMBS).reshape(n, 16, 16).view(np.int8)
+    mask = spread(blocks[:, :32], 32, BITS).reshape(n, 16, 16).view(np.int8)
     # A clear bit in the mask means minus four.
     np.multiply(scale, q - np.int8(4) + (mask << np.int8(2)), out=out.reshape(n, 16, 16))
 

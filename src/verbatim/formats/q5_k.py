@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.formats.bits import BITS, low_high, pack_nibbles
+from verbatim.formats.bits import BITS, low_high, pack_nibbles, spread
 from verbatim.formats.format import FileType, Format, GpuBlocks
 from verbatim.formats.k_scales import pack_affine, unpack_affine
 
 
 def _unpack(blocks: np.ndarray, out: np.ndarray) -> None:
-    n = len(blocks)
-    fifth = ((blocks[:, 16:48].reshape(n, 1, 1, 32) >> BITS) & np.uint8(1)).reshape(n, 256)
+    fifth = spread(blocks[:, 16:48], 32, BITS)
     unpack_affine(blocks, low_high(blocks[:, 48:], 32) | (fifth << np.uint8(4)), out)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.formats.bits import CRUMBS, half, inverse_of, low_high, pack_nibbles, put_half
+from verbatim.formats.bits import CRUMBS, half, inverse_of, low_high, pack_nibbles, put_half, spread
 from verbatim.formats.format import FileType, Format, GpuBlocks
 from verbatim.formats.k_scales import fit_symmetric
 
@@ -16,7 +16,7 @@ from verbatim.formats.k_scales import fit_symmetric
 def _unpack(blocks: np.ndarray, out: np.ndarray) -> None:
     n = len(blocks)
     low = low_high(blocks[:, :128], 64)
-    high = ((blocks[:, 128:192].reshape(n, 2, 1, 32) >> CRUMBS) & np.uint8(3)).reshape(n, 256)
+    high = spread(blocks[:, 128:192], 32, CRUMBS)
     q = (low | (high << np.uint8(4))).view(np.int8) - np.int8(32)
     scale = (half(blocks, 208) * blocks[:, 192:208].view(np.int8)).reshape(n, 16, 1)
     np.multiply(scale, q.reshape(n, 16, 16), out=out.reshape(n, 16, 16))

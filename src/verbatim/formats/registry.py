@@ -30,5 +30,3 @@ BLOCKS = {f.name: (f.values, f.size) for f in FORMATS.values() if f.number is no
 SIZES = {f.name: (f.values, f.size) for f in FORMATS.values()}
 # types that `quantise` writes
 WRITABLE = tuple(f.name for f in FORMATS.values() if f.pack is not None)
-# types whose values are an exact product of scale and integer
-SCALED = tuple(f.name for f in FORMATS.values() if f.scaled is not None)

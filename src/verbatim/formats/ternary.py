@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from verbatim.formats.bits import half
+from verbatim.formats.bits import CRUMBS, half, spread
 from verbatim.formats.format import Format, Scaled
 
 _POWERS_OF_3 = np.array([1, 3, 9, 27, 81], dtype=np.uint8)
@@ -28,9 +28,7 @@ def _tq1_0(blocks: np.ndarray) -> Scaled:
 
 
 def _tq2_0(blocks: np.ndarray) -> Scaled:
-    shifts = np.array([0, 2, 4, 6], np.uint8)[:, None]
-    q = (blocks[:, :64].reshape(-1, 2, 1, 32) >> shifts) & np.uint8(3)
-    return half(blocks, 64), q.reshape(-1, 256).view(np.int8) - np.int8(1)
+    return half(blocks, 64), spread(blocks[:, :64], 32, CRUMBS).view(np.int8) - np.int8(1)
 
 
 FORMATS = (

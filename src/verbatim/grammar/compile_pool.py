@@ -147,12 +147,8 @@ class CompileWorker:
 
 def worker_command(limits: Mapping[str, Any], memory: int, cpu_seconds: float) -> list[str]:
     path = [*sys.path, str(Path(__file__).parents[2])]  # an editable install may not be on the path
-    options = {
-        "parent": os.getpid(),
-        "memory": memory,
-        "cpu_seconds": cpu_seconds,
-        "limits": dict(limits),
-    }
+    bounds = {"memory": memory, "cpu_seconds": cpu_seconds, "limits": dict(limits)}
+    options = {"parent": os.getpid(), **bounds}
     return [sys.executable, "-c", _PROGRAM, json.dumps(path), json.dumps(options)]
 
 
@@ -172,12 +168,8 @@ class CompilePool:
     ) -> None:
         command = worker_command(limits, memory, cpu_seconds)
         self._spawn = spawn or (lambda: CompileWorker(command))
-        self._cpu_seconds, self._timeout, self._size, self._clock = (
-            cpu_seconds,
-            timeout,
-            size,
-            clock,
-        )
+        self._cpu_seconds, self._timeout = cpu_seconds, timeout
+        self._size, self._clock = size, clock
         self._changed = threading.Condition()
         self._active = 0  # slots in use
         self._idle: list[CompileWorker] = []  # the last one used is the first one reused
@@ -205,20 +197,17 @@ class CompilePool:
     def translate(self, field: str, value: Any, deadline: float) -> Translation:
         """A structure as llguidance's grammar text. Raises ParameterError or UnsupportedError if
         it does not compile, TooExpensive, or PoolBusy at the deadline. Call it inside slot()."""
-        try:
-            answer = self._call([field, value], deadline)
-        except WorkerDied as death:
-            if death.code != -signal.SIGKILL:
-                raise self._refusal(death) from None
-            # SIGKILL from outside (the OOM killer?), perhaps while the worker was idle: try again.
+        for last in (False, True):
             try:
                 answer = self._call([field, value], deadline)
-            except WorkerDied as again:
-                raise self._refusal(again) from None
+                break
+            except WorkerDied as death:
+                # SIGKILL from outside (the OOM killer?), perhaps of an idle worker: try again.
+                if last or death.code != -signal.SIGKILL:
+                    raise self._refusal(death) from None
         if "grammar" in answer:
-            return Translation(
-                answer["grammar"], answer.get("check"), tuple(answer.get("warnings", ()))
-            )
+            warnings = tuple(answer.get("warnings", ()))
+            return Translation(answer["grammar"], answer.get("check"), warnings)
         kind = UnsupportedError if answer["error"] == "UnsupportedError" else ParameterError
         raise kind(answer["param"], answer["message"])
 
@@ -265,9 +254,8 @@ class CompilePool:
 
     def _refusal(self, death: WorkerDied) -> TooExpensive:
         if death.code is not None and -death.code in _CPU_SIGNALS:
-            return TooExpensive(
-                f"takes more than {self._cpu_seconds:g} seconds of CPU time to compile"
-            )
+            seconds = f"{self._cpu_seconds:g} seconds of CPU time"
+            return TooExpensive(f"takes more than {seconds} to compile")
         if death.code in (-signal.SIGABRT, -signal.SIGKILL):
             return TooExpensive("takes too much memory to compile")
         return TooExpensive("made the grammar compiler crash")

@@ -56,9 +56,8 @@ def compile_structure(
             if size > limit:
                 raise ParameterError(field, f"{size} characters are more than {limit}")
             lib = import_llguidance(field)
-            ours = llguidance_tokenizer(
-                lib, tokenizer
-            )  # once per model, so outside the request's time
+            # once per model, so outside the request's time
+            ours = llguidance_tokenizer(lib, tokenizer)
             deadline = time.monotonic() + ARRIVAL_TIMEOUT if deadline is None else deadline
             cache = _CACHES.setdefault(tokenizer, GrammarCache())
             try:

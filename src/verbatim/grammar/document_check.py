@@ -291,9 +291,8 @@ class DocumentCheck:
                         top = top._replace(key=name, wants_key=False, seen=top.seen | {name})
                         stack = (*stack[:-1], top)
                     else:
-                        stack, complete = self._value(
-                            text[scalar : at + 1], text, at + 1, stack, known
-                        )
+                        value = text[scalar : at + 1]
+                        stack, complete = self._value(value, text, at + 1, stack, known)
                     scalar = -1
                 continue
             if byte in b" \t\n\r,]}" and scalar >= 0:
@@ -340,13 +339,10 @@ class DocumentCheck:
         if path not in self._rules:
             node = _unique_array(self._schema, path, self._schema)
             values = None if node is None else finite_items(node, self._schema)
-            self._rules[path] = Frame(
-                array=True,
-                unique=node is not None,
-                choices=values
-                if values is None
-                else tuple((_written(value), canonical(value)) for value in distinct(values)),
-            )
+            choices = None
+            if values is not None:
+                choices = tuple((_written(value), canonical(value)) for value in distinct(values))
+            self._rules[path] = Frame(array=True, unique=node is not None, choices=choices)
         return self._rules[path]
 
     def _complete(self, text: bytes) -> None:
@@ -367,11 +363,9 @@ def _check_prefix(text: bytes, stack: tuple[Frame, ...], scalar: int) -> None:
     """uniqueItems over an enum: raise Invalid unless the item that is being written can still
     become a value that the array does not hold yet."""
     if scalar >= 0 and stack and stack[-1].choices is not None:
-        part = text[scalar:]
-        if not any(
-            key not in stack[-1].seen and choice.startswith(part)
-            for choice, key in stack[-1].choices
-        ):
+        part, seen = text[scalar:], stack[-1].seen
+        left = (choice for choice, key in stack[-1].choices if key not in seen)
+        if not any(choice.startswith(part) for choice in left):
             raise Invalid("uniqueItems: every such item is there already")
 
 
@@ -565,11 +559,15 @@ def validator(schema: Any) -> Callable[[Any], str]:
     return problem
 
 
-def _pattern(_: Any, pattern: str, instance: Any, __: Any) -> Iterator[Any]:
+def _fault(text: str) -> Any:
     from jsonschema import ValidationError
 
+    return ValidationError(text)
+
+
+def _pattern(_: Any, pattern: str, instance: Any, __: Any) -> Iterator[Any]:
     if isinstance(instance, str) and not _searches(pattern, instance):
-        yield ValidationError("does not match")
+        yield _fault("does not match")
 
 
 def _pattern_properties(check: Any, patterns: Any, instance: Any, _: Any) -> Iterator[Any]:
@@ -586,26 +584,22 @@ def _additional_properties(check: Any, part: Any, instance: Any, schema: Any) ->
 
 
 def _unique_items(_: Any, wanted: Any, instance: Any, __: Any) -> Iterator[Any]:
-    from jsonschema import ValidationError
-
     if wanted is True and isinstance(instance, list):
         keys = [canonical(item) for item in instance]
         if len(set(keys)) < len(keys):
-            yield ValidationError("has an item twice")
+            yield _fault("has an item twice")
 
 
 def _format(_: Any, named: Any, instance: Any, __: Any) -> Iterator[Any]:
-    from jsonschema import ValidationError
-
     if not isinstance(instance, str):
         return
     if named in FORMATS and not _matches("format", named, instance):
-        yield ValidationError(f"is not of the format {named}")
+        yield _fault(f"is not of the format {named}")
     if named == "regex":
         try:
             re.compile(instance)
         except (re.error, RecursionError, OverflowError):
-            yield ValidationError("is not a regular expression")
+            yield _fault("is not a regular expression")
 
 
 @lru_cache(4096)  # the documents of one mask have the same names

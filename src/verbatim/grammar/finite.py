@@ -23,13 +23,7 @@ MAX_VISITS = 200_000  # schema nodes; some tenths of a second, then the schema c
 
 _ONE_SCHEMA = ("additionalProperties", "items")
 _MANY_SCHEMAS = (
-    "allOf",
-    "anyOf",
-    "oneOf",
-    "$defs",
-    "definitions",
-    "properties",
-    "patternProperties",
+    *("allOf", "anyOf", "oneOf", "$defs", "definitions", "properties", "patternProperties"),
     "prefixItems",
 )
 
@@ -74,15 +68,9 @@ def _nodes(schema: Any) -> Iterator[JsonMapping]:
         if isinstance(node, Mapping):
             yield node
             stack += [node[k] for k in _ONE_SCHEMA if k in node]
-            for k in _MANY_SCHEMAS:
-                value = node.get(k)
-                stack += (
-                    value.values()
-                    if isinstance(value, Mapping)
-                    else value
-                    if isinstance(value, list)
-                    else []
-                )
+            for value in map(node.get, _MANY_SCHEMAS):
+                if isinstance(value, (Mapping, list)):
+                    stack += value.values() if isinstance(value, Mapping) else value
 
 
 def _blocked(node: JsonMapping, root: Any, finite: Known) -> str | None:

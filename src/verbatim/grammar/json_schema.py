@@ -21,6 +21,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from decimal import Decimal
+from itertools import product
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -429,36 +430,24 @@ def _check_values(node: JsonMapping, path: str, field: str) -> None:
             raise ParameterError(field, f"multipleOf (at {path}): {step} is not above 0")
     if node.get("type") == "integer":
         return
-    for open_end, others, sign in (
-        ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
-        ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
+    for open_end, name, sign in (
+        ("exclusiveMinimum", "maximum", 1),
+        ("exclusiveMinimum", "exclusiveMaximum", 1),
+        ("exclusiveMaximum", "minimum", -1),
+        ("exclusiveMaximum", "exclusiveMinimum", -1),
     ):
-        for bound in bounds(node, open_end):
-            for name in others:
-                near = [
-                    other
-                    for other in bounds(node, name)
-                    if bound == int(bound) and 0 < sign * (other - bound) < 1
-                ]
-                if near:
-                    raise UnsupportedError(
-                        field,
-                        f"{open_end} {bound} together with {name} {near[0]}, less than one "
-                        f"away (at {path}), is not supported; use minimum or "
-                        "maximum instead, or a pattern",
-                    )
+        for bound, other in product(bounds(node, open_end), bounds(node, name)):
+            if bound == int(bound) and 0 < sign * (other - bound) < 1:
+                raise UnsupportedError(
+                    field,
+                    f"{open_end} {bound} together with {name} {other}, less than one away (at "
+                    f"{path}), is not supported; use minimum or maximum instead, or a pattern",
+                )
 
 
 def bounds(node: JsonMapping, name: str) -> list[float]:
     """The numeric values of a keyword in this schema and in its allOf parts."""
     parts = node.get("allOf")
-    inner = (
-        [part.get(name) for part in parts if isinstance(part, Mapping)]
-        if isinstance(parts, list)
-        else []
-    )
-    return [
-        value
-        for value in (node.get(name), *inner)
-        if isinstance(value, (int, float)) and not isinstance(value, bool)
-    ]
+    nodes = [node, *(parts if isinstance(parts, list) else ())]
+    found = [part.get(name) for part in nodes if isinstance(part, Mapping)]
+    return [n for n in found if isinstance(n, (int, float)) and not isinstance(n, bool)]

@@ -24,7 +24,7 @@ from typing import Any
 from verbatim.base.errors import UnsupportedError
 from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.grammar.ecma_pattern import rust_pattern
-from verbatim.grammar.json_schema import FORMATS, PATTERNS, SUBSETS, bounds, rounds
+from verbatim.grammar.json_schema import ASSERTIONS, FORMATS, PATTERNS, SUBSETS, bounds, rounds
 from verbatim.grammar.llguidance_tokenizer import completions, string_matcher
 
 MAX_CONDITIONALS = 6  # if/then/else written as alternatives; each one doubles the grammar
@@ -47,21 +47,19 @@ NAME_FORMATS = {
     "uuid": "[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}",
     "ipv4": rf"({_BYTE}\.){{3}}{_BYTE}",
 }
-# Keywords that llguidance enforces unchanged -> what their value holds: "many" (a list or mapping
-# of schemas), "one" (a schema), "" (no schema).
-DIRECT = {
-    "type": "", "enum": "", "const": "", "$ref": "", "required": "",
-    "allOf": "many", "anyOf": "many", "oneOf": "many", "$defs": "many",
-    "properties": "many", "patternProperties": "many", "additionalProperties": "one",
-    "minProperties": "", "maxProperties": "",
-    "items": "one", "prefixItems": "many", "minItems": "", "maxItems": "",
-    "minLength": "", "maxLength": "", "pattern": "",
-    "minimum": "", "maximum": "", "exclusiveMinimum": "", "exclusiveMaximum": "", "multipleOf": "",
-}  # fmt: skip
 CHECKED = (
     "not", "dependentRequired", "dependentSchemas", "contains", "minContains", "maxContains",
     "unevaluatedItems",
 )  # fmt: skip
+_REWRITTEN = (
+    *("if", "then", "else", "propertyNames", "unevaluatedProperties", "uniqueItems", "format"),
+)
+# Keywords that llguidance enforces unchanged -> what their value holds, as in ASSERTIONS
+DIRECT = {
+    **{name: kind for name, kind in ASSERTIONS.items() if name not in (*CHECKED, *_REWRITTEN)},
+    "$ref": "",
+    "$defs": "many",
+}
 _LIST_OF_NAMES = re.compile(r"\^([\w-]+)\$|\^\((?:\?:)?([\w-]+(?:\|[\w-]+)*)\)\$")
 _IDLE: tuple[tuple[str, Any], ...] = (("unevaluatedItems", True), ("unevaluatedItems", {}))
 
@@ -128,9 +126,7 @@ class _Lowering:
         if kind == "many" and isinstance(value, list):
             return [self.node(part, scope) for part in value]
         if keyword == "patternProperties":
-            return {
-                rust_pattern(name, common=False): self.node(part) for name, part in value.items()
-            }
+            value = {rust_pattern(name, common=False): part for name, part in value.items()}
         if kind == "many":
             return {name: self.node(part) for name, part in value.items()}
         return rust_pattern(value, common=True) if keyword == "pattern" else value
@@ -177,19 +173,14 @@ class _Lowering:
             out["maxItems"] = min([len(values), *map(int, bounds(node, "maxItems"))])
             least = max(bounds(node, "minItems"), default=0)
             if out["maxItems"] < least:
-                self._without_type(
-                    out,
-                    "array",
-                    f"minItems {least} with uniqueItems: there are only {len(values)} different "
-                    "items",
-                )
+                why = f"minItems {least} with uniqueItems: there are only {len(values)}"
+                self._without_type(out, "array", f"{why} different items")
 
     def _without_type(self, out: JsonObject, kind: str, why: str) -> None:
         """No array, or no object, satisfies the schema; a value of another type may."""
         types = out.get("type", ["null", "boolean", "number", "string", "array", "object"])
-        out["type"] = [
-            name for name in ([types] if isinstance(types, str) else types) if name != kind
-        ]
+        types = [types] if isinstance(types, str) else types
+        out["type"] = [name for name in types if name != kind]
         self.result.impossible.append(why)
 
     # ------------------------------------------------------------------------------ objects
@@ -232,10 +223,8 @@ class _Lowering:
     def _listed_names(self, out: JsonObject) -> None:
         """Write a pattern that lists names, such as ^(a|b)$, as properties: the grammar writes each
         once, and knows when none is left."""
-        patterns, properties = (
-            dict(out.get("patternProperties", {})),
-            dict(out.get("properties", {})),
-        )
+        patterns = dict(out.get("patternProperties", {}))
+        properties = dict(out.get("properties", {}))
         for pattern in list(patterns):
             if found := _LIST_OF_NAMES.fullmatch(pattern):
                 part = patterns.pop(pattern)

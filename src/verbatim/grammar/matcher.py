@@ -112,9 +112,8 @@ class Structure:
     def size(self) -> int:
         """Estimated bytes. Measured over many grammars: 80 to 170 KB per millisecond of compile
         time, and the same again for the draft matcher."""
-        return int(100_000 + 200_000_000 * self.seconds) * (
-            2 if self.seconds <= MAX_DRAFT_COMPILE else 1
-        )
+        matchers = 2 if self.seconds <= MAX_DRAFT_COMPILE else 1
+        return int(100_000 + 200_000_000 * self.seconds) * matchers
 
     def draft_matcher(self) -> InitialMatcher | None:
         """The initial matcher for drafts; None while it compiles, or if this grammar has none."""
@@ -148,12 +147,8 @@ class Matcher:
     def __init__(
         self, structure: Structure, origin: InitialMatcher, eos: frozenset[int], mask: bytes | None
     ) -> None:
-        self._structure, self._origin, self._inner, self._eos = (
-            structure,
-            origin,
-            origin.inner.deep_copy(),
-            eos,
-        )
+        self._structure, self._origin, self._eos = structure, origin, eos
+        self._inner = origin.inner.deep_copy()
         self._mask = mask
         self._check_state = CheckState()
         # Number of tokens when the private lexer was created; None: the lexer is the shared one.
@@ -211,10 +206,8 @@ class Matcher:
             checked, self._checking = self._checking, None
             self._mask = checked.result()
         if self.rebuilding is not None:
-            (self._inner, self._origin, self._lexer_start, mask), self.rebuilding = (
-                self.rebuilding.result(),
-                None,
-            )
+            rebuilt, self.rebuilding = self.rebuilding.result(), None
+            self._inner, self._origin, self._lexer_start, mask = rebuilt
             self._check()
             self._filter(mask)
         if not (self._mask or self._checking or self.finished or self._inner.is_error()):
@@ -226,9 +219,8 @@ class Matcher:
             self._check()
         if self._lexer_start is None:
             self._structure.exhausted = True
-        self.rebuilding = rebuild(
-            self._structure.private_matcher, self._tokens, self._lexer_start, ref(self)
-        )
+        make = self._structure.private_matcher
+        self.rebuilding = rebuild(make, self._tokens, self._lexer_start, ref(self))
         return False
 
     def masks_along(self, drafts: Sequence[int]) -> tuple[bytes | None, ...]:
@@ -278,11 +270,9 @@ class Matcher:
             if masks[-1] is None or token in self._eos or not _allows(masks[-1], token):
                 break
             draft_matcher.consume_token(token)
-            draft_matcher, mask = (
-                (draft_matcher, None)
-                if draft_matcher.is_stopped()
-                else compute_mask(draft_matcher, self._draft_origin)
-            )
+            mask = None
+            if not draft_matcher.is_stopped():
+                draft_matcher, mask = compute_mask(draft_matcher, self._draft_origin)
             if self._draft_failed(draft_matcher):
                 break
             if check is not None and mask is not None:
@@ -312,17 +302,13 @@ class Matcher:
         """The draft matcher, advanced to the end of the output; None if there is none."""
         if self._draft_matcher is None or not self._structure.has_draft_matcher:
             self._draft_origin, self._draft_position = self._structure.draft_matcher(), 0
-            self._draft_matcher = (
-                None if self._draft_origin is None else self._draft_origin.inner.deep_copy()
-            )
+            origin = self._draft_origin
+            self._draft_matcher = None if origin is None else origin.inner.deep_copy()
         if self._draft_matcher is not None and self._draft_position < len(self._tokens):
             self._draft_matcher.consume_tokens(self._tokens[self._draft_position :])
             self._draft_position = len(self._tokens)
-        return (
-            None
-            if self._draft_matcher is None or self._draft_failed(self._draft_matcher)
-            else self._draft_matcher
-        )
+        found = self._draft_matcher
+        return None if found is None or self._draft_failed(found) else found
 
     def _draft_failed(self, draft_matcher: Any) -> bool:
         """Whether the draft matcher failed. Ends drafting if its lexer is exhausted."""
@@ -335,12 +321,8 @@ class Matcher:
     def copy(self) -> Matcher:
         """For a fork of the sequence."""
         twin = Matcher(self._structure, self._origin, self._eos, self._mask)
-        twin._inner, twin._tokens, twin._ended, twin._check_state = (
-            self._inner.deep_copy(),
-            list(self._tokens),
-            self._ended,
-            self._check_state,
-        )
+        twin._inner, twin._tokens = self._inner.deep_copy(), list(self._tokens)
+        twin._ended, twin._check_state = self._ended, self._check_state
         twin.submit = self.submit
         return twin
 

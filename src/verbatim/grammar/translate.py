@@ -51,11 +51,10 @@ def try_translate(field: str, value: Any, compiles: Callable[[str], None]) -> Tr
     try:
         if field == "json_schema":
             return _json_translation(value, compiles)
-        translation = (
-            _grammar_text(value, compiles)
-            if field == "grammar"
-            else Translation(_TRANSLATORS[field](value))
-        )
+        if field == "grammar":
+            translation = _grammar_text(value, compiles)
+        else:
+            translation = Translation(_TRANSLATORS[field](value))
         compiles(translation.grammar)
         return translation
     except RequestError:
@@ -99,6 +98,15 @@ def _enforceable(text: str, compiles: Callable[[str], None]) -> tuple[Any, Any, 
     return schema, check, _ignored(normal.ignored)
 
 
+# A part of llguidance's message -> the option without which it does not refuse the schema
+_REFUSALS = {
+    "oneOf": "one_of",
+    "not disjoint": "patterns",
+    "min/maxProperties": "counts",
+    "Failed to generate regex for": "bounds",
+}
+
+
 def _compiled(
     given: Any, parts: Collection[str], options: Options, compiles: Callable[[str], None]
 ) -> tuple[Any, bool]:
@@ -125,18 +133,13 @@ def _compiled(
                 if found["name"] is None:
                     raise _Unsatisfiable(reasons or found["why"]) from None
                 dropped[found["name"]] = found["why"]
-            elif "oneOf" in message and options.one_of:
-                options = replace(options, one_of=False)
-            elif "not disjoint" in message and options.patterns:
-                options = replace(options, patterns=False)
-            elif "min/maxProperties" in message and options.counts:
-                options = replace(options, counts=False)
-            elif "Failed to generate regex for" in message and options.bounds:
-                options = replace(options, bounds=False)
-            elif "if" in lowered.checked and options.conditionals:
-                options = replace(options, conditionals=False)
             else:
-                raise
+                refused = [name for sign, name in _REFUSALS.items() if sign in message]
+                refused += ["conditionals"] if "if" in lowered.checked else []
+                name = next((name for name in refused if getattr(options, name)), None)
+                if name is None:
+                    raise
+                options = replace(options, **{name: False})
             continue
         return schema, not lowered.checked
 
@@ -296,6 +299,7 @@ def _lower_embedded(
 ) -> tuple[str, JsonObject, tuple[str, ...]]:
     """The grammar with its `%json` schemas lowered, the schemas to check by rule, and warnings. A
     document check can follow only the rules whose place is known (`placed`)."""
+    decoder = json.JSONDecoder(object_pairs_hook=no_key_twice)
     parts, done = [], 0
     checks: JsonObject = {}
     warnings: dict[str, None] = {}
@@ -303,9 +307,7 @@ def _lower_embedded(
         if found.start() < done:
             continue  # inside the schema before
         try:
-            schema, end = json.JSONDecoder(object_pairs_hook=no_key_twice).raw_decode(
-                grammar, found.end()
-            )
+            schema, end = decoder.raw_decode(grammar, found.end())
         except json.JSONDecodeError:
             continue  # llguidance reports the error
         except ValueError as error:
@@ -377,11 +379,8 @@ def refusal(field: str, message: str) -> ParameterError | UnsupportedError:
     if "registry" in message:
         where = message.split(" is not")[0]
         message = f"$ref outside the schema is not supported, nothing is ever fetched ({where})"
-    return (
-        UnsupportedError(field, message)
-        if _UNSUPPORTED.search(message)
-        else ParameterError(field, message)
-    )
+    kind = UnsupportedError if _UNSUPPORTED.search(message) else ParameterError
+    return kind(field, message)
 
 
 _SYNTAX = (
@@ -396,9 +395,8 @@ def _about_regex(field: str, pattern: str, at: int, why: str) -> str:
     "'ab(c' is not a regular expression: unclosed group, at character 3 ('(c'); "
     """
     shown = pattern if len(pattern) <= 60 else pattern[:57] + "..."
-    what = f"{shown!r} is not a regular expression" + (
-        "" if field == "regex" else " (a pattern inside)"
-    )
+    inside = "" if field == "regex" else " (a pattern inside)"
+    what = f"{shown!r} is not a regular expression{inside}"
     return f"{what}: {why}, at character {at + 1} ({pattern[at : at + 12]!r}); {_SYNTAX}"
 
 

@@ -44,7 +44,7 @@ CATALOG: dict[str, CatalogEntry] = {
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         download=92_871_040,
         note="SmolLM2-135M-Instruct, Q4_1",
-        sampling=(("temperature", 0.2), ("top_p", 0.9)),
+        sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -206,7 +206,7 @@ def sampling_defaults(model: str, path: Path) -> dict[str, float]:
             return dict(entry.sampling)
     for name, known in HUB_CATALOG.items():
         if model in (name, known.name):
-            return {key: int(v) if key == "top_k" else v for key, v in known.sampling}
+            return dict(known.sampling)
     return {}
 
 

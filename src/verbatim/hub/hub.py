@@ -52,11 +52,9 @@ class HubRef:
     quant: str | None = None
 
     def __str__(self) -> str:
-        return (
-            self.repo
-            + (f"@{self.revision}" if self.revision else "")
-            + (f":{self.file or self.quant}" if self.file or self.quant else "")
-        )
+        revision = f"@{self.revision}" if self.revision else ""
+        file = self.file or self.quant
+        return f"{self.repo}{revision}{f':{file}' if file else ''}"
 
 
 def hub_model(
@@ -138,9 +136,7 @@ def _download(hub: Any, ref: HubRef, names: list[str]) -> Path:
         return _snapshot(hub, ref, local=False)
     parts = parts_of(file)
     if not set(parts) & set(names):  # not split; a missing file is the hub's error
-        return Path(
-            hub.hf_hub_download(ref.repo, file, revision=ref.revision, local_files_only=False)
-        )
+        return _file(hub, ref, file, local=False)
     if absent := [part for part in parts if part not in names]:
         raise ModelError(
             f"{ref.repo} does not hold all {len(parts)} parts of {file}: "
@@ -153,6 +149,11 @@ def _download(hub: Any, ref: HubRef, names: list[str]) -> Path:
             "retry; finished downloads are kept"
         )
     return folder / file
+
+
+def _file(hub: Any, ref: HubRef, name: str, *, local: bool) -> Path:
+    options = {"revision": ref.revision, "local_files_only": local}
+    return Path(hub.hf_hub_download(ref.repo, name, **options))
 
 
 def _snapshot(hub: Any, ref: HubRef, *, local: bool, parts: list[str] | None = None) -> Path:
@@ -211,9 +212,8 @@ def _fall_back_to_cache(hub: object, ref: HubRef, error: Exception) -> tuple[Pat
     path, missing = _find_in_cache(hub, ref)
     if missing:
         raise _hub_error(ref, error, f"{missing}; check the network") from error
-    revision = (
-        path.parts[path.parts.index("snapshots") + 1] if "snapshots" in path.parts else "unknown"
-    )
+    parts = path.parts
+    revision = parts[parts.index("snapshots") + 1] if "snapshots" in parts else "unknown"
     notice = (
         f"the hub cannot be reached ({_reason(error)}): taking {ref} from the cache, "
         f"revision {revision}, which may not be the newest"
@@ -228,11 +228,7 @@ def _find_in_cache(hub: Any, ref: HubRef) -> tuple[Path, str]:
         return _find_in_cache(hub, replace(ref, file=None)) if missing else (path, "")
     try:
         if ref.file is not None and not parts_of(ref.file):
-            return Path(
-                hub.hf_hub_download(
-                    ref.repo, ref.file, revision=ref.revision, local_files_only=True
-                )
-            ), ""
+            return _file(hub, ref, ref.file, local=True), ""
         path = _snapshot(hub, ref, local=True)
     except Exception:  # huggingface_hub has several error types for this
         return Path(), "it is not in the cache"
@@ -261,11 +257,8 @@ def _absent(folder: Path, files: list[str]) -> list[str]:
 
 
 def _describe_missing(absent: list[str]) -> str:
-    return (
-        f"{absent[0]} is missing" + (f" (and {len(absent) - 1} more)" if absent[1:] else "")
-        if absent
-        else ""
-    )
+    more = f" (and {len(absent) - 1} more)" if absent[1:] else ""
+    return f"{absent[0]} is missing{more}" if absent else ""
 
 
 def _missing_in_snapshot(folder: Path) -> str:
@@ -276,22 +269,17 @@ def _missing_in_snapshot(folder: Path) -> str:
     need = {"config.json"}
     for name in have:
         if part := re.fullmatch(r"(.*-)(\d{5})-of-(\d{5})\.safetensors", name):
-            need |= {
-                f"{part[1]}{i:05d}-of-{part[3]}.safetensors" for i in range(1, int(part[3]) + 1)
-            }
+            numbers = range(1, int(part[3]) + 1)
+            need |= {f"{part[1]}{i:05d}-of-{part[3]}.safetensors" for i in numbers}
     if "model.safetensors.index.json" in have:
         try:
-            need |= set(
-                json.loads((folder / "model.safetensors.index.json").read_bytes())[
-                    "weight_map"
-                ].values()
-            )
+            index = json.loads((folder / "model.safetensors.index.json").read_bytes())
+            need |= set(index["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return "its model.safetensors.index.json cannot be read"
     absent = sorted(need - have)
-    if not any(
-        name.endswith(".safetensors") and not name.startswith("consolidated") for name in have
-    ):
+    weights = (name for name in have if name.endswith(".safetensors"))
+    if all(name.startswith("consolidated") for name in weights):
         absent.append("a file of weights")
     if not have & set(_TOKENIZERS):
         absent.append("a tokenizer")
@@ -321,6 +309,5 @@ def _hub_error(ref: HubRef, error: Exception, remedy: str) -> ModelError:
 
 def _reason(error: Exception) -> str:
     lines = str(error).strip().splitlines()
-    return (
-        f"{type(error).__name__}: {lines[0][:300].rstrip('.')}" if lines else type(error).__name__
-    )
+    why = f": {lines[0][:300].rstrip('.')}" if lines else ""
+    return f"{type(error).__name__}{why}"

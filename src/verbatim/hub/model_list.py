@@ -40,37 +40,15 @@ def list_models() -> list[ModelRecord]:
     records = []
     for entry in CATALOG.values():
         path = catalog_path(entry)
-        records.append(
-            ModelRecord(
-                entry.name,
-                path,
-                entry.size,
-                "gguf",
-                is_complete(path, entry),
-                entry.note,
-                "llama",
-                "q4_1",
-                8192,
-                "Apache-2.0",
-            )
-        )
+        own = (entry.name, path, entry.size, "gguf", is_complete(path, entry), entry.note)
+        records.append(ModelRecord(*own, "llama", "q4_1", 8192, "Apache-2.0"))
     cached = {record.name: record for record in _hub_records()}
     for name, known in HUB_CATALOG.items():
-        here = cached.pop(known.name, None)
-        records.append(
-            ModelRecord(
-                name,
-                here.path if here else Path(),
-                here.bytes if here else known.size,
-                "gguf" if known.file else "safetensors",
-                here is not None and here.ready,
-                known.repo,
-                known.family,
-                known.quant,
-                known.context,
-                known.licence,
-            )
-        )
+        kind = "gguf" if known.file else "safetensors"
+        absent = ModelRecord(name, Path(), known.size, kind, ready=False)
+        here = cached.pop(known.name, absent)
+        own = (name, here.path, here.bytes, kind, here.ready, known.repo)
+        records.append(ModelRecord(*own, *known.facts))
     return records + list(cached.values())
 
 
@@ -149,9 +127,8 @@ def _hub_records() -> Iterator[ModelRecord]:
         name = snapshot.parts[-3].removeprefix("models--").replace("--", "/", 1)
         if snapshot.name != _text(snapshot.parent.parent / "refs" / "main"):
             name += f"@{snapshot.name}"
-        weights = [
-            f for f in snapshot.glob("*.safetensors") if not f.name.startswith("consolidated")
-        ]
+        found = snapshot.glob("*.safetensors")
+        weights = [file for file in found if not file.name.startswith("consolidated")]
         if weights and (snapshot / "config.json").exists():
             size, complete = _sizes(weights)
             yield ModelRecord(name, snapshot, size, "safetensors", complete)
@@ -159,13 +136,10 @@ def _hub_records() -> Iterator[ModelRecord]:
         for file, parts in group_parts(files).items():
             size, complete = _sizes([snapshot / part for part in parts])
             present = sum((snapshot / part).exists() for part in parts)
-            note = (
-                ""
-                if len(parts) == 1
-                else f"{len(parts)} parts"
-                if complete
-                else f"{present} of {len(parts)} parts are here"
+            here = (
+                f"{len(parts)} parts" if complete else f"{present} of {len(parts)} parts are here"
             )
+            note = here if len(parts) > 1 else ""
             yield ModelRecord(f"{name}:{file}", snapshot / file, size, "gguf", complete, note)
 
 

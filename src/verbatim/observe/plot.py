@@ -42,12 +42,17 @@ def require_matplotlib() -> None:
         raise UnsupportedError("plot", f"plots need matplotlib; {remedy}") from None
 
 
-def figure(charts: Sequence[Chart]) -> Any:
-    """A matplotlib Figure with one axis per chart. Without pyplot, which keeps global state."""
+def new_figure(width: float, height: float) -> Any:
+    """An empty matplotlib Figure. Without pyplot, which keeps global state."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
-    out = Figure(figsize=(5.2 * len(charts), 3.6), layout="tight")
+    return Figure(figsize=(width, height), layout="tight")
+
+
+def figure(charts: Sequence[Chart]) -> Any:
+    """A Figure with one axis per chart."""
+    out = new_figure(5.2 * len(charts), 3.6)
     for axis, chart in zip(out.subplots(1, len(charts), squeeze=False)[0], charts, strict=True):
         for number, line in enumerate(chart.lines):
             style = {"linestyle": "--"} if line.dashed else {"marker": "o"}

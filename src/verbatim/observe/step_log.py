@@ -71,13 +71,8 @@ class StepLog:
             if number <= after:
                 continue
             own = [part for part in parts if part.tenant == tenant]
-            out.append(
-                {
-                    "step": number,
-                    "at": started,
-                    "seconds": ended - started,
-                    "parts": [part.report() for part in own],
-                    "others": sum(p.tokens for p in parts) - sum(p.tokens for p in own),
-                }
-            )
+            step: JsonObject = {"step": number, "at": started, "seconds": ended - started}
+            step["parts"] = [part.report() for part in own]
+            step["others"] = sum(p.tokens for p in parts) - sum(p.tokens for p in own)
+            out.append(step)
         return out

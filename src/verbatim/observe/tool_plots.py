@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verbatim.observe.plot import COLOURS, require_matplotlib
+from verbatim.observe.plot import COLOURS, new_figure
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +23,16 @@ class Panel:
 
 
 def draw_bars(rows: Sequence[str], panels: Sequence[Panel], path: str) -> None:
-    figure = _figure(2.0 + 2.6 * len(panels), 0.8 + 0.42 * len(rows))
+    figure = new_figure(2.0 + 2.6 * len(panels), 0.8 + 0.42 * len(rows))
     axes = figure.subplots(1, len(panels), squeeze=False, sharey=True)[0]
     for number, (axis, panel) in enumerate(zip(axes, panels, strict=True)):
         error = None
         if panel.intervals:
             pairs = zip(panel.values, panel.intervals, strict=True)
             error = tuple(zip(*((v - low, high - v) for v, (low, high) in pairs), strict=True))
-        axis.barh(
-            range(len(rows)),
-            panel.values,
-            xerr=error,
-            capsize=3,
-            height=0.6,
-            color=COLOURS[number % len(COLOURS)],
-            alpha=0.85,
-        )
+        look = {"capsize": 3, "height": 0.6, "alpha": 0.85}
+        colour = COLOURS[number % len(COLOURS)]
+        axis.barh(range(len(rows)), panel.values, xerr=error, color=colour, **look)
         axis.set(title=panel.title, yticks=range(len(rows)), yticklabels=rows)
         axis.title.set_fontsize(9)
         axis.tick_params(labelsize=8)
@@ -61,7 +55,7 @@ class Curve:
 
 def draw_curves(panels: Sequence[tuple[str, Sequence[Curve]]], x_label: str, path: str) -> None:
     """One row of axes per panel (title, curves); the region behind a curve's mark is shaded."""
-    figure = _figure(8.0, 2.7 * len(panels))
+    figure = new_figure(8.0, 2.7 * len(panels))
     axes = figure.subplots(len(panels), 1, squeeze=False, sharex=True)
     for axis, (title, curves) in zip(axes[:, 0], panels, strict=True):
         for number, curve in enumerate(curves):
@@ -75,13 +69,6 @@ def draw_curves(panels: Sequence[tuple[str, Sequence[Curve]]], x_label: str, pat
     axes[0][0].legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3)
     axes[-1][0].set_xlabel(x_label)
     _save(figure, path)
-
-
-def _figure(width: float, height: float) -> Any:
-    require_matplotlib()
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), layout="tight")
 
 
 def _save(figure: Any, path: str) -> None:

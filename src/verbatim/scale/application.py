@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from verbatim.base.config import served
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonMapping
 from verbatim.scale.ray_options import RayOptions, parse_replicas, require_ray
 from verbatim.server.settings import Limits, Settings
 
@@ -65,7 +66,7 @@ def deployment(
     )
 
 
-def build(args: Mapping[str, Any]) -> object:
+def build(args: JsonMapping) -> object:
     """The application builder for a Serve config file; `args` are those of deployment().
 
     import_path: verbatim.scale.application:build

@@ -105,10 +105,7 @@ class Cluster(Supervisor):
         if not self.ready.is_set():
             raise Problem("unavailable", "no replica is ready; try again shortly", retry_after=2)
         frame = encode(message)  # may raise, so it comes before any bookkeeping
-        request_id, max_bytes = message.request_id, self.settings.limits.max_stream_bytes
-        running = Running(request_id, message.tenant, self.abort, max_bytes, signal or Signal())
-        self._running[request_id] = running
-        self.ledger.open(request_id)
+        running, request_id = self._open(message, signal), message.request_id
         task = self._relays[request_id] = asyncio.create_task(self._relay(message, frame))
         task.add_done_callback(lambda done: self._relayed(request_id, done))
         return running

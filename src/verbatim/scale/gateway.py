@@ -40,10 +40,8 @@ class Gateway:
         self._state = State(settings, self._cluster)
         self._state.access = AccessLog(settings.log_format)
         self._cluster.start()
-        ready = asyncio.ensure_future(self._cluster.ready.wait())
-        await asyncio.wait((ready, self._cluster.fatal), return_when=asyncio.FIRST_COMPLETED)
-        if self._cluster.fatal.done():
-            raise RuntimeError(self._cluster.fatal.result())
+        if why := await self._cluster.load_error():
+            raise RuntimeError(why)
         self._keepalives = asyncio.create_task(send_keepalives(self._state))
         _app = make_app(self._state)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.scale.ray_options import LOCAL, require_ray
 from verbatim.scale.resources import Node
 
@@ -32,7 +33,7 @@ HANG_SECONDS = 600  # no start of a process takes that long
 RAYLET_SECONDS = 60
 ATTEMPTS = 4
 PROBE_SECONDS = 5.0  # for a connection to the address of a cluster
-QUIET: dict[str, Any] = {
+QUIET: JsonObject = {
     "namespace": "serve",
     "logging_level": logging.ERROR,
     "log_to_driver": False,  # Ray keeps the replicas' output in its session directory

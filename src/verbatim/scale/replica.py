@@ -44,11 +44,8 @@ class Replica:
         self._open = 0  # requests of clients
         self._channels: dict[str, Channel] = {}  # one per listening gateway
         self._supervisor.start()
-        ready = asyncio.ensure_future(self._supervisor.ready.wait())
-        await asyncio.wait((ready, self._supervisor.fatal), return_when=asyncio.FIRST_COMPLETED)
-        if self._supervisor.fatal.done():
-            ready.cancel()
-            raise did_not_start(self._supervisor.fatal.result())
+        if why := await self._supervisor.load_error():
+            raise did_not_start(why)
 
     async def facts(self) -> bytes:
         assert self._supervisor.facts is not None

@@ -12,12 +12,12 @@ else all on CPUs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonMapping
 from verbatim.base.units import size_text
 from verbatim.diagnose.footprint import Footprint
 from verbatim.scale.ray_options import Replicas
@@ -45,7 +45,7 @@ class ReplicaNeeds:
     memory: int  # bytes: weights, KV cache and processes
     weights: int
     cache: int  # bytes of KV cache
-    settings: Mapping[str, Any]  # fields of EngineConfig that keep the engine within these numbers
+    settings: JsonMapping  # fields of EngineConfig that keep the engine within these numbers
 
     def fits(self, node: Node) -> bool:
         return self.cpus <= node.cpus and self.gpus <= node.gpus and self.memory <= node.memory
@@ -69,10 +69,7 @@ class ReplicaNeeds:
 
 
 def state_needs(
-    footprint: Footprint | None,
-    engine: Mapping[str, Any],
-    nodes: Sequence[Node],
-    replicas: Replicas,
+    footprint: Footprint | None, engine: JsonMapping, nodes: Sequence[Node], replicas: Replicas
 ) -> ReplicaNeeds:
     """The needs of one replica. `footprint` is None for the fake engines of tests. Raises a
     ParameterError with the numbers if no node can hold a replica, or all nodes together cannot hold

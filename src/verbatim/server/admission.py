@@ -55,6 +55,9 @@ class Admission:
         """Requests answered with 429 here, for the metrics."""
         return self._refused + self.bodies.given_up
 
+    def count_refused(self, status: int) -> None:
+        self._refused += status == 429
+
     def rejection(self, tenant: str) -> Problem | None:
         """The 429 or 503 for one more request of this tenant; None: it is admitted."""
         if self.draining.is_set():

@@ -166,7 +166,9 @@ class Middleware:
         return problem.status, answer, body
 
     def count_malformed(self, status: int) -> str:
-        """Count and log input that the connection rejected as malformed HTTP. Returns its id."""
+        """Count and log what the connection rejected itself: malformed HTTP, or too many pipelined
+        requests (429). Returns its id."""
+        self._state.admission.count_refused(status)
         scope = {
             "verbatim.id": new_id("req_"),
             "verbatim.arrived": self._state.clock(),

@@ -44,12 +44,8 @@ class BatchEngine:
     async def start(self) -> None:
         """Returns when the model is loaded; raises a ModelError if it cannot be."""
         self._supervisor.start()
-        await asyncio.wait(
-            (asyncio.ensure_future(self._supervisor.ready.wait()), self._supervisor.fatal),
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-        if self._supervisor.fatal.done():
-            raise ModelError(self._supervisor.fatal.result())
+        if why := await self._supervisor.load_error():
+            raise ModelError(why)
 
     async def answer(
         self, todo: list[Line], concurrency: int, write: Callable[[Line], None]
@@ -147,12 +143,8 @@ async def send_request(
     status, headers, body = await call(app, line["url"], request_body, known or {})
     drop_cached_tokens(body)
     response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": body}
-    answer = {
-        "id": new_line_id(),
-        "custom_id": line["custom_id"],
-        "response": response,
-        "error": None,
-    }
+    answer: Line = {"id": new_line_id(), "custom_id": line["custom_id"]}
+    answer |= {"response": response, "error": None}
     return answer, float(headers.get("retry-after", 1))
 
 
@@ -177,21 +169,16 @@ async def call(
         (b"content-type", b"application/json"),
         (b"content-length", str(len(raw)).encode()),
     ]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": url,
-        "raw_path": url.encode(),
+    scope: JsonObject = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1"}
+    scope |= {"scheme": "http", "method": "POST", "path": url, "raw_path": url.encode()}
+    scope |= {
+        "root_path": "",
         "query_string": b"",
         "headers": headers,
         "client": None,
         "server": ("localhost", 0),
-        "root_path": "",
-        **known,
     }
+    scope |= known
     sent: list[JsonObject] = []
     given = False
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from asyncio import Future
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from verbatim.base.config import SETTINGS
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.units import size_text
 from verbatim.engine.loading.load_check import can_use_gpu, check_load
 from verbatim.schedule.sizing import available_memory, memory_limit
@@ -265,7 +264,7 @@ def check_served(model: ServedModel) -> None:
         raise ModelError(f"its file has {size_text(size)}, and the memory {size_text(limit)}")
 
 
-def shared_settings(named: NamedModel, engine: Mapping[str, Any]) -> JsonObject:
+def shared_settings(named: NamedModel, engine: JsonMapping) -> JsonObject:
     """The settings for all models, without those that have no effect on this one, an encoder."""
     path = Path(named.model).expanduser()
     if not (engine and path.exists()):

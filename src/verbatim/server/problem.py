@@ -92,14 +92,8 @@ class Problem(Exception):
         return TYPES[self.status]
 
     def body(self) -> JsonObject:
-        return {
-            "error": {
-                "message": self.message,
-                "type": self.type,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        who = {"param": self.param, "code": self.code}
+        return {"error": {"message": self.message, "type": self.type, **who}}
 
     def headers(self) -> dict[str, str]:
         if self.status == 401:  # RFC 9110 requires it

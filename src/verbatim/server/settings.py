@@ -7,12 +7,12 @@ start-up. The HTTP process reads it; the engine process gets its part in the Sta
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonMapping
 from verbatim.base.setting_rules import check_range, rules_of, setting
 from verbatim.server.http.api_keys import ApiKeys
 
@@ -112,7 +112,7 @@ class NamedModel:
 
     name: str  # for clients
     model: str  # a path, a catalog name or org/name on the hub
-    engine: Mapping[str, Any] = field(default_factory=dict)  # settings of this model only
+    engine: JsonMapping = field(default_factory=dict)  # settings of this model only
     pinned: bool = False  # loaded at the start, never unloaded
 
 
@@ -120,7 +120,7 @@ class NamedModel:
 class Settings:
     model: str = "smollm2"
     served_names: tuple[str, ...] = ()  # model names for clients; empty: the model's own
-    engine: Mapping[str, Any] = field(default_factory=dict)  # fields of EngineConfig
+    engine: JsonMapping = field(default_factory=dict)  # fields of EngineConfig
     models: tuple[NamedModel, ...] = ()  # several models; empty: `model` alone
     revision: str | None = None
     offline: bool = False

@@ -15,6 +15,7 @@ import itertools
 import time
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
@@ -284,16 +285,13 @@ class FakeBackend:
         token = seed % self.spec.vocab
         while token in withheld:
             token = (token + 1) % self.spec.vocab
-        logprob = -(mix(number, token) >> 40) * 2.0**-20
-        found = (
-            sorted(
-                ((-(mix(number, t) >> 40) * 2.0**-20, -t) for t in range(self.spec.vocab)),
-                reverse=True,
-            )[:beam]
-            if beam
-            else []
-        )
-        return Drawn(token, logprob, candidates=tuple((-t, lp) for lp, t in found))
+
+        def logprob(token: int) -> float:
+            return -(mix(number, token) >> 40) * 2.0**-20
+
+        ids = range(self.spec.vocab) if beam else ()
+        best = sorted(ids, key=logprob, reverse=True)[:beam]  # stable: ties to the lower id
+        return Drawn(token, logprob(token), candidates=tuple((t, logprob(t)) for t in best))
 
 
 def _first(step: SeqStep) -> int:
@@ -462,18 +460,13 @@ def server_parts(options: str) -> LoadedModel:
         broken=int(values["broken"]) if "broken" in values else None,
     )
     template = ChatTemplate(THINK_SOURCE if reasoning else CHAT_SOURCE, "<s>", "</s>")
-    return LoadedModel(
-        backend,
-        tokenizer,
-        eos_ids=(ByteTokenizer.EOS,),
-        name="fake",
-        digest="fake",
-        template=None if ranks else template,
-        embedding=EmbeddingSpec("last" if ranks else "mean"),
-        task="rerank" if ranks else "generate",
-        adapters=tuple(
-            AdapterInfo(name, f"fake {name}", 4) for name in values.get("adapters", "").split("+")
-        )
-        if "adapters" in values
-        else (),
+    adapters = values["adapters"].split("+") if "adapters" in values else ()
+    parts = replace(
+        fake_parts(backend),
+        tokenizer=tokenizer,
+        template=template,
+        adapters=tuple(AdapterInfo(name, f"fake {name}", 4) for name in adapters),
     )
+    if not ranks:
+        return parts
+    return replace(parts, template=None, embedding=EmbeddingSpec("last"), task="rerank")

@@ -70,28 +70,23 @@ class _VocabReader(TokenizerKeys):
         self._drop_padding()
         self.ids = {text: i for i, text in enumerate(self.tokens) if i not in self.padding}
         if len(self.ids) + len(self.padding) != len(self.tokens):
-            again = next(
-                i
-                for i, text in enumerate(self.tokens)
-                if i not in self.padding and self.ids[text] != i
-            )
+            rest = [(i, t) for i, t in enumerate(self.tokens) if i not in self.padding]
+            again, text = next((i, t) for i, t in rest if self.ids[t] != i)
             raise self.wrong(
-                f"token {self.tokens[again]!r} is in the vocabulary twice "
-                f"(ids {again} and {self.ids[self.tokens[again]]})"
+                f"token {text!r} is in the vocabulary twice (ids {again} and {self.ids[text]})"
             )
-        if gemma4:
-            return self._merged_characters()
-        if model == "gpt2":
-            return self._byte_level()
-        if model == "llama":
-            return self._sentencepiece()
-        if model == "bert":
-            return self._wordpiece()
-        raise self.wrong(
-            f"tokenizer.ggml.model is {model!r}; "
-            "known here: gpt2 (byte-level BPE), llama (SentencePiece), gemma4 (BPE over "
-            "characters) and bert (WordPiece)"
-        )
+        read = {
+            "gemma4": self._merged_characters,
+            "gpt2": self._byte_level,
+            "llama": self._sentencepiece,
+            "bert": self._wordpiece,
+        }.get("gemma4" if gemma4 else model)
+        if read is None:
+            raise self.wrong(
+                f"tokenizer.ggml.model is {model!r}; known here: gpt2 (byte-level BPE), llama "
+                "(SentencePiece), gemma4 (BPE over characters) and bert (WordPiece)"
+            )
+        return read()
 
     # ------------------------------------------------------------------------ tokenizer models
 
@@ -126,9 +121,8 @@ class _VocabReader(TokenizerKeys):
             )
         if any(s != s for s in scores):
             raise self.wrong("tokenizer.ggml.scores has a value that is not a number")
-        pieces = [t for t, kind in zip(self.tokens, self.types, strict=True) if kind == NORMAL]
         self.merged = self._merged_spaces(scores)
-        merges = merges_from_scores([*pieces, *self.merged], self.ids, scores)
+        merges = merges_from_scores([*self._of(NORMAL), *self.merged], self.ids, scores)
         return self._with_byte_fallback(merges, prefix=self.flag("add_space_prefix", True))
 
     def _merged_characters(self) -> Vocabulary:
@@ -138,11 +132,7 @@ class _VocabReader(TokenizerKeys):
         if not merges:
             raise self.wrong("tokenizer.ggml.merges is missing or empty")
         made = {left + right for left, right in merges}
-        self.merged = frozenset(
-            text
-            for text, kind in zip(self.tokens, self.types, strict=True)
-            if kind == USER_DEFINED and SPACE in text and text in made
-        )
+        self.merged = frozenset(t for t in self._of(USER_DEFINED) if SPACE in t and t in made)
         return self._with_byte_fallback(merges, prefix=self.flag("add_space_prefix", False))
 
     def _with_byte_fallback(self, merges: list[tuple[str, str]], *, prefix: bool) -> Vocabulary:
@@ -161,9 +151,7 @@ class _VocabReader(TokenizerKeys):
         )
         steps: list[object] = [normalizers.Prepend(SPACE)] if prefix else []
         steps.append(normalizers.Replace(" ", SPACE))
-        byte_ids = frozenset(
-            t for t, kind in zip(self.tokens, self.types, strict=True) if kind == BYTE
-        )
+        byte_ids = frozenset(self._of(BYTE))
         return self._finish(
             model,
             normalizers.Sequence(steps),
@@ -179,11 +167,7 @@ class _VocabReader(TokenizerKeys):
         Their scores differ. In files made from a SentencePiece model all have the same score, and
         the tokens match the text after spaces are replaced, longest first. Gemma's tokenizer.json
         merges spaces like letters, and matches such a token only where the text has U+2581."""
-        found = [
-            text
-            for text, kind in zip(self.tokens, self.types, strict=True)
-            if kind == USER_DEFINED and SPACE in text
-        ]
+        found = [text for text in self._of(USER_DEFINED) if SPACE in text]
         differ = len(found) > 1 and len({scores[self.ids[text]] for text in found}) == len(found)
         return frozenset(found if differ else ())
 
@@ -232,17 +216,9 @@ class _VocabReader(TokenizerKeys):
         space_prefix: bool,
         to_bytes: Any = None,
     ) -> Vocabulary:
-        control = {
-            t: i
-            for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in (CONTROL, UNKNOWN) and t
-        }
+        control = {t: self.ids[t] for t in self._of(CONTROL, UNKNOWN) if t}
         added = {i: self._rule(t, special=True) for t, i in control.items()}
-        defined = {
-            i: self._rule(t, special=False)
-            for i, (t, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind == USER_DEFINED and t
-        }
+        defined = {self.ids[t]: self._rule(t, special=False) for t in self._of(USER_DEFINED) if t}
         bos, eos = self._edge_id("bos", 1), self._edge_id("eos", 2)
         return Vocabulary(
             tokens=self.tokens,
@@ -282,10 +258,8 @@ class _VocabReader(TokenizerKeys):
     def _rule(self, text: str, *, special: bool) -> AddedToken:
         # Phi-3's turn markers consume the white space after them. GGUF has no key for that;
         # architecture and vocabulary imply it.
-        phi3 = (
-            self.meta.get("general.architecture") == "phi3"
-            and self.meta.get(K + "model") == "llama"
-        )
+        named = self.meta.get("general.architecture"), self.meta.get(K + "model")
+        phi3 = named == ("phi3", "llama")
         rstrip = phi3 and special and text not in ("<unk>", "<s>", "<|endoftext|>")
         # A user-defined SentencePiece token with U+2581 must match after spaces are normalized,
         # unless merges produce it.
@@ -299,6 +273,10 @@ class _VocabReader(TokenizerKeys):
         return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     # ------------------------------------------------------------------------ checked metadata
+
+    def _of(self, *kinds: int) -> list[str]:
+        """The tokens of these types, by id."""
+        return [t for t, kind in zip(self.tokens, self.types, strict=True) if kind in kinds]
 
     def _tokens(self) -> list[str]:
         tokens = self.array("tokens", str)

@@ -166,12 +166,8 @@ def _steps(part: object) -> list[JsonObject]:
         return [step for item in part for step in _steps(item)]
     if not isinstance(part, dict):
         return []
-    inner = [
-        step
-        for name in ("normalizers", "pretokenizers", "decoders")
-        for step in _steps(part.get(name))
-    ]
-    return inner or [part]
+    inner = [part.get(name) for name in ("normalizers", "pretokenizers", "decoders")]
+    return _steps(inner) or [part]
 
 
 def _growth(step: Mapping[str, object]) -> float:
@@ -186,10 +182,8 @@ def _growth(step: Mapping[str, object]) -> float:
         return 1.0
     pattern, content = step.get("pattern"), str(step.get("content", ""))
     text = pattern.get("String") if isinstance(pattern, dict) else None
-    return max(
-        1.0,
-        len(content.encode("utf-8", "replace")) / max(1, len(text) if isinstance(text, str) else 1),
-    )
+    length = len(text) if isinstance(text, str) else 1
+    return max(1.0, len(content.encode("utf-8", "replace")) / max(1, length))
 
 
 def _vocabulary(
@@ -202,9 +196,7 @@ def _vocabulary(
     ids = {name: special.token_to_id(text) for name, text in texts.items()}
     tokens = _tokens(special)  # also bounds the ids
     plain = _without_control(special, added)
-    byte_level = "ByteLevel" in _types(spec.get("decoder")) or "ByteLevel" in _types(
-        spec.get("pre_tokenizer")
-    )
+    byte_level = "ByteLevel" in _types([spec.get("decoder"), spec.get("pre_tokenizer")])
     prefix, suffix = _prefix_and_suffix(special, spec, config, ids)
     continued_by = _wordpiece_prefix(spec)
     outside = [i for i in (*prefix, *suffix) if i >= len(tokens)]
@@ -286,17 +278,13 @@ def _continuation_encoder(plain: Any, spec: JsonMapping) -> Any:
     "first" adds its space only at the very beginning."""
     from tokenizers import pre_tokenizers
 
-    pre_tokenizer = spec.get("pre_tokenizer")
-    if (
-        not isinstance(pre_tokenizer, dict)
-        or pre_tokenizer.get("type") != "Metaspace"
-        or pre_tokenizer.get("prepend_scheme") != "first"
-    ):
+    metaspace = _metaspace(spec)
+    if metaspace.get("prepend_scheme") != "first":
         return None
     never = pre_tokenizers.Metaspace(
-        replacement=pre_tokenizer.get("replacement", SPACE),
+        replacement=metaspace.get("replacement", SPACE),
         prepend_scheme="never",
-        split=pre_tokenizer.get("split", True),
+        split=metaspace.get("split", True),
     )
     return _without_control(plain, plain.get_added_tokens_decoder(), never)
 
@@ -312,10 +300,8 @@ def _prefix_and_suffix(
     )
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
-    for at in range(len(full) - len(bare) + 1):
-        if bare and full[at : at + len(bare)] == bare:
-            prefix, suffix = tuple(full[:at]), tuple(full[at + len(bare) :])
-            break
+    if bare and (at := _place(bare, full)) is not None:
+        prefix, suffix = tuple(full[:at]), tuple(full[at + len(bare) :])
     for inner, outer in ((bare, full), other):
         if outer != [*prefix, *inner, *suffix]:
             raise ModelError(
@@ -330,20 +316,22 @@ def _prefix_and_suffix(
     return _apply_flag(prefix, config, "bos", ids), _apply_flag(suffix, config, "eos", ids)
 
 
+def _place(part: list[int], ids: list[int], start: int = 0) -> int | None:
+    """Where a part of a list begins."""
+    places = range(start, len(ids) - len(part) + 1)
+    return next((at for at in places if ids[at : at + len(part)] == part), None)
+
+
 def _pair_template(encoder: Any) -> PairTemplate | None:
     """What the post-processor puts before, between and after the texts of a pair; None where it
     adds nothing between them."""
     bare = [encoder.encode(text, add_special_tokens=False).ids for text in ("a", "b")]
     full = encoder.encode("a", "b", add_special_tokens=True)
     ids, (a, b) = full.ids, bare
-    if not a or not b:
-        return None
-    starts = range(len(ids))
-    at = next((i for i in starts if ids[i : i + len(a)] == a), None)
-    if at is None:
+    if not a or not b or (at := _place(a, ids)) is None:
         return None
     end = at + len(a)
-    second = next((i for i in starts if i >= end and ids[i : i + len(b)] == b), None)
+    second = _place(b, ids, end)
     if second is None or second == end:
         return None
     rest = second + len(b)
@@ -379,14 +367,15 @@ def _types(part: object) -> set[str]:
 
 
 def _adds_space(spec: Mapping[str, object]) -> bool:
-    pre_tokenizer = spec.get("pre_tokenizer")
-    if (
-        isinstance(pre_tokenizer, dict)
-        and pre_tokenizer.get("type") == "Metaspace"
-        and pre_tokenizer.get("prepend_scheme", "always") != "never"
-    ):
+    if (metaspace := _metaspace(spec)) and metaspace.get("prepend_scheme") != "never":
         return True
     return "Prepend" in _types(spec.get("normalizer"))
+
+
+def _metaspace(spec: Mapping[str, object]) -> JsonObject:
+    """The pre-tokenizer of SentencePiece; empty where the file has another."""
+    found = spec.get("pre_tokenizer")
+    return found if isinstance(found, dict) and found.get("type") == "Metaspace" else {}
 
 
 def _wordpiece_prefix(spec: JsonMapping) -> str | None:

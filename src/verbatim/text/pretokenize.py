@@ -82,66 +82,32 @@ def _cased_letters() -> str:
     return "[" + "".join("-".join(chr(int(end, 16)) for end in run) for run in runs) + "]"
 
 
-_GPT2 = SplitRules((BYTES_GPT2,))
-_NEOX = SplitRules((BYTES_GPT2,), nfc=True)
-_STARCODER = SplitRules((DIGIT, BYTES_GPT2))
-_LLAMA3 = SplitRules((LLAMA3,), whole_words=True, bos=True)
-_QWEN2 = SplitRules((QWEN2,), nfc=True)
-_DEEPSEEK3 = SplitRules(
-    (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
-)
+_DEEPSEEK3 = (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3_WORDS)
 _DEEPSEEK_LLM = (r"[\r\n]", rf"\s?{_cased_letters()}+", _DEEPSEEK_PUNCTUATION, r"\s+$", _CJK, DIGIT)
-
-SPLIT_RULES: dict[str, SplitRules] = {
-    "default": SplitRules((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
-    "gpt-2": _GPT2,
-    "gpt2": _GPT2,
-    "phi-2": _GPT2,
-    "a.x-4.0": _GPT2,
-    "exaone4": _GPT2,
-    "gigachat": _GPT2,
-    "granite-docling": _GPT2,
-    "mellum": _GPT2,
-    "mpt": _NEOX,
-    "olmo": _NEOX,
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "falcon3": _LLAMA3,
-    "falcon-h1": _LLAMA3,
-    "lfm2": _LLAMA3,
-    "midm-2.0": _LLAMA3,
-    "pixtral": _LLAMA3,
-    "dbrx": SplitRules((LLAMA3,)),
-    "smaug-bpe": SplitRules((LLAMA3,)),
-    "chatglm-bpe": SplitRules((LLAMA3,)),
-    "glm4": SplitRules((LLAMA3,)),
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-    "f2llmv2": _QWEN2,
-    "kormo": _QWEN2,
-    "qwen35": SplitRules((QWEN35,), nfc=True),
-    "stablelm2": SplitRules((QWEN2,)),
-    "hunyuan": SplitRules((QWEN2,)),
-    "megrez": SplitRules((QWEN2,)),
-    "seed-coder": SplitRules((SEED,)),
-    "smollm": _STARCODER,
-    "starcoder": _STARCODER,
-    "refact": _STARCODER,
-    "codeshell": _STARCODER,
-    "exaone": _STARCODER,
-    "minerva-7b": _STARCODER,
-    "command-r": SplitRules((DIGIT, BYTES_GPT2), nfc=True),
-    "falcon": SplitRules((PUNCTUATION, BYTES_GPT2, DIGITS, "[0-9][0-9][0-9]")),
-    "deepseek-llm": SplitRules(_DEEPSEEK_LLM),
-    "deepseek-coder": SplitRules((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, DIGIT)),
-    "deepseek-v3": _DEEPSEEK3,
-    "hunyuan-dense": _DEEPSEEK3,
-    "tekken": SplitRules((TEKKEN,), whole_words=True, bos=True),
-    "gpt-4o": SplitRules((GPT4O,)),
-    "llama4": SplitRules((GPT4O,)),
-    "kanana2": SplitRules((GPT4O,)),
-}
+# Rules, and the names in tokenizer.ggml.pre that stand for them
+_RULES = (
+    (SplitRules((r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", "[0-9][0-9][0-9]")), "default"),
+    (SplitRules((BYTES_GPT2,)), "gpt-2 gpt2 phi-2 a.x-4.0 exaone4 gigachat granite-docling mellum"),
+    (SplitRules((BYTES_GPT2,), nfc=True), "mpt olmo"),
+    (
+        SplitRules((LLAMA3,), whole_words=True, bos=True),
+        "llama-bpe llama3 llama-v3 falcon3 falcon-h1 lfm2 midm-2.0 pixtral",
+    ),
+    (SplitRules((LLAMA3,)), "dbrx smaug-bpe chatglm-bpe glm4"),
+    (SplitRules((QWEN2,), nfc=True), "qwen2 deepseek-r1-qwen f2llmv2 kormo"),
+    (SplitRules((QWEN35,), nfc=True), "qwen35"),
+    (SplitRules((QWEN2,)), "stablelm2 hunyuan megrez"),
+    (SplitRules((SEED,)), "seed-coder"),
+    (SplitRules((DIGIT, BYTES_GPT2)), "smollm starcoder refact codeshell exaone minerva-7b"),
+    (SplitRules((DIGIT, BYTES_GPT2), nfc=True), "command-r"),
+    (SplitRules((PUNCTUATION, BYTES_GPT2, DIGITS, "[0-9][0-9][0-9]")), "falcon"),
+    (SplitRules(_DEEPSEEK_LLM), "deepseek-llm"),
+    (SplitRules((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, DIGIT)), "deepseek-coder"),
+    (SplitRules(_DEEPSEEK3), "deepseek-v3 hunyuan-dense"),
+    (SplitRules((TEKKEN,), whole_words=True, bos=True), "tekken"),
+    (SplitRules((GPT4O,)), "gpt-4o llama4 kanana2"),
+)
+SPLIT_RULES = {name: rules for rules, names in _RULES for name in names.split()}
 
 
 def split_rules_of(name: str) -> SplitRules:

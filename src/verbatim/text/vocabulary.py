@@ -13,16 +13,9 @@ SPACE = "\u2581"  # SentencePiece's space
 # End-of-turn tokens that a model file may hold without declaring them. Where they are control
 # tokens, they end a completion.
 END_OF_TURN = (
-    "<|im_end|>",
-    "<|eot_id|>",
-    "<|eom_id|>",
-    "<end_of_turn>",
-    "<turn|>",
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>"),
     "<|tool_response>",  # Gemma 4 writes it behind a tool call
-    "<eos>",
-    "<|end|>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
+    *("<eos>", "<|end|>", "<|endoftext|>", "<|end_of_text|>"),
 )
 
 

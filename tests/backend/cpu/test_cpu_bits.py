@@ -199,20 +199,26 @@ TYPES = {"int8": "", "int12": "int12_"}  # of activations -> prefix of the diges
 
 
 def generate(
-    path: Path, count: int, activations: str, threads: int | None = None
+    path: Path,
+    count: int,
+    activations: str,
+    threads: int | None = None,
+    known: tuple[int, ...] = (),
 ) -> tuple[list[int], str]:
-    """Greedy tokens, and a digest of all logits."""
+    """Greedy tokens, and a digest of all logits. The first step has the prompt and the `known`
+    tokens after it, and draws after each: the bits of single steps."""
     config = EngineConfig(threads=threads, activations=activations)
     backend = cpu.CpuBackend(load_model(path), config)
     backend.allocate((32,))
     digest = hashlib.sha256()
     tokens: list[int] = []
-    now: tuple[int, ...] = PROMPT
+    now, start = (*PROMPT, *known), 0
     spec = DrawSpec(SamplingParams(temperature=0.0), 0, len(PROMPT))
-    start = 0
-    for i in range(count):
-        step = SeqStep(0, now, start, (tuple(range(32)),), draws=1, draw=spec)
-        tokens.append(backend.execute(StepPlan(i, (step,))).sequences[0].drawn[0].token)
+    while len(tokens) < count:
+        draws = 1 if start else len(known) + 1
+        step = SeqStep(0, now, start, (tuple(range(32)),), draws=draws, draw=spec)
+        drawn = backend.execute(StepPlan(start, (step,))).sequences[0].drawn
+        tokens += [one.token for one in drawn]
         digest.update(backend._engine.logits().tobytes())
         start += len(now)
         now = (tokens[-1],)
@@ -232,8 +238,12 @@ def recorded(activations: str, count: int) -> tuple[list[int], str]:
 def test_the_default_model_reproduces_its_tokens_and_logits(
     isa: str, activations: str, default_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The best instruction set decodes all 200. The others decode the last eight, and compute the
+    positions before them in one step."""
     monkeypatch.setenv("VERBATIM_ISA", isa)
-    assert generate(default_model, 200, activations) == recorded(activations, 200)
+    expected = recorded(activations, 200)
+    known = () if isa == ISAS[-1] else tuple(expected[0][:191])
+    assert generate(default_model, 200, activations, known=known) == expected
 
 
 @pytest.mark.model

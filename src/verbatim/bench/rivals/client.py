@@ -27,16 +27,9 @@ def find_python(rival: str, given: str | None) -> str:
     with the remedy if it has not."""
     _, package, distribution = WORKERS[rival]
     python = given or sys.executable
+    probe = f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)"
     try:
-        found = subprocess.run(
-            [
-                python,
-                "-c",
-                f"import importlib.util as u, sys; sys.exit(u.find_spec('{package}') is None)",
-            ],
-            capture_output=True,
-            timeout=60,
-        )
+        found = subprocess.run([python, "-c", probe], capture_output=True, timeout=60)
     except OSError as error:
         raise BackendError(
             f"{python} cannot be run: {error.strerror}; give a Python with --rival-python"
@@ -57,22 +50,15 @@ class Rival:
         self.name = rival
         self.version, self.file = "", ""
         self.load = 0.0
-        script = Path(__file__).parent / WORKERS[rival][0]
+        script, pipe = Path(__file__).parent / WORKERS[rival][0], subprocess.PIPE
         self._process = subprocess.Popen(
-            [python, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            [python, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True
         )
 
     def open(self, model: str, threads: int, context: int, device: str = "cpu") -> None:
         answer = self._call(op="open", model=model, threads=threads, context=context, device=device)
-        self.version, self.load, self.file = (
-            str(answer["version"]),
-            float(answer["load"]),
-            Path(model).name,
-        )
+        self.version, self.load = str(answer["version"]), float(answer["load"])
+        self.file = Path(model).name
 
     def prefill(self, tokens: int) -> float:
         return float(self._call(op="prefill", tokens=tokens)["seconds"])

@@ -1,33 +1,29 @@
-"""llama.cpp as a rival worker, through the C API of llama-cpp-python: JSON lines in, seconds out.
+"""llama.cpp as a rival worker, through the C API of llama-cpp-python; the protocol is in
+worker_loop.py.
 
 It runs the same file, threads and number of tokens as ours. Only llama_decode and the copy of the
 logits are timed, not its sampler and detokenizer, which favours it. Tokens are random, because the
 cost does not depend on them.
-
-    {"op": "open", "model": PATH, "threads": 2, "context": 2304, "device": "cpu"}
-                                                                  -> {"version": ..., "load": s}
-    {"op": "prefill", "tokens": 512}                              -> {"seconds": s}
-    {"op": "decode", "context": 512, "steps": 32}                 -> {"seconds": s}, without prefill
-    {"op": "batch", "sequences": 16, "context": 32, "steps": 32}  -> {"seconds": s}
 """
 
 from __future__ import annotations
 
 import ctypes
-import json
 import random
-import sys
 import time
 from typing import Any
 
 import llama_cpp as lib
+from worker_loop import serve  # type: ignore[import-not-found, unused-ignore]
 
 UBATCH = 512  # tokens per llama.cpp micro-batch, its default
 
 
 class Worker:
     def __init__(self, model: str, threads: int, context: int, device: str) -> None:
+        lib.llama_log_set(_silent, ctypes.c_void_p(0))
         lib.llama_backend_init()
+        self.version = lib.__version__
         began = time.perf_counter()
         self.model = lib.llama_model_load_from_file(
             model.encode(), lib.llama_model_default_params()
@@ -106,22 +102,5 @@ def _silent(level: int, text: bytes, data: object) -> None:
     pass
 
 
-def main() -> None:
-    lib.llama_log_set(_silent, ctypes.c_void_p(0))
-    worker: Worker | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        try:
-            if op == "open":
-                worker = Worker(**request)
-                answer: dict[str, object] = {"version": lib.__version__, "load": worker.load}
-            else:
-                answer = {"seconds": getattr(worker, op)(**request)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Worker)

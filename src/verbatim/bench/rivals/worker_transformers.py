@@ -1,4 +1,4 @@
-"""transformers (PyTorch) as a rival worker; the protocol is in worker_llama.py.
+"""transformers (PyTorch) as a rival worker; the protocol is in worker_loop.py.
 
 It computes in float32 on the CPU and in bfloat16 on a GPU. It dequantises a GGUF file when it loads
 it.
@@ -6,29 +6,25 @@ it.
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import sys
 import time
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
+from worker_loop import serve  # type: ignore[import-not-found, unused-ignore]
 
 
 class Worker:
     def __init__(self, model: str, threads: int, context: int, device: str) -> None:
+        self.version = transformers.__version__
         torch.set_num_threads(threads)
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         began = time.perf_counter()
-        folder, file = (
-            (os.path.dirname(model), os.path.basename(model))
-            if os.path.isfile(model)
-            else (model, None)
-        )
+        folder, file = os.path.split(model) if os.path.isfile(model) else (model, None)
         options: dict[str, Any] = {"gguf_file": file} if file else {}
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         loaded: Any = AutoModelForCausalLM.from_pretrained(folder or ".", dtype=dtype, **options)
@@ -66,26 +62,5 @@ class Worker:
         return total
 
 
-def main() -> None:
-    out = sys.stdout
-    sys.stdout = sys.stderr  # output of libraries must not break the protocol
-    worker: Worker | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        try:
-            if op == "open":
-                worker = Worker(**request)
-                answer: dict[str, object] = {
-                    "version": transformers.__version__,
-                    "load": worker.load,
-                }
-            else:
-                answer = {"seconds": getattr(worker, op)(**request)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=out, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Worker)

@@ -1,4 +1,4 @@
-"""vLLM on a GPU as a rival worker; the protocol is in worker_llama.py, and one operation more:
+"""vLLM on a GPU as a rival worker; the protocol is in worker_loop.py, and one operation more:
 
     {"op": "crowd", "prompts": [100, 912], "lengths": [300, 20]}  -> {"seconds": s}
 
@@ -8,19 +8,19 @@ ours include.
 
 from __future__ import annotations
 
-import json
-import os
 import random
-import sys
 import time
 from importlib import import_module
 from typing import Any
 
+from worker_loop import serve  # type: ignore[import-not-found, unused-ignore]
+
 
 class Worker:
     def __init__(self, model: str, threads: int, context: int, device: str) -> None:
-        # imported here: they may print something, and main() has redirected it by now
+        # imported here: they may print something, and serve() has redirected it by now
         self.vllm = import_module("vllm")
+        self.version = self.vllm.__version__
         began = time.perf_counter()
         free, total = import_module("torch").cuda.mem_get_info()  # our engine holds the rest
         self.llm: Any = self.vllm.LLM(
@@ -67,27 +67,5 @@ class Worker:
         return self._run(prompts, lengths, 0.6)
 
 
-def main() -> None:
-    # Output of libraries, and of vLLM's own processes, must not break the protocol.
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker: Worker | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        op = request.pop("op")
-        try:
-            if op == "open":
-                worker = Worker(**request)
-                answer: dict[str, object] = {
-                    "version": worker.vllm.__version__,
-                    "load": worker.load,
-                }
-            else:
-                answer = {"seconds": getattr(worker, op)(**request)}
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps(answer), file=out, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    serve(Worker)

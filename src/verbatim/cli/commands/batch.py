@@ -25,14 +25,13 @@ from typing import Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     engine_of,
     engine_options,
     fake_engine_option,
     model_options,
-    quiet_option,
     ray_options,
 )
 from verbatim.cli.lib.terminal import note
@@ -52,43 +51,32 @@ Runner = Callable[[Settings, list[Line], int, Callable[[Line], None]], None]
 
 
 @click.command(cls=Command)
-@click.argument("files", nargs=-1, metavar="IN OUT")
-@option(
-    "-i",
-    "--input-file",
-    "source",
-    metavar="IN",
-    type=click.Path(exists=True, dir_okay=False),
-    help="the requests, instead of the argument IN",
+@declared(
+    ray_options("requests", "engines that share the requests"),
+    fake_engine_option,
+    model_options,
+    engine_options(),
 )
-@option(
-    "-o",
-    "--output-file",
-    "target",
-    metavar="OUT",
-    type=click.Path(dir_okay=False),
-    help="the answers, instead of the argument OUT",
-)
-@option("--concurrency", default=64, least=1, most=4096, help="requests at once")
-@option(
-    "--served-model-name",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    help="a name requests may use instead of MODEL",
-)
-@ray_options("requests", "engines that share the requests")
-@quiet_option("no progress bar, no closing line")
-@fake_engine_option
-@model_options
-@engine_options()
 def command(
-    files: tuple[str, ...],
-    source: str | None,
-    target: str | None,
-    concurrency: int,
-    names: tuple[str, ...],
-    quiet: bool,
+    files: tuple[str, ...] = argument("IN OUT", nargs=-1),
+    source: str | None = flag(
+        "the requests, instead of the argument IN",
+        *("-i", "--input-file"),
+        metavar="IN",
+        type=click.Path(exists=True, dir_okay=False),
+    ),
+    target: str | None = flag(
+        "the answers, instead of the argument OUT",
+        *("-o", "--output-file"),
+        metavar="OUT",
+        type=click.Path(dir_okay=False),
+    ),
+    concurrency: int = flag("requests at once", default=64, least=1, most=4096),
+    names: tuple[str, ...] = flag(
+        "a name requests may use instead of MODEL", "--served-model-name", metavar="NAME"
+    ),
+    quiet: bool = flag("no progress bar, no closing line", "-q", "--quiet"),
+    *,
     ray: str | None,
     replicas: str | None,
     **flags: Any,
@@ -102,21 +90,28 @@ def command(
     source, target = in_and_out(files, source, target)
     run = _runner(ray, replicas)
     check_output("OUT", target)
-    path = Path(target)
-    check_files(Path(source), path)
-    lines = _requests(Path(source), path)
+    check_files(Path(source), Path(target))
+    lines = _requests(Path(source), Path(target))
     settings = Settings(
-        model=flags["model"],
         served_names=names,
         engine=engine_of(flags),
-        revision=flags["revision"],
-        offline=flags["offline"],
-        test_engine=flags["test_engine"],
         limits=Limits(max_queue=concurrency, request_seconds=86_400.0),
         store_items=0,
+        **{name: flags[name] for name in ("model", "revision", "offline", "test_engine")},
     )
     # The engine process logs by itself; its start and end are no news to a batch.
     os.environ.setdefault("VERBATIM_LOG", "WARNING")
+    return _answer(lambda *job: run(settings, *job), lines, Path(target), concurrency, quiet)
+
+
+def _answer(
+    run: Callable[[list[Line], int, Callable[[Line], None]], None],
+    lines: list[Line],
+    path: Path,
+    concurrency: int,
+    quiet: bool,
+) -> int:
+    """Run the requests that `path` does not answer yet. 1: an answer is an error."""
     out, statuses = open_answers(journal_of(path), {line["custom_id"] for line in lines})
     with out:
         todo = [line for line in lines if line["custom_id"] not in statuses]
@@ -130,7 +125,7 @@ def command(
                 advance()
 
             if todo:
-                run(settings, todo, concurrency, write)
+                run(todo, concurrency, write)
         if is_parquet(path):
             from verbatim.scale.batch.parquet import write_answers
 

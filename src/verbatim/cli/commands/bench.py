@@ -6,13 +6,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from verbatim.backend import gpu
 from verbatim.base.errors import ParameterError, UnsupportedError
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.bench_report import (
     WHY_ABOVE,
     BenchProgress,
@@ -24,9 +24,9 @@ from verbatim.cli.lib.bench_report import (
     print_row,
     summary,
 )
-from verbatim.cli.lib.command_class import Command, answered, option
+from verbatim.cli.lib.command_class import Command, answered, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import BASE_MODEL, Values, engine_options, model_options, plot_option
+from verbatim.cli.lib.options import BASE_MODEL, PLOT, Values, engine_options, model_options
 from verbatim.cli.lib.texts import check_plot
 
 if TYPE_CHECKING:
@@ -35,60 +35,46 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
     from verbatim.observe.roofline import CostCard, MachineLimits
 
-F = TypeVar("F", bound=Callable[..., object])
 
-
-def measured(*decls: str, **rule: Any) -> Callable[[F], F]:
-    return option(*decls, section="What to measure", common=True, **rule)
+def measured(help: str, **rule: Any) -> Any:
+    return flag(help, section="What to measure", common=True, **rule)
 
 
 @click.command(cls=Command)
-@measured("--quick", is_flag=True, help="fewer sizes and rounds: one minute instead of several")
-@measured(
-    "--against",
-    type=click.Choice(["llama.cpp", "transformers", "vllm"]),
-    help="another engine to compare with, in alternating rounds",
+@declared(
+    answered(
+        *("-p", "--n-prompt", "-n", "--n-gen"),
+        answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which"
+        " decoding is measured; how many tokens it decodes is fixed",
+    ),
+    answered("-r", "--repetitions", answer="rounds are --repeats N"),
+    model_options,
+    engine_options(("speculate",), unused=BASE_MODEL),
 )
-@measured(
-    "--rival-python", metavar="PATH", help="the Python in which the other engine is installed"
-)
-@measured(
-    "--rival-model",
-    metavar="FILE",
-    help="model file of the other engine, if not the same: its best format",
-)
-@measured("--prefills", metavar="N,N", help="prompt lengths [32,512,2000]")
-@measured("--contexts", metavar="N,N", help="context lengths of decoding [32,512,2000]")
-@measured("--batches", metavar="N,N", help="sequences at once [1,4,16,32]")
-@measured("--repeats", least=1, most=1000, help="rounds; the median is reported [5]")
-@answered(
-    *("-p", "--n-prompt", "-n", "--n-gen"),
-    answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which decoding is"
-    " measured; how many tokens it decodes is fixed",
-)
-@answered("-r", "--repetitions", answer="rounds are --repeats N")
-@plot_option(section="What to measure", common=True)
-@measured(
-    "--speculate",
-    is_flag=False,
-    flag_value="suffix",
-    type=click.Choice(["ngram", "suffix", "mtp"]),
-    help="measure speculative decoding instead: time and tokens per pass against draft length"
-    " [suffix]",
-)
-@model_options
-@engine_options(("speculate",), unused=BASE_MODEL)
 def command(
-    quick: bool,
-    against: str | None,
-    rival_python: str | None,
-    rival_model: str | None,
-    prefills: str | None,
-    contexts: str | None,
-    batches: str | None,
-    repeats: int | None,
-    plot: str | None,
-    speculate: str | None,
+    quick: bool = measured("fewer sizes and rounds: one minute instead of several"),
+    against: str | None = measured(
+        "another engine to compare with, in alternating rounds",
+        type=click.Choice(["llama.cpp", "transformers", "vllm"]),
+    ),
+    rival_python: str | None = measured(
+        "the Python in which the other engine is installed", metavar="PATH"
+    ),
+    rival_model: str | None = measured(
+        "model file of the other engine, if not the same: its best format", metavar="FILE"
+    ),
+    prefills: str | None = measured("prompt lengths [32,512,2000]", metavar="N,N"),
+    contexts: str | None = measured("context lengths of decoding [32,512,2000]", metavar="N,N"),
+    batches: str | None = measured("sequences at once [1,4,16,32]", metavar="N,N"),
+    repeats: int | None = measured("rounds; the median is reported [5]", least=1, most=1000),
+    plot: str | None = measured(**PLOT.rule),
+    speculate: str | None = measured(
+        "measure speculative decoding instead: time and tokens per pass against draft length"
+        " [suffix]",
+        is_flag=False,
+        flag_value="suffix",
+        type=click.Choice(["ngram", "suffix", "mtp"]),
+    ),
     **flags: Any,
 ) -> int:
     """Measure throughput and compare it with the limits of this machine. In a pipe or a file the
@@ -100,10 +86,7 @@ def command(
     sizes = _sizes(quick, prefills=prefills, contexts=contexts, batches=batches)
     rounds = repeats or (2 if quick else 5)
     check_plot(plot)
-    for name, value in (("rival_python", rival_python), ("rival_model", rival_model)):
-        if value and not against:
-            raise ParameterError(name, "needs --against, which names the other engine")
-    _choose_device(flags, against)
+    _choose_device(flags, against, rival_python=rival_python, rival_model=rival_model)
     flags["e_speculate"] = speculate if speculate == "mtp" else "off"
     flags["e_prefix_cache"] = bool(flags["e_prefix_cache"])
     if speculate:
@@ -127,8 +110,11 @@ def _sizes(quick: bool, **given: str | None) -> dict[str, list[int]]:
     }
 
 
-def _choose_device(flags: Values, against: str | None) -> None:
+def _choose_device(flags: Values, against: str | None, **rival: str | None) -> None:
     on_gpu = flags["e_backend"] == "cuda"
+    for name, value in rival.items():
+        if value and not against:
+            raise ParameterError(name, "needs --against, which names the other engine")
     if against:
         _check_rival(against, on_gpu)
     if not on_gpu:
@@ -156,7 +142,7 @@ def _run(
     rounds: int,
     quick: bool,
     plot: str | None,
-) -> dict[str, Any]:
+) -> JsonObject:
     """Measure and print every row; returns the summary, and draws it with `plot`."""
     from verbatim.bench.measure import first_token
 
@@ -235,13 +221,9 @@ def _crowd(
     if theirs is not None:
         row += f"   {requests.tokens / theirs:18.1f} {theirs / seconds:6.2f}x"
     print(row)
-    return {
-        **({} if theirs is None else {"rival_rate": requests.tokens / theirs}),
-        "requests": len(requests.lengths),
-        "seconds": seconds,
-        "rate": rate,
-        "ceiling": requests.tokens / limit,
-    }
+    rival = {} if theirs is None else {"rival_rate": requests.tokens / theirs}
+    more = {"seconds": seconds, "rate": rate, "ceiling": requests.tokens / limit}
+    return {**rival, "requests": len(requests.lengths), **more}
 
 
 def _cold_start(flags: Values, rounds: int) -> float:
@@ -321,26 +303,20 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
         start = f"{cost['drafts']:6} {cost['seconds'] * 1e3:10.2f} {cost['break_even']:10.2f}"
         print(f"{start}   {shown}")
     if plot:
-        passes = tuple(
-            Line(n, tuple((r["drafts"], r["tokens_a_pass"]) for r in found["tasks"][n]))
-            for n in names
-        )
-        times = tuple(
-            Line(n, tuple((r["drafts"], r["seconds_a_token"] * 1e3) for r in found["tasks"][n]))
-            for n in names
-        )
-        draw(
-            [
-                Chart("tokens per pass", "drafts", "tokens", passes),
-                Chart("time per token", "drafts", "ms", times),
-            ],
-            plot,
-        )
+        charts = []
+        for title, unit, field, scale in (
+            ("tokens per pass", "tokens", "tokens_a_pass", 1),
+            ("time per token", "ms", "seconds_a_token", 1e3),
+        ):
+            tasks = found["tasks"].items()
+            lines = [Line(n, tuple((r["drafts"], r[field] * scale) for r in t)) for n, t in tasks]
+            charts.append(Chart(title, "drafts", unit, tuple(lines)))
+        draw(charts, plot)
     _write_result({"model": llm.loaded.name, "fingerprint": llm.fingerprint, **found})
     return 0
 
 
-def _write_result(result: dict[str, Any]) -> None:
+def _write_result(result: JsonObject) -> None:
     """All figures as one line of JSON; not on a terminal, which has shown the table."""
     if not sys.stdout.isatty():
         sys.stdout.write(json.dumps(result) + "\n")

@@ -19,7 +19,7 @@ from verbatim.base.records import Completion
 from verbatim.cli.lib.chat.chat_commands import COMMANDS, run_command
 from verbatim.cli.lib.chat.chat_input import enable_line_editing, model_names
 from verbatim.cli.lib.chat.chat_session import Conversation, check_supported
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     ONE_ANSWER,
@@ -27,7 +27,6 @@ from verbatim.cli.lib.options import (
     engine_options,
     model_options,
     positional_model,
-    quiet_option,
 )
 from verbatim.cli.lib.reasoning_options import reasoning_level, reasoning_options
 from verbatim.cli.lib.report import (
@@ -49,17 +48,16 @@ QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 
 
 @click.command(cls=Command)
-@click.argument("name", required=False, metavar="[MODEL]")
-@option("--system", metavar="TEXT", help="system message")
-@quiet_option("no closing lines, no greeting")
-@switch("-v", "--verbose", help="closing lines with counts, seed and backend, as /stats shows them")
-@switch("--plain", help="answers as they are, without rendered Markdown")
-@reasoning_options
-@model_options
-@engine_options(unused=ONE_ANSWER)
-@sampling_options
+@declared(reasoning_options, model_options, engine_options(unused=ONE_ANSWER), sampling_options)
 def command(
-    name: str | None, system: str | None, quiet: bool, verbose: bool, plain: bool, **flags: Any
+    name: str | None = argument("[MODEL]"),
+    system: str | None = flag("system message", metavar="TEXT"),
+    quiet: bool = flag("no closing lines, no greeting", "-q", "--quiet"),
+    verbose: bool = flag(
+        "closing lines with counts, seed and backend, as /stats shows them", "-v", "--verbose"
+    ),
+    plain: bool = flag("answers as they are, without rendered Markdown"),
+    **flags: Any,
 ) -> int:
     """Chat with a model in the terminal. /help lists the commands inside; Ctrl-C stops an answer.
 

@@ -12,19 +12,19 @@ from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     BASE_MODEL,
+    JSON,
+    PLOT,
+    RAW,
     UNUSED,
     Values,
     engine_of,
     engine_options,
     engine_value,
-    json_option,
     model_options,
-    plot_option,
-    raw_option,
 )
 from verbatim.cli.lib.sampling_options import (
     DEFAULTS,
@@ -55,42 +55,25 @@ COLUMN = 38  # characters: two texts side by side on 80 columns
 
 
 @click.command(cls=Command)
-@click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@option(
-    "-s",
-    "--setting",
-    "texts",
-    multiple=True,
-    metavar="NAME=VALUE,…",
-    help="one column: sampling parameters, engine settings (quant, speculate, backend, kv_type, …)"
-    " and model [temperature=0 and temperature=1,seed=0]",
-)
-@switch(
-    "--vary",
-    help="columns that must be equal: batch, prefill chunks, prefix cache, threads and drafts, as"
-    " `verbatim verify` varies them; exit code 1 if one is not",
-)
-@option("--file", metavar="FILE", help="one prompt per line")
-@raw_option()
-@option("--quiz", metavar="FILE", help="questions and answers, .jsonl or .csv")
-@option(
-    "--samples", least=2, most=1024, default=8, help="with --quiz: sampled answers per question"
-)
-@plot_option()
-@json_option()
-@model_options
-@engine_options(unused=BASE_MODEL)
-@sampling_options
+@declared(model_options, engine_options(unused=BASE_MODEL), sampling_options)
 def command(
-    prompts: tuple[str, ...],
-    texts: tuple[str, ...],
-    vary: bool,
-    file: str | None,
-    raw: bool,
-    quiz: str | None,
-    samples: int,
-    plot: str | None,
-    as_json: bool,
+    prompts: tuple[str, ...] = argument("[PROMPT]...", nargs=-1),
+    texts: tuple[str, ...] = flag(
+        "one column: sampling parameters, engine settings (quant, speculate, backend, kv_type, …)"
+        " and model [temperature=0 and temperature=1,seed=0]",
+        *("-s", "--setting"),
+        metavar="NAME=VALUE,…",
+    ),
+    vary: bool = flag(
+        "columns that must be equal: batch, prefill chunks, prefix cache, threads and drafts, as"
+        " `verbatim verify` varies them; exit code 1 if one is not"
+    ),
+    file: str | None = flag("one prompt per line", metavar="FILE"),
+    raw: bool = flag(RAW),
+    quiz: str | None = flag("questions and answers, .jsonl or .csv", metavar="FILE"),
+    samples: int = flag("with --quiz: sampled answers per question", default=8, least=2, most=1024),
+    plot: str | None = PLOT,
+    as_json: bool = JSON,
     **flags: Any,
 ) -> int:
     """Run each PROMPT under several settings: texts side by side with their differences marked,
@@ -116,13 +99,14 @@ def command(
         _check_default_settings(flags)
     settings = read_settings(texts or DEFAULT_SETTINGS, flags)
     outcomes = _run(asked, settings, raw, as_json, flags)
+    shown = _differing(outcomes) if vary else outcomes
     if as_json:
         write_json(outcomes_json(asked, outcomes))
     else:
-        _print(asked, outcomes, texts_of=_differing(outcomes) if vary else outcomes)
+        _print(asked, outcomes, shown)
     if plot:
         _plot(outcomes, plot)
-    return 1 if vary and len(_differing(outcomes)) > 1 else 0
+    return 1 if vary and len(shown) > 1 else 0
 
 
 # -------------------------------------------------------------------------------------- settings
@@ -217,19 +201,11 @@ def _print(asked: list[str], outcomes: list[Outcome], texts_of: list[Outcome]) -
     for at, prompt in enumerate(asked):
         _print_texts(out, prompt, at, texts_of)
     header = ("setting", "tokens", "nats", "repeats", "distinct", "loops", "same", "tokens/s")
-    rows = [
-        (
-            o.setting.name.replace(",", " "),
-            str(o.tokens),
-            f"{o.logprob:.3f}",
-            f"{o.repetition:.0%}",
-            f"{o.diversity:.0%}",
-            str(o.loops),
-            f"{o.same}/{len(asked)}",
-            f"{o.rate:.1f}",
-        )
-        for o in outcomes
-    ]
+    rows = []
+    for o in outcomes:
+        text = (f"{o.logprob:.3f}", f"{o.repetition:.0%}", f"{o.diversity:.0%}", str(o.loops))
+        same, name = f"{o.same}/{len(asked)}", o.setting.name.replace(",", " ")
+        rows.append((name, str(o.tokens), *text, same, f"{o.rate:.1f}"))
     section(out, "Summary", rows, right=range(1, 8), header=header, wide=0)
     out.print(
         "nats: mean log-probability of a token; repeats: share of 4-grams seen before in their"
@@ -327,17 +303,11 @@ def _print_quiz(result: QuizResult, params: SamplingParams, seed: int) -> None:
 
     out = console()
     mark = {True: Text("right", style="green"), False: Text("wrong", style="red")}
-    rows = [
-        (
-            row["question"],
-            row["answer"],
-            mark[row["greedy_right"]],
-            f"{row['sampled_right']:.0%}",
-            mark[row["best_right"]],
-            mark[row["vote_right"]],
-        )
-        for row in result.rows
-    ]
+    rows = []
+    for row in result.rows:
+        best, vote = mark[row["best_right"]], mark[row["vote_right"]]
+        greedy, sampled = mark[row["greedy_right"]], f"{row['sampled_right']:.0%}"
+        rows.append((row["question"], row["answer"], greedy, sampled, best, vote))
     header = ("question", "answer", "greedy", "sampled", "best", "vote")
     section(out, "", rows, right=(3,), header=header, wide=0)
     width = 24
@@ -358,15 +328,8 @@ def _print_quiz(result: QuizResult, params: SamplingParams, seed: int) -> None:
 def quiz_json(
     result: QuizResult, params: SamplingParams, seed: int, fingerprint: str
 ) -> JsonObject:
-    return {
-        "questions": len(result.rows),
-        "samples": result.samples,
-        "seed": seed,
-        "params": params.to_mapping(),
-        "fingerprint": fingerprint,
-        "methods": [
-            {"method": a.method, "right": a.right, "share": a.share, "interval": a.interval}
-            for a in result.methods
-        ],
-        "rows": list(result.rows),
-    }
+    names = ("method", "right", "share", "interval")
+    methods = [{name: getattr(a, name) for name in names} for a in result.methods]
+    how = {"samples": result.samples, "seed": seed, "params": params.to_mapping()}
+    found = {"fingerprint": fingerprint, "methods": methods, "rows": list(result.rows)}
+    return {"questions": len(result.rows), **how, **found}

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option, switch
-from verbatim.cli.lib.options import offline_option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.options import OFFLINE
 from verbatim.cli.lib.terminal import Progress, note, warn, write
 from verbatim.cli.lib.texts import check_output, file_text
 from verbatim.convert.tensor_types import FILE_TYPES, FLOATS, MIXTURES, reason, type_for
@@ -42,41 +42,29 @@ class ConvertCommand(Command):
 
 
 @click.command(cls=ConvertCommand)
-@click.argument("source")
-@click.argument("target", type=click.Path(dir_okay=False))
-@option(
-    "--quant",
-    metavar="TYPE",
-    help=f"type of the weight matrices: {', '.join(FILE_TYPES)}; default: unchanged",
-)
-@option(
-    "--head",
-    "head",
-    metavar="TYPE",
-    help="type of embedding and output head [q8_0 if --quant is smaller]",
-)
-@switch("--requantise", help="quantise a source that is quantised already, which adds to its error")
-@option("--perplexity", metavar="FILE", help="compare the perplexity of this text before and after")
-@switch("--force", help="overwrite TARGET")
-@offline_option()
+@declared()
 def command(
-    source: str,
-    target: str,
-    quant: str | None,
-    head: str | None,
-    requantise: bool,
-    perplexity: str | None,
-    force: bool,
-    offline: bool,
+    source: str = argument(),
+    target: str = argument(type=click.Path(dir_okay=False)),
+    quant: str | None = flag(
+        f"type of the weight matrices: {', '.join(FILE_TYPES)}; default: unchanged", metavar="TYPE"
+    ),
+    head: str | None = flag(
+        "type of embedding and output head [q8_0 if --quant is smaller]", metavar="TYPE"
+    ),
+    requantise: bool = flag("quantise a source that is quantised already, which adds to its error"),
+    perplexity: str | None = flag(
+        "compare the perplexity of this text before and after", metavar="FILE"
+    ),
+    force: bool = flag("overwrite TARGET"),
+    offline: bool = OFFLINE,
 ) -> int:
     """Write the model SOURCE (.gguf file, safetensors directory, catalog name, org/name) as TARGET.
 
     Metadata, tokenizer and chat template are kept. Norms and biases stay float. A model property
     that GGUF cannot express is an error that names it.
     """
-    from verbatim.convert.source import read_source
-    from verbatim.files.gguf_write import write_gguf
-    from verbatim.files.split import with_siblings
+    from verbatim.files.describe import bytes_on_disk
     from verbatim.hub.catalog import resolve
 
     quant, head = _type_name("quant", quant), _type_name("head", head)
@@ -84,6 +72,21 @@ def command(
     text = file_text(perplexity, "perplexity") if perplexity else None
     progress = Progress()
     path = resolve(source, offline=offline, progress=progress)
+    _convert(path, out, quant, head, requantise, progress)
+    before, after = bytes_on_disk(path), out.stat().st_size
+    note(f"{source} ({before / 1e6:.1f} MB) -> {target} ({after / 1e6:.1f} MB)")
+    if text is not None:
+        _compare(path, out, text)
+    return 0
+
+
+def _convert(
+    path: Path, out: Path, quant: str | None, head: str | None, requantise: bool, progress: Progress
+) -> None:
+    from verbatim.convert.source import read_source
+    from verbatim.files.gguf_write import write_gguf
+    from verbatim.files.split import with_siblings
+
     if out.exists() and any(file.exists() and out.samefile(file) for file in with_siblings(path)):
         raise ParameterError("target", "is the source itself; choose another name")
     metadata, kinds, tensors = read_source(path, warn)
@@ -102,13 +105,6 @@ def command(
         write_gguf(out, metadata, _converted(tensors, chosen, progress), types=kinds)
     finally:
         progress.clear()
-    from verbatim.files.describe import bytes_on_disk
-
-    before, after = bytes_on_disk(path), out.stat().st_size
-    note(f"{source} ({before / 1e6:.1f} MB) -> {target} ({after / 1e6:.1f} MB)")
-    if text is not None:
-        _compare(path, out, text)
-    return 0
 
 
 def _checked_target(target: str, force: bool) -> Path:

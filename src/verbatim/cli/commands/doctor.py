@@ -17,14 +17,8 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.cli.commands.version import cpu_facts, cuda_facts
-from verbatim.cli.lib.command_class import Command, option
-from verbatim.cli.lib.options import (
-    BASE_MODEL,
-    engine_options,
-    json_option,
-    offline_option,
-    revision_option,
-)
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.options import BASE_MODEL, OFFLINE, REVISION, engine_options
 from verbatim.cli.lib.terminal import GREEN, RED, YELLOW, paint, write_json
 
 EXTRAS = {
@@ -37,24 +31,18 @@ Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, metavar="[MODEL]")
-@option(
-    "--live/--no-live",
-    default=True,
-    help="with MODEL: also run it: turns, loops, quiz, plain text, copies, rope, KV types",
-)
-@option("--seed", least=0, default=0, help="seed of the live checks")
-@json_option("print the result as JSON")
-@revision_option()
-@offline_option()
-@engine_options(unused=BASE_MODEL)
+@declared(engine_options(unused=BASE_MODEL))
 def command(
-    model: str | None,
-    live: bool,
-    seed: int,
-    as_json: bool,
-    revision: str | None,
-    offline: bool,
+    model: str | None = argument("[MODEL]"),
+    live: bool = flag(
+        "with MODEL: also run it: turns, loops, quiz, plain text, copies, rope, KV types",
+        "--live/--no-live",
+        default=True,
+    ),
+    seed: int = flag("seed of the live checks", default=0, least=0),
+    as_json: bool = flag("print the result as JSON", "--json"),
+    revision: str | None = REVISION,
+    offline: bool = OFFLINE,
     **flags: Any,
 ) -> int:
     """Check Python, kernels, extras, cache and default model; with MODEL, check that model: end of
@@ -72,14 +60,9 @@ def command(
         rows = [{"state": state, "what": what, "finding": text} for state, what, text in found]
         write_json(rows)
     else:
-        marks = {
-            "good": paint("ok  ", GREEN, sys.stdout),
-            "note": paint("note", YELLOW, sys.stdout),
-        }
+        marks = {"good": ("ok  ", GREEN), "note": ("note", YELLOW), "bad": ("BAD ", RED)}
         for state, what, text in found:
-            sys.stdout.write(
-                f"{marks.get(state) or paint('BAD ', RED, sys.stdout)}  {what:12} {text}\n"
-            )
+            sys.stdout.write(f"{paint(*marks[state], sys.stdout)}  {what:12} {text}\n")
     return int(any(state == "bad" for state, _, _ in found))
 
 
@@ -94,12 +77,8 @@ def findings() -> Iterator[Finding]:
         try:
             yield "good", extra, f"{package} {version(package)}"
         except PackageNotFoundError:
-            yield (
-                "note",
-                extra,
-                f"{package} is not installed; if you need it: pip install '.[{extra}]'"
-                " in the checkout",
-            )
+            remedy = f"if you need it: pip install '.[{extra}]' in the checkout"
+            yield "note", extra, f"{package} is not installed; {remedy}"
     yield from _cache()
 
 
@@ -116,11 +95,8 @@ def _cuda() -> tuple[str, str]:
         state = "bad" if isinstance(error, gpu.WrongResult) else "note"
         return state, f"there is an NVIDIA GPU, but {error}; backend=auto uses the cpu"
     except Exception as error:  # a broken installation of PyTorch or Triton can raise any type
-        return (
-            "bad",
-            f"PyTorch or Triton cannot be imported: {error}; install the extra 'cuda' again: "
-            f"{gpu.PIP}",
-        )
+        why = f"PyTorch or Triton cannot be imported: {error}"
+        return "bad", f"{why}; install the extra 'cuda' again: {gpu.PIP}"
     return "good", f"{found}: a test kernel ran and its result is right; backend=auto uses this GPU"
 
 
@@ -141,27 +117,17 @@ def _cache() -> Iterator[Finding]:
     except OSError as error:
         # A cache that already holds the model may be read-only.
         remedy = "" if default.ready else "; set VERBATIM_CACHE to another path"
-        yield (
-            "note" if default.ready else "bad",
-            "cache",
-            f"{cache} (not writable: {error.strerror}{remedy})",
-        )
+        state = "note" if default.ready else "bad"
+        yield state, "cache", f"{cache} (not writable: {error.strerror}{remedy})"
     else:
         # The partial download, the file, and a reserve of the same size.
         short = not default.ready and free < 3 * default.bytes
-        yield (
-            "note" if short else "good",
-            "cache",
-            f"{cache} ({free / 1e9:.1f} GB free{'; too little' if short else ''})",
-        )
+        room = f"{free / 1e9:.1f} GB free{'; too little' if short else ''}"
+        yield "note" if short else "good", "cache", f"{cache} ({room})"
     if default.ready:
         yield "good", "model", f"{default.name} is downloaded ({default.bytes / 1e6:.0f} MB)"
     else:
         yield "note", "model", f"{default.name} is not downloaded; `verbatim pull {default.name}`"
-    limits = Path(cache, "limits.json")
-    measured = os.path.exists(limits)
-    yield (
-        "good" if measured else "note",
-        "limits",
-        "measured" if measured else "not yet; `verbatim bench` measures them",
-    )
+    measured = os.path.exists(Path(cache, "limits.json"))
+    text = "measured" if measured else "not yet; `verbatim bench` measures them"
+    yield "good" if measured else "note", "limits", text

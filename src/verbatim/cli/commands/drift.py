@@ -9,15 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import (
-    BASE_MODEL,
-    engine_options,
-    json_option,
-    model_options,
-    plot_option,
-)
+from verbatim.cli.lib.options import BASE_MODEL, JSON, PLOT, engine_options, model_options
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import write_json
 from verbatim.cli.lib.texts import check_plot, file_text, read_prompt
@@ -30,39 +24,25 @@ SPARKS = "▁▂▃▄▅▆▇█"
 
 
 @click.command(cls=Command)
-@click.argument("prompt", nargs=-1, metavar="[PROMPT]")
-@option(
-    "--file",
-    metavar="FILE",
-    help="the given text [the opening of Alice in Wonderland]; without PROMPT the free-running"
-    " texts start with its first tokens",
-)
-@option(
-    "--prefix",
-    least=1,
-    default=32,
-    help="tokens of the given text that are read before the measurement starts",
-)
-@option("--max-tokens", "--tokens", "tokens", least=8, default=192, help="length of each text")
-@option(
-    "--temperature", default=1.0, help="temperature of the sampled text; the other text is greedy"
-)
-@option("--seed", least=0, default=0, help="of the sampled text")
-@option("--window", least=1, default=16, help="tokens per printed mean")
-@plot_option()
-@json_option()
-@model_options
-@engine_options(unused=BASE_MODEL)
+@declared(model_options, engine_options(unused=BASE_MODEL))
 def command(
-    prompt: tuple[str, ...],
-    file: str | None,
-    prefix: int,
-    tokens: int,
-    temperature: float,
-    seed: int,
-    window: int,
-    plot: str | None,
-    as_json: bool,
+    prompt: tuple[str, ...] = argument("[PROMPT]", nargs=-1),
+    file: str | None = flag(
+        "the given text [the opening of Alice in Wonderland]; without PROMPT the free-running"
+        " texts start with its first tokens",
+        metavar="FILE",
+    ),
+    prefix: int = flag(
+        "tokens of the given text that are read before the measurement starts", default=32, least=1
+    ),
+    tokens: int = flag("length of each text", "--max-tokens", "--tokens", default=192, least=8),
+    temperature: float = flag(
+        "temperature of the sampled text; the other text is greedy", default=1.0
+    ),
+    seed: int = flag("of the sampled text", default=0, least=0),
+    window: int = flag("tokens per printed mean", default=16, least=1),
+    plot: str | None = PLOT,
+    as_json: bool = JSON,
     **flags: Any,
 ) -> int:
     """How a text drifts when the model reads its own output (exposure bias): log-probability and
@@ -79,29 +59,23 @@ def command(
     given = file_text(file, "file") if file is not None else GIVEN
     start = read_prompt(prompt) if prompt or file is None else None
     with open_llm(flags, quiet=as_json) as llm:
-        ids = llm.tokenizer.encode_prompt(given)
-        if len(ids) < prefix + 8:
-            raise ParameterError(
-                "file", f"{len(ids)} tokens are too few; give a text of {prefix + 8}"
-            )
+        ids = _long_enough(llm.tokenizer.encode_prompt(given), prefix + 8)
         first = ids[:prefix] if start is None else llm.tokenizer.encode_prompt(start)
+        length = _fitting(llm, len(first), prefix, tokens)
         found = measure_drift(
-            llm,
-            first,
-            ids,
-            tokens=_fitting(llm, len(first), prefix, tokens),
-            temperature=temperature,
-            seed=seed,
-            context=prefix,
+            *(llm, first, ids), tokens=length, temperature=temperature, seed=seed, context=prefix
         )
-        fingerprint = llm.fingerprint
-    if as_json:
-        write_json(drift_json(found, seed, fingerprint))
-    else:
-        _print(found, window)
+        report = drift_json(found, seed, llm.fingerprint)
+    write_json(report) if as_json else _print(found, window)
     if plot:
         _plot(found, window, plot)
     return 0
+
+
+def _long_enough(ids: list[int], least: int) -> list[int]:
+    if len(ids) < least:
+        raise ParameterError("file", f"{len(ids)} tokens are too few; give a text of {least}")
+    return ids
 
 
 def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:

@@ -7,38 +7,27 @@ from typing import Any
 
 import click
 
-from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_option, model_options
-from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_option
+from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
+from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_flag
 from verbatim.cli.lib.terminal import note, write, write_json
-from verbatim.cli.lib.texts import decode_argument, read_prompt, read_text
+from verbatim.cli.lib.texts import read_lines
 
 
 @click.command(cls=Command)
-@click.argument("texts", nargs=-1, metavar="[TEXT]...")
-@option("--file", "file", metavar="FILE", help="read the texts from FILE, one per line")
-@option(
-    "--prompt-name",
-    metavar="NAME",
-    help="the model's prompt to put before each text, such as query or document",
-)
-@option("--dimensions", type=int, help="keep the first N numbers (Matryoshka models)")
-@switch("--truncate", help="cut texts that are too long")
-@switch("--similarity", help="print the cosine similarity of all texts")
-@json_option()
-@model_options
-@engine_options(unused=NO_SAMPLING)
-@use_adapter_option
+@declared(model_options, engine_options(unused=NO_SAMPLING))
 def command(
-    texts: tuple[str, ...],
-    file: str | None,
-    prompt_name: str | None,
-    dimensions: int | None,
-    truncate: bool,
-    similarity: bool,
-    as_json: bool,
+    texts: tuple[str, ...] = argument("[TEXT]...", nargs=-1),
+    file: str | None = flag("read the texts from FILE, one per line", metavar="FILE"),
+    prompt_name: str | None = flag(
+        "the model's prompt to put before each text, such as query or document", metavar="NAME"
+    ),
+    dimensions: int | None = flag("keep the first N numbers (Matryoshka models)"),
+    truncate: bool = flag("cut texts that are too long"),
+    similarity: bool = flag("print the cosine similarity of all texts"),
+    as_json: bool = JSON,
+    use_adapter: str | None = use_adapter_flag(),
     **flags: Any,
 ) -> int:
     """Embedding of each TEXT: its hidden states, pooled as the model's files say.
@@ -47,7 +36,7 @@ def command(
     stdin. A model that states no pooling needs --pooling.
     """
     given = read_lines(texts, file, "text")
-    adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
+    adapter = chosen_adapter(flags, use_adapter)
     with open_llm(flags, quiet=as_json) as llm:
         vectors = llm.embed(
             given,
@@ -58,13 +47,9 @@ def command(
         )
         rows = [[round(float(x), 8) for x in vector] for vector in vectors]
         if as_json:
-            out = {
-                "embeddings": rows,
-                "model": llm.loaded.name,
-                "fingerprint": llm.fingerprint,
-                "pooling": llm.loaded.embedding.pooling,
-            }
-            write_json(out)
+            about = {"model": llm.loaded.name, "fingerprint": llm.fingerprint}
+            pooling = llm.loaded.embedding.pooling
+            write_json({"embeddings": rows, **about, "pooling": pooling})
             return 0
         if similarity:
             import numpy as np
@@ -75,24 +60,3 @@ def command(
             write(json.dumps(row) + "\n")
         note(f"{len(given)} texts · {vectors.shape[1]} dimensions")
     return 0
-
-
-def read_lines(args: tuple[str, ...], file: str | None, param: str) -> list[str]:
-    """The texts: the arguments, the lines of `file`, or the lines of stdin."""
-    if file is not None and args:
-        raise ParameterError(
-            param, f"--file {file} and an argument contradict each other; give one"
-        )
-    if file is not None:
-        return _non_empty(read_text(file, param), param)
-    if args and args != ("-",):
-        return [decode_argument(text, param) for text in args]
-    return _non_empty(read_prompt(args, param), param)
-
-
-def _non_empty(text: str, param: str) -> list[str]:
-    # not splitlines(), which ends a line at U+2028, U+0085 and form feeds too
-    lines = [line for line in text.replace("\r\n", "\n").split("\n") if line.strip()]
-    if not lines:
-        raise ParameterError(param, "no line has text; give one text per line")
-    return lines

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_options
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import ONE_ANSWER, Values, engine_options, json_option, model_options
+from verbatim.cli.lib.options import JSON, ONE_ANSWER, Values, engine_options, model_options
 from verbatim.cli.lib.report import choice_head, closing_line, completion_json, params_in_force
 from verbatim.cli.lib.sampling_options import parse_changes, sampling_of, sampling_options
 from verbatim.cli.lib.terminal import (
@@ -45,38 +46,23 @@ WhatIf = tuple[str, "WhatIfs", Completion | None]
 
 @click.command(cls=Command)
 @prompt_options
-@switch("--brief", help="one line per token")
-@option(
-    "--token",
-    "wanted",
-    multiple=True,
-    metavar="N|TEXT",
-    help="only token number N, or tokens that contain TEXT",
-)
-@option("--bars/--no-bars", help="draw bars [on a terminal]")
-@option(
-    "--what-if",
-    "what_ifs",
-    multiple=True,
-    metavar="NAME=VALUE,…",
-    help="sample the same logits with other parameters, without the model",
-)
-@switch(
-    "--continue", "continues", help="with --what-if: also write the text that those parameters give"
-)
-@option("--html", "page", metavar="FILE", help="write one page for a browser")
-@json_option()
-@model_options
-@engine_options(unused=ONE_ANSWER)
-@sampling_options
+@declared(model_options, engine_options(unused=ONE_ANSWER), sampling_options)
 def command(
-    brief: bool,
-    wanted: tuple[str, ...],
-    bars: bool | None,
-    what_ifs: tuple[str, ...],
-    continues: bool,
-    page: str | None,
-    as_json: bool,
+    brief: bool = flag("one line per token"),
+    wanted: tuple[str, ...] = flag(
+        "only token number N, or tokens that contain TEXT", "--token", metavar="N|TEXT"
+    ),
+    bars: bool | None = flag("draw bars [on a terminal]", "--bars/--no-bars"),
+    what_ifs: tuple[str, ...] = flag(
+        "sample the same logits with other parameters, without the model",
+        "--what-if",
+        metavar="NAME=VALUE,…",
+    ),
+    continues: bool = flag(
+        "with --what-if: also write the text that those parameters give", "--continue"
+    ),
+    page: str | None = flag("write one page for a browser", "--html", metavar="FILE"),
+    as_json: bool = JSON,
     **flags: Any,
 ) -> int:
     """Show why each token of the answer to PROMPT was chosen.
@@ -138,7 +124,7 @@ def _other(llm: LLM, asked: PromptFlags, completion: Completion, change: Values)
     return collect(asked.start(llm, params), show=None)[1]
 
 
-def _changes(text: str) -> dict[str, Any]:
+def _changes(text: str) -> JsonObject:
     """`top_p=0.5,temperature=1.2` as parameters."""
     from verbatim.explain.explanation import CHANGEABLE
 
@@ -167,9 +153,7 @@ def _check_what_if(params: SamplingParams) -> None:
         )
 
 
-def _chosen(
-    records: tuple[dict[str, Any], ...], wanted: tuple[str, ...], llm: LLM
-) -> list[dict[str, Any]]:
+def _chosen(records: tuple[JsonObject, ...], wanted: tuple[str, ...], llm: LLM) -> list[JsonObject]:
     """The records of the tokens that --token names; all of them without it."""
     if not wanted:
         return list(records)
@@ -224,16 +208,10 @@ def _print(
 def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> None:
     from verbatim.explain.explain_html import explain_page
 
-    Path(page).write_text(
-        explain_page(
-            completion.choices[0].explain,
-            llm.tokenizer.token_bytes,
-            title=f"Why {llm.loaded.name} chose each token",
-            prompt=prompt,
-            params=params_in_force(completion),
-        ),
-        "utf-8",
-    )
+    records, show = completion.choices[0].explain, llm.tokenizer.token_bytes
+    title, params = f"Why {llm.loaded.name} chose each token", params_in_force(completion)
+    text = explain_page(records, show, title=title, prompt=prompt, params=params)
+    Path(page).write_text(text, "utf-8")
 
 
 def _print_json(llm: LLM, completion: Completion, what_ifs: list[WhatIf]) -> None:

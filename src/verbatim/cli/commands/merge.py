@@ -8,28 +8,26 @@ from pathlib import Path
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, option, switch
-from verbatim.cli.lib.options import offline_option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.options import OFFLINE
 from verbatim.cli.lib.terminal import Progress, note, warn
 from verbatim.cli.lib.texts import check_output
 
 
 @click.command(cls=Command)
-@click.argument("model")
-@click.argument("adapter", type=click.Path())
-@option(
-    "-o",
-    "--out",
-    "out",
-    required=True,
-    metavar="OUT",
-    help="a directory (safetensors), or a file that ends in .gguf",
-)
-@switch("--requantise", help="merge into a quantised GGUF file, which adds to its error")
-@switch("--force", help="overwrite a file OUT")
-@offline_option()
+@declared()
 def command(
-    model: str, adapter: str, out: str, requantise: bool, force: bool, offline: bool
+    model: str = argument(),
+    adapter: str = argument(type=click.Path()),
+    out: str = flag(
+        "a directory (safetensors), or a file that ends in .gguf",
+        *("-o", "--out"),
+        required=True,
+        metavar="OUT",
+    ),
+    requantise: bool = flag("merge into a quantised GGUF file, which adds to its error"),
+    force: bool = flag("overwrite a file OUT"),
+    offline: bool = OFFLINE,
 ) -> int:
     """Add the LoRA adapter ADAPTER (PEFT directory or GGUF file) to the weights of MODEL.
 

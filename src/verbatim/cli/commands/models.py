@@ -6,19 +6,23 @@ from __future__ import annotations
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from verbatim.base.errors import ModelError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.units import download_text
-from verbatim.cli.lib.command_class import Command
-from verbatim.cli.lib.options import json_option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.options import JSON
 from verbatim.cli.lib.terminal import note, write_json
 
 if TYPE_CHECKING:
     from verbatim.files.describe import ModelDescription
     from verbatim.hub.model_list import ModelRecord
+
+
+ARRAY = flag("print one JSON array", "--json")
 
 
 class ModelsGroup(click.Group):
@@ -37,17 +41,17 @@ class ModelsGroup(click.Group):
 
 
 @click.group(cls=ModelsGroup, invoke_without_command=True, subcommand_metavar="[list|show|rm] ...")
-@json_option("print one JSON array")
+@declared()
 @click.pass_context
-def command(ctx: click.Context, as_json: bool) -> None:
+def command(ctx: click.Context, as_json: bool = ARRAY) -> None:
     """List the models of the catalog and the downloaded ones; show or delete one."""
     if ctx.invoked_subcommand is None:
         _list(as_json)
 
 
 @command.command("list", cls=Command)
-@json_option("print one JSON array")
-def list_command(as_json: bool) -> None:
+@declared()
+def list_command(as_json: bool = ARRAY) -> None:
     """List the models, as `verbatim models` does."""
     _list(as_json)
 
@@ -87,7 +91,7 @@ def _list(as_json: bool) -> None:
     )
 
 
-def _row(record: ModelRecord) -> dict[str, Any]:
+def _row(record: ModelRecord) -> JsonObject:
     """One model as plain data: from its file if it is in the cache, else from the catalog."""
     from verbatim.files.describe import describe
 
@@ -103,9 +107,8 @@ def _row(record: ModelRecord) -> dict[str, Any]:
 
 
 @command.command("show", cls=Command)
-@click.argument("model")
-@json_option()
-def show(model: str, as_json: bool) -> None:
+@declared()
+def show(model: str = argument(), as_json: bool = JSON) -> None:
     """Describe MODEL: a downloaded model, a .gguf file or a safetensors directory."""
     from verbatim.files.describe import describe
     from verbatim.hub.catalog import resolve, sampling_defaults

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.cli.lib.command_class import Command, answered, option
-from verbatim.cli.lib.options import json_option, model_or_default
+from verbatim.cli.lib.command_class import Command, answered, argument, declared, flag
+from verbatim.cli.lib.options import JSON, model_or_default
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import note, write_json
 
@@ -23,39 +23,27 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, metavar="[MODEL]")
-@option(
-    "--device",
-    default="this",
-    metavar="NAME",
-    help="h200, h100, a100, a10, l4, 4090, or GB/s,TFLOPS[,GB]; this: the GPU of this machine if"
-    " the cuda backend can use it, else its CPU",
-)
-@answered("--gpu", answer="write --device NAME, such as --device h100")
-@option("--context", type=int, help="tokens of prompt and output together [4096]")
-@option("--output", type=int, help="how many of these are output [256]")
-@option("--batch", default=1, help="sequences at once")
-@option(
-    "--quant",
-    metavar="TYPE",
-    help="type of the weights; packed: the blocks of quantised safetensors [as the config or file"
-    " says]",
-)
-@option("--kv-type", default="f16", metavar="TYPE", help="type of the KV cache")
-@option("--tp", default=1, help="devices that share each matrix")
-@option("--price", type=float, help="price of one device for one hour")
-@json_option()
+@declared(answered("--gpu", answer="write --device NAME, such as --device h100"))
 def command(
-    model: str | None,
-    device: str,
-    context: int | None,
-    output: int | None,
-    batch: int,
-    quant: str | None,
-    kv_type: str,
-    tp: int,
-    price: float | None,
-    as_json: bool,
+    model: str | None = argument("[MODEL]"),
+    device: str = flag(
+        "h200, h100, a100, a10, l4, 4090, or GB/s,TFLOPS[,GB]; this: the GPU of this machine if"
+        " the cuda backend can use it, else its CPU",
+        default="this",
+        metavar="NAME",
+    ),
+    context: int | None = flag("tokens of prompt and output together [4096]"),
+    output: int | None = flag("how many of these are output [256]"),
+    batch: int = flag("sequences at once", default=1),
+    quant: str | None = flag(
+        "type of the weights; packed: the blocks of quantised safetensors [as the config or file"
+        " says]",
+        metavar="TYPE",
+    ),
+    kv_type: str = flag("type of the KV cache", default="f16", metavar="TYPE"),
+    tp: int = flag("devices that share each matrix", default=1),
+    price: float | None = flag("price of one device for one hour"),
+    as_json: bool = JSON,
 ) -> int:
     """What MODEL needs, and how fast any engine could run it: memory, roofline bounds, cost.
 
@@ -124,12 +112,8 @@ def _print(plan: Plan) -> None:
     many = f"{d.count} × " if d.count > 1 else ""
     together = " together" if d.count > 1 else ""
     limits = f"{_number(d.read_bytes / 1e9)} GB/s, {peak}{size}{together}{ridge}"
-    head = [
-        ("model", f.name),
-        ("", f.shape),
-        ("device", f"{many}{d.name} ({d.kind})"),
-        ("", limits),
-    ]
+    device = f"{many}{d.name} ({d.kind})"
+    head = [("model", f.name), ("", f.shape), ("device", device), ("", limits)]
     section(out, "", head, wide=1)
     section(out, "Memory", _memory_rows(plan), right=(1,), wide=2)
     header = ("", "estimated" if d.estimated else "at least", "limit", "read", "compute", "op/byte")
@@ -140,12 +124,9 @@ def _print(plan: Plan) -> None:
 def _fits_row(plan: Plan, needed: float, memory: float) -> tuple[str, str, str]:
     from verbatim.diagnose.capacity import USABLE
 
-    return (
-        "fits" if plan.fits else "DOES NOT FIT",
-        _bytes(needed),
-        f"of {_bytes(memory * USABLE)}, {USABLE:.0%} of {_bytes(memory)}; the rest is for"
-        " activations",
-    )
+    of = f"of {_bytes(memory * USABLE)}, {USABLE:.0%} of {_bytes(memory)}"
+    fits = "fits" if plan.fits else "DOES NOT FIT"
+    return fits, _bytes(needed), f"{of}; the rest is for activations"
 
 
 def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
@@ -183,13 +164,8 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     rows.append(("KV cache", _bytes(held), f"{sequences} of {plan.context:,} tokens"))
     if plan.fits is not None and d.memory is not None:
         rows.append(_fits_row(plan, f.weight_bytes + held, d.memory))
-        rows.append(
-            (
-                "room",
-                f"{plan.room_sequences:,}",
-                f"sequences of {plan.context:,} tokens ({plan.room_tokens:,.0f} tokens of KV)",
-            )
-        )
+        room = f"sequences of {plan.context:,} tokens ({plan.room_tokens:,.0f} tokens of KV)"
+        rows.append(("room", f"{plan.room_sequences:,}", room))
     return rows
 
 
@@ -206,14 +182,8 @@ def _time_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _bound_row(name: str, bound: Bound) -> tuple[str, ...]:
     compute = "-" if bound.ops_seconds is None else _time(bound.ops_seconds)
-    return (
-        name,
-        _time(bound.seconds),
-        bound.limit,
-        _time(bound.read_seconds),
-        compute,
-        _number(bound.intensity),
-    )
+    times = _time(bound.seconds), bound.limit, _time(bound.read_seconds), compute
+    return name, *times, _number(bound.intensity)
 
 
 def _derived_rows(plan: Plan) -> list[tuple[str, str, str]]:
@@ -225,21 +195,11 @@ def _derived_rows(plan: Plan) -> list[tuple[str, str, str]]:
     if plan.device.ops is not None:
         empty, full = plan.compute_bound_empty, plan.compute_bound
         never = f"never at {plan.context:,}: reading the KV cache outgrows the work"
-        rows.append(
-            (
-                "compute-bound from",
-                "never" if empty is None else f"{empty:,}",
-                "sequences at context 0"
-                + (f"; {never if full is None else f'{full:,} at {plan.context:,}'}"),
-            )
-        )
-    rows.append(
-        (
-            "decode takes",
-            f"{plan.decode_share:.0%}",
-            f"of the time of {plan.prompt:,} prompt and {plan.output:,} output tokens",
-        )
-    )
+        later = never if full is None else f"{full:,} at {plan.context:,}"
+        least = "never" if empty is None else f"{empty:,}"
+        rows.append(("compute-bound from", least, f"sequences at context 0; {later}"))
+    of = f"of the time of {plan.prompt:,} prompt and {plan.output:,} output tokens"
+    rows.append(("decode takes", f"{plan.decode_share:.0%}", of))
     if plan.input_price is not None and plan.output_price is not None:
         least = f"per million, {'at least' if sure else 'estimated'}"
         rows.append(("input tokens cost", f"{plan.input_price:,.4f}", least))

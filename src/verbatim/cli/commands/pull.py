@@ -8,19 +8,21 @@ import time
 
 import click
 
-from verbatim.cli.lib.command_class import Command, switch
-from verbatim.cli.lib.options import DEFAULT_MODEL, quiet_option, revision_option
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.options import DEFAULT_MODEL, REVISION
 from verbatim.cli.lib.terminal import Progress, note
 
 
 @click.command(cls=Command)
-@click.argument("model", default=DEFAULT_MODEL)
-@revision_option()
-@switch(
-    "--warm-up", help="also compile the GPU kernels of the model into Triton's cache; needs a GPU"
-)
-@quiet_option("no progress")
-def command(model: str, revision: str | None, warm_up: bool, quiet: bool) -> None:
+@declared()
+def command(
+    model: str = argument(required=False, default=DEFAULT_MODEL),
+    revision: str | None = REVISION,
+    warm_up: bool = flag(
+        "also compile the GPU kernels of the model into Triton's cache; needs a GPU"
+    ),
+    quiet: bool = flag("no progress", "-q", "--quiet"),
+) -> None:
     """Download MODEL (a catalog name or org/name on the hub) into the cache and print its path.
 
     A name without a size, such as qwen3, is the newest of that name. A file that is already in the

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command
+from verbatim.base.json_io import JsonObject
+from verbatim.cli.lib.command_class import Command, argument, declared
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import ONE_ANSWER, engine_options, json_option, model_options
+from verbatim.cli.lib.options import JSON, ONE_ANSWER, engine_options, model_options
 
 DIFFERENT = 1
 CANDIDATES = 20  # best tokens per position that an explanation of a mismatch can name
@@ -28,11 +29,8 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("file")
-@json_option()
-@model_options
-@engine_options(unused=(*ONE_ANSWER, "defaults"))
-def command(file: str, as_json: bool, **flags: Any) -> int:
+@declared(model_options, engine_options(unused=(*ONE_ANSWER, "defaults")))
+def command(file: str = argument(), as_json: bool = JSON, **flags: Any) -> int:
     """Repeat the answer of the receipt FILE and compare token by token.
 
     A receipt comes from `verbatim run --save-receipt`, or from `"receipt": true` over HTTP. The
@@ -83,7 +81,7 @@ def command(file: str, as_json: bool, **flags: Any) -> int:
     return 0 if verdict.identical else DIFFERENT
 
 
-def _around(llm: LLM, receipt: dict[str, Any], done: Completion, verdict: Verdict) -> list[str]:
+def _around(llm: LLM, receipt: JsonObject, done: Completion, verdict: Verdict) -> list[str]:
     """The two texts around the first difference, and how likely both tokens were here."""
     from verbatim.explain.explanation import percent, quoted
 

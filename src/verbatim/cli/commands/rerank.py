@@ -7,29 +7,22 @@ from typing import Any
 
 import click
 
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_option, model_options
+from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.terminal import write, write_json
 from verbatim.cli.lib.texts import decode_argument, read_lines
 
 
 @click.command(cls=Command)
-@click.argument("query")
-@click.argument("documents", nargs=-1, metavar="[DOCUMENT]...")
-@option("--file", "file", metavar="FILE", help="read the documents from FILE, one per line")
-@option("--top-n", type=int, help="print only the best N [all documents]")
-@switch("--truncate", help="cut documents that are too long")
-@json_option()
-@model_options
-@engine_options(unused=("pooling", *NO_SAMPLING))
+@declared(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
 def command(
-    query: str,
-    documents: tuple[str, ...],
-    file: str | None,
-    top_n: int | None,
-    truncate: bool,
-    as_json: bool,
+    query: str = argument(),
+    documents: tuple[str, ...] = argument("[DOCUMENT]...", nargs=-1),
+    file: str | None = flag("read the documents from FILE, one per line", metavar="FILE"),
+    top_n: int | None = flag("print only the best N [all documents]"),
+    truncate: bool = flag("cut documents that are too long"),
+    as_json: bool = JSON,
     **flags: Any,
 ) -> int:
     """Score each DOCUMENT by its relevance to QUERY with a cross-encoder, best first.

@@ -13,17 +13,10 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_options
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.cli.lib.command_class import Command, declared, flag
 from verbatim.cli.lib.error_lines import FAILED, OK, OS_REMEDIES, print_error
 from verbatim.cli.lib.open_model import open_llm, speed_limit
-from verbatim.cli.lib.options import (
-    ONE_ANSWER,
-    Values,
-    engine_options,
-    json_option,
-    model_options,
-    quiet_option,
-)
+from verbatim.cli.lib.options import ONE_ANSWER, Values, engine_options, model_options
 from verbatim.cli.lib.report import (
     broken_structure,
     choice_head,
@@ -54,15 +47,15 @@ REPORTS = ("logprobs", "prompt_logprobs", "explain", "receipt")
     epilog="Exit codes: 0 done, 1 failure, 2 wrong flag or value, 3 model, 130 interrupted.",
 )
 @prompt_options
-@json_option("print one JSON object instead of text")
-@quiet_option("no closing line, no progress, no warnings")
-@switch("-v", "--verbose", help="also print counts, seed, backend, and each parameter in force")
-@option("--save-receipt", metavar="FILE", help="write a receipt for `verbatim replay`")
-@model_options
-@engine_options(unused=ONE_ANSWER)
-@sampling_options
+@declared(model_options, engine_options(unused=ONE_ANSWER), sampling_options)
 def command(
-    as_json: bool, quiet: bool, verbose: bool, save_receipt: str | None, **flags: Any
+    as_json: bool = flag("print one JSON object instead of text", "--json"),
+    quiet: bool = flag("no closing line, no progress, no warnings", "-q", "--quiet"),
+    verbose: bool = flag(
+        "also print counts, seed, backend, and each parameter in force", "-v", "--verbose"
+    ),
+    save_receipt: str | None = flag("write a receipt for `verbatim replay`", metavar="FILE"),
+    **flags: Any,
 ) -> int:
     """Answer PROMPT, streamed: as a chat turn if the model has a chat template, else as a
     continuation.

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ContextError
-from verbatim.cli.lib.command_class import Command, option, switch
+from verbatim.base.json_io import JsonObject
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import open_llm
-from verbatim.cli.lib.options import NO_SAMPLING, engine_options, json_option, model_options
+from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.report import token_logprobs
-from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_option
+from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_flag
 from verbatim.cli.lib.terminal import note, warn, write, write_json
 from verbatim.cli.lib.texts import read_prompt
 
@@ -23,24 +24,16 @@ if TYPE_CHECKING:
 
 
 @click.command(cls=Command)
-@click.argument("text", nargs=-1, metavar="[TEXT]")
-@option("--file", "file", metavar="FILE", help="read the text from FILE")
-@option("--top", least=0, most=1024, default=0, help="alternatives reported per token")
-@switch("--tokens", help="one line per token: log-probability, token")
-@option("--window", type=int, help="score a text of any length in windows of N tokens")
-@option("--stride", type=int, help="tokens from one window to the next [half a window]")
-@json_option()
-@model_options
-@engine_options(unused=("pooling", *NO_SAMPLING))
-@use_adapter_option
+@declared(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
 def command(
-    text: tuple[str, ...],
-    file: str | None,
-    top: int,
-    tokens: bool,
-    window: int | None,
-    stride: int | None,
-    as_json: bool,
+    text: tuple[str, ...] = argument("[TEXT]", nargs=-1),
+    file: str | None = flag("read the text from FILE", metavar="FILE"),
+    top: int = flag("alternatives reported per token", default=0, least=0, most=1024),
+    tokens: bool = flag("one line per token: log-probability, token"),
+    window: int | None = flag("score a text of any length in windows of N tokens"),
+    stride: int | None = flag("tokens from one window to the next [half a window]"),
+    as_json: bool = JSON,
+    use_adapter: str | None = use_adapter_flag(),
     **flags: Any,
 ) -> int:
     """Log-probability of every token of TEXT, and its perplexity.
@@ -52,7 +45,7 @@ def command(
     """
     named = text[0][1:] if len(text) == 1 and text[0].startswith("@") else None
     content = read_prompt(() if named and not file else text, "text", file or named)
-    adapter = chosen_adapter(flags, flags.pop("use_adapter", None))
+    adapter = chosen_adapter(flags, use_adapter)
     with open_llm(flags, quiet=as_json) as llm:
         try:
             score = llm.score(content, top=top, window=window, stride=stride, adapter=adapter)
@@ -63,18 +56,12 @@ def command(
             ) from None
         if as_json:
             fingerprint = llm.core.fingerprints[0 if adapter else -1]
-            write_json(
-                {
-                    # None: a single token has no perplexity
-                    "perplexity": score.perplexity if math.isfinite(score.perplexity) else None,
-                    "total_logprob": score.total,
-                    "tokens": list(score.token_ids),
-                    "logprobs": token_logprobs(score.logprobs),
-                    "model": llm.loaded.name,
-                    "fingerprint": fingerprint,
-                    "warnings": list(score.warnings),
-                }
-            )
+            # None: a single token has no perplexity
+            perplexity = score.perplexity if math.isfinite(score.perplexity) else None
+            found: JsonObject = {"perplexity": perplexity, "total_logprob": score.total}
+            found |= {"tokens": score.token_ids, "logprobs": token_logprobs(score.logprobs)}
+            about = {"model": llm.loaded.name, "fingerprint": fingerprint}
+            write_json({**found, **about, "warnings": score.warnings})
         else:
             _print(llm, score, table=tokens or bool(top))
     return 0

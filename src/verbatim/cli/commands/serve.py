@@ -12,8 +12,9 @@ import click
 
 from verbatim.base.config import SETTINGS, EngineConfig, served
 from verbatim.base.errors import ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.config_file import MODEL_NAME, ConfiguredCommand, print_settings, read_config
-from verbatim.cli.lib.command_class import option, switch
+from verbatim.cli.lib.command_class import argument, declared, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     Values,
@@ -42,49 +43,32 @@ def server_options(command: F) -> F:
 
 
 @click.command(cls=ConfiguredCommand)
-@click.argument("name", required=False, metavar="[MODEL]")
-@option(
-    "--config",
-    metavar="FILE",
-    is_eager=True,
-    callback=read_config,
-    help="TOML file of settings; --max-queue is VERBATIM_MAX_QUEUE, or max_queue in the file",
-)
-@switch("--print-config", help="print each setting and its origin as such a file, and exit")
-@option(
-    "--served-model-name",
-    "names",
-    multiple=True,
-    metavar="NAME",
-    help="name that clients may use for the model, such as llama3.2",
-)
-@option(
-    "--pin",
-    "pinned",
-    multiple=True,
-    metavar="NAME",
-    help="of several models: load this one at the start and never unload it",
-)
-@option(
-    "--model-setting",
-    "model_settings",
-    multiple=True,
-    metavar="NAME.KEY=VALUE",
-    help="engine setting of one of several models, such as code.context=4096",
-)
-@fake_engine_option
-@server_options
-@several_model_options
-@engine_options()
+@declared(fake_engine_option, server_options, several_model_options, engine_options())
 def command(
-    name: str | None,
-    names: tuple[str, ...],
-    pinned: tuple[str, ...],
-    model_settings: tuple[str, ...],
+    name: str | None = argument("[MODEL]"),
+    config: str | None = flag(
+        "TOML file of settings; --max-queue is VERBATIM_MAX_QUEUE, or max_queue in the file",
+        metavar="FILE",
+        is_eager=True,
+        callback=read_config,
+    ),
+    print_config: bool = flag("print each setting and its origin as such a file, and exit"),
+    names: tuple[str, ...] = flag(
+        "name that clients may use for the model, such as llama3.2",
+        "--served-model-name",
+        metavar="NAME",
+    ),
+    pinned: tuple[str, ...] = flag(
+        "of several models: load this one at the start and never unload it", "--pin", metavar="NAME"
+    ),
+    model_settings: tuple[str, ...] = flag(
+        "engine setting of one of several models, such as code.context=4096",
+        "--model-setting",
+        metavar="NAME.KEY=VALUE",
+    ),
+    *,
     ray: str | None,
     replicas: str | None,
-    config: str | None,
-    print_config: bool,
     **flags: Any,
 ) -> int:
     """Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP until SIGTERM or Ctrl-C.
@@ -99,22 +83,24 @@ def command(
         models=models,
         served_names=names,
         engine=served(engine_of(flags)),
-        revision=flags["revision"],
-        offline=flags["offline"],
         keys=read_keys(flags["api_key_file"]),
-        test_engine=flags["test_engine"],
+        **{name: flags[name] for name in ("revision", "offline", "test_engine")},
         limits=Limits(**given_of(Limits, flags, "l_")),
         **given_of(Settings, flags, ""),
     )
     if print_config:
         print_settings(click.get_current_context(), name)
         return 0
+    return _serve(settings, ray, replicas)
+
+
+def _serve(settings: Settings, ray: str | None, replicas: str | None) -> int:
     run = _server()
     if ray is None:
         if replicas is not None:
             raise ParameterError("replicas", "needs --ray; one server has one engine")
         return run(settings)
-    if flags["verbose"]:
+    if settings.verbose:
         raise ParameterError("verbose", "works without --ray; replicas log no prefills")
     from verbatim.scale.deploy import serve_on_ray
     from verbatim.scale.ray_options import RayOptions, parse_address, parse_replicas
@@ -176,7 +162,7 @@ def read_models(
                 "model", f"two models have the name {name!r}; write NAME=MODEL with another name"
             )
         models[name] = model
-    settings: dict[str, dict[str, Any]] = {name: {} for name in models}
+    settings: dict[str, JsonObject] = {name: {} for name in models}
     for text in model_settings:
         name, key, value = _model_setting(text, tuple(models))
         earlier = settings[name].get(key, ())

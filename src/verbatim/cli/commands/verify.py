@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from verbatim.cli.lib.command_class import Command, option
+from verbatim.base.json_io import JsonObject
+from verbatim.cli.lib.command_class import Command, argument, declared, flag
 from verbatim.cli.lib.open_model import refuse_encoder
 from verbatim.cli.lib.options import (
     BASE_MODEL,
+    JSON,
+    OFFLINE,
+    REVISION,
     Values,
     engine_of,
     engine_options,
-    json_option,
     model_or_default,
-    offline_option,
-    revision_option,
 )
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import Progress, write_json
@@ -32,23 +33,17 @@ VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_
 
 
 @click.command(cls=Command)
-@click.argument("model", required=False, metavar="[MODEL]")
-@option(
-    "--backends",
-    default="auto",
-    metavar="NAME,NAME",
-    help="backends to verify, each by itself: cpu, cuda, reference",
-)
-@json_option()
-@revision_option()
-@offline_option()
-@engine_options(VARIED, unused=BASE_MODEL)
+@declared(engine_options(VARIED, unused=BASE_MODEL))
 def command(
-    model: str | None,
-    backends: str,
-    as_json: bool,
-    revision: str | None,
-    offline: bool,
+    model: str | None = argument("[MODEL]"),
+    backends: str = flag(
+        "backends to verify, each by itself: cpu, cuda, reference",
+        default="auto",
+        metavar="NAME,NAME",
+    ),
+    as_json: bool = JSON,
+    revision: str | None = REVISION,
+    offline: bool = OFFLINE,
     **flags: Any,
 ) -> int:
     """Run one request alone, among others, in chunks, from the cache, preempted, with other
@@ -79,7 +74,7 @@ def command(
     return 0 if same else 1
 
 
-def _verify(path: str, backend: str, settings: Values, quiet: bool) -> dict[str, Any]:
+def _verify(path: str, backend: str, settings: Values, quiet: bool) -> JsonObject:
     from verbatim.diagnose.needle import verify
     from verbatim.engine.calls.llm import LLM
 

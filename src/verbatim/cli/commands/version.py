@@ -10,15 +10,16 @@ from typing import Any
 import click
 
 from verbatim import __version__
-from verbatim.cli.lib.command_class import Command
-from verbatim.cli.lib.options import json_option
+from verbatim.base.json_io import JsonObject
+from verbatim.cli.lib.command_class import Command, declared
+from verbatim.cli.lib.options import JSON
 from verbatim.cli.lib.terminal import write_json
 from verbatim.observe.namesakes import conflict
 
 
 @click.command(cls=Command)
-@json_option()
-def command(as_json: bool) -> None:
+@declared()
+def command(as_json: bool = JSON) -> None:
     """Print versions, backends with the instruction set in use, and why a backend is missing."""
     found = facts()
     if as_json:
@@ -34,12 +35,13 @@ def command(as_json: bool) -> None:
     sys.stdout.write("\n".join(lines) + "\n")
 
 
-def facts() -> dict[str, Any]:
+def facts() -> JsonObject:
     import numpy
 
     from verbatim.backend import gpu
 
     state, cpu = cpu_facts()
+    on_gpu = gpu.present() and not gpu.missing()
     return {
         "version": __version__,
         "conflict": conflict(),
@@ -51,11 +53,7 @@ def facts() -> dict[str, Any]:
             "cuda": cuda_facts(),
             "reference": "ready (NumPy; slow, the specification)",
         },
-        "default_backend": "cuda"
-        if gpu.present() and not gpu.missing()
-        else "reference"
-        if state == "note"
-        else "cpu",
+        "default_backend": "cuda" if on_gpu else "reference" if state == "note" else "cpu",
     }
 
 

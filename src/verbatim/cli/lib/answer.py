@@ -15,7 +15,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.command_class import option, switch
-from verbatim.cli.lib.options import Values, all_of, file_option, raw_option
+from verbatim.cli.lib.options import RAW, Values, all_of
 from verbatim.cli.lib.reasoning_options import ReasoningLevel, reasoning_level, reasoning_options
 from verbatim.cli.lib.terminal import ReasoningView
 from verbatim.cli.lib.texts import decode_argument, read_prompt, split_model
@@ -45,9 +45,9 @@ def prompt_options(command: F) -> F:
     special = "with --raw: the text of a control token (<|im_start|>) becomes that token"
     add = all_of(
         click.argument("prompt", nargs=-1, metavar="[PROMPT]"),
-        raw_option(),
+        switch("--raw", help=RAW),
         switch("--parse-special", common=False, help=special),
-        file_option("prompt"),
+        option("--file", metavar="FILE", help="read the prompt from FILE"),
         option("--system", metavar="TEXT", help="system message of the chat turn"),
     )
     return add(reasoning_options(command))

@@ -111,10 +111,9 @@ class BenchProgress:
     def __init__(
         self, todo: list[Job], card: CostCard, limits: MachineLimits, repeats: int
     ) -> None:
-        self._todo, self._seconds = (
-            todo,
-            [repeats * least_seconds(job, card, limits) / USUAL_SHARE for job in todo],
-        )
+        self._todo = todo
+        least = [least_seconds(job, card, limits) for job in todo]
+        self._seconds = [repeats * seconds / USUAL_SHARE for seconds in least]
         self._began = time.perf_counter()
         self._line = Progress()
         note(f"{len(todo)} measurements, estimated: {_duration(sum(self._seconds))}")
@@ -173,18 +172,12 @@ def summary(
     info = llm.loaded.backend.info
     measured = []
     for row in rows:
-        entry: JsonObject = {
-            "kind": row.job.kind,
-            "size": row.job.size,
-            "rate": row.rate("verbatim"),
-        }
-        entry["ceiling"] = ceiling_of(row, card, limits)
+        ours = {"rate": row.rate("verbatim"), "ceiling": ceiling_of(row, card, limits)}
+        entry: JsonObject = {"kind": row.job.kind, "size": row.job.size, **ours}
         entry["seconds"] = row.seconds["verbatim"]
         if rival:
-            entry["rival_rate"], entry["rival_seconds"] = (
-                row.rate(rival.name),
-                row.seconds[rival.name],
-            )
+            entry["rival_rate"] = row.rate(rival.name)
+            entry["rival_seconds"] = row.seconds[rival.name]
         measured.append(entry)
     return {
         "model": llm.loaded.name,
@@ -192,9 +185,7 @@ def summary(
         "backend": {"name": info.name, "detail": info.detail, "threads": info.threads},
         "limits": asdict(limits),
         "card": asdict(card),
-        "rival": {"name": rival.name, "version": rival.version, "file": rival.file}
-        if rival
-        else None,
+        "rival": rival and {"name": rival.name, "version": rival.version, "file": rival.file},
         "rows": measured,
     }
 
@@ -219,11 +210,8 @@ def plot_rows(
         ]
         roof = [(row.job.size, ceiling_of(row, card, limits)) for row in chosen]
         if all(y for _, y in roof):
-            lines.append(
-                Line(
-                    "limit of the machine", tuple((x, float(y or 0)) for x, y in roof), dashed=True
-                )
-            )
+            points = tuple((x, float(y or 0)) for x, y in roof)
+            lines.append(Line("limit of the machine", points, dashed=True))
         charts.append(Chart(title, label, "tokens/s", tuple(lines), log_x=True))
     draw(charts, path)
 

@@ -9,16 +9,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
+from inspect import signature
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import click
 
 from verbatim.base.errors import RequestError
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.environment import FOREIGN
 from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
-F = TypeVar("F", bound=Callable[..., object])
+Function = Callable[..., object]
+F = TypeVar("F", bound=Function)
 ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
 HELP_ALL = "verbatim.help_all"  # another: --help-all was given
 OWN = "Options"  # section of the flags that a command itself declares
@@ -41,6 +44,57 @@ def option(
 def switch(*decls: str, help: str, **rule: Any) -> Callable[[F], F]:
     """A flag without a value."""
     return option(*decls, is_flag=True, help=help, **rule)
+
+
+class Declared(NamedTuple):
+    """A flag or an argument of a command, as the default of the parameter that gets its value."""
+
+    names: tuple[str, ...]  # of a flag; empty: --PARAMETER
+    rule: JsonObject
+    is_argument: bool = False
+
+    def add_to(self, command: Function, name: str, annotation: str) -> None:
+        rule = dict(self.rule)
+        if self.is_argument:
+            click.argument(name, **rule)(command)
+            return
+        names = self.names or ("--" + name.replace("_", "-"),)
+        if annotation.startswith("tuple"):
+            rule["multiple"] = True
+        elif annotation == "bool" and not any("/" in flag for flag in names):
+            rule["is_flag"] = True
+        elif rule.get("default") is None and not rule.keys() & {"least", "most", "type"}:
+            kind = {"int | None": int, "float | None": float}.get(annotation)
+            rule |= {"type": kind} if kind else {}
+        option(*names, name, **rule)(command)
+
+
+def flag(help: str, *names: str, **rule: Any) -> Any:
+    """A flag of a command: `window: int = flag("tokens per mean", default=16)` is --window. The
+    parameter and its annotation say what they are: a bool is a switch, a tuple may be repeated.
+    Returns Any, so that the parameter keeps its annotation. `rule`: arguments of option()."""
+    return Declared(names, {"help": help, **rule})
+
+
+def argument(metavar: str | None = None, **rule: Any) -> Any:
+    """An argument of a command, as flag(). A metavar in brackets: it may be missing."""
+    shape: JsonObject = {"metavar": metavar, "required": metavar is None}
+    return Declared((), {**shape, **rule}, is_argument=True)
+
+
+def declared(*groups: Callable[[Function], Function]) -> Callable[[F], F]:
+    """Add what the parameters of a command's function declare, then groups of flags that several
+    commands have; the help shows them in this order."""
+
+    def add(command: F) -> F:
+        for group in reversed(groups):
+            group(command)
+        for name, parameter in reversed([*signature(command).parameters.items()]):
+            if isinstance(parameter.default, Declared):
+                parameter.default.add_to(command, name, str(parameter.annotation))
+        return command
+
+    return add
 
 
 def answered(*names: str, answer: str) -> Callable[[F], F]:

@@ -16,7 +16,7 @@ import click
 from verbatim.base.config import SETTINGS, TYPES, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.setting_rules import SettingRule, parse_size, rules_of, types_of
-from verbatim.cli.lib.command_class import answered, option, switch, with_default
+from verbatim.cli.lib.command_class import answered, flag, option, switch, with_default
 
 F = TypeVar("F", bound=Callable[..., object])
 Values = dict[str, Any]
@@ -59,36 +59,12 @@ def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
 # --------------------------------------------------------------------------------------- one flag
 
 
-def json_option(help: str = "print one JSON object") -> Callable[[F], F]:
-    """Add --json; arrives as `as_json`."""
-    return switch("--json", "as_json", help=help)
-
-
-def plot_option(**more: Any) -> Callable[[F], F]:
-    """Add --plot; check_plot() checks its value."""
-    text = "write a plot, .svg or .png; needs the extra 'bench'"
-    return option("--plot", metavar="FILE", help=text, **more)
-
-
-def file_option(what: str) -> Callable[[F], F]:
-    return option("--file", "file", metavar="FILE", help=f"read the {what} from FILE")
-
-
-def raw_option() -> Callable[[F], F]:
-    return switch("--raw", help="continue the text as it is, without the chat template")
-
-
-def quiet_option(help: str) -> Callable[[F], F]:
-    return switch("-q", "--quiet", help=help)
-
-
-def revision_option(**more: Any) -> Callable[[F], F]:
-    return option("--revision", metavar="REV", help="revision of a model on the hub", **more)
-
-
-def offline_option(**more: Any) -> Callable[[F], F]:
-    text = "use the cache only, never the network"
-    return switch("--offline", help=text, **more)
+RAW = "continue the text as it is, without the chat template"
+# Flags of several commands, as the defaults of their parameters.
+JSON = flag("print one JSON object", "--json")
+PLOT = flag("write a plot, .svg or .png; needs the extra 'bench'", metavar="FILE")
+REVISION = flag("revision of a model on the hub", metavar="REV")
+OFFLINE = flag("use the cache only, never the network")
 
 
 def ray_options(runs: str, replicas: str) -> Callable[[F], F]:
@@ -126,8 +102,8 @@ def _model_flags(help: str, **model: Any) -> Callable[[F], F]:
             help=f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]",
             **model,
         ),
-        revision_option(section=ENGINE),
-        offline_option(section=ENGINE),
+        option("--revision", section=ENGINE, **REVISION.rule),
+        switch("--offline", section=ENGINE, **OFFLINE.rule),
     )
 
 
@@ -197,12 +173,12 @@ def record_flags(
 def _record_flag(
     name: str, rule: SettingRule, kind: str, prefix: str, section: str
 ) -> Callable[[F], F]:
-    flag = rule.flag or "--" + name.replace("_", "-")
+    typed = rule.flag or "--" + name.replace("_", "-")
     shape: Values = {"metavar": rule.metavar, "default": None}
     if rule.size:
         shape["metavar"] = "SIZE"
     elif kind.startswith("bool"):
-        flag, shape = f"{flag}/--no-{flag[2:]}", {"default": None}
+        typed, shape = f"{typed}/--no-{typed[2:]}", {"default": None}
     elif kind.startswith("tuple"):
         shape.update(multiple=True, default=())
     elif kind.startswith("int"):
@@ -216,7 +192,7 @@ def _record_flag(
     help = with_default(rule.help, rule.default, rule.size)
     shape |= {"section": section, "help": help, "hidden": rule.hidden, "show": False}
     shape["common"] = rule.common
-    return option(*filter(None, (rule.short, flag)), prefix + name, **shape)
+    return option(*filter(None, (rule.short, typed)), prefix + name, **shape)
 
 
 def given_of(record: type, flags: Values, prefix: str) -> Values:

@@ -47,29 +47,21 @@ class ReasoningLevel:
 
 
 def reasoning_options(command: F) -> F:
-    """Add the flags. thinking_of() reads them."""
+    """Add the flags. reasoning_level() reads them."""
+    think = (
+        "let a reasoning model think: true, false, or an effort as in --reasoning-effort; alone:"
+        " true"
+    )
+    effort = (
+        "none, minimal, low, medium, high or xhigh; a chat template without levels gets none as"
+        " off, any other as on"
+    )
+    level: Values = {"cls": OptionalValue, "words": LEVELS, "bare": "true", "metavar": "[LEVEL]"}
+    levels, efforts = click.Choice(LEVELS), click.Choice(EFFORTS)
     add = all_of(
-        option(
-            "--think",
-            cls=OptionalValue,
-            section=SECTION,
-            common=True,
-            type=click.Choice(LEVELS),
-            words=LEVELS,
-            bare="true",
-            metavar="[LEVEL]",
-            help="let a reasoning model think: true, false, or an effort as in"
-            " --reasoning-effort; alone: true",
-        ),
+        option("--think", section=SECTION, common=True, type=levels, help=think, **level),
         switch("--no-think", section=SECTION, help="same as --think=false"),
-        option(
-            "--reasoning-effort",
-            section=SECTION,
-            type=click.Choice(EFFORTS),
-            metavar="LEVEL",
-            help="none, minimal, low, medium, high or xhigh; a chat template without levels gets"
-            " none as off, any other as on",
-        ),
+        option("--reasoning-effort", section=SECTION, type=efforts, metavar="LEVEL", help=effort),
     )
     return add(command)
 

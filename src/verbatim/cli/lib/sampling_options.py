@@ -16,7 +16,7 @@ from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import Field
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import option
+from verbatim.cli.lib.command_class import flag, option
 from verbatim.cli.lib.options import UNUSED, Values, flag_name
 from verbatim.cli.lib.texts import file_text
 
@@ -41,7 +41,7 @@ def sampling_options(command: F) -> F:
 
 
 def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
-    flag, dest = flag_name(name), "p_" + name
+    typed, dest = flag_name(name), "p_" + name
     shown = DEFAULTS.get(name, rule.default)
     text = rule.help.partition("; missing:")[0] if name in DEFAULTS else rule.help
     if name in DEFAULTED and name not in DEFAULTS:
@@ -57,7 +57,7 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
         case "float":
             shape.update(type=float, metavar="X")
         case "bool":
-            flag = f"{flag}/--no-{flag[2:]}"
+            typed = f"{typed}/--no-{typed[2:]}"
         case "choice":
             shape.update(type=click.Choice([_choice_text(c) for c in rule.choices]))
         case "strings" | "bias":
@@ -67,7 +67,7 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
         case _:
             shape.update(metavar=METAVARS.get(name) or METAVARS[rule.kind])
     shape.update(section="Sampling", common=rule.common, show=False, help=text)
-    return option(flag, dest, **shape)
+    return option(typed, dest, **shape)
 
 
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
@@ -90,10 +90,9 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     return params
 
 
-def use_adapter_option(command: F) -> F:
-    """Add --use-adapter, for a command without the sampling flags. Arrives as `use_adapter`."""
-    text = "name of the adapter to use, if --adapter loads several"
-    return option("--use-adapter", metavar="NAME", help=text)(command)
+def use_adapter_flag() -> Any:
+    """--use-adapter, for a command without the sampling flags."""
+    return flag("name of the adapter to use, if --adapter loads several", metavar="NAME")
 
 
 def chosen_adapter(flags: Values, given: str | None = None) -> str:

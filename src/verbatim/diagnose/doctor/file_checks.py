@@ -10,7 +10,7 @@ from typing import Any
 from verbatim.base.defaults import GENERATION_CONFIG
 from verbatim.base.errors import ParameterError
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.diagnose.doctor.findings import Finding, bad, good, guarded, note
+from verbatim.diagnose.doctor.findings import Finding, bad, checks, good, note
 from verbatim.diagnose.doctor.model_files import ModelFiles
 from verbatim.encoder.encoder_spec import EncoderModel
 from verbatim.hub.catalog import sampling_defaults
@@ -23,33 +23,27 @@ LONG = 16384  # positions; rope bases of 10,000 were trained for contexts below 
 
 
 def check_files(files: ModelFiles) -> list[Finding]:
-    found: list[Finding] = []
+    run = [_files, _specials, _text_length, _pooling, _loader]
+    if not files.encoder:
+        run = [_files, _eos, _end_of_turn, _pad, _template, _specials, _generation, _rope_keys]
+        run += [_context, _loader]
+    return [finding for check in run for finding in check(files)]
+
+
+@checks("files")
+def _files(files: ModelFiles) -> Iterator[Finding]:
     for part, why in files.errors.items():
-        found.append(bad("files", f"{part} cannot be read", why, "repair or fetch the file again"))
-    decoder = (
-        _eos,
-        _end_of_turn,
-        _pad,
-        _template,
-        _specials,
-        _generation,
-        _rope_keys,
-        _context,
-        _loader,
-    )
-    for check in (_specials, _text_length, _pooling, _loader) if files.encoder else decoder:
-        found += guarded(check.__name__.strip("_"), lambda check=check: check(files))  # type: ignore[misc]
-    return found
+        yield bad(f"{part} cannot be read", why, "repair or fetch the file again")
 
 
 # -------------------------------------------------------------------------------- end of sequence
 
 
+@checks("eos")
 def _eos(files: ModelFiles) -> Iterator[Finding]:
     if not files.eos:
         where = "config.json, generation_config.json and tokenizer_config.json"
         yield bad(
-            "eos",
             "no end-of-sequence token is declared: an answer would end by length only",
             f"no eos_token_id in {where if files.kind == 'safetensors' else 'the GGUF header'}",
             "declare the token that ends a turn as eos_token_id",
@@ -60,7 +54,6 @@ def _eos(files: ModelFiles) -> Iterator[Finding]:
     ordinary = [i for ids in files.eos.values() for i in ids if _is_text(files, i)]
     if ordinary and words is not None:
         yield bad(
-            "eos",
             f"the end-of-sequence id {ordinary[0]} is no control token, but ordinary text",
             shown,
             "declare the control token that ends a turn"
@@ -70,13 +63,12 @@ def _eos(files: ModelFiles) -> Iterator[Finding]:
     together = set.intersection(*(set(ids) for ids in files.eos.values()))
     if not together and len(files.eos) > 1:
         yield note(
-            "eos",
             "the files declare different end-of-sequence tokens; all of them end an answer here",
             shown,
             "make them agree: other engines read only one of the files",
         )
         return
-    yield good("eos", "declared, and a control token", shown)
+    yield good("declared, and a control token", shown)
 
 
 def _is_text(files: ModelFiles, token: int) -> bool:
@@ -88,13 +80,13 @@ def _is_text(files: ModelFiles, token: int) -> bool:
     return not words.is_control(token)
 
 
+@checks("end of turn")
 def _end_of_turn(files: ModelFiles) -> Iterator[Finding]:
     if files.template is None or files.tokenizer is None:
         return
     closing = closing_token(files)
     if closing is None:
         yield note(
-            "end of turn",
             "the chat template puts no control token after an answer",
             "rendered a conversation with one answer",
             "end every assistant message with the end-of-turn token",
@@ -102,7 +94,7 @@ def _end_of_turn(files: ModelFiles) -> Iterator[Finding]:
         return
     declared = {i for ids in files.eos.values() for i in ids}
     if closing in declared:
-        yield good("end of turn", "the template's end of turn is declared", _token(files, closing))
+        yield good("the template's end of turn is declared", _token(files, closing))
         return
     evidence = (
         f"the template closes an answer with {_token(files, closing)};"
@@ -111,14 +103,13 @@ def _end_of_turn(files: ModelFiles) -> Iterator[Finding]:
     remedy = f"add {closing} to eos_token_id"
     if closing in files.tokenizer.eos_ids:
         yield bad(
-            "end of turn",
             "the template's end of turn is not declared; this engine knows its name and stops"
             " there, others do not",
             evidence,
             remedy,
         )
     else:
-        yield bad("end of turn", "an answer does not end at the end of turn", evidence, remedy)
+        yield bad("an answer does not end at the end of turn", evidence, remedy)
 
 
 def closing_token(files: ModelFiles) -> int | None:
@@ -135,28 +126,28 @@ def closing_token(files: ModelFiles) -> int | None:
     return None
 
 
+@checks("pad")
 def _pad(files: ModelFiles) -> Iterator[Finding]:
     if files.pad is None:
-        yield good("pad", "no padding token is declared; the engine needs none")
+        yield good("no padding token is declared; the engine needs none")
     elif any(files.pad in ids for ids in files.eos.values()):
         yield note(
-            "pad",
             "the padding token is the end-of-sequence token; no effect here, but training masks"
             " padding, so a model trained like this may never learn to stop",
             _token(files, files.pad),
             "before training, declare another token as pad_token",
         )
     else:
-        yield good("pad", "differs from the end of sequence", _token(files, files.pad))
+        yield good("differs from the end of sequence", _token(files, files.pad))
 
 
 # ----------------------------------------------------------------------- templates, special tokens
 
 
+@checks("template")
 def _template(files: ModelFiles) -> Iterator[Finding]:
     if not files.templates:
         yield note(
-            "template",
             "there is no chat template: `chat` and the chat API refuse this model",
             "looked in chat_template.jinja, chat_template.json and tokenizer_config.json"
             if files.kind == "safetensors"
@@ -167,13 +158,12 @@ def _template(files: ModelFiles) -> Iterator[Finding]:
     if len(set(files.templates.values())) > 1:
         (one, a), (two, b) = list(files.templates.items())[:2]
         yield bad(
-            "template",
             f"the chat template differs between {one} and {two}; {one} is used",
             _first_difference(a, b),
             "keep one of them",
         )
         return
-    yield good("template", f"one template, {len(next(iter(files.templates.values())))} characters")
+    yield good(f"one template, {len(next(iter(files.templates.values())))} characters")
 
 
 def _first_difference(a: str, b: str) -> str:
@@ -182,6 +172,7 @@ def _first_difference(a: str, b: str) -> str:
     return f"from character {at}: {a[at : at + 30]!r} against {b[at : at + 30]!r}"
 
 
+@checks("special tokens")
 def _specials(files: ModelFiles) -> Iterator[Finding]:
     rows = files.model.spec.vocab if files.model is not None else None
     if rows is None and files.tokenizer is not None:
@@ -190,25 +181,24 @@ def _specials(files: ModelFiles) -> Iterator[Finding]:
     outside = {where: i for where, i in stated.items() if rows and not 0 <= i < rows}
     for where, token in outside.items():
         yield bad(
-            "special tokens",
             f"{where} is {token}, outside the vocabulary",
             f"the embedding has {rows} rows",
             "correct the id, or resize the embedding",
         )
     for name, text in files.unknown_texts.items():
         yield bad(
-            "special tokens",
             f"{name} of tokenizer_config.json is {text!r}, which is no token",
             "looked it up in tokenizer.json",
             "add the token to tokenizer.json, or name one that is there",
         )
     if not outside and not files.unknown_texts:
-        yield good("special tokens", f"{len(files.specials)} ids, all inside the vocabulary")
+        yield good(f"{len(files.specials)} ids, all inside the vocabulary")
 
 
 # --------------------------------------------------------------------------- settings, positions
 
 
+@checks("generation")
 def _generation(files: ModelFiles) -> Iterator[Finding]:
     suggested = {
         ours: value
@@ -219,7 +209,6 @@ def _generation(files: ModelFiles) -> Iterator[Finding]:
     }
     if files.generation.get("do_sample") is False and suggested.get("temperature"):
         yield note(
-            "generation",
             "do_sample is false, so transformers ignores the sampling settings beside it",
             ", ".join(f"{name} {value:g}" for name, value in suggested.items()),
             "decide: do_sample true, or no sampling settings",
@@ -228,7 +217,6 @@ def _generation(files: ModelFiles) -> Iterator[Finding]:
     wrong = [name for name, value in suggested.items() if not _in_range(name, value)]
     if wrong:
         yield note(
-            "generation",
             "the model states a sampling setting outside its range",
             ", ".join(f"{name} {suggested[name]:g}" for name in wrong),
             "correct it in generation_config.json or in the GGUF header",
@@ -236,12 +224,12 @@ def _generation(files: ModelFiles) -> Iterator[Finding]:
         return
     stated = ", ".join(f"{name} {value:g}" for name, value in suggested.items())
     if stated:
-        yield good("generation", f"stated by the model: {stated}")
+        yield good(f"stated by the model: {stated}")
     elif catalog := sampling_defaults("", files.path):
         listed = ", ".join(f"{name} {value:g}" for name, value in catalog.items())
-        yield good("generation", f"the file states no sampling settings; the catalog has {listed}")
+        yield good(f"the file states no sampling settings; the catalog has {listed}")
     else:
-        yield good("generation", "the model states no sampling settings")
+        yield good("the model states no sampling settings")
 
 
 def _in_range(name: str, value: float) -> bool:
@@ -257,6 +245,7 @@ def text_config(config: Mapping[str, object]) -> Mapping[str, object]:
     return inner if isinstance(inner, Mapping) else config
 
 
+@checks("rope keys")
 def _rope_keys(files: ModelFiles) -> Iterator[Finding]:
     if files.kind == "gguf":
         names = [k for k in files.config if k.endswith((".rope.scale_linear", ".scaling.factor"))]
@@ -267,20 +256,18 @@ def _rope_keys(files: ModelFiles) -> Iterator[Finding]:
         values = {k: config[k] for k in ("rope_scaling", "rope_parameters") if config.get(k)}
         old, new = "rope_scaling", "rope_parameters"
     if len(values) < 2:
-        yield good("rope keys", "one source of rope settings")
+        yield good("one source of rope settings")
     elif len({repr(v) for v in values.values()}) == 1:
-        yield note(
-            "rope keys", f"{old} and {new} are both there, and agree", _short(values), f"keep {new}"
-        )
+        yield note(f"{old} and {new} are both there, and agree", _short(values), f"keep {new}")
     else:
         yield bad(
-            "rope keys",
             f"{old} and {new} are both there and differ; engines choose differently",
             _short(values),
             "keep the one that the model was trained with",
         )
 
 
+@checks("context")
 def _context(files: ModelFiles) -> Iterator[Finding]:
     wrong = list(_rope_lengths(files))
     yield from wrong
@@ -290,7 +277,6 @@ def _context(files: ModelFiles) -> Iterator[Finding]:
     if files.max_length is not None and files.max_length > context:
         wrong.append(
             bad(
-                "context",
                 "the tokenizer promises more positions than the model has",
                 f"model_max_length {files.max_length}, context {context}",
                 "set model_max_length to the context",
@@ -301,7 +287,6 @@ def _context(files: ModelFiles) -> Iterator[Finding]:
     if isinstance(limit, int) and limit > context:
         wrong.append(
             note(
-                "context",
                 "generation_config.json asks for more tokens than the model has positions",
                 f"max_length {limit}, context {context}",
                 "remove max_length",
@@ -309,26 +294,23 @@ def _context(files: ModelFiles) -> Iterator[Finding]:
         )
         yield wrong[-1]
     if not wrong:
-        yield good("context", f"{context:,} positions, and rope settings that agree")
+        yield good(f"{context:,} positions, and rope settings that agree")
 
 
 def _rope_lengths(files: ModelFiles) -> Iterator[Finding]:
     if files.kind == "gguf":
         family = files.config.get("general.architecture")
         get = {k.removeprefix(f"{family}."): v for k, v in files.config.items()}
-        trained, factor = (
-            get.get("rope.scaling.original_context_length"),
-            get.get("rope.scaling.factor"),
-        )
+        trained = get.get("rope.scaling.original_context_length")
+        factor = get.get("rope.scaling.factor")
         kind, most = get.get("rope.scaling.type", "none"), get.get("context_length")
         theta, window = get.get("rope.freq_base"), get.get("attention.sliding_window")
     else:
         config = text_config(files.config)
         record = config.get("rope_scaling") or config.get("rope_parameters") or {}
         record = record if isinstance(record, Mapping) else {}
-        trained = config.get("original_max_position_embeddings") or record.get(
-            "original_max_position_embeddings"
-        )
+        key = "original_max_position_embeddings"
+        trained = config.get(key) or record.get(key)
         factor = record.get("factor")
         kind = record.get("rope_type", record.get("type")) or "none"
         most, window = config.get("max_position_embeddings"), config.get("sliding_window")
@@ -341,7 +323,6 @@ def _rope_lengths(files: ModelFiles) -> Iterator[Finding]:
 def _trained_length(trained: object, factor: object, kind: object, most: int) -> Iterator[Finding]:
     if isinstance(trained, int) and trained > most:
         yield bad(
-            "context",
             "the model was trained on more positions than it has",
             f"original length {trained}, context {most}",
             "correct max_position_embeddings",
@@ -353,7 +334,6 @@ def _trained_length(trained: object, factor: object, kind: object, most: int) ->
         and abs(trained * factor - most) > 0.01 * most
     ):
         yield bad(
-            "context",
             "the rope scaling does not lead from the trained length to the context",
             f"{trained} × {factor:g} = {trained * factor:,.0f}, context {most:,}",
             "set max_position_embeddings to original length × factor, or correct the factor",
@@ -369,7 +349,6 @@ def _rope_base(theta: object, kind: object, most: int, window: object) -> Iterat
         and theta <= 10_000
     ):
         yield bad(
-            "context",
             f"{most:,} positions with a rope base of {theta:g} and no scaling: models trained on"
             f" more than {LONG:,} have a larger base",
             f"rope base {theta:g}, context {most:,}",
@@ -377,6 +356,7 @@ def _rope_base(theta: object, kind: object, most: int, window: object) -> Iterat
         )
 
 
+@checks("text length")
 def _text_length(files: ModelFiles) -> Iterator[Finding]:
     """The longest text of an encoder. Its learned positions cannot be extended."""
     model = files.model
@@ -386,28 +366,27 @@ def _text_length(files: ModelFiles) -> Iterator[Finding]:
     rows = spec.positions - spec.first_position
     if spec.positions and files.max_length is not None and files.max_length > rows:
         yield note(
-            "text length",
             "the tokenizer promises more positions than the model has; a longer text is refused, "
             "or cut with --truncate",
             f"model_max_length {files.max_length}, {rows} positions",
             "set model_max_length to the number of positions",
         )
     else:
-        yield good("text length", f"texts of up to {spec.context:,} tokens")
+        yield good(f"texts of up to {spec.context:,} tokens")
 
 
+@checks("pooling")
 def _pooling(files: ModelFiles) -> Iterator[Finding]:
     model = files.model
     if not isinstance(model, EncoderModel):
         return
     stated = model.embedding.pooling
     if model.spec.scores:
-        yield good("pooling", "a cross-encoder, which scores a query and a document; none is used")
+        yield good("a cross-encoder, which scores a query and a document; none is used")
     elif stated in POOLINGS:
-        yield good("pooling", f"the files state {stated}")
+        yield good(f"the files state {stated}")
     else:
         yield note(
-            "pooling",
             f"the files state {stated!r}, which is not implemented"
             if stated
             else "the files state no pooling",
@@ -419,14 +398,15 @@ def _pooling(files: ModelFiles) -> Iterator[Finding]:
         )
 
 
+@checks("loader")
 def _loader(files: ModelFiles) -> Iterator[Finding]:
     if files.model is None:
         return
     rest = [w for w in files.model.warnings if not w.startswith(_REPORTED)]
     for text in rest:
-        yield note("loader", "the loader warns", text, "correct or remove the key")
+        yield note("the loader warns", text, "correct or remove the key")
     if not rest:
-        yield good("loader", "every key is followed, checked or known to have no effect")
+        yield good("every key is followed, checked or known to have no effect")
 
 
 # ----------------------------------------------------------------------------------------- words

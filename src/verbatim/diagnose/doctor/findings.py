@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Literal, ParamSpec
 
 from verbatim.base.errors import VerbatimError
 
+P = ParamSpec("P")
 State = Literal["good", "note", "bad"]  # sound; worth knowing; a fault
 
 
@@ -20,24 +22,41 @@ class Finding:
     remedy: str = ""
 
 
-def good(check: str, text: str, evidence: str = "") -> Finding:
+def good(text: str, evidence: str = "", *, check: str = "") -> Finding:
     return Finding(check, "good", text, evidence)
 
 
-def note(check: str, text: str, evidence: str, remedy: str) -> Finding:
+def note(text: str, evidence: str, remedy: str, *, check: str = "") -> Finding:
     return Finding(check, "note", text, evidence, remedy)
 
 
-def bad(check: str, text: str, evidence: str, remedy: str) -> Finding:
+def bad(text: str, evidence: str, remedy: str, *, check: str = "") -> Finding:
     return Finding(check, "bad", text, evidence, remedy)
 
 
-def guarded(check: str, run: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """The findings of a check. A model file that makes the check itself fail is a finding too."""
-    try:
-        yield from run()
-    except VerbatimError as error:
-        yield bad(check, "the check failed on this model", error.message, "repair the file")
+def checks(
+    name: str, *, guarded: bool = True
+) -> Callable[[Callable[P, Iterator[Finding]]], Callable[P, list[Finding]]]:
+    """A function that yields the findings of the check `name`, as one that returns them. `guarded`:
+    a model file that makes the check itself fail is a finding too."""
+
+    def named(run: Callable[P, Iterator[Finding]]) -> Callable[P, list[Finding]]:
+        @wraps(run)
+        def check(*args: P.args, **kwargs: P.kwargs) -> list[Finding]:
+            found = []
+            try:
+                for finding in run(*args, **kwargs):
+                    found.append(replace(finding, check=name))
+            except VerbatimError as error:
+                if not guarded:
+                    raise
+                failed = bad("the check failed on this model", error.message, "repair the file")
+                found.append(replace(failed, check=name))
+            return found
+
+        return check
+
+    return named
 
 
 def is_sound(findings: list[Finding]) -> bool:

@@ -130,9 +130,9 @@ def cost_findings(costs: Sequence[KvCost]) -> list[Finding]:
         better = [other for other in costs if other.kl < c.kl and other.worst < c.worst]
         smaller = any(other.token_bytes <= c.token_bytes for other in better)
         if c.kl < NOTABLE and c.worst < WORST and not smaller:
-            found.append(good("kv cache", text, evidence))
+            found.append(good(text, evidence, check="kv cache"))
         else:
             best = min(better, key=lambda cost: cost.kl, default=None)
             remedy = "keep f16" if best is None else f"--kv-type {best.kv_type} costs less"
-            found.append(note("kv cache", text, evidence, remedy))
+            found.append(note(text, evidence, remedy, check="kv cache"))
     return found

@@ -8,7 +8,7 @@ every machine with the same numerics version. About 1,300 tokens: seconds for a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ import numpy as np
 from verbatim.base.defaults import NO_DEFAULTS, resolve
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
-from verbatim.diagnose.doctor.findings import Finding, bad, good, note
+from verbatim.diagnose.doctor.findings import Finding, bad, checks, good, note
 from verbatim.diagnose.quiz import BUILT_IN, prompt_ids, run_quiz
 from verbatim.diagnose.statistics import wilson
 from verbatim.engine.step.failed_step import raise_error
@@ -58,11 +58,11 @@ def check_encoder_live(llm: LLM) -> list[Finding]:
     evidence = f"{what} of {len(OPEN)} texts"
     if not np.isfinite(found).all():
         remedy = "fetch the file again; a float16 copy of a bfloat16 model can overflow, too"
-        return [bad(what, f"{what} are NaN or infinite", evidence, remedy)]
+        return [bad(f"{what} are NaN or infinite", evidence, remedy, check=what)]
     if all(np.array_equal(a, b) for a, b in combinations(found, 2)):
         remedy = "compare the weights and the tokenizer with the published ones"
-        return [bad(what, f"all {what} are equal, whatever the text", evidence, remedy)]
-    return [good(what, "finite, and different for different texts", evidence)]
+        return [bad(f"all {what} are equal, whatever the text", evidence, remedy, check=what)]
+    return [good("finite, and different for different texts", evidence, check=what)]
 
 
 def _run(llm: LLM, prompts: Sequence[str], tokens: int, seed: int) -> list[list[Completion]]:
@@ -77,37 +77,35 @@ def _run(llm: LLM, prompts: Sequence[str], tokens: int, seed: int) -> list[list[
     return [done[: len(prompts)], done[len(prompts) :]]
 
 
-def check_turns(llm: LLM, seed: int = 0) -> list[Finding]:
+@checks("turn ends", guarded=False)
+def check_turns(llm: LLM, seed: int = 0) -> Iterator[Finding]:
     """Does a chat turn end by an end-of-sequence token, and not by length?"""
     if not llm.has_template:
-        return []
+        return
     done = [c for each in _run(llm, SHORT, TURN_TOKENS, seed) for c in each]
     ended = sum(c.finish_reason == "stop" for c in done)
     evidence = f"{ended} of {len(done)} short answers ended within {TURN_TOKENS} tokens"
     if not ended:
         last = done[0]
-        return [
-            bad(
-                "turn ends",
-                "no chat turn ended by itself: answers run to max_tokens",
-                f"{evidence}; {SHORT[0]!r} gave {last.text[:60]!r}",
-                "compare the end of turn of the template with eos_token_id; if they agree, the"
-                " model never learned to draw it",
-            )
-        ]
+        yield bad(
+            "no chat turn ended by itself: answers run to max_tokens",
+            f"{evidence}; {SHORT[0]!r} gave {last.text[:60]!r}",
+            "compare the end of turn of the template with eos_token_id; if they agree, the"
+            " model never learned to draw it",
+        )
+        return
     if ended < len(done) / 2:
-        return [
-            note(
-                "turn ends",
-                "most short chat turns did not end by themselves",
-                evidence,
-                "set max_tokens; a stop string may help",
-            )
-        ]
-    return [good("turn ends", "chat turns end by an end-of-sequence token", evidence)]
+        yield note(
+            "most short chat turns did not end by themselves",
+            evidence,
+            "set max_tokens; a stop string may help",
+        )
+        return
+    yield good("chat turns end by an end-of-sequence token", evidence)
 
 
-def check_loops(llm: LLM, seed: int = 0, prompts: Sequence[str] = OPEN) -> list[Finding]:
+@checks("loops", guarded=False)
+def check_loops(llm: LLM, seed: int = 0, prompts: Sequence[str] = OPEN) -> Iterator[Finding]:
     """How often does the output end in a repetition loop, greedily and at temperature 1?"""
     shares, words = [], []
     runs = _run(llm, prompts, LOOP_TOKENS, seed)
@@ -118,28 +116,25 @@ def check_loops(llm: LLM, seed: int = 0, prompts: Sequence[str] = OPEN) -> list[
         words.append(f"{name} {loops} of {len(done)} (95 %: {low:.0%} to {high:.0%})")
     evidence = f"loops in {LOOP_TOKENS} tokens: {', '.join(words)}"
     if shares[1] >= SAMPLED_LOOPS:
-        return [
-            bad(
-                "loops",
-                "the output loops even at temperature 1: the distribution is degenerate",
-                evidence,
-                "check rope settings and quantisation against a float copy of the model",
-            )
-        ]
+        yield bad(
+            "the output loops even at temperature 1: the distribution is degenerate",
+            evidence,
+            "check rope settings and quantisation against a float copy of the model",
+        )
+        return
     if shares[0] >= GREEDY_LOOPS:
-        return [
-            bad(
-                "loops",
-                "almost every greedy output loops",
-                evidence,
-                "sample (--temperature 0.7 --min-p 0.05), or add --dry-multiplier 0.8; --on-loop"
-                " stop ends a loop",
-            )
-        ]
-    return [good("loops", "few outputs loop", evidence)]
+        yield bad(
+            "almost every greedy output loops",
+            evidence,
+            "sample (--temperature 0.7 --min-p 0.05), or add --dry-multiplier 0.8; --on-loop"
+            " stop ends a loop",
+        )
+        return
+    yield good("few outputs loop", evidence)
 
 
-def check_quiz(llm: LLM, seed: int = 0) -> list[Finding]:
+@checks("quiz", guarded=False)
+def check_quiz(llm: LLM, seed: int = 0) -> Iterator[Finding]:
     """Accuracy of greedy and sampled answers on the built-in questions. A fault only if their
     intervals do not overlap: then the setting matters more than chance explains."""
     params = SamplingParams(temperature=1.0, max_tokens=QUIZ_TOKENS)
@@ -151,21 +146,17 @@ def check_quiz(llm: LLM, seed: int = 0) -> list[Finding]:
     ]
     evidence = f"{len(BUILT_IN)} questions: {', '.join(words)}"
     if greedy.interval[0] > sampled.interval[1]:
-        return [
-            note(
-                "quiz",
-                "sampling at temperature 1 answers worse than greedy",
-                evidence,
-                "for facts, use temperature 0 or a small temperature",
-            )
-        ]
+        yield note(
+            "sampling at temperature 1 answers worse than greedy",
+            evidence,
+            "for facts, use temperature 0 or a small temperature",
+        )
+        return
     if sampled.interval[0] > greedy.interval[1]:
-        return [
-            note(
-                "quiz",
-                "greedy answers worse than sampling: the most likely token misleads",
-                evidence,
-                "compare the template with the published one",
-            )
-        ]
-    return [good("quiz", "greedy and sampled answers agree within chance", evidence)]
+        yield note(
+            "greedy answers worse than sampling: the most likely token misleads",
+            evidence,
+            "compare the template with the published one",
+        )
+        return
+    yield good("greedy and sampled answers agree within chance", evidence)

@@ -40,10 +40,7 @@ class ModelFiles:
     generation: JsonMapping  # generation_config.json, or general.sampling.* of a GGUF file
     eos: dict[str, tuple[int, ...]]  # where -> the end-of-sequence ids stated there
     specials: dict[str, int]  # where -> a special token id stated there
-    added: dict[str, int]  # where -> the id of a token that a tokenizer file adds
-    unknown_texts: dict[str, str]  # name -> special token text that no token has
     pad: int | None
-    max_length: int | None  # model_max_length of tokenizer_config.json
     templates: dict[str, str]  # where -> template source
     tokenizer: Tokenizer | None
     template: ChatTemplate | None
@@ -51,6 +48,11 @@ class ModelFiles:
     model: Model | EncoderModel | None
     tensors: Mapping[str, Tensor] = field(repr=False)
     errors: dict[str, str]  # part -> why it cannot be read
+    # where -> the id of a token that a tokenizer file adds
+    added: dict[str, int] = field(default_factory=dict)
+    # name -> special token text that no token has
+    unknown_texts: dict[str, str] = field(default_factory=dict)
+    max_length: int | None = None  # model_max_length of tokenizer_config.json
 
 
 def read_files(path: Path) -> ModelFiles:
@@ -179,12 +181,9 @@ def _gguf(path: Path) -> ModelFiles:
     errors: dict[str, str] = {}
     source = read_gguf(path)  # without a header there is nothing to check: the error goes up
     meta = source.metadata
-    specials = {
-        f"{K}{name}_token_id": meta[f"{K}{name}_token_id"]
-        for name in _GGUF_IDS
-        if isinstance(meta.get(f"{K}{name}_token_id"), int)
-        and meta[f"{K}{name}_token_id"] not in (-1, 0xFFFFFFFF)
-    }
+    found = {key: meta.get(key) for key in (f"{K}{name}_token_id" for name in _GGUF_IDS)}
+    none = (-1, 0xFFFFFFFF)  # how some writers say that there is no such token
+    specials = {k: i for k, i in found.items() if isinstance(i, int) and i not in none}
     ends = tuple(specials[k] for name in _ENDS if (k := f"{K}{name}_token_id") in specials)
     key = "tokenizer.chat_template"
     tokenizer = _try(errors, "tokenizer", lambda: from_gguf(meta, file=str(path)))
@@ -201,10 +200,7 @@ def _gguf(path: Path) -> ModelFiles:
         },
         eos={"the GGUF header": ends} if ends else {},
         specials=specials,
-        added={},
-        unknown_texts={},
         pad=specials.get(f"{K}padding_token_id"),
-        max_length=None,
         templates={k: meta[k] for k in (key, f"{key}.default") if isinstance(meta.get(k), str)},
         tokenizer=tokenizer,
         template=template,

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verbatim.diagnose.doctor.findings import Finding, bad, good, note
+from verbatim.diagnose.doctor.findings import Finding, bad, checks, good, note
 from verbatim.diagnose.doctor.kv_cost import TEXT
 
 if TYPE_CHECKING:
@@ -101,26 +101,27 @@ def check_language(reading: Reading) -> Finding:
     best, (nats, floor) = rows[0]
     if not nats < floor:
         return bad(
-            "language",
             f"the model predicts none of {len(rows)} languages better than token frequencies would",
             evidence,
             "compare vocabulary, embedding and output matrix with the published ones; random"
             " weights and models of something other than text are reported like this, too",
+            check="language",
         )
     if all(nats > reading.own_entropy[name] for name, (nats, _) in rows):
         return note(
-            "language",
             f"plain text is predicted badly, {best} best",
             evidence,
             "normal for models of a few million parameters; else compare the weights and the"
             " tokenizer with the published ones",
+            check="language",
         )
     return good(
-        "language", f"plain text is predicted, {best} best of {len(rows)} languages", evidence
+        f"plain text is predicted, {best} best of {len(rows)} languages", evidence, check="language"
     )
 
 
-def check_copy(reading: Reading, layers: Sequence[LayerSpec]) -> list[Finding]:
+@checks("copy", guarded=False)
+def check_copy(reading: Reading, layers: Sequence[LayerSpec]) -> Iterator[Finding]:
     """Is a text cheap the second time? No finding with less than two attention layers that see the
     first copy: one layer finds the token before, another one copies what follows it."""
     seeing = sum(
@@ -128,21 +129,19 @@ def check_copy(reading: Reading, layers: Sequence[LayerSpec]) -> list[Finding]:
         for layer in layers
     )
     if seeing < 2:
-        return []
+        return
     evidence = (
         f"{reading.first:.2f} nats per token the first time, {reading.second:.2f} the second time,"
         f" {reading.distance:,} tokens later"
     )
     if not reading.second < COPIED * reading.first:
-        return [
-            bad(
-                "copy",
-                "the model does not repeat a text that it has read: it does not see that far",
-                evidence,
-                "compare rope_theta, rope scaling and sliding window with the published config",
-            )
-        ]
-    return [good("copy", "a text is recognised at a distance", evidence)]
+        yield bad(
+            "the model does not repeat a text that it has read: it does not see that far",
+            evidence,
+            "compare rope_theta, rope scaling and sliding window with the published config",
+        )
+        return
+    yield good("a text is recognised at a distance", evidence)
 
 
 def with_theta(model: Model, factor: float) -> Model:
@@ -171,9 +170,9 @@ def check_theta(stated: Reading, others: Mapping[float, Reading]) -> Finding:
     gain, error = float(gains.mean()), float(gains.std()) / math.sqrt(len(gains))
     if gain > BETTER and gain > Z * error:
         return bad(
-            "rope",
             f"the model predicts better with {factor:g} times the rope_theta of its file",
             f"{evidence}; the gain is {gain:.3f} ± {error:.3f}",
             "compare rope_theta and rope scaling with the published config",
+            check="rope",
         )
-    return good("rope", "no other rope_theta predicts clearly better", evidence)
+    return good("no other rope_theta predicts clearly better", evidence, check="rope")

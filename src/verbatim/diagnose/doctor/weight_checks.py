@@ -12,7 +12,7 @@ import numpy as np
 
 from verbatim.backend.cpu.repack import MEMORY
 from verbatim.diagnose.doctor.file_checks import text_config
-from verbatim.diagnose.doctor.findings import Finding, bad, good, guarded, note
+from verbatim.diagnose.doctor.findings import Finding, bad, checks, good, note
 from verbatim.diagnose.doctor.model_files import ModelFiles
 from verbatim.formats.registry import BLOCKS
 from verbatim.formats.requantise import broken_scales
@@ -24,13 +24,10 @@ CHUNK = 1 << 24  # bytes looked at together: temporaries stay small
 
 
 def check_weights(files: ModelFiles) -> list[Finding]:
-    return [
-        *guarded("tied head", lambda: _tied(files)),
-        *guarded("weights", lambda: _finite(files)),
-        *guarded("memory", lambda: _memory(files)),
-    ]
+    return [*_tied(files), *_finite(files), *_memory(files)]
 
 
+@checks("tied head")
 def _tied(files: ModelFiles) -> Iterator[Finding]:
     if files.kind == "gguf" or not isinstance(files.model, Model):
         return
@@ -43,16 +40,16 @@ def _tied(files: ModelFiles) -> Iterator[Finding]:
     names = [hf_source(spec.family, prefix, part, 0).names[0] for part in ("embed", "head")]
     if stated and has_own_head(files.tensors, *names):
         yield bad(
-            "tied head",
             "the config ties the head to the embedding, but the file has a head of its own",
             f"tie_word_embeddings is true; {names[1]} differs from {names[0]}",
             "set tie_word_embeddings to false if the head was trained, else delete the tensor",
         )
     else:
         tied = "the head is the embedding" if spec.tied else "the head has its own weights"
-        yield good("tied head", f"{tied}, and the file agrees")
+        yield good(f"{tied}, and the file agrees")
 
 
+@checks("weights")
 def _finite(files: ModelFiles) -> Iterator[Finding]:
     if not files.tensors:
         return
@@ -62,15 +59,15 @@ def _finite(files: ModelFiles) -> Iterator[Finding]:
         output = "embedding" if files.encoder else "logit"
         more = f", and {len(wrong) - 1} more tensors" if len(wrong) > 1 else ""
         yield bad(
-            "weights",
             f"weights are NaN or infinite: every {output} can become NaN",
             f"{name}: {count} of {files.tensors[name].rows * files.tensors[name].shape[-1]}{more}",
             "fetch the file again; a float16 copy of a bfloat16 model can overflow, too",
         )
     else:
-        yield good("weights", f"all finite in {len(files.tensors)} tensors")
+        yield good(f"all finite in {len(files.tensors)} tensors")
 
 
+@checks("memory")
 def _memory(files: ModelFiles) -> Iterator[Finding]:
     """Findings on tensor types that need more memory than their file."""
     if files.encoder:  # computed in float32, whatever the file holds
@@ -81,7 +78,6 @@ def _memory(files: ModelFiles) -> Iterator[Finding]:
         stored = sum(t.data.nbytes for t in larger)
         held = sum(prod(t.shape) * MEMORY[t.type] for t in larger)
         yield note(
-            "memory",
             "weights of these types take more memory on the cpu backend than in the file",
             f"{', '.join(f'{n} {t}' for t, n in types.items())} tensors: {stored / 1e6:,.1f} MB in "
             f"the file, {held / 1e6:,.1f} MB in memory",

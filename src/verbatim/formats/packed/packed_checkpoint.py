@@ -200,11 +200,8 @@ def _fp8(checkpoint: _Checkpoint) -> None:
             continue
         values = checkpoint.take(f"{module}.weight")
         name = f"{module}.weight_scale_inv"
-        name = (
-            name
-            if name in checkpoint.floats or name in checkpoint.raw
-            else f"{module}.weight_scale"
-        )
+        if name not in checkpoint.floats and name not in checkpoint.raw:
+            name = f"{module}.weight_scale"
         scale, type = checkpoint.take_scale(name)
         type = "bf16" if type == "f32" else type
         block = block_sizes(checkpoint.config, "weight_block_size")

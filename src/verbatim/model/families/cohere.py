@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, Values, tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -13,9 +13,7 @@ NAMES = tensors.hf_names({}, interleaved=True)
 KEYS: Table = {
     **rows.ATTENTION_BIASES,
     "logit_scale": followed("multiplies the logits"),
-    "position_embedding_type": must_equal(
-        "rope_gptj", note="rotary positions of interleaved pairs"
-    ),
+    "position_embedding_type": must_equal("rope_gptj", note="rotations of interleaved pairs"),
     "rotary_pct": must_equal(1.0, 1, note="whole heads are rotated"),
     "use_qk_norm": must_equal(False, note="no layer norm of queries and keys"),
     "use_parallel_block": must_equal(True, note=rows.PARALLEL),
@@ -25,7 +23,7 @@ KEYS: Table = {
 }
 GGUF_KEYS: Table = {
     **gguf_rows.gguf_layer_norm("layer_norm_eps"),
-    "logit_scale": renamed("logit_scale", "multiplies the logits"),
+    "logit_scale": renamed("logit_scale"),
 }
 
 
@@ -33,10 +31,6 @@ def parallel(c: Config, spec: ModelSpec) -> ModelSpec:
     return replace(
         spec, norm_bias=False, parallel=True, shared_norm=True, logit_scale=c.number("logit_scale")
     )
-
-
-def exported_scale(spec: ModelSpec) -> Values:
-    return {"logit_scale": float(spec.logit_scale)}
 
 
 FAMILY = Family(
@@ -47,6 +41,6 @@ FAMILY = Family(
     spec=lambda c: parallel(c, parts.layer_norm(c)),
     names=NAMES,
     gguf=Gguf("command-r", keys=GGUF_KEYS, names=tensors.GGUF_PAIRS),
-    exported=exported_scale,
+    exported=lambda spec: {"logit_scale": float(spec.logit_scale)},
     tiny={"cohere": tiny(rms_norm_eps=None, logit_scale=1.5)},
 )

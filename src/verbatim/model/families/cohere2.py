@@ -3,7 +3,8 @@ layer without."""
 
 from __future__ import annotations
 
-from verbatim.model.families.cohere import GGUF_KEYS, KEYS, NAMES, exported_scale, parallel
+from verbatim.model.families.cohere import FAMILY as COHERE
+from verbatim.model.families.cohere import GGUF_KEYS, KEYS, NAMES, parallel
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import followed, must_equal, no_effect
@@ -22,14 +23,9 @@ FAMILY = Family(
     keys=rows.rotary_keys(
         KEYS,
         {
-            "sliding_window": followed(
-                "window of the sliding_attention layers; the other layers have no rotary positions",
-                nullable=True,
-            ),
+            "sliding_window": followed(f"{rows.SLIDING.note}; the others have no rotary positions"),
             "layer_types": rows.LAYER_WINDOWS,
-            "sliding_window_pattern": followed(
-                "layer period: every N-th layer is full_attention, where layer_types is absent", 4
-            ),
+            "sliding_window_pattern": followed(rows.PERIOD, 4),
             "layer_switch": no_effect("`sliding_window_pattern` decides"),
             "order_of_interleaved_layers": must_equal(
                 "local_attn_first", note="the last layer of a period is full_attention"
@@ -41,13 +37,10 @@ FAMILY = Family(
     names=NAMES,
     gguf=Gguf(
         "cohere2",
-        keys={
-            **GGUF_KEYS,
-            **gguf_rows.pattern(4, "; full layers have no rotary positions", zero=False),
-        },
+        keys=GGUF_KEYS | gguf_rows.pattern(4, "; full layers have no rotary positions", zero=False),
         names=tensors.GGUF_PAIRS,
     ),
-    exported=exported_scale,
+    exported=COHERE.exported,
     tiny={
         "cohere2": tiny(rms_norm_eps=None, num_hidden_layers=5, sliding_window=12, logit_scale=1.5)
     },

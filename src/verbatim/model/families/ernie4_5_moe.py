@@ -56,8 +56,16 @@ _KEYS: Table = {
     "moe_layer_interval": followed("layer period: every N-th layer is a mixture of experts"),
     "moe_norm_min": no_effect("the sum of softmax weights is larger"),
 }
-_FIRST = renamed("moe_layer_start_index", "first layers with a dense MLP")
-_STEP = renamed("moe_layer_interval", "layer period of the mixtures; 0: 1", zero=True)
+_BY_TENSORS = no_effect("the tensors of the shared MLP decide")
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    **gguf_rows.gguf_experts("moe_num_experts"),
+    "expert_used_count": renamed("moe_k"),
+    "expert_shared_count": _BY_TENSORS,
+    "expert_shared_feed_forward_length": _BY_TENSORS,
+    "leading_dense_block_count": renamed("moe_layer_start_index"),
+    "interleave_moe_layer_step": renamed("moe_layer_interval", zero=True),
+}
 FAMILY = Family(
     model_type="ernie4_5_moe",
     name="ernie4_5-moe",
@@ -68,20 +76,7 @@ FAMILY = Family(
         {**tensors.SHARED, "moe.choice_bias": "mlp.moe_statics.e_score_correction_bias"},
         interleaved=True,
     ),
-    gguf=Gguf(
-        "ernie4_5-moe",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.gguf_experts("moe_num_experts"),
-            "expert_used_count": renamed("moe_k", "experts used per token"),
-            "expert_shared_count": no_effect("the tensors of the shared MLP decide"),
-            "expert_shared_feed_forward_length": no_effect("the tensors of the shared MLP decide"),
-            "leading_dense_block_count": _FIRST,
-            "interleave_moe_layer_step": _STEP,
-        },
-        names=tensors.GGUF_PAIRS,
-        implied=_implied,
-    ),
+    gguf=Gguf("ernie4_5-moe", keys=_GGUF_KEYS, names=tensors.GGUF_PAIRS, implied=_implied),
     exported=_exported,
     tiny={"ernie4_5_moe": tiny(moe_num_experts=4, moe_k=2, moe_intermediate_size=32)},
 )

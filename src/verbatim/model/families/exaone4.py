@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, tiny
-from verbatim.model.keys import followed
+from verbatim.model.keys import Table, followed
 from verbatim.model.spec import ModelSpec
 
 
@@ -28,32 +28,23 @@ def _pattern(c: Config) -> Callable[[int], bool]:
     return lambda i: (i + 1) % period != 0
 
 
+_KEYS: Table = {
+    "sliding_window": followed(f"{rows.SLIDING.note}, if any; others have no rotations"),
+    "sliding_window_pattern": followed(
+        "where layer_types is absent: every N-th layer is full_attention; or a string of L "
+        "(sliding) and G (full), repeated"
+    ),
+    "layer_types": rows.LAYER_WINDOWS,
+}
 FAMILY = Family(
     model_type="exaone4",
     models="EXAONE 4",
-    keys=rows.rotary_keys(
-        rows.NO_BIASES,
-        {
-            "sliding_window": followed(
-                "window of the sliding_attention layers; full layers then have no rotary positions",
-                nullable=True,
-            ),
-            "sliding_window_pattern": followed(
-                "where layer_types is absent: every N-th layer is full_attention; or a string of L "
-                "(sliding) and G (full), repeated",
-                nullable=True,
-            ),
-            "layer_types": rows.LAYER_WINDOWS,
-        },
-    ),
+    keys=rows.rotary_keys(rows.NO_BIASES, _KEYS),
     spec=_spec,
     names=tensors.hf_names(tensors.POST_NORMS),
     gguf=Gguf(
         "exaone4",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.pattern(4, "; full layers then have no rotary positions"),
-        },
+        keys=gguf_rows.rotary(gguf_rows.pattern(4, "; others then have no rotary positions")),
     ),
     exported=header.pattern_flags,
     tiny={"exaone4": tiny(head_dim=16, num_hidden_layers=5, sliding_window=12)},

@@ -46,25 +46,18 @@ def _kv_heads(c: Config, new: bool) -> int:
 
 def _implied(h: GgufFields) -> Values:
     norms = 2 if "blk.0.attn_norm_2.weight" in h.tensors else 1
-    return {
-        "new_decoder_architecture": True,
-        "parallel_attn": True,
-        "num_ln_in_parallel_attn": norms,
-    }
+    new = dict.fromkeys(("new_decoder_architecture", "parallel_attn"), True)
+    return {**new, "num_ln_in_parallel_attn": norms}
 
 
+_ABSENT = ("intermediate_size", "num_key_value_heads")
+_NOT_TINY = dict.fromkeys(("rms_norm_eps", *_ABSENT))
 _KEYS: Table = {
     **rows.COMMON_KEYS,
     **rows.ROPE,
     **rows.FULL,
-    "vocab_size": followed("rows of the embedding"),
-    "hidden_size": followed("width of the model"),
-    "num_hidden_layers": followed("layers"),
-    "num_attention_heads": followed("query heads"),
-    "num_kv_heads": followed(
-        "key and value heads, unless multi_query; null: as many as query heads"
-    ),
-    "max_position_embeddings": followed("context, and the trained length of rope scalings"),
+    **{name: key for name, key in rows.SIZES.items() if name not in _ABSENT},
+    "num_kv_heads": followed(f"unless multi_query: {rows.KV_HEADS.note}"),
     "ffn_hidden_size": followed("inner width of the MLP; null: 4 hidden_size"),
     "activation": followed("activation of the MLP"),
     "layer_norm_epsilon": followed("epsilon of the norms"),
@@ -91,7 +84,7 @@ FAMILY = Family(
     names=tensors.Names(
         {
             **LAYER,
-            **{f"attn.{part}": "self_attention.query_key_value" for part in ("q", "k", "v")},
+            **tensors.fused_qkv("self_attention.query_key_value"),
             "attn.o": "self_attention.dense",
         },
         top={"embed": "word_embeddings", "final_norm": "ln_f", "stack": "h"},
@@ -102,23 +95,13 @@ FAMILY = Family(
         "falcon",
         keys={
             **gguf_rows.gguf_layer_norm("layer_norm_epsilon"),
-            "attention.head_count_kv": renamed(
-                "num_kv_heads", "key and value heads; absent: as many as query heads"
-            ),
-            "feed_forward_length": renamed("ffn_hidden_size", "inner width of the MLP"),
+            "attention.head_count_kv": renamed("num_kv_heads"),
+            "feed_forward_length": renamed("ffn_hidden_size"),
         },
         names=tensors.gguf_names(
             tensors.GGUF_FUSED_QKV, two_norms={"attn_norm": "attn_norm_2", "mlp_norm": "attn_norm"}
         ),
         implied=_implied,
     ),
-    tiny={
-        "falcon": tiny(
-            rms_norm_eps=None,
-            num_key_value_heads=None,
-            intermediate_size=None,
-            num_kv_heads=2,
-            new_decoder_architecture=True,
-        )
-    },
+    tiny={"falcon": tiny(**_NOT_TINY, num_kv_heads=2, new_decoder_architecture=True)},
 )

@@ -6,15 +6,8 @@ import math
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    Record,
-    Values,
-    tiny,
-)
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -23,6 +16,7 @@ from verbatim.model.spec import ModelSpec
 _LAYERS_OF_27B = 46
 HIDDEN_ACT = no_effect("`hidden_activation` decides, also where it is absent, as in transformers")
 ACTIVATION = followed("activation of the MLP")
+LOGIT_CAP = followed("cap of logits; null: none", nullable=True)
 
 KEYS: Table = {
     **rows.ATTENTION_BIASES,
@@ -30,7 +24,7 @@ KEYS: Table = {
     "hidden_act": HIDDEN_ACT,
     "head_dim": rows.HEAD_DIM,
     "query_pre_attn_scalar": followed("queries are divided by its square root"),
-    "sliding_window": followed("window of the sliding_attention layers", nullable=True),
+    "sliding_window": rows.SLIDING,
     "layer_types": rows.LAYER_WINDOWS,
     "sliding_window_size": no_effect("older name; `sliding_window` decides"),
 }
@@ -84,39 +78,28 @@ def _exported(spec: ModelSpec) -> Values:
     }
 
 
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    "attn_logit_softcapping": renamed("attn_logit_softcapping", default=50.0, zero=True),
+    "final_logit_softcapping": renamed("final_logit_softcapping", default=30.0, zero=True),
+    "attention.sliding_window": renamed(
+        "sliding_window", "window of every other layer, from the first on", 4096
+    ),
+    "attention.sliding_window_pattern": must_equal(2, note="every other one has a window"),
+}
 FAMILY = Family(
     model_type="gemma2",
     models="Gemma 2",
     keys=rows.rotary_keys(
         KEYS,
         {
-            "attn_logit_softcapping": followed(
-                "cap of attention scores; null: none", nullable=True
-            ),
-            "final_logit_softcapping": followed("cap of logits; null: none", nullable=True),
+            "attn_logit_softcapping": followed("cap of attention scores; null: none"),
+            "final_logit_softcapping": LOGIT_CAP,
         },
     ),
     spec=_spec,
     names=NAMES,
-    gguf=Gguf(
-        "gemma2",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            "attn_logit_softcapping": renamed(
-                "attn_logit_softcapping", "cap of attention scores; 0: none", 50.0, zero=True
-            ),
-            "final_logit_softcapping": renamed(
-                "final_logit_softcapping", "cap of logits; 0: none", 30.0, zero=True
-            ),
-            "attention.sliding_window": renamed(
-                "sliding_window", "window of every other layer, from the first on", 4096
-            ),
-            "attention.sliding_window_pattern": must_equal(
-                2, note="every other layer has a window"
-            ),
-        },
-        implied=lambda h: query_scalar(h, _LAYERS_OF_27B),
-    ),
+    gguf=Gguf("gemma2", keys=_GGUF_KEYS, implied=lambda h: query_scalar(h, _LAYERS_OF_27B)),
     exported=_exported,
     tiny={"gemma2": tiny(**TINY)},
 )

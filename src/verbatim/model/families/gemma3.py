@@ -8,18 +8,10 @@ from dataclasses import replace
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
 from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    Record,
-    Values,
-    Wrapper,
-    tiny,
-)
-from verbatim.model.families.gemma2 import KEYS, NAMES, TINY, gemma_2_and_3, query_scalar
-from verbatim.model.keys import followed, must_equal, renamed
+from verbatim.model.families.common.family import Config, Family, Gguf, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values
+from verbatim.model.families.gemma2 import KEYS, LOGIT_CAP, NAMES, TINY, gemma_2_and_3, query_scalar
+from verbatim.model.keys import Table, followed, must_equal, renamed
 from verbatim.model.spec import ModelSpec
 
 _LAYERS_OF_27B = 62  # see gemma2.py
@@ -71,6 +63,15 @@ def _exported(spec: ModelSpec) -> Values:
     return header.pattern_flags(spec) | {key: float(cap) for key, cap in caps.items() if cap}
 
 
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    "final_logit_softcapping": gguf_rows.LOGIT_CAP,
+    "attn_logit_softcapping": must_equal(0, note="llama.cpp ignores it in gemma3, too"),
+    "attention.sliding_window": renamed("sliding_window", default=1024),
+    "attention.sliding_window_pattern": renamed("layer_types", gguf_rows.LAYER_PERIOD, 6),
+    "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
+    "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
+}
 FAMILY = Family(
     model_type="gemma3_text",
     name="gemma3",
@@ -81,40 +82,18 @@ FAMILY = Family(
         {
             "rope_theta": rows.theta_key("theta of full_attention"),
             "rope_local_base_freq": rows.theta_key("theta of sliding_attention"),
-            "sliding_window_pattern": followed(
-                "layer period: every N-th layer is full attention, where layer_types is absent", 6
-            ),
+            "sliding_window_pattern": followed(rows.PERIOD, 6),
             "_sliding_window_pattern": followed(
                 "checked: 6 where neither layer_types nor sliding_window_pattern is present"
             ),
             "attn_logit_softcapping": must_equal(note="transformers ignores it in gemma3"),
-            "final_logit_softcapping": followed("cap of logits; null: none", nullable=True),
+            "final_logit_softcapping": LOGIT_CAP,
         },
     ),
     spec=_spec,
     records=_records,
     names=NAMES,
-    gguf=Gguf(
-        "gemma3",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            "final_logit_softcapping": gguf_rows.LOGIT_CAP,
-            "attn_logit_softcapping": must_equal(
-                0, note="llama.cpp and transformers ignore it in gemma3"
-            ),
-            "attention.sliding_window": renamed(
-                "sliding_window", "window of the sliding layers", 1024
-            ),
-            "attention.sliding_window_pattern": renamed(
-                "layer_types",
-                "layer period: every N-th layer is full attention; or one flag per layer",
-                6,
-            ),
-            "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
-            "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
-        },
-        implied=_implied,
-    ),
+    gguf=Gguf("gemma3", keys=_GGUF_KEYS, implied=_implied),
     exported=_exported,
     tiny={"gemma3": tiny(**TINY, num_hidden_layers=6, rope_theta=1e6)},
 )

@@ -10,18 +10,9 @@ from dataclasses import replace
 
 from verbatim.model.config_fields import MAX_COUNT, short
 from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows, tensors
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    Record,
-    Values,
-    Wrapper,
-    facts,
-    tiny,
-)
-from verbatim.model.families.gemma2 import ACTIVATION, NAMES, gemma
+from verbatim.model.families.common.family import Config, Family, Gguf, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values, facts
+from verbatim.model.families.gemma2 import ACTIVATION, LOGIT_CAP, NAMES, gemma
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import LayerSpec, ModelSpec
 
@@ -231,36 +222,27 @@ def _exported(spec: ModelSpec) -> Values:
 _GGUF_KEYS: Table = {
     **gguf_rows.GGUF_ROTARY,
     **gguf_rows.gguf_experts("num_experts", "experts beside the MLP of a layer; 0: none"),
-    "expert_used_count": renamed("top_k_experts", "experts used per token"),
+    "expert_used_count": renamed("top_k_experts"),
     "attention.head_count_kv": followed("key and value heads, of all layers or layer by layer"),
     "feed_forward_length": followed("inner width of the MLP, of all layers or layer by layer"),
     "attention.key_length": followed("size of a head of full layers"),
     "attention.key_length_swa": followed("size of a head of sliding layers"),
     "attention.value_length_swa": followed("checked: equal to attention.key_length_swa"),
-    "attention.shared_kv_layers": renamed(
-        "num_kv_shared_layers",
-        "last layers, which read the keys and values of the last earlier layer of their type",
-    ),
-    "attention.sliding_window": renamed("sliding_window", "window of the sliding layers"),
-    "attention.sliding_window_pattern": renamed(
-        "layer_types", "layer period: every N-th layer is full attention; or one flag per layer", 6
-    ),
+    "attention.shared_kv_layers": renamed("num_kv_shared_layers"),
+    "attention.sliding_window": renamed("sliding_window"),
+    "attention.sliding_window_pattern": renamed("layer_types", gguf_rows.LAYER_PERIOD, 6),
     "rope.dimension_count": followed("rotated part of a head of full layers"),
     "rope.dimension_count_swa": followed("rotated part of a head of sliding layers"),
     "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
     "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
-    "embedding_length_per_layer_input": renamed(
-        "hidden_size_per_layer_input", "width of each layer's own input; 0: none"
-    ),
+    "embedding_length_per_layer_input": renamed("hidden_size_per_layer_input"),
     "final_logit_softcapping": gguf_rows.LOGIT_CAP,
 }
-_RECORD = must_equal(note="belongs in the rope record of a layer type")
 _KEYS: Table = {
     **rows.COMMON_KEYS,
     **rows.SIZES,
     **rows.ATTENTION_BIASES,
-    "mlp_bias": must_equal(False, note="no biases in this family, as in transformers"),
-    "num_key_value_heads": followed("key and value heads of the sliding layers", nullable=False),
+    "num_key_value_heads": followed("key and value heads of the sliding layers"),
     "head_dim": followed("size of a head of the sliding layers"),
     "global_head_dim": followed(
         "size of a head of the full layers, where per_layer_config is absent", 512
@@ -280,16 +262,11 @@ _KEYS: Table = {
     "hidden_act": no_effect("`hidden_activation` decides, as in transformers"),
     "rms_norm_eps": followed("epsilon of the norms"),
     "tie_word_embeddings": rows.TIED,
-    "rope_parameters": followed(
-        "one rope record per layer type: full_attention, sliding_attention"
-    ),
-    "rope_theta": _RECORD,
-    "rope_scaling": _RECORD,
-    "partial_rotary_factor": _RECORD,
-    "original_max_position_embeddings": _RECORD,
+    **dict.fromkeys(rows.ROPE, must_equal(note="belongs in the rope record of a layer type")),
+    "rope_parameters": rows.ROPES,
     "sliding_window": followed("window of the sliding layers"),
     "layer_types": followed("window or none, layer by layer; absent: every sixth is full"),
-    "final_logit_softcapping": followed("cap of logits; null: none", nullable=True),
+    "final_logit_softcapping": LOGIT_CAP,
     "use_bidirectional_attention": must_equal("vision", note="text attends to what is before it"),
     "enable_moe_block": followed("every layer has experts beside its MLP"),
     "num_experts": followed("experts of a layer, with enable_moe_block"),
@@ -305,9 +282,7 @@ _NAMES = tensors.Names(
         "router_norm": "router.scale",
         "moe.router": "router.proj",
         "moe.scales": "router.per_expert_scale",
-        "moe.gate": "experts.{e}.gate_proj",
-        "moe.up": "experts.{e}.up_proj",
-        "moe.down": "experts.{e}.down_proj",
+        **tensors.each("moe.*", "experts.{e}.*_proj", "gate up down"),
         "input.gate": "per_layer_input_gate",
         "input.project": "per_layer_projection",
         "input_norm": "post_per_layer_input_norm",
@@ -358,7 +333,7 @@ FAMILY = Family(
         },
     },
 )
-_AUDIO = no_effect("audio is not read")
+_AUDIO = ("audio_config", "boa_token_id", "eoa_token_id", "eoa_token_index", "audio_token_id")
 WRAPPER = Wrapper(
     model_type="gemma4",
     text=("gemma4_text",),
@@ -366,12 +341,6 @@ WRAPPER = Wrapper(
         "gemma4_text",
         *("boi_token_id", "eoi_token_id", "image_token_id", "video_token_id"),
         "vision_soft_tokens_per_image",
-        more={
-            "audio_config": _AUDIO,
-            "boa_token_id": _AUDIO,
-            "eoa_token_id": _AUDIO,
-            "eoa_token_index": _AUDIO,
-            "audio_token_id": _AUDIO,
-        },
+        more=dict.fromkeys(_AUDIO, no_effect("audio is not read")),
     ),
 )

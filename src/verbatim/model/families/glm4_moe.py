@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    RopeRules,
-    Values,
-    tiny,
-)
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Values
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
@@ -57,6 +50,26 @@ _KEYS: Table = {
     "num_mtp_layers": _DRAFTS,
     "num_nextn_predict_layers": _DRAFTS,
 }
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    **gguf_rows.sigmoid_experts(
+        "n_routed_experts", "first_k_dense_replace", norm=False, note="experts of a layer; 0: dense"
+    ),
+    "expert_shared_count": renamed("n_shared_experts"),
+    "nextn_predict_layers": gguf_rows.DRAFTS,
+}
+_GGUF = Gguf(
+    "glm4moe", keys=_GGUF_KEYS, names=tensors.gguf_names(tensors.GGUF_MLP_NORM), implied=_implied
+)
+_NAMES = tensors.hf_names({**tensors.SHARED, "moe.choice_bias": "mlp.gate.e_score_correction_bias"})
+_TINY = tiny(
+    num_experts_per_tok=2,
+    head_dim=16,
+    n_routed_experts=4,
+    moe_intermediate_size=32,
+    use_qk_norm=True,
+    routed_scaling_factor=1.5,
+)
 FAMILY = Family(
     model_type="glm4_moe",
     name="glm4moe",
@@ -64,36 +77,8 @@ FAMILY = Family(
     keys=rows.rotary_keys(rows.ROUTER, rows.FULL, rows.PARTIAL, _KEYS),
     spec=_spec,
     rope=RopeRules(partial=True),
-    names=tensors.hf_names(
-        {**tensors.SHARED, "moe.choice_bias": "mlp.gate.e_score_correction_bias"}
-    ),
-    gguf=Gguf(
-        "glm4moe",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.sigmoid_experts(
-                "n_routed_experts",
-                "first_k_dense_replace",
-                norm=False,
-                note="experts of a layer; 0: dense",
-            ),
-            "expert_shared_count": renamed(
-                "n_shared_experts", "inner width of the shared MLP, in experts"
-            ),
-            "nextn_predict_layers": gguf_rows.DRAFTS,
-        },
-        names=tensors.gguf_names(tensors.GGUF_MLP_NORM),
-        implied=_implied,
-    ),
+    names=_NAMES,
+    gguf=_GGUF,
     drafts=tensors.NEXTN,
-    tiny={
-        "glm4_moe": tiny(
-            num_experts_per_tok=2,
-            head_dim=16,
-            n_routed_experts=4,
-            moe_intermediate_size=32,
-            use_qk_norm=True,
-            routed_scaling_factor=1.5,
-        )
-    },
+    tiny={"glm4_moe": _TINY},
 )

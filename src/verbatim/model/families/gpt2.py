@@ -3,14 +3,8 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import (
-    MAX_LAYERS,
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    Values,
-)
+from verbatim.model.families.common.family import Config, Family, Gguf
+from verbatim.model.families.common.gguf_fields import MAX_LAYERS, GgufFields, Values
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import LayerSpec, ModelSpec
 
@@ -54,6 +48,10 @@ def _implied(h: GgufFields) -> Values:
     return {}
 
 
+_SUMMARY = (
+    *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
+    "summary_first_dropout",
+)
 _KEYS: Table = {
     **rows.COMMON_KEYS,
     **rows.FULL,
@@ -73,14 +71,18 @@ _KEYS: Table = {
     "scale_attn_by_inverse_layer_idx": must_equal(False, note="all layers scale scores alike"),
     "reorder_and_upcast_attn": no_effect("order of a multiplication; attention is float32 here"),
     "tie_word_embeddings": rows.TIED,
-    **dict.fromkeys(
-        (
-            *("summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels"),
-            "summary_first_dropout",
-        ),
-        rows.LABELS,
-    ),
+    **dict.fromkeys(_SUMMARY, rows.LABELS),
     "n_ctx": no_effect("older name; `n_positions` decides"),
+}
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_KEYS,
+    "context_length": renamed("n_positions"),
+    "embedding_length": renamed("n_embd"),
+    "block_count": renamed("n_layer"),
+    "feed_forward_length": renamed("n_inner"),
+    "attention.head_count": renamed("n_head"),
+    "attention.head_count_kv": followed("checked: equal to attention.head_count"),
+    "attention.layer_norm_epsilon": renamed("layer_norm_epsilon"),
 }
 FAMILY = Family(
     model_type="gpt2",
@@ -90,9 +92,7 @@ FAMILY = Family(
     names=tensors.Names(
         {
             "attn_norm": "ln_1",
-            "attn.q": "attn.c_attn",
-            "attn.k": "attn.c_attn",
-            "attn.v": "attn.c_attn",
+            **tensors.fused_qkv("attn.c_attn"),
             "attn.o": "attn.c_proj",
             "mlp_norm": "ln_2",
             "mlp.up": "mlp.c_fc",
@@ -102,29 +102,11 @@ FAMILY = Family(
         transposed=True,
     ),
     gguf=Gguf(
-        "gpt2",
-        keys={
-            **gguf_rows.GGUF_KEYS,
-            "context_length": renamed(
-                "n_positions", "context, and the trained length of rope scalings"
-            ),
-            "embedding_length": renamed("n_embd", "width of the model"),
-            "block_count": renamed("n_layer", "layers"),
-            "feed_forward_length": renamed("n_inner", "inner width of the MLP"),
-            "attention.head_count": renamed("n_head", "query heads"),
-            "attention.head_count_kv": followed(
-                "key and value heads; absent: as many as query heads"
-            ),
-            "attention.layer_norm_epsilon": renamed("layer_norm_epsilon", "epsilon of the norms"),
-        },
-        names=tensors.gguf_names(tensors.GGUF_FUSED_QKV),
-        implied=_implied,
+        "gpt2", keys=_GGUF_KEYS, names=tensors.gguf_names(tensors.GGUF_FUSED_QKV), implied=_implied
     ),
     key_names={
         "hidden": "n_embd",
-        "heads": "n_head",
-        "kv_heads": "n_head",
-        "head_dim": "n_head",
+        **dict.fromkeys(("heads", "kv_heads", "head_dim"), "n_head"),
         "mlp": "n_inner",
         "layers": "n_layer",
         "positions": "n_positions",

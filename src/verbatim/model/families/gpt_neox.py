@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, Values, tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
 LAYER = {
     "attn_norm": "input_layernorm",
-    "attn.q": "attention.query_key_value",
-    "attn.k": "attention.query_key_value",
-    "attn.v": "attention.query_key_value",
+    **tensors.fused_qkv("attention.query_key_value"),
     "attn.o": "attention.dense",
     "mlp_norm": "post_attention_layernorm",
     "mlp.up": "mlp.dense_h_to_4h",
@@ -30,10 +28,6 @@ def _spec(c: Config) -> ModelSpec:
     )
 
 
-def _exported(spec: ModelSpec) -> Values:
-    return {"use_parallel_residual": spec.parallel}
-
-
 _KEYS: Table = {
     "head_dim": rows.FIXED_HEAD_DIM,
     "num_key_value_heads": must_equal(note="as many as query heads, as in transformers"),
@@ -44,7 +38,10 @@ _KEYS: Table = {
     "attention_bias": rows.ATTENTION_BIAS,
     "mlp_bias": no_effect("the MLP always has biases, as in transformers"),
     "use_parallel_residual": followed(rows.PARALLEL),
-    "is_decoder": no_effect("decoder-only families are decoders"),
+}
+_GGUF_KEYS: Table = {
+    **gguf_rows.gguf_layer_norm("layer_norm_eps"),
+    "use_parallel_residual": renamed("use_parallel_residual"),
 }
 FAMILY = Family(
     model_type="gpt_neox",
@@ -58,14 +55,7 @@ FAMILY = Family(
         top={"embed": "embed_in", "final_norm": "final_layer_norm", "head": "embed_out"},
         grouped=True,
     ),
-    gguf=Gguf(
-        "gptneox",
-        keys={
-            **gguf_rows.gguf_layer_norm("layer_norm_eps"),
-            "use_parallel_residual": renamed("use_parallel_residual", rows.PARALLEL),
-        },
-        names=tensors.gguf_names(tensors.GGUF_FUSED_QKV),
-    ),
-    exported=_exported,
+    gguf=Gguf("gptneox", keys=_GGUF_KEYS, names=tensors.gguf_names(tensors.GGUF_FUSED_QKV)),
+    exported=lambda spec: {"use_parallel_residual": spec.parallel},
     tiny={"gpt_neox": tiny(rms_norm_eps=None, num_key_value_heads=None, rotary_pct=0.5)},
 )

@@ -3,16 +3,8 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    RopeRules,
-    Values,
-    facts,
-    tiny,
-)
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Values, facts
 from verbatim.model.keys import Table, alias, followed, must_equal, no_effect
 from verbatim.model.spec import ModelSpec
 
@@ -48,7 +40,7 @@ _KEYS: Table = {
     "attention_bias": rows.ATTENTION_BIAS,
     "mlp_bias": no_effect("router and experts always have biases, as in transformers"),
     "intermediate_size": followed("inner width of an expert"),
-    "sliding_window": followed("window of the sliding_attention layers", nullable=True),
+    "sliding_window": rows.SLIDING,
     "layer_types": followed(
         "window or none, layer by layer; absent: every other layer, from the first on"
     ),
@@ -60,6 +52,20 @@ _KEYS: Table = {
     "swiglu_alpha": must_equal(1.702, note="the sigmoid's factor is 1.702"),
     "initial_context_length": no_effect("the rope record decides"),
 }
+_LAYER = {
+    "attn.sinks": "self_attn.sinks",
+    "moe.router": "mlp.router",
+    **tensors.each("moe.*", "mlp.experts.gate_up_proj", "gate up"),
+    "moe.down": "mlp.experts.down_proj",
+}
+_TINY = tiny(
+    num_experts_per_tok=2,
+    num_hidden_layers=2,
+    intermediate_size=32,
+    head_dim=16,
+    num_local_experts=4,
+    sliding_window=12,
+)
 FAMILY = Family(
     model_type="gpt_oss",
     name="gpt-oss",
@@ -76,16 +82,7 @@ FAMILY = Family(
             "truncate": False,
         }
     ),
-    names=tensors.hf_names(
-        {
-            "attn.sinks": "self_attn.sinks",
-            "moe.router": "mlp.router",
-            "moe.gate": "mlp.experts.gate_up_proj",
-            "moe.up": "mlp.experts.gate_up_proj",
-            "moe.down": "mlp.experts.down_proj",
-        },
-        stacked=True,
-    ),
+    names=tensors.hf_names(_LAYER, stacked=True),
     gguf=Gguf(
         "gpt-oss",
         keys={
@@ -97,14 +94,5 @@ FAMILY = Family(
         names=tensors.gguf_names(tensors.GGUF_MLP_NORM),
         implied=_implied,
     ),
-    tiny={
-        "gpt_oss": tiny(
-            num_experts_per_tok=2,
-            num_hidden_layers=2,
-            intermediate_size=32,
-            head_dim=16,
-            num_local_experts=4,
-            sliding_window=12,
-        )
-    },
+    tiny={"gpt_oss": _TINY},
 )

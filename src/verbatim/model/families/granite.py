@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
-from verbatim.model.keys import followed, must_equal, renamed
+from verbatim.model.keys import Table, followed, must_equal, renamed
 from verbatim.model.spec import ModelSpec
 
 SCALES = {
@@ -16,6 +16,7 @@ SCALES = {
     "residual_multiplier": "multiplies the outputs of attention and MLP",
     "logits_scaling": "divides the logits",
 }
+_SCORES = f"{SCALES['attention_multiplier']}; 0: 1 / root of a head"
 
 
 def granite(c: Config) -> ModelSpec:
@@ -45,6 +46,17 @@ def exported_scales(spec: ModelSpec) -> Values:
     }
 
 
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    "attention.scale": renamed("attention_multiplier", _SCORES, zero=True),
+    "embedding_scale": renamed("embedding_multiplier", zero=True),
+    "residual_scale": renamed("residual_multiplier", zero=True),
+    "logit_scale": renamed("logits_scaling"),
+    "rope.scaling.finetuned": must_equal(True, note="positions are rotary"),
+}
+_TINY = tiny(
+    embedding_multiplier=2.0, attention_multiplier=0.4, residual_multiplier=0.7, logits_scaling=0.8
+)
 FAMILY = Family(
     model_type="granite",
     models="Granite 3",
@@ -52,36 +64,7 @@ FAMILY = Family(
         rows.BIASES, rows.FULL, {key: followed(note) for key, note in SCALES.items()}
     ),
     spec=granite,
-    gguf=Gguf(
-        "granite",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            "attention.scale": renamed(
-                "attention_multiplier",
-                "multiplies the scores of attention; 0: 1 / root of a head",
-                zero=True,
-            ),
-            "embedding_scale": renamed(
-                "embedding_multiplier", "multiplies the embeddings; 0: not scaled", zero=True
-            ),
-            "residual_scale": renamed(
-                "residual_multiplier",
-                "multiplies the outputs of attention and MLP; 0: not scaled",
-                zero=True,
-            ),
-            "logit_scale": renamed("logits_scaling", "divides the logits"),
-            "rope.scaling.finetuned": must_equal(True, note="positions are rotary"),
-        },
-        names=tensors.GGUF_PAIRS,
-        implied=_implied,
-    ),
+    gguf=Gguf("granite", keys=_GGUF_KEYS, names=tensors.GGUF_PAIRS, implied=_implied),
     exported=exported_scales,
-    tiny={
-        "granite": tiny(
-            embedding_multiplier=2.0,
-            attention_multiplier=0.4,
-            residual_multiplier=0.7,
-            logits_scaling=0.8,
-        )
-    },
+    tiny={"granite": _TINY},
 )

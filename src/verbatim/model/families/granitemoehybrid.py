@@ -47,30 +47,28 @@ _KEYS: Table = {
     "init_method": rows.TRAINING,
     "normalization_function": must_equal("rmsnorm", note="RMS norms"),
 }
+_LAYER = {
+    "mlp.gate": "shared_mlp.input_linear",
+    "mlp.up": "shared_mlp.input_linear",
+    "mlp.down": "shared_mlp.output_linear",
+}
+_TINY = tiny(
+    shared_intermediate_size=48,
+    num_local_experts=0,
+    mamba_n_heads=4,
+    layer_types=["attention"] * 3,
+    position_embedding_type="rope",
+    residual_multiplier=0.7,
+    attention_multiplier=0.4,
+)
 FAMILY = Family(
     model_type="granitemoehybrid",
     name="granitehybrid",
     models="Granite 4 (dense)",
     keys=rows.rotary_keys(rows.ROUTER, rows.ATTENTION_BIASES, _KEYS),
     spec=_spec,
-    names=tensors.hf_names(
-        {
-            "mlp.gate": "shared_mlp.input_linear",
-            "mlp.up": "shared_mlp.input_linear",
-            "mlp.down": "shared_mlp.output_linear",
-        }
-    ),
+    names=tensors.hf_names(_LAYER),
     architecture="granite",
     exported=exported_scales,
-    tiny={
-        "granitehybrid": tiny(
-            shared_intermediate_size=48,
-            num_local_experts=0,
-            mamba_n_heads=4,
-            layer_types=["attention"] * 3,
-            position_embedding_type="rope",
-            residual_multiplier=0.7,
-            attention_multiplier=0.4,
-        )
-    },
+    tiny={"granitehybrid": _TINY},
 )

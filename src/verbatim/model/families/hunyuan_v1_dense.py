@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from verbatim.model.families.common import parts, rope_record, rows, tensors
 from verbatim.model.families.common.family import Config, Family, Gguf, Record, RopeRules, tiny
-from verbatim.model.keys import followed, must_equal, no_effect
-from verbatim.model.spec import ModelSpec
+from verbatim.model.keys import Table, followed, must_equal, no_effect
 
 _UNUSED = (
     *("add_classification_head", "attention_head_dim", "cla_share_factor", "class_num"),
@@ -23,27 +22,20 @@ def _records(c: Config) -> tuple[Record, Record]:
     return record, record
 
 
-def _spec(c: Config) -> ModelSpec:
-    return replace(parts.rotary(c, _records(c)[0]), qk_norm="rotated_head")
-
-
+_KEYS: Table = {
+    "eod_token_id": no_effect("eos_token_id decides"),
+    "use_qk_norm": must_equal(True, note="heads are normed, as in transformers"),
+    "use_cla": must_equal(False, note="every layer has its own keys"),
+    "use_rotary_pos_emb": must_equal(True, note="positions are rotary"),
+    "norm_type": must_equal("rms", note="the norms are RMS norms"),
+    **dict.fromkeys(_UNUSED, no_effect("not used by this family")),
+}
 FAMILY = Family(
     model_type="hunyuan_v1_dense",
     name="hunyuan-dense",
     models="Hunyuan (dense)",
-    keys=rows.rotary_keys(
-        rows.FULL,
-        rows.ATTENTION_BIASES,
-        {
-            "eod_token_id": no_effect("eos_token_id decides"),
-            "use_qk_norm": must_equal(True, note="heads are normed, as in transformers"),
-            "use_cla": must_equal(False, note="every layer has its own keys"),
-            "use_rotary_pos_emb": must_equal(True, note="positions are rotary"),
-            "norm_type": must_equal("rms", note="the norms are RMS norms"),
-            **dict.fromkeys(_UNUSED, no_effect("not used by this family")),
-        },
-    ),
-    spec=_spec,
+    keys=rows.rotary_keys(rows.FULL, rows.ATTENTION_BIASES, _KEYS),
+    spec=lambda c: replace(parts.rotary(c, _records(c)[0]), qk_norm="rotated_head"),
     records=_records,
     rope=RopeRules(
         keys={

@@ -21,7 +21,7 @@ KEYS: Table = {
     **rows.SIZES,
     **rows.ROPE,
     **rows.NO_BIASES,
-    "head_dim": followed("size of a head; null: hidden_size / num_attention_heads"),
+    "head_dim": rows.ROTARY_HEAD_DIM,
     "norm_eps": followed("epsilon of the norms"),
     "tie_word_embeddings": rows.TIED,
     "tie_embedding": alias("tie_word_embeddings"),
@@ -36,12 +36,9 @@ KEYS: Table = {
 NAMES = tensors.Names(
     {
         "attn_norm": "operator_norm",
-        "attn.q": "self_attn.q_proj",
-        "attn.k": "self_attn.k_proj",
-        "attn.v": "self_attn.v_proj",
+        **tensors.each("attn.*", "self_attn.*_proj", "q k v"),
         "attn.o": "self_attn.out_proj",
-        "attn.q_norm": "self_attn.q_layernorm",
-        "attn.k_norm": "self_attn.k_layernorm",
+        **tensors.each("attn.*_norm", "self_attn.*_layernorm", "q k"),
         "conv.in": "conv.in_proj",
         "conv.kernel": "conv.conv",
         "conv.out": "conv.out_proj",
@@ -64,8 +61,8 @@ GGUF_KEYS: Table = {
     "attention.head_count_kv": followed(
         "key and value heads, layer by layer; 0: the layer is a convolution"
     ),
-    "attention.layer_norm_rms_epsilon": renamed("norm_eps", "epsilon of the norms"),
-    "shortconv.l_cache": renamed("conv_L_cache", "taps of the convolutions"),
+    "attention.layer_norm_rms_epsilon": renamed("norm_eps"),
+    "shortconv.l_cache": renamed("conv_L_cache"),
 }
 TINY: Values = tiny(
     rms_norm_eps=None, num_hidden_layers=4, layer_types=["conv", "conv", "full_attention", "conv"]

@@ -10,11 +10,6 @@ def _experts(h: GgufFields) -> int:
     return h.integer("expert_count", 0, low=0, high=4096)
 
 
-def _model_type(h: GgufFields) -> str:
-    """llama.cpp writes mistral and mixtral as llama. A mistral may have a window."""
-    return "mixtral" if _experts(h) else "mistral"
-
-
 def _implied(h: GgufFields) -> Values:
     return {"intermediate_size": header.expert_width(h)} if _experts(h) else {}
 
@@ -26,9 +21,10 @@ FAMILY = Family(
     spec=parts.rotary,
     gguf=Gguf(
         "llama",
-        keys={**gguf_rows.GGUF_ROTARY, **gguf_rows.gguf_experts("num_local_experts")},
+        keys=gguf_rows.rotary(gguf_rows.gguf_experts("num_local_experts")),
         names=tensors.GGUF_PAIRS,
         implied=_implied,
-        model_type=_model_type,
+        # llama.cpp writes mistral and mixtral as llama. A mistral may have a window.
+        model_type=lambda h: "mixtral" if _experts(h) else "mistral",
     ),
 )

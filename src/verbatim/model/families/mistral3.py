@@ -7,19 +7,9 @@ from dataclasses import replace
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields
 from verbatim.model.families.common import gguf_rows, header, parts, rope_record, rows, tensors
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    Record,
-    RopeRules,
-    Values,
-    Wrapper,
-    facts,
-    tiny,
-)
-from verbatim.model.keys import alias, followed, no_effect, renamed
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values, facts
+from verbatim.model.keys import Table, alias, followed, no_effect, renamed
 from verbatim.model.spec import ModelSpec
 
 _BETA, _LENGTH = "llama_4_scaling_beta", "original_max_position_embeddings"
@@ -68,21 +58,37 @@ def _exported(spec: ModelSpec) -> Values:
     return {"attention.temperature_scale": beta} if beta else {}
 
 
+_GGUF_KEYS: Table = {
+    **gguf_rows.GGUF_ROTARY,
+    "attention.temperature_scale": renamed(_BETA, "llama_4_scaling_beta of a rope record"),
+    "rope.scaling.yarn_log_multiplier": followed(
+        "cosines and sines are divided by 0.1 this ln(factor) + 1"
+    ),
+}
+_KEYS: Table = {
+    "head_dim": rows.HEAD_DIM,
+    "rope_parameters": followed(
+        "rotary positions; see the rope table. Absent: yarn, factor 16, trained length "
+        "16384, theta 1e6, llama_4_scaling_beta 0.1"
+    ),
+}
+_TINY = tiny(
+    head_dim=16,
+    rope_parameters={
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.2,
+    },
+)
 FAMILY = Family(
     model_type="ministral3",
     name="mistral3",
     models="Ministral 3 (the text part of `mistral3`)",
-    keys=rows.rotary_keys(
-        rows.NO_BIASES,
-        rows.ONE_WINDOW,
-        {
-            "head_dim": rows.HEAD_DIM,
-            "rope_parameters": followed(
-                "rotary positions; see the rope table. Absent: yarn, factor 16, trained length "
-                "16384, theta 1e6, llama_4_scaling_beta 0.1"
-            ),
-        },
-    ),
+    keys=rows.rotary_keys(rows.NO_BIASES, rows.ONE_WINDOW, _KEYS),
     spec=_spec,
     rope=RopeRules(
         absent=_ABSENT,
@@ -93,37 +99,9 @@ FAMILY = Family(
             "max_position_embeddings": no_effect("the config's own value decides"),
         },
     ),
-    gguf=Gguf(
-        "mistral3",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            "attention.temperature_scale": renamed(
-                _BETA,
-                "queries at position p are multiplied by 1 + this ln(1 + floor(p / trained "
-                "length))",
-            ),
-            "rope.scaling.yarn_log_multiplier": followed(
-                "cosines and sines are divided by 0.1 this ln(factor) + 1"
-            ),
-        },
-        names=tensors.GGUF_PAIRS,
-        implied=_implied,
-    ),
+    gguf=Gguf("mistral3", keys=_GGUF_KEYS, names=tensors.GGUF_PAIRS, implied=_implied),
     exported=_exported,
-    tiny={
-        "ministral3": tiny(
-            head_dim=16,
-            rope_parameters={
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-                "mscale": 1.0,
-                "mscale_all_dim": 1.0,
-                "llama_4_scaling_beta": 0.2,
-            },
-        )
-    },
+    tiny={"ministral3": _TINY},
 )
 WRAPPER = Wrapper(
     model_type="mistral3",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values
+from verbatim.model.families.common.family import Family, Gguf, GgufFields, Values
 from verbatim.model.keys import followed
 from verbatim.model.spec import ModelSpec
 
@@ -17,29 +17,21 @@ def olmo(spec: ModelSpec) -> ModelSpec:
     return replace(spec, pre_norms=False, post_norms=True, qk_norm="width")
 
 
-def _spec(c: Config) -> ModelSpec:
-    return olmo(parts.rotary(c))
-
-
 def _windowed(h: GgufFields) -> bool:
     return bool(h.raw("attention.sliding_window", 0))
 
 
 def _implied(h: GgufFields) -> Values:
     """The sliding layers of olmo3 have no rope scaling."""
-    own = h.has("rope.freq_base_swa")
-    return (
-        header.local_rope(h, "rope.freq_base_swa" if own else "rope.freq_base")
-        if _windowed(h)
-        else {}
-    )
+    theta = "rope.freq_base_swa" if h.has("rope.freq_base_swa") else "rope.freq_base"
+    return header.local_rope(h, theta) if _windowed(h) else {}
 
 
 FAMILY = Family(
     model_type="olmo2",
     models="OLMo 2",
     keys=rows.rotary_keys(rows.FULL, rows.ATTENTION_BIASES),
-    spec=_spec,
+    spec=lambda c: olmo(parts.rotary(c)),
     names=NAMES,
     gguf=Gguf(
         "olmo2",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from verbatim.model.families.common import header, parts, rope_record, rows
 from verbatim.model.families.common.family import Config, Family, Record, tiny
 from verbatim.model.families.olmo2 import NAMES, olmo
-from verbatim.model.keys import followed
+from verbatim.model.keys import Table, followed
 from verbatim.model.spec import ModelSpec
 
 _THETA = 500000.0
@@ -24,35 +24,29 @@ def _records(c: Config) -> tuple[Record, Record]:
     local = c.mapping("rope_parameters").get("sliding_attention") or {}
     own = isinstance(local, dict) and local.get("rope_theta")
     if theta != _THETA and not own:
-        raise c.fail(
-            "rope_theta",
-            f"only {_THETA} is supported, unless rope_parameters.sliding_attention has its "
-            "own rope_theta",
-        )
+        own = "unless rope_parameters.sliding_attention has its own rope_theta"
+        raise c.fail("rope_theta", f"only {_THETA} is supported, {own}")
     return (
         rope_record.layer_type_record(c, "full_attention", "rope_theta"),
         rope_record.layer_type_record(c, "sliding_attention", _THETA),
     )
 
 
+_KEYS: Table = {
+    "rope_theta": rows.theta_key(
+        "theta of full_attention",
+        more="; checked: 500000 or null where the record of sliding_attention has none",
+    ),
+    "sliding_window": rows.SLIDING,
+    "layer_types": followed(
+        "window or none, layer by layer; absent: every 4th layer is full_attention"
+    ),
+}
 FAMILY = Family(
     model_type="olmo3",
     name="olmo2",
     models="OLMo 3",
-    keys=rows.rotary_keys(
-        rows.NESTED_ROPE,
-        rows.ATTENTION_BIASES,
-        {
-            "rope_theta": rows.theta_key(
-                "theta of full_attention",
-                more="; checked: 500000 or null where the record of sliding_attention has none",
-            ),
-            "sliding_window": followed("window of the sliding_attention layers", nullable=True),
-            "layer_types": followed(
-                "window or none, layer by layer; absent: every 4th layer is full_attention"
-            ),
-        },
-    ),
+    keys=rows.rotary_keys(rows.NESTED_ROPE, rows.ATTENTION_BIASES, _KEYS),
     spec=_spec,
     records=_records,
     names=NAMES,

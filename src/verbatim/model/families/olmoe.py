@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import Table, alias, followed, must_equal
 from verbatim.model.spec import ModelSpec
 
@@ -11,10 +11,6 @@ from verbatim.model.spec import ModelSpec
 def _spec(c: Config) -> ModelSpec:
     base = parts.whole_heads(c, parts.rotary(c))
     return parts.with_experts(c, base, inner="intermediate_size", qk_norm="width")
-
-
-def _implied(h: GgufFields) -> Values:
-    return {"intermediate_size": header.expert_width(h), "norm_topk_prob": False}
 
 
 _KEYS: Table = {
@@ -33,12 +29,11 @@ FAMILY = Family(
     spec=_spec,
     gguf=Gguf(
         "olmoe",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.gguf_experts("num_experts"),
-            "expert_weights_norm": must_equal(False, note="weights are not divided by their sum"),
-        },
-        implied=_implied,
+        keys=gguf_rows.rotary(
+            gguf_rows.gguf_experts("num_experts"),
+            {"expert_weights_norm": gguf_rows.NOT_RENORMALISED},
+        ),
+        implied=lambda h: {"intermediate_size": header.expert_width(h), "norm_topk_prob": False},
     ),
     tiny={"olmoe": tiny(num_experts=4, num_experts_per_tok=2)},
 )

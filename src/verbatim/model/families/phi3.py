@@ -18,8 +18,6 @@ FAMILY = Family(
     ),
     spec=parts.rotary,
     rope=RopeRules(partial=True, only_longrope=True),
-    names=tensors.hf_names(
-        {f"attn.{part}": "self_attn.qkv_proj" for part in ("q", "k", "v")} | tensors.FUSED_MLP
-    ),
+    names=tensors.hf_names(tensors.fused_qkv("self_attn.qkv_proj") | tensors.FUSED_MLP),
     gguf=Gguf("phi3", names=tensors.gguf_names({**tensors.GGUF_FUSED_QKV, "mlp.gate": "ffn_up"})),
 )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from verbatim.model.families.common import header, parts, rows
 from verbatim.model.families.common.family import Config, Family, Gguf, tiny
-from verbatim.model.keys import no_effect
+from verbatim.model.keys import Table, no_effect
 from verbatim.model.spec import ModelSpec
 
 
@@ -25,16 +25,14 @@ def _spec(c: Config) -> ModelSpec:
     return replace(base, qkv_bias=True, out_bias=c.fact("out_bias", False))
 
 
+_KEYS: Table = {
+    "attention_bias": no_effect("q, k, v have biases always, o never, as in transformers"),
+    "mlp_bias": rows.NO_BIAS,
+}
 FAMILY = Family(
     model_type="qwen2",
     models="Qwen 2, 2.5",
-    keys=rows.rotary_keys(
-        rows.QWEN_WINDOWS,
-        {
-            "attention_bias": no_effect("q, k, v have biases always, o never, as in transformers"),
-            "mlp_bias": rows.NO_BIAS,
-        },
-    ),
+    keys=rows.rotary_keys(rows.QWEN_WINDOWS, _KEYS),
     spec=_spec,
     gguf=Gguf("qwen2", implied=header.every_layer_window),
     tiny={"qwen2": tiny(tie_word_embeddings=True)},

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.families.qwen3_next import shared_mixture
-from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
+from verbatim.model.keys import Table, followed, no_effect
 from verbatim.model.spec import ModelSpec
 
 
@@ -24,14 +24,6 @@ def _spec(c: Config) -> ModelSpec:
     return shared_mixture(c, base, parts.sparse_layers(c, len(base.layers)))
 
 
-def _implied(h: GgufFields) -> Values:
-    return {**header.every_layer_window(h), "norm_topk_prob": False}
-
-
-def _exported(spec: ModelSpec) -> Values:
-    return {"expert_shared_feed_forward_length": spec.shared_mlp}
-
-
 _KEYS: Table = {
     "max_window_layers": followed("of the layers before it, every other one has a window"),
     "attention_bias": no_effect("`qkv_bias` decides, as in transformers"),
@@ -45,6 +37,16 @@ _KEYS: Table = {
     "decoder_sparse_step": rows.SPARSE_STEP,
     "mlp_only_layers": rows.DENSE_LAYERS,
 }
+_GGUF_KEYS: Table = {
+    "expert_shared_feed_forward_length": gguf_rows.SHARED_WIDTH,
+    "expert_weights_norm": gguf_rows.NOT_RENORMALISED,
+}
+_TINY = tiny(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+)
 FAMILY = Family(
     model_type="qwen2_moe",
     name="qwen2moe",
@@ -54,23 +56,9 @@ FAMILY = Family(
     names=tensors.hf_names(tensors.SHARED_EXPERT),
     gguf=Gguf(
         "qwen2moe",
-        keys={
-            **gguf_rows.GGUF_ROTARY,
-            **gguf_rows.gguf_experts("num_experts"),
-            "expert_shared_feed_forward_length": renamed(
-                "shared_expert_intermediate_size", "inner width of the shared MLP"
-            ),
-            "expert_weights_norm": must_equal(False, note="weights are not divided by their sum"),
-        },
-        implied=_implied,
+        keys=gguf_rows.rotary(gguf_rows.gguf_experts("num_experts"), _GGUF_KEYS),
+        implied=lambda h: {**header.every_layer_window(h), "norm_topk_prob": False},
     ),
-    exported=_exported,
-    tiny={
-        "qwen2moe": tiny(
-            num_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            shared_expert_intermediate_size=32,
-        )
-    },
+    exported=lambda spec: {"expert_shared_feed_forward_length": spec.shared_mlp},
+    tiny={"qwen2moe": _TINY},
 )

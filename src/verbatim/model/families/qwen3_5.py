@@ -6,17 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, mixers, parts, rows, tensors
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    RopeRules,
-    Values,
-    Wrapper,
-    facts,
-    tiny,
-)
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, Wrapper, tiny
+from verbatim.model.families.common.gguf_fields import GgufFields, Values, facts
 from verbatim.model.keys import Table, followed, must_equal, no_effect, renamed
 from verbatim.model.spec import DeltaSpec, ModelSpec
 
@@ -117,7 +108,7 @@ RULES = RopeRules(
 )
 LAYER = {
     "attn.gate": "self_attn.q_proj",
-    **{f"delta.{part}": f"linear_attn.in_proj_{part}" for part in ("qkv", "z", "b", "a")},
+    **tensors.each("delta.*", "linear_attn.in_proj_*", "qkv z b a"),
     "delta.kernel": "linear_attn.conv1d",
     "delta.decay": "linear_attn.A_log",
     "delta.dt": "linear_attn.dt_bias",
@@ -128,14 +119,12 @@ LAYER = {
 GGUF_LAYER = {**tensors.GGUF_MLP_NORM, "attn.gate": "attn_q"}
 GGUF_DELTA: Table = {
     **gguf_rows.GGUF_ROTARY,
-    "ssm.conv_kernel": renamed("linear_conv_kernel_dim", "taps of the convolutions"),
-    "ssm.state_size": renamed("linear_key_head_dim", "size of a key head of a delta net"),
-    "ssm.group_count": renamed("linear_num_key_heads", "key heads of a delta net"),
-    "ssm.time_step_rank": renamed("linear_num_value_heads", "value heads of a delta net"),
+    "ssm.conv_kernel": renamed("linear_conv_kernel_dim"),
+    "ssm.state_size": renamed("linear_key_head_dim"),
+    "ssm.group_count": renamed("linear_num_key_heads"),
+    "ssm.time_step_rank": renamed("linear_num_value_heads"),
     "ssm.inner_size": followed("width of all value heads of a delta net"),
-    "full_attention_interval": renamed(
-        "full_attention_interval", "layer period: every N-th layer is attention", 4
-    ),
+    "full_attention_interval": renamed("full_attention_interval", default=4),
     "nextn_predict_layers": gguf_rows.DRAFTS,
     "rope.dimension_sections": ONE_POSITION,
 }

@@ -25,6 +25,7 @@ def _spec(c: Config) -> ModelSpec:
     return shared_mixture(inner, delta_net(inner))
 
 
+_GGUF = Gguf("qwen35moe", keys=GGUF_DELTA_MOE, names=tensors.gguf_names(GGUF_LAYER), implied=tiled)
 FAMILY = Family(
     model_type="qwen3_5_moe_text",
     name="qwen35moe",
@@ -40,9 +41,7 @@ FAMILY = Family(
     spec=_spec,
     rope=RULES,
     names=tensors.hf_names(LAYER),
-    gguf=Gguf(
-        "qwen35moe", keys=GGUF_DELTA_MOE, names=tensors.gguf_names(GGUF_LAYER), implied=tiled
-    ),
+    gguf=_GGUF,
     exported=exported_sections,
     drafts=tensors.QWEN_MTP,
     tiny={"qwen35moe": TINY_MOE},

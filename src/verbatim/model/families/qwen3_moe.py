@@ -5,15 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, header, parts, rows
-from verbatim.model.families.common.family import Config, Family, Gguf, GgufFields, Values, tiny
+from verbatim.model.families.common.family import Config, Family, Gguf, tiny
 from verbatim.model.keys import Table, alias, followed, must_equal
 from verbatim.model.spec import ModelSpec
 
 WINDOWS: Table = {
     "use_sliding_window": followed("turns the window on, in every layer"),
-    "sliding_window": followed(
-        "window of every layer where use_sliding_window; null: none", nullable=True
-    ),
+    "sliding_window": followed("window of every layer where use_sliding_window; null: none"),
     "max_window_layers": followed("checked: 0 where use_sliding_window; else without effect"),
     "layer_types": rows.WINDOW_TYPES,
 }
@@ -37,14 +35,6 @@ def mixture(c: Config) -> ModelSpec:
     return parts.with_experts(c, base, sparse=parts.sparse_layers(c, len(base.layers)))
 
 
-def _spec(c: Config) -> ModelSpec:
-    return replace(mixture(c), qk_norm="head")
-
-
-def _implied(h: GgufFields) -> Values:
-    return {**header.every_layer_window(h), "norm_topk_prob": True}
-
-
 KEYS: Table = {
     **WINDOWS,
     "num_experts": rows.EXPERTS,
@@ -64,11 +54,11 @@ FAMILY = Family(
     name="qwen3moe",
     models="Qwen 3 MoE",
     keys=rows.rotary_keys(rows.ROUTER, rows.ATTENTION_BIASES, KEYS),
-    spec=_spec,
+    spec=lambda c: replace(mixture(c), qk_norm="head"),
     gguf=Gguf(
         "qwen3moe",
-        keys={**gguf_rows.GGUF_ROTARY, **gguf_rows.gguf_experts("num_experts")},
-        implied=_implied,
+        keys=gguf_rows.rotary(gguf_rows.gguf_experts("num_experts")),
+        implied=lambda h: {**header.every_layer_window(h), "norm_topk_prob": True},
     ),
     tiny={"qwen3moe": TINY},
 )

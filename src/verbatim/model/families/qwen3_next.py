@@ -16,7 +16,7 @@ from verbatim.model.families.qwen3_5 import (
     exported,
     implied,
 )
-from verbatim.model.keys import Table, followed, renamed
+from verbatim.model.keys import Table, followed
 from verbatim.model.spec import ModelSpec
 
 MOE_KEYS: Table = {
@@ -28,9 +28,7 @@ MOE_KEYS: Table = {
 GGUF_DELTA_MOE: Table = {
     **GGUF_DELTA,
     **gguf_rows.gguf_experts("num_experts", "experts of a layer"),
-    "expert_shared_feed_forward_length": renamed(
-        "shared_expert_intermediate_size", "inner width of the shared MLP"
-    ),
+    "expert_shared_feed_forward_length": gguf_rows.SHARED_WIDTH,
 }
 TINY_MOE: Values = {
     **TINY,
@@ -53,30 +51,24 @@ def _spec(c: Config) -> ModelSpec:
     return shared_mixture(c, base, sparse) if experts and any(sparse) else base
 
 
+_KEYS: Table = {
+    "num_experts": followed("experts of a layer; 0: dense"),
+    "norm_topk_prob": rows.RENORMALISED,
+    "decoder_sparse_step": rows.SPARSE_STEP,
+    "mlp_only_layers": rows.DENSE_LAYERS,
+}
 FAMILY = Family(
     model_type="qwen3_next",
     name="qwen3next",
     models="Qwen3-Next",
-    keys=rows.rotary_keys(
-        rows.PARTIAL,
-        DELTA,
-        MOE_KEYS,
-        {
-            "num_experts": followed("experts of a layer; 0: dense"),
-            "norm_topk_prob": rows.RENORMALISED,
-            "decoder_sparse_step": rows.SPARSE_STEP,
-            "mlp_only_layers": rows.DENSE_LAYERS,
-        },
-    ),
+    keys=rows.rotary_keys(rows.PARTIAL, DELTA, MOE_KEYS, _KEYS),
     spec=_spec,
     rope=RopeRules(partial=True),
     names=tensors.hf_names(
         {
             **LAYER,
-            "delta.qkv": "linear_attn.in_proj_qkvz",
-            "delta.z": "linear_attn.in_proj_qkvz",
-            "delta.b": "linear_attn.in_proj_ba",
-            "delta.a": "linear_attn.in_proj_ba",
+            **tensors.each("delta.*", "linear_attn.in_proj_qkvz", "qkv z"),
+            **tensors.each("delta.*", "linear_attn.in_proj_ba", "b a"),
         }
     ),
     gguf=Gguf(

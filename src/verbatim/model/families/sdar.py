@@ -26,8 +26,8 @@ FAMILY = Family(
     keys={
         **qwen3.FAMILY.keys,
         "use_sliding_window": must_equal(False, note="blocks attend to all earlier ones"),
-        "block_size": followed("positions of a diffusion block", 4),
-        "mask_token_id": followed("token of an undecided position", 151669),
+        "block_size": followed("positions of a diffusion block", 4, private=True),
+        "mask_token_id": followed("token of an undecided position", 151669, private=True),
     },
     spec=_spec,
     tiny={"sdar": tiny(head_dim=16, block_size=4, mask_token_id=259)},

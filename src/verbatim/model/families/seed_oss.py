@@ -5,31 +5,23 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import parts, rows, tensors
-from verbatim.model.families.common.family import Config, Family, Gguf, tiny
-from verbatim.model.keys import followed
-from verbatim.model.spec import ModelSpec
+from verbatim.model.families.common.family import Family, Gguf, tiny
+from verbatim.model.keys import Table, followed
 
-
-def _spec(c: Config) -> ModelSpec:
-    return replace(
-        parts.rotary(c), out_bias=c.fact("out_bias", c.boolean("attention_out_bias", False))
-    )
-
-
+_KEYS: Table = {
+    "head_dim": rows.HEAD_DIM_OR_NULL,
+    "attention_bias": followed("biases of q, k and v"),
+    "attention_out_bias": followed("bias of o"),
+    "mlp_bias": followed("biases of the MLP"),
+    "residual_dropout": rows.TRAINING,
+}
 FAMILY = Family(
     model_type="seed_oss",
     models="Seed-OSS",
-    keys=rows.rotary_keys(
-        rows.FULL,
-        {
-            "head_dim": rows.HEAD_DIM_OR_NULL,
-            "attention_bias": followed("biases of q, k and v"),
-            "attention_out_bias": followed("bias of o"),
-            "mlp_bias": followed("biases of the MLP"),
-            "residual_dropout": rows.TRAINING,
-        },
+    keys=rows.rotary_keys(rows.FULL, _KEYS),
+    spec=lambda c: replace(
+        parts.rotary(c), out_bias=c.fact("out_bias", c.boolean("attention_out_bias", False))
     ),
-    spec=_spec,
     gguf=Gguf("seed_oss", names=tensors.gguf_names(tensors.GGUF_MLP_NORM)),
     tiny={"seed_oss": tiny(head_dim=16)},
 )

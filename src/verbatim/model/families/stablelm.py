@@ -5,16 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from verbatim.model.families.common import gguf_rows, parts, rows
-from verbatim.model.families.common.family import (
-    Config,
-    Family,
-    Gguf,
-    GgufFields,
-    RopeRules,
-    Values,
-    tiny,
-)
-from verbatim.model.keys import followed, must_equal, no_effect
+from verbatim.model.families.common.family import Config, Family, Gguf, RopeRules, tiny
+from verbatim.model.keys import Table, followed, no_effect
 from verbatim.model.spec import ModelSpec
 
 
@@ -28,26 +20,16 @@ def _spec(c: Config) -> ModelSpec:
     )
 
 
-def _implied(h: GgufFields) -> Values:
-    return {"use_parallel_residual": "blk.0.ffn_norm.weight" not in h.tensors}
-
-
+_KEYS: Table = {
+    "head_dim": rows.FIXED_HEAD_DIM,
+    "use_qkv_bias": followed("biases of q, k and v"),
+    "use_parallel_residual": followed(f"{rows.PARALLEL}, through one norm"),
+    "rope_pct": no_effect("`partial_rotary_factor` decides"),
+}
 FAMILY = Family(
     model_type="stablelm",
     models="StableLM",
-    keys=rows.rotary_keys(
-        rows.FULL,
-        rows.NO_BIASES,
-        rows.PARTIAL,
-        {
-            "head_dim": rows.FIXED_HEAD_DIM,
-            "use_qkv_bias": followed("biases of q, k and v"),
-            "qk_layernorm": must_equal(False, note="no layer norm of queries and keys"),
-            "use_parallel_residual": followed(f"{rows.PARALLEL}, through one norm"),
-            "rope_pct": no_effect("`partial_rotary_factor` decides"),
-        },
-        eps="layer_norm_eps",
-    ),
+    keys=rows.rotary_keys(rows.FULL, rows.NO_BIASES, rows.PARTIAL, _KEYS, eps="layer_norm_eps"),
     spec=_spec,
     rope=RopeRules(partial=True),
     gguf=Gguf(
@@ -56,7 +38,7 @@ FAMILY = Family(
             **gguf_rows.gguf_layer_norm("layer_norm_eps"),
             "use_parallel_residual": no_effect("the norms in the file decide"),
         },
-        implied=_implied,
+        implied=lambda h: {"use_parallel_residual": "blk.0.ffn_norm.weight" not in h.tensors},
     ),
     tiny={"stablelm": tiny(rms_norm_eps=None, use_qkv_bias=True, partial_rotary_factor=0.5)},
 )

@@ -12,6 +12,7 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verbatim.base.errors import ParameterError, VerbatimError
@@ -70,15 +71,8 @@ def batch_settings(
 ) -> Settings:
     # Two batches are in an actor at once; no limit of a public server applies.
     limits = Limits(max_queue=2 * concurrency, request_seconds=86_400.0)
-    return Settings(
-        model=model,
-        engine=dict(engine),
-        revision=revision,
-        offline=offline,
-        limits=limits,
-        store_items=0,
-        test_engine=test_engine,
-    )
+    made = Settings(model=model, engine=dict(engine), revision=revision, offline=offline)
+    return replace(made, limits=limits, store_items=0, test_engine=test_engine)
 
 
 class Generate:
@@ -161,14 +155,8 @@ def _columns(status: int, body: JsonMapping) -> JsonObject:
         return dict.fromkeys(COLUMNS) | {"error": str(body["error"]["message"])}
     choice, usage = body["choices"][0], body["usage"]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    values = (
-        text,
-        choice["finish_reason"],
-        usage["prompt_tokens"],
-        usage["completion_tokens"],
-        None,
-    )
-    return dict(zip(COLUMNS, values, strict=True))
+    counts = usage["prompt_tokens"], usage["completion_tokens"]
+    return dict(zip(COLUMNS, (text, choice["finish_reason"], *counts, None), strict=True))
 
 
 class AnswerRequests:

@@ -26,6 +26,7 @@ ERROR_STATUS = {
     "500": "a server error",
     "503": "the server is starting, restarting or draining; see Retry-After",
 }
+STREAMED = "the response; text/event-stream when streamed (Ollama: application/x-ndjson)"
 
 
 @functools.cache
@@ -67,33 +68,19 @@ def _operation(route: ApiRoute) -> JsonObject:
     plain = route.shown_path
     operation: JsonObject = {
         "operationId": route.method.lower() + plain.translate(str.maketrans("/", "_", "{}")),
-        "responses": {
-            "200": {
-                "description": "the response; text/event-stream when streamed "
-                "(Ollama: application/x-ndjson)"
-            }
-        },
+        "responses": {"200": {"description": STREAMED}},
     }
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     for status, text in ERROR_STATUS.items():
-        operation["responses"][status] = {
-            "description": text,
-            "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
-        }
-    parameters = (
-        []
-        if "{id}" not in plain
-        else [_parameter("id", "path", {"type": "string", "minLength": 1}, required=True)]
-    )
+        operation["responses"][status] = {"description": text, "content": error}
+    parameters = []
+    if "{id}" in plain:
+        schema: JsonObject = {"type": "string", "minLength": 1}
+        parameters = [_parameter("id", "path", schema, required=True)]
     for name, rule in route.queries.items():
         if name != "metadata[KEY]":  # a family of names, which OpenAPI cannot express
-            parameters.append(
-                _parameter(
-                    name,
-                    "query",
-                    {"type": "string", "pattern": f"^({rule.pattern})$"},
-                    description=rule.help,
-                )
-            )
+            schema = {"type": "string", "pattern": f"^({rule.pattern})$"}
+            parameters.append(_parameter(name, "query", schema, description=rule.help))
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
@@ -118,24 +105,12 @@ def _parameter(name: str, where: str, schema: JsonObject, **more: Any) -> JsonOb
 
 def _error_schema() -> JsonObject:
     text = {"type": ["string", "null"]}
-    return {
-        "type": "object",
-        "properties": {
-            "error": {
-                "anyOf": [
-                    {
-                        "type": "object",
-                        "properties": {
-                            "message": {"type": "string"},
-                            "type": {"type": "string"},
-                            "param": text,
-                            "code": {"type": "string", "enum": sorted(CODES)},
-                        },
-                        "required": ["message", "type", "param", "code"],
-                    },
-                    {"type": "string", "description": "on /api/ routes, Ollama's error shape"},
-                ]
-            }
-        },
-        "required": ["error"],
-    }
+    code = {"type": "string", "enum": sorted(CODES)}
+    members = {"message": {"type": "string"}, "type": {"type": "string"}}
+    error = _object({**members, "param": text, "code": code})
+    ollama = {"type": "string", "description": "on /api/ routes, Ollama's error shape"}
+    return _object({"error": {"anyOf": [error, ollama]}})
+
+
+def _object(members: JsonObject) -> JsonObject:
+    return {"type": "object", "properties": members, "required": list(members)}

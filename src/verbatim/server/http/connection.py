@@ -78,9 +78,7 @@ class HttpProtocol(asyncio.Protocol):
         # Bytes outside the body since the request began or its last chunk: head, chunk headers and
         # trailers. Limited by max_header_bytes.
         self._non_body_bytes = 0
-        self._resumed = (
-            False  # an Upgrade header ended the first parser; a second one reads the body
-        )
+        self._resumed = False  # an Upgrade header ended the first parser; a second reads the body
         self._in_head = False  # between the first byte and the last line of a request head
         self._head_timed = False  # the header timeout runs
         self._url = b""

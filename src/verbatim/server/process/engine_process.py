@@ -20,29 +20,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.errors import MAIN_MEMORY
+from verbatim.base.json_io import JsonObject
 from verbatim.observe.engine_metrics import Registry
 from verbatim.server.logs import JsonLines
-from verbatim.server.process import wire
+from verbatim.server.process import messages, wire
 from verbatim.server.process.cpu_affinity import native_threads, pin_threads
 from verbatim.server.process.engine_session import EngineSession
 from verbatim.server.process.message_codec import WireError, decode_to_engine
-from verbatim.server.process.messages import (
-    NOT_LOADED,
-    Abort,
-    Close,
-    Detokenize,
-    Failed,
-    Generate,
-    Heartbeat,
-    Inspect,
-    Loading,
-    Ready,
-    Start,
-    Tokenize,
-)
+from verbatim.server.process.results import cost_of
 from verbatim.server.settings import EXECUTOR_THREADS
 
 if TYPE_CHECKING:
@@ -54,7 +42,7 @@ METRICS_EVERY = 4  # heartbeats; every fourth has the text of the engine's metri
 log = logging.getLogger("verbatim.engine")
 
 
-def open_engine(start: Start, found: Callable[[], None]) -> AsyncEngine:
+def open_engine(start: messages.Start, found: Callable[[], None]) -> AsyncEngine:
     """Load the model and set the key of its prefix cache; blocks."""
     engine = _load(start, found)
     if start.prefix_key and engine.core.disk_cache is None:  # a disk cache has its own key
@@ -76,7 +64,7 @@ def open_text(
     return load_text(model, revision=revision, offline=offline)
 
 
-def _load(start: Start, found: Callable[[], None]) -> AsyncEngine:
+def _load(start: messages.Start, found: Callable[[], None]) -> AsyncEngine:
     """Load the model; blocks. Calls `found` when the name turns out to be a model's: its file
     exists, or the hub lists it. `test_engine` is a hidden flag for tests: a fake engine of
     verbatim.testing.fakes."""
@@ -146,12 +134,12 @@ async def beat(
     log.error("the engine failed: %r", engine.error, exc_info=engine.error)
 
 
-def heartbeat(engine: AsyncEngine, bandwidth: Bandwidth | None) -> Heartbeat:
+def heartbeat(engine: AsyncEngine, bandwidth: Bandwidth | None) -> messages.Heartbeat:
     """The engine's counters; given `bandwidth`, also its metrics as Prometheus text."""
     stats = engine.stats()
     if bandwidth is None:
-        return Heartbeat(stats, None)
-    return Heartbeat(stats, engine.metrics() + bandwidth.text(stats) + tasks_text())
+        return messages.Heartbeat(stats, None)
+    return messages.Heartbeat(stats, engine.metrics() + bandwidth.text(stats) + tasks_text())
 
 
 def tasks_text() -> str:
@@ -167,17 +155,11 @@ class Bandwidth:
     `verbatim bench` measured."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        from verbatim.hub.catalog import cache_dir
-        from verbatim.observe.roofline import cost_card, load_limits
-
-        info = engine.loaded.backend.info
-        self._card = cost_card(engine.loaded.backend.spec, info)
-        # The measured limit is that of main memory; a GPU has none.
-        limits = load_limits(cache_dir()) if info.name != "cuda" else None
+        self._card, limits = cost_of(engine)
         self._limit = limits.read_bytes if limits is not None else None
         self._last, self._steps, self._rows = time.monotonic(), 0, 0
 
-    def text(self, stats: dict[str, Any]) -> str:
+    def text(self, stats: JsonObject) -> str:
         now, steps = time.monotonic(), int(stats.get("steps_total", 0))
         rows, made = int(stats.get("computed_tokens_total", 0)), steps - self._steps
         read = made * self._card.read_bytes((rows - self._rows) / made) if made else 0.0
@@ -195,17 +177,17 @@ class Bandwidth:
 
 
 async def open_session(
-    start: Start, outbox: wire.Outbox
-) -> tuple[AsyncEngine, EngineSession, Ready]:
+    start: messages.Start, outbox: wire.Outbox
+) -> tuple[AsyncEngine, EngineSession, messages.Ready]:
     loop, once = asyncio.get_running_loop(), itertools.count()
 
     def found() -> None:  # in the thread that loads the model
         if next(once) == 0:
-            loop.call_soon_threadsafe(outbox.put, Loading())
+            loop.call_soon_threadsafe(outbox.put, messages.Loading())
 
     engine = await asyncio.to_thread(open_engine, start, found)
     session = EngineSession(engine, outbox, start)
-    return engine, session, Ready(session.facts())
+    return engine, session, messages.Ready(session.facts())
 
 
 async def serve(fd: int) -> int:
@@ -219,15 +201,15 @@ async def serve(fd: int) -> int:
     start = await wire.read(reader, decode_to_engine)
     if start is None:
         return 0
-    assert isinstance(start, Start), f"the first message is a {type(start).__name__}"
+    assert isinstance(start, messages.Start), f"the first message is a {type(start).__name__}"
     try:
         engine, session, ready = await open_session(start, outbox)
     except Exception as error:
         no_memory = isinstance(error, MemoryError) or str(error) == "can't start new thread"
         text = MAIN_MEMORY if no_memory else str(error)
-        outbox.put(Failed(text))  # the HTTP process reports it
+        outbox.put(messages.Failed(text))  # the HTTP process reports it
         await outbox.drain()
-        return NOT_LOADED
+        return messages.NOT_LOADED
     bandwidth = Bandwidth(engine)
     outbox.put(heartbeat(engine, bandwidth))  # before Ready: /metrics is then complete at once
     outbox.put(ready)
@@ -257,21 +239,21 @@ async def dispatch(reader: asyncio.StreamReader, session: EngineSession) -> None
     """Handle the parent's messages until it sends Close or closes the socket."""
     while (message := await wire.read(reader, decode_to_engine)) is not None:
         match message:
-            case Generate() | Tokenize() | Detokenize() | Inspect():
-                session.submit(message)
-            case Abort():
+            case messages.Abort():
                 session.abort(message.request_id)
-            case Close():
+            case messages.Close():
                 return
-            case Start():
+            case messages.Start():
                 raise WireError("a second Start")
+            case _:
+                session.submit(message)
 
 
 async def serve_or_exit(fd: int) -> int:
     """serve(). A process whose model is not loaded exits at once: to end its threads and native
     objects may need memory that it does not have."""
     code = await serve(fd)
-    if code == NOT_LOADED:
+    if code == messages.NOT_LOADED:
         os._exit(code)
     return code
 

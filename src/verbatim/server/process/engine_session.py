@@ -32,24 +32,8 @@ from verbatim.engine.embed_input import EmbedInput
 from verbatim.engine.read_prompt import conversation, encoded, typed_control
 from verbatim.schedule.fair_queue import FairQueue, Waiting
 from verbatim.server.problem import Problem, problem_of
-from verbatim.server.process import wire
+from verbatim.server.process import messages, wire
 from verbatim.server.process.lens_queries import Inspector
-from verbatim.server.process.messages import (
-    Accepted,
-    Deltas,
-    Detokenize,
-    Detokenized,
-    Generate,
-    Inspect,
-    Inspected,
-    ModelFacts,
-    Refused,
-    Start,
-    Tokenize,
-    Tokenized,
-    WireDelta,
-    Work,
-)
 from verbatim.server.process.results import ResultEncoder, drop_rows, facts_of
 
 if TYPE_CHECKING:
@@ -104,7 +88,7 @@ class OpenRequest:
 
 
 class EngineSession:
-    def __init__(self, engine: AsyncEngine, outbox: wire.Outbox, start: Start) -> None:
+    def __init__(self, engine: AsyncEngine, outbox: wire.Outbox, start: messages.Start) -> None:
         self._engine = engine
         self._outbox = outbox
         self._results = ResultEncoder(engine, start.served_name)
@@ -122,10 +106,10 @@ class EngineSession:
         pools = self._engine.core.scheduler.cache.pools
         return int(min(pool.total for pool in pools) * self._engine.loaded.backend.block_size)
 
-    def facts(self) -> ModelFacts:
+    def facts(self) -> messages.ModelFacts:
         return facts_of(self._engine)
 
-    def submit(self, message: Work) -> None:
+    def submit(self, message: messages.Work) -> None:
         request = self._open[message.request_id] = OpenRequest()
         request.task = asyncio.create_task(self._run(request, message))
 
@@ -144,7 +128,7 @@ class EngineSession:
             if request.task is not None:
                 request.task.cancel()
 
-    async def _run(self, request: OpenRequest, message: Work) -> None:
+    async def _run(self, request: OpenRequest, message: messages.Work) -> None:
         """Send exactly one result, whatever happens."""
         request_id = message.request_id
         try:
@@ -163,24 +147,24 @@ class EngineSession:
                 problem = Problem("engine_died", reason, retry_after=2)
             if problem.code == "internal_error":
                 log.exception("request %s failed", request_id)
-            self._outbox.put(Refused.of(request_id, problem))
+            self._outbox.put(messages.Refused.of(request_id, problem))
         finally:
             del self._open[request_id]
 
-    def _work(self, request: OpenRequest, message: Work) -> Awaitable[None]:
+    def _work(self, request: OpenRequest, message: messages.Work) -> Awaitable[None]:
         match message:
-            case Generate():
+            case messages.Generate():
                 return self._generate(request, message)
-            case Tokenize():
+            case messages.Tokenize():
                 return self._tokenize(message)
-            case Detokenize():
+            case messages.Detokenize():
                 return self._detokenize(message)
-            case Inspect():
+            case messages.Inspect():
                 return self._inspect(message)
 
     # ------------------------------------------------------------------------------------- generate
 
-    async def _generate(self, request: OpenRequest, message: Generate) -> None:
+    async def _generate(self, request: OpenRequest, message: messages.Generate) -> None:
         params = SamplingParams.from_mapping(message.params).with_origins(message.origins)
         request.params = params
         queue = self._queues[message.tenant]
@@ -192,7 +176,11 @@ class EngineSession:
             self._release_from(queue)
 
     async def _wait_in_queue(
-        self, queue: FairQueue, request: OpenRequest, message: Generate, params: SamplingParams
+        self,
+        queue: FairQueue,
+        request: OpenRequest,
+        message: messages.Generate,
+        params: SamplingParams,
     ) -> Waiting:
         request.scheduled = asyncio.get_running_loop().create_future()
         entry = queue.add(
@@ -220,7 +208,7 @@ class EngineSession:
             else:
                 entry.item.set_result(None)
 
-    async def _claim(self, message: Generate, params: SamplingParams) -> int:
+    async def _claim(self, message: messages.Generate, params: SamplingParams) -> int:
         """Maximum KV cache of the request, in tokens."""
         prompt, context = message.prompt, self._engine.context
         if isinstance(prompt, list):
@@ -230,15 +218,12 @@ class EngineSession:
         output = context - known if params.max_tokens is None else params.max_tokens
         return params.width * min(known + max(output, 0), context, message.num_ctx or context)
 
-    async def _run_in_engine(self, request: OpenRequest, message: Generate) -> None:
+    async def _run_in_engine(self, request: OpenRequest, message: messages.Generate) -> None:
         prompt = await self._prompt(request, message)
         request.end = end = asyncio.get_running_loop().create_future()
         request.streamed, request.explain_rows = message.stream, message.explain_rows
         handle = await self._engine.submit_to(
-            self._sink,
-            message.request_id,
-            prompt,
-            request.params,
+            *(self._sink, message.request_id, prompt, request.params),
             messages=message.messages if prompt is None else None,
             template=message.template,
             tenant=message.tenant,
@@ -247,7 +232,7 @@ class EngineSession:
         if request.aborted:
             self._engine.abort(message.request_id)
         text = self._text_of(message.prompt) if message.echo else ""
-        self._outbox.put(Accepted(message.request_id, text, handle.prompt_tokens))
+        self._outbox.put(messages.Accepted(message.request_id, text, handle.prompt_tokens))
         completion = await end
         complete = message.embedding and completion.finish.reason not in ("cancel", "error")
         embedding = handle.embedding().tolist() if complete else None
@@ -260,7 +245,7 @@ class EngineSession:
         self._outbox.put(done)
 
     async def _prompt(
-        self, request: OpenRequest, message: Generate
+        self, request: OpenRequest, message: messages.Generate
     ) -> str | Sequence[int] | EmbedInput | None:
         """The prompt for the engine; None: it encodes the conversation itself. A prompt is encoded
         here if its control tokens are parsed, or if its length decides about num_ctx."""
@@ -280,7 +265,7 @@ class EngineSession:
         """Send the outputs of one step. The deltas of all requests leave in one message; the result
         of a request is sent by its own task. Deltas with rows of logits are large and leave in
         messages of their own."""
-        deltas: list[WireDelta] = []
+        deltas: list[messages.WireDelta] = []
         for request_id, item in items:
             request = self._open.get(request_id)
             if request is None or request.end is None or request.end.done():
@@ -289,7 +274,7 @@ class EngineSession:
                 if item.explain and not request.explain_rows:
                     drop_rows(item.explain)
                 if request.streamed and request.explain_rows:
-                    self._outbox.put(Deltas([self._results.delta(item, request.params)]))
+                    self._outbox.put(messages.Deltas([self._results.delta(item, request.params)]))
                 elif request.streamed:
                     deltas.append(self._results.delta(item, request.params))
             elif isinstance(item, Completion):
@@ -297,7 +282,7 @@ class EngineSession:
             else:
                 request.end.set_exception(item)
         if deltas:
-            self._outbox.put(Deltas(deltas))
+            self._outbox.put(messages.Deltas(deltas))
 
     def _text_of(self, prompt: str | Sequence[int] | None) -> str:
         if isinstance(prompt, str):
@@ -305,19 +290,19 @@ class EngineSession:
         text: str = self._engine.tokenizer.decode(list(prompt or ()), skip_special=False)
         return text
 
-    def _encode_prompt(self, message: Generate) -> list[int]:
+    def _encode_prompt(self, message: messages.Generate) -> list[int]:
         if message.messages is not None:
             return self._encode_chat(message)
         assert isinstance(message.prompt, str), "a prompt of token ids is encoded already"
         return encoded(self._engine.tokenizer, message.prompt, special=message.parse_special)
 
-    def _encode_chat(self, message: Generate | Tokenize) -> list[int]:
+    def _encode_chat(self, message: messages.Generate | messages.Tokenize) -> list[int]:
         if not self._engine.has_template:
             raise UnsupportedError("messages", "this model has no chat template")
         assert message.messages is not None, "neither a text nor a conversation"
         return self._engine.encode_chat(message.messages, **(message.template or {}))
 
-    def _render_chat(self, message: Tokenize, warnings: list[str]) -> str:
+    def _render_chat(self, message: messages.Tokenize, warnings: list[str]) -> str:
         template = self._engine.loaded.template
         if template is None:
             raise UnsupportedError("messages", "this model has no chat template")
@@ -326,27 +311,27 @@ class EngineSession:
 
     # ---------------------------------------------------------------------- tokenize and detokenize
 
-    async def _tokenize(self, message: Tokenize) -> None:
+    async def _tokenize(self, message: messages.Tokenize) -> None:
         tokenizer, text = self._engine.tokenizer, message.text
         if message.render:
             found: list[str] = []
             prompt = await asyncio.to_thread(self._render_chat, message, found)
-            self._outbox.put(Detokenized(message.request_id, prompt, found))
+            self._outbox.put(messages.Detokenized(message.request_id, prompt, found))
             return
         ids = await asyncio.to_thread(self._encode_text, message)
         warnings: Sequence[str] = getattr(ids, "warnings", ())
         if text is not None and not message.parse_special and len(ids) <= self._engine.context:
             warnings = await asyncio.to_thread(typed_control, tokenizer, text)
         raw = [tokenizer.token_bytes(token) for token in ids]
-        self._outbox.put(Tokenized(message.request_id, ids, raw, warnings))
+        self._outbox.put(messages.Tokenized(message.request_id, ids, raw, warnings))
 
-    def _encode_text(self, message: Tokenize) -> list[int]:
+    def _encode_text(self, message: messages.Tokenize) -> list[int]:
         if message.text is None:
             return self._encode_chat(message)
         special, bare = message.parse_special, not message.add_special
         return encoded(self._engine.tokenizer, message.text, special=special, bare=bare)
 
-    async def _detokenize(self, message: Detokenize) -> None:
+    async def _detokenize(self, message: messages.Detokenize) -> None:
         tokenizer, ids = self._engine.tokenizer, message.token_ids
         for token in ids:
             if not 0 <= token < tokenizer.vocab_size:
@@ -355,8 +340,8 @@ class EngineSession:
                     "tokens", f"{token} is not a token id of this model (0 to {last})"
                 )
         text = await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
-        self._outbox.put(Detokenized(message.request_id, text))
+        self._outbox.put(messages.Detokenized(message.request_id, text))
 
-    async def _inspect(self, message: Inspect) -> None:
+    async def _inspect(self, message: messages.Inspect) -> None:
         data = await self._inspector.answer(message.what, message.arguments, message.tenant)
-        self._outbox.put(Inspected(message.request_id, data))
+        self._outbox.put(messages.Inspected(message.request_id, data))

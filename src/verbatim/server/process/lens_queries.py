@@ -25,6 +25,13 @@ from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
 from verbatim.engine.request import Request
+from verbatim.sampling.draw import noise_key
+from verbatim.sampling.logprobs import as_row
+from verbatim.sampling.numerics import best, lane_sum, log_mass, masses, spreads
+from verbatim.sampling.pipeline import Row, state_of
+from verbatim.sampling.processors import BEFORE
+from verbatim.sampling.row_state import REMOVED
+from verbatim.server.process.results import cost_of
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.async_engine import AsyncEngine
@@ -69,13 +76,9 @@ class Inspector:
     # --------------------------------------------------------------------------------------- facts
 
     def _facts(self) -> JsonObject:
-        from verbatim.hub.catalog import cache_dir
-        from verbatim.observe.roofline import cost_card, load_limits
-
         engine, backend = self._engine, self._engine.loaded.backend
         info, spec = backend.info, backend.spec
-        card = cost_card(spec, info)
-        limits = load_limits(cache_dir()) if info.name != "cuda" else None
+        card, limits = cost_of(engine)
         return {
             "model": engine.loaded.name,
             "digest": engine.loaded.digest,
@@ -120,8 +123,6 @@ class Inspector:
         rest: bool,
     ) -> JsonObject:
         """The report of one step. `row`: the raw float32 logits that follow prompt + output."""
-        from verbatim.sampling.logprobs import as_row
-
         wanted = SamplingParams.from_mapping(params)
         request = self._engine.core.request(prompt, wanted)
         raw = as_row(np.frombuffer(row, "<f4"))
@@ -132,12 +133,6 @@ class Inspector:
         self, raw: Any, request: Request, output: list[int], choice: int
     ) -> tuple[object, list[JsonObject], list[list[Any]]]:
         """Run bias, masks and penalties: (state, stages, [id, raw logit, stage] of removed ids)."""
-        from verbatim.sampling.draw import noise_key
-        from verbatim.sampling.numerics import best
-        from verbatim.sampling.pipeline import Row, state_of
-        from verbatim.sampling.processors import BEFORE
-        from verbatim.sampling.row_state import REMOVED
-
         params, prompt = request.params, request.prompt_ids
         spec = DrawSpec(
             params,
@@ -184,9 +179,6 @@ class Inspector:
 
 def mass_share(logits: Any, kept: Any) -> float:
     """The probability of the ids that a stage keeps, in the distribution before the stage."""
-    from verbatim.sampling.numerics import masses
-    from verbatim.sampling.row_state import REMOVED
-
     if not (logits > REMOVED).any():
         return 0.0
     mass = masses(logits - logits.max())
@@ -195,9 +187,6 @@ def mass_share(logits: Any, kept: Any) -> float:
 
 def most_likely(logits: Any) -> list[list[Any]]:
     """[id, probability] of the first ids after a stage."""
-    from verbatim.sampling.numerics import best, masses
-    from verbatim.sampling.row_state import REMOVED
-
     if not (logits > REMOVED).any():
         return []
     mass = masses(logits - logits.max())
@@ -225,9 +214,6 @@ def mask_after(request: Request, output: list[int]) -> bytes | None:
 def step_report(
     raw: Any, state: Any, stages: list[JsonObject], cut: list[list[Any]], rest: bool
 ) -> JsonObject:
-    from verbatim.sampling.numerics import best, log_mass, masses, spreads
-    from verbatim.sampling.row_state import REMOVED
-
     d = raw - raw.max()
     mass = masses(d)
     total = int(mass.sum())
@@ -257,9 +243,6 @@ def step_report(
 
 def sigma_of(logits: Any) -> float:
     """The standard deviation that TopNSigma uses, in its order of additions."""
-    from verbatim.sampling.numerics import lane_sum
-    from verbatim.sampling.row_state import REMOVED
-
     live = logits > REMOVED
     z = np.where(live, logits - logits.max(), 0.0)
     count = float(np.count_nonzero(live))

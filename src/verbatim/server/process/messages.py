@@ -33,9 +33,7 @@ class Start:
     revision: str | None
     offline: bool
     engine: JsonObject  # fields of EngineConfig that differ from their defaults
-    test_engine: (
-        str  # tests only: options of verbatim.testing.fakes.server_parts; empty: load the model
-    )
+    test_engine: str  # options of verbatim.testing.fakes.server_parts; empty: load the model
     served_name: str  # the model's name in receipts
     cache_share: float  # share of the KV cache that one tenant's requests may claim
     prefix_key: bytes = b""  # key of the prefix cache's block hashes; empty: random
@@ -58,9 +56,7 @@ class Generate:
     parse_special: bool = False  # the text of a control token in the prompt becomes that token
     echo: bool = False  # Accepted carries the prompt's text
     num_ctx: int | None = None  # Ollama: maximum tokens of prompt and output together
-    open_end: bool = (
-        False  # Ollama: the client set no max_tokens, so num_ctx may shorten the output
-    )
+    open_end: bool = False  # Ollama: no max_tokens was set, so num_ctx may shorten the output
     embedding: bool = False  # Generated carries the embedding of the prompt (engine/embed_input.py)
     document: str | None = None  # with embedding: the second text of a pair, for its relevance
     prompt_name: str | None = None  # with embedding: the model's prompt to put before the text
@@ -144,9 +140,7 @@ class ModelFacts:
     longest_token: int  # bytes
     adapters: dict[str, str] = field(default_factory=dict)  # LoRA adapter -> its fingerprint
     task: str = "generate"  # or embed, rerank: an encoder
-    reasoning: bool = (
-        False  # the chat template marks reasoning (text/reasoning/reasoning_format.py)
-    )
+    reasoning: bool = False  # the chat template marks reasoning (text/reasoning)
     template_reasoning: bool = False  # the chat template reads the reasoning of earlier turns
     # template variables that switch thinking, see api/common/reasoning_variables.py
     reasoning_switches: list[str] = field(default_factory=list)

@@ -27,6 +27,7 @@ from verbatim.text.tools.tool_format import detect_format
 
 if TYPE_CHECKING:
     from verbatim.engine.calls.async_engine import AsyncEngine
+    from verbatim.observe.roofline import CostCard, MachineLimits
 
 # Parameters that can mask every token, the narrowest first: the first one a client should relax.
 NO_BOUND = 1 << 40
@@ -111,6 +112,17 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         sampling=dict(engine.loaded.defaults.values),
         sampling_source=engine.loaded.defaults.source,
     )
+
+
+def cost_of(engine: AsyncEngine) -> tuple[CostCard, MachineLimits | None]:
+    """The cost of the model's tokens, and the measured limits of main memory; None: `verbatim
+    bench` has not measured them, or the model is on a GPU."""
+    from verbatim.hub.catalog import cache_dir
+    from verbatim.observe.roofline import cost_card, load_limits
+
+    info = engine.loaded.backend.info
+    limits = load_limits(cache_dir()) if info.name != "cuda" else None
+    return cost_card(engine.loaded.backend.spec, info), limits
 
 
 def _longest_token(engine: AsyncEngine) -> int:

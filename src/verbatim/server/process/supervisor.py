@@ -21,27 +21,9 @@ from dataclasses import dataclass
 from verbatim.base.json_io import JsonObject
 from verbatim.observe.merge_metrics import add_counters
 from verbatim.server.problem import Problem
-from verbatim.server.process import wire
+from verbatim.server.process import messages, wire
 from verbatim.server.process.ledger import Ledger
 from verbatim.server.process.message_codec import decode_from_engine
-from verbatim.server.process.messages import (
-    NOT_LOADED,
-    Abort,
-    Accepted,
-    Close,
-    Deltas,
-    Failed,
-    FromEngine,
-    Generated,
-    Heartbeat,
-    Loading,
-    ModelFacts,
-    Ready,
-    Refused,
-    Result,
-    Start,
-    Work,
-)
 from verbatim.server.process.running import Running, Signal
 from verbatim.server.settings import Settings
 
@@ -70,7 +52,8 @@ class Supervisor:
         self.settings = settings
         self._clock = clock
         self.ledger = Ledger() if ledger is None else ledger
-        self.facts: ModelFacts | None = None  # set from the first Ready on, also during a restart
+        # Set from the first Ready on, also during a restart.
+        self.facts: messages.ModelFacts | None = None
         self.stats: JsonObject = {}
         self.metrics = ""  # its counters include those of earlier engine processes
         self._earlier_metrics = ""
@@ -114,20 +97,24 @@ class Supervisor:
         self.metrics = self._earlier_metrics = earlier.metrics
         self.reports, self.restarts = earlier.reports, earlier.restarts
 
-    def submit(self, message: Work, signal: Signal | None = None) -> Running:
+    def submit(self, message: messages.Work, signal: Signal | None = None) -> Running:
         if not self.ready.is_set() or self._outbox is None:
             raise Problem("unavailable", "the engine is starting; try again shortly", retry_after=2)
         frame = wire.pack(message)  # may raise, so it comes before any bookkeeping
+        running = self._open(message, signal)
+        self._outbox.put_frame(frame)
+        return running
+
+    def _open(self, message: messages.Work, signal: Signal | None) -> Running:
         request_id, max_bytes = message.request_id, self.settings.limits.max_stream_bytes
         running = Running(request_id, message.tenant, self.abort, max_bytes, signal or Signal())
         self._running[request_id] = running
         self.ledger.open(request_id)
-        self._outbox.put_frame(frame)
         return running
 
     def abort(self, running: Running) -> None:
         if running.id in self._running and self._outbox is not None:
-            self._outbox.put(Abort(running.id))
+            self._outbox.put(messages.Abort(running.id))
 
     def fail_all(self, problem: Problem) -> None:
         """End every open request with `problem` and abort it in the engine (end of a drain)."""
@@ -145,13 +132,20 @@ class Supervisor:
     def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
 
+    async def load_error(self) -> str:
+        """Wait until the model is loaded. Returns why it cannot be; empty: it is."""
+        ready = asyncio.ensure_future(self.ready.wait())
+        await asyncio.wait((ready, self.fatal), return_when=asyncio.FIRST_COMPLETED)
+        ready.cancel()
+        return self.fatal.result() if self.fatal.done() else ""
+
     async def close(self) -> None:
         was_ready = self.ready.is_set()
         self._closing.set()
         self.ready.clear()
         self.ended.set()
         if was_ready and self._outbox is not None:
-            self._outbox.put(Close())
+            self._outbox.put(messages.Close())
             await self._outbox.drain()
         elif self._process is not None:  # it would read Close only after the load
             self._kill(self._process)
@@ -242,7 +236,7 @@ class Supervisor:
         """Give up where the first engine process crashes while it loads the model, or several in
         a row before they compute anything: a limit on the memory kills each at the same place."""
         served = self._running or self.stats.get("steps_total")
-        self._crashes = 0 if served or code == NOT_LOADED else self._crashes + 1
+        self._crashes = 0 if served or code == messages.NOT_LOADED else self._crashes + 1
         if self._crashes >= (1 if self.facts is None else MOST_CRASHES):
             self.fatal.set_result(
                 f"the engine process ended with code {code} before its first step (see its log "
@@ -282,10 +276,10 @@ class Supervisor:
 
     # ----------------------------------------------------------------------------------- messages
 
-    def _start_message(self) -> Start:
+    def _start_message(self) -> messages.Start:
         """The settings of the engine process: nothing about the network, no keys."""
         settings = self.settings
-        return Start(
+        return messages.Start(
             model=settings.model,
             revision=settings.revision,
             offline=settings.offline,
@@ -297,25 +291,25 @@ class Supervisor:
             verbose=settings.verbose,
         )
 
-    def _handle(self, message: FromEngine) -> None:
+    def _handle(self, message: messages.FromEngine) -> None:
         match message:
-            case Deltas(items=items):
+            case messages.Deltas(items=items):
                 for delta in items:
                     if (running := self._running.get(delta.request_id)) is not None:
                         running.push(delta)
-            case Heartbeat():
+            case messages.Heartbeat():
                 self._last_beat = self._clock()
                 self.stats = message.stats
                 if message.metrics is not None:
                     self.metrics = add_counters(self._earlier_metrics, message.metrics)
                     self.reports += 1
-            case Accepted():
+            case messages.Accepted():
                 if message.request_id in self._running:
                     running = self._running[message.request_id]
                     running.accept(message.text, message.prompt_tokens)
-            case Refused():
+            case messages.Refused():
                 self._refused(message)
-            case Ready(facts=facts):
+            case messages.Ready(facts=facts):
                 self.facts = facts
                 self.found.set()
                 self._last_progress = (self._clock(), -1)
@@ -328,25 +322,25 @@ class Supervisor:
                     facts.context,
                     facts.fingerprint,
                 )
-            case Failed():
+            case messages.Failed():
                 if self.facts is not None:
                     log.error("the engine could not start again: %s", message.message)
                 elif not self.fatal.done():
                     self.fatal.set_result(message.message)
-            case Loading():
+            case messages.Loading():
                 self.found.set()
             case _:
                 self._finished(message)
 
-    def _refused(self, message: Refused) -> None:
+    def _refused(self, message: messages.Refused) -> None:
         running = self._running.pop(message.request_id)
         running.fail(message.problem())
         client_error = running.problem is not None and running.problem.status < 500
         self.ledger.close(running.id, "refused" if client_error else "error")
 
-    def _finished(self, result: Result) -> None:
+    def _finished(self, result: messages.Result) -> None:
         running = self._running.pop(result.request_id)
-        if not isinstance(result, Generated):
+        if not isinstance(result, messages.Generated):
             self.ledger.close(running.id, "done")
         else:
             code = running.problem.code if running.problem is not None else ""

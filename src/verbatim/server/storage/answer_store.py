@@ -75,18 +75,9 @@ def put_row(tenant: str, kind: Kind, name: str, item: JsonObject, expires: int |
 def file_item(
     name: str, size: int, now: int, seconds: int, filename: str, purpose: str
 ) -> JsonObject:
-    return {
-        "object": {
-            "id": name,
-            "object": "file",
-            "bytes": size,
-            "created_at": now,
-            "expires_at": now + seconds,
-            "filename": filename,
-            "purpose": purpose,
-            "status": "processed",
-        }
-    }
+    times = {"created_at": now, "expires_at": now + seconds}
+    file = {"filename": filename, "purpose": purpose, "status": "processed"}
+    return {"object": {"id": name, "object": "file", "bytes": size, **times, **file}}
 
 
 class Store:

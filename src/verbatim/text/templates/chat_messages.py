@@ -156,14 +156,10 @@ def check_keys_read(
 
 
 def _part_text(part: object, where: str) -> str:
-    if (
-        isinstance(part, Mapping)
-        and part.get("type") == "text"
-        and isinstance(part.get("text"), str)
-    ):
-        text: str = part["text"]
-        return text
+    text = part.get("text") if isinstance(part, Mapping) else None
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if kind == "text" and isinstance(text, str):
+        return text
     raise UnsupportedError(
         "messages", f"{where} has a content part of type {str(kind)[:40]!r}; only text is supported"
     )
@@ -194,10 +190,8 @@ def plain_copy(value: object, escaper: ControlEscaper, where: str, depth: int = 
         return value
     if isinstance(value, str):
         return escaper.escape(str(value))
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value)
+    if isinstance(value, (int, float)):
+        return int(value) if isinstance(value, int) else float(value)
     if depth >= MAX_DEPTH:
         raise RequestError(
             f"{where} is nested deeper than {MAX_DEPTH} levels", param=where.partition("[")[0]
@@ -205,10 +199,8 @@ def plain_copy(value: object, escaper: ControlEscaper, where: str, depth: int = 
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) for key in value):
             raise RequestError(f"{where} has a key that is not text", param=where.partition("[")[0])
-        return {
-            escaper.escape(str(k)): plain_copy(v, escaper, where, depth + 1)
-            for k, v in value.items()
-        }
+        pairs = [(escaper.escape(str(key)), item) for key, item in value.items()]
+        return {key: plain_copy(item, escaper, where, depth + 1) for key, item in pairs}
     if isinstance(value, (list, tuple)):
         return [plain_copy(v, escaper, where, depth + 1) for v in value]
     raise RequestError(

@@ -69,36 +69,13 @@ class ChatTemplate:
         continue_final: bool = False,
         template: str | None = None,
         warnings: list[str] | None = None,
+        escaper: ControlEscaper | None = None,
         **variables: Any,
     ) -> str:
         """The prompt as a string. `continue_final` leaves the last message open for the model to
         continue. `warnings` collects sentences about names that the template does not read; without
-        it they are errors."""
-        escaper = ControlEscaper(ControlFinder({}), [self.sources, messages])
-        return self._render(
-            escaper,
-            messages,
-            tools,
-            documents,
-            add_generation_prompt,
-            continue_final,
-            template,
-            variables,
-            warnings,
-        )
-
-    def _render(
-        self,
-        escaper: ControlEscaper,
-        messages: Sequence[Mapping[str, object]],
-        tools: Sequence[Mapping[str, object]] | None,
-        documents: Sequence[Mapping[str, object]] | None,
-        add_generation_prompt: bool,
-        continue_final: bool,
-        template: str | None,
-        variables: Mapping[str, object],
-        warnings: list[str] | None,
-    ) -> str:
+        it they are errors. `escaper`: placeholders for control tokens in the messages."""
+        escaper = escaper or ControlEscaper(ControlFinder({}), [self.sources, messages])
         program = self._program(self._choose(template, tools))
         for key in variables:
             if key in RESERVED or key in self._special:
@@ -111,20 +88,13 @@ class ChatTemplate:
             prepare_message(program, escaper, m, i, warnings)
             for i, m in enumerate(as_list(messages, "messages"))
         ]
-        values = {
-            **{
-                key: plain_copy(value, escaper, "chat_template_kwargs")
-                for key, value in variables.items()
-            },
-            "messages": chat,
-            "tools": None
-            if tools is None
-            else [plain_copy(t, escaper, "tools") for t in as_list(tools, "tools")],
-            "documents": None
-            if documents is None
-            else [plain_copy(d, escaper, "documents") for d in as_list(documents, "documents")],
-            "add_generation_prompt": add_generation_prompt and not continue_final,
-        }
+        values = {k: plain_copy(v, escaper, "chat_template_kwargs") for k, v in variables.items()}
+        values["messages"] = chat
+        for name, given in (("tools", tools), ("documents", documents)):
+            listed = () if given is None else as_list(given, name)
+            copies = [plain_copy(item, escaper, name) for item in listed]
+            values[name] = None if given is None else copies
+        values["add_generation_prompt"] = add_generation_prompt and not continue_final
         text = _continue(program, escaper, values) if continue_final else program.run(values)
         check_keys_read(chat, messages, warnings)
         return text
@@ -235,16 +205,16 @@ def encode_chat(
     escaper = ControlEscaper(
         tokenizer.finder, [template.sources, messages, tools, documents, variables]
     )
-    text = template._render(
-        escaper,
+    text = template.render(
         messages,
-        tools,
-        documents,
-        add_generation_prompt,
-        continue_final,
-        template_name,
-        variables,
-        warnings,
+        tools=tools,
+        documents=documents,
+        add_generation_prompt=add_generation_prompt,
+        continue_final=continue_final,
+        template=template_name,
+        warnings=warnings,
+        escaper=escaper,
+        **variables,
     )
     if not escaper.used:
         return tokenizer.encode(text, special=True)

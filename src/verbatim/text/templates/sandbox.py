@@ -24,7 +24,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import LoopContext, Macro, Undefined
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
-from jinja2.visitor import NodeTransformer
+from jinja2.visitor import NodeTransformer, NodeVisitor
 
 from verbatim.text.templates.template_budget import (
     MAX_OUTPUT,
@@ -179,23 +179,14 @@ class _InsertBudgetCalls(NodeTransformer):
             return self._call("guard_slice", node.node, *parts)
         return node
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def _literal(self, node: nodes.List | nodes.Tuple | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
-        return node if _constant(node.items) else self._call("guard_weigh", node)
+        items = [item.value if isinstance(item, nodes.Pair) else item for item in node.items]
+        stored = isinstance(node, nodes.Tuple) and node.ctx != "load"
+        constant = all(isinstance(item, nodes.Const) for item in items)
+        return node if stored or constant else self._call("guard_weigh", node)
 
-    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        self.generic_visit(node)
-        return (
-            node if node.ctx != "load" or _constant(node.items) else self._call("guard_weigh", node)
-        )
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        self.generic_visit(node)
-        return (
-            node
-            if _constant([pair.value for pair in node.items])
-            else self._call("guard_weigh", node)
-        )
+    visit_List = visit_Tuple = visit_Dict = _literal
 
     def _reject(self, node: nodes.Node) -> nodes.Node:
         raise SecurityError("a chat template cannot load other templates")
@@ -203,16 +194,16 @@ class _InsertBudgetCalls(NodeTransformer):
     visit_Include = visit_Import = visit_FromImport = visit_Extends = _reject
 
 
-def _constant(items: list[Any]) -> bool:
-    return all(isinstance(item, nodes.Const) for item in items)
-
-
-class _TimedGenerator(CodeGenerator):
-    """Jinja's compiler under the time budget."""
+class Timed(NodeVisitor):
+    """Visits a syntax tree under the time budget."""
 
     def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> object:
         current().tick()
         return super().visit(node, *args, **kwargs)
+
+
+class _TimedGenerator(Timed, CodeGenerator):
+    """Jinja's compiler under the time budget."""
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):

@@ -27,12 +27,8 @@ def template_from_gguf(
         source = named.get("default")
     if source is None:
         return None
-    return _new_template(
-        source,
-        named,
-        _special_of(metadata) if tokenizer is None else tokenizer.special_tokens,
-        file,
-    )
+    special = _special_of(metadata) if tokenizer is None else tokenizer.special_tokens
+    return _new_template(source, named, special, file)
 
 
 def template_from_directory(
@@ -60,10 +56,8 @@ def template_from_directory(
         return None
     named: JsonObject = {}
     if isinstance(found, list):
-        if not all(
-            isinstance(e, dict) and isinstance(e.get("name"), str) and "template" in e
-            for e in found
-        ):
+        entries = [e if isinstance(e, dict) and "template" in e else {} for e in found]
+        if not all(isinstance(e.get("name"), str) for e in entries):
             raise ModelError(
                 "chat_template is a list whose entries are not all {name, template}", file=str(file)
             )

@@ -66,12 +66,7 @@ def check_method(owner: str, name: str, args: tuple[object, ...]) -> tuple[Any, 
     if name in ("ljust", "rjust", "center", "zfill"):
         for width in args[:1]:
             check_width(width)
-    elif (
-        name == "replace"
-        and len(args) >= 2
-        and isinstance(args[0], str)
-        and isinstance(args[1], str)
-    ):
+    elif name == "replace" and [isinstance(arg, str) for arg in args[:2]] == [True, True]:
         charge_replace(owner, args[0], args[1], args[2] if len(args) > 2 else None)
     elif name == "join" and len(args) == 1:
         return (charge_join(owner, args[0]),)
@@ -90,16 +85,8 @@ def check_filter(name: str, value: object, rest: list[object]) -> Any:
         for width in rest:
             check_width(width)
         if name == "indent":
-            width = max(
-                [
-                    4,
-                    *(
-                        w if isinstance(w, int) else len(w)
-                        for w in rest
-                        if isinstance(w, (int, str))
-                    ),
-                ]
-            )
+            given = [len(w) if isinstance(w, str) else w for w in rest]
+            width = max([4, *(w for w in given if isinstance(w, int))])
             current().spend((str(value).count("\n") + 1) * width)
     elif name == "format":
         check_format(value)

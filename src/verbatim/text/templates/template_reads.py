@@ -19,8 +19,8 @@ from jinja2 import nodes
 from jinja2.meta import TrackingCodeGenerator
 
 from verbatim.base.json_io import JsonObject
-from verbatim.text.templates.sandbox import chat_environment
-from verbatim.text.templates.template_budget import Budget, current, use_budget
+from verbatim.text.templates.sandbox import Timed, chat_environment
+from verbatim.text.templates.template_budget import Budget, use_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +38,8 @@ class TemplateReads:
         return key in self.keys or key in self.texts
 
 
-class _Tracker(TrackingCodeGenerator):
+class _Tracker(Timed, TrackingCodeGenerator):
     """Jinja's variable analysis under the time budget: the source is untrusted."""
-
-    def visit(self, node: nodes.Node, *args: object, **kwargs: Any) -> object:
-        current().tick()
-        return super().visit(node, *args, **kwargs)
 
 
 def find_reads(source: str) -> TemplateReads:

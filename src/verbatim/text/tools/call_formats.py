@@ -88,6 +88,7 @@ class CallFormat:
     control: bool = False  # the tags are control tokens
 
 
+_read_functiongemma = partial(read_gemma, quote="<escape>")
 HERMES = CallFormat("<tool_call>", "</tool_call>", read_xml, needs_close=True)
 CALL_FORMATS = {
     "hermes": HERMES,
@@ -98,10 +99,7 @@ CALL_FORMATS = {
         "<|tool_call>", "<tool_call|>", partial(read_gemma, quote='<|"|>'), control=True
     ),
     "functiongemma": CallFormat(
-        "<start_function_call>",
-        "<end_function_call>",
-        partial(read_gemma, quote="<escape>"),
-        control=True,
+        "<start_function_call>", "<end_function_call>", _read_functiongemma, control=True
     ),
     "lfm2": CallFormat("<|tool_call_start|>", "<|tool_call_end|>", read_python, control=True),
     "granite": CallFormat("<|tool_call|>", "", control=True),

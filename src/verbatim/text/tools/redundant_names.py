@@ -27,18 +27,13 @@ def redundant_names(messages: Sequence[Mapping[str, object]]) -> set[int]:
                 redundant = not answered.isdisjoint({(name, None), (name, str(wanted))})
             if redundant:
                 found.add(index)
-        for call in _mappings(message.get("tool_calls")):
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, (list, tuple)) else ():
+            if not isinstance(call, Mapping):
+                continue
             function, key = call.get("function"), call.get("id")
             name = function.get("name") if isinstance(function, Mapping) else call.get("name")
             if isinstance(name, str):
                 named.add(name)
                 answered.add((name, None if key is None else str(key)))
     return found
-
-
-def _mappings(value: object) -> list[Mapping[str, object]]:
-    return (
-        [item for item in value if isinstance(item, Mapping)]
-        if isinstance(value, (list, tuple))
-        else []
-    )

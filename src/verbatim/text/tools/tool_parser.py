@@ -49,11 +49,8 @@ def read_calls(text: str, names: Container[str]) -> list[ParsedCall]:
         return []
     calls = []
     for item in data if isinstance(data, list) else [data]:
-        if (
-            not isinstance(item, dict)
-            or not isinstance(item.get("name"), str)
-            or item["name"] not in names
-        ):
+        name = item.get("name") if isinstance(item, dict) else None
+        if not isinstance(name, str) or name not in names:
             return []
         arguments = item.get("arguments", item.get("parameters", {}))
         if isinstance(arguments, str):  # some models write the arguments as a JSON string
@@ -164,10 +161,9 @@ class ToolParser:
                     break
                 self._called = False
             if not self._inside:
-                at = self._held.find(self._open)
-                safe = (
-                    at if at >= 0 else len(self._held) - partial_tag_length(self._held, self._open)
-                )
+                at = safe = self._held.find(self._open)
+                if at < 0:
+                    safe = len(self._held) - partial_tag_length(self._held, self._open)
                 # White space before a call belongs to the format, so it waits for what follows.
                 if safe and not (self._fresh and not self._held[:safe].strip()):
                     out.append(self._text(safe))
@@ -195,6 +191,5 @@ class ToolParser:
         self.calls += len(kept)
         # Calls rendered back to text contain no output token: empty spans.
         self.spans += [(self._at, self._at)] * (len(calls) - len(kept))
-        return [("call", call) for call in kept] + [
-            ("text", call.text) for call in calls[len(kept) :]
-        ]
+        rest = [("text", call.text) for call in calls[len(kept) :]]
+        return [*(("call", call) for call in kept), *rest]

@@ -6,9 +6,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.answer import collect
@@ -21,13 +22,8 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 # Parameters for several answers, and for reports that a chat does not show.
 UNSUPPORTED = (
-    "n",
-    "best_of",
-    "num_return_sequences",
-    "logprobs",
-    "prompt_logprobs",
-    "explain",
-    "receipt",
+    *("n", "best_of", "num_return_sequences", "logprobs", "prompt_logprobs"),
+    *("explain", "receipt"),
 )
 ROOM = 256  # tokens of answer for which drop_oldest makes room, without max_tokens
 
@@ -55,7 +51,7 @@ class Conversation:
         self.system = system
         self.turns: list[Message] = []  # user and assistant alternate
         # Messages, parameters and completion of the last turn, and its template variables.
-        self.last_template: dict[str, Any] = {}
+        self.last_template: JsonObject = {}
         self.last: tuple[list[Message], SamplingParams, Completion] | None = None
 
     def set_reasoning(self, level: ReasoningLevel | None) -> None:

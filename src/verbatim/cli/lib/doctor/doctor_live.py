@@ -61,7 +61,7 @@ def _live(flags: dict[str, object], files: ModelFiles, seed: int, as_json: bool)
         return found
     except VerbatimError as error:
         remedy = "repair what the other checks found, then run doctor again"
-        return [bad("live", "the model does not run", error.message, remedy)]
+        return [bad("the model does not run", error.message, remedy, check="live")]
 
 
 def _theta(flags: dict[str, object], model: Model, stated: Reading, as_json: bool) -> list[Finding]:
@@ -94,7 +94,7 @@ def _live_encoder(flags: dict[str, object], files: ModelFiles, as_json: bool) ->
         raise
     except VerbatimError as error:
         remedy = "repair what the other checks found, then run doctor again"
-        return [bad("live", "the model does not run", error.message, remedy)]
+        return [bad("the model does not run", error.message, remedy, check="live")]
 
 
 def _short_context(flags: dict[str, object], files: ModelFiles, tokens: int) -> dict[str, object]:

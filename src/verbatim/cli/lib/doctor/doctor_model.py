@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.options import engine_of
 from verbatim.cli.lib.terminal import Progress, write_json
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 MARKS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
 
 
-def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> int:
+def examine(flags: JsonObject, *, live: bool, seed: int, as_json: bool) -> int:
     from verbatim.diagnose.doctor.file_checks import check_files
     from verbatim.diagnose.doctor.findings import is_sound
     from verbatim.diagnose.doctor.model_files import read_files
@@ -37,15 +38,8 @@ def examine(flags: dict[str, Any], *, live: bool, seed: int, as_json: bool) -> i
     if as_json:
         rows = [asdict(finding) for finding in found]
         faults = sum(finding.state == "bad" for finding in found)
-        write_json(
-            {
-                "model": flags["model"],
-                "faults": faults,
-                "live": live,
-                "seed": seed,
-                "findings": rows,
-            }
-        )
+        about = {"model": flags["model"], "faults": faults, "live": live, "seed": seed}
+        write_json({**about, "findings": rows})
     else:
         _print(flags["model"], files, found, live)
     return 0 if is_sound(found) else 1

@@ -1,8 +1,8 @@
 """The records of which a family's file consists: Family, Gguf, RopeRules (Names is in tensors.py);
-the inputs of its functions: Config and GgufFields; and the configs of the tests' tiny models.
+the Config that its `spec` reads; and the configs of the tests' tiny models.
 
-A family's `spec` reads a Config: a config.json, or a GGUF header under the names of a config.json.
-What only a GGUF file says (its tensors tell which biases it has) is a fact of the Config.
+A Config is a config.json, or a GGUF header under the names of a config.json. What only a GGUF file
+says (its tensors tell which biases it has) is a fact of the Config.
 """
 
 from __future__ import annotations
@@ -11,18 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verbatim.base.errors import ModelError
-from verbatim.formats.tensor import Tensor
 from verbatim.model.config_fields import Fields
+from verbatim.model.families.common.gguf_fields import FACT
+from verbatim.model.families.common.gguf_fields import GgufFields as GgufFields
+from verbatim.model.families.common.gguf_fields import Record as Record
+from verbatim.model.families.common.gguf_fields import Values as Values
+from verbatim.model.families.common.gguf_fields import facts as facts
 from verbatim.model.families.common.gguf_rows import GGUF_ROTARY
 from verbatim.model.families.common.tensors import GGUF_NAMES, LLAMA_NAMES, DraftNames, Names
 from verbatim.model.keys import Checked, Table
 from verbatim.model.spec import ModelSpec
-
-Values = dict[str, Any]  # values of a config.json or of a GGUF header
-Record = Values  # a rope record: rope_type and that type's numbers
-Tensors = Mapping[str, Tensor]
-_FACT = "gguf."  # before the names of facts; check_keys() has removed such a key of a config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,43 +104,7 @@ class Config(Fields):
 
     def fact(self, name: str, default: object = None) -> Any:
         """What only a GGUF file says; for a config.json the default."""
-        return self.values.get(_FACT + name, default)
-
-
-def facts(**values: Any) -> Values:
-    return {_FACT + name: value for name, value in values.items()}
-
-
-class GgufFields(Fields):
-    """The ARCH.* keys of a GGUF header, and the file's tensors."""
-
-    def __init__(
-        self, checked: Checked, file: str, prefix: str, tensors: Tensors, warnings: list[str]
-    ) -> None:
-        super().__init__(checked.values, file, prefix, warnings)
-        self.tensors = tensors
-
-    @property
-    def vocab(self) -> int:
-        embed = self.tensors.get("token_embd.weight")
-        if embed is None or len(embed.shape) != 2:
-            raise ModelError("tensor token_embd.weight is missing or not a matrix", file=self.file)
-        return embed.shape[0]
-
-    def scale(self, key: str, absent: float) -> float:
-        """A factor; in GGUF 0 means that it is absent."""
-        return absent if self.raw(key, 0) == 0 else self.number(key)
-
-    @property
-    def layers(self) -> int:
-        """Layers without those that draft tokens."""
-        count = self.integer("block_count", high=MAX_LAYERS)
-        if not self.raw("nextn_predict_layers", 0):
-            return count
-        return count - self.integer("nextn_predict_layers", low=0, high=count - 1)
-
-
-MAX_LAYERS = 4096  # far above any real model; bounds the work on a hostile config
+        return self.values.get(FACT + name, default)
 
 
 # What the tests' tiny configs start from.

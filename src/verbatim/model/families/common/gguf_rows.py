@@ -15,16 +15,12 @@ from verbatim.model.keys import Table, alias, followed, must_equal, no_effect, r
 POOLING = {0: "none", 1: "mean", 2: "cls", 3: "last", 4: "rank"}  # values of ARCH.pooling_type
 
 GGUF_KEYS: Table = {
-    "context_length": renamed(
-        "max_position_embeddings", "context, and the trained length of rope scalings"
-    ),
-    "embedding_length": renamed("hidden_size", "width of the model"),
-    "block_count": renamed("num_hidden_layers", "layers"),
-    "feed_forward_length": renamed("intermediate_size", "inner width of the MLP"),
-    "attention.head_count": renamed("num_attention_heads", "query heads"),
-    "attention.head_count_kv": renamed(
-        "num_key_value_heads", "key and value heads; absent: as many as query heads"
-    ),
+    "context_length": renamed("max_position_embeddings"),
+    "embedding_length": renamed("hidden_size"),
+    "block_count": renamed("num_hidden_layers"),
+    "feed_forward_length": renamed("intermediate_size"),
+    "attention.head_count": renamed("num_attention_heads"),
+    "attention.head_count_kv": renamed("num_key_value_heads"),
     "attention.causal": must_equal(True, note="attention is causal; encoders are not supported"),
     "pooling_type": followed(
         "how `embed` pools a sequence: 1 mean, 2 cls, 3 last; `embed` refuses others, and "
@@ -46,11 +42,9 @@ GGUF_KEYS: Table = {
 }
 GGUF_ROTARY: Table = {
     **GGUF_KEYS,
-    "attention.key_length": renamed(
-        "head_dim", "size of a head; absent: embedding_length / head_count"
-    ),
+    "attention.key_length": renamed("head_dim"),
     "attention.value_length": followed("checked: equal to attention.key_length"),
-    "attention.layer_norm_rms_epsilon": renamed("rms_norm_eps", "epsilon of the norms"),
+    "attention.layer_norm_rms_epsilon": renamed("rms_norm_eps"),
     "attention.layer_norm_epsilon": no_effect("the norms are RMS norms"),
     "attention.sliding_window": renamed(
         "sliding_window", "window of every layer; 0: none", zero=True
@@ -73,25 +67,39 @@ GGUF_ROTARY: Table = {
 }
 
 
+def rotary(*tables: Table) -> Table:
+    """The keys of an architecture with rotary positions, then its own."""
+    keys = dict(GGUF_ROTARY)
+    for table in tables:
+        keys |= table
+    return keys
+
+
 def gguf_experts(config: str, note: str = "experts of a layer; 0: dense") -> Table:
     """The keys of a mixture. `config`: the config's key of the number of experts."""
     return {**_EXPERTS, "expert_count": renamed(config, note)}
 
 
+_NO_SHARED = must_equal(0, note="no shared experts")
+_NO_GROUPS = must_equal(0, 1, note="no groups of experts")
+_EVERY_LAYER = must_equal(0, 1, note="every layer is a mixture")
 _EXPERTS: Table = {
-    "expert_used_count": renamed("num_experts_per_tok", "experts used per token"),
-    "expert_feed_forward_length": renamed("moe_intermediate_size", "inner width of an expert"),
-    "expert_shared_count": must_equal(0, note="no shared experts"),
-    "expert_shared_feed_forward_length": must_equal(0, note="no shared experts"),
-    "expert_group_count": must_equal(0, 1, note="no groups of experts"),
-    "expert_group_used_count": must_equal(0, 1, note="no groups of experts"),
+    "expert_used_count": renamed("num_experts_per_tok"),
+    "expert_feed_forward_length": renamed("moe_intermediate_size"),
+    "expert_shared_count": _NO_SHARED,
+    "expert_shared_feed_forward_length": _NO_SHARED,
+    "expert_group_count": _NO_GROUPS,
+    "expert_group_used_count": _NO_GROUPS,
     "expert_gating_func": must_equal(0, 1, note="softmax"),
     "expert_weights_scale": must_equal(0, 1, note="not scaled"),
     "expert_weights_norm": must_equal(True, note="weights of the chosen experts sum to 1"),
     "leading_dense_block_count": must_equal(0, note="every layer is a mixture"),
-    "moe_every_n_layers": must_equal(0, 1, note="every layer is a mixture"),
-    "interleave_moe_layer_step": must_equal(0, 1, note="every layer is a mixture"),
+    "moe_every_n_layers": _EVERY_LAYER,
+    "interleave_moe_layer_step": _EVERY_LAYER,
 }
+# Files of this architecture do not state whether the weights of the chosen experts sum to 1.
+NOT_RENORMALISED = must_equal(False, note="weights are not divided by their sum")
+SHARED_WIDTH = renamed("shared_expert_intermediate_size")
 
 
 def sigmoid_experts(config: str, dense: str, *, norm: bool, note: str) -> Table:
@@ -100,25 +108,23 @@ def sigmoid_experts(config: str, dense: str, *, norm: bool, note: str) -> Table:
     return {
         **gguf_experts(config, note),
         "expert_gating_func": must_equal(0, 2, note="sigmoid"),
-        "expert_weights_scale": renamed(
-            "routed_scaling_factor", "multiplies the weights of the chosen experts; 0: 1", zero=True
-        ),
-        "expert_weights_norm": renamed(
-            "norm_topk_prob", "weights of the chosen experts sum to 1", norm
-        ),
-        "leading_dense_block_count": renamed(dense, "first layers with a dense MLP", 0),
+        "expert_weights_scale": renamed("routed_scaling_factor", zero=True),
+        "expert_weights_norm": renamed("norm_topk_prob", default=norm),
+        "leading_dense_block_count": renamed(dense, default=0),
     }
 
 
 DRAFTS = followed("last layers, of which the first drafts tokens", 0)
-LOGIT_CAP = renamed("final_logit_softcapping", "cap of logits; 0: none", zero=True)
+LOGIT_CAP = renamed("final_logit_softcapping", zero=True)
+# A period, or one flag per layer
+LAYER_PERIOD = "layer period: every N-th layer is full attention; or one flag per layer"
 
 
 def gguf_layer_norm(eps: str) -> Table:
     """`eps`: the config's key of the norms' epsilon."""
     return {
         **GGUF_ROTARY,
-        "attention.layer_norm_epsilon": renamed(eps, "epsilon of the norms"),
+        "attention.layer_norm_epsilon": renamed(eps),
         "attention.layer_norm_rms_epsilon": no_effect("the norms are layer norms"),
     }
 
@@ -129,11 +135,7 @@ def pattern(period: int, what: str = "", *, zero: bool = True) -> Table:
     note = f"window of the sliding layers{'; 0: none' if zero else ''}{what}"
     return {
         "attention.sliding_window": renamed("sliding_window", note, zero=zero),
-        "attention.sliding_window_pattern": renamed(
-            "layer_types",
-            "layer period: every N-th layer is full attention; or one flag per layer",
-            period,
-        ),
+        "attention.sliding_window_pattern": renamed("layer_types", LAYER_PERIOD, period),
     }
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from verbatim.base.errors import ModelError
 from verbatim.formats.tensor import Tensor
-from verbatim.model.families.common.family import Gguf, GgufFields, Record, Values, facts
+from verbatim.model.families.common.family import Gguf
+from verbatim.model.families.common.gguf_fields import GgufFields, Record, Values, facts
 from verbatim.model.keys import Checked
 from verbatim.model.spec import ModelSpec
 

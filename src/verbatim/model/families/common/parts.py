@@ -12,24 +12,21 @@ from difflib import get_close_matches
 from typing import Any
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.base.json_io import JsonMapping
 from verbatim.model.config_fields import Fields, short
-from verbatim.model.families.common.family import MAX_LAYERS, Config, Record
+from verbatim.model.families.common.family import Config
+from verbatim.model.families.common.gguf_fields import MAX_LAYERS, Record
 from verbatim.model.families.common.rope_record import family_record, rope_of
 from verbatim.model.keys import printable
 from verbatim.model.layout import HF_KEY_NAMES
-from verbatim.model.spec import LayerSpec, ModelSpec
+from verbatim.model.spec import LayerSpec, ModelSpec, RopeSpec
 
 MAX_VOCAB = 1 << 20  # the sampler's integer sums hold no more (docs/numerics.md)
+_GELU_TANH = ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_python_tanh", "gelu_pytorch_tanh")
 _ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_accurate": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(_GELU_TANH, "gelu_tanh"),
     "relu2": "relu2",
 }
 # model_types that tell of an encoder; `clip` is GGUF's name of such a file
@@ -37,12 +34,7 @@ _MULTIMODAL = re.compile(r"^clip$|(^|_)(omni|vl|audio)(_|$)")
 
 
 def unknown_family(
-    what: str,
-    kind: str,
-    known: Iterable[str],
-    keys: Mapping[str, object],
-    file: str,
-    more: str = "",
+    what: str, kind: str, known: Iterable[str], keys: JsonMapping, file: str, more: str = ""
 ) -> ModelError:
     """The error for an architecture that is not implemented. `what`: the key that names it.
     `known`: those that are. `keys`: the file's, which tell what kind of model it is."""
@@ -233,9 +225,14 @@ def whole_heads(c: Config, spec: ModelSpec) -> ModelSpec:
     return spec
 
 
-def with_windows(spec: ModelSpec, windows: list[int | None]) -> ModelSpec:
-    layers = tuple(replace(a, window=w) for a, w in zip(spec.layers, windows, strict=True))
-    return replace(spec, layers=layers)
+def with_windows(
+    spec: ModelSpec,
+    windows: list[int | None],
+    rope: Callable[[LayerSpec, int | None], RopeSpec | None] = lambda layer, window: layer.rope,
+) -> ModelSpec:
+    """Windows, and the rotary positions of a layer with such a window."""
+    pairs = zip(spec.layers, windows, strict=True)
+    return replace(spec, layers=tuple(replace(a, window=w, rope=rope(a, w)) for a, w in pairs))
 
 
 def with_local_rope(
@@ -243,20 +240,12 @@ def with_local_rope(
 ) -> ModelSpec:
     """Windows, and in the layers that have one the rope record `sliding`."""
     local = rope_of(c, sliding, spec.head_dim, spec.context)
-    layers = tuple(
-        replace(a, window=w, rope=a.rope if w is None else local)
-        for a, w in zip(spec.layers, windows, strict=True)
-    )
-    return replace(spec, layers=layers)
+    return with_windows(spec, windows, lambda layer, window: local if window else layer.rope)
 
 
 def rotary_only_in_windows(spec: ModelSpec, windows: list[int | None]) -> ModelSpec:
     """Windows, and no rotary positions in the layers without one."""
-    layers = tuple(
-        replace(a, window=w, rope=None if w is None else a.rope)
-        for a, w in zip(spec.layers, windows, strict=True)
-    )
-    return replace(spec, layers=layers)
+    return with_windows(spec, windows, lambda layer, window: layer.rope if window else None)
 
 
 def with_experts(

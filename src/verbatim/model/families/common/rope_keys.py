@@ -23,50 +23,36 @@ _ANY: dict[str, Key] = {
     "finetuned": no_effect("metadata"),
 }
 
+_FRACTION: dict[str, Key] = {
+    "partial_rotary_factor": followed(
+        "fraction of a head's pairs that rotate; absent: the config's own, else 1"
+    )
+}
+_LLAMA3 = {
+    "low_freq_factor": followed("end of the blended band"),
+    "high_freq_factor": followed("start of the blended band"),
+}
+_YARN = {
+    "beta_fast": followed("start of the blended band; null: 32", 32.0, nullable=True),
+    "beta_slow": followed("end of the blended band; null: 1", 1.0, nullable=True),
+    "mscale": followed("numerator of the attention factor; null: as absent", nullable=True),
+    "mscale_all_dim": followed("its denominator; null: as absent", nullable=True),
+    "truncate": followed("round the band to whole pairs", True),
+}
+_LONGROPE = {
+    "short_factor": followed("divisors where the engine's context is at most the trained length"),
+    "long_factor": followed("divisors where the engine's context is longer"),
+}
 # Keys of a rope record by rope_type. A key of another rope_type has no effect; a warning names it.
 ROPE_KEYS: dict[str, Table] = {
     "default": _ANY,
-    "linear": {**_ANY, **_FACTOR},
-    "proportional": {
-        **_ANY,
-        **_FACTOR,
-        "partial_rotary_factor": followed(
-            "fraction of a head's pairs that rotate; absent: the config's own, else 1"
-        ),
-    },
-    "dynamic": {**_ANY, **_FACTOR},
-    "llama3": {
-        **_ANY,
-        **_FACTOR,
-        **_ORIGINAL,
-        "low_freq_factor": followed("end of the blended band"),
-        "high_freq_factor": followed("start of the blended band"),
-    },
-    "yarn": {
-        **_ANY,
-        **_RATIO,
-        **_ORIGINAL,
-        **_ATTENTION,
-        "beta_fast": followed("start of the blended band; null: 32", 32.0, nullable=True),
-        "beta_slow": followed("end of the blended band; null: 1", 1.0, nullable=True),
-        "mscale": followed("numerator of the attention factor; null: as absent", nullable=True),
-        "mscale_all_dim": followed(
-            "denominator of the attention factor; null: as absent", nullable=True
-        ),
-        "truncate": followed("round the band to whole pairs", True),
-    },
-    "longrope": {
-        **_ANY,
-        **_RATIO,
-        **_ORIGINAL,
-        **_ATTENTION,
-        "short_factor": followed(
-            "divisors where the engine's context is at most the trained length"
-        ),
-        "long_factor": followed("divisors where the engine's context is longer"),
-    },
+    "linear": _ANY | _FACTOR,
+    "proportional": _ANY | _FACTOR | _FRACTION,
+    "dynamic": _ANY | _FACTOR,
+    "llama3": _ANY | _FACTOR | _ORIGINAL | _LLAMA3,
+    "yarn": _ANY | _RATIO | _ORIGINAL | _ATTENTION | _YARN,
+    "longrope": _ANY | _RATIO | _ORIGINAL | _ATTENTION | _LONGROPE,
 }
-
 
 # Keys of published checkpoints that no rope_type of transformers reads; a warning names them.
 ROPE_UNREAD: Table = {"attn_factor": no_effect("`attention_factor` is the key")}

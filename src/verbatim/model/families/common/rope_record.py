@@ -16,7 +16,8 @@ from collections.abc import Mapping
 
 from verbatim.base.errors import ModelError
 from verbatim.model.config_fields import Fields, short
-from verbatim.model.families.common.family import Config, Record
+from verbatim.model.families.common.family import Config
+from verbatim.model.families.common.gguf_fields import Record
 from verbatim.model.families.common.rope_keys import ROPE_KEYS, all_rope_keys
 from verbatim.model.keys import check_keys
 from verbatim.model.rope import length_warning, make_rope

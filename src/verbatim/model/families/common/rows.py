@@ -77,15 +77,14 @@ COMMON_KEYS: dict[str, Key] = {
 }
 
 
+KV_HEADS = followed("key and value heads; null: as many as query heads", nullable=True)
 SIZES: Table = {
     "vocab_size": followed("rows of the embedding"),
     "hidden_size": followed("width of the model"),
     "intermediate_size": followed("inner width of the MLP"),
     "num_hidden_layers": followed("layers"),
     "num_attention_heads": followed("query heads"),
-    "num_key_value_heads": followed(
-        "key and value heads; null: as many as query heads", nullable=True
-    ),
+    "num_key_value_heads": KV_HEADS,
     "max_position_embeddings": followed("context, and the trained length of rope scalings"),
 }
 
@@ -105,15 +104,15 @@ ROPE: Table = {
 PARTIAL: Table = {
     "partial_rotary_factor": followed("rotated fraction of a head, where the rope record has none")
 }
-# One rope record per layer type (gemma3, olmo3).
+# One rope record per layer type (gemma3, gemma4, olmo3).
+ROPES = followed("one rope record per layer type: full_attention, sliding_attention")
 NESTED_ROPE: Table = {
-    "rope_parameters": followed(
-        "one rope record per layer type: full_attention, sliding_attention"
-    ),
+    "rope_parameters": ROPES,
     "rope_scaling": followed("changes the record of full_attention"),
     "original_max_position_embeddings": must_equal(note="belongs in the rope record"),
 }
 TIED = followed("the head is the embedding, unless the file has another head", nullable=False)
+ROTARY_HEAD_DIM = followed("size of a head; null: hidden_size / num_attention_heads")
 HEAD_DIM = followed("size of a head")
 HEAD_DIM_OR_NULL = followed("size of a head; null: hidden_size / heads")
 FIXED_HEAD_DIM = must_equal(note="it is hidden_size / num_attention_heads, as in transformers")
@@ -128,7 +127,7 @@ def rotary_keys(*parts: Table, eps: str = "rms_norm_eps") -> Table:
         **ROPE,
         eps: followed("epsilon of the norms"),
         "hidden_act": followed("activation of the MLP"),
-        "head_dim": followed("size of a head; null: hidden_size / num_attention_heads"),
+        "head_dim": ROTARY_HEAD_DIM,
         "tie_word_embeddings": TIED,
     }
     for part in parts:
@@ -141,6 +140,8 @@ WINDOW_TYPES = followed(
     "checked: sliding_attention in every layer with a window, else full_attention"
 )
 LAYER_WINDOWS = followed("window or none, layer by layer")
+PERIOD = "layer period: every N-th layer is full attention, where layer_types is absent"
+SLIDING = followed("window of the sliding_attention layers")
 NO_BIAS = must_equal(False, note="no biases in this family, as in transformers")
 NO_WINDOW = must_equal(note="no sliding window in this family, as in transformers")
 ATTENTION_BIAS = followed("biases of q, k, v and o")
@@ -154,9 +155,7 @@ ONE_WINDOW: Table = {
 }
 QWEN_WINDOWS: Table = {
     "use_sliding_window": followed("turns the windows on"),
-    "sliding_window": followed(
-        "window of the layers from max_window_layers on; null: none", nullable=True
-    ),
+    "sliding_window": followed("window of the layers from max_window_layers on; null: none"),
     "max_window_layers": followed("first layer with a window"),
     "layer_types": LAYER_WINDOWS,
 }

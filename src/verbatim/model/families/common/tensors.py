@@ -42,23 +42,30 @@ GGUF_NEXTN = DraftNames(
     {part: f"nextn.{name.replace('d.', 'd_')}" for part, name in NEXTN.own.items()}
 )
 
+
+def each(ours: str, theirs: str, parts: str) -> dict[str, str]:
+    """Names that differ in one part.
+
+    >>> each("attn.*", "self_attn.*_proj", "q k")
+    {'attn.q': 'self_attn.q_proj', 'attn.k': 'self_attn.k_proj'}
+    """
+    return {ours.replace("*", part): theirs.replace("*", part) for part in parts.split()}
+
+
+def fused_qkv(name: str) -> dict[str, str]:
+    """One matrix with the rows of q, k and v."""
+    return each("attn.*", name, "q k v")
+
+
 # Names of one layer in Hugging Face's llama. Other families are given as differences.
 LLAMA_LAYER = {
     "attn_norm": "input_layernorm",
-    "attn.q": "self_attn.q_proj",
-    "attn.k": "self_attn.k_proj",
-    "attn.v": "self_attn.v_proj",
-    "attn.o": "self_attn.o_proj",
-    "attn.q_norm": "self_attn.q_norm",
-    "attn.k_norm": "self_attn.k_norm",
+    **each("attn.*", "self_attn.*_proj", "q k v o"),
+    **each("attn.*", "self_attn.*", "q_norm k_norm"),
     "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
+    **each("mlp.*", "mlp.*_proj", "gate up down"),
     "moe.router": "mlp.gate",
-    "moe.gate": "mlp.experts.{e}.gate_proj",
-    "moe.up": "mlp.experts.{e}.up_proj",
-    "moe.down": "mlp.experts.{e}.down_proj",
+    **each("moe.*", "mlp.experts.{e}.*_proj", "gate up down"),
 }
 LLAMA_NAMES = Names(LLAMA_LAYER)
 
@@ -73,9 +80,9 @@ POST_NORMS = {  # olmo2, exaone4: no norms before attention and MLP
     "mlp_post_norm": "post_feedforward_layernorm",
 }
 
-SHARED = {f"shared.{part}": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}
+SHARED = each("shared.*", "mlp.shared_experts.*_proj", "gate up down")
 SHARED_EXPERT = {
-    **{f"shared.{part}": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    **each("shared.*", "mlp.shared_expert.*_proj", "gate up down"),
     "shared.scale": "mlp.shared_expert_gate",
 }
 FUSED_MLP = {"mlp.gate": "mlp.gate_up_proj", "mlp.up": "mlp.gate_up_proj"}
@@ -97,27 +104,16 @@ HF_PREFIXES = (
 
 GGUF_LAYER = {
     "attn_norm": "attn_norm",
-    "attn.q": "attn_q",
-    "attn.k": "attn_k",
-    "attn.v": "attn_v",
+    **each("attn.*", "attn_*", "q k v q_norm k_norm sinks"),
     "attn.o": "attn_output",
-    "attn.q_norm": "attn_q_norm",
-    "attn.k_norm": "attn_k_norm",
     "attn_post_norm": "post_attention_norm",
     "mlp_norm": "ffn_norm",
     "mlp_post_norm": "post_ffw_norm",
-    "mlp.gate": "ffn_gate",
-    "mlp.up": "ffn_up",
-    "mlp.down": "ffn_down",
+    **each("mlp.*", "ffn_*", "gate up down"),
     "moe.router": "ffn_gate_inp",
-    "moe.gate": "ffn_gate_exps",
-    "moe.up": "ffn_up_exps",
-    "moe.down": "ffn_down_exps",
+    **each("moe.*", "ffn_*_exps", "gate up down"),
     "moe.choice_bias": "exp_probs_b",
-    "attn.sinks": "attn_sinks",
-    "shared.gate": "ffn_gate_shexp",
-    "shared.up": "ffn_up_shexp",
-    "shared.down": "ffn_down_shexp",
+    **each("shared.*", "ffn_*_shexp", "gate up down"),
     "shared.scale": "ffn_gate_inp_shexp",
     "conv.in": "shortconv.in_proj",
     "conv.kernel": "shortconv.conv",
@@ -128,9 +124,7 @@ GGUF_LAYER = {
     "delta.a": "ssm_alpha",
     "delta.kernel": "ssm_conv1d",
     "delta.decay": "ssm_a",
-    "delta.dt": "ssm_dt",
-    "delta.norm": "ssm_norm",
-    "delta.out": "ssm_out",
+    **each("delta.*", "ssm_*", "dt norm out"),
     "mlp_own_norm": "post_ffw_norm_1",
     "moe_norm": "pre_ffw_norm_2",
     "moe_post_norm": "post_ffw_norm_2",
@@ -153,7 +147,7 @@ def gguf_names(changes: Mapping[str, str], **options: Any) -> Names:
 
 GGUF_MLP_NORM = {"mlp_norm": "post_attention_norm"}
 
-GGUF_FUSED_QKV = {"attn.q": "attn_qkv", "attn.k": "attn_qkv", "attn.v": "attn_qkv"}
+GGUF_FUSED_QKV = fused_qkv("attn_qkv")
 
 GGUF_TOP = {
     "embed": "token_embd",

@@ -16,16 +16,8 @@ from starlette.responses import Response
 
 from verbatim.base.json_io import JsonObject, loads_lossless
 from verbatim.server.api.anthropic.anthropic_fields import AnthropicCountTokens, AnthropicMessages
+from verbatim.server.api.common import generate
 from verbatim.server.api.common.chat_request import ChatRequest, count_tokens
-from verbatim.server.api.common.generate import (
-    choice_deltas,
-    extra_fields,
-    finish_reason,
-    observe_latency,
-    speculation,
-    usage_of,
-    warnings_of,
-)
 from verbatim.server.api.common.request_context import (
     EventStream,
     Json,
@@ -224,7 +216,7 @@ class MessagesReply:
         }
 
     def stop(self, finish: WireFinish | None, called: bool) -> JsonObject:
-        reason = finish_reason(finish)
+        reason = generate.finish_reason(finish)
         if called and reason == "stop":
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if finish is not None and finish.stop_string:
@@ -235,7 +227,7 @@ class MessagesReply:
         }
 
     def usage(self) -> JsonObject:
-        usage = usage_of(self.call.runs)
+        usage = generate.usage_of(self.call.runs)
         cached = usage["prompt_tokens_details"]["cached_tokens"]
         return {
             # Anthropic counts only the tokens that were not in the cache
@@ -250,8 +242,8 @@ class MessagesReply:
         return {
             "seed": self.ask.params.get("seed"),
             "system_fingerprint": self.call.fingerprint,
-            **speculation(runs),
-            **extra_fields(self.call),
+            **generate.speculation(runs),
+            **generate.extra_fields(self.call),
         }
 
     @property
@@ -269,7 +261,7 @@ class MessagesReply:
             content.append({"type": "thinking", "thinking": shown, "signature": ""})
         content += content_blocks(found)
         calls = any(kind == "call" for kind, _ in found)
-        observe_latency(self.call)
+        generate.observe_latency(self.call)
         made = {
             **self.base,
             "content": content or [{"type": "text", "text": ""}],
@@ -296,7 +288,7 @@ class MessagesReply:
         }
         yield sse({"type": "message_start", "message": start}, "message_start")
         parser, finish, blocks = self.ask.parser(), None, BlockEvents()
-        async for piece in choice_deltas(self.call):
+        async for piece in generate.choice_deltas(self.call):
             if piece is None:
                 yield sse({"type": "ping"}, "ping")
                 continue
@@ -313,7 +305,7 @@ class MessagesReply:
             return
         for made in blocks.end():
             yield made
-        observe_latency(self.call)
+        generate.observe_latency(self.call)
         called = parser is not None and parser.calls > 0
         last = {
             "type": "message_delta",
@@ -421,4 +413,4 @@ async def count(call: RequestContext) -> Response:
     await call.body(AnthropicCountTokens)
     call.served_model()
     count = await count_tokens(call, as_chat(call, call.given), NAMES)
-    return Json({"input_tokens": count, **warnings_of(call)})
+    return Json({"input_tokens": count, **generate.warnings_of(call)})

@@ -8,6 +8,7 @@ fields into chat fields first, and format the output themselves.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verbatim.base.errors import RequestError
@@ -26,17 +27,8 @@ from verbatim.text.tools.tool_use import tool_use
 
 # Template variables that encode_chat sets itself; chat_template_kwargs must not override them.
 RESERVED = (
-    "messages",
-    "tools",
-    "documents",
-    "add_generation_prompt",
-    "continue_final",
-    "template_name",
-    "bos_token",
-    "eos_token",
-    "tokenizer",
-    "template",
-    "warnings",
+    *("messages", "tools", "documents", "add_generation_prompt", "continue_final"),
+    *("template_name", "bos_token", "eos_token", "tokenizer", "template", "warnings"),
 )
 NO_TEMPLATE = {  # task of ModelFacts -> why there is no chat, and what to use
     "generate": "this model has no chat template; use /v1/completions",
@@ -150,25 +142,14 @@ class ChatRequest:
     def _check_continued(self) -> None:
         if self.continues and any(name in self.values for name in STRUCTURE):
             field_name = self._client_name("messages")
-            raise invalid(
-                field_name,
-                "structured output and tool_choice are not supported when the last "
-                "message is continued",
-            )
+            why = "structured output and tool_choice are not supported when the last message is"
+            raise invalid(field_name, f"{why} continued")
 
     def submit(self, stream: bool, num_ctx: int | None = None, open_end: bool = False) -> None:
-        message = Generate(
-            self.call.next_id(),
-            self.call.tenant,
-            self.params,
-            stream,
-            messages=self.messages,
-            template=self.template,
-            num_ctx=num_ctx,
-            open_end=open_end,
-            explain_rows=self.rows,
-        )
-        self.call.submit(message)
+        message = Generate(self.call.next_id(), self.call.tenant, self.params, stream)
+        message = replace(message, messages=self.messages, template=self.template)
+        rows = self.rows
+        self.call.submit(replace(message, num_ctx=num_ctx, open_end=open_end, explain_rows=rows))
 
     def parser(self) -> ToolParser | None:
         """A tool-call parser for one choice; None if the request has no tools."""
@@ -258,8 +239,5 @@ def check_reserved(body: JsonMapping) -> None:
     template does not read."""
     for name in RESERVED:
         if name in (body.get("chat_template_kwargs") or ()):
-            raise Problem(
-                "invalid_parameter",
-                f"chat_template_kwargs.{name}: is set by the server",
-                "chat_template_kwargs",
-            )
+            why = f"chat_template_kwargs.{name}: is set by the server"
+            raise Problem("invalid_parameter", why, "chat_template_kwargs")

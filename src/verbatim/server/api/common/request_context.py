@@ -50,6 +50,11 @@ class ClientDisconnected(Exception):
 class Json(Response):
     media_type = "application/json"
 
+    @classmethod
+    def of(cls, **fields: Any) -> Json:
+        """An object with these fields, and status 200."""
+        return cls(fields)
+
     def render(self, content: Any) -> bytes:
         return dumps(content)
 

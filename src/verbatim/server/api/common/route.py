@@ -14,7 +14,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from verbatim.base.json_io import JsonObject
+from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.server.api.common.field_rules import RequestBody, Rule, rules_of
 from verbatim.server.model_pool import ServedModel
 from verbatim.server.problem import Problem
@@ -44,7 +44,7 @@ class ApiRoute:
     queries: Mapping[str, Query] = field(default_factory=dict)
     any_query: bool = False  # ignores query parameters, which probes and browsers add
     # (body, model) -> the request needs no loaded model; of several models
-    loads_nothing: Callable[[Mapping[str, Any], ServedModel], bool] = lambda body, model: False
+    loads_nothing: Callable[[JsonMapping, ServedModel], bool] = lambda body, model: False
 
     @property
     def fields(self) -> Mapping[str, Rule]:

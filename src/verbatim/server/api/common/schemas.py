@@ -1,7 +1,6 @@
 """Pydantic types that the protocols share, and the models of OpenAI's chat completions.
 
-The other protocols have files of their own: responses_schemas.py, anthropic_schemas.py,
-ollama_schemas.py.
+Each protocol has the others in its own field table.
 
 The models only validate. Handlers use the plain JSON (strict mode converts no value), so there is
 one copy of a request.

@@ -20,14 +20,8 @@ Paths = Sequence[tuple[Path, ErrorDetails]]
 SHOULD = "Input should be "  # how pydantic's messages start
 
 TYPE_MISMATCHES = (
-    "string_type",
-    "int_type",
-    "float_type",
-    "bool_type",
-    "list_type",
-    "dict_type",
-    "model_type",
-    "literal_error",
+    *("string_type", "int_type", "float_type", "bool_type", "list_type", "dict_type"),
+    *("model_type", "literal_error"),
 )
 
 # A field of another protocol -> the names that may mean the same here, for the error's suggestion.
@@ -67,18 +61,8 @@ INSTEAD = {
 
 # content part types that are not text, in all protocols
 MEDIA = (
-    "image_url",
-    "input_image",
-    "image",
-    "image_file",
-    "input_audio",
-    "audio",
-    "video_url",
-    "input_video",
-    "video",
-    "file",
-    "input_file",
-    "document",
+    *("image_url", "input_image", "image", "image_file", "input_audio", "audio"),
+    *("video_url", "input_video", "video", "file", "input_file", "document"),
 )
 
 

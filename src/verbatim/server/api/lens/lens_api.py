@@ -33,6 +33,8 @@ from verbatim.server.api.lens.lens_fields import LensReplay, LensStep
 from verbatim.server.problem import Problem, invalid, problem_of
 from verbatim.server.process.messages import Generate, Generated, Inspect, Inspected
 
+COMPARED = ("identical", "choice", "position", "expected", "got", "reasons")  # of a Verdict
+SHOWN = ("kind", "default", "help", "low", "high", "above", "choices", "slider")  # of a Field
 # They decide how long an output is and what is reported, not how one token is drawn.
 NOT_OF_A_STEP = ("max_tokens", "n", "best_of", "logprobs", "prompt_logprobs", "explain", "receipt")
 
@@ -50,24 +52,11 @@ async def info(call: RequestContext) -> Response:
     in_force = report(default_params(state, SamplingParams()))
     supplied = {name: entry for name, entry in in_force.items() if name in DEFAULTED}
     parameters = {
-        name: {
-            "kind": rule.kind,
-            "default": list(rule.default) if isinstance(rule.default, tuple) else rule.default,
-            "origin": DEFAULT,
-            "help": rule.help,
-            "low": rule.low,
-            "high": rule.high,
-            "above": rule.above,
-            "choices": list(rule.choices),
-            "slider": rule.slider,
-        }
-        | (
-            {"default": supplied[name]["value"], "origin": supplied[name]["origin"]}
-            if name in supplied
-            else {}
-        )
+        name: {part: getattr(rule, part) for part in SHOWN} | {"origin": DEFAULT}
         for name, rule in FIELDS.items()
     }
+    for name, entry in supplied.items():
+        parameters[name] |= {"default": entry["value"], "origin": entry["origin"]}
     return Json(
         {
             **facts,
@@ -105,15 +94,9 @@ async def step(call: RequestContext) -> Response:
         name: params[name] for name in ("adapter", "cache_salt") if name in params
     }
     row = await _row(call, [*prompt, *output], shared)
+    more = {"choice": body.choice or 0, "rest": bool(body.rest)}
     data = await _inspect(
-        call,
-        "step",
-        row=row,
-        prompt=prompt,
-        output=output,
-        params=params,
-        choice=body.choice or 0,
-        rest=bool(body.rest),
+        call, "step", row=row, prompt=prompt, output=output, params=params, **more
     )
     if "row" in data:
         data["row"] = base64.b64encode(data["row"]).decode()
@@ -143,13 +126,7 @@ def _limited(call: RequestContext, values: JsonObject) -> JsonObject:
 
 async def _row(call: RequestContext, known: list[int], shared: JsonObject) -> bytes:
     call.admission.enter_context(call.state.admission.admit_rows())
-    params: JsonObject = {
-        "max_tokens": 1,
-        "temperature": 0.0,
-        "explain": 1,
-        "receipt": True,
-        "seed": 0,
-    }
+    params = {"max_tokens": 1, "temperature": 0.0, "explain": 1, "receipt": True, "seed": 0}
     params |= shared
     call.submit(Generate(call.next_id(), call.tenant, params, False, known, explain_rows=True))
     (done,) = await call.results(Generated)
@@ -182,20 +159,13 @@ async def replay(call: RequestContext) -> Response:
     choices = cast(Sequence[Choice], done.choices)
     makers = {name: done.receipt[name] for name in MAKERS}
     verdict = compare(receipt, choices, makers | {"adapter": done.receipt.get("adapter", "")})
-    return Json(
-        {
-            "identical": verdict.identical,
-            "message": str(verdict),
-            "choice": verdict.choice,
-            "position": verdict.position,
-            "expected": verdict.expected,
-            "got": verdict.got,
-            "reasons": list(verdict.reasons),
-            "tokens": sum(len(choice.token_ids) for choice in done.choices),
-            "explain": [list(choice.explain) for choice in done.choices],
-            "loops": [choice.loop for choice in done.choices],
-            "scores": [choice.score for choice in done.choices],
-            "receipt": done.receipt,
-            "usage": usage_of(call.runs),
-        }
+    return Json.of(
+        **{name: getattr(verdict, name) for name in COMPARED},
+        message=str(verdict),
+        tokens=sum(len(choice.token_ids) for choice in done.choices),
+        explain=[list(choice.explain) for choice in done.choices],
+        loops=[choice.loop for choice in done.choices],
+        scores=[choice.score for choice in done.choices],
+        receipt=done.receipt,
+        usage=usage_of(call.runs),
     )

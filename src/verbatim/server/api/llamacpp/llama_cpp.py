@@ -15,17 +15,10 @@ from starlette.responses import Response
 from verbatim import __version__
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
-from verbatim.server.api.common import to_params
+from verbatim.server.api.common import generate, to_params
 from verbatim.server.api.common.chat_request import check_tools, continued, conversation
 from verbatim.server.api.common.default_params import default_params
 from verbatim.server.api.common.field_rules import rules_of
-from verbatim.server.api.common.generate import (
-    chat_logprobs,
-    choice_deltas,
-    extra_fields,
-    observe_latency,
-    warnings_of,
-)
 from verbatim.server.api.common.prompts import embed, prompts_of, unit_vector
 from verbatim.server.api.common.request_context import (
     KEEP_ALIVE,
@@ -101,13 +94,13 @@ class LlamaReply:
     def probabilities(self, logprobs: Any) -> JsonObject:
         """llama.cpp's completion_probabilities: log-probabilities in the shape of chat."""
         top = self.body.n_probs
-        return {"completion_probabilities": chat_logprobs(logprobs, top)} if top else {}
+        return {"completion_probabilities": generate.chat_logprobs(logprobs, top)} if top else {}
 
     def closing(self, finish: WireFinish | None) -> JsonObject:
         """Everything after the text: why it ended, settings, counts and times."""
         done = self.call.runs[0].generated
         assert done is not None
-        observe_latency(self.call)
+        generate.observe_latency(self.call)
         usage, times = done.usage, done.timings
         computed = usage.prompt_tokens - usage.cached_tokens
         prompt_ms = max(times.first_token - times.queued, 0) * 1e3
@@ -135,27 +128,25 @@ class LlamaReply:
             },
             "seed": done.seed,
             "system_fingerprint": done.fingerprint,
-            **extra_fields(self.call),
+            **generate.extra_fields(self.call),
         }
 
     async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         ids = list(choice.token_ids) if self.body.return_tokens else []
-        return Json(
-            {
-                "index": 0,
-                "content": choice.text,
-                "tokens": ids,
-                "stop": True,
-                **self.closing(choice.finish),
-                **self.probabilities(choice.logprobs),
-            }
+        return Json.of(
+            index=0,
+            content=choice.text,
+            tokens=ids,
+            stop=True,
+            **self.closing(choice.finish),
+            **self.probabilities(choice.logprobs),
         )
 
     async def events(self) -> AsyncIterator[bytes]:
         finish: WireFinish | None = None
-        async for piece in choice_deltas(self.call):
+        async for piece in generate.choice_deltas(self.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
@@ -213,25 +204,23 @@ async def apply_template(call: RequestContext) -> Response:
         Tokenize(call.next_id(), call.tenant, messages=messages, template=template, render=True)
     )
     (done,) = await call.results(Detokenized)
-    return Json({"prompt": done.text, **warnings_of(call)})
+    return Json({"prompt": done.text, **generate.warnings_of(call)})
 
 
 async def props(call: RequestContext) -> Response:
     """Facts of the server and its model. The model has its served name, never a path."""
     facts, name = call.state.facts, call.state.names()[0]
     settings = generation_settings(default_params(call.state, protocol=call.protocol.defaults))
-    return Json(
-        {
-            "default_generation_settings": {"n_ctx": facts.context, "params": settings},
-            "total_slots": facts.slots,
-            "model_alias": name,
-            "model_path": name,
-            "modalities": {"vision": False, "audio": False},
-            "chat_template": facts.template,
-            "bos_token": facts.special_tokens.get("bos_token", ""),
-            "eos_token": facts.special_tokens.get("eos_token", ""),
-            "build_info": f"verbatim {__version__}",
-            "system_fingerprint": facts.fingerprint,
-            "numerics": facts.numerics,
-        }
+    return Json.of(
+        default_generation_settings={"n_ctx": facts.context, "params": settings},
+        total_slots=facts.slots,
+        model_alias=name,
+        model_path=name,
+        modalities={"vision": False, "audio": False},
+        chat_template=facts.template,
+        bos_token=facts.special_tokens.get("bos_token", ""),
+        eos_token=facts.special_tokens.get("eos_token", ""),
+        build_info=f"verbatim {__version__}",
+        system_fingerprint=facts.fingerprint,
+        numerics=facts.numerics,
     )

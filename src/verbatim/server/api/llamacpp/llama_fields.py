@@ -9,16 +9,8 @@ from pydantic import Field
 from verbatim.base.json_io import JsonObject
 from verbatim.base.migration_hints import hints
 from verbatim.base.params import FIELDS, FILTERS
+from verbatim.server.api.common import field_rules as shared
 from verbatim.server.api.common.field_rules import (
-    ADD_PROMPT,
-    CACHE_PROMPT,
-    CHAT_MESSAGES,
-    CONTINUE,
-    KWARGS,
-    REPORT,
-    STREAM,
-    TOOLS,
-    TRUNCATE,
     Refused,
     RequestBody,
     Unchecked,
@@ -62,7 +54,7 @@ class LlamaCompletion(taking(_PARAMS, WithTopK)):  # type: ignore[misc]
     n_predict: LastN | None = honoured(
         "maximum number of output tokens; missing or -1: up to the context length"
     )
-    stream: bool | None = STREAM
+    stream: bool | None = shared.STREAM
     stop: list[Text] | None = honoured(FIELDS["stop"].help)
     seed: Int64 | None = honoured(
         "makes sampling repeatable; -1 or missing: the server chooses; the response reports the "
@@ -85,7 +77,7 @@ class LlamaCompletion(taking(_PARAMS, WithTopK)):  # type: ignore[misc]
         "missing: it becomes that token, as in llama.cpp"
     )
     return_tokens: bool | None = honoured("the token ids of the output (not streamed)")
-    cache_prompt: bool | None = CACHE_PROMPT
+    cache_prompt: bool | None = shared.CACHE_PROMPT
     id_slot: Int64 | None = ignored("the scheduler has no slots to choose from", -1)
     n_keep: Int64 | None = ignored("the server never truncates a prompt")
     samplers: Refused = refused("the order of the samplers is fixed (docs/sampling.md)")
@@ -105,7 +97,7 @@ class LlamaCompletion(taking(_PARAMS, WithTopK)):  # type: ignore[misc]
     lora: Unchecked | None = refused(
         "use the adapter's name as model; serve --adapter loads it", []
     )
-    report_params: bool | None = REPORT
+    report_params: bool | None = shared.REPORT
 
 
 class LlamaEmbedding(RequestBody):
@@ -116,13 +108,13 @@ class LlamaEmbedding(RequestBody):
     embd_normalize: Literal[-1, 2] | None = honoured(
         "2: scale the vector to length 1 (default); -1: as it is"
     )
-    truncate: bool | None = TRUNCATE
+    truncate: bool | None = shared.TRUNCATE
 
 
 class LlamaApplyTemplate(RequestBody):
     model: Label | None = honoured("missing: the served model")
-    messages: Annotated[list[Message], Field(min_length=1)] = CHAT_MESSAGES
-    tools: list[Tool] | None = TOOLS
-    add_generation_prompt: bool | None = ADD_PROMPT
-    continue_final_message: bool | None = CONTINUE
-    chat_template_kwargs: JsonObject | None = KWARGS
+    messages: Annotated[list[Message], Field(min_length=1)] = shared.CHAT_MESSAGES
+    tools: list[Tool] | None = shared.TOOLS
+    add_generation_prompt: bool | None = shared.ADD_PROMPT
+    continue_final_message: bool | None = shared.CONTINUE
+    chat_template_kwargs: JsonObject | None = shared.KWARGS

@@ -7,19 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from verbatim.server.api.common.field_rules import (
-    ADD_PROMPT,
-    CONTINUE,
-    MODEL,
-    PARSE,
-    PARSE_TEXT,
-    TRUNCATE,
-    USER,
-    Refused,
-    RequestBody,
-    honoured,
-    refused,
-)
+from verbatim.server.api.common import field_rules as shared
+from verbatim.server.api.common.field_rules import Refused, RequestBody, honoured, refused
 from verbatim.server.api.common.schemas import (
     Alternatives,
     Label,
@@ -33,7 +22,7 @@ from verbatim.server.api.common.schemas import (
 
 
 class Rerank(RequestBody):
-    model: Label = MODEL
+    model: Label = shared.MODEL
     query: Text = honoured("a text", required=True)
     documents: Annotated[list[Text | RankDocument], Field(min_length=1)] = honoured(
         "a list of texts, or of objects with a text", required=True
@@ -42,12 +31,12 @@ class Rerank(RequestBody):
     return_documents: bool | None = honoured(
         "true: each result has its document; missing: only its index"
     )
-    truncate: bool | None = TRUNCATE
+    truncate: bool | None = shared.TRUNCATE
     max_chunks_per_doc: Refused = refused("a document is scored whole; see truncate")
     max_tokens_per_doc: Refused = refused("a document is scored whole; see truncate")
     rank_fields: Refused = refused("a document is a text")
     truncate_prompt_tokens: Refused = refused("use truncate")
-    user: Label | None = USER
+    user: Label | None = shared.USER
 
 
 class LlamaRerank(Rerank):
@@ -61,12 +50,12 @@ class TokenizeBody(RequestBody):
         "instead of prompt: a conversation for the chat template, under the rules of "
         "/v1/chat/completions"
     )
-    add_generation_prompt: bool | None = ADD_PROMPT
-    continue_final_message: bool | None = CONTINUE
+    add_generation_prompt: bool | None = shared.ADD_PROMPT
+    continue_final_message: bool | None = shared.CONTINUE
     add_special_tokens: bool | None = honoured("add the special tokens of a prompt (default true)")
     parse_special: bool | None = honoured(
-        f"{PARSE_TEXT}; a prompt that is the text of one special token (bos_token, eos_token, ...) "
-        "and nothing else is that token, unless this is false"
+        f"{shared.PARSE_TEXT}; a prompt that is the text of one special token (bos_token, "
+        "eos_token, ...) and nothing else is that token, unless this is false"
     )
     return_token_strs: bool | None = honoured("also return each token's text")
 
@@ -77,10 +66,10 @@ class DetokenizeBody(RequestBody):
 
 
 class ScoreBody(RequestBody):
-    model: Label = MODEL
+    model: Label = shared.MODEL
     prompt: Prompt = honoured(
         "a string, a list of strings, token ids, or a list of lists of them", required=True
     )
     top_logprobs: Alternatives | None = honoured("alternatives for each token")
-    parse_special: bool | None = PARSE
-    user: Label | None = USER
+    parse_special: bool | None = shared.PARSE
+    user: Label | None = shared.USER

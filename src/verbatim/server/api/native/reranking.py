@@ -54,13 +54,11 @@ async def rerank(call: RequestContext) -> Response:
     if body.return_documents:
         for row in rows:
             row["document"] = {"text": documents[row["index"]]}
-    return Json(
-        {
-            "object": "list",
-            "id": call.id,
-            "model": model,
-            "results": rows,
-            "usage": prompt_usage(results),
-            **extra_fields(call),
-        }
+    return Json.of(
+        object="list",
+        id=call.id,
+        model=model,
+        results=rows,
+        usage=prompt_usage(results),
+        **extra_fields(call),
     )

@@ -47,15 +47,13 @@ async def score(call: RequestContext) -> Response:
         )
     results = await call.results(Generated)
     observe_latency(call)
-    return Json(
-        {
-            "object": "list",
-            "model": model,
-            "system_fingerprint": call.fingerprint,
-            "data": [_scored(i, r) for i, r in enumerate(results)],
-            "usage": usage_of(call.runs),
-            **extra_fields(call),
-        }
+    return Json.of(
+        object="list",
+        model=model,
+        system_fingerprint=call.fingerprint,
+        data=[_scored(i, r) for i, r in enumerate(results)],
+        usage=usage_of(call.runs),
+        **extra_fields(call),
     )
 
 
@@ -71,13 +69,8 @@ def _scored(index: int, done: Generated) -> JsonObject:
     known = [t["logprob"] for t in tokens if t["logprob"] is not None]
     total = math.fsum(known)
     perplexity = math.exp(min(-total / len(known), 700)) if known else None
-    return {
-        "object": "score",
-        "index": index,
-        "tokens": tokens,
-        "total": total,
-        "perplexity": perplexity,
-    }
+    scored = {"tokens": tokens, "total": total, "perplexity": perplexity}
+    return {"object": "score", "index": index, **scored}
 
 
 async def tokenize(call: RequestContext) -> Response:

@@ -9,13 +9,14 @@ change a token here: they are accepted, and the answer has a warning that they h
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
 from starlette.responses import Response
 
-from verbatim.base.json_io import JsonObject, dumps, loads_lossless
+from verbatim.base.json_io import JsonMapping, JsonObject, dumps, loads_lossless
 from verbatim.server.api.common import to_params
 from verbatim.server.api.common.chat_request import ChatRequest
 from verbatim.server.api.common.field_rules import Rule
@@ -29,8 +30,7 @@ from verbatim.server.api.common.generate import (
     warnings_of,
 )
 from verbatim.server.api.common.request_context import EventStream, Json, RequestContext, new_id
-from verbatim.server.api.ollama.ollama_fields import OllamaChat, OllamaGenerate
-from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
+from verbatim.server.api.ollama.ollama_fields import OLLAMA_PARAMS, OllamaChat, OllamaGenerate
 from verbatim.server.model_pool import ServedModel
 from verbatim.server.problem import Problem, invalid, unsupported
 from verbatim.server.process.messages import Generate, Generated, WireFinish, WireLogprob
@@ -67,8 +67,9 @@ def sampling(options: JsonObject) -> JsonObject:
     return values
 
 
-def window(call: RequestContext, options: JsonObject) -> tuple[int | None, bool]:
+def window(call: RequestContext) -> tuple[int | None, bool]:
     """options.num_ctx, and whether num_predict is unset, so that num_ctx limits the output."""
+    options = call.given.get("options") or {}
     num_ctx: int | None = options.get("num_ctx")
     if num_ctx is None:
         return None, False
@@ -108,7 +109,7 @@ def is_zero(duration: Any) -> bool:
     return duration is not None and not any(digit in str(duration) for digit in "123456789")
 
 
-def asks_to_unload(body: Mapping[str, Any], model: ServedModel) -> bool:
+def asks_to_unload(body: JsonMapping, model: ServedModel) -> bool:
     """No prompt, and keep_alive 0. Such a request never holds its model."""
     asked = body.get("prompt") or body.get("messages")
     return not asked and is_zero(body.get("keep_alive"))
@@ -139,13 +140,12 @@ async def load_only(call: RequestContext, body: JsonObject, model: str, empty: A
 class OllamaReply:
     """Builds the response lines. The text is in message.content (chat) or response (generate)."""
 
-    def __init__(
-        self, call: RequestContext, body: JsonObject, model: str, ask: ChatRequest | None
-    ) -> None:
+    def __init__(self, call: RequestContext, model: str, ask: ChatRequest | None = None) -> None:
         self.call = call
         self.model = model
-        self.ask = ask
-        self.top = body.get("top_logprobs") or 0
+        self.ask = ask  # None: a raw prompt
+        self.top = call.given.get("top_logprobs") or 0
+        self.stream: bool = call.given.get("stream", True)
 
     def line(self, text: str, calls: list[Any], done: bool, reasoning: str = "") -> JsonObject:
         thinking = {"thinking": reasoning} if reasoning else {}
@@ -252,10 +252,7 @@ async def chat(call: RequestContext) -> Response:
     fields["continue_final"] = last["role"] == "assistant" and not last.get("tool_calls")
     if body.get("tools"):
         fields["tools"] = body["tools"]
-    ask = ChatRequest(call, fields, PARAMS, NAMES)
-    return await _reply(
-        call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
-    )
+    return await _answer(OllamaReply(call, model, ChatRequest(call, fields, PARAMS, NAMES)))
 
 
 async def generate(call: RequestContext) -> Response:
@@ -274,9 +271,7 @@ async def generate(call: RequestContext) -> Response:
         "prompt": prompt,
     }
     ask = ChatRequest(call, fields, PARAMS, {**NAMES, "messages": "prompt"})
-    return await _reply(
-        call, body, OllamaReply(call, body, model, ask), window(call, body.get("options") or {})
-    )
+    return await _answer(OllamaReply(call, model, ask))
 
 
 async def _raw(call: RequestContext, body: JsonObject, model: str, prompt: str) -> Response:
@@ -297,37 +292,21 @@ async def _raw(call: RequestContext, body: JsonObject, model: str, prompt: str) 
     state = call.state
     params = to_params.finish_params(values, state, names=RAW_NAMES)
     call.names = RAW_NAMES
-    num_ctx, open_end = window(call, body.get("options") or {})
-    message = Generate(
-        call.next_id(),
-        call.tenant,
-        params,
-        body.get("stream", True),
-        prompt,
-        parse_special=bool(body.get("parse_special")),
-        num_ctx=num_ctx,
-        open_end=open_end,
-    )
-    call.submit(message)
+    num_ctx, open_end = window(call)
+    reply, parse = OllamaReply(call, model), bool(body.get("parse_special"))
+    message = Generate(call.next_id(), call.tenant, params, reply.stream, prompt)
+    call.submit(replace(message, parse_special=parse, num_ctx=num_ctx, open_end=open_end))
+    return await _answer(reply)
+
+
+async def _answer(reply: OllamaReply) -> Response:
+    call = reply.call
+    if reply.ask is not None:
+        reply.ask.submit(reply.stream, *window(call))
     await call.accepted()
-    return await _reply(call, body, OllamaReply(call, body, model, None))
-
-
-async def _reply(
-    call: RequestContext,
-    body: JsonObject,
-    answer: OllamaReply,
-    window: tuple[int | None, bool] = (None, False),
-) -> Response:
-    stream = body.get("stream", True)
-    if answer.ask is not None:
-        answer.ask.submit(stream, *window)
-        await call.accepted()
-    return (
-        EventStream(call, answer.events(), error_line, "application/x-ndjson")
-        if stream
-        else await answer.full_response()
-    )
+    if not reply.stream:
+        return await reply.full_response()
+    return EventStream(call, reply.events(), error_line, "application/x-ndjson")
 
 
 def _head(model: str) -> JsonObject:

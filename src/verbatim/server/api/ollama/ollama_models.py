@@ -21,12 +21,12 @@ from verbatim.server.api.common.generate import extra_fields
 from verbatim.server.api.common.prompts import embed, unit_vector
 from verbatim.server.api.common.request_context import Json, RequestContext
 from verbatim.server.api.ollama.ollama_fields import (
+    OLLAMA_PARAMS,
     OllamaEmbed,
     OllamaEmbeddings,
     OllamaPull,
     OllamaShow,
 )
-from verbatim.server.api.ollama.ollama_schemas import OLLAMA_PARAMS
 from verbatim.server.problem import Problem
 from verbatim.server.process.messages import ModelFacts
 
@@ -132,22 +132,20 @@ async def show(call: RequestContext) -> Response:
         **{f"{facts.family}.{size}": value for size, value in facts.sizes.items()},
         **{f"tokenizer.{token}": text for token, text in facts.special_tokens.items()},
     }
-    return Json(
-        {
-            "modelfile": f"FROM {name}\n",
-            "parameters": _parameters(call),
-            "template": facts.template,
-            "license": facts.file.get("license", ""),
-            "modified_at": modified(call, facts),
-            "details": details(facts),
-            "model_info": info,
-            "capabilities": [
-                *(["completion"] if facts.task == "generate" else []),
-                *(["tools"] if facts.has_template else []),
-                *(["embedding"] if facts.file.get("embeds") else []),
-                *(["thinking"] if facts.reasoning else []),
-            ],
-        }
+    return Json.of(
+        modelfile=f"FROM {name}\n",
+        parameters=_parameters(call),
+        template=facts.template,
+        license=facts.file.get("license", ""),
+        modified_at=modified(call, facts),
+        details=details(facts),
+        model_info=info,
+        capabilities=[
+            *(["completion"] if facts.task == "generate" else []),
+            *(["tools"] if facts.has_template else []),
+            *(["embedding"] if facts.file.get("embeds") else []),
+            *(["thinking"] if facts.reasoning else []),
+        ],
     )
 
 
@@ -175,7 +173,7 @@ async def version(call: RequestContext) -> Response:
     return Json({"version": __version__})
 
 
-async def embeddings_of_list(call: RequestContext) -> Response:
+async def embed_texts(call: RequestContext) -> Response:
     """/api/embed: one vector of length 1 per text."""
     body = await call.body(OllamaEmbed)
     model = call.served_model()
@@ -183,19 +181,17 @@ async def embeddings_of_list(call: RequestContext) -> Response:
         call, "input", body.input, dimensions=body.dimensions, truncate=body.truncate
     )
     vectors = [unit_vector(done.embedding or [], body.dimensions) for done in results]
-    return Json(
-        {
-            "model": model,
-            "embeddings": vectors,
-            "total_duration": int((call.state.clock() - call.arrived) * 1e9),
-            "load_duration": int(call.load_seconds * 1e9),
-            "prompt_eval_count": sum(done.usage.prompt_tokens for done in results),
-            **extra_fields(call),
-        }
+    return Json.of(
+        model=model,
+        embeddings=vectors,
+        total_duration=int((call.state.clock() - call.arrived) * 1e9),
+        load_duration=int(call.load_seconds * 1e9),
+        prompt_eval_count=sum(done.usage.prompt_tokens for done in results),
+        **extra_fields(call),
     )
 
 
-async def embedding_of_prompt(call: RequestContext) -> Response:
+async def embed_prompt(call: RequestContext) -> Response:
     """/api/embeddings, which /api/embed replaces: one vector, not normalised."""
     body = await call.body(OllamaEmbeddings)
     call.served_model()

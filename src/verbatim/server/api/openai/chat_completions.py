@@ -12,19 +12,8 @@ from typing import Any
 from starlette.responses import Response
 
 from verbatim.base.json_io import JsonObject
+from verbatim.server.api.common import generate
 from verbatim.server.api.common.chat_request import ChatRequest, continued
-from verbatim.server.api.common.generate import (
-    ChoiceDelta,
-    RunningUsage,
-    chat_logprobs,
-    choice_deltas,
-    extra_fields,
-    finish_reason,
-    obfuscation,
-    observe_latency,
-    usage_of,
-    warnings_of,
-)
 from verbatim.server.api.common.request_context import (
     DONE,
     KEEP_ALIVE,
@@ -74,15 +63,19 @@ class ChatReply:
     async def full_response(self) -> Response:
         (done,) = await self.call.results(Generated)
         answer = self._answer(done)
-        observe_latency(self.call)
+        generate.observe_latency(self.call)
         if self.ask.body.get("store"):
             await self._store(answer)
-            answer |= warnings_of(self.call)
+            answer |= generate.warnings_of(self.call)
         return Json(answer)
 
     def _answer(self, done: Generated) -> JsonObject:
         choices = [self._choice(choice) for choice in done.choices]
-        body = {"choices": choices, "usage": usage_of(self.call.runs), **extra_fields(self.call)}
+        body = {
+            "choices": choices,
+            "usage": generate.usage_of(self.call.runs),
+            **generate.extra_fields(self.call),
+        }
         if "metadata" in self.ask.body:
             body["metadata"] = self.ask.body["metadata"]
         return self.head | body
@@ -113,38 +106,38 @@ class ChatReply:
         return out | choice_reports(choice)
 
     def _logprobs(self, items: Sequence[WireLogprob]) -> JsonObject:
-        return {"content": chat_logprobs(items, self.top), "refusal": None}
+        return {"content": generate.chat_logprobs(items, self.top), "refusal": None}
 
     # ---------------------------------------------------------------------------- streamed
 
     async def events(self, options: StreamExtras) -> AsyncIterator[bytes]:
         head = {**self.head, "object": "chat.completion.chunk"}
         chunks = Chunks(head, {"usage": None} if options.usage else {})
-        so_far = RunningUsage(self.call.runs)
+        so_far = generate.RunningUsage(self.call.runs)
         parsers: dict[int, ToolParser | None] = {}
-        async for piece in choice_deltas(self.call):
+        async for piece in generate.choice_deltas(self.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
             usage = so_far.after(piece) if options.running_usage else None
             for choice in self._deltas(piece, parsers):
                 text = choice["delta"].get("content") or ""
-                padding = obfuscation(text) if options.padding else None
+                padding = generate.obfuscation(text) if options.padding else None
                 for chunk in chunks.add(choice, padding, usage):
                     yield chunk
         done = self.call.runs[0].generated
         if done is not None and self.ask.body.get("store"):
             await self._store(self._answer(done))
-        for chunk in chunks.end(**warnings_of(self.call)):
+        for chunk in chunks.end(**generate.warnings_of(self.call)):
             yield chunk
         if done is not None:
-            observe_latency(self.call)
+            generate.observe_latency(self.call)
             for last in closing_events(self.call, head, options.usage):
                 yield last
         yield DONE
 
     def _deltas(
-        self, piece: ChoiceDelta, parsers: dict[int, ToolParser | None]
+        self, piece: generate.ChoiceDelta, parsers: dict[int, ToolParser | None]
     ) -> list[JsonObject]:
         """The chunks of one delta: the role first, then text and calls, then the finish reason in a
         separate chunk."""
@@ -196,7 +189,7 @@ def delta_objects(found: list[tuple[str, Any]], number: int) -> list[JsonObject]
 
 
 def reason_with_calls(finish: WireFinish | None, called: bool) -> str | None:
-    reason = finish_reason(finish)
+    reason = generate.finish_reason(finish)
     return "tool_calls" if called and reason == "stop" else reason
 
 

@@ -8,27 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from starlette.responses import Response
 
 from verbatim.base.json_io import JsonObject
-from verbatim.server.api.common import to_params
+from verbatim.server.api.common import generate, to_params
 from verbatim.server.api.common.field_rules import NO_LIMIT
-from verbatim.server.api.common.generate import (
-    ChoiceDelta,
-    RunningUsage,
-    TokenOffsets,
-    choice_deltas,
-    completion_logprobs,
-    extra_fields,
-    finish_reason,
-    obfuscation,
-    observe_latency,
-    token_text,
-    usage_of,
-    warnings_of,
-)
 from verbatim.server.api.common.prompts import parses_special, prompts_of
 from verbatim.server.api.common.request_context import (
     DONE,
@@ -98,7 +85,7 @@ class CompletionsReply:
         self.n = call.given.get("num_return_sequences") or (
             1 if call.given.get("num_beams", 1) > 1 else call.given.get("n", 1)
         )
-        self.places: dict[tuple[int, int], TokenOffsets] = {}
+        self.places: dict[tuple[int, int], generate.TokenOffsets] = {}
 
     def prepare(self) -> None:
         values = to_params.sampling_values(self.call.given, self.call.route.fields)
@@ -133,13 +120,15 @@ class CompletionsReply:
         if self.top is not None:
             logprobs = self.echoed(run, done)
             places = self.output_offsets(len(echo))
-            for name, values in completion_logprobs(choice.logprobs, self.top, places).items():
+            for name, values in generate.completion_logprobs(
+                choice.logprobs, self.top, places
+            ).items():
                 logprobs[name] = [*logprobs[name], *values] if values is not None else None
         out = {
             "text": echo + choice.text,
             "index": run * self.n + choice.index,
             "logprobs": logprobs,
-            "finish_reason": finish_reason(choice.finish),
+            "finish_reason": generate.finish_reason(choice.finish),
         }
         return out | self.seed_of(run) | choice_reports(choice)
 
@@ -152,7 +141,7 @@ class CompletionsReply:
             self.prompts[run],
             self.call.state.facts,
         )
-        places = TokenOffsets(
+        places = generate.TokenOffsets(
             facts, skip_special=isinstance(prompt, str) and not self.parse, start=True
         )
         # With parse_special the prompt's own control tokens are visible; those added before it
@@ -161,13 +150,14 @@ class CompletionsReply:
             typed = (
                 n
                 for n, item in enumerate(items)
-                if item.token not in facts.control or prompt.startswith(token_text(item.raw))
+                if item.token not in facts.control
+                or prompt.startswith(generate.token_text(item.raw))
             )
             places.unseen = next(typed, len(items))
-        return completion_logprobs(items, self.top, places)
+        return generate.completion_logprobs(items, self.top, places)
 
-    def output_offsets(self, before: int = 0) -> TokenOffsets:
-        places = TokenOffsets(self.call.state.facts, self.params.get("skip_special", True))
+    def output_offsets(self, before: int = 0) -> generate.TokenOffsets:
+        places = generate.TokenOffsets(self.call.state.facts, self.params.get("skip_special", True))
         places.at = before
         return places
 
@@ -178,21 +168,19 @@ class CompletionsReply:
             for number, done in enumerate(results)
             for choice in done.choices
         ]
-        observe_latency(self.call)
-        return Json(
-            {
-                **self.head,
-                "choices": choices,
-                "usage": usage_of(self.call.runs),
-                **extra_fields(self.call),
-            }
+        generate.observe_latency(self.call)
+        return Json.of(
+            **self.head,
+            choices=choices,
+            usage=generate.usage_of(self.call.runs),
+            **generate.extra_fields(self.call),
         )
 
     async def events(self, options: StreamExtras) -> AsyncIterator[bytes]:
         started: set[tuple[int, int]] = set()
         chunks = Chunks(self.head, {"usage": None} if options.usage else {})
-        so_far = RunningUsage(self.call.runs)
-        async for piece in choice_deltas(self.call):
+        so_far = generate.RunningUsage(self.call.runs)
+        async for piece in generate.choice_deltas(self.call):
             if piece is None:
                 yield KEEP_ALIVE
                 continue
@@ -200,27 +188,27 @@ class CompletionsReply:
             if self.echo and key not in started:
                 started.add(key)
                 piece.text = self.call.runs[piece.run].text + piece.text
-            padding = obfuscation(piece.text) if options.padding else None
+            padding = generate.obfuscation(piece.text) if options.padding else None
             usage = so_far.after(piece) if options.running_usage else None
             for chunk in chunks.add(self.delta(piece), padding, usage):
                 yield chunk
-        observe_latency(self.call)
-        for chunk in chunks.end(**warnings_of(self.call)):
+        generate.observe_latency(self.call)
+        for chunk in chunks.end(**generate.warnings_of(self.call)):
             yield chunk
         for last in closing_events(self.call, self.head, options.usage):
             yield last
         yield DONE
 
-    def delta(self, piece: ChoiceDelta) -> JsonObject:
+    def delta(self, piece: generate.ChoiceDelta) -> JsonObject:
         logprobs = None
         if self.top is not None:
             places = self.places.setdefault((piece.run, piece.index), self.output_offsets())
-            logprobs = completion_logprobs(piece.logprobs, self.top, places)
+            logprobs = generate.completion_logprobs(piece.logprobs, self.top, places)
         out = {
             "text": piece.text,
             "index": piece.run * self.n + piece.index,
             "logprobs": logprobs,
-            "finish_reason": finish_reason(piece.finish),
+            "finish_reason": generate.finish_reason(piece.finish),
         }
         return out | ({"explain": piece.explain} if piece.explain else {}) | self.seed_of(piece.run)
 
@@ -228,14 +216,14 @@ class CompletionsReply:
 def closing_events(call: RequestContext, head: JsonObject, with_usage: bool) -> list[bytes]:
     """A chunk without choices after the last choice, if the client requested usage, a receipt or
     the parameters. The warnings are in the last choice's chunk, which every stream has."""
-    more = extra_fields(call)
+    more = generate.extra_fields(call)
     more.pop("warnings", None)
     results = [run.generated for run in call.runs]
     choices = [choice for done in results if done is not None for choice in done.choices]
     loops, scores = [choice.loop for choice in choices], [choice.score for choice in choices]
     if not (with_usage or more):
         return []
-    usage = {"usage": usage_of(call.runs)} if with_usage else {}
+    usage = {"usage": generate.usage_of(call.runs)} if with_usage else {}
     reports: JsonObject = {"loops": loops} if any(loops) else {}
     reports |= {"scores": scores} if any(score is not None for score in scores) else {}
     return [sse({**head, "choices": [], **usage, **more, **reports})]
@@ -256,18 +244,10 @@ async def completions(call: RequestContext) -> Response:
     made = CompletionsReply(call, body, model, prompts)
     made.prepare()
     stream = bool(body.stream)
+    echo, parse, rows = made.echo, made.parse, made.rows
     for prompt, params in zip(prompts, made.prompt_params, strict=True):
-        message = Generate(
-            call.next_id(),
-            call.tenant,
-            params,
-            stream,
-            prompt,
-            parse_special=made.parse,
-            echo=made.echo,
-            explain_rows=made.rows,
-        )
-        call.submit(message)
+        message = Generate(call.next_id(), call.tenant, params, stream, prompt)
+        call.submit(replace(message, parse_special=parse, echo=echo, explain_rows=rows))
     await call.accepted()
     if stream:
         return EventStream(call, made.events(options))

@@ -29,14 +29,8 @@ async def embeddings(call: RequestContext) -> Response:
         {"object": "embedding", "index": i, "embedding": _spell_vector(r.embedding or [], body)}
         for i, r in enumerate(results)
     ]
-    return Json(
-        {
-            "object": "list",
-            "data": data,
-            "model": model,
-            "usage": prompt_usage(results),
-            **extra_fields(call),
-        }
+    return Json.of(
+        object="list", data=data, model=model, usage=prompt_usage(results), **extra_fields(call)
     )
 
 

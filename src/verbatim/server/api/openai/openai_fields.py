@@ -1,31 +1,17 @@
-"""The request fields of OpenAI's routes (see common/field_rules.py)."""
+"""The request fields of OpenAI's routes (see common/field_rules.py), and the items, tools and text
+formats of the Responses API."""
 
 from __future__ import annotations
 
 import functools
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS
+from verbatim.server.api.common import field_rules as shared
 from verbatim.server.api.common.field_rules import (
-    ADD_PROMPT,
-    CACHE,
-    CACHE_PROMPT,
-    CHAT_MESSAGES,
-    CONTINUE,
-    KWARGS,
-    MODEL,
-    NO_VERBOSITY,
-    PARSE,
-    REPORT,
-    SEED,
-    SEED_TEXT,
-    STREAM,
-    TOOLS,
-    TRUNCATE,
-    USER,
     Refused,
     RequestBody,
     Unchecked,
@@ -39,31 +25,28 @@ from verbatim.server.api.common.field_rules import (
 )
 from verbatim.server.api.common.schemas import (
     Alternatives,
+    Cached,
     Count,
     Effort,
     Int64,
+    JsonFormat,
     Label,
     Length,
     Message,
     Metadata,
+    Name,
+    Parts,
     Prompt,
     ResponseFormat,
     StreamOptions,
     Strict,
     StructuredOutputs,
     Text,
+    TextFormat,
     Tool,
     ToolChoice,
     Verbosity,
     type_of,
-)
-from verbatim.server.api.openai.responses_schemas import (
-    ResponseInput,
-    ResponseNamedTool,
-    ResponseReasoning,
-    ResponseStreamOptions,
-    ResponseText,
-    ResponseTool,
 )
 from verbatim.server.batch_files import URLS
 
@@ -75,37 +58,37 @@ class _TextRoute(WithTopK):
     client_metadata: JsonObject | None = ignored("it is not stored")
     metadata: Metadata | None = label("stored with the object; echoed where the protocol echoes it")
     moderation: Refused = refused("no moderation model runs here")
-    prompt_cache_key: Label | None = ignored(CACHE)
-    prompt_cache_options: Unchecked | None = ignored(CACHE)
+    prompt_cache_key: Label | None = ignored(shared.CACHE)
+    prompt_cache_options: Unchecked | None = ignored(shared.CACHE)
     prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = ignored(
         "cached prefixes stay in memory until they are evicted", "in_memory", "in-memory"
     )
     safety_identifier: Label | None = label("written to the log")
-    seed: Int64 | None = SEED
+    seed: Int64 | None = shared.SEED
     service_tier: Literal["auto", "default", "flex", "priority", "scale"] | None = ignored(
         "there is one tier", "auto", "default"
     )
     stop: Text | list[Text] | None = honoured(FIELDS["stop"].help)
-    stream: bool | None = STREAM
+    stream: bool | None = shared.STREAM
     stream_options: StreamOptions | None = honoured(
         "include_usage, include_obfuscation, continuous_usage_stats (the usage so far in every "
         "chunk, as vLLM sends it; needs include_usage)"
     )
-    user: Label | None = USER
+    user: Label | None = shared.USER
     # 262 KB per token for a vocabulary of 49,152 ids: too much to send with every explanation
     explain_rows: bool | None = honoured(
         "with explain and receipt, for one choice: the explanations of the first 64 tokens include "
         "the whole row of logits (four bytes per id, in base64) and the grammar's mask, for a "
         "what-if; missing: row and mask are null; at most 4 such requests at once"
     )
-    report_params: bool | None = REPORT
+    report_params: bool | None = shared.REPORT
     repeat_penalty: type_of("repetition_penalty") | None = honoured(  # type: ignore[valid-type]
         "llama.cpp's name of repetition_penalty"
     )
     n_probs: Alternatives | None = honoured(
         "llama.cpp's clients: report each token's log-probability and this many alternatives"
     )
-    cache_prompt: bool | None = CACHE_PROMPT
+    cache_prompt: bool | None = shared.CACHE_PROMPT
     guided_json: JsonObject | bool | Text | None = honoured("vLLM's name of json_schema")
     guided_regex: Text | None = honoured("vLLM's name of regex")
     guided_choice: Text | list[Text] | None = honoured("vLLM's name of choice")
@@ -129,7 +112,7 @@ _NO_PARSE = refused("the chat template adds the control tokens; message text sta
 
 
 class Completions(extended("max_tokens", "logprobs", "prompt_logprobs")):  # type: ignore[misc]
-    model: Label = MODEL
+    model: Label = shared.MODEL
     prompt: Prompt = honoured(
         "a string, a list of strings, token ids, or a list of lists of them", required=True
     )
@@ -146,22 +129,22 @@ class Completions(extended("max_tokens", "logprobs", "prompt_logprobs")):  # typ
     )
     metadata: Metadata | None = ignored("a completion is not stored")
     seed: Int64 | None = honoured(
-        f"{SEED_TEXT}; all prompts of a list share it, so equal prompts get equal outputs; "
+        f"{shared.SEED_TEXT}; all prompts of a list share it, so equal prompts get equal outputs; "
         "missing: each prompt of a list gets its own, which its choices report (the response's "
         "seed is null)"
     )
     store: bool | None = ignored("a completion is not stored", False)
     suffix: Refused = refused("infilling needs a model trained for it")
-    parse_special: bool | None = PARSE
+    parse_special: bool | None = shared.PARSE
 
 
 class ChatCompletions(extended("max_tokens", "logprobs", "prompt_logprobs")):  # type: ignore[misc]
-    model: Label = MODEL
-    messages: Annotated[list[Message], Field(min_length=1)] = CHAT_MESSAGES
+    model: Label = shared.MODEL
+    messages: Annotated[list[Message], Field(min_length=1)] = shared.CHAT_MESSAGES
     audio: Refused = refused("only text output is supported")
-    add_generation_prompt: bool | None = ADD_PROMPT
-    continue_final_message: bool | None = CONTINUE
-    chat_template_kwargs: JsonObject | None = KWARGS
+    add_generation_prompt: bool | None = shared.ADD_PROMPT
+    continue_final_message: bool | None = shared.CONTINUE
+    chat_template_kwargs: JsonObject | None = shared.KWARGS
     enable_thinking: bool | None = honoured(
         "Qwen's clients: true switches thinking on, false off, where the chat template has the "
         "switch"
@@ -197,11 +180,108 @@ class ChatCompletions(extended("max_tokens", "logprobs", "prompt_logprobs")):  #
     tool_choice: ToolChoice | None = honoured(
         "none, auto, required, or one function (the last two enforced by a grammar)"
     )
-    tools: list[Tool] | None = TOOLS
+    tools: list[Tool] | None = shared.TOOLS
     top_logprobs: Alternatives | None = honoured("alternatives for each token; needs logprobs")
     parse_special: Literal[False] | None = _NO_PARSE
-    verbosity: Verbosity | None = NO_VERBOSITY
+    verbosity: Verbosity | None = shared.NO_VERBOSITY
     web_search_options: Refused = refused("the server fetches nothing for a request")
+
+
+# ------------------------------------------------------------------------------- responses
+
+
+class _Item(Strict):
+    """Clients send `id` and `status` back with earlier output items. The server ignores them."""
+
+    id: Text | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class InputMessage(_Item, Cached):
+    type: Literal["message"] | None = None
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Text | Parts
+    name: Label | None = None
+    phase: None = None
+
+
+class InputCall(_Item):
+    type: Literal["function_call"]
+    call_id: Text
+    name: Text
+    arguments: Text
+
+
+class InputCallOutput(_Item):
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Text | Parts
+
+
+class ReasoningText(Strict):
+    type: Literal["reasoning_text"]
+    text: Text
+
+
+class InputReasoning(_Item):
+    type: Literal["reasoning"]
+    summary: Annotated[list[Any], Field(max_length=0)] | None = None
+    content: list[ReasoningText] | None = None
+    encrypted_content: Text | None = None
+
+
+def _type(item: object) -> object:
+    """A message may come without its type."""
+    return item.get("type", "message") if isinstance(item, dict) else "message"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[InputCall, Tag("function_call")]
+    | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputReasoning, Tag("reasoning")],
+    Discriminator(_type),
+]
+ResponseInput = Text | Annotated[list[InputItem], Field(max_length=4096)]
+
+
+class ResponseTool(Strict):
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ResponseNamedTool(Strict):
+    type: Literal["function"]
+    name: Text
+
+
+class ResponseSchema(Strict):
+    type: Literal["json_schema"]
+    name: Name
+    schema_: JsonObject = Field(alias="schema")
+    description: Text | None = None
+    strict: bool | None = None
+
+
+class ResponseText(Strict):
+    format: (
+        Annotated[TextFormat | JsonFormat | ResponseSchema, Field(discriminator="type")] | None
+    ) = None
+    verbosity: Verbosity | None = shared.NO_VERBOSITY
+
+
+class ResponseReasoning(Strict):
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponseStreamOptions(Strict):
+    include_obfuscation: bool | None = None
+    include_usage: bool | None = ignored("response.completed has the usage", True)
 
 
 _NOT_OF_A_RESPONSE = ("n", "best_of", "num_return_sequences")
@@ -217,7 +297,7 @@ class Responses(extended("max_tokens", "logprobs", "prompt_logprobs", *_NOT_OF_A
     background: Literal[False] | None = refused(
         "responses are generated while the client waits", False
     )
-    chat_template_kwargs: JsonObject | None = KWARGS
+    chat_template_kwargs: JsonObject | None = shared.KWARGS
     context_management: Refused = refused("the server never compacts or truncates input")
     conversation: Refused = refused("use previous_response_id, or send the whole input")
     image: Refused = refused("only text input is supported")
@@ -264,7 +344,7 @@ class Responses(extended("max_tokens", "logprobs", "prompt_logprobs", *_NOT_OF_A
 
 
 class Embeddings(RequestBody):
-    model: Label = MODEL
+    model: Label = shared.MODEL
     input: Prompt = honoured(
         "a string, a list of strings, token ids, or a list of lists of them", required=True
     )
@@ -278,8 +358,8 @@ class Embeddings(RequestBody):
         "the model's prompt to put before each text, by its name in "
         "config_sentence_transformers.json; missing: the model's default prompt, if it has one"
     )
-    truncate: bool | None = TRUNCATE
-    user: Label | None = USER
+    truncate: bool | None = shared.TRUNCATE
+    user: Label | None = shared.USER
 
 
 class ChatCompletionUpdate(RequestBody):

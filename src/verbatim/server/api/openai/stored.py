@@ -14,6 +14,7 @@ from verbatim.server.api.common.request_context import EventStream, Json, Reques
 from verbatim.server.api.openai.openai_fields import ChatCompletionUpdate
 from verbatim.server.api.openai.responses_stream import Event, whole
 from verbatim.server.problem import invalid
+from verbatim.server.storage.answer_store import Kind
 
 
 def page(
@@ -30,99 +31,74 @@ def page(
         rows = rows[at + 1 :]
     data = rows[:limit]
     first, last = (data[0].get("id"), data[-1].get("id")) if data else (None, None)
-    return Json(
-        {
-            "object": "list",
-            "data": data,
-            "first_id": first,
-            "last_id": last,
-            "has_more": len(rows) > len(data),
-        }
+    return Json.of(
+        object="list", data=data, first_id=first, last_id=last, has_more=len(rows) > len(data)
     )
 
 
 async def list_chats(call: RequestContext) -> Response:
     wanted = call.query.get("model")
     kept = [i["object"] for i in await call.state.store.of(call.tenant, "chat")]
-    pairs = {
-        name[9:-1]: value for name, value in call.query.items() if name.startswith("metadata[")
-    }
-    return page(
-        [
-            o
-            for o in kept
-            if wanted in (None, o["model"])
-            and all(o["metadata"].get(k) == v for k, v in pairs.items())
-        ],
-        call,
-    )
+    pairs = {k[9:-1]: value for k, value in call.query.items() if k.startswith("metadata[")}
+    rows = [row for row in kept if wanted in (None, row["model"])]
+    return page([row for row in rows if pairs.items() <= row["metadata"].items()], call)
 
 
-async def _chat(call: RequestContext) -> JsonObject:
-    return await call.state.store.get(call.tenant, "chat", call.request.path_params["id"])
+async def _item(call: RequestContext, kind: Kind) -> JsonObject:
+    return await call.state.store.get(call.tenant, kind, call.request.path_params["id"])
+
+
+async def _delete(call: RequestContext, kind: Kind, shown: str) -> Response:
+    name = call.request.path_params["id"]
+    await call.state.store.delete(call.tenant, kind, name)
+    return Json.of(object=shown, id=name, deleted=True)
 
 
 async def get_chat(call: RequestContext) -> Response:
-    return Json((await _chat(call))["object"])
+    return Json((await _item(call, "chat"))["object"])
 
 
 async def update_chat(call: RequestContext) -> Response:
-    body, item = await call.body(ChatCompletionUpdate), await _chat(call)
+    body, item = await call.body(ChatCompletionUpdate), await _item(call, "chat")
     item["object"]["metadata"] = body.metadata
     await call.state.store.put(call.tenant, "chat", item["object"]["id"], item)
     return Json(item["object"])
 
 
 async def delete_chat(call: RequestContext) -> Response:
-    name = call.request.path_params["id"]
-    await call.state.store.delete(call.tenant, "chat", name)
-    return Json({"object": "chat.completion.deleted", "id": name, "deleted": True})
+    return await _delete(call, "chat", "chat.completion.deleted")
 
 
 async def chat_messages(call: RequestContext) -> Response:
     name = call.request.path_params["id"]
-    messages = (await _chat(call))["messages"]
-    return page(
-        [
-            {"id": f"{name}-{i}", "name": None, **m, "content": m.get("content")}
-            for i, m in enumerate(messages)
-        ],
-        call,
-    )
+    messages = (await _item(call, "chat"))["messages"]
+    rows = [
+        {"id": f"{name}-{i}", "name": None, **m, "content": m.get("content")}
+        for i, m in enumerate(messages)
+    ]
+    return page(rows, call)
 
 
 # ------------------------------------------------------------------------------- responses
 
 
-async def _response(call: RequestContext) -> JsonObject:
-    return await call.state.store.get(call.tenant, "response", call.request.path_params["id"])
-
-
 async def get_response(call: RequestContext) -> Response:
-    made = (await _response(call))["object"]
+    made = (await _item(call, "response"))["object"]
     if call.query.get("stream") != "true":
         for name in ("starting_after", "include_obfuscation"):
             if name in call.query:
                 raise invalid(name, "only with stream=true")
         return Json(made)
-    return EventStream(
-        call,
-        _replay(
-            made,
-            int(call.query.get("starting_after", -1)),
-            call.query.get("include_obfuscation") == "true",
-        ),
-    )
+    after, pad = call.query.get("starting_after", -1), call.query.get("include_obfuscation")
+    return EventStream(call, _replay(made, int(after), pad == "true"))
 
 
 async def delete_response(call: RequestContext) -> Response:
-    name = call.request.path_params["id"]
-    await call.state.store.delete(call.tenant, "response", name)
-    return Json({"id": name, "object": "response", "deleted": True})
+    return await _delete(call, "response", "response")
 
 
 async def input_items(call: RequestContext) -> Response:
-    return page((await _response(call))["input"], call)
+    return page((await _item(call, "response"))["input"], call)
 
 
 async def _replay(made: JsonObject, after: int, pad: bool) -> AsyncIterator[bytes]:
