@@ -440,7 +440,8 @@ THINK_SOURCE = (
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
     then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), rank=yes (a
-    cross-encoder), adapters=A+B (LoRA adapters of these names), broken=TOKEN (of FakeBackend)."""
+    cross-encoder), adapters=A+B (LoRA adapters of these names), broken=TOKEN (of FakeBackend),
+    diffusion=LENGTH (a diffusion model with blocks of this length)."""
     from verbatim.engine import request
     from verbatim.text.templates.chat_template import ChatTemplate
 
@@ -451,7 +452,9 @@ def server_parts(options: str) -> LoadedModel:
     kinds = {(True, False): ThinkByteTokenizer, (False, True): PairByteTokenizer}
     tokenizer = kinds.get((reasoning, ranks), ChatByteTokenizer)()
     context = int(values.get("context", 4096))
-    spec = fake_spec(vocab=tokenizer.vocab_size, context=context)
+    length = int(values.get("diffusion", 0))
+    diffusion = DiffusionSpec(mask=ByteTokenizer.ASSISTANT, block=length) if length else None
+    spec = fake_spec(vocab=tokenizer.vocab_size, context=context, diffusion=diffusion)
     backend = PacedBackend(
         spec,
         pipeline=kind == "pipeline",
