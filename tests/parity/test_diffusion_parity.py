@@ -1,6 +1,6 @@
-"""Diffusion models against PyTorch: transformers' layers under a block-causal mask, and the loop of
-SDAR's published generate.py written again. Tokens are equal; the logits of the step that decided a
-token are within 1e-4."""
+"""Diffusion models against PyTorch: transformers' layers under a block-causal or a full mask, and
+the loop of the published generate.py written again. Tokens are equal; the logits of the step that
+decided a token are within 1e-4."""
 
 from __future__ import annotations
 
@@ -25,38 +25,84 @@ TOKENS = 13
 Logits = Callable[[list[int]], Any]  # tokens -> [positions, vocab] under the model's mask
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A random qwen3 as SDAR's files have it, and the PyTorch model."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+SIZES: dict[str, Any] = {
+    "vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+    "initializer_range": 0.3, "tie_word_embeddings": False, "attn_implementation": "eager",
+}  # fmt: skip
+# family -> transformers' class with its layers, changes of the sizes, keys of its config.json
+BODIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "sdar": ("Qwen3", {"head_dim": 16}, {"block_size": 4}),
+    "Dream": ("Qwen2", {}, {}),
+    "llada": ("Llama", {"num_key_value_heads": 4}, {}),
+}
+# LLaDA's names of tensors and keys, by llama's
+LLADA = {
+    "model.embed_tokens": "model.transformer.wte", "model.norm": "model.transformer.ln_f",
+    "lm_head": "model.transformer.ff_out", "model.layers": "model.transformer.blocks",
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ff_norm", "self_attn.": "",
+    "o_proj": "attn_out", "mlp.gate_proj": "ff_proj", "mlp.up_proj": "up_proj",
+    "mlp.down_proj": "ff_out",
+}  # fmt: skip
+LLADA_KEYS = {
+    "d_model": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads", "mlp_hidden_size": "intermediate_size",
+    "embedding_size": "vocab_size", "vocab_size": "vocab_size", "rope_theta": "rope_theta",
+    "max_sequence_length": "max_position_embeddings", "rms_norm_eps": "rms_norm_eps",
+    "activation_type": "hidden_act", "weight_tying": "tie_word_embeddings",
+}  # fmt: skip
 
+
+@pytest.fixture(scope="module", params=BODIES)
+def checkpoint(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, Path, Any]:
+    """A random checkpoint under the names of the family's files, and the PyTorch model."""
+    import torch
+    import transformers
+
+    kind, sizes, keys = BODIES[request.param]
     torch.manual_seed(5)
-    config = Qwen3Config(
-        vocab_size=260, hidden_size=32, intermediate_size=48, num_hidden_layers=3, head_dim=16,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        initializer_range=0.3, tie_word_embeddings=False, attn_implementation="eager",
-    )  # fmt: skip
-    model = Qwen3ForCausalLM(config).eval()
-    path = tmp_path_factory.mktemp("sdar")
+    config = getattr(transformers, f"{kind}Config")(**SIZES | sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    if kind == "Qwen2":  # transformers starts biases at zero
+        for name, weight in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(weight, std=0.3)
+    path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
     written = json.loads((path / "config.json").read_text())
-    written |= {
-        "model_type": "sdar",
-        "architectures": ["SDARForCausalLM"],
-        "block_size": 4,
-        "mask_token_id": MASK,
-    }
+    written |= {"model_type": request.param, "mask_token_id": MASK, **keys}
+    if request.param == "llada":
+        rename_llada(path / "model.safetensors")
+        written["rope_theta"] = 10000.0
+        own = {name: written[of] for name, of in LLADA_KEYS.items()}
+        own |= {"model_type": "llada", "mask_token_id": MASK, "block_type": "llama", "rope": True}
+        written = own | {"layer_norm_type": "rms", "include_bias": False, "alibi": False}
     (path / "config.json").write_text(json.dumps(written))
-    return path, model
+    return request.param, path, model
 
 
-def block_logits(model: Any, block: int) -> Logits:
+def rename_llada(file: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    renamed = {}
+    for name, tensor in load_file(file).items():
+        for old, new in LLADA.items():
+            name = name.replace(old, new)
+        renamed[name] = tensor
+    save_file(renamed, file)
+
+
+def masked_logits(model: Any, block: int) -> Logits:
+    """Under the block-causal mask; block 0: full attention."""
+
     def run(tokens: list[int]) -> Any:
         import torch
 
         at = torch.arange(len(tokens))
-        hidden = at[None, :] >= (at[:, None] // block + 1) * block
+        end = (at[:, None] // block + 1) * block if block else len(tokens)
+        hidden = at[None, :] >= end
         mask = torch.zeros(len(tokens), len(tokens)).masked_fill(hidden, float("-inf"))
         with torch.no_grad():
             out = model(input_ids=torch.tensor([tokens]), attention_mask=mask[None, None])
@@ -65,13 +111,22 @@ def block_logits(model: Any, block: int) -> Logits:
     return run
 
 
-def plain_loop(logits: Logits, params: SamplingParams, block: int, steps: int) -> dict[int, Any]:
-    """Greedy generate.py: position -> (token, logits of the step that decided it)."""
+def plain_loop(
+    logits: Logits, params: SamplingParams, block: int, steps: int, *, anchor: int, shift: int
+) -> dict[int, Any]:
+    """Greedy decoding: position -> (token, logits of the step that decided it). `anchor`: where
+    blocks begin; behind it the whole canvas is masked from the start, where it is the prompt's end.
+    `shift`: the row before a position draws it."""
     tokens, out = list(PROMPT), dict[int, Any]()
-    while len(tokens) < len(PROMPT) + TOKENS:
-        end = (len(tokens) // block + 1) * block
-        masked = list(range(len(tokens), end))
-        tokens += [MASK] * len(masked)
+    limit = len(PROMPT) + TOKENS
+    tokens += [MASK] * TOKENS if anchor else []
+    known = len(PROMPT)
+    while known < limit:
+        end = anchor + ((known - anchor) // block + 1) * block
+        if anchor:
+            end = min(end, limit)
+        tokens += [MASK] * (end - len(tokens))
+        masked = list(range(known, end))
         for step in range(block):
             if not masked:
                 break
@@ -79,27 +134,37 @@ def plain_loop(logits: Logits, params: SamplingParams, block: int, steps: int) -
             rows[:, MASK] = -np.inf
             drawn, sure, entropy = {}, {}, {}
             for at in masked:
-                p = np.exp(rows[at] - rows[at].max())
+                row = rows[at - shift]
+                p = np.exp(row - row.max())
                 p /= p.sum()
                 drawn[at], sure[at] = int(p.argmax()), float(p.max())
                 entropy[at] = float(-(p * np.log(p.clip(1e-12))).sum())
-            count = block // steps + (step < block % steps)
-            best = sorted(masked, key=lambda at: -sure[at])
-            if params.remasking == "sequential":
-                chosen = masked[:count]
-            elif params.remasking == "entropy_bounded":
-                order = sorted(masked, key=lambda at: entropy[at])
-                sums = np.cumsum([entropy[at] for at in order])
-                chosen = order[: max(1, int(np.searchsorted(sums, params.entropy_threshold)))]
-            else:
-                chosen = best[:count]
-                high = [at for at in masked if sure[at] > (params.confidence_threshold or 2)]
-                if params.remasking == "low_confidence_dynamic" and len(high) >= count:
-                    chosen = high
-            for at in chosen:
-                tokens[at], out[at] = drawn[at], (drawn[at], rows[at])
+            for at in chosen_of(
+                params, masked, sure, entropy, block // steps + (step < block % steps)
+            ):
+                tokens[at], out[at] = drawn[at], (drawn[at], rows[at - shift])
                 masked.remove(at)
+        known = end
     return out
+
+
+def chosen_of(
+    params: SamplingParams,
+    masked: list[int],
+    sure: dict[int, float],
+    entropy: dict[int, float],
+    count: int,
+) -> list[int]:
+    if params.remasking == "sequential":
+        return masked[:count]
+    if params.remasking == "entropy_bounded":
+        order = sorted(masked, key=lambda at: entropy[at])
+        sums = np.cumsum([entropy[at] for at in order])
+        return order[: max(1, int(np.searchsorted(sums, params.entropy_threshold or 0)))]
+    high = [at for at in masked if sure[at] > (params.confidence_threshold or 2)]
+    if params.remasking == "low_confidence_dynamic" and len(high) >= count:
+        return high
+    return sorted(masked, key=lambda at: -sure[at])[:count]
 
 
 CASES = [
@@ -113,15 +178,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("remasking", "block", "steps", "more"), CASES)
-def test_sdar_equals_transformers_under_the_block_causal_mask(
+def test_tokens_and_logits_are_those_of_pytorch(
     remasking: str, block: int, steps: int | None, more: dict[str, Any], checkpoint: Any
 ) -> None:
-    path, torch_model = checkpoint
+    family, path, torch_model = checkpoint
     params = SamplingParams(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, remasking=remasking, block_length=block,
         denoising_steps=steps, explain=1, receipt=True, logprobs=0, **more,
     )  # fmt: skip
-    expected = plain_loop(block_logits(torch_model, block), params, block, steps or block)
+    full = family != "sdar"
+    expected = plain_loop(
+        masked_logits(torch_model, 0 if full else block), params, block, steps or block,
+        anchor=len(PROMPT) * full, shift=int(family == "Dream"),
+    )  # fmt: skip
     config = EngineConfig(backend="reference")
     loaded = LoadedModel(open_backend(load_model(path), config), ByteTokenizer(), (), digest="x")
     with LLM.from_loaded(loaded, check=True) as llm:

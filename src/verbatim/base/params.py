@@ -162,10 +162,10 @@ class SamplingParams:
     )
     # diffusion models (docs/diffusion.md); missing: the model's own
     denoising_steps: int | None = declared(
-        "int", None, "diffusion: steps per block; missing: one per position", low=1, high=4096
+        "int", None, "diffusion: steps per block; missing: one per position", low=1, high=MOST
     )
     block_length: int | None = declared(
-        "int", None, "diffusion: positions of a block; missing: the model's own", low=1, high=4096
+        "int", None, "diffusion: positions of a block; missing: the model's own", low=1, high=MOST
     )
     remasking: str | None = declared(
         "choice",

@@ -50,7 +50,7 @@ def whole_blocks(context: int, rules: CanvasRules | None) -> int:
 def _resolved(params: SamplingParams, spec: DiffusionSpec) -> SamplingParams:
     """The params with the values in force, so that a receipt holds them."""
     remasking = params.remasking or spec.remasking
-    length = params.block_length or spec.block
+    length = params.block_length or spec.block or params.max_tokens or 1
     steps = params.denoising_steps
     if remasking == "entropy_bounded" and steps is not None:
         raise ParameterError(

@@ -99,7 +99,7 @@ class DiffusionSpec:
     """How a model fills blocks of masked positions (docs/adr/0032)."""
 
     mask: int  # token id of an undecided position
-    block: int  # positions of a block, where the request says nothing
+    block: int  # positions of a block, where the request says nothing; 0: all of the canvas
     # Attention over the whole prompt and canvas; else over earlier blocks and the own one.
     full: bool = False
     shift: bool = False  # the logits of a row are of the next position
