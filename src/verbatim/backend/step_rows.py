@@ -96,7 +96,9 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
         outputs=np.array(outputs, np.int32),
         logits=np.array(logits, np.int32),
         adapters=np.repeat(np.array([s.adapter for s in plan.sequences], np.int32), lengths),
-        drafted=np.array([i for i, s in enumerate(plan.sequences) if s.draws > 1], np.int32),
+        drafted=np.array(
+            [i for i, s in enumerate(plan.sequences) if s.draws > 1 and not s.picks], np.int32
+        ),
         states=draft_states(plan),
     )
 
@@ -104,7 +106,8 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
 def _ends(step: SeqStep) -> np.ndarray:
     """Per row the end of its visible range: attention of every kind, in one line."""
     positions = np.arange(step.start, step.end, dtype=np.int32)
-    return np.minimum((positions // step.block + 1) * step.block, step.end).astype(np.int32)
+    ends = np.minimum((positions // step.block + 1) * step.block, step.end)
+    return np.where(positions < step.causal, positions + 1, ends).astype(np.int32)
 
 
 def draft_states(plan: StepPlan) -> np.ndarray | None:

@@ -151,6 +151,7 @@ class SeqStep(NamedTuple):
     # Row p sees the keys before (p // block + 1) * block, at most those of the step's end: 1 is
     # causal attention, and a block of the whole length full attention (docs/adr/0032).
     block: int = 1
+    causal: int = 0  # rows before this position see no later one, whatever the block
     # Rows of `tokens` whose logits are drawn from, where they are not the last `draws` ones.
     picks: tuple[int, ...] = ()
 

@@ -55,9 +55,9 @@ def rows_of(step: SeqStep) -> list[Row]:
     spec = step.draw
     assert spec is not None, "a step that draws needs a DrawSpec"
     if step.picks:
-        at, before, masks = step.start + 1 + step.shift, tuple(spec.history), spec.masks
+        at, known = step.start + 1 + step.shift, tuple(spec.history)
         return [
-            Row(spec, at + row, before, masks[i] if masks else None)
+            Row(spec, at + row, known, spec.masks[i] if spec.masks else None)
             for i, row in enumerate(step.picks)
         ]
     before = len(step.tokens) - step.draws + 1  # tokens before the first draw; the rest are drafts

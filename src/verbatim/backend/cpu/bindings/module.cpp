@@ -32,7 +32,8 @@ int64_t integer(PyObject* o) {
 
 struct Names {  // attribute names of SeqStep, interned once
     nb::str tokens{"tokens"}, start{"start"}, blocks{"blocks"}, draws{"draws"}, targets{"targets"},
-        hidden{"hidden"}, adapter{"adapter"}, block{"block"}, picks{"picks"};
+        hidden{"hidden"}, adapter{"adapter"}, block{"block"}, causal{"causal"},
+        picks{"picks"};
 };
 
 // Converts the sequences of a StepPlan to a Step. Every index is checked here, so that the kernels
@@ -58,6 +59,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
         q.rows = (int)nb::len(tokens);
         q.start = integer(nb::object(h.attr(names->start)).ptr());
         q.block = integer(nb::object(h.attr(names->block)).ptr());
+        q.causal = integer(nb::object(h.attr(names->causal)).ptr());
         if (q.block < 1) throw std::invalid_argument("a block of attention has no positions");
         if (q.start < 0 || q.start > e.max_positions() - q.rows)
             throw std::invalid_argument("a position is out of range");

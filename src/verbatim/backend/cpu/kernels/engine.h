@@ -157,9 +157,11 @@ struct Sequence {
     int row0, rows;                            // its rows of the batch
     int64_t start;                             // position of the first row
     int64_t block;                             // of its attention (SeqStep.block); 1: causal
+    int64_t causal;                            // rows before this position see no later one
     // The row at position p sees the keys before visible_end(p).
     int64_t visible_end(int64_t p) const {
-        return std::min(block == 1 ? p + 1 : (p / block + 1) * block, start + rows);
+        if (block == 1 || p < causal) return p + 1;
+        return std::min((p / block + 1) * block, start + rows);
     }
     std::vector<std::vector<int32_t>> blocks;  // block table per cache group
 };
