@@ -31,9 +31,9 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{**plain, **changes})
 
 
-def core_of(backend: str, **options: Any) -> EngineCore:
+def core_of(backend: str, family: str = "sdar", **options: Any) -> EngineCore:
     config = EngineConfig(check=backend == "reference", **options)
-    return EngineCore(tiny_parts(backend, config, "sdar"), config)
+    return EngineCore(tiny_parts(backend, config, family), config)
 
 
 def finish(
@@ -94,6 +94,42 @@ def test_a_seeded_request_has_one_answer(backend: str, block: int, remasking: st
         core = core_of(backend, **options)
         done = finish(core, *crowd, (PROMPT, wanted), preempt="kv_blocks" in options)
         assert answer(done[len(crowd)]) == alone, options
+
+
+@pytest.mark.parametrize("family", ["llada", "dream", "nemotron_labs_diffusion"])
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_other_ways_to_attend_have_one_answer(backend: str, family: str) -> None:
+    """Full attention, and a causal context in front of the block in progress."""
+    wanted = params(block_length=5, denoising_steps=3, remasking="random", presence_penalty=0.3)
+    alone = answer(finish(core_of(backend, family), (PROMPT, wanted))[0])
+    crowd = [(prompt, params(seed=i, max_tokens=5 + i, remasking="sequential"))
+             for i, prompt in enumerate(CROWD)]  # fmt: skip
+    engines: list[dict[str, Any]] = [{"step_tokens": 70}, {"kv_blocks": 12, "context": 96}]
+    for options in engines:
+        core = core_of(backend, family, **options)
+        done = finish(core, *crowd, (PROMPT, wanted), preempt="kv_blocks" in options)
+        assert answer(done[len(crowd)]) == alone, options
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_self_speculation_gives_the_tokens_of_plain_decoding(backend: str) -> None:
+    """Over samplers and seeds, beside a request that fills blocks; drafts are never left out."""
+    kinds = [
+        {"temperature": 0.0}, {"temperature": 1.0, "seed": 3}, {"top_p": 0.8, "seed": 5, "n": 2},
+        {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.2}, {"regex": "[abc]{9,19}"},
+    ]  # fmt: skip
+    requests = [(CROWD[i % 3], params(**kind)) for i, kind in enumerate(kinds)]
+    requests.append((PROMPT, params(block_length=6)))
+    answers, accepted = [], 0
+    for mode in ("off", "self"):
+        core = core_of(backend, "nemotron_labs_diffusion", speculate=mode)
+        core.drafting.adaptive = False
+        done = finish(core, *requests)
+        answers.append([[(c.token_ids, c.logprobs) for c in one.choices] for one in done])
+        accepted = sum(one.usage.accepted_tokens for one in done)
+        assert not done[-1].usage.drafted_tokens
+    assert answers[0] == answers[1]
+    assert accepted
 
 
 def test_prefix_hits_cover_whole_groups_of_blocks(backend: str) -> None:

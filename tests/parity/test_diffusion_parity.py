@@ -22,7 +22,8 @@ from verbatim.testing.fakes import ByteTokenizer
 pytestmark = pytest.mark.torch
 MASK, PROMPT = 259, [256, *b"Once upon a time there was"]
 TOKENS = 13
-Logits = Callable[[list[int]], Any]  # tokens -> [positions, vocab] under the model's mask
+# tokens, start of the block in progress -> [positions, vocab] under the model's mask
+Logits = Callable[[list[int], int], Any]
 
 
 SIZES: dict[str, Any] = {
@@ -35,7 +36,20 @@ BODIES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "sdar": ("Qwen3", {"head_dim": 16}, {"block_size": 4}),
     "Dream": ("Qwen2", {}, {}),
     "llada": ("Llama", {"num_key_value_heads": 4}, {}),
-}
+    "nemotron_labs_diffusion": (
+        "Ministral3",
+        {"head_dim": 16, "sliding_window": None, "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "mscale": 1.0,
+            "original_max_position_embeddings": 16, "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.2,
+        }},
+        {"block_size": 8, "dlm_paradigm": "sbd_block_diff"},
+    ),
+}  # fmt: skip
+NEMOTRON = {
+    "model.embed_tokens": "encoder.embed_tokens", "model.norm": "encoder.norm",
+    "lm_head": "diffusion_head", "model.layers": "encoder.layers",
+}  # fmt: skip
 # LLaDA's names of tensors and keys, by llama's
 LLADA = {
     "model.embed_tokens": "model.transformer.wte", "model.norm": "model.transformer.ln_f",
@@ -74,35 +88,42 @@ def checkpoint(
     written = json.loads((path / "config.json").read_text())
     written |= {"model_type": request.param, "mask_token_id": MASK, **keys}
     if request.param == "llada":
-        rename_llada(path / "model.safetensors")
+        rename(path / "model.safetensors", LLADA)
         written["rope_theta"] = 10000.0
         own = {name: written[of] for name, of in LLADA_KEYS.items()}
         own |= {"model_type": "llada", "mask_token_id": MASK, "block_type": "llama", "rope": True}
         written = own | {"layer_norm_type": "rms", "include_bias": False, "alibi": False}
+    if kind == "Ministral3":
+        rename(path / "model.safetensors", NEMOTRON)
     (path / "config.json").write_text(json.dumps(written))
     return request.param, path, model
 
 
-def rename_llada(file: Path) -> None:
+def rename(file: Path, names: dict[str, str]) -> None:
     from safetensors.torch import load_file, save_file
 
     renamed = {}
     for name, tensor in load_file(file).items():
-        for old, new in LLADA.items():
+        for old, new in names.items():
             name = name.replace(old, new)
         renamed[name] = tensor
     save_file(renamed, file)
 
 
-def masked_logits(model: Any, block: int) -> Logits:
-    """Under the block-causal mask; block 0: full attention."""
+def masked_logits(model: Any, family: str, block: int) -> Logits:
+    """Attention inside blocks (SDAR), of everything (LLaDA, Dream), or causal up to the block in
+    progress, which sees itself (Nemotron)."""
 
-    def run(tokens: list[int]) -> Any:
+    def run(tokens: list[int], start: int) -> Any:
         import torch
 
-        at = torch.arange(len(tokens))
-        end = (at[:, None] // block + 1) * block if block else len(tokens)
-        hidden = at[None, :] >= end
+        at = torch.arange(len(tokens))[:, None]
+        end = torch.full_like(at, len(tokens))
+        if family == "sdar":
+            end = (at // block + 1) * block
+        elif family.startswith("nemotron"):
+            end = torch.where(at < start, at + 1, end)
+        hidden = end <= at.T
         mask = torch.zeros(len(tokens), len(tokens)).masked_fill(hidden, float("-inf"))
         with torch.no_grad():
             out = model(input_ids=torch.tensor([tokens]), attention_mask=mask[None, None])
@@ -112,25 +133,27 @@ def masked_logits(model: Any, block: int) -> Logits:
 
 
 def plain_loop(
-    logits: Logits, params: SamplingParams, block: int, steps: int, *, anchor: int, shift: int
+    logits: Logits, family: str, params: SamplingParams, block: int, steps: int
 ) -> dict[int, Any]:
-    """Greedy decoding: position -> (token, logits of the step that decided it). `anchor`: where
-    blocks begin; behind it the whole canvas is masked from the start, where it is the prompt's end.
-    `shift`: the row before a position draws it."""
+    """Greedy decoding: position -> (token, logits of the step that decided it). Blocks of SDAR are
+    anchored at position 0. Of a model with full attention the whole canvas is masked from the
+    start. Dream draws a position from the row before it."""
+    full, shift = family in ("llada", "Dream"), int(family == "Dream")
+    anchor = 0 if family == "sdar" else len(PROMPT)
     tokens, out = list(PROMPT), dict[int, Any]()
     limit = len(PROMPT) + TOKENS
-    tokens += [MASK] * TOKENS if anchor else []
+    tokens += [MASK] * TOKENS if full else []
     known = len(PROMPT)
     while known < limit:
         end = anchor + ((known - anchor) // block + 1) * block
-        if anchor:
+        if full:
             end = min(end, limit)
         tokens += [MASK] * (end - len(tokens))
         masked = list(range(known, end))
         for step in range(block):
             if not masked:
                 break
-            rows = logits(tokens)
+            rows = logits(tokens, anchor + (known - anchor) // block * block)
             rows[:, MASK] = -np.inf
             drawn, sure, entropy = {}, {}, {}
             for at in masked:
@@ -186,11 +209,8 @@ def test_tokens_and_logits_are_those_of_pytorch(
         temperature=0, max_tokens=TOKENS, ignore_eos=True, remasking=remasking, block_length=block,
         denoising_steps=steps, explain=1, receipt=True, logprobs=0, **more,
     )  # fmt: skip
-    full = family != "sdar"
-    expected = plain_loop(
-        masked_logits(torch_model, 0 if full else block), params, block, steps or block,
-        anchor=len(PROMPT) * full, shift=int(family == "Dream"),
-    )  # fmt: skip
+    logits = masked_logits(torch_model, family, block)
+    expected = plain_loop(logits, family, params, block, steps or block)
     config = EngineConfig(backend="reference")
     loaded = LoadedModel(open_backend(load_model(path), config), ByteTokenizer(), (), digest="x")
     with LLM.from_loaded(loaded, check=True) as llm:
@@ -203,3 +223,17 @@ def test_tokens_and_logits_are_those_of_pytorch(
         assert np.abs(row[seen] - wanted[seen]).max() < 1e-4
         whole = np.log(np.exp(row - row.max()).sum())
         assert logprob.logprob == pytest.approx(row[logprob.token] - row.max() - whole, abs=1e-6)
+
+
+def test_a_model_with_both_modes_decodes_from_left_to_right_by_default(checkpoint: Any) -> None:
+    family, path, torch_model = checkpoint
+    if not family.startswith("nemotron"):
+        return
+    tokens, logits = list(PROMPT), masked_logits(torch_model, family, 0)
+    for _ in range(TOKENS):
+        tokens.append(int(logits(tokens, len(tokens))[-1].argmax()))
+    config = EngineConfig(backend="reference")
+    loaded = LoadedModel(open_backend(load_model(path), config), ByteTokenizer(), (), digest="x")
+    with LLM.from_loaded(loaded, check=True) as llm:
+        params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+        assert list(llm.generate(PROMPT, params).token_ids) == tokens[len(PROMPT) :]

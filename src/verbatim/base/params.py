@@ -260,7 +260,9 @@ class SamplingParams:
     receipt: bool = declared("bool", False, "return all that is needed to replay the answer")
     # how the engine runs the request
     speculate: str | None = declared(
-        "str", None, "off, ngram, suffix, mtp, head, draft or auto; missing: the engine's setting"
+        "str",
+        None,
+        "off, ngram, suffix, mtp, head, draft, self or auto; missing: the engine's setting",
     )
     priority: int = declared("int", 0, "smaller numbers run first", low=-(2**31), high=2**31 - 1)
     adapter: str = declared("str", "", "name of a loaded LoRA adapter; empty: the base model")

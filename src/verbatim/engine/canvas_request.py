@@ -11,7 +11,7 @@ from verbatim.sampling.remasking import policy
 from verbatim.schedule.canvas import CanvasRules
 
 __all__ = ["CanvasRules", "canvas_rules", "whole_blocks"]
-CONFIDENCE, ENTROPY = 0.85, 0.35  # defaults of SDAR's generate.py and of JetEngine
+ENTROPY = 0.35  # default of entropy_threshold, as in JetEngine
 # Parameters that read the tokens before a position in their order.
 _LEFT_TO_RIGHT = (*STRUCTURE, "thinking_budget", "dry_multiplier", "no_repeat_ngram")
 
@@ -20,12 +20,12 @@ def canvas_rules(
     params: SamplingParams, spec: DiffusionSpec | None, *, hidden: bool = False
 ) -> tuple[SamplingParams, CanvasRules | None]:
     """`hidden`: the request wants states of its prompt, for an embedding."""
-    if spec is None:
-        for name in DIFFUSION:
-            if getattr(params, name) is not None:
-                raise UnsupportedError(
-                    name, "belongs to diffusion models, and this one decodes from left to right"
-                )
+    asked = [name for name in DIFFUSION if getattr(params, name) is not None]
+    if spec is None or (spec.causal and not asked):
+        if asked:
+            raise UnsupportedError(
+                asked[0], "belongs to diffusion models, and this one decodes from left to right"
+            )
         return params, None
     if hidden:
         raise UnsupportedError("input", "a diffusion model makes no embeddings here")
@@ -33,17 +33,21 @@ def canvas_rules(
     _check(params, spec)
     chosen = policy(
         params.remasking or "",
-        params.confidence_threshold or CONFIDENCE,
+        params.confidence_threshold or spec.confidence,
         params.entropy_threshold or ENTROPY,
     )
     length, steps = params.block_length or spec.block, params.denoising_steps
-    return params, CanvasRules(spec.mask, length, steps or length, chosen, spec.full, spec.shift)
+    return params, CanvasRules(
+        *(spec.mask, length, steps or length, chosen, spec.full, spec.shift, spec.causal)
+    )
 
 
-def whole_blocks(context: int, rules: CanvasRules | None) -> int:
-    """Positions of a context that a request can use: blocks end at multiples of their length."""
+def whole_blocks(context: int, rules: CanvasRules | None, prompt: int) -> int:
+    """Positions of a context that a request can use: whole blocks."""
     if rules is None or rules.full:
         return context
+    if rules.causal:
+        return prompt + max(context - prompt, 0) // rules.length * rules.length
     return context // rules.length * rules.length
 
 
@@ -68,7 +72,7 @@ def _resolved(params: SamplingParams, spec: DiffusionSpec) -> SamplingParams:
         "banned_token_ids": banned,
     }
     for name, of, default in (
-        ("confidence_threshold", "low_confidence_dynamic", CONFIDENCE),
+        ("confidence_threshold", "low_confidence_dynamic", spec.confidence),
         ("entropy_threshold", "entropy_bounded", ENTROPY),
     ):
         given = getattr(params, name)

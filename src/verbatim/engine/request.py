@@ -122,7 +122,7 @@ def make_request(
         ids, prompt_warnings = read_prompt(loaded, prompt)
     params = _with_length(params, context - len(ids))
     params, canvas = canvas_rules(params, loaded.backend.spec.diffusion, hidden=hidden)
-    context = whole_blocks(context, canvas)
+    context = whole_blocks(context, canvas, len(ids))
     _check_ids(params, loaded.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)

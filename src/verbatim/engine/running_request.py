@@ -56,7 +56,7 @@ class RunningRequest:
         self.request = request
         self.scheduler = scheduler
         self.context = context
-        context = whole_blocks(context, request.canvas)
+        context = whole_blocks(context, request.canvas, len(request.prompt_ids))
         self.tokenizer = loaded.tokenizer
         self._loaded = loaded
         params = request.params
@@ -111,7 +111,8 @@ class RunningRequest:
         salt = prefix_salt(request.tenant, request.params.cache_salt, request.adapter_digest)
         if rules is not None:
             canvas = Canvas(rules, len(request.prompt_ids), self.limit, key)
-            salt = f"block {rules.length}\0{salt}"  # keys and values depend on it
+            if not rules.causal:  # keys and values depend on the block
+                salt = f"block {rules.length}\0{salt}"
         return Sequence(
             seq_id,
             request.prompt_ids,

@@ -103,7 +103,11 @@ class DiffusionSpec:
     # Attention over the whole prompt and canvas; else over earlier blocks and the own one.
     full: bool = False
     shift: bool = False  # the logits of a row are of the next position
+    # Finished tokens see no later ones, blocks begin behind the prompt, and the model also decodes
+    # from left to right, which it does unless the request sets a parameter of diffusion.
+    causal: bool = False
     remasking: str = "low_confidence_dynamic"  # where the request says nothing
+    confidence: float = 0.85  # threshold of low_confidence_dynamic
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,6 +47,7 @@ class CanvasRules:
     policy: Remasking
     full: bool = False  # attention over prompt and all of the canvas; nothing is cached
     shift: bool = False  # the row before a position draws its token
+    causal: bool = False  # finished tokens see no later ones; blocks begin behind the prompt
 
     def count(self, step: int) -> int:
         """Positions that the schedule decides in a step.
@@ -61,8 +62,8 @@ class Canvas:
     def __init__(self, rules: CanvasRules, known: int, limit: int, key: int) -> None:
         """`known`: tokens of the prompt. `limit`: the length at which the sequence ends."""
         self.rules, self.known, self.limit, self.key = rules, known, limit, key
-        # Blocks of a full-attention model begin behind the prompt, all others at position 0.
-        self._anchor = known if rules.full else 0
+        # Where blocks begin: behind the prompt, or at position 0 (SDAR).
+        self._anchor = known if rules.full or rules.causal else 0
         self.steps = 0  # denoising steps of all blocks
         self._open_block()
 
@@ -77,9 +78,19 @@ class Canvas:
     # ------------------------------------------------------------------------------- geometry
 
     @property
+    def start(self) -> int:
+        """The first position of the block in progress."""
+        return self._anchor + (self.known - self._anchor) // self.rules.length * self.rules.length
+
+    @property
     def block(self) -> int:
         """The block of attention: SeqStep.block."""
-        return self.limit if self.rules.full else self.rules.length
+        return self.span if self.rules.full or self.rules.causal else self.rules.length
+
+    @property
+    def causal(self) -> int:
+        """SeqStep.causal."""
+        return self.start if self.rules.causal else 0
 
     @property
     def span(self) -> int:
@@ -87,14 +98,29 @@ class Canvas:
         return self.limit if self.rules.full else self.end
 
     @property
+    def least(self) -> int:
+        """The fewest rows of a step that computes undecided positions."""
+        return self.limit if self.rules.full else self.rules.length
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that are ever computed."""
+        past, size = self.limit - self._anchor, self.rules.length
+        return self.limit if self.rules.full else self._anchor - -past // size * size
+
+    @property
     def final(self) -> int:
         """The positions before this one have final keys and values once they are computed."""
-        return self.known // self.block * self.block
+        return 0 if self.rules.full else self.start
 
-    def rows(self, want: int, most: int) -> int:
-        """Of `want` uncomputed positions from a border on, as many as whole blocks hold of `most`
-        rows."""
-        return want if want <= most else most // self.block * self.block
+    def rows(self, computed: int, want: int, most: int) -> int:
+        """Of `want` uncomputed positions, as many as `most` rows hold: up to a border of blocks,
+        or with causal attention up to the block in progress."""
+        if want <= most:
+            return want
+        if self.rules.causal:
+            return min(most, self.start - computed)
+        return most // self.block * self.block
 
     def hash_group(self, block_size: int) -> int:
         """KV blocks whose values depend on the same tokens: their hashes cover all of these.
@@ -103,7 +129,7 @@ class Canvas:
         >>> [Canvas(CanvasRules(0, n, 1, policy), 0, 9, 0).hash_group(16) for n in (4, 16, 24, 64)]
         [1, 1, 3, 4]
         """
-        return math.lcm(self.block, block_size) // block_size
+        return 1 if self.rules.causal else math.lcm(self.block, block_size) // block_size
 
     # ----------------------------------------------------------------------------- denoising
 

@@ -194,8 +194,8 @@ class PagedCache:
             seq.root = self.prefix.root(seq.salt)
         if seq.canvas is None:
             max_blocks = (len(seq.tokens) - 1) // self.block_size
-        else:  # the canvas behind the known tokens is computed in any case
-            max_blocks = self.whole_groups(seq, len(seq.tokens))
+        else:  # the block in progress is computed in any case
+            max_blocks = self.whole_groups(seq, seq.canvas.start)
         hit = self._longest_hit(seq, max_blocks, self.store)
         if self.store is not None and not self._load_missing(seq, *hit):
             hit = self._longest_hit(seq, max_blocks, None)

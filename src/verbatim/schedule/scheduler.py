@@ -115,7 +115,7 @@ class Scheduler(TenantShares):
         self._reserved = 0  # tokens of the step, the sum over the tenants
 
     def check_capacity(self, seq: Sequence) -> None:
-        block = 1 if seq.canvas is None else seq.canvas.block
+        block = 1 if seq.canvas is None else seq.canvas.least
         if block > self.step_tokens:
             raise CapacityError(
                 f"a denoising step computes {block} positions at once, and step_tokens is "
@@ -205,7 +205,7 @@ class Scheduler(TenantShares):
         """Tokens to compute. In groups with a window the blocks that `others` may need next stay
         free: they would preempt the sequence, though it is about to release blocks of its own."""
         if seq.canvas is not None:
-            return self._whole_blocks(seq, seq.canvas.block, want, budget)
+            return self._whole_blocks(seq, seq.canvas.least, want, budget)
         n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
         if seq.unscored:
             n = min(n, self.tenants[seq.tenant].scores)

@@ -124,14 +124,14 @@ class Sequence:
         """The most positions that are ever computed."""
         if self.canvas is None:
             return max(self.limit - 1, self.prompt_len)
-        return -(-self.limit // self.canvas.block) * self.canvas.block
+        return self.canvas.capacity
 
     @property
     def fork_at(self) -> int:
         """Computed positions at which the siblings fork."""
         if self.canvas is None:
             return self.prompt_len - 1
-        return self.prompt_len // self.canvas.block * self.canvas.block
+        return self.canvas.final
 
     @property
     def output(self) -> list[int]:
@@ -167,9 +167,8 @@ class Sequence:
         """Tokens to compute in the next step: at most `max_tokens` of the `want` uncomputed tokens,
         plus drafts if all uncomputed tokens fit; with a canvas whole blocks, or 0."""
         if self.canvas is not None:
-            return self.canvas.rows(
-                self.fork_at - self.computed if self.siblings else want, max_tokens
-            )
+            want = self.fork_at - self.computed if self.siblings else want
+            return self.canvas.rows(self.computed, want, max_tokens)
         if self.siblings:  # stop before the last prompt token: the choices fork there
             return min(want, max_tokens, self.prompt_len - 1 - self.computed)
         if want > max_tokens:
@@ -215,7 +214,10 @@ class Sequence:
         tokens = tuple(self.tokens[start:end])
         if end < canvas.span:
             return SeqStep(
-                *(self.id, tokens, start, blocks), adapter=self.adapter, block=canvas.block
+                *(self.id, tokens, start, blocks),
+                adapter=self.adapter,
+                block=canvas.block,
+                causal=canvas.causal,
             )
         shift = 0 if canvas.rules.shift else -1
         picks = tuple(at - start - 1 - shift for at in canvas.masked())
@@ -229,5 +231,6 @@ class Sequence:
             adapter=self.adapter,
             shift=shift,
             block=canvas.block,
+            causal=canvas.causal,
             picks=picks,
         )

@@ -125,7 +125,7 @@ class TenantShares(SequenceQueues):
                 return False
         if seq.unscored and not tenant.scores:
             return False
-        if seq.canvas is not None and not self._has_room(seq.canvas.block):
+        if seq.canvas is not None and not self._has_room(seq.canvas.least):
             return False
         self.cache.reuse_prefix(seq)
         while (victims := self._victims_for(seq)) is None:

@@ -198,7 +198,8 @@ class FakeBackend:
     def _seen(self, step: SeqStep, numbers: list[int]) -> list[int]:
         """Per row a number of all tokens up to the end of its block, and of the position."""
         ends = [
-            min((at // step.block + 1) * step.block, step.end) for at in range(step.start, step.end)
+            at + 1 if at < step.causal else min((at // step.block + 1) * step.block, step.end)
+            for at in range(step.start, step.end)
         ]
         seen = [numbers[end - 1 - step.start] for end in ends]
         return [n if n == _NAN else mix(n, step.start + i) for i, n in enumerate(seen)]

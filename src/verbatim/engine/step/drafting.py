@@ -46,7 +46,8 @@ class Drafting:
             )
         self._use_cache = config.use_cache
         self._check_cache(self.default)
-        if loaded.backend.spec.diffusion is not None and self.default not in ("off", "auto"):
+        diffusion = loaded.backend.spec.diffusion
+        if diffusion and not diffusion.causal and self.default not in ("off", "auto"):
             raise ParameterError(
                 "speculate",
                 f"{self.default!r} drafts tokens from left to right, and this is a diffusion model;"

@@ -6,6 +6,7 @@ kind of draft layer or model is added here; those that read tokens alone need no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verbatim.base.config import EngineConfig
@@ -13,11 +14,32 @@ from verbatim.speculate.draft_model import DraftProposer
 from verbatim.speculate.head import HeadProposer
 from verbatim.speculate.mtp import MtpProposer
 from verbatim.speculate.proposer import Proposer
+from verbatim.speculate.self_draft import SelfProposer
 
 if TYPE_CHECKING:
     from verbatim.backend.protocol import Backend
     from verbatim.engine.loaded_model import LoadedModel
     from verbatim.schedule.scheduler import Scheduler
+
+
+class BorrowedBlocks:
+    """KV blocks of the scheduler's one pool, for the length of a drafting pass."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, (self._pool,) = scheduler, scheduler.cache.pools
+
+    def table(self, seq_id: int) -> Sequence[int]:
+        return self._scheduler.sequences[seq_id].blocks[0]
+
+    def borrow(self, count: int) -> list[int]:
+        # free blocks only: no cached prefix is evicted for a draft
+        if count > len(self._pool.free):
+            return []
+        return [self._pool.allocate() for _ in range(count)]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._pool.release(block)
 
 
 def open_proposers(
@@ -30,6 +52,8 @@ def open_proposers(
         "open the engine with speculate=head:FILE and the cpu backend",
         "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened "
         "with speculate=mtp or auto, on the cpu or the reference backend",
+        "self": "'self' needs a model that also fills blocks of masks, such as"
+        " Nemotron-Labs-Diffusion",
         "draft": "'draft' needs an engine that was opened with a draft model "
         "(speculate=draft:MODEL)",
     }
@@ -43,6 +67,10 @@ def open_proposers(
         )
     if (layer := loaded.layer) is not None and "head" not in found:
         found["mtp"] = MtpProposer(layer, draft_blocks(layer, loaded, config, scheduler))
+    diffusion = loaded.backend.spec.diffusion
+    if diffusion is not None and diffusion.causal and config.use_cache:
+        blocks = BorrowedBlocks(scheduler)
+        found["self"] = SelfProposer(loaded.backend, blocks, diffusion.mask, diffusion.block)
     if (draft := loaded.draft) is not None:
         found["draft"] = DraftProposer(draft, draft_blocks(draft, loaded, config, scheduler))
     return found, missing
