@@ -81,9 +81,8 @@ def spawn(tiny: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[bytes]]:
             "VERBATIM_CACHE": str(tmp_path / "cache"),
         }
         what = ["-c", code] if code else ["-m", "verbatim"]
-        before = signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # a shell's background job ignores Ctrl-C, and so would its children
+        # a shell's background job ignores Ctrl-C, and so would its children
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             return subprocess.Popen([sys.executable, *what, *words], env=environment, **options)
         finally:

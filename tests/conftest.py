@@ -78,7 +78,9 @@ def pytest_collection() -> Generator[None, object, object]:
 def _same_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request without a seed gets the same one in every run of a test. The seeds differ, and an
     answer that happens to be short is short in every run."""
-    monkeypatch.setattr("verbatim.engine.request.new_seed", itertools.count(1).__next__)
+    from verbatim.engine import request  # not by its path, which pytest would resolve per test
+
+    monkeypatch.setattr(request, "new_seed", itertools.count(1).__next__)
 
 
 @pytest.fixture(scope="session")

@@ -222,6 +222,7 @@ def test_13_explain_opens_the_same_tokens_in_the_lens(chat: ChatPage) -> None:
         tile = lens.locator(f"#tile-{index} small")
         expect(tile).to_have_text(re.compile(rf"^{letter}\b"))
     lens.wait_for_selector("#proof.identical")
+    expect(lens.locator("#prompt")).to_have_value("")
     assert "/lens#answer=" in lens.url
 
 
@@ -255,6 +256,13 @@ def test_15_continue_an_answer_that_was_cut(chat: ChatPage) -> None:
     )
     assert chat.store("return s.path().at(-1).content;").startswith(before)
     expect(chat.page.locator(".turn")).to_have_count(2)
+
+
+def test_an_answer_that_repeats_itself_says_so_once(chat: ChatPage) -> None:
+    chat.says(None, regex="(ab){200}")
+    looped = chat.ask("Repeat.")
+    expect(looped).to_contain_text("Ended, because it repeats itself.")
+    expect(looped.locator(".warning")).to_have_count(0)
 
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>'

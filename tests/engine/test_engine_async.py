@@ -152,9 +152,8 @@ async def test_a_garbage_collected_stream_takes_no_lock(monkeypatch: pytest.Monk
         lock = WatchedLock(e._lock)
         with monkeypatch.context() as patch:
             patch.setattr(e, "_lock", lock)
-            patch.setattr(
-                e._awake, "set", lambda: lock.takers.append(threading.get_ident())
-            )  # an Event has a lock inside
+            # an Event has a lock inside
+            patch.setattr(e._awake, "set", lambda: lock.takers.append(threading.get_ident()))
             held.clear()
             gc.collect()
         assert threading.get_ident() not in lock.takers
@@ -481,16 +480,14 @@ async def test_close_waits_for_running_work_items(
     else:
         monkeypatch.setattr(loaded.tokenizer, "encode", slow)
     e = AsyncEngine.from_loaded(loaded, **OPTIONS)
-    asking = [
-        asyncio.create_task(e.submit("x")) for _ in range(6 if what == "encode" else 0)
-    ]  # more than there are threads
+    # more than there are threads
+    asking = [asyncio.create_task(e.submit("x")) for _ in range(6 if what == "encode" else 0)]
     await asyncio.sleep(0)  # each has its place now, and some are not begun
     assert await asyncio.to_thread(begun.wait, HANG_SECONDS)
     closing = threading.Thread(target=e.close)
     closing.start()
-    await asyncio.to_thread(
-        closing.join, 0.2
-    )  # a close that does not wait closes the backend meanwhile
+    # a close that does not wait closes the backend meanwhile
+    await asyncio.to_thread(closing.join, 0.2)
     assert not e.loaded.backend.closed
     gate.set()
     await asyncio.to_thread(closing.join)
@@ -528,9 +525,8 @@ async def test_a_submit_during_close_is_answered(ask: str, monkeypatch: pytest.M
         check()
         if threading.current_thread() is threading.main_thread() and not closing.is_alive():
             closing.start()
-            closing.join(
-                0.3
-            )  # the engine's thread has ended by then; if not, the request is in time
+            # the engine's thread has ended by then; if not, the request is in time
+            closing.join(0.3)
 
     if ask == "call":
         monkeypatch.setattr(e, "_check_open", closed_behind)

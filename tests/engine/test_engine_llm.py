@@ -150,9 +150,8 @@ def test_an_unseeded_request_reports_its_random_seed(llm: LLM) -> None:
 
 
 def test_facts(llm: LLM) -> None:
-    assert (
-        llm.context == 128 * 16 + 1
-    )  # what the cache holds, and the last token needs no place in it
+    # what the cache holds, and the last token needs no place in it
+    assert llm.context == 128 * 16 + 1
     assert llm.cache_plan()["blocks"] == (128,)
     assert "2048 tokens" in llm.cache_plan()["text"]
     assert not llm.has_template
@@ -398,9 +397,8 @@ def test_close_while_another_thread_waits_for_its_completion(what: str) -> None:
 
     def close_from_elsewhere() -> None:
         closing.start()
-        eventually(
-            lambda: llm.closed, "the model is not closed"
-        )  # close() waits for this step, and no other follows
+        # close() waits for this step, and no other follows
+        eventually(lambda: llm.closed, "the model is not closed")
 
     backend.deed = close_from_elsewhere
     with pytest.raises(UnavailableError, match="closed"):
@@ -645,9 +643,8 @@ def test_closing_or_dropping_a_stream_aborts_it(llm: LLM, how: str) -> None:
             pass
     del stream
     gc.collect()
-    llm.generate(
-        "next", SamplingParams(max_tokens=1)
-    )  # the next call that takes the lock aborts a dropped one
+    # the next call that takes the lock aborts a dropped one
+    llm.generate("next", SamplingParams(max_tokens=1))
     assert not llm.core.requests
     llm.check()
 
@@ -706,9 +703,8 @@ def test_a_long_text_is_scored_in_windows(llm: LLM) -> None:
     assert score.token_ids == tuple(ids)
     assert [i for i, entry in enumerate(score.logprobs) if entry is None] == [0]
     for i in range(1, len(ids)):
-        start = (
-            0 if i < 16 else 10 * -(-(i - 15) // 10)
-        )  # where the first window that has it begins
+        # where the first window that has it begins
+        start = 0 if i < 16 else 10 * -(-(i - 15) // 10)
         alone = llm.score(ids[start : start + 16], top=1).logprobs[i - start]
         assert score.logprobs[i] == alone
     assert llm.score(text, window=len(ids)) == llm.score(text)
@@ -883,9 +879,8 @@ def test_a_deep_prompt_is_prefilled_in_smaller_chunks_beside_a_stream() -> None:
             next(stream)
             assert llm.generate(prompt, greedy).token_ids == alone
         assert chunks[1] == 63
-        assert (
-            max(chunks[-9:]) == 2
-        )  # so narrow a model: at a depth of 280 attention is 30 times the matrices
+        # so narrow a model: at a depth of 280 attention is 30 times the matrices
+        assert max(chunks[-9:]) == 2
 
 
 def test_every_mode_gives_the_same_outputs() -> None:
@@ -1170,9 +1165,8 @@ def test_invalid_bytes_of_the_model_become_replacement_characters(llm: LLM) -> N
     done = llm.generate("x", SamplingParams(max_tokens=4, allowed_token_ids=[0xE2]))
     assert done.token_ids == (0xE2,) * 4
     assert done.text == "\ufffd" * 3
-    assert (
-        llm.tokenizer.decode(done.token_ids) == "\ufffd" * 4
-    )  # decoding ids by themselves shows all of them
+    # decoding ids by themselves shows all of them
+    assert llm.tokenizer.decode(done.token_ids) == "\ufffd" * 4
 
 
 # ---------------------------------------------------------------------------- what is ill-typed

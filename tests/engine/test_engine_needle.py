@@ -23,10 +23,8 @@ from verbatim.testing.tiny_models import FAMILIES
 
 # For each of the two temperatures. The runs 0 and 50 preempt the needle often.
 RUNS = {"fake": 52, "overlapped": 52, "reference": 8, "cpu": 52}
-PROMPT = [
-    256,
-    *b"Once upon a time there was a scheduler that never",
-]  # 49 tokens: three blocks and one
+# 49 tokens: three blocks and one
+PROMPT = [256, *b"Once upon a time there was a scheduler that never"]
 TOKENS = 24
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,6 @@ from verbatim.base.records import Completion, Finish
 from verbatim.engine.core import EngineCore
 from verbatim.grammar import compiler, private_matcher
 from verbatim.grammar import matcher as matcher_module
-from verbatim.grammar.compile_pool import CompilePool
 from verbatim.grammar.document_check import CheckState, DocumentCheck
 from verbatim.grammar.llguidance_tokenizer import import_llguidance, llguidance_tokenizer
 from verbatim.grammar.matcher import Matcher, Structure
@@ -44,20 +43,6 @@ ASKED: list[dict[str, Any]] = [
     {"json_schema": SCHEMA, "n": 3, "frequency_penalty": 0.3},
     {"regex": "[a-f]{4,12}z", "stop": "b", "min_tokens": 2, "temperature": 2.0},
 ]
-
-
-@pytest.fixture(scope="module")
-def patient_pool() -> Iterator[CompilePool]:
-    """The limits on memory and CPU time are the real ones; the wall clock decides nothing."""
-    pool = CompilePool(matcher_module.LIMITS, timeout=3600.0)
-    yield pool
-    pool.close()
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch, patient_pool: CompilePool) -> None:
-    monkeypatch.setattr(compiler, "ARRIVAL_TIMEOUT", 3600.0)
-    monkeypatch.setattr(compiler, "_pool", patient_pool)
 
 
 def fake_llm(**options: Any) -> LLM:
@@ -210,9 +195,8 @@ def test_drafts_consume_no_lexer_states_of_the_shared_matcher(
     )
 
 
-GROWING = SamplingParams(
-    regex="([ab]*a[ab]{9}c)|d", max_tokens=80, logit_bias={99: -100}
-)  # each text needs ever more states
+# each text needs ever more states
+GROWING = SamplingParams(regex="([ab]*a[ab]{9}c)|d", max_tokens=80, logit_bias={99: -100})
 Answers = list[list[tuple[tuple[int, ...], Any]]]
 
 

@@ -486,9 +486,8 @@ def test_control_tokens_are_not_text() -> None:
 def test_masks_along_drafts_are_those_of_single_steps() -> None:
     structure = build(json_schema={"type": "array", "items": {"type": "boolean"}})
     matcher = structure.start()
-    drafts = matcher.allowed_drafts(
-        [ord("["), 258, ord("x"), ord("]")]
-    )  # [ true x ]: the x is forbidden
+    # [ true x ]: the x is forbidden
+    drafts = matcher.allowed_drafts([ord("["), 258, ord("x"), ord("]")])
     assert drafts == (ord("["), 258)
     masks = matcher.masks_along(drafts)
     single = structure.start()
@@ -708,10 +707,11 @@ def test_a_rebuild_is_cancelled_when_its_sequence_is_gone() -> None:
         )
         assert made.pop()
     waits = iter([1, 1, 1])
+    # cancelled during the replay
     assert (
         private_matcher.rebuild(make, list(b"a" * 50), None, lambda: next(waits, None)).exception()
         is not None
-    )  # cancelled during the replay
+    )
     assert next(waits, None) is None
 
 

@@ -104,9 +104,8 @@ def test_the_cache_directory_follows_the_environment_and_platform(
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert cache_dir() == tmp_path / "xdg" / "verbatim"
-    monkeypatch.setenv(
-        "XDG_CACHE_HOME", "relative"
-    )  # the XDG standard says to ignore relative paths
+    # the XDG standard says to ignore relative paths
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert cache_dir() == tmp_path / "home" / ".cache" / "verbatim"
     monkeypatch.setattr(sys, "platform", "darwin")
@@ -491,9 +490,8 @@ class FakeHub(types.ModuleType):
         return str(path)
 
 
-Q4 = [
-    f"Q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)
-]  # layout of large models on the hub
+# layout of large models on the hub
+Q4 = [f"Q4/m-0000{number}-of-00003.gguf" for number in (1, 2, 3)]
 
 
 EMBEDDING = sorted(

@@ -177,9 +177,8 @@ def test_gpt2_attention_masks_in_the_file_are_ignored(tmp_path: Path) -> None:
     model = tiny_model("gpt2")
     state: State = {}
     for name, tensor in model.weights.items():
-        source = hf_source(
-            "gpt2", "", name, 0
-        )  # names in the published file lack the prefix "transformer."
+        # names in the published file lack the prefix "transformer."
+        source = hf_source("gpt2", "", name, 0)
         if source.part in ("", "q"):
             values = tensor.to_f32()
             if source.part:

@@ -24,9 +24,8 @@ from verbatim.testing.tiny_models import TINY_CONFIGS, tiny_model
 
 
 def test_ceilings_match_values_computed_by_hand() -> None:
-    assert CARD.decode_ceiling(LIMITS, 0) == pytest.approx(
-        37.9e9 / 98e6
-    )  # 387 tokens/s: memory is the limit
+    # 387 tokens/s: memory is the limit
+    assert CARD.decode_ceiling(LIMITS, 0) == pytest.approx(37.9e9 / 98e6)
     assert CARD.decode_ceiling(LIMITS, 2000) == pytest.approx(37.9e9 / (98e6 + 2000 * 23_040))
     # 64 sequences: 64 * 0.27 GOP take 27 ms, reading takes 2.6 ms: the integer units are the limit
     assert CARD.decode_ceiling(LIMITS, 0, 64) == pytest.approx(638e9 / 270e6)

@@ -28,7 +28,3 @@ class Case:
     steps: int = STEPS
     refused: str = ""
     seed: int = 0
-
-
-def rope(kind: str, **numbers: Any) -> dict[str, Any]:
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **numbers}}

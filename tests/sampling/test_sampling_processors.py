@@ -140,9 +140,10 @@ def test_bias_and_bans_equal_transformers(rows: np.ndarray) -> None:
         some = [int(t) for t in rng.choice(VOCAB, 5, replace=False)]
         bias = {t: float(b) for t, b in zip(some, rng.normal(size=5) * 5, strict=True)}
         want = theirs(SequenceBiasLogitsProcessor({(t,): b for t, b in bias.items()}), row)
+        # transformers adds in float32
         np.testing.assert_allclose(
             processed(row, SamplingParams(logit_bias=bias)).logits, want, atol=1e-6
-        )  # transformers adds in float32
+        )
         want = theirs(SuppressTokensLogitsProcessor(some), row)
         assert processed(row, SamplingParams(banned_token_ids=some)).ids.tolist() == kept(want)
         want = theirs(PrefixConstrainedLogitsProcessor(lambda *_, some=some: some, 1), row)

@@ -35,6 +35,7 @@ def plan(
     on_gpu: bool = False,
     **config: int,
 ) -> CachePlan:
+    # one context is 100 blocks
     return plan_cache(
         groups,
         block_bytes,
@@ -44,7 +45,7 @@ def plan(
         config=EngineConfig(**config),
         available=free,
         on_gpu=on_gpu,
-    )  # one context is 100 blocks
+    )
 
 
 @pytest.mark.parametrize(

@@ -183,9 +183,10 @@ def litellm(url: str, model: str) -> None:
         "additionalProperties": False,
     }
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    # its tools need a package that it does not install
     made = lib.completion(
         messages=ASK, response_format=form, max_tokens=300, temperature=0, **common
-    )  # its tools need a package that it does not install
+    )
     assert json.loads(made.choices[0].message.content)["yes"] in (True, False)
     try:
         lib.completion(messages=ASK, temperature=-5, **common)

@@ -269,9 +269,8 @@ def check_log(live: Live) -> int:
     def ids() -> list[str]:
         return re.findall(r" id=(req_\w+) ", live.log_text())
 
-    eventually(
-        lambda: len(ids()) >= answers + 1, "lines are missing"
-    )  # the metrics request has a line too
+    # the metrics request has a line too
+    eventually(lambda: len(ids()) >= answers + 1, "lines are missing")
     assert len(ids()) == len(set(ids())) == answers + 1
     return len(ids())
 

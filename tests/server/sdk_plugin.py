@@ -31,9 +31,8 @@ def exclusions() -> list[tuple[list[str], str]]:
 
 
 def excludes(needles: list[str], test: str) -> bool:
-    return (
-        all(n in test for n in needles) and "path_params" not in test
-    )  # these tests send no request
+    # these tests send no request
+    return all(n in test for n in needles) and "path_params" not in test
 
 
 def one_client_each(items: list[Any]) -> list[Any]:

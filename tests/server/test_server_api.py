@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -182,11 +183,8 @@ def test_negative_seeds_are_distinct_and_repeatable(fake: Any) -> None:
     ],
 )
 def test_streamed_completions_concatenate_to_the_whole(fake: Any, body: dict[str, Any]) -> None:
-    plain = {
-        "max_tokens": 40,
-        "speculate": "off",
-        **body,
-    }  # the number of drafts depends on measured times
+    # the number of drafts depends on measured times
+    plain = {"max_tokens": 40, "speculate": "off", **body}
     whole = fake.complete(**plain)
     events = fake.events(
         "/v1/completions",
@@ -731,64 +729,8 @@ def test_a_final_assistant_message_is_continued(fake: Any, stream: bool) -> None
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
 
 
-PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-MEDIA = [
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, PICTURE]}]},
-        "messages[0].content[1]",
-        "an image_url",
-    ),
-    (
-        "/v1/chat/completions",
-        {"messages": [{"role": "user", "content": [{"type": "file", "file": {}}]}]},
-        "messages[0].content[0]",
-        "a file",
-    ),
-    (
-        "/tokenize",
-        {"messages": [{"role": "user", "content": [PICTURE]}]},
-        "messages[0].content[0]",
-        "an image_url",
-    ),
-    (
-        "/v1/responses",
-        {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
-        "input[0].content[0]",
-        "an input_image",
-    ),
-    (
-        "/v1/messages",
-        {
-            "max_tokens": 3,
-            "messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}],
-        },
-        "messages[0].content[0]",
-        "an image",
-    ),
-    (
-        "/v1/messages",
-        {
-            "max_tokens": 3,
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "tool_result", "tool_use_id": "x", "content": [{"type": "image"}]}
-                    ],
-                }
-            ],
-        },
-        "messages[0].content[0].content[0]",
-        "an image",
-    ),
-    (
-        "/api/chat",
-        {"messages": [{"role": "user", "content": "x", "images": ["AAAA"]}]},
-        "messages[0].images",
-        "a list of images",
-    ),
-]
+_FILE = Path(__file__).parents[1] / "data" / "refused_fields.json"
+MEDIA = json.loads(_FILE.read_text("utf-8"))["media"]  # route, body, field, what it is
 
 
 @pytest.mark.parametrize(("route", "body", "where", "what"), MEDIA)

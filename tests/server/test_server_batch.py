@@ -158,9 +158,8 @@ def test_a_batch_rejects_its_input_file_as_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, link = tmp_path / "in.jsonl", tmp_path / "link.jsonl"
-    source.write_text(
-        line("a", prompt="x") + "\n" + line("b", prompt="y")
-    )  # without a final newline, like a truncated answer
+    # without a final newline, like a truncated answer
+    source.write_text(line("a", prompt="x") + "\n" + line("b", prompt="y"))
     before = source.read_bytes()
     link.symlink_to(source)
     for target in (source, link):

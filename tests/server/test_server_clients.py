@@ -14,11 +14,8 @@ import pytest
 
 pytestmark = [pytest.mark.server, pytest.mark.model, pytest.mark.slow, pytest.mark.timeout(1800)]
 HERE = Path(__file__).parent
-QUIET = {
-    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-    "LANGSMITH_TRACING": "false",
-    "DO_NOT_TRACK": "1",
-}  # clients may contact loopback only
+# clients may contact loopback only
+QUIET = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LANGSMITH_TRACING": "false", "DO_NOT_TRACK": "1"}
 PYTHON = ("openai_sync", "openai_async", "anthropic", "ollama", "llm_command")
 # they send their requests through the openai package, and take long to import
 WRAPPERS = ("langchain", "instructor", "pydantic_ai", "litellm")

@@ -165,9 +165,8 @@ def test_the_container_image_copies_existing_files(name: str) -> None:
     )
     assert user is not None
     assert volume is not None
-    assert (
-        f"install -d -o {user[1]} -g {user[1]} {volume[1]}" in text
-    )  # otherwise root would own the volume
+    # otherwise root would own the volume
+    assert f"install -d -o {user[1]} -g {user[1]} {volume[1]}" in text
 
 
 def test_the_systemd_unit_is_valid() -> None:
@@ -178,9 +177,8 @@ def test_the_systemd_unit_is_valid() -> None:
     assert set(parsed.sections()) == {"Unit", "Service", "Install"}
     drain = re.search(r"--drain-seconds (\d+)", parsed["Service"]["ExecStart"])
     assert drain is not None
-    assert (
-        int(parsed["Service"]["TimeoutStopSec"]) > int(drain[1]) + 10
-    )  # otherwise systemd would kill it during its drain
+    # otherwise systemd would kill it during its drain
+    assert int(parsed["Service"]["TimeoutStopSec"]) > int(drain[1]) + 10
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not here")
     done = subprocess.run(

@@ -36,290 +36,12 @@ MODELS = (
 FLAGS = [word for name in MODELS for word in ("--served-model-name", name)]
 CURL = "application/x-www-form-urlencoded"  # what curl -d sends
 JSON = "application/json"
-SKY = '"prompt": "Why is the sky blue?"'
-SCHEMA = """{
-    "type": "object",
-    "properties": {
-      "age": {
-        "type": "integer"
-      },
-      "available": {
-        "type": "boolean"
-      }
-    },
-    "required": [
-      "age",
-      "available"
-    ]
-  }"""
-WEATHER = """{
-  "model": "llama3.2",
-  "messages": [
-    {
-      "role": "user",
-      "content": "What is the weather today in Paris?"
-    }
-  ],
-  "stream": false,
-  "tools": [
-    {
-      "type": "function",
-      "function": {
-        "name": "get_current_weather",
-        "description": "Get the current weather for a location",
-        "parameters": {
-          "type": "object",
-          "properties": {
-            "location": {
-              "type": "string",
-              "description": "The location to get the weather for, e.g. San Francisco, CA"
-            },
-            "format": {
-              "type": "string",
-              "description": "The format to return the weather in, e.g. 'celsius' or 'fahrenheit'",
-              "enum": ["celsius", "fahrenheit"]
-            }
-          },
-          "required": ["location", "format"]
-        }
-      }
-    }
-  ]
-}"""
-OPTIONS = """{
-    "num_keep": 5,
-    "seed": 42,
-    "num_predict": 100,
-    "top_k": 20,
-    "top_p": 0.9,
-    "min_p": 0.0,
-    "typical_p": 0.7,
-    "repeat_last_n": 33,
-    "temperature": 0.8,
-    "repeat_penalty": 1.2,
-    "presence_penalty": 1.5,
-    "frequency_penalty": 1.0,
-    "penalize_newline": true,
-    "stop": ["\\n", "user:"],
-    "numa": false,
-    "num_ctx": 1024,
-    "num_batch": 2,
-    "num_gpu": 1,
-    "main_gpu": 0,
-    "use_mmap": true,
-    "num_thread": 8
-  }"""
-WEATHER_TOOL = """{
-      "type": "function",
-      "function": {
-        "name": "get_weather",
-        "description": "Get the weather in a given city",
-        "parameters": {
-          "type": "object",
-          "properties": {
-            "city": {
-              "type": "string",
-              "description": "The city to get the weather for"
-            }
-          },
-          "required": ["city"]
-        }
-      }
-    }"""
-STREAMED_TOOLS = f"""{{
-  "model": "llama3.2",
-  "messages": [ {{ "role": "user", "content": "what is the weather in tokyo?" }} ],
-  "tools": [ {WEATHER_TOOL} ],
-  "stream": true
-}}"""
-TOOL_HISTORY = f"""{{
-  "model": "llama3.2",
-  "messages": [
-    {{ "role": "user", "content": "what is the weather in Toronto?" }},
-    {{
-      "role": "assistant",
-      "content": "",
-      "tool_calls": [
-        {{ "function": {{ "name": "get_weather", "arguments": {{ "city": "Toronto" }} }} }}
-      ]
-    }},
-    {{ "role": "tool", "content": "11 degrees celsius", "tool_name": "get_weather" }}
-  ],
-  "stream": false,
-  "tools": [ {WEATHER_TOOL} ]
-}}"""
-BLUE = '{ "role": "user", "content": "why is the sky blue?" }'
-STRUCTURED_CHAT = f"""{{
-  "model": "llama3.1",
-  "messages": [{{"role": "user", "content": "Ollama is 22 years old and busy saving the world. Return a JSON object with the age and availability."}}],
-  "stream": false,
-  "format": {SCHEMA},
-  "options": {{
-    "temperature": 0
-  }}
-}}"""  # noqa: E501
-HELLO = """{
-  "model": "llama3.2",
-  "messages": [
-    {
-      "role": "user",
-      "content": "Hello!"
-    }
-  ],
-  "options": {
-    "seed": 101,
-    "temperature": 0
-  }
-}"""
-
-# name -> (path, content type, body, the member of each line that holds the output)
-ANSWERED = {
-    "generate": ("/api/generate", CURL, f'{{ "model": "llama3.2", {SKY} }}', "response"),
-    "whole": (
-        "/api/generate",
-        CURL,
-        f'{{ "model": "llama3.2", {SKY}, "stream": false }}',
-        "response",
-    ),
-    "structured": (
-        "/api/generate",
-        JSON,
-        '{ "model": "llama3.1:8b", "prompt": "Ollama is 22 years old and is busy saving the world. '
-        f'Respond using JSON", "stream": false, "format": {SCHEMA} }}',
-        "response",
-    ),
-    "json mode": (
-        "/api/generate",
-        CURL,
-        '{ "model": "llama3.2", "prompt": "What color is the sky at different times of the day? '
-        'Respond using JSON", "format": "json", "stream": false }',
-        "response",
-    ),
-    "raw": (
-        "/api/generate",
-        CURL,
-        '{ "model": "mistral", "prompt": "[INST] why is the sky blue? [/INST]", "raw": true, '
-        '"stream": false }',
-        "response",
-    ),
-    "seed": (
-        "/api/generate",
-        CURL,
-        f'{{ "model": "mistral", {SKY}, "options": {{ "seed": 123 }} }}',
-        "response",
-    ),
-    "options": (
-        "/api/generate",
-        CURL,
-        f'{{ "model": "llama3.2", {SKY}, "stream": false, "options": {OPTIONS} }}',
-        "response",
-    ),
-    "load": ("/api/generate", CURL, '{ "model": "llama3.2" }', "response"),
-    "chat": ("/api/chat", CURL, f'{{ "model": "llama3.2", "messages": [{BLUE}] }}', "message"),
-    "chat, whole": (
-        "/api/chat",
-        CURL,
-        f'{{ "model": "llama3.2", "messages": [{BLUE}], "stream": false }}',
-        "message",
-    ),
-    "chat, structured": ("/api/chat", JSON, STRUCTURED_CHAT, "message"),
-    "chat, history": (
-        "/api/chat",
-        CURL,
-        f'{{ "model": "llama3.2", "messages": [{BLUE}, {{ "role": "assistant", "content": "due to '
-        'rayleigh scattering." }, { "role": "user", "content": "how is that different than mie '
-        'scattering?" } ] }',
-        "message",
-    ),
-    "chat, seed": ("/api/chat", CURL, HELLO, "message"),
-    "chat, tools": ("/api/chat", CURL, WEATHER, "message"),
-    "chat, streamed tools": ("/api/chat", CURL, STREAMED_TOOLS, "message"),
-    "chat, tool history": ("/api/chat", CURL, TOOL_HISTORY, "message"),
-    "chat, load": ("/api/chat", CURL, '{ "model": "llama3.2", "messages": [] }', "message"),
-    "embed": (
-        "/api/embed",
-        CURL,
-        '{ "model": "all-minilm", "input": "Why is the sky blue?" }',
-        "embeddings",
-    ),
-    "embed, two": (
-        "/api/embed",
-        CURL,
-        '{ "model": "all-minilm", "input": ["Why is the sky blue?", "Why is the grass green?"] }',
-        "embeddings",
-    ),
-    "embeddings": (
-        "/api/embeddings",
-        CURL,
-        '{ "model": "all-minilm", "prompt": "Here is an article about llamas..." }',
-        "embedding",
-    ),
-    "show": ("/api/show", CURL, '{ "model": "llama3.2" }', "details"),
-    "pull": ("/api/pull", CURL, '{ "model": "llama3.2" }', "status"),
-}
+# "answered": name -> path, content type, body, the member of each line that holds the output;
+# "refused": what this server does not do, and what its error names
+_FILE = Path(__file__).parents[1] / "data" / "ollama_examples.json"
+EXAMPLES: dict[str, dict[str, dict[str, str]]] = json.loads(_FILE.read_text("utf-8"))
+ANSWERED, REFUSED = EXAMPLES["answered"], EXAMPLES["refused"]
 LISTS = {"/api/tags": "models", "/api/ps": "models", "/api/version": "version"}
-SHA = "sha256:29fdb92e57cf0827ded04ae6461b5931d01fa595843f55d36f5b275a52087dd2"
-# Examples of what this server does not do, and what the error names.
-REFUSED = {
-    "suffix": (
-        "/api/generate",
-        '{ "model": "codellama:code", "prompt": "def compute_gcd(a, b):", "suffix": "    return '
-        'result", "options": { "temperature": 0 }, "stream": false }',
-        "suffix",
-    ),
-    "images": (
-        "/api/generate",
-        '{ "model": "llava", "prompt":"What is in this picture?", "stream": false, '
-        '"images": ["iVBORw0KGgo="] }',
-        "images",
-    ),
-    "chat images": (
-        "/api/chat",
-        '{ "model": "llava", "messages": [ { "role": "user", "content": "what is in this image?", '
-        '"images": ["iVBORw0KGgo="] } ] }',
-        "images",
-    ),
-    "unload": ("/api/generate", '{ "model": "llama3.2", "keep_alive": 0 }', "keep_alive"),
-    "chat unload": (
-        "/api/chat",
-        '{ "model": "llama3.2", "messages": [], "keep_alive": 0 }',
-        "keep_alive",
-    ),
-    "options of 2024": (
-        "/api/generate",
-        f'{{ "model": "llama3.2", {SKY}, "options": {{ "mirostat": 1, "mirostat_tau": 0.8 }} }}',
-        "options.mirostat: not supported; this sampler does not exist here; min_p",
-    ),
-    "newline": (
-        "/api/generate",
-        f'{{ "model": "llama3.2", {SKY}, "options": {{ "penalize_newline": false }} }}',
-        "options.penalize_newline: not supported; the penalties apply to a newline",
-    ),
-    "create": (
-        "/api/create",
-        '{ "model": "mario", "from": "llama3.2", "system": "You are Mario from Super Mario Bros."}',
-        "send system and options with each request",
-    ),
-    "quantise": (
-        "/api/create",
-        '{ "model": "llama3.2:quantized", "from": "llama3.2:3b-instruct-fp16", '
-        '"quantize": "q4_K_M" }',
-        "verbatim convert",
-    ),
-    "pull another": ("/api/pull", '{ "model": "llama3" }', "verbatim pull"),
-    "push": ("/api/push", '{ "model": "mattw/pygmalion:latest" }', "nothing is uploaded"),
-    "copy": (
-        "/api/copy",
-        '{ "source": "llama3.2", "destination": "llama3-backup" }',
-        "verbatim serve --served-model-name",
-    ),
-    "blob": (f"/api/blobs/{SHA}", "model", "verbatim serve --model FILE"),
-    "not served": (
-        "/api/chat",
-        f'{{ "model": "deepseek-r1", "messages": [{BLUE}], "think": true }}',
-        "--served-model-name",
-    ),
-}
 
 
 def served(*flags: str, engine: str | None, random_seeds: bool = False) -> Iterator[Live]:
@@ -344,18 +66,19 @@ def model(default_model: Path) -> Iterator[Live]:
 
 def send(live: Live, name: str) -> list[dict[str, Any]]:
     """The lines of the answer to an example."""
-    path, kind, body, member = ANSWERED[name]
-    answer = live.client.post(path, content=body, headers={"content-type": kind})
+    asked = ANSWERED[name]
+    headers = {"content-type": asked["type"]}
+    answer = live.client.post(asked["path"], content=asked["body"], headers=headers)
     assert answer.status_code == 200, answer.text
     lines = [json.loads(line) for line in answer.text.splitlines()]
-    assert all(member in line for line in lines)
+    assert all(asked["member"] in line for line in lines)
     return lines
 
 
 @pytest.mark.parametrize("name", ANSWERED)
 def test_ollamas_examples_are_answered_in_the_documented_shape(quick: Live, name: str) -> None:
     lines = send(quick, name)
-    path, _, body, _ = ANSWERED[name]
+    path, body = ANSWERED[name]["path"], ANSWERED[name]["body"]
     if path in ("/api/generate", "/api/chat"):
         streamed = json.loads(body).get("stream", True) and "load" not in name
         assert (len(lines) > 1) == streamed
@@ -370,10 +93,10 @@ def test_ollamas_examples_are_answered_in_the_documented_shape(quick: Live, name
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_ollamas_examples_that_are_not_served_are_refused_by_name(quick: Live, name: str) -> None:
-    path, body, named = REFUSED[name]
-    answer = quick.client.post(path, content=body, headers={"content-type": CURL})
+    asked = REFUSED[name]
+    answer = quick.client.post(asked["path"], content=asked["body"], headers={"content-type": CURL})
     assert answer.status_code in (400, 404)
-    assert named in answer.json()["error"]
+    assert asked["names"] in answer.json()["error"]
 
 
 def test_ollamas_lists_and_its_other_methods(quick: Live) -> None:
@@ -382,7 +105,9 @@ def test_ollamas_lists_and_its_other_methods(quick: Live) -> None:
     assert [m["name"] for m in quick.client.get("/api/tags").json()["models"]][-9:] == list(MODELS)
     refused = quick.client.request("DELETE", "/api/delete", content='{ "model": "llama3:13b" }')
     assert (refused.status_code, "verbatim rm NAME" in refused.json()["error"]) == (404, True)
-    assert quick.client.head(f"/api/blobs/{SHA}").status_code == 404, "Ollama's: it does not exist"
+    assert quick.client.head(REFUSED["blob"]["path"]).status_code == 404, (
+        "Ollama's: it does not exist"
+    )
 
 
 def test_ollamas_examples_make_sense_on_the_default_model(model: Live) -> None:

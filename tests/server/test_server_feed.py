@@ -128,9 +128,8 @@ def test_a_rejected_request_never_reaches_the_sink() -> None:
             feed = OutputSink(take)
             with pytest.raises(VerbatimError):
                 await engine.submit_to(feed, "refused", [10**6], PARAMS)
-            await engine.submit_to(
-                feed, "next", "x", PARAMS
-            )  # its outputs would come after those of the rejected request
+            # its outputs would come after those of the rejected request
+            await engine.submit_to(feed, "next", "x", PARAMS)
             await asyncio.wait_for(over.wait(), HANG_SECONDS)
             assert names == {"next"}
 

@@ -11,6 +11,7 @@ import functools
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,6 +33,9 @@ from verbatim.server.settings import Limits
 
 pytestmark = pytest.mark.server
 
+_FIELDS = json.loads(
+    (Path(__file__).parents[1] / "data" / "refused_fields.json").read_text("utf-8")
+)
 RECEIPT = make_receipt(
     model="m",
     digest="fake",
@@ -94,16 +98,8 @@ NUMBERS = [
 # Of each kind one: for a sampling parameter on the routes after the first that has it, since all
 # routes give it to the same check.
 KINDS = ["-1", "1.5", "1e999", "NaN", "true", '"1"', "[]", "1" + "0" * 400]
-IDS = [
-    "-1",
-    "260",
-    "2147483648",
-    "1.5",
-    '"a"',
-    "true",
-    "null",
-    "1" + "0" * 50,
-]  # the fake model's ids are 0 to 259
+# the fake model's ids are 0 to 259
+IDS = ["-1", "260", "2147483648", "1.5", '"a"', "true", "null", "1" + "0" * 50]
 
 
 @pytest.fixture(scope="module")
@@ -442,61 +438,19 @@ def test_control_tokens_that_stay_text_cause_a_warning(fake: Any) -> None:
     assert "warnings" not in fake.post("/v1/embeddings", {"input": ["plain"]}).json()
 
 
+# (route, field, value, what the error names); the values that take a line each
 LARGE: list[tuple[str, str, Any, str]] = [
-    ("/v1/completions", "prompt", "", "prompt"),
+    *_FIELDS["hostile"],
     ("/v1/completions", "prompt", ["a"] * 1000, "prompt"),
     ("/v1/completions", "prompt", "a" * 200_000, "prompt"),
     ("/v1/completions", "prompt", [65] * 5000, "prompt"),
-    ("/v1/completions", "n", 1000, "n"),
     ("/v1/completions", "prompt", ["a"] * 100, "n"),
     ("/v1/score", "prompt", ["a"] * 100, "n"),
-    ("/v1/completions", "best_of", 1000, "best_of"),
-    ("/v1/completions", "num_beams", 200, "num_beams"),
-    ("/v1/completions", "logprobs", 1000, "logprobs"),
-    ("/v1/completions", "max_tokens", 10**9, "max_tokens"),
-    ("/v1/completions", "stop", ["a"] * 17, "stop"),
-    ("/v1/completions", "stop", [""], "stop"),
     ("/v1/completions", "stop", "a" * 5000, "stop"),
     ("/v1/completions", "logit_bias", {str(i): 1 for i in range(2000)}, "logit_bias"),
     ("/v1/completions", "grammar", "x" * 100_000, "grammar"),
-    ("/v1/completions", "grammar", "start: start", "grammar"),
-    ("/v1/completions", "grammar", "not a grammar {", "grammar"),
     ("/v1/completions", "regex", "(" * 500, "regex"),
-    ("/v1/completions", "json_schema", {"$ref": "#"}, "json_schema"),
-    ("/v1/completions", "json_schema", {"$ref": "http://127.0.0.1:9/x"}, "json_schema"),
-    ("/v1/completions", "json_schema", {"type": "nonsense"}, "json_schema"),
-    ("/v1/completions", "choice", [], "choice"),
-    ("/v1/completions", "speculate", "nonsense", "speculate"),
-    (
-        "/v1/chat/completions",
-        "tools",
-        [{"type": "function", "function": {"name": "f", "parameters": {"x": 2**70}}}],
-        "tools",
-    ),
-    ("/v1/chat/completions", "chat_template_kwargs", {"x": -(2**64)}, "chat_template_kwargs"),
-    ("/v1/messages", "tools", [{"name": "f", "input_schema": {"x": [2**64]}}], "tools"),
-    ("/v1/chat/completions", "messages", [], "messages"),
-    ("/v1/chat/completions", "messages", [{"role": "wizard", "content": "x"}], "messages"),
-    (
-        "/v1/chat/completions",
-        "messages",
-        [{"role": "user", "content": "x", "mood": "good"}],
-        "messages[0].mood",
-    ),
-    ("/v1/responses", "input", [{"role": "user", "content": "x", "mood": "good"}], "input[0].mood"),
-    ("/v1/messages", "messages", [{"role": "system", "content": "x"}], "messages"),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": "x"}] * 5000, "messages"),
-    (
-        "/v1/chat/completions",
-        "messages",
-        [
-            {
-                "role": "user",
-                "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
-            }
-        ],
-        "messages",
-    ),
     ("/v1/chat/completions", "messages", [{"role": "user", "content": "a" * 100_000}], "messages"),
     (
         "/v1/chat/completions",
@@ -504,78 +458,9 @@ LARGE: list[tuple[str, str, Any, str]] = [
         [{"type": "function", "function": {"name": f"f{i}"}} for i in range(200)],
         "tools",
     ),
-    ("/v1/chat/completions", "tool_choice", "required", "tool_choice"),
-    ("/v1/chat/completions", "chat_template_kwargs", {"messages": []}, "chat_template_kwargs"),
-    (
-        "/v1/chat/completions",
-        "chat_template_kwargs",
-        {"enable_thinking": True},
-        "chat_template_kwargs",
-    ),
-    ("/v1/responses", "chat_template_kwargs", {"enable_thinking": True}, "chat_template_kwargs"),
-    (
-        "/v1/responses/input_tokens",
-        "chat_template_kwargs",
-        {"enable_thinking": True},
-        "chat_template_kwargs",
-    ),
-    (
-        "/v1/responses/input_tokens",
-        "chat_template_kwargs",
-        {"continue_final": True},
-        "chat_template_kwargs",
-    ),
-    (
-        "/v1/chat/completions",
-        "messages",
-        [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": "y", "reasoning_content": "z"},
-        ],
-        "messages[1].reasoning_content",
-    ),
-    (
-        "/v1/messages",
-        "messages",
-        [
-            {"role": "user", "content": "x"},
-            {"role": "assistant", "content": [{"type": "thinking", "thinking": "z"}]},
-            {"role": "user", "content": "y"},
-        ],
-        "messages[1].content",
-    ),
-    (
-        "/v1/responses",
-        "input",
-        [
-            {"role": "user", "content": "x"},
-            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "z"}]},
-            {"role": "assistant", "content": "y"},
-            {"role": "user", "content": "y"},
-        ],
-        "input[1]",
-    ),
-    ("/v1/chat/completions", "max_completion_tokens", 1, "max_tokens"),
-    ("/v1/chat/completions", "top_logprobs", 2, "top_logprobs"),
     ("/v1/embeddings", "input", ["a"] * 1000, "input"),
     ("/detokenize", "tokens", [65] * 50_000, "tokens"),
     ("/v1/responses", "input", [{"role": "user", "content": "x"}] * 5000, "input"),
-    ("/v1/messages", "messages", [{"role": "assistant", "content": "x "}], "messages"),
-    ("/v1/messages", "messages", [{"role": "assistant", "content": ""}], "messages"),
-    (
-        "/v1/messages",
-        "messages",
-        [
-            {
-                "role": "assistant",
-                "content": [{"type": "tool_use", "id": "t", "name": "f", "input": {}}],
-            }
-        ],
-        "messages",
-    ),
-    ("/v1/responses", "previous_response_id", "resp_nope", ""),
-    ("/v1/messages", "tool_choice", {"type": "any", "name": "f"}, "tool_choice.name"),
-    ("/v1/messages", "tool_choice", {"type": "auto", "name": "f"}, "tool_choice.name"),
 ]
 
 
@@ -691,64 +576,8 @@ def test_a_prompt_that_is_too_long_names_the_field_of_the_clients_protocol(fake:
 
 
 SAID = [{"role": "user", "content": "hi"}]
-NO_TYPE = {"type": "foo"}
 REFUSED_LATE: list[tuple[str, dict[str, Any], str]] = [
-    ("/v1/chat/completions", {"messages": SAID, "max_tokens": 5000}, "max_tokens"),
-    (
-        "/v1/chat/completions",
-        {"messages": SAID, "max_completion_tokens": 5000},
-        "max_completion_tokens",
-    ),
-    ("/v1/responses", {"input": "hi", "max_output_tokens": 5000}, "max_output_tokens"),
-    (
-        "/v1/responses",
-        {
-            "input": "hi",
-            "text": {"format": {"type": "json_schema", "name": "x", "schema": NO_TYPE}},
-        },
-        "text",
-    ),
-    (
-        "/v1/responses",
-        {
-            "input": "hi",
-            "tool_choice": "required",
-            "tools": [{"type": "function", "name": "f", "parameters": NO_TYPE}],
-        },
-        "tools[0].parameters",
-    ),
-    ("/v1/messages", {"messages": SAID, "max_tokens": 5000}, "max_tokens"),
-    (
-        "/v1/messages",
-        {
-            "messages": SAID,
-            "max_tokens": 9,
-            "output_config": {"format": {"type": "json_schema", "schema": NO_TYPE}},
-        },
-        "output_config",
-    ),
-    (
-        "/v1/messages",
-        {
-            "messages": SAID,
-            "max_tokens": 9,
-            "output_format": {"type": "json_schema", "schema": NO_TYPE},
-        },
-        "output_format",
-    ),
-    (
-        "/v1/messages",
-        {
-            "messages": SAID,
-            "max_tokens": 9,
-            "tool_choice": {"type": "any"},
-            "tools": [{"name": "f", "input_schema": NO_TYPE}],
-        },
-        "tools[0].input_schema",
-    ),
-    ("/api/generate", {"prompt": "hi", "raw": True, "format": NO_TYPE}, "format"),
-    ("/api/generate", {"prompt": "hi", "format": NO_TYPE}, "format"),
-    ("/api/chat", {"messages": SAID, "options": {"num_predict": 5000}}, "options.num_predict"),
+    *_FIELDS["late"],
     ("/v1/embeddings", {"input": "x" * 4096}, "input"),
 ]
 

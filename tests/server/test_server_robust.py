@@ -100,9 +100,8 @@ async def many(live: Live, count: int, tokens: int) -> Counter[str]:
     """The engine is frozen until every stream has its head, so all are open at once and the socket
     between the processes is full. Returns the usage reported to clients."""
     opened, all_open = 0, asyncio.Event()
-    gate = asyncio.Semaphore(
-        1000
-    )  # waiting for their head; stays below the kernel's backlog of 4,096 connections
+    # waiting for their head; stays below the kernel's backlog of 4,096 connections
+    gate = asyncio.Semaphore(1000)
 
     def head_came() -> None:
         nonlocal opened
@@ -426,9 +425,8 @@ def test_embeddings_obey_the_request_timeout(limited: Live) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_resident_memory_is_flat_over_fifty_thousand_requests(serve: Any) -> None:
-    live = serve(
-        "--max-queue", "1000", "--kv-memory", "2M"
-    )  # a small KV cache: its prefix table grows until the cache is full
+    # a small KV cache: its prefix table grows until the cache is full
+    live = serve("--max-queue", "1000", "--kv-memory", "2M")
     sizes: list[list[int]] = []
     for part in range(6):  # the first 10,000 fill the bounded tables
         for seed in range(10):
@@ -816,11 +814,10 @@ STREAMS = {
 }
 
 
-@pytest.mark.parametrize("path", STREAMS)
 def test_a_stream_that_waits_for_its_first_token_gets_keep_alives(
-    path: str, serve: Any, tmp_path: Path
+    serve: Any, tmp_path: Path
 ) -> None:
-    """The prefill takes 13 steps or more and stops after four. Every protocol with events sends a
+    """A prefill takes 13 steps or more and stops after four. Every protocol with events sends a
     comment each time its stream was silent for a keep-alive interval; Anthropic's has an event for
     it. --verbose logs the prefill."""
     gate = Gate(tmp_path / "gate")
@@ -830,12 +827,15 @@ def test_a_stream_that_waits_for_its_first_token_gets_keep_alives(
         clock=True,
     )
 
-    async def slow() -> Any:
-        head = asyncio.Event()
-        body = {**STREAMS[path], "stream": True}
-        running = asyncio.create_task(stream(live.port, path, body, on_head=head.set))
+    async def slow() -> list[Any]:
+        heads = [asyncio.Event() for _ in STREAMS]
+        running = [
+            asyncio.create_task(stream(live.port, path, {**body, "stream": True}, on_head=head.set))
+            for head, (path, body) in zip(heads, STREAMS.items(), strict=True)
+        ]
         gate.allow(4)
-        await asyncio.wait_for(head.wait(), HANG_SECONDS)
+        for head in heads:
+            await asyncio.wait_for(head.wait(), HANG_SECONDS)
         logged = re.compile(r"request req_\w+: prefill (\d+) of (\d+) tokens")
         found = await asyncio.to_thread(
             eventually, lambda: logged.findall(live.log_text()), live.log_text
@@ -844,12 +844,12 @@ def test_a_stream_that_waits_for_its_first_token_gets_keep_alives(
         for _ in range(3):
             await asyncio.to_thread(live.advance, 15.1)
         gate.open()
-        return await asyncio.wait_for(running, HANG_SECONDS)
+        return await asyncio.wait_for(asyncio.gather(*running), HANG_SECONDS)
 
-    got = asyncio.run(slow())
-    assert (got.status, got.whole) == (200, True)
-    pings = [e for e in got.events if e != "[DONE]" and e.get("type") == "ping"]
-    assert (got.comments, len(pings)) == ((0, 3) if path == "/v1/messages" else (3, 0))
+    for path, got in zip(STREAMS, asyncio.run(slow()), strict=True):
+        assert (got.status, got.whole) == (200, True), path
+        pings = [e for e in got.events if e != "[DONE]" and e.get("type") == "ping"]
+        assert (got.comments, len(pings)) == ((0, 3) if path == "/v1/messages" else (3, 0)), path
     check_ledger(live.wait_at_rest())
 
 

@@ -66,9 +66,8 @@ def fuzz(
     assert live.complete("probe", max_tokens=16, seed=99)["choices"] == probe
     assert live.metrics()["verbatim_engine_restarts_total"] == 0
     made = answers(live) - before
-    assert not [status for status in made if status[0] == "5"], (
-        made
-    )  # the server's count, beside that of schemathesis
+    # the server's count, beside that of schemathesis
+    assert not [status for status in made if status[0] == "5"], made
     STATUSES.update(made)
     return int(sent[1])
 

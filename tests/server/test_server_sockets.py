@@ -370,6 +370,8 @@ LARGE = post(
 def test_too_many_pipelined_requests_get_an_error_after_the_answers(
     stepped: Live, gate: Gate, flood: bytes, answered: int
 ) -> None:
+    name = "verbatim_requests_refused_total"
+    before = stepped.metrics()[name]
     with open_socket(stepped) as sock:
         stepped.send_and_wait(sock, post(body(max_tokens=1)) + flood)
         gate.allow(1)
@@ -377,6 +379,7 @@ def test_too_many_pipelined_requests_get_an_error_after_the_answers(
         assert [status for status, _ in found] == [200] * answered + [429]
         assert json.loads(found[-1][1])["error"]["code"] == "overloaded"
         assert read_all(sock) == b""
+    assert stepped.metrics()[name] == before + 1
 
 
 @pytest.mark.parametrize("flood", [HEALTH * 500, post(body(prompt="x" * 3000)) * 30])

@@ -803,10 +803,8 @@ def test_forced_and_strict_calls_with_references_are_valid(fake: Any, strict: bo
         "max_tokens": 400,
         "parallel_tool_calls": False,
     }
-    bias = {
-        "110": 50,
-        "60": 100,
-    }  # "n": null rather than one more level; "<": a call where there may be text
+    # "n": null rather than one more level; "<": a call where there may be text
+    bias = {"110": 50, "60": 100}
     named = [{"type": "function", "function": {"name": name}} for name in REFERRING]
     for seed, choice in enumerate(["auto"] * 6 if strict else ["required", "required", *named]):
         answer = fake.post(
@@ -1034,9 +1032,8 @@ def test_forced_calls_in_the_other_protocols(fake: Any) -> None:
         ]
         for part in (follow, [*ask, follow[-1]])
     ]
-    assert counted[0] - counted[1] > len(
-        answer["output"][-1]["arguments"]
-    )  # the prompt contains the call
+    # the prompt contains the call
+    assert counted[0] - counted[1] > len(answer["output"][-1]["arguments"])
     events = fake.events("/v1/responses", forced)
     assert [e["type"] for e in events if "function_call_arguments" in e["type"]] == [
         "response.function_call_arguments.delta",
@@ -1120,9 +1117,8 @@ def test_structured_answers_are_valid_json(fake: Any, form: dict[str, Any]) -> N
         if choice["finish_reason"] == "stop":
             assert isinstance(json.loads(choice["message"]["content"]), dict)
         else:
-            assert (
-                form["type"] == "json_object"
-            )  # a free-form object may exceed the limit; the schema's cannot
+            # a free-form object may exceed the limit; the schema's cannot
+            assert form["type"] == "json_object"
 
 
 @pytest.mark.server

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_templates import STYLES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +20,12 @@ from verbatim.text.tokenizer import Tokenizer, from_gguf
 from verbatim.text.tools.redundant_names import redundant_names
 from verbatim.text.vocabulary import BYTE_ALPHABET
 
+_FOLDER = Path(__file__).parents[1] / "data" / "chat_templates"
+_ROWS = json.loads((_FOLDER / "styles.json").read_text("utf-8"))
+# family's style -> (template, control tokens, user-defined tokens, bos, eos, kind of tokenizer)
+STYLES = {
+    name: ((_FOLDER / f"{name}.jinja").read_text("utf-8"), *row) for name, row in _ROWS.items()
+}
 TOOL = {
     "type": "function",
     "function": {
@@ -298,6 +303,10 @@ def test_content_parts_become_text_where_the_template_knows_only_text() -> None:
     assert "user\na\nb<|im_end|>" in chatml.render(parts)
     _, reads = pair("parts")
     assert "user\nab<|im_end|>" in reads.render(parts)
+    # the template reads this name, but in a message
+    named = [{"role": "user", "content": [{"type": "text", "text": "a", "role": "b"}]}]
+    with pytest.raises(UnsupportedError, match=r"content\[0\] has the key 'role'"):
+        reads.render(named)
     with pytest.raises(UnsupportedError, match="image_url") as error:
         chatml.render(
             [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]

@@ -177,9 +177,8 @@ def test_bytes_of_pieces_and_the_space_rule(llama: Tokenizer) -> None:
     assert llama.token_bytes(llama.find("<0x0A>")) == b"\n"  # type: ignore[arg-type]
     assert llama.decode(ids) == "the fox 🤯"  # a text from its beginning: the added space is gone
     continued = TextDecoder(llama)
-    assert (
-        "".join(map(continued.push, ids)) + continued.flush() == " the fox 🤯"
-    )  # a continuation keeps its space
+    # a continuation keeps its space
+    assert "".join(map(continued.push, ids)) + continued.flush() == " the fox 🤯"
     start = TextDecoder(llama, start=True)
     assert "".join(map(start.push, [llama.bos_id, *ids])) == "the fox 🤯"  # type: ignore[list-item]
 

@@ -291,9 +291,8 @@ def test_a_lone_surrogate_is_refused_by_name(default_tokenizer: Tokenizer) -> No
 def test_bos_and_eos_of_the_file(default_tokenizer: Tokenizer) -> None:
     assert default_tokenizer.bos_id == 1
     assert default_tokenizer.eos_ids == (2, 0)  # declared: <|im_end|>; known end: <|endoftext|>
-    assert default_tokenizer.encode_prompt("Hello") == default_tokenizer.encode(
-        "Hello"
-    )  # add_bos_token is false
+    # add_bos_token is false
+    assert default_tokenizer.encode_prompt("Hello") == default_tokenizer.encode("Hello")
     assert default_tokenizer.special_tokens["eos_token"] == "<|im_end|>"
     assert default_tokenizer.vocab_size == 49152
 

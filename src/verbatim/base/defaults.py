@@ -41,15 +41,8 @@ GENERATE_TOKENS = 1024
 GENERATE = "default of generate()"  # origin of that max_tokens
 
 # generation_config.json key -> parameter
-GENERATION_CONFIG = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
-    "repetition_penalty": "repetition_penalty",
-    "no_repeat_ngram_size": "no_repeat_ngram",
-}
+_SAME = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
+GENERATION_CONFIG = {**{n: n for n in _SAME}, "no_repeat_ngram_size": "no_repeat_ngram"}
 # Keys of generation_config.json that change the tokens in transformers and are not followed here,
 # with the values that change nothing. null changes nothing under any key.
 _OFF: tuple[Any, ...] = (0, [], {})
@@ -68,11 +61,7 @@ GENERATION_NOT_FOLLOWED: dict[str, tuple[Any, ...]] = {
 # GGUF general.sampling.* key -> parameter, as llama.cpp writes them
 GGUF = {
     "temp": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "xtc_probability": "xtc_probability",
-    "xtc_threshold": "xtc_threshold",
+    **{n: n for n in ("top_k", "top_p", "min_p", "xtc_probability", "xtc_threshold")},
     "penalty_repeat": "repetition_penalty",
 }
 GGUF_PREFIX = "general.sampling."
@@ -99,11 +88,8 @@ def read_generation_config(
 ) -> ModelDefaults:
     """The defaults in transformers' generation_config.json. `do_sample: false` is temperature 0.
     `context` of the model: a max_length below it, which counts the prompt, is not followed."""
-    stated = {
-        param: config[key]
-        for key, param in GENERATION_CONFIG.items()
-        if config.get(key) is not None
-    }
+    given = {key: value for key, value in config.items() if value is not None}
+    stated = {param: given[key] for key, param in GENERATION_CONFIG.items() if key in given}
     if config.get("do_sample") is False:
         stated = {n: v for n, v in stated.items() if n not in (*FILTERS, "temperature")}
         stated["temperature"] = 0.0
@@ -111,9 +97,9 @@ def read_generation_config(
         del stated["top_k"]
     source = "generation_config.json"
     ignored = [
-        f"{source}: {key}: the model suggests {config[key]!r:.40}, which is not followed"
+        f"{source}: {key}: the model suggests {given[key]!r:.40}, which is not followed"
         for key, neutral in GENERATION_NOT_FOLLOWED.items()
-        if config.get(key) is not None and config[key] not in neutral
+        if key in given and given[key] not in neutral
     ]
     longest = config.get("max_length")
     # 20 is transformers' default, so no model suggests it
@@ -124,9 +110,8 @@ def read_generation_config(
         )
     sample = config.get("do_sample")
     if not isinstance(sample, bool | None):
-        ignored.append(
-            f"{source}: do_sample: {sample!r:.40} is not true or false; it is not followed"
-        )
+        why = f"{sample!r:.40} is not true or false; it is not followed"
+        ignored.append(f"{source}: do_sample: {why}")
     found = _checked(stated, source)
     return ModelDefaults(found.values, found.source, (*found.warnings, *ignored))
 

@@ -103,14 +103,17 @@ def depth_of(data: object, limit: int) -> int:
     """Nesting depth, counted breadth-first without recursion; stops above `limit`."""
     level, depth = [data], 0
     while level and depth <= limit:
-        level = [
-            v
-            for item in level
-            if isinstance(item, (dict, list))
-            for v in (item.values() if isinstance(item, dict) else item)
-        ]
-        depth += 1
+        level, depth = _members(level), depth + 1
     return depth
+
+
+def _members(values: list[object]) -> list[object]:
+    """The members of all objects and lists among the values."""
+    out: list[object] = []
+    for value in values:
+        if isinstance(value, (dict, list)):
+            out += value.values() if isinstance(value, dict) else value
+    return out
 
 
 def has_big_integer(value: object) -> bool:
@@ -119,12 +122,7 @@ def has_big_integer(value: object) -> bool:
     while level:
         if any(isinstance(v, int) and not -(2**63) <= v < 2**63 for v in level):
             return True
-        level = [
-            v
-            for item in level
-            if isinstance(item, (dict, list))
-            for v in (item.values() if isinstance(item, dict) else item)
-        ]
+        level = _members(level)
     return False
 
 

@@ -51,6 +51,5 @@ class PageFiles:
 
     def has(self, path: str) -> bool:
         """Whether a path of the server is the page or one of its files."""
-        return path == self.at or (
-            path.startswith(self.below) and path[len(self.below) :] in self.names
-        )
+        below = path.startswith(self.below) and path.removeprefix(self.below) in self.names
+        return path == self.at or below

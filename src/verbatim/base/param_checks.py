@@ -121,9 +121,8 @@ def _strings(name: str, rule: Field, value: object) -> tuple[str, ...]:
         if not item:
             raise ParameterError(name, "an empty string would match at once")
         if len(item) > MAX_STOP_LENGTH:
-            raise ParameterError(
-                name, f"a string of {len(item)} characters is longer than {MAX_STOP_LENGTH}"
-            )
+            why = f"a string of {len(item)} characters is longer than {MAX_STOP_LENGTH}"
+            raise ParameterError(name, why)
         _check_unicode(name, item)
     if name == "choice" and not items:
         raise ParameterError(name, "an empty list leaves nothing to choose")
@@ -153,9 +152,8 @@ def _bias(name: str, rule: Field, value: Any) -> tuple[tuple[int, float], ...]:
     try:
         items = [(key, number) for key, number in pairs]
     except (TypeError, ValueError):
-        raise ParameterError(
-            name, f"{_show(value)} is not a mapping from token id to number"
-        ) from None
+        why = f"{_show(value)} is not a mapping from token id to number"
+        raise ParameterError(name, why) from None
     for key, number in items:
         if isinstance(key, str):  # JSON has only string keys
             if not (key.isascii() and key.isdigit() and len(key) < 10):

@@ -159,15 +159,9 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> JsonObject:
             done = walk(proposer(), prompt, output, k, states)
             spent = sum(_between(full, r) for r in done.rows)
             spent += done.drafted * proposer().token_cost
-            rows.append(
-                {
-                    "drafts": k,
-                    "tokens_a_pass": done.tokens_a_pass,
-                    "seconds_a_token": spent / done.tokens,
-                    "accepted": done.accepted,
-                    "drafted": done.drafted,
-                }
-            )
+            rates = {"tokens_a_pass": done.tokens_a_pass, "seconds_a_token": spent / done.tokens}
+            counts = {"accepted": done.accepted, "drafted": done.drafted}
+            rows.append({"drafts": k, **rates, **counts})
         tasks[name] = rows
     each = proposer().token_cost
     return {

@@ -46,6 +46,7 @@ GROUPS = {
     },
     "System": {
         "plan": "Estimate memory, speed limits and cost of a model from its config.",
+        "simulate": "Simulate a service of many replicas: throughput and latencies of a traffic.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, or a model.",
         "verify": "Check that one request gives the same tokens under all conditions.",
@@ -106,13 +107,12 @@ class LazyGroup(click.Group):
 
             matches = get_close_matches(args[0], COMMANDS, 1)
             matches = matches or get_close_matches(args[0], COMMAND_ALIASES, 1)
-            hint = (
-                f"did you mean {matches[0]}?" if matches else "verbatim --help lists the commands"
-            )
+            hint = "verbatim --help lists the commands"
             if " " in args[0]:  # probably a prompt
-                hint = "to send it as a prompt: verbatim run " + (
-                    shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'"
-                )
+                shown = shlex.quote(args[0]) if len(args[0]) <= 100 else "'…'"
+                hint = f"to send it as a prompt: verbatim run {shown}"
+            elif matches:
+                hint = f"did you mean {matches[0]}?"
             raise click.UsageError(f"no command {args[0]!r:.100}; {hint}", ctx)
         return super().resolve_command(ctx, args)
 

@@ -34,7 +34,7 @@ from verbatim.engine.step.drafting import Drafting
 from verbatim.engine.step.failed_step import PreemptOnError, log_not_finite, smaller_steps
 from verbatim.engine.step.grammar_steps import GrammarSteps
 from verbatim.engine.step.overlap import Overlap
-from verbatim.engine.step.step_budget import StepBudget
+from verbatim.engine.step.step_budget import StepBudget, step_limit
 from verbatim.schedule.invariants import check_scheduler
 
 
@@ -57,7 +57,8 @@ class EngineCore:
         }
         self.fingerprint = self.fingerprints[-1]
         self.drafting = Drafting(loaded, config, self.scheduler)
-        self._step_budget = StepBudget(loaded, config, self.scheduler, self.drafting.cost)
+        limit = step_limit(loaded, config)
+        self._step_budget = StepBudget(limit, self.scheduler, self.drafting.cost)
         compile_ahead(loaded, config)
         self.requests: dict[str, RunningRequest] = {}  # by request id, waiting ones included
         self._by_seq: dict[int, RunningRequest] = {}

@@ -337,8 +337,8 @@ def _map_tensors(
 ) -> dict[str, Tensor]:
     """Check that tensors are aligned, inside the file and disjoint; return views of the map."""
     alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
-    valid = type(alignment) is int and 0 < alignment <= MAX_ALIGNMENT
-    if not valid or alignment & (alignment - 1):
+    powers = [1 << n for n in range(MAX_ALIGNMENT.bit_length())]
+    if type(alignment) is not int or alignment not in powers:
         reader.fail(
             f"general.alignment is {alignment!r}; a power of two up to {MAX_ALIGNMENT} is needed"
         )

@@ -21,7 +21,8 @@ def spread(packed: np.ndarray, width: int, shifts: np.ndarray) -> np.ndarray:
     """Bytes [n, m] -> their fields [n, k m]: the first field of `width` bytes, then the second.
     `shifts`: NIBBLES, CRUMBS or BITS."""
     n, mask = len(packed), (1 << 8 // shifts.size) - 1
-    return ((packed.reshape(n, -1, 1, width) >> shifts) & np.uint8(mask)).reshape(n, -1)
+    fields: np.ndarray = (packed.reshape(n, -1, 1, width) >> shifts) & np.uint8(mask)
+    return fields.reshape(n, -1)
 
 
 def low_high(packed: np.ndarray, width: int) -> np.ndarray:

@@ -136,10 +136,10 @@ def _compiled(
             else:
                 refused = [name for sign, name in _REFUSALS.items() if sign in message]
                 refused += ["conditionals"] if "if" in lowered.checked else []
-                name = next((name for name in refused if getattr(options, name)), None)
-                if name is None:
+                left = [option for option in refused if getattr(options, option)]
+                if not left:
                     raise
-                options = replace(options, **{name: False})
+                options = replace(options, **{left[0]: False})
             continue
         return schema, not lowered.checked
 

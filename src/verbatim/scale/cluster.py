@@ -229,9 +229,8 @@ class Cluster(Supervisor):
         closing = asyncio.create_task(self._closing.wait())
         began = self._clock()
         while True:
-            await asyncio.wait(
-                (starting, closing), timeout=PROGRESS_SECONDS, return_when="FIRST_COMPLETED"
-            )
+            ends = (starting, closing)
+            await asyncio.wait(ends, timeout=PROGRESS_SECONDS, return_when="FIRST_COMPLETED")
             if closing.done():
                 return None
             if starting.done():
@@ -287,15 +286,12 @@ class Cluster(Supervisor):
             listener.task = asyncio.create_task(self._listen(name, listener))
 
     def engines(self) -> list[tuple[dict[str, str], EngineState]]:
-        return [
-            (
-                {"replica": name},
-                EngineState(
-                    report.get("waiting", 0), report.get("restarts", 0), report.get("up", True)
-                ),
-            )
-            for name, report in sorted(self._reports.items())
-        ]
+        found = []
+        for name, report in sorted(self._reports.items()):
+            waiting, restarts = report.get("waiting", 0), report.get("restarts", 0)
+            state = EngineState(waiting, restarts, report.get("up", True))
+            found.append(({"replica": name}, state))
+        return found
 
     def _router_text(self) -> str:
         registry = Registry()

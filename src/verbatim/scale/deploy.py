@@ -37,16 +37,12 @@ DELETE_SECONDS = 10.0  # for the deletion of replicas, after their drain
 def open_hashes(settings: Settings, footprint: Footprint | None) -> PromptHashes | None:
     if not settings.engine.get("prefix_cache", True) or not settings.engine.get("use_cache", True):
         return None
-    tokenizer, template = open_text(
-        settings.model,
-        revision=settings.revision,
-        offline=settings.offline,
-        test_engine=settings.test_engine,
-    )
+    model, revision, offline = settings.model, settings.revision, settings.offline
+    text = open_text(model, revision=revision, offline=offline, test_engine=settings.test_engine)
     if footprint is None:
-        return PromptHashes(tokenizer, template, settings.prefix_key)
+        return PromptHashes(*text, settings.prefix_key)
     cost = footprint.ops_token / max(footprint.prompt_ops_token, 1)
-    return PromptHashes(tokenizer, template, settings.prefix_key, cost)
+    return PromptHashes(*text, settings.prefix_key, cost)
 
 
 class HandleService:
@@ -92,9 +88,8 @@ class OwnService(HandleService):
         self._options = options
         self._footprint = check_files(settings, options)
         self._started_ray = connect(options.address)
-        self._needs = state_needs(
-            self._footprint, settings.engine, cluster_nodes(), options.replicas
-        )
+        nodes = cluster_nodes()
+        self._needs = state_needs(self._footprint, settings.engine, nodes, options.replicas)
         self._deploying = threading.Lock()  # held while start() runs
         self._stopping = threading.Event()
         self._running = False
@@ -112,12 +107,9 @@ class OwnService(HandleService):
 
         serve.start(proxy_location="Disabled", logging_config=quiet_serve())
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
-        target = serve.RunTarget(
-            replicas_application(self.settings, self._needs, self._options),
-            name=self.application,
-            route_prefix=None,
-            logging_config=quiet_serve(),
-        )
+        made = replicas_application(self.settings, self._needs, self._options)
+        how = {"route_prefix": None, "logging_config": quiet_serve()}
+        target = serve.RunTarget(made, name=self.application, **how)
         [self.handle] = serve.run_many([target], wait_for_applications_running=False)
         while not self._is_running():
             if self._stopping.wait(STATUS_SECONDS):

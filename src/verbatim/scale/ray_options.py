@@ -74,6 +74,5 @@ def parse_address(text: str) -> str:
 
 def require_ray() -> None:
     if find_spec("ray") is None:
-        raise BackendError(
-            "--ray needs Ray; install the extra 'ray': pip install '.[ray]' in the checkout"
-        )
+        why = "--ray needs Ray; install the extra 'ray': pip install '.[ray]' in the checkout"
+        raise BackendError(why)

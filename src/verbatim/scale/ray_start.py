@@ -161,12 +161,7 @@ def _first_line(error: Exception) -> str:
 def cluster_nodes() -> list[Node]:
     import ray
 
-    return [
-        Node(
-            node["Resources"].get("CPU", 0.0),
-            node["Resources"].get("GPU", 0.0),
-            int(node["Resources"].get("memory", 0)),
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    names = ("CPU", "GPU", "memory")
+    counts = [[resources.get(name, 0) for name in names] for resources in alive]
+    return [Node(float(cpus), float(gpus), int(memory)) for cpus, gpus, memory in counts]

@@ -48,16 +48,8 @@ def check_files(settings: Settings, options: RayOptions) -> Footprint | None:
 
 def replica_settings(settings: Settings, needs: ReplicaNeeds) -> Settings:
     """A replica knows no keys and no addresses; it queues what the gateway admits."""
-    return replace(
-        settings,
-        engine={**settings.engine, **needs.settings},
-        host="127.0.0.1",
-        keys=(),
-        tls_cert=None,
-        tls_key=None,
-        store_items=0,
-        state_dir=None,
-    )
+    own = replace(settings, engine={**settings.engine, **needs.settings}, host="127.0.0.1", keys=())
+    return replace(own, tls_cert=None, tls_key=None, store_items=0, state_dir=None)
 
 
 def replicas_application(settings: Settings, needs: ReplicaNeeds, options: RayOptions) -> object:

@@ -58,11 +58,9 @@ class ReplicaNeeds:
 
     def __str__(self) -> str:
         gpus = f", {self.gpus} GPU" if self.gpus else ""
-        return (
-            f"{self.cpus} CPUs{gpus} and {size_text(self.memory)} (weights "
-            f"{size_text(self.weights)}, KV cache {size_text(self.cache)}, processes "
-            f"{size_text(PROCESS_BYTES)})"
-        )
+        parts = f"weights {size_text(self.weights)}, KV cache {size_text(self.cache)}"
+        parts += f", processes {size_text(PROCESS_BYTES)}"
+        return f"{self.cpus} CPUs{gpus} and {size_text(self.memory)} ({parts})"
 
     def actor_options(self) -> dict[str, object]:
         return {"num_cpus": self.cpus, "num_gpus": self.gpus, "memory": self.memory}
@@ -117,10 +115,8 @@ def check_needs(needs: ReplicaNeeds, nodes: Sequence[Node], replicas: Replicas) 
 def _wants_gpu(backend: str, nodes: Sequence[Node], replicas: Replicas) -> bool:
     count = int(sum(int(node.gpus) for node in nodes))
     if backend == "cuda" and count < replicas.least:
-        raise ParameterError(
-            "backend",
-            f"cuda needs a GPU per replica: {replicas.least}, and the cluster has {count}",
-        )
+        why = f"cuda needs a GPU per replica: {replicas.least}, and the cluster has {count}"
+        raise ParameterError("backend", why)
     return backend == "cuda" or (backend == "auto" and count >= replicas.most)
 
 

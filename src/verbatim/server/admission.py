@@ -70,12 +70,9 @@ class Admission:
         count = self._per_tenant.get(tenant, 0)
         share = self.limits.max_queue / (len(self._per_tenant) + (count == 0))
         if self.open >= self.limits.max_queue and count >= share:
-            return Problem(
-                "overloaded",
-                f"{self.open} requests are open, which is this server's limit"
-                + (f", {count} of them of this key" if count < self.open else ""),
-                retry_after=1,
-            )
+            why = f"{self.open} requests are open, which is this server's limit"
+            why += f", {count} of them of this key" if count < self.open else ""
+            return Problem("overloaded", why, retry_after=1)
         own = self._keys.limits_of(tenant)
         most = own.max_open or self.limits.max_per_key
         if most and count >= most:

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from verbatim.base.json_io import dumps
+from verbatim.base.json_io import JsonObject, dumps
 from verbatim.server.api.common.request_context import (
     ClientDisconnected,
     EventStream,
@@ -55,10 +55,7 @@ def make_app(state: State) -> Middleware:
     for protocol in PROTOCOLS:
         for route in protocol.routes:
             paths.setdefault(route.path, {})[route.method] = (protocol, route)
-    routes = [
-        Route(path, _endpoint(state, methods), methods=list(methods))
-        for path, methods in paths.items()
-    ]
+    routes = [Route(at, _endpoint(state, found), methods=[*found]) for at, found in paths.items()]
     inner = Starlette(routes=routes, exception_handlers={HTTPException: _http_exception})
     inner.router.redirect_slashes = False
     return Middleware(inner, state)
@@ -73,9 +70,8 @@ def make_metrics_app(state: State) -> ASGIApp:
         if problem is None and scope["path"] != "/metrics":
             problem = Problem("not_found", "this address has no route but /metrics")
         response = Response(state.metrics_text(), media_type=METRICS_TYPE)
-        await (response if problem is None else problem_response("/", problem))(
-            scope, receive, send
-        )
+        answer = response if problem is None else problem_response("/", problem)
+        await answer(scope, receive, send)
 
     return app
 
@@ -145,10 +141,8 @@ class Middleware:
         scope["verbatim.id"] = request_id
         scope["verbatim.arrived"] = self._state.clock()
         scope["verbatim.tenant"] = ""
-        scope["verbatim.headers"] = [
-            (b"x-request-id", request_id.encode()),
-            *self._access.cors(headers),
-        ]
+        shown = (b"x-request-id", request_id.encode())
+        scope["verbatim.headers"] = [shown, *self._access.cors(headers)]
         problem, route = self._access.check(scope, headers), "other"
         if problem is None and scope["method"] == "POST" and scope["path"] in QUEUED_PATHS:
             route = scope["path"]
@@ -156,11 +150,8 @@ class Middleware:
         if problem is None:
             return None
         body = dumps(error_body(scope["path"], problem))
-        answer = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            *scope["verbatim.headers"],
-        ]
+        answer = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+        answer += scope["verbatim.headers"]
         answer += [(name.encode(), value.encode()) for name, value in problem.headers().items()]
         self._count(scope, route, problem.status)
         return problem.status, answer, body
@@ -169,12 +160,8 @@ class Middleware:
         """Count and log what the connection rejected itself: malformed HTTP, or too many pipelined
         requests (429). Returns its id."""
         self._state.admission.count_refused(status)
-        scope = {
-            "verbatim.id": new_id("req_"),
-            "verbatim.arrived": self._state.clock(),
-            "verbatim.tenant": "",
-            "method": "-",
-        }
+        scope: Scope = {"verbatim.id": new_id("req_"), "verbatim.tenant": "", "method": "-"}
+        scope["verbatim.arrived"] = self._state.clock()
         self._count(scope, "broken", status)
         return str(scope["verbatim.id"])
 
@@ -211,14 +198,11 @@ class Middleware:
         Neither holds prompt text or keys; the tenant is the name or a digest of its key."""
         self._state.metrics.answered(route, status, scope["verbatim.tenant"])
         if self._state.access is not None and route not in OPEN_ROUTES:
-            line = {
+            line: JsonObject = {
                 "id": scope["verbatim.id"],
                 "method": scope["method"],
                 "route": route,
-                "status": status,
             }
             seconds = round(self._state.clock() - scope["verbatim.arrived"], 4)
-            labels = scope.get("verbatim.labels", {})
-            self._state.access.add(
-                {**line, "seconds": seconds, "tenant": scope["verbatim.tenant"], **labels}
-            )
+            line |= {"status": status, "seconds": seconds, "tenant": scope["verbatim.tenant"]}
+            self._state.access.add({**line, **scope.get("verbatim.labels", {})})

@@ -17,12 +17,8 @@ from verbatim.server.problem import Problem
 from verbatim.server.settings import Settings
 
 OPEN_ROUTES = ("/health", "/health/live", "/health/ready")
-AUTH_AND_CORS_HEADERS = (
-    b"authorization",
-    b"x-api-key",
-    b"origin",
-    b"access-control-request-headers",
-)
+_REQUESTED = b"access-control-request-headers"
+AUTH_AND_CORS_HEADERS = (b"authorization", b"x-api-key", b"origin", _REQUESTED)
 HEADER_NAMES = re.compile(rb"[A-Za-z0-9_-]+( *, *[A-Za-z0-9_-]+)*").fullmatch
 Headers = dict[bytes, bytes]
 
@@ -35,11 +31,7 @@ class Access:
         self._origins = settings.cors_origins
         self._is_open = is_open
         self._keys = ApiKeys(settings.keys) if keys is None else keys
-        self._hosts = {
-            "localhost",
-            settings.host.lower(),
-            *(h.lower() for h in settings.allowed_hosts),
-        }
+        self._hosts = {"localhost", *map(str.lower, (settings.host, *settings.allowed_hosts))}
 
     def check(self, scope: Scope, headers: Headers) -> Problem | None:
         """The rejection; None: the request may pass, and scope["verbatim.tenant"] is its tenant."""
@@ -53,21 +45,17 @@ class Access:
         # A load balancer's health probe of HTTP/1.0 has no Host. Every browser sends one, so this
         # exception opens no DNS rebinding; and the health routes reveal no secret.
         if not (all(map(self._host_allowed, hosts)) if hosts else scope["path"] in OPEN_ROUTES):
-            return Problem(
-                "host_not_allowed",
+            why = (
                 "the Host header, or the host of an absolute request target, names neither this "
-                "machine nor an allowed host (--allow-host)",
-                "host",
+                "machine nor an allowed host (--allow-host)"
             )
+            return Problem("host_not_allowed", why, "host")
         if not self._needs_key(scope):
             return None
         tenant = self._tenant(headers)
         if tenant is None:
-            return Problem(
-                "invalid_api_key",
-                "this server needs a key: Authorization: Bearer KEY, or x-api-key: KEY",
-                "authorization",
-            )
+            why = "this server needs a key: Authorization: Bearer KEY, or x-api-key: KEY"
+            return Problem("invalid_api_key", why, "authorization")
         scope["verbatim.tenant"] = tenant
         return None
 
@@ -99,14 +87,10 @@ class Access:
 
     def cors(self, headers: Headers) -> list[tuple[bytes, bytes]]:
         origins, origin = self._origins, headers.get(b"origin")
-        if (
-            not origins
-            or origin is None
-            or (origin.decode("latin-1") not in origins and "*" not in origins)
-        ):
+        if origin is None or not {"*", origin.decode("latin-1")} & set(origins):
             return []
         # Echo the requested names: clients add many of their own, such as x-stainless-lang.
-        requested = headers.get(b"access-control-request-headers", b"")
+        requested = headers.get(_REQUESTED, b"")
         default = b"authorization, content-type, x-api-key, anthropic-version"
         allowed = requested if HEADER_NAMES(requested) else default
         return [

@@ -76,9 +76,8 @@ class RequestCheck:
         self._check(line, where)
         name = line["custom_id"]
         if name in self.numbers:
-            raise self.wrong(
-                f"{where}: custom_id {name[:40]!r} appears twice; each request needs its own"
-            )
+            why = f"custom_id {name[:40]!r} appears twice; each request needs its own"
+            raise self.wrong(f"{where}: {why}")
         self.numbers[name] = number
         request: Line = line
         return request
@@ -101,17 +100,13 @@ class RequestCheck:
         ):
             raise self.wrong(f"{where} needs custom_id (a string) and body (an object)")
         if unknown := line.keys() - {"custom_id", "method", "url", "body"}:
-            raise self.wrong(
-                f"{where} has the key {min(unknown)[:40]!r}; the keys of a request are"
-                " custom_id, method, url and body"
-            )
+            keys = "the keys of a request are custom_id, method, url and body"
+            raise self.wrong(f"{where} has the key {min(unknown)[:40]!r}; {keys}")
         if line.get("method", "POST") != "POST" or line.get("url") not in self._urls:
             raise self.wrong(f"{where}: method must be POST and url one of {', '.join(self._urls)}")
         if any("\ud800" <= letter <= "\udfff" for letter in line["custom_id"]):
-            raise self.wrong(
-                f"{where}: custom_id {line['custom_id'][:40]!a} contains an unpaired surrogate,"
-                " which is not text; use another id"
-            )
+            why = "contains an unpaired surrogate, which is not text; use another id"
+            raise self.wrong(f"{where}: custom_id {line['custom_id'][:40]!a} {why}")
         if line["body"].get("stream"):
             raise self.wrong(f"{where}: a batch cannot be streamed; leave out stream")
 
@@ -139,9 +134,8 @@ def read_answers(path: Path, wanted: set[str]) -> dict[str, int]:
             status = answer["response"]["status_code"]
             ours, final = answer["custom_id"] in wanted, not is_retryable(status)
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ParameterError(
-                "OUT", f"{path}: line {number} is not an answer of a batch; choose another file"
-            ) from None
+            why = f"line {number} is not an answer of a batch; choose another file"
+            raise ParameterError("OUT", f"{path}: {why}") from None
         if final or not ours:
             kept.append(text + b"\n")
         if final and ours:
@@ -179,9 +173,8 @@ def _lock(file: TextIO, path: Path) -> None:
 
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ParameterError(
-            "OUT", f"another batch is writing {path}; wait for it, or choose another file"
-        ) from None
+        why = f"another batch is writing {path}; wait for it, or choose another file"
+        raise ParameterError("OUT", why) from None
     except (ImportError, OSError):  # Windows; a file system without locks
         pass
 

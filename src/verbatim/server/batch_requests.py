@@ -25,6 +25,8 @@ SERIAL_RETRIES = 3  # last rounds with concurrency 1, before a 429 or 503 become
 MAX_PAUSE = 10.0  # seconds; caps Retry-After
 RESTART_SECONDS = 900.0  # timeout for a restarted engine to load its model again
 Line = JsonObject
+Send = Callable[[Line], Awaitable[tuple[Line, float]]]  # (answer, seconds to wait if refused)
+Write = Callable[[Line], Awaitable[None]]
 
 
 def status_of(answer: Line) -> int:
@@ -81,24 +83,19 @@ async def wait_for_engine(ready: asyncio.Event) -> None:
     try:
         await asyncio.wait_for(ready.wait(), RESTART_SECONDS)
     except TimeoutError:
-        raise BackendError(
-            f"the engine died and did not restart within {RESTART_SECONDS:g} seconds; see its log; "
-            "run the same command again to resume"
-        ) from None
+        why = f"the engine died and did not restart within {RESTART_SECONDS:g} seconds"
+        remedy = "see its log; run the same command again to resume"
+        raise BackendError(f"{why}; {remedy}") from None
 
 
 async def answer_in_rounds(
-    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
-    todo: list[Line],
-    concurrency: int,
-    write: Callable[[Line], Awaitable[None]],
+    send_one: Send, todo: list[Line], concurrency: int, write: Write
 ) -> None:
     """Run all requests; retry those with a 429 or 503 in further rounds, each at half the
     concurrency. The last rounds run one request at a time: then the queue holds nothing else, and
     an engine that dies there was killed by this very request."""
-    limits = [concurrency >> halved for halved in range(concurrency.bit_length() - 1)] + [
-        1
-    ] * SERIAL_RETRIES
+    limits = [concurrency >> halved for halved in range(concurrency.bit_length() - 1)]
+    limits += [1] * SERIAL_RETRIES
     refused: list[tuple[Line, Line]] = []
     for limit in limits:
         refused = await one_round(send_one, todo, limit, write)
@@ -108,10 +105,7 @@ async def answer_in_rounds(
 
 
 async def one_round(
-    send_one: Callable[[Line], Awaitable[tuple[Line, float]]],
-    todo: list[Line],
-    limit: int,
-    write: Callable[[Line], Awaitable[None]],
+    send_one: Send, todo: list[Line], limit: int, write: Write
 ) -> list[tuple[Line, Line]]:
     """`limit` workers take requests in order and write each answer as it completes. Returns the
     requests that got a 429 or 503, with those answers."""
@@ -164,11 +158,8 @@ async def call(
 ) -> tuple[int, dict[str, str], JsonObject]:
     """Call the ASGI application without a socket: the same checks and the same answer."""
     raw = json.dumps(body).encode()
-    headers = [
-        (b"host", b"localhost"),
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(raw)).encode()),
-    ]
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    headers.append((b"content-length", str(len(raw)).encode()))
     scope: JsonObject = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1"}
     scope |= {"scheme": "http", "method": "POST", "path": url, "raw_path": url.encode()}
     scope |= {
@@ -194,8 +185,5 @@ async def call(
 
     await app(scope, receive, send)
     text = b"".join(m.get("body", b"") for m in sent[1:])
-    return (
-        sent[0]["status"],
-        {k.decode(): v.decode() for k, v in sent[0]["headers"]},
-        json.loads(text),
-    )
+    names = {k.decode(): v.decode() for k, v in sent[0]["headers"]}
+    return sent[0]["status"], names, json.loads(text)

@@ -24,16 +24,12 @@ class Metrics:
     def __init__(self) -> None:
         r = self._registry = Registry()
         version, python = verbatim.__version__, platform.python_version()
-        r.number(
-            "verbatim_build_info", "1; versions as labels", version=version, python=python
-        ).value = 1
-        self.first_token = r.histogram(
-            "verbatim_http_first_token_seconds", "arrival to first token, at the HTTP side"
-        )
-        self.between_tokens = r.histogram(
-            "verbatim_http_between_tokens_seconds",
-            "time between pieces of a stream, at the HTTP side",
-        )
+        name, help = "verbatim_build_info", "1; versions as labels"
+        r.number(name, help, version=version, python=python).value = 1
+        name, help = "first_token_seconds", "arrival to first token, at the HTTP side"
+        self.first_token = r.histogram(f"verbatim_http_{name}", help)
+        name, help = "between_tokens_seconds", "time between pieces of a stream, at the HTTP side"
+        self.between_tokens = r.histogram(f"verbatim_http_{name}", help)
         self.duration = r.histogram("verbatim_http_request_seconds", "arrival to last byte")
 
     def answered(self, route: str, status: int, tenant: str = "") -> None:
@@ -76,12 +72,8 @@ class Metrics:
         for kind, count in sorted(ledger.usage.items()):
             put("usage_tokens_total", "tokens reported to clients", count, kind=kind)
         for name, supervisor in engines.items():
-            put(
-                "engine_reports_total",
-                "heartbeats that brought the engine's metrics",
-                supervisor.reports,
-                **model_label(engines, name),
-            )
+            help, model = "heartbeats that brought the engine's metrics", model_label(engines, name)
+            put("engine_reports_total", help, supervisor.reports, **model)
         for name, is_loaded in (loaded or {}).items():
             put("model_loaded", "1 for a model that is loaded", int(is_loaded), model=name)
         texts = {name: supervisor.metrics for name, supervisor in engines.items()}
@@ -108,12 +100,9 @@ def engines_text(engines: Mapping[str, Supervisor], loaded: Mapping[str, bool]) 
         for labels, state in supervisor.engines()
     ]
     for labels, engine in states:
+        waiting = "requests open with no sequence running (vllm:num_requests_waiting)"
         for name, help, value in (
-            (
-                "requests_waiting",
-                "requests open with no sequence running (vllm:num_requests_waiting)",
-                engine.waiting,
-            ),
+            ("requests_waiting", waiting, engine.waiting),
             ("engine_restarts_total", "times the engine was started again", engine.restarts),
             ("engine_up", "1 when the engine is ready", int(engine.up)),
         ):

@@ -94,9 +94,8 @@ def check_certificate(settings: Settings) -> None:
             settings.tls_cert, settings.tls_key, password=""
         )
     except (ssl.SSLError, ValueError) as error:
-        raise ParameterError(
-            "tls_cert", f"is not a certificate with its key in PEM form, without password: {error}"
-        ) from None
+        why = f"is not a certificate with its key in PEM form, without password: {error}"
+        raise ParameterError("tls_cert", why) from None
 
 
 def _servers(state: State) -> list[Server]:
@@ -160,9 +159,8 @@ async def serve(
     background += [BatchRunner(state, make_app(state)).run()] if settings.state_dir else []
     tasks = [asyncio.create_task(work) for work in background]
     try:
-        await asyncio.wait(
-            (stop, supervisor.fatal, serving[0]), return_when=asyncio.FIRST_COMPLETED
-        )
+        ends = (stop, supervisor.fatal, serving[0])
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if not supervisor.fatal.done():
             await drain(state, drain_now, stop.result().name if stop.done() else "ended")
     finally:
@@ -216,14 +214,13 @@ async def drain(state: State, drain_now: asyncio.Event, why: str) -> None:
     """Wait until no request is open, drain_seconds have passed, or a second signal arrives.
     Requests that are still open then fail with a 503."""
     state.admission.draining.set()
-    log.info(
-        "%s: draining %d requests, for at most %g s; a second Ctrl-C or SIGTERM ends them at once",
-        why,
-        state.open,
-        state.settings.drain_seconds,
+    text = (
+        "%s: draining %d requests, for at most %g s; a second Ctrl-C or SIGTERM ends them at once"
     )
-    deadline = asyncio.get_running_loop().time() + state.settings.drain_seconds
-    while state.open and not drain_now.is_set() and asyncio.get_running_loop().time() < deadline:
+    log.info(text, why, state.open, state.settings.drain_seconds)
+    clock = asyncio.get_running_loop().time
+    deadline = clock() + state.settings.drain_seconds
+    while state.open and not drain_now.is_set() and clock() < deadline:
         await asyncio.sleep(0.05)
     if state.open:
         log.warning("cancelling %d requests", state.open)
@@ -263,12 +260,8 @@ def connection_limit(requested: int) -> int:
     if requested and requested <= files:
         return requested
     if requested > 2 * files:
-        log.warning(
-            "the system allows %d open files: at most %d connections, not %d",
-            files + SPARE_FILES,
-            files,
-            requested,
-        )
+        why = "the system allows %d open files: at most %d connections, not %d"
+        log.warning(why, files + SPARE_FILES, files, requested)
     return max(files, 1)
 
 

@@ -28,28 +28,19 @@ class JsonLines(logging.Formatter):
         text = record.getMessage()
         if record.exc_info:
             text = f"{text}\n{self.formatException(record.exc_info)}"
-        line = {
-            "time": _iso(record.created),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "message": text,
-        }
-        return json.dumps(line)
+        line = {"time": _iso(record.created), "level": record.levelname.lower()}
+        return json.dumps({**line, "logger": record.name, "message": text})
 
 
 def _iso(when: float) -> str:
-    return (
-        datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    )
+    text = datetime.fromtimestamp(when, UTC).isoformat(timespec="milliseconds")
+    return text.replace("+00:00", "Z")
 
 
 def set_up_logs(settings: Settings) -> None:
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(
-        JsonLines()
-        if settings.log_format == "json"
-        else logging.Formatter("%(asctime)s %(levelname)s %(message)s")
-    )
+    plain = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
+    handler.setFormatter(JsonLines() if settings.log_format == "json" else plain)
     for name in ("verbatim", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
@@ -76,9 +67,8 @@ class AccessLog:
         if self._json:
             text = json.dumps({"time": _iso(now), **line})
         else:
-            fields = " ".join(
-                [f"{name}={_quoted(value)}" for name, value in line.items() if value != ""]
-            )
+            given = {name: value for name, value in line.items() if value != ""}
+            fields = " ".join([f"{name}={_quoted(value)}" for name, value in given.items()])
             text = f"{self._format_second(int(now))},{int(now * 1000) % 1000:03d} INFO {fields}"
         if not self._lines:
             self._loop.call_later(FLUSH_SECONDS, self.flush)

@@ -81,10 +81,8 @@ class ModelPool:
         for name, model in self.models.items():
             for adapter in model.settings.adapter_names:
                 if adapter in self.models or adapter in self.adapters:
-                    raise ParameterError(
-                        "adapters",
-                        f"two models or adapters have the name {adapter!r}; choose another",
-                    )
+                    why = f"two models or adapters have the name {adapter!r}; choose another"
+                    raise ParameterError("adapters", why)
                 self.adapters[adapter] = name
         self.first = next(iter(self.models.values()))
         self._changing = asyncio.Lock()  # one model starts or stops at a time
@@ -163,9 +161,8 @@ class ModelPool:
         ready = asyncio.ensure_future(supervisor.ready.wait())
         ended = asyncio.ensure_future(supervisor.ended.wait())
         try:
-            await asyncio.wait(
-                (ready, ended, supervisor.fatal), return_when=asyncio.FIRST_COMPLETED
-            )
+            waits = (ready, ended, supervisor.fatal)
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             ready.cancel()
             ended.cancel()
@@ -184,19 +181,14 @@ class ModelPool:
         while self._too_many() or need > available_memory():
             idle = [m for m in self.loaded if not m.users and not m.pinned]
             if not idle and self._too_many():
-                raise Problem(
-                    "unavailable",
+                why = (
                     f"{len(self.loaded)} models are loaded and in use, which is this server's limit"
-                    " (--max-loaded-models); try again shortly",
-                    retry_after=2,
                 )
+                why += " (--max-loaded-models); try again shortly"
+                raise Problem("unavailable", why, retry_after=2)
             if not idle:
-                log.warning(
-                    "the model %r needs about %s, and %s are available; no model can be unloaded",
-                    model.name,
-                    size_text(need),
-                    size_text(available_memory()),
-                )
+                why = "the model %r needs about %s, and %s are available; no model can be unloaded"
+                log.warning(why, model.name, size_text(need), size_text(available_memory()))
                 return
             if not checked:
                 checked = True

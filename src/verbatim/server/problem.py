@@ -14,19 +14,15 @@ from verbatim.base.errors import OverloadedError, RequestError, UnavailableError
 from verbatim.base.json_io import JsonObject
 
 TYPES = {
-    400: "invalid_request_error",
+    **dict.fromkeys((400, 405, 413, 415), "invalid_request_error"),
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
     429: "rate_limit_error",
     499: "cancelled_error",
-    500: "server_error",
+    **dict.fromkeys((500, 507), "server_error"),
     503: "unavailable_error",
-    507: "server_error",
 }
 
 # Every error code of the server: HTTP status and meaning. docs/serving.md prints this table.

@@ -35,9 +35,8 @@ class State:
         self._known: ModelFacts | None = None  # facts of an earlier load, in a pool
         self.clock = clock  # seconds; the time base of every request deadline
         self.metrics = Metrics()
-        self.store = Store(
-            settings.store_items, settings.limits.max_store_bytes, settings.state_dir
-        )
+        most = settings.limits.max_store_bytes
+        self.store = Store(settings.store_items, most, settings.state_dir)
         self.access: AccessLog | None = None
         self.started = int(time.time())
         self.keys = ApiKeys(settings.keys)
@@ -49,9 +48,8 @@ class State:
         unloaded. Raises a 503 until the engine is ready for the first time."""
         facts = self.supervisor.facts or self._known
         if facts is None:
-            raise Problem(
-                "unavailable", "the model is still being loaded; try again shortly", retry_after=2
-            )
+            why = "the model is still being loaded; try again shortly"
+            raise Problem("unavailable", why, retry_after=2)
         return facts
 
     @property
@@ -144,9 +142,6 @@ class State:
             return name
         if plain in names:
             return plain
-        raise Problem(
-            "model_not_found",
-            "model: no such model here; /v1/models and /api/tags list them "
-            f"({', '.join(names[:3])}); `verbatim serve --served-model-name NAME` adds a name",
-            "model",
-        )
+        why = f"no such model here; /v1/models and /api/tags list them ({', '.join(names[:3])})"
+        remedy = "`verbatim serve --served-model-name NAME` adds a name"
+        raise Problem("model_not_found", f"model: {why}; {remedy}", "model")

@@ -95,15 +95,11 @@ class Limits:
         for name, rule in rules_of(Limits).items():
             check_range(name, rule, getattr(self, name))
         if self.max_unfinished_bytes < self.max_body_bytes:
-            raise ParameterError(
-                "max_unfinished_bytes",
-                f"{self.max_unfinished_bytes} is below max_body_bytes, {self.max_body_bytes}; one "
-                "body must fit",
-            )
+            why = f"is below max_body_bytes, {self.max_body_bytes}; one body must fit"
+            raise ParameterError("max_unfinished_bytes", f"{self.max_unfinished_bytes} {why}")
         if not 0 < self.max_cache_share <= 1:
-            raise ParameterError(
-                "max_cache_share", f"{self.max_cache_share} is not above 0 and at most 1"
-            )
+            why = f"{self.max_cache_share} is not above 0 and at most 1"
+            raise ParameterError("max_cache_share", why)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,36 +204,29 @@ class Settings:
 
     def __post_init__(self) -> None:
         if not is_loopback(self.host) and not self.keys:
-            raise ParameterError(
-                "host",
-                f"{self.host} is reachable from other machines; set a key (--api-key-file or"
-                " VERBATIM_API_KEY) or use 127.0.0.1",
-            )
+            remedy = "set a key (--api-key-file or VERBATIM_API_KEY) or use 127.0.0.1"
+            why = f"{self.host} is reachable from other machines; {remedy}"
+            raise ParameterError("host", why)
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ParameterError("tls_cert", "--tls-cert and --tls-key belong together")
         ApiKeys(self.keys)
         for name, rule in rules_of(Settings).items():
             check_range(name, rule, getattr(self, name))
         if self.models and self.engine.get("adapters"):
-            raise ParameterError(
-                "adapters", "belong to one model; write --model-setting NAME.adapters=NAME=PATH"
-            )
+            why = "belong to one model; write --model-setting NAME.adapters=NAME=PATH"
+            raise ParameterError("adapters", why)
         pinned = sum(named.pinned for named in self.models)
         most = self.max_loaded_models
         if 0 < most <= pinned and (pinned > most or pinned < len(self.models)):
-            raise ParameterError(
-                "max_loaded_models",
-                f"{pinned} models are pinned, and at most {most} may be loaded; raise it, or pin"
-                " fewer",
-            )
+            why = f"{pinned} models are pinned, and at most {most} may be loaded"
+            raise ParameterError("max_loaded_models", f"{why}; raise it, or pin fewer")
         if not 0 <= self.port < 65536:
             raise ParameterError("port", f"{self.port} is not a port (0 to 65535)")
         if self.metrics_address is not None:
             host_and_port(self.metrics_address)
         if twice := set(self.adapter_names) & set(self.base_names):
-            raise ParameterError(
-                "adapters", f"{twice.pop()!r} is also the name of the model; choose another"
-            )
+            why = f"{twice.pop()!r} is also the name of the model; choose another"
+            raise ParameterError("adapters", why)
 
     @property
     def base_names(self) -> tuple[str, ...]:

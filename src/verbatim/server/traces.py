@@ -26,11 +26,8 @@ def trace(scope: Scope, request_id: str) -> Iterator[None]:
     if _tracer is None:
         yield
         return
-    carrier = {
-        k.decode("latin-1"): v.decode("latin-1")
-        for k, v in scope["headers"]
-        if k in (b"traceparent", b"tracestate")
-    }
+    given = [pair for pair in scope["headers"] if pair[0] in (b"traceparent", b"tracestate")]
+    carrier = {k.decode("latin-1"): v.decode("latin-1") for k, v in given}
     parent = propagate.extract(carrier) if carrier else None
     attributes = {"http.request.method": scope["method"], "verbatim.request_id": request_id}
     with _tracer.start_as_current_span(

@@ -102,16 +102,15 @@ class UnfinishedBodies:
     def _problem(self, body: _Body) -> Problem:
         limits = self._limits
         if body.given_up:
-            return Problem(
-                "overloaded",
+            why = (
                 f"the unfinished bodies have more than {limits.max_unfinished_bytes} bytes, which "
                 "is this server's limit (--max-unfinished-bytes), and this one was the oldest of "
-                "the key with most of them",
-                retry_after=1,
+                "the key with most of them"
             )
-        return Problem(
-            "timeout",
+            return Problem("overloaded", why, retry_after=1)
+        why = (
             f"the body did not arrive in time: {len(body.data)} bytes came; it has "
             f"{limits.body_seconds:g} s (--body-seconds), and after {BODY_GRACE:g} s needs "
-            f"{limits.min_body_rate} bytes per second (--min-body-rate)",
+            f"{limits.min_body_rate} bytes per second (--min-body-rate)"
         )
+        return Problem("timeout", why)

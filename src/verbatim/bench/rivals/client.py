@@ -31,9 +31,8 @@ def find_python(rival: str, given: str | None) -> str:
     try:
         found = subprocess.run([python, "-c", probe], capture_output=True, timeout=60)
     except OSError as error:
-        raise BackendError(
-            f"{python} cannot be run: {error.strerror}; give a Python with --rival-python"
-        ) from None
+        why = f"{python} cannot be run: {error.strerror}; give a Python with --rival-python"
+        raise BackendError(why) from None
     if found.returncode:
         raise BackendError(
             f"{rival} is not installed in {'that' if given else 'this'} Python; install "
@@ -103,9 +102,8 @@ class Rival:
             said = process.stderr.read().strip().splitlines()
             code = process.wait(10)
             how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            raise BackendError(
-                f"{self.name} ended ({how}): {said[-1] if said else 'no reason given'}"
-            )
+            why = f"{self.name} ended ({how}): {said[-1] if said else 'no reason given'}"
+            raise BackendError(why)
         answer: JsonObject = json.loads(line)
         if "error" in answer:
             raise BackendError(f"{self.name}: {answer['error']}")

@@ -150,7 +150,8 @@ function ending(node) {
     ${cut && !label ? nothing : html`<button ?disabled=${busy} @click=${() => regenerate(node)}>Try again</button>`}</div>`;
 }
 
-const warnings = (node) => (node.warnings ?? []).map((line) => html`<p class="warning">${line}</p>`);
+// The ending says that an answer repeats itself, with a button.
+const warnings = (node) => (node.warnings ?? []).filter((line) => !(node.loop && line.startsWith("stopped, because"))).map((line) => html`<p class="warning">${line}</p>`);
 
 const brief = (value) => {
   const text = value === null ? "none" : String(value);

@@ -25,7 +25,7 @@ from typing import Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     engine_of,
@@ -50,8 +50,7 @@ from verbatim.server.settings import Limits, Settings
 Runner = Callable[[Settings, list[Line], int, Callable[[Line], None]], None]
 
 
-@click.command(cls=Command)
-@declared(
+@as_command(
     ray_options("requests", "engines that share the requests"),
     fake_engine_option,
     model_options,

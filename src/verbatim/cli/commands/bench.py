@@ -12,7 +12,6 @@ import click
 
 from verbatim.backend import gpu
 from verbatim.base.errors import ParameterError, UnsupportedError
-from verbatim.base.json_io import JsonObject
 from verbatim.cli.lib.bench_report import (
     WHY_ABOVE,
     BenchProgress,
@@ -24,7 +23,7 @@ from verbatim.cli.lib.bench_report import (
     print_row,
     summary,
 )
-from verbatim.cli.lib.command_class import Command, answered, declared, flag
+from verbatim.cli.lib.command_class import answered, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import BASE_MODEL, PLOT, Values, engine_options, model_options
 from verbatim.cli.lib.texts import check_plot
@@ -40,8 +39,7 @@ def measured(help: str, **rule: Any) -> Any:
     return flag(help, section="What to measure", common=True, **rule)
 
 
-@click.command(cls=Command)
-@declared(
+@as_command(
     answered(
         *("-p", "--n-prompt", "-n", "--n-gen"),
         answer="--prefills N,N sets the prompt lengths, --contexts N,N the lengths at which"
@@ -125,14 +123,12 @@ def _choose_device(flags: Values, against: str | None, **rival: str | None) -> N
 
 def _check_speculate(against: str | None, **sizes: str | None) -> None:
     if against:
-        raise ParameterError(
-            "against", "--speculate compares with plain decoding; leave out --against"
-        )
+        why = "--speculate compares with plain decoding; leave out --against"
+        raise ParameterError("against", why)
     for name, given in sizes.items():
         if given:
-            raise ParameterError(
-                name, f"--speculate measures fixed sizes of one sequence; leave out --{name}"
-            )
+            why = f"--speculate measures fixed sizes of one sequence; leave out --{name}"
+            raise ParameterError(name, why)
 
 
 def _run(
@@ -142,7 +138,7 @@ def _run(
     rounds: int,
     quick: bool,
     plot: str | None,
-) -> JsonObject:
+) -> Values:
     """Measure and print every row; returns the summary, and draws it with `plot`."""
     from verbatim.bench.measure import first_token
 
@@ -316,7 +312,7 @@ def _speculation(llm: LLM, mode: str, rounds: int, plot: str | None) -> int:
     return 0
 
 
-def _write_result(result: JsonObject) -> None:
+def _write_result(result: Values) -> None:
     """All figures as one line of JSON; not on a terminal, which has shown the table."""
     if not sys.stdout.isatty():
         sys.stdout.write(json.dumps(result) + "\n")

@@ -11,15 +11,13 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.errors import ContextError, ParameterError, RequestError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.chat.chat_commands import COMMANDS, run_command
 from verbatim.cli.lib.chat.chat_input import enable_line_editing, model_names
 from verbatim.cli.lib.chat.chat_session import Conversation, check_supported
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     ONE_ANSWER,
@@ -47,8 +45,7 @@ if TYPE_CHECKING:
 QUOTES = '"""'  # opens and closes a message of several lines, as in Ollama
 
 
-@click.command(cls=Command)
-@declared(reasoning_options, model_options, engine_options(unused=ONE_ANSWER), sampling_options)
+@as_command(reasoning_options, model_options, engine_options(unused=ONE_ANSWER), sampling_options)
 def command(
     name: str | None = argument("[MODEL]"),
     system: str | None = flag("system message", metavar="TEXT"),
@@ -247,6 +244,5 @@ def _next_line() -> str:
     try:
         return line.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise ParameterError(
-            "stdin", f"a line is not UTF-8 text (byte {error.start}); convert it first"
-        ) from None
+        why = f"a line is not UTF-8 text (byte {error.start}); convert it first"
+        raise ParameterError("stdin", why) from None

@@ -6,13 +6,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.config import SETTINGS, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import (
     BASE_MODEL,
@@ -54,8 +52,7 @@ ENGINE = [name for name in SETTINGS if name not in BASE_MODEL]
 COLUMN = 38  # characters: two texts side by side on 80 columns
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=BASE_MODEL), sampling_options)
+@as_command(model_options, engine_options(unused=BASE_MODEL), sampling_options)
 def command(
     prompts: tuple[str, ...] = argument("[PROMPT]...", nargs=-1),
     texts: tuple[str, ...] = flag(
@@ -116,11 +113,9 @@ def _check_default_settings(flags: Values) -> None:
     """Reject flags that the default settings would override, which would silently ignore them."""
     for name in ("temperature", "seed"):
         if name in given_sampling(flags):
-            raise ParameterError(
-                name,
-                f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves; give "
-                "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4",
-            )
+            why = f"the default columns ({' and '.join(DEFAULT_SETTINGS)}) set it themselves"
+            remedy = "columns of your own, such as -s temperature=0.3 -s temperature=1,seed=4"
+            raise ParameterError(name, f"{why}; give {remedy}")
 
 
 def _varied(texts: tuple[str, ...], flags: Values) -> tuple[str, ...]:
@@ -318,11 +313,9 @@ def _print_quiz(result: QuizResult, params: SamplingParams, seed: int) -> None:
         rows2.append((a.method, f"{a.share:.1%}", f"{low:.0%} to {high:.0%}", bar))
     title = f"Accuracy, {len(result.rows)} questions"
     section(out, title, rows2, right=(1,), header=("", "right", "95 % interval", ""))
-    out.print(
-        f"{result.samples} samples per question at temperature {params.temperature:g}, seed {seed};"
-        " best: highest mean log-probability; intervals count questions",
-        style="dim",
-    )
+    how = f"{result.samples} samples per question at temperature {params.temperature:g}"
+    what = "best: highest mean log-probability; intervals count questions"
+    out.print(f"{how}, seed {seed}; {what}", style="dim")
 
 
 def quiz_json(

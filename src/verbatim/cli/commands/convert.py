@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import Command, argument, as_command, flag
 from verbatim.cli.lib.options import OFFLINE
 from verbatim.cli.lib.terminal import Progress, note, warn, write
 from verbatim.cli.lib.texts import check_output, file_text
@@ -36,13 +36,11 @@ class ConvertCommand(Command):
             types = [word for word in given[2:] if word.lower() in (*FILE_TYPES, *MIXTURES)]
             if not types or "extra argument" not in error.message:
                 raise
-            raise click.UsageError(
-                f"the type {types[0]!r} is not an argument; write --quant {types[0].lower()}", ctx
-            ) from None
+            why = f"the type {types[0]!r} is not an argument; write --quant {types[0].lower()}"
+            raise click.UsageError(why, ctx) from None
 
 
-@click.command(cls=ConvertCommand)
-@declared()
+@as_command(cls=ConvertCommand)
 def command(
     source: str = argument(),
     target: str = argument(type=click.Path(dir_okay=False)),
@@ -137,12 +135,10 @@ def _check_source(tensors: dict[str, Tensor], chosen: dict[str, str]) -> None:
     """Refuse to quantise again what is quantised already: both errors would add up."""
     again = [t for n, t in tensors.items() if t.type not in FLOATS and chosen[n] != t.type]
     if again:
-        raise ParameterError(
-            "quant",
-            f"the source is quantised already ({len(again)} matrices, such as {again[0].name} in "
-            f"{again[0].type}), and quantising it again adds to its error; start from the original "
-            "weights, or use --requantise",
-        )
+        some = f"{len(again)} matrices, such as {again[0].name} in {again[0].type}"
+        why = f"the source is quantised already ({some}), and quantising it again adds to its error"
+        remedy = "start from the original weights, or use --requantise"
+        raise ParameterError("quant", f"{why}; {remedy}")
 
 
 def _explain_types(tensors: dict[str, Tensor], chosen: dict[str, str], quant: str | None) -> None:

@@ -13,11 +13,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import click
-
 from verbatim.backend import gpu
 from verbatim.cli.commands.version import cpu_facts, cuda_facts
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.options import BASE_MODEL, OFFLINE, REVISION, engine_options
 from verbatim.cli.lib.terminal import GREEN, RED, YELLOW, paint, write_json
 
@@ -30,8 +28,7 @@ EXTRAS = {
 Finding = tuple[str, str, str]  # state (good | note | bad), subject, text
 
 
-@click.command(cls=Command)
-@declared(engine_options(unused=BASE_MODEL))
+@as_command(engine_options(unused=BASE_MODEL))
 def command(
     model: str | None = argument("[MODEL]"),
     live: bool = flag(

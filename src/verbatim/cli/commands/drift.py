@@ -6,10 +6,8 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import BASE_MODEL, JSON, PLOT, engine_options, model_options
 from verbatim.cli.lib.tables import console, section
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
 SPARKS = "▁▂▃▄▅▆▇█"
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=BASE_MODEL))
+@as_command(model_options, engine_options(unused=BASE_MODEL))
 def command(
     prompt: tuple[str, ...] = argument("[PROMPT]", nargs=-1),
     file: str | None = flag(
@@ -53,9 +50,8 @@ def command(
 
     check_plot(plot)
     if not temperature > 0:
-        raise ParameterError(
-            "temperature", f"{temperature:g} is not above 0; the greedy text is always included"
-        )
+        why = f"{temperature:g} is not above 0; the greedy text is always included"
+        raise ParameterError("temperature", why)
     given = file_text(file, "file") if file is not None else GIVEN
     start = read_prompt(prompt) if prompt or file is None else None
     with open_llm(flags, quiet=as_json) as llm:
@@ -81,9 +77,8 @@ def _long_enough(ids: list[int], least: int) -> list[int]:
 def _fitting(llm: LLM, start: int, prefix: int, tokens: int) -> int:
     most = llm.context - max(start, prefix) - 1
     if tokens > most:
-        raise ParameterError(
-            "max_tokens", f"{tokens} is more than the {most} that the context leaves"
-        )
+        why = f"{tokens} is more than the {most} that the context leaves"
+        raise ParameterError("max_tokens", why)
     return tokens
 
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import click
-
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.sampling_options import chosen_adapter, use_adapter_flag
@@ -15,8 +13,7 @@ from verbatim.cli.lib.terminal import note, write, write_json
 from verbatim.cli.lib.texts import read_lines
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=NO_SAMPLING))
+@as_command(model_options, engine_options(unused=NO_SAMPLING))
 def command(
     texts: tuple[str, ...] = argument("[TEXT]...", nargs=-1),
     file: str | None = flag("read the texts from FILE, one per line", metavar="FILE"),

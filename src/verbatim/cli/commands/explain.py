@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import Completion
 from verbatim.cli.lib.answer import PromptFlags, check_shown, collect, prompt_options
@@ -124,16 +123,15 @@ def _other(llm: LLM, asked: PromptFlags, completion: Completion, change: Values)
     return collect(asked.start(llm, params), show=None)[1]
 
 
-def _changes(text: str) -> JsonObject:
+def _changes(text: str) -> Values:
     """`top_p=0.5,temperature=1.2` as parameters."""
     from verbatim.explain.explanation import CHANGEABLE
 
     changes = parse_changes(text, "what_if", "top_p=0.5")
     for name in changes:
         if name not in CHANGEABLE:
-            raise ParameterError(
-                name, "cannot be changed by a what-if: it does not decide how a token is sampled"
-            )
+            why = "cannot be changed by a what-if: it does not decide how a token is sampled"
+            raise ParameterError(name, why)
     return changes
 
 
@@ -142,18 +140,16 @@ def _check_what_if(params: SamplingParams) -> None:
     from verbatim.sampling.record import WHOLE_ROWS
 
     if params.num_beams > 1:
-        raise ParameterError(
-            "what_if", "needs sampled tokens, and beam search samples none; leave out --num-beams"
-        )
+        why = "needs sampled tokens, and beam search samples none; leave out --num-beams"
+        raise ParameterError("what_if", why)
     if params.width > 1:
         raise ParameterError("what_if", "needs a single answer; leave out --n and --best-of")
     if params.max_tokens is None or params.max_tokens > WHOLE_ROWS:
-        raise ParameterError(
-            "what_if", f"records at most {WHOLE_ROWS} tokens; set --max-tokens to that or less"
-        )
+        why = f"records at most {WHOLE_ROWS} tokens; set --max-tokens to that or less"
+        raise ParameterError("what_if", why)
 
 
-def _chosen(records: tuple[JsonObject, ...], wanted: tuple[str, ...], llm: LLM) -> list[JsonObject]:
+def _chosen(records: tuple[Values, ...], wanted: tuple[str, ...], llm: LLM) -> list[Values]:
     """The records of the tokens that --token names; all of them without it."""
     if not wanted:
         return list(records)
@@ -163,10 +159,8 @@ def _chosen(records: tuple[JsonObject, ...], wanted: tuple[str, ...], llm: LLM) 
         if any(int(w) == number if w.isdecimal() else w in text for w in wanted):
             found.append(record)
     if not found:
-        raise ParameterError(
-            "token",
-            f"{', '.join(wanted)!r:.60} names no token of this answer, which has {len(records)}",
-        )
+        why = f"{', '.join(wanted)!r:.60} names no token of this answer, which has {len(records)}"
+        raise ParameterError("token", why)
     return found
 
 
@@ -187,11 +181,8 @@ def _print(
         head = choice_head(choice, several=len(completion.choices) > 1)
         write(head + paint(choice.text, BOLD, sys.stdout) + "\n\n")
         for record in _chosen(choice.explain, wanted, llm):
-            write(
-                f"{headline(record, show, screen=screen)}\n"
-                if brief
-                else f"{render(record, show, screen=screen)}\n\n"
-            )
+            draw, space = (headline, "\n") if brief else (render, "\n\n")
+            write(draw(record, show, screen=screen) + space)
     for changes, results, other in what_ifs:
         title = f"{'' if not brief else chr(10)}what if {changes}"
         write(f"{title}:\n{render_what_if(results, show)}\n")
@@ -217,14 +208,10 @@ def _write_page(page: str, llm: LLM, completion: Completion, prompt: str) -> Non
 def _print_json(llm: LLM, completion: Completion, what_ifs: list[WhatIf]) -> None:
     out = completion_json(llm, completion)
     if what_ifs:
-        out["what_if"] = [
-            {
-                "changes": changes,
-                "tokens": [
-                    {"position": r.position, "before": r.before, "after": r.after} for r in results
-                ],
-                **({"text": other.text, "token_ids": list(other.token_ids)} if other else {}),
-            }
-            for changes, results, other in what_ifs
-        ]
+        out["what_if"] = []
+        for changes, results, other in what_ifs:
+            names = ("position", "before", "after")
+            tokens = [{name: getattr(r, name) for name in names} for r in results]
+            more = {"text": other.text, "token_ids": other.token_ids} if other else {}
+            out["what_if"].append({"changes": changes, "tokens": tokens, **more})
     write_json(out)

@@ -36,10 +36,8 @@ def free_port(host: str, port: int) -> int:
         return port  # not a port; the server's settings reject it
     except OSError as error:
         where = f"{host}:{port}" if port else host
-        raise ParameterError(
-            "port" if port else "host",
-            f"cannot listen on {where}: {error.strerror}; choose another --port or --host",
-        ) from None
+        why = f"cannot listen on {where}: {error.strerror}; choose another --port or --host"
+        raise ParameterError("port" if port else "host", why) from None
 
 
 def page_address(flags: Values) -> str:
@@ -91,11 +89,9 @@ def show_running(browser: bool) -> int:
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
         if source is ParameterSource.COMMANDLINE and param.name != "no_browser":
-            raise ParameterError(
-                param.name or "",
-                f"a server of Verbatim runs at port {PORT} already, with settings of its own; leave"
-                " this out to open its page, or choose another --port",
-            )
+            why = f"a server of Verbatim runs at port {PORT} already, with settings of its own"
+            remedy = "leave this out to open its page, or choose another --port"
+            raise ParameterError(param.name or "", f"{why}; {remedy}")
     sys.stderr.write("a server of Verbatim runs here already: no model is loaded\n")
     show_page(page_address({"host": HOST, "tls_cert": None, "port": PORT}), HOST, PORT, browser)
     return 0

@@ -8,14 +8,13 @@ from pathlib import Path
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.options import OFFLINE
 from verbatim.cli.lib.terminal import Progress, note, warn
 from verbatim.cli.lib.texts import check_output
 
 
-@click.command(cls=Command)
-@declared()
+@as_command()
 def command(
     model: str = argument(),
     adapter: str = argument(type=click.Path()),

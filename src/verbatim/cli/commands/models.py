@@ -32,11 +32,8 @@ class ModelsGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
-            raise click.UsageError(
-                f"no command 'models {args[0]:.60}'; for one model: "
-                f"verbatim models show {args[0]:.60}",
-                ctx,
-            )
+            show = f"verbatim models show {args[0]:.60}"
+            raise click.UsageError(f"no command 'models {args[0]:.60}'; for one model: {show}", ctx)
         return super().resolve_command(ctx, args)
 
 
@@ -117,10 +114,8 @@ def show(model: str = argument(), as_json: bool = JSON) -> None:
     found = describe(path)
     sampling = sampling_defaults(model, path)
     if as_json:
-        write_json(
-            {"model": model, "path": str(path), **asdict(found), "types": dict(found.types)}
-            | {"sampling": sampling}
-        )
+        row = {"model": model, "path": str(path), **asdict(found), "types": dict(found.types)}
+        write_json({**row, "sampling": sampling})
         return
     for name, value in _lines(found, path, sampling):
         if value:

@@ -7,10 +7,8 @@ from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import click
-
 from verbatim.base.errors import ModelError, ParameterError
-from verbatim.cli.lib.command_class import Command, answered, argument, declared, flag
+from verbatim.cli.lib.command_class import answered, argument, as_command, flag
 from verbatim.cli.lib.options import JSON, model_or_default
 from verbatim.cli.lib.tables import console, section
 from verbatim.cli.lib.terminal import note, write_json
@@ -22,8 +20,7 @@ if TYPE_CHECKING:
     from verbatim.diagnose.devices import Device
 
 
-@click.command(cls=Command)
-@declared(answered("--gpu", answer="write --device NAME, such as --device h100"))
+@as_command(answered("--gpu", answer="write --device NAME, such as --device h100"))
 def command(
     model: str | None = argument("[MODEL]"),
     device: str = flag(
@@ -84,10 +81,8 @@ def _local(model: str) -> Path:
     except ModelError as error:
         if "verbatim pull" not in error.message:
             raise
-        raise ModelError(
-            f"{model} is not in the cache, and plan needs a config.json or a local file; "
-            f"fetch it once with `verbatim pull {model}`"
-        ) from None
+        why = f"{model} is not in the cache, and plan needs a config.json or a local file"
+        raise ModelError(f"{why}; fetch it once with `verbatim pull {model}`") from None
 
 
 def _device(name: str, *, quiet: bool) -> Device:
@@ -151,9 +146,8 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
         return rows
     windows = {a.window for a in f.attention if a.window is not None}
     shapes = Counter((a.kv_heads, a.head_dim) for a in f.attention if a.kv_bytes)
-    what = " + ".join(
-        f"2 × {count} layers × {heads} key heads × {dim}" for (heads, dim), count in shapes.items()
-    )
+    counts = [(count, *shape) for shape, count in shapes.items()]
+    what = " + ".join(f"2 × {n} layers × {heads} key heads × {dim}" for n, heads, dim in counts)
     what += f" in {f.kv_type}"
     what += f"; windows of {', '.join(map(str, sorted(windows)))}" if windows else ""
     rows.append(("KV cache of a token", _bytes(f.kv_bytes(1)), what))
@@ -237,10 +231,8 @@ def plan_json(plan: Plan) -> dict[str, object]:
     out = asdict(plan)
     for name in ("attention", "parts"):
         out["footprint"].pop(name)
-    out["footprint"] |= {
-        "layers": len(plan.footprint.attention),
-        "kv_token_bytes": plan.footprint.kv_bytes(1),
-    }
+    layers = len(plan.footprint.attention)
+    out["footprint"] |= {"layers": layers, "kv_token_bytes": plan.footprint.kv_bytes(1)}
     for name in ("prefill", "decode_empty", "decode"):
         bound: Bound = getattr(plan, name)
         out[name] |= {"limit": bound.limit, "intensity": bound.intensity}

@@ -6,15 +6,12 @@ from __future__ import annotations
 import sys
 import time
 
-import click
-
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.options import DEFAULT_MODEL, REVISION
 from verbatim.cli.lib.terminal import Progress, note
 
 
-@click.command(cls=Command)
-@declared()
+@as_command()
 def command(
     model: str = argument(required=False, default=DEFAULT_MODEL),
     revision: str | None = REVISION,

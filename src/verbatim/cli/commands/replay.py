@@ -14,7 +14,7 @@ import click
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, argument, declared
+from verbatim.cli.lib.command_class import argument, as_command
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import JSON, ONE_ANSWER, engine_options, model_options
 
@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from verbatim.explain.receipt import Verdict
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=(*ONE_ANSWER, "defaults")))
+@as_command(model_options, engine_options(unused=(*ONE_ANSWER, "defaults")))
 def command(file: str = argument(), as_json: bool = JSON, **flags: Any) -> int:
     """Repeat the answer of the receipt FILE and compare token by token.
 
@@ -59,22 +58,15 @@ def command(file: str = argument(), as_json: bool = JSON, **flags: Any) -> int:
         if receipt.get("thinks"):
             prompt = conversation(prompt, llm.reasoning, llm.tokenizer)
         done = llm.generate(prompt, params)
-        environment = {
-            "digest": llm.loaded.digest,
-            "backend": info.name,
-            "numerics": info.numerics,
-            "context": llm.context,
-            "adapter": {a.name: a.digest for a in llm.loaded.adapters}.get(params.adapter, ""),
-        }
+        environment = {"digest": llm.loaded.digest, "backend": info.name, "context": llm.context}
+        digests = {adapter.name: adapter.digest for adapter in llm.loaded.adapters}
+        environment |= {"numerics": info.numerics, "adapter": digests.get(params.adapter, "")}
         verdict = compare(receipt, done.choices, environment)
         around = [] if verdict.identical else _around(llm, receipt, done, verdict)
     if as_json:
-        out = {
-            "identical": verdict.identical,
-            "tokens": sum(len(c.token_ids) for c in done.choices),
-            "message": str(verdict),
-            **({"around": around} if around else {}),
-        }
+        tokens = sum(len(choice.token_ids) for choice in done.choices)
+        out = {"identical": verdict.identical, "tokens": tokens, "message": str(verdict)}
+        out |= {"around": around} if around else {}
         sys.stdout.write(json.dumps(out) + "\n")
     else:
         sys.stdout.write("\n".join([str(verdict), *around]) + "\n")

@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-import click
-
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.terminal import write, write_json
 from verbatim.cli.lib.texts import decode_argument, read_lines
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
+@as_command(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
 def command(
     query: str = argument(),
     documents: tuple[str, ...] = argument("[DOCUMENT]...", nargs=-1),

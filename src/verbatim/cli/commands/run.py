@@ -67,9 +67,8 @@ def command(
     dimmed on a terminal, never in a pipe; --json has it as `reasoning`. --no-think switches it off.
     """
     if quiet and verbose:
-        raise ParameterError(
-            "verbose", "--quiet and --verbose contradict each other; leave one out"
-        )
+        why = "--quiet and --verbose contradict each other; leave one out"
+        raise ParameterError("verbose", why)
     params = _params(flags, as_json, save_receipt)
     asked = PromptFlags.of(flags)
     with open_llm(flags, quiet=quiet or as_json) as llm:
@@ -154,6 +153,5 @@ def _save(path: Path, receipt: dict[str, object]) -> None:
         if error.errno in OS_REMEDIES:  # a full disk is not a usage error
             error.filename = str(path)  # Python names the file only if open() fails
             raise
-        raise ParameterError(
-            "save_receipt", f"cannot write {path}: {error.strerror}; choose another file"
-        ) from None
+        why = f"cannot write {path}: {error.strerror}; choose another file"
+        raise ParameterError("save_receipt", why) from None

@@ -6,11 +6,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.errors import ContextError
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import open_llm
 from verbatim.cli.lib.options import JSON, NO_SAMPLING, engine_options, model_options
 from verbatim.cli.lib.report import token_logprobs
@@ -23,8 +21,7 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.scoring import Score
 
 
-@click.command(cls=Command)
-@declared(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
+@as_command(model_options, engine_options(unused=("pooling", *NO_SAMPLING)))
 def command(
     text: tuple[str, ...] = argument("[TEXT]", nargs=-1),
     file: str | None = flag("read the text from FILE", metavar="FILE"),
@@ -50,10 +47,8 @@ def command(
         try:
             score = llm.score(content, top=top, window=window, stride=stride, adapter=adapter)
         except ContextError as error:
-            raise ContextError(
-                f"{error.message}, or score it in windows (--window {llm.context})",
-                param=error.param,
-            ) from None
+            why = f"{error.message}, or score it in windows (--window {llm.context})"
+            raise ContextError(why, param=error.param) from None
         if as_json:
             fingerprint = llm.core.fingerprints[0 if adapter else -1]
             # None: a single token has no perplexity

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -14,7 +14,7 @@ from verbatim.base.config import SETTINGS, EngineConfig, served
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonObject
 from verbatim.cli.config_file import MODEL_NAME, ConfiguredCommand, print_settings, read_config
-from verbatim.cli.lib.command_class import argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.error_lines import missing_extra
 from verbatim.cli.lib.options import (
     Values,
@@ -32,18 +32,21 @@ from verbatim.cli.lib.options import (
 from verbatim.server.http.api_keys import read_keys
 from verbatim.server.settings import Limits, NamedModel, Settings
 
-F = TypeVar("F", bound=Callable[..., object])
+# Flags of one server: values arrive by the names of Settings, and as `l_<name>` of Limits.
+server_options = all_of(
+    *record_flags(Settings, "", "Options"),
+    ray_options("engines", "engines behind this server; MIN-MAX scales with the load"),
+    *record_flags(Limits, "l_", "Limits"),
+)
 
 
-def server_options(command: F) -> F:
-    """Flags of one server: values arrive by the names of Settings, and as `l_<name>` of Limits."""
-    settings = record_flags(Settings, "", "Options")
-    ray = ray_options("engines", "engines behind this server; MIN-MAX scales with the load")
-    return all_of(*settings, ray, *record_flags(Limits, "l_", "Limits"))(command)
-
-
-@click.command(cls=ConfiguredCommand)
-@declared(fake_engine_option, server_options, several_model_options, engine_options())
+@as_command(
+    fake_engine_option,
+    server_options,
+    several_model_options,
+    engine_options(),
+    cls=ConfiguredCommand,
+)
 def command(
     name: str | None = argument("[MODEL]"),
     config: str | None = flag(
@@ -143,11 +146,9 @@ def read_models(
 ) -> tuple[NamedModel, ...]:
     """The models to serve, in order. A single one without NAME= has the name ""."""
     if positional and len(given) == 1 and given[0] != positional and "=" not in given[0]:
-        raise ParameterError(
-            "model",
-            f"{positional!r} and --model {given[0]!r} contradict each other; for several models"
-            " write --model NAME=MODEL for each",
-        )
+        why = f"{positional!r} and --model {given[0]!r} contradict each other"
+        remedy = "for several models write --model NAME=MODEL for each"
+        raise ParameterError("model", f"{why}; {remedy}")
     if positional and positional not in given:
         given = (positional, *given)
     if not given:
@@ -158,9 +159,8 @@ def read_models(
         match = None if Path(text).expanduser().exists() else NAMED.fullmatch(text)
         name, model = (match[1], match[2]) if match else (text if several else "", text)
         if name in models:
-            raise ParameterError(
-                "model", f"two models have the name {name!r}; write NAME=MODEL with another name"
-            )
+            why = f"two models have the name {name!r}; write NAME=MODEL with another name"
+            raise ParameterError("model", why)
         models[name] = model
     settings: dict[str, JsonObject] = {name: {} for name in models}
     for text in model_settings:
@@ -176,9 +176,8 @@ def read_models(
             raise ParameterError("model_setting", f"{name}.{error.message}") from None
     for name in pinned:
         if name not in models:
-            raise ParameterError(
-                "pin", f"no model has the name {name!r}; there are {', '.join(models)}"
-            )
+            why = f"no model has the name {name!r}; there are {', '.join(models)}"
+            raise ParameterError("pin", why)
     return tuple(
         NamedModel(name, model, settings[name], name in pinned) for name, model in models.items()
     )
@@ -190,11 +189,9 @@ def _model_setting(text: str, names: tuple[str, ...]) -> tuple[str, str, Any]:
     name, dot, key = where.rpartition(".")
     key = key.replace("-", "_")
     if not (equals and dot) or key not in SETTINGS:
-        raise ParameterError(
-            "model_setting", f"{text!r} is not NAME.KEY=VALUE with an engine setting as KEY"
-        )
+        why = f"{text!r} is not NAME.KEY=VALUE with an engine setting as KEY"
+        raise ParameterError("model_setting", why)
     if name not in names:
-        raise ParameterError(
-            "model_setting", f"no model has the name {name!r}; there are {', '.join(names)}"
-        )
+        why = f"no model has the name {name!r}; there are {', '.join(names)}"
+        raise ParameterError("model_setting", why)
     return name, key, engine_value(key, value)

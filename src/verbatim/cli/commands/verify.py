@@ -7,10 +7,8 @@ import time
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, argument, declared, flag
+from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.open_model import refuse_encoder
 from verbatim.cli.lib.options import (
     BASE_MODEL,
@@ -32,8 +30,7 @@ if TYPE_CHECKING:
 VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_blocks")
 
 
-@click.command(cls=Command)
-@declared(engine_options(VARIED, unused=BASE_MODEL))
+@as_command(engine_options(VARIED, unused=BASE_MODEL))
 def command(
     model: str | None = argument("[MODEL]"),
     backends: str = flag(
@@ -58,16 +55,12 @@ def command(
     refuse_encoder(name, where)
     path = str(where)
     began = time.perf_counter()
-    results = {
-        backend: _verify(path, backend, settings, as_json) for backend in backends.split(",")
-    }
+    names = backends.split(",")
+    results = {backend: _verify(path, backend, settings, as_json) for backend in names}
     rows = [row for found in results.values() for row in found["rows"]]
     same = all(row.same for row in rows)
     if as_json:
-        out = {
-            backend: {**found, "rows": [asdict(row) for row in found["rows"]]}
-            for backend, found in results.items()
-        }
+        out = {name: {**f, "rows": list(map(asdict, f["rows"]))} for name, f in results.items()}
         write_json({"model": name, "identical": same, "backends": out})
     else:
         _print_verdict(rows, time.perf_counter() - began)
@@ -121,8 +114,6 @@ def _print_verdict(rows: list[CaseResult], seconds: float) -> None:
     verdict = "identical" if not wrong else "NOT IDENTICAL"
     out = console()
     out.print()
-    out.print(
-        f"{verdict}: {len(rows) - wrong} of {len(rows)} runs gave the same"
-        f" {tokens // max(1, len(rows))} tokens and bits, in {seconds:.0f} s",
-        style="bold red" if wrong else "bold green",
-    )
+    same = f"{len(rows) - wrong} of {len(rows)} runs gave the same {tokens // max(1, len(rows))}"
+    text = f"{verdict}: {same} tokens and bits, in {seconds:.0f} s"
+    out.print(text, style="bold red" if wrong else "bold green")

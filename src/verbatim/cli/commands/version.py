@@ -7,18 +7,15 @@ import platform
 import sys
 from typing import Any
 
-import click
-
 from verbatim import __version__
 from verbatim.base.json_io import JsonObject
-from verbatim.cli.lib.command_class import Command, declared
+from verbatim.cli.lib.command_class import as_command
 from verbatim.cli.lib.options import JSON
 from verbatim.cli.lib.terminal import write_json
 from verbatim.observe.namesakes import conflict
 
 
-@click.command(cls=Command)
-@declared()
+@as_command()
 def command(as_json: bool = JSON) -> None:
     """Print versions, backends with the instruction set in use, and why a backend is missing."""
     found = facts()
@@ -41,6 +38,7 @@ def facts() -> JsonObject:
     from verbatim.backend import gpu
 
     state, cpu = cpu_facts()
+    reference = "ready (NumPy; slow, the specification)"
     on_gpu = gpu.present() and not gpu.missing()
     return {
         "version": __version__,
@@ -48,11 +46,7 @@ def facts() -> JsonObject:
         "python": platform.python_version(),
         "numpy": numpy.__version__,
         "machine": f"{platform.system()} {platform.machine()}",
-        "backends": {
-            "cpu": cpu,
-            "cuda": cuda_facts(),
-            "reference": "ready (NumPy; slow, the specification)",
-        },
+        "backends": {"cpu": cpu, "cuda": cuda_facts(), "reference": reference},
         "default_backend": "cuda" if on_gpu else "reference" if state == "note" else "cpu",
     }
 
@@ -63,9 +57,8 @@ def cuda_facts() -> str:
 
     lacks = gpu.missing()
     if not gpu.present():
-        return f"not usable: {gpu.hidden_or_absent()}" + (
-            "" if lacks else "; PyTorch and Triton are installed"
-        )
+        installed = "" if lacks else "; PyTorch and Triton are installed"
+        return f"not usable: {gpu.hidden_or_absent()}{installed}"
     if lacks:
         return f"not usable: there is an NVIDIA GPU, but {lacks}"
     return (
@@ -88,10 +81,7 @@ def cpu_facts() -> tuple[str, str]:
         return "note", not_built(str(error))
     forced, runs = os.environ.get("VERBATIM_ISA", ""), native.isas()
     if forced and forced not in runs:
-        return (
-            "bad",
-            f"VERBATIM_ISA={forced} is not one of {', '.join(runs)}, which this machine runs; "
-            "unset it, or set it to one of those",
-        )
+        why = f"VERBATIM_ISA={forced} is not one of {', '.join(runs)}, which this machine runs"
+        return "bad", f"{why}; unset it, or set it to one of those"
     chosen = f"{forced} by VERBATIM_ISA" if forced else native.best_isa()
     return "good", f"ready ({chosen}; this machine runs {', '.join(runs)})"

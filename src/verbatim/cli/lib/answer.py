@@ -7,7 +7,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from verbatim.engine.calls.blocking_engine import Stream
     from verbatim.engine.calls.llm import LLM
 
-F = TypeVar("F", bound=Callable[..., object])
-
 
 def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
     """Reject reports that would be computed but that plain text output does not show."""
@@ -35,22 +33,20 @@ def check_shown(params: SamplingParams, reports: Sequence[str]) -> None:
     }
     for name in reports:
         if getattr(params, name) != FIELDS[name].default:
-            raise ParameterError(
-                name, f"plain text does not show its report; add --json{remedies.get(name, '')}"
-            )
+            why = f"plain text does not show its report; add --json{remedies.get(name, '')}"
+            raise ParameterError(name, why)
 
 
-def prompt_options(command: F) -> F:
-    """Add PROMPT and the flags that say how it is sent. PromptFlags reads them."""
-    special = "with --raw: the text of a control token (<|im_start|>) becomes that token"
-    add = all_of(
-        click.argument("prompt", nargs=-1, metavar="[PROMPT]"),
-        switch("--raw", help=RAW),
-        switch("--parse-special", common=False, help=special),
-        option("--file", metavar="FILE", help="read the prompt from FILE"),
-        option("--system", metavar="TEXT", help="system message of the chat turn"),
-    )
-    return add(reasoning_options(command))
+_SPECIAL = "with --raw: the text of a control token (<|im_start|>) becomes that token"
+# PROMPT and the flags that say how it is sent; PromptFlags reads them.
+prompt_options = all_of(
+    click.argument("prompt", nargs=-1, metavar="[PROMPT]"),
+    switch("--raw", help=RAW),
+    switch("--parse-special", common=False, help=_SPECIAL),
+    option("--file", metavar="FILE", help="read the prompt from FILE"),
+    option("--system", metavar="TEXT", help="system message of the chat turn"),
+    reasoning_options,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +64,8 @@ class PromptFlags:
         """Read the flags, and the prompt where it comes from a file or stdin."""
         raw, system = flags["raw"], flags["system"]
         if raw and system is not None:
-            raise ParameterError(
-                "system", "cannot be used with a raw continuation; leave out --raw or --system"
-            )
+            why = "cannot be used with a raw continuation; leave out --raw or --system"
+            raise ParameterError("system", why)
         level = reasoning_level(flags)
         text = read_prompt(split_model(flags["prompt"], flags), file=flags["file"])
         return cls(text, raw, system, flags["parse_special"], level)
@@ -86,10 +81,8 @@ class PromptFlags:
             self._check_continuation()
             return llm.stream(llm.encode(self.text, parse_special=self.parse_special), params)
         if self.parse_special:
-            raise ParameterError(
-                "parse_special",
-                "belongs to --raw: in a chat turn the template writes the control tokens",
-            )
+            why = "belongs to --raw: in a chat turn the template writes the control tokens"
+            raise ParameterError("parse_special", why)
         messages = [{"role": "user", "content": self.text}]
         if self.system is not None:
             system = decode_argument(self.system, "system")
@@ -99,16 +92,12 @@ class PromptFlags:
 
     def _check_continuation(self) -> None:
         if self.system is not None:
-            raise ParameterError(
-                "system",
-                "this model has no chat template, so it takes no system message; leave out"
-                " --system, or write its text into the prompt",
-            )
+            why = "this model has no chat template, so it takes no system message"
+            remedy = "leave out --system, or write its text into the prompt"
+            raise ParameterError("system", f"{why}; {remedy}")
         if self.level is not None:
-            raise ParameterError(
-                self.level.field,
-                "only a chat turn with a chat template has reasoning; leave it out",
-            )
+            why = "only a chat turn with a chat template has reasoning; leave it out"
+            raise ParameterError(self.level.field, why)
 
 
 def collect(

@@ -62,16 +62,11 @@ def _head(text: str) -> None:
 
 def _cpu_limits(threads: int, quick: bool) -> MachineLimits:
     limits = refresh_limits(cache_dir(), threads, note, 3 if quick else REPEATS)
-    one = (
-        f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
-        if limits.one_thread_bytes and threads > 1
-        else ""
-    )
-    peak = (
-        f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
-        if limits.int8_ops
-        else "integer peak not measured (no native kernels)"
-    )
+    one, peak = "", "integer peak not measured (no native kernels)"
+    if limits.one_thread_bytes and threads > 1:
+        one = f" ({limits.one_thread_bytes / 1e9:.1f} with one)"
+    if limits.int8_ops:
+        peak = f"{limits.int8_ops / 1e9:.0f} int8 GOP/s"
     _head(
         f"machine   {platform.system()} {platform.machine()}, {threads} threads: "
         f"reads {limits.read_bytes / 1e9:.1f} GB/s{one}; {peak}"
@@ -205,9 +200,8 @@ def plot_rows(
         if not chosen:
             continue
         names = ["verbatim", *([rival.name] if rival else [])]
-        lines = [
-            Line(name, tuple((row.job.size, row.rate(name)) for row in chosen)) for name in names
-        ]
+        rates = {name: tuple((row.job.size, row.rate(name)) for row in chosen) for name in names}
+        lines = [Line(name, points) for name, points in rates.items()]
         roof = [(row.job.size, ceiling_of(row, card, limits)) for row in chosen]
         if all(y for _, y in roof):
             points = tuple((x, float(y or 0)) for x, y in roof)
@@ -218,9 +212,6 @@ def plot_rows(
 
 def above_limit(rows: list[JobRow], card: CostCard, limits: MachineLimits) -> str:
     """Labels of the rows above their limit."""
-    over = [
-        row
-        for row in rows
-        if (ceiling := ceiling_of(row, card, limits)) and row.rate("verbatim") > ceiling
-    ]
+    pairs = [(row, ceiling_of(row, card, limits)) for row in rows]
+    over = [row for row, ceiling in pairs if ceiling and row.rate("verbatim") > ceiling]
     return ", ".join(label(row.job) for row in over)

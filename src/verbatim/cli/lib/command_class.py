@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from difflib import SequenceMatcher
 from inspect import signature
 from itertools import takewhile
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import click
 
@@ -21,15 +21,13 @@ from verbatim.cli.environment import FOREIGN
 from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
 
 Function = Callable[..., object]
-F = TypeVar("F", bound=Function)
+Group = Callable[[Function], Function]  # adds flags to the function of a command
 ARGUMENTS = "verbatim.arguments"  # key of click's Context.meta
 HELP_ALL = "verbatim.help_all"  # another: --help-all was given
 OWN = "Options"  # section of the flags that a command itself declares
 
 
-def option(
-    *decls: str, least: int | None = None, most: int | None = None, **rule: Any
-) -> Callable[[F], F]:
+def option(*decls: str, least: int | None = None, most: int | None = None, **rule: Any) -> Group:
     """click.option with our class. `least` and `most` are the inclusive range of a whole number."""
     if least is not None or most is not None:
         rule["type"] = click.IntRange(least, most)
@@ -41,7 +39,7 @@ def option(
     return click.option(*decls, **{"cls": Option, **rule})
 
 
-def switch(*decls: str, help: str, **rule: Any) -> Callable[[F], F]:
+def switch(*decls: str, help: str, **rule: Any) -> Group:
     """A flag without a value."""
     return option(*decls, is_flag=True, help=help, **rule)
 
@@ -82,11 +80,11 @@ def argument(metavar: str | None = None, **rule: Any) -> Any:
     return Declared((), {**shape, **rule}, is_argument=True)
 
 
-def declared(*groups: Callable[[Function], Function]) -> Callable[[F], F]:
+def declared(*groups: Group) -> Group:
     """Add what the parameters of a command's function declare, then groups of flags that several
     commands have; the help shows them in this order."""
 
-    def add(command: F) -> F:
+    def add(command: Function) -> Function:
         for group in reversed(groups):
             group(command)
         for name, parameter in reversed([*signature(command).parameters.items()]):
@@ -97,7 +95,7 @@ def declared(*groups: Callable[[Function], Function]) -> Callable[[F], F]:
     return add
 
 
-def answered(*names: str, answer: str) -> Callable[[F], F]:
+def answered(*names: str, answer: str) -> Group:
     """A flag of another program on one command: an error that names what to type."""
     return click.option(*names, cls=AnsweredFlag, answer=answer)
 
@@ -285,16 +283,12 @@ class Command(click.Command):
         try:
             return super().parse_args(ctx, with_values(args, self.params))
         except click.NoSuchOption as error:  # suggest flags of ours only
-            near = [
-                name
-                for name in error.possibilities or ()
-                if ours.get(name) == name and _alike(name, error.option_name)
-            ]
+            near = [name for name in error.possibilities or () if ours.get(name) == name]
+            near = [name for name in near if _alike(name, error.option_name)]
             if (hyphened := error.option_name.replace("_", "-")) in ours:  # --top_k
                 near = [ours[hyphened]]
-            raise click.NoSuchOption(
-                error.option_name, error.message, possibilities=near, ctx=error.ctx
-            ) from None
+            name, why = error.option_name, error.message
+            raise click.NoSuchOption(name, why, possibilities=near, ctx=error.ctx) from None
         except click.BadOptionUsage as error:  # --n-gpu-layers=99
             for param in self.params:
                 if isinstance(param, AnsweredFlag) and error.option_name in param.opts:
@@ -304,19 +298,11 @@ class Command(click.Command):
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         """The flags, with --help-all where --help leaves some out."""
         params = super().get_params(ctx)
-        if rest := sum(
-            not (getattr(p, "common", True) or getattr(p, "hidden", False)) for p in params
-        ):
-            params.append(
-                click.Option(
-                    ["--help-all"],
-                    is_flag=True,
-                    is_eager=True,
-                    expose_value=False,
-                    callback=_help_all,
-                    help=f"Show this message with the other {rest} flags and exit.",
-                )
-            )
+        shown = [getattr(p, "common", True) or getattr(p, "hidden", False) for p in params]
+        if rest := shown.count(False):
+            text = f"Show this message with the other {rest} flags and exit."
+            eager = {"is_flag": True, "is_eager": True, "expose_value": False}
+            params.append(click.Option(["--help-all"], callback=_help_all, help=text, **eager))
         return params
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -328,6 +314,11 @@ class Command(click.Command):
         for title, rows in sections.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
+
+
+def as_command(*groups: Group, cls: type[Command] = Command) -> Callable[[Function], Command]:
+    """A function as a command, with the flags that declared() adds."""
+    return lambda function: click.command(cls=cls)(declared(*groups)(function))
 
 
 def _help_all(ctx: click.Context, param: click.Parameter, value: bool) -> None:

@@ -68,10 +68,8 @@ def _system_line(error: OSError) -> str:
 
 def missing_extra(what: str, error: ImportError) -> BackendError:
     """The error for a package of the extra 'server' that is not installed."""
-    return BackendError(
-        f"{what} needs {error.name}; install the extra 'server': "
-        "pip install '.[server]' in the checkout"
-    )
+    remedy = "install the extra 'server': pip install '.[server]' in the checkout"
+    return BackendError(f"{what} needs {error.name}; {remedy}")
 
 
 def exit_code_of(error: VerbatimError) -> int:
@@ -84,9 +82,8 @@ def exit_code_of(error: VerbatimError) -> int:
 
 def _usage_line(error: click.ClickException) -> str:
     text = " ".join(error.format_message().split()).rstrip(".")
-    text = re.sub(
-        r"[.;]? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$", r"; did you mean \1?", text
-    )
+    meant = r"[.;]? \(?[Dd]id you mean (?:one of: )?(.*?)\??\)?$"
+    text = re.sub(meant, r"; did you mean \1?", text)
     ctx = getattr(error, "ctx", None)
     if ctx is not None and "; " not in text:
         text += f"; see {ctx.command_path} --help"

@@ -68,11 +68,9 @@ def refuse_encoder(name: str, path: Path) -> None:
     from verbatim.encoder.encoder_load import encoder_type
 
     if encoder_type(path) is not None:
-        raise UnsupportedError(
-            "model",
-            f"{name} is an encoder and generates no text; `verbatim embed`, `verbatim rerank` and "
-            "`verbatim serve` run it, and `verbatim doctor` checks it",
-        )
+        runs = "`verbatim embed`, `verbatim rerank` and `verbatim serve` run it"
+        why = f"{name} is an encoder and generates no text; {runs}, and `verbatim doctor` checks it"
+        raise UnsupportedError("model", why)
 
 
 def speed_limit(llm: LLM, completion: Completion) -> float | None:

@@ -8,17 +8,23 @@ each default is defined in one place.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
 from verbatim.base.config import SETTINGS, TYPES, EngineConfig
 from verbatim.base.errors import ParameterError
 from verbatim.base.setting_rules import SettingRule, parse_size, rules_of, types_of
-from verbatim.cli.lib.command_class import answered, flag, option, switch, with_default
+from verbatim.cli.lib.command_class import (
+    Function,
+    Group,
+    answered,
+    flag,
+    option,
+    switch,
+    with_default,
+)
 
-F = TypeVar("F", bound=Callable[..., object])
 Values = dict[str, Any]
 
 DEFAULT_MODEL = "smollm2"
@@ -45,10 +51,10 @@ def flag_name(field: str) -> str:
     return own or "--" + field.replace("_", "-")
 
 
-def all_of(*options: Callable[[F], F]) -> Callable[[F], F]:
+def all_of(*options: Group) -> Group:
     """One decorator for several flags, which the help shows in this order."""
 
-    def add(command: F) -> F:
+    def add(command: Function) -> Function:
         for one in reversed(options):
             command = one(command)
         return command
@@ -67,24 +73,19 @@ REVISION = flag("revision of a model on the hub", metavar="REV")
 OFFLINE = flag("use the cache only, never the network")
 
 
-def ray_options(runs: str, replicas: str) -> Callable[[F], F]:
+def ray_options(runs: str, replicas: str) -> Group:
     """Add --ray and --replicas; scale/ray_options.py reads them."""
     where = "HOST:PORT, auto (this machine's cluster), or a new local one"
+    count = f"{replicas}; needs --ray [1]"
     ray: Values = {"is_flag": False, "flag_value": "local", "metavar": "[ADDRESS]"}
     return all_of(
         option("--ray", section="Replicas", help=f"run the {runs} on Ray: {where}", **ray),
-        option(
-            "--replicas",
-            section="Replicas",
-            metavar="N|MIN-MAX",
-            help=f"{replicas}; needs --ray [1]",
-        ),
+        option("--replicas", section="Replicas", metavar="N|MIN-MAX", help=count),
     )
 
 
-def fake_engine_option(command: F) -> F:
-    text = "tests: an engine of verbatim.testing.fakes instead of a model"
-    return option("--test-engine", default="", hidden=True, help=text)(command)
+_FAKE = "tests: an engine of verbatim.testing.fakes instead of a model"
+fake_engine_option = option("--test-engine", default="", hidden=True, help=_FAKE)
 
 
 # ---------------------------------------------------------------------------------------- the model
@@ -92,35 +93,28 @@ def fake_engine_option(command: F) -> F:
 MODEL_HELP = "a .gguf file, a safetensors directory, a catalog name or org/name on the hub"
 
 
-def _model_flags(help: str, **model: Any) -> Callable[[F], F]:
+def _model_flags(help: str, **model: Any) -> Group:
+    shape = {"help": f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]", "section": ENGINE, **model}
     return all_of(
-        option(
-            *("-m", "--model"),
-            section=ENGINE,
-            common=True,
-            show=False,
-            help=f"{MODEL_HELP}{help} [{DEFAULT_MODEL}]",
-            **model,
-        ),
+        option("-m", "--model", common=True, show=False, **shape),
         option("--revision", section=ENGINE, **REVISION.rule),
         switch("--offline", section=ENGINE, **OFFLINE.rule),
     )
 
 
-def model_options(command: F) -> F:
-    """Add --model, --revision and --offline: where the weights come from."""
-    add = _model_flags("", default=DEFAULT_MODEL, envvar="VERBATIM_MODEL", metavar="MODEL")
-    return add(command)
+class _Lines(click.types.StringParamType):
+    envvar_list_splitter = "\n"  # a path may have spaces
 
 
-def several_model_options(command: F) -> F:
-    """model_options with a --model that may be repeated; it arrives as a tuple."""
-
-    class Lines(click.types.StringParamType):
-        envvar_list_splitter = "\n"  # a path may have spaces
-
-    several = "; repeated as NAME=MODEL: several models behind one port"
-    return _model_flags(several, multiple=True, type=Lines(), metavar="[NAME=]MODEL")(command)
+# --model, --revision and --offline: where the weights come from
+model_options = _model_flags("", default=DEFAULT_MODEL, envvar="VERBATIM_MODEL", metavar="MODEL")
+# the same with a --model that may be repeated; it arrives as a tuple
+several_model_options = _model_flags(
+    "; repeated as NAME=MODEL: several models behind one port",
+    multiple=True,
+    type=_Lines(),
+    metavar="[NAME=]MODEL",
+)
 
 
 def positional_model(flags: Values, name: str | None) -> None:
@@ -128,10 +122,8 @@ def positional_model(flags: Values, name: str | None) -> None:
     if name is None:
         return
     if model_source() == "COMMANDLINE" and flags["model"] != name:
-        raise ParameterError(
-            "model",
-            f"{name!r} and --model {flags['model']!r} contradict each other; give one of them",
-        )
+        why = f"{name!r} and --model {flags['model']!r} contradict each other; give one of them"
+        raise ParameterError("model", why)
     flags["model"] = name
 
 
@@ -149,7 +141,7 @@ def model_source() -> str:
 # ------------------------------------------------------------------------------ records of settings
 
 
-def engine_options(own: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> Callable[[F], F]:
+def engine_options(own: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> Group:
     """Add one flag per setting of EngineConfig. Values arrive as `e_<name>`; None: not given.
 
     own: settings that the command defines itself; unused: those that have no effect on it (keys of
@@ -160,7 +152,7 @@ def engine_options(own: tuple[str, ...] = (), unused: tuple[str, ...] = ()) -> C
 
 def record_flags(
     record: type, prefix: str, section: str, without: tuple[str, ...] = ()
-) -> list[Callable[[F], F]]:
+) -> list[Group]:
     """One flag per rule of a record. Values arrive as `<prefix><name>`; None or (): not given."""
     types = types_of(record)
     return [
@@ -170,9 +162,7 @@ def record_flags(
     ]
 
 
-def _record_flag(
-    name: str, rule: SettingRule, kind: str, prefix: str, section: str
-) -> Callable[[F], F]:
+def _record_flag(name: str, rule: SettingRule, kind: str, prefix: str, section: str) -> Group:
     typed = rule.flag or "--" + name.replace("_", "-")
     shape: Values = {"metavar": rule.metavar, "default": None}
     if rule.size:

@@ -7,14 +7,13 @@ not have is refused by the name of its flag.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from verbatim.base.errors import ParameterError
-from verbatim.cli.lib.command_class import OptionalValue, option, switch
+from verbatim.cli.lib.command_class import Group, OptionalValue, option, switch
 from verbatim.cli.lib.options import Values, all_of
 from verbatim.text.reasoning.reasoning_switches import (
     EFFORTS,
@@ -26,7 +25,6 @@ from verbatim.text.reasoning.reasoning_switches import (
 if TYPE_CHECKING:
     from verbatim.engine.calls.llm import LLM
 
-F = TypeVar("F", bound=Callable[..., object])
 SECTION = "Reasoning"
 LEVELS = ("true", "false", *EFFORTS)
 
@@ -46,8 +44,8 @@ class ReasoningLevel:
         return effort_variables(switches, reasoning, self.level, self.field)
 
 
-def reasoning_options(command: F) -> F:
-    """Add the flags. reasoning_level() reads them."""
+def _flags() -> Group:
+    """The flags, which reasoning_level() reads."""
     think = (
         "let a reasoning model think: true, false, or an effort as in --reasoning-effort; alone:"
         " true"
@@ -58,12 +56,14 @@ def reasoning_options(command: F) -> F:
     )
     level: Values = {"cls": OptionalValue, "words": LEVELS, "bare": "true", "metavar": "[LEVEL]"}
     levels, efforts = click.Choice(LEVELS), click.Choice(EFFORTS)
-    add = all_of(
+    return all_of(
         option("--think", section=SECTION, common=True, type=levels, help=think, **level),
         switch("--no-think", section=SECTION, help="same as --think=false"),
         option("--reasoning-effort", section=SECTION, type=efforts, metavar="LEVEL", help=effort),
     )
-    return add(command)
+
+
+reasoning_options = _flags()
 
 
 def reasoning_level(flags: Values) -> ReasoningLevel | None:

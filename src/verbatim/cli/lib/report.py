@@ -34,21 +34,15 @@ def closing_line(llm: LLM, completion: Completion, *, limit: float | None = None
         parts.append(f"first token {timings.first_token:.2f} s")
     rate = timings.decode_rate(usage.output_tokens)
     if rate:
-        parts.append(
-            f"{rate:.1f} tokens per second"
-            + (f" of {limit:.0f} possible" if limit and rate <= limit else "")
-        )
+        possible = f" of {limit:.0f} possible" if limit and rate <= limit else ""
+        parts.append(f"{rate:.1f} tokens per second{possible}")
     if usage.drafted_tokens:
-        effect = (
-            f", {abs(timings.saved):.2f} s {'saved' if timings.saved > 0 else 'lost'}"
-            if abs(timings.saved) >= 0.005
-            else ""
-        )
+        effect = f", {abs(timings.saved):.2f} s {'saved' if timings.saved > 0 else 'lost'}"
+        effect = effect if abs(timings.saved) >= 0.005 else ""
         detail = f" ({usage.mean_accepted_length:.1f} tokens per step{effect})"
         parts.append(f"{usage.accepted_tokens} of {usage.drafted_tokens} drafts accepted{detail}")
-    parts.append(
-        "; ".join(dict.fromkeys(finish_text(choice.finish) for choice in completion.choices))
-    )
+    ends = dict.fromkeys(finish_text(choice.finish) for choice in completion.choices)
+    parts.append("; ".join(ends))
     parts.append(backend_text(llm))
     if is_sampled(completion):
         parts.append(f"seed {completion.seed}")
@@ -85,10 +79,8 @@ def params_in_force(completion: Completion) -> dict[str, JsonObject]:
 
 def params_line(completion: Completion) -> str:
     """The parameters in force and where each came from, in one line (--verbose, /stats)."""
-    rows = params_in_force(completion)
-    return " · ".join(
-        f"{name} {_value(row['value'])} ({row['origin']})" for name, row in rows.items()
-    )
+    rows = params_in_force(completion).items()
+    return " · ".join(f"{name} {_value(row['value'])} ({row['origin']})" for name, row in rows)
 
 
 def _value(value: object) -> str:
@@ -104,10 +96,8 @@ def length_line(completion: Completion) -> str | None:
     if not cut:
         return None
     if cut[0].finish.detail == "context":
-        return (
-            "the answer was cut where the context ends "
-            f"({len(completion.prompt_ids)} prompt + {len(cut[0].token_ids)} output tokens)"
-        )
+        sizes = f"{len(completion.prompt_ids)} prompt + {len(cut[0].token_ids)} output tokens"
+        return f"the answer was cut where the context ends ({sizes})"
     allowed = completion.params.max_tokens if completion.params else len(cut[0].token_ids)
     if cut[0].reasoning and not cut[0].text:
         return (
@@ -166,33 +156,26 @@ def backend_text(llm: LLM) -> str:
     return f"{info.name} {info.detail}".strip() + threads
 
 
+# Members of the first choice that are at the top level.
+FIRST = ("text", "reasoning", "tokens", "finish_reason", "finish_detail")
+
+
 def completion_json(llm: LLM, completion: Completion, notices: Sequence[str] = ()) -> JsonObject:
     """The object that --json prints. The first answer is at the top level; with several answers,
     `choices` holds all of them."""
-    first = choice_json(completion.choices[0])
+    first, usage = choice_json(completion.choices[0]), completion.usage
+    derived = ("total_tokens", "mean_accepted_length")
     info = llm.loaded.backend.info
+    note = {"note": info.note} if info.note else {}
     rate = completion.timings.decode_rate(completion.usage.output_tokens)
     out: JsonObject = {
-        "text": first["text"],
-        **({"reasoning": first["reasoning"]} if "reasoning" in first else {}),
-        "tokens": first["tokens"],
-        "finish_reason": first["finish_reason"],
-        "finish_detail": first["finish_detail"],
-        "usage": {
-            **asdict(completion.usage),
-            "total_tokens": completion.usage.total_tokens,
-            "mean_accepted_length": completion.usage.mean_accepted_length,
-        },
+        **{name: first[name] for name in FIRST if name in first},
+        "usage": {**asdict(usage), **{name: getattr(usage, name) for name in derived}},
         "seed": None if _has_beams(completion) else completion.seed,
         "params": report(completion.params, completion.seed) if completion.params else {},
         "timings": {**asdict(completion.timings), "tokens_per_second": rate},
         "model": llm.loaded.name,
-        "backend": {
-            "name": info.name,
-            "detail": info.detail,
-            "numerics": info.numerics,
-            **({"note": info.note} if info.note else {}),
-        },
+        "backend": {"name": info.name, "detail": info.detail, "numerics": info.numerics, **note},
         "fingerprint": completion.fingerprint,
         "warnings": [*llm.warnings, *notices, *completion.warnings],
         "prompt_token_ids": list(completion.prompt_ids),

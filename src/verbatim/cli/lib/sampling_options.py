@@ -6,9 +6,8 @@ flags that the user gave are passed on, so each default is defined in one place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -16,11 +15,9 @@ from verbatim.base.config import split_adapter
 from verbatim.base.errors import ParameterError
 from verbatim.base.param_checks import Field
 from verbatim.base.params import DEFAULTED, FIELDS, SamplingParams
-from verbatim.cli.lib.command_class import flag, option
-from verbatim.cli.lib.options import UNUSED, Values, flag_name
+from verbatim.cli.lib.command_class import Function, Group, flag, option
+from verbatim.cli.lib.options import UNUSED, Values, all_of, flag_name
 from verbatim.cli.lib.texts import file_text
-
-F = TypeVar("F", bound=Callable[..., object])
 
 # The one default of the command line that differs from those of the library and the server (ADR
 # 10): a small model may otherwise fill max_tokens with a repeated passage.
@@ -31,16 +28,7 @@ METAVARS = {"ids": "ID,ID", "schema": "JSON|@FILE", "grammar": "TEXT|@FILE", "st
 NOT_FLAGS = {"speculate"}  # covered by the engine's --speculate, which also takes draft:MODEL
 
 
-def sampling_options(command: F) -> F:
-    """Add one flag per sampling parameter. Parsed values arrive as `p_<name>`; None or (): not
-    given."""
-    for name, rule in reversed(FIELDS.items()):
-        if name not in NOT_FLAGS:
-            command = _sampling_flag(name, rule)(command)
-    return command
-
-
-def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
+def _sampling_flag(name: str, rule: Field) -> Group:
     typed, dest = flag_name(name), "p_" + name
     shown = DEFAULTS.get(name, rule.default)
     text = rule.help.partition("; missing:")[0] if name in DEFAULTS else rule.help
@@ -70,6 +58,13 @@ def _sampling_flag(name: str, rule: Field) -> Callable[[F], F]:
     return option(typed, dest, **shape)
 
 
+def sampling_options(command: Function) -> Function:
+    """Add one flag per sampling parameter. Parsed values arrive as `p_<name>`; None or (): not
+    given."""
+    named = [(name, rule) for name, rule in FIELDS.items() if name not in NOT_FLAGS]
+    return all_of(*(_sampling_flag(name, rule) for name, rule in named))(command)
+
+
 def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     """SamplingParams from the parsed flags. A wrong value raises a ParameterError that names it."""
     given = given_sampling(flags)
@@ -77,9 +72,7 @@ def sampling_of(flags: Values, **defaults: Any) -> SamplingParams:
     if flags.get("e_adapters") or given.get("adapter"):
         values["adapter"] = chosen_adapter(flags, given.get("adapter"))
     if values.get("num_beams", 1) > 1:  # beam search supports neither default
-        values = {
-            name: value for name, value in values.items() if name not in DEFAULTS or name in given
-        }
+        values = {n: value for n, value in values.items() if n not in DEFAULTS or n in given}
     if "on_loop" not in given and (given.get("ignore_eos") or given.get("min_tokens")):
         values.pop("on_loop", None)  # the user asks for output beyond the model's own end
     filled = {name: COMMAND_LINE for name in DEFAULTS if name in values and name not in given}
@@ -103,10 +96,8 @@ def chosen_adapter(flags: Values, given: str | None = None) -> str:
         remedy = "add --adapter NAME=PATH" if "e_adapters" in flags else UNUSED["adapters"]
         raise ParameterError("use_adapter", f"no adapter is loaded; {remedy}")
     if given is None and len(names) > 1:
-        raise ParameterError(
-            "use_adapter",
-            f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}",
-        )
+        why = f"several adapters are loaded; --use-adapter NAME chooses one of {', '.join(names)}"
+        raise ParameterError("use_adapter", why)
     return names[0] if given is None and names else given or ""
 
 
@@ -133,9 +124,8 @@ def pairs(text: str, param: str, example: str, separator: str | None = ",") -> V
 
 def parse_changes(text: str, param: str, example: str) -> Values:
     """`top_p=0.5,temperature=1.2` as parameters."""
-    return {
-        name: parse_parameter(name, value) for name, value in pairs(text, param, example).items()
-    }
+    given = pairs(text, param, example).items()
+    return {name: parse_parameter(name, value) for name, value in given}
 
 
 def parse_parameter(name: str, text: str) -> object:
@@ -146,13 +136,8 @@ def parse_parameter(name: str, text: str) -> object:
         from difflib import get_close_matches
 
         matches = get_close_matches(name, FIELDS, 1)
-        raise ParameterError(
-            name,
-            "no such parameter; "
-            + (
-                f"did you mean {matches[0]}?" if matches else "`verbatim run --help-all` lists them"
-            ),
-        )
+        hint = f"did you mean {matches[0]}?" if matches else "`verbatim run --help-all` lists them"
+        raise ParameterError(name, f"no such parameter; {hint}")
     rule = FIELDS[name]
     if rule.optional and text.strip().lower() == "none":
         return None

@@ -29,11 +29,8 @@ def split_model(args: tuple[str, ...], flags: Values) -> tuple[str, ...]:
     if not 1 <= len(args) <= 2 or not _is_model_name(args[0], sized=len(args) == 1):
         return args
     if len(args) == 1 and sys.stdin.isatty():
-        raise ParameterError(
-            "prompt",
-            f"{args[0]!r} is a model, and there is no prompt; to chat with it: "
-            f"verbatim chat {args[0]}",
-        )
+        why = f"{args[0]!r} is a model, and there is no prompt"
+        raise ParameterError("prompt", f"{why}; to chat with it: verbatim chat {args[0]}")
     flags["model"] = args[0]
     return args[1:]
 
@@ -46,38 +43,32 @@ def read_prompt(args: tuple[str, ...], param: str = "prompt", file: str | None =
     prompt."""
     if file is not None:
         if args:
-            raise ParameterError(
-                param, f"--file {file} and an argument contradict each other; give one"
-            )
+            why = f"--file {file} and an argument contradict each other; give one"
+            raise ParameterError(param, why)
         return read_text(file, param)
     if len(args) > 1:
         raise ParameterError(param, _too_many_arguments(args, param))
     if args and args != ("-",):
         if not args[0]:
-            raise ParameterError(
-                param, f'is empty; type the {param} in quotes, or "-" to read stdin'
-            )
+            why = f'is empty; type the {param} in quotes, or "-" to read stdin'
+            raise ParameterError(param, why)
         if names_file(args[0]):
             warn(_file_hint(args[0], param))
         if stdin_has_text():
-            warn(
-                f"the pipe into stdin is not read, because the {param} is an argument; to use"
-                ' both: "… $(cat)"'
-            )
+            why = f"because the {param} is an argument"
+            warn(f'the pipe into stdin is not read, {why}; to use both: "… $(cat)"')
         return decode_argument(args[0], param)
     if not args and sys.stdin.isatty():
         raise ParameterError(param, 'is missing; type it in quotes, or "-" to read stdin')
     try:
         text = sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ParameterError(
-            param, f"stdin is not UTF-8 text (byte {error.start}); convert it first"
-        ) from None
+        why = f"stdin is not UTF-8 text (byte {error.start}); convert it first"
+        raise ParameterError(param, why) from None
     text = text.removesuffix("\n")  # as $(...) does: the shell's final newline is not the prompt's
     if not text:
-        raise ParameterError(
-            param, f"stdin was empty; type the {param} in quotes, or send it through a pipe"
-        )
+        why = f"stdin was empty; type the {param} in quotes, or send it through a pipe"
+        raise ParameterError(param, why)
     return text
 
 
@@ -183,10 +174,8 @@ def decode_argument(text: str, param: str) -> str:
         try:
             return os.fsencode(text).decode("utf-8")
         except UnicodeError:
-            raise ParameterError(
-                param,
-                "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe",
-            ) from None
+            why = "is not UTF-8 text; check the encoding of the terminal, or send it through a pipe"
+            raise ParameterError(param, why) from None
     return text
 
 
@@ -203,11 +192,8 @@ def _too_many_arguments(args: tuple[str, ...], param: str) -> str:
     if len(args) == 2 and (hint := suggestion(args[0], tuple(CATALOG))):
         return f"the {param} is one argument, in quotes, and there is no model {args[0]!r}{hint}"
     joined = shlex.quote(" ".join(args))
-    return (
-        f"{error}; put it in quotes: {called} {joined}"
-        if len(joined) <= 100
-        else f"{error}; put it in quotes"
-    )
+    example = f": {called} {joined}" if len(joined) <= 100 else ""
+    return f"{error}; put it in quotes{example}"
 
 
 def _is_model_name(word: str, *, sized: bool) -> bool:
@@ -226,11 +212,8 @@ def check_output(name: str, file: str) -> None:
         raise ParameterError(name, f"{file!r} is a folder; name a file in it")
     if not folder.is_dir():
         why = "is not a folder" if folder.exists() else "does not exist"
-        raise ParameterError(
-            name,
-            f"cannot write {file!r}: {str(folder)!r} {why}; make it (mkdir -p), or choose another"
-            " path",
-        )
+        why = f"cannot write {file!r}: {str(folder)!r} {why}"
+        raise ParameterError(name, f"{why}; make it (mkdir -p), or choose another path")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise ParameterError(name, f"cannot write {file!r}: permission denied; choose another path")
 

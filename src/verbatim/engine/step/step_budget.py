@@ -26,13 +26,15 @@ STEPS = 9  # prefill steps whose median is the rate
 LEAST_TOKENS = 16
 
 
+def step_limit(loaded: LoadedModel, config: EngineConfig) -> int | None:
+    """step_ms as configured, or the backend's default; None: no limit."""
+    if config.step_ms is None and loaded.backend.info.name == "cpu" and loaded.task == "generate":
+        return STEP_MS
+    return config.step_ms
+
+
 class StepBudget:
-    def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, scheduler: Scheduler, cost: StepCost
-    ) -> None:
-        step_ms = config.step_ms
-        if step_ms is None and loaded.backend.info.name == "cpu" and loaded.task == "generate":
-            step_ms = STEP_MS
+    def __init__(self, step_ms: float | None, scheduler: Scheduler, cost: StepCost) -> None:
         self._seconds = None if step_ms is None else step_ms / 1000
         self._scheduler = scheduler
         self._decoding = cost  # measured seconds of steps that only decode

@@ -99,7 +99,7 @@ function composer() {
     event.preventDefault();
     const wrong = document.querySelector(".control :invalid"); // its text is not in force
     if (wrong) reveal(wrong.id.slice(2)).reportValidity();
-    else if (!busy && state.input.trim()) how();
+    else if (!busy && (state.input.trim() || (branch && how !== send))) how();
   };
   return html`<form class="composer card" @submit=${go} aria-label="prompt">
     <div class="row" role="radiogroup" aria-label="kind of prompt">

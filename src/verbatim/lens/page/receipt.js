@@ -30,7 +30,7 @@ export async function openAnswer() {
   const same = answer.identical ? receipt : answer.receipt;
   read({ choices, receipt: same, usage, loops, scores }, (index) => branches[index], segment);
   for (const branch of branches) branch.status = "done";
-  state.mode = "raw";
+  Object.assign(state, { mode: "raw", input: "" }); // no prompt that the tokens below do not have
   show(branches[0].id, 0);
   const message = answer.identical ? `${answer.tokens} tokens of the answer in the chat, drawn again now.` : answer.message;
   state.proof = { state: answer.identical ? "identical" : "different", message, index: answer.identical ? null : answer.position };

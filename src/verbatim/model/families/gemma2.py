@@ -87,16 +87,14 @@ _GGUF_KEYS: Table = {
     ),
     "attention.sliding_window_pattern": must_equal(2, note="every other one has a window"),
 }
+_OWN_KEYS: Table = {
+    "attn_logit_softcapping": followed("cap of attention scores; null: none"),
+    "final_logit_softcapping": LOGIT_CAP,
+}
 FAMILY = Family(
     model_type="gemma2",
     models="Gemma 2",
-    keys=rows.rotary_keys(
-        KEYS,
-        {
-            "attn_logit_softcapping": followed("cap of attention scores; null: none"),
-            "final_logit_softcapping": LOGIT_CAP,
-        },
-    ),
+    keys=rows.rotary_keys(KEYS, _OWN_KEYS),
     spec=_spec,
     names=NAMES,
     gguf=Gguf("gemma2", keys=_GGUF_KEYS, implied=lambda h: query_scalar(h, _LAYERS_OF_27B)),

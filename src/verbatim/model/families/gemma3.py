@@ -72,24 +72,21 @@ _GGUF_KEYS: Table = {
     "rope.freq_base": followed("base of the frequencies of full layers", 1e6),
     "rope.freq_base_swa": followed("base of the frequencies of sliding layers", 10000.0),
 }
+_OWN_KEYS: Table = {
+    "rope_theta": rows.theta_key("theta of full_attention"),
+    "rope_local_base_freq": rows.theta_key("theta of sliding_attention"),
+    "sliding_window_pattern": followed(rows.PERIOD, 6),
+    "_sliding_window_pattern": followed(
+        "checked: 6 where neither layer_types nor sliding_window_pattern is present"
+    ),
+    "attn_logit_softcapping": must_equal(note="transformers ignores it in gemma3"),
+    "final_logit_softcapping": LOGIT_CAP,
+}
 FAMILY = Family(
     model_type="gemma3_text",
     name="gemma3",
     models="Gemma 3 (the text part of `gemma3`)",
-    keys=rows.rotary_keys(
-        KEYS,
-        rows.NESTED_ROPE,
-        {
-            "rope_theta": rows.theta_key("theta of full_attention"),
-            "rope_local_base_freq": rows.theta_key("theta of sliding_attention"),
-            "sliding_window_pattern": followed(rows.PERIOD, 6),
-            "_sliding_window_pattern": followed(
-                "checked: 6 where neither layer_types nor sliding_window_pattern is present"
-            ),
-            "attn_logit_softcapping": must_equal(note="transformers ignores it in gemma3"),
-            "final_logit_softcapping": LOGIT_CAP,
-        },
-    ),
+    keys=rows.rotary_keys(KEYS, rows.NESTED_ROPE, _OWN_KEYS),
     spec=_spec,
     records=_records,
     names=NAMES,

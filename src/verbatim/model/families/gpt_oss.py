@@ -66,22 +66,21 @@ _TINY = tiny(
     num_local_experts=4,
     sliding_window=12,
 )
+_ABSENT = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 FAMILY = Family(
     model_type="gpt_oss",
     name="gpt-oss",
     models="gpt-oss (float weights)",
     keys=rows.rotary_keys(rows.ROUTER, _KEYS),
     spec=_spec,
-    rope=RopeRules(
-        absent={
-            "rope_type": "yarn",
-            "factor": 32.0,
-            "original_max_position_embeddings": 4096,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": False,
-        }
-    ),
+    rope=RopeRules(absent=_ABSENT),
     names=tensors.hf_names(_LAYER, stacked=True),
     gguf=Gguf(
         "gpt-oss",

@@ -30,6 +30,9 @@ _KEYS: Table = {
     "norm_type": must_equal("rms", note="the norms are RMS norms"),
     **dict.fromkeys(_UNUSED, no_effect("not used by this family")),
 }
+_ALPHA = followed(
+    "with dynamic: theta is multiplied by alpha ** (d / (d - 2)); null: as absent", nullable=True
+)
 FAMILY = Family(
     model_type="hunyuan_v1_dense",
     name="hunyuan-dense",
@@ -37,14 +40,7 @@ FAMILY = Family(
     keys=rows.rotary_keys(rows.FULL, rows.ATTENTION_BIASES, _KEYS),
     spec=lambda c: replace(parts.rotary(c, _records(c)[0]), qk_norm="rotated_head"),
     records=_records,
-    rope=RopeRules(
-        keys={
-            "alpha": followed(
-                "with dynamic: theta is multiplied by alpha ** (d / (d - 2)); null: as absent",
-                nullable=True,
-            )
-        }
-    ),
+    rope=RopeRules(keys={"alpha": _ALPHA}),
     names=tensors.hf_names(
         {"attn.q_norm": "self_attn.query_layernorm", "attn.k_norm": "self_attn.key_layernorm"}
     ),

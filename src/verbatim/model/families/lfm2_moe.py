@@ -14,7 +14,7 @@ from verbatim.model.families.lfm2 import (
     implied,
     lfm2,
 )
-from verbatim.model.keys import followed
+from verbatim.model.keys import Table, followed
 from verbatim.model.spec import ModelSpec
 
 
@@ -38,6 +38,12 @@ def _implied(h: GgufFields) -> Values:
     return {**implied(h), "use_expert_bias": f"blk.{dense}.exp_probs_b.bias" in h.tensors}
 
 
+_OWN_GGUF_KEYS: Table = {
+    **GGUF_KEYS,
+    **gguf_rows.sigmoid_experts(
+        "num_experts", "num_dense_layers", norm=True, note="experts of a layer"
+    ),
+}
 FAMILY = Family(
     model_type="lfm2_moe",
     name="lfm2moe",
@@ -57,17 +63,7 @@ FAMILY = Family(
     },
     spec=_spec,
     names=NAMES,
-    gguf=Gguf(
-        "lfm2moe",
-        keys={
-            **GGUF_KEYS,
-            **gguf_rows.sigmoid_experts(
-                "num_experts", "num_dense_layers", norm=True, note="experts of a layer"
-            ),
-        },
-        names=GGUF_NAMES,
-        implied=_implied,
-    ),
+    gguf=Gguf("lfm2moe", keys=_OWN_GGUF_KEYS, names=GGUF_NAMES, implied=_implied),
     exported=exported,
     tiny={
         "lfm2moe": {

@@ -108,9 +108,8 @@ class Generate:
 
     def __call__(self, batch: JsonObject) -> JsonObject:
         if self._column not in batch:
-            raise ParameterError(
-                "column", f"the dataset has no column {self._column!r}: {', '.join(batch)}"
-            )
+            why = f"the dataset has no column {self._column!r}: {', '.join(batch)}"
+            raise ParameterError("column", why)
         lines = [self._request(i, row) for i, row in enumerate(batch[self._column])]
         answers = [answer["response"] for answer in self._actor.answer(lines)]
         rows = [_columns(answer["status_code"], answer["body"]) for answer in answers]

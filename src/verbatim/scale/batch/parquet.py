@@ -53,9 +53,8 @@ def _request(row: JsonObject) -> JsonObject:
         try:
             out["body"] = json.loads(out["body"], object_pairs_hook=no_key_twice)
         except (ValueError, RecursionError) as error:
-            raise ParameterError(
-                "IN", f"the body of {out.get('custom_id')!r:.40} is not JSON: {error}"
-            ) from None
+            why = f"the body of {out.get('custom_id')!r:.40} is not JSON: {error}"
+            raise ParameterError("IN", why) from None
     elif isinstance(out.get("body"), dict):  # a struct has every field in every row
         out["body"] = {key: value for key, value in out["body"].items() if value is not None}
     return out
@@ -74,17 +73,15 @@ def write_answers(journal: Path, target: Path, order: Sequence[str]) -> None:
     answers = journal_answers(journal)
     names = [name for name in order if name in answers]
     bodies = [answers[name]["body"] for name in names]
+    columns = {
+        "custom_id": names,
+        "status_code": [answers[name]["status_code"] for name in names],
+        "body": [json.dumps(body, ensure_ascii=False) for body in bodies],
+        "error": [_message(body) for body in bodies],
+    }
+    types = {"status_code": arrow.int32()}
     table = arrow.table(
-        {
-            "custom_id": arrow.array(names, arrow.string()),
-            "status_code": arrow.array(
-                [answers[name]["status_code"] for name in names], arrow.int32()
-            ),
-            "body": arrow.array(
-                [json.dumps(body, ensure_ascii=False) for body in bodies], arrow.string()
-            ),
-            "error": arrow.array([_message(body) for body in bodies], arrow.string()),
-        }
+        {n: arrow.array(rows, types.get(n, arrow.string())) for n, rows in columns.items()}
     )
     part = target.with_name(target.name + ".part")
     arrow.parquet.write_table(table, part)

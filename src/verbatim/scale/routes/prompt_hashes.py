@@ -67,15 +67,8 @@ class PromptHashes:
         assert message.messages is not None
         if self._template is None:
             raise ValueError("this model has no chat template")
-        return list(
-            encode_chat(
-                self._tokenizer,
-                self._template,
-                message.messages,
-                warnings=[],  # the engine reports them
-                **(message.template or {}),
-            )
-        )
+        more = {**(message.template or {}), "warnings": []}  # the engine reports them
+        return list(encode_chat(self._tokenizer, self._template, message.messages, **more))
 
 
 def _output(message: Generate) -> int:

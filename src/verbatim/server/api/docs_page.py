@@ -62,9 +62,9 @@ def _section(route: ApiRoute) -> str:
         rows = "".join(_field(name, rule) for name, rule in route.fields.items())
         out += f"<table><tr><th>field</th><th></th><th></th></tr>{rows}</table>"
     if route.queries:
+        pairs = [(escape(name), escape(query.help)) for name, query in route.queries.items()]
         rows = "".join(
-            f"<tr><td><code>{escape(name)}</code></td><td>{escape(query.help)}</td></tr>"
-            for name, query in route.queries.items()
+            f"<tr><td><code>{name}</code></td><td>{text}</td></tr>" for name, text in pairs
         )
         out += f"<table><tr><th>query parameter</th><th></th></tr>{rows}</table>"
     return out

@@ -81,11 +81,9 @@ def parse_key(line: str) -> tuple[str, str, KeyLimits]:
         elif name in known and value.isdecimal() and int(value) and name not in limits:
             limits[name] = int(value)
         else:
-            raise ParameterError(
-                "api_key_file",
-                "behind a key come name=NAME (letters, digits and . _ -) and limits above 0, each"
-                f" once: {'=N, '.join(known)}=N; separated by spaces",
-            )
+            why = "behind a key come name=NAME (letters, digits and . _ -) and limits above 0, each"
+            why += f" once: {'=N, '.join(known)}=N; separated by spaces"
+            raise ParameterError("api_key_file", why)
     return key, tenant, KeyLimits(**limits)
 
 
@@ -100,9 +98,8 @@ def read_keys(path: str | None) -> tuple[str, ...]:
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError):
-        raise ParameterError(
-            "api_key_file", f"{path} cannot be read as text; check its path and encoding"
-        ) from None
+        why = f"{path} cannot be read as text; check its path and encoding"
+        raise ParameterError("api_key_file", why) from None
     before = len(found)
     for number, line in enumerate(lines, 1):
         if line.strip() and not line.lstrip().startswith("#"):

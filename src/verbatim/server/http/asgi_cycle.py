@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import http
 import logging
-from typing import Any, Protocol
+from typing import Protocol
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 log = logging.getLogger("verbatim.server")
 STATUS_LINES = {
@@ -34,12 +34,7 @@ class Connection(Protocol):
 
 class Exchange:
     def __init__(
-        self,
-        connection: Connection,
-        scope: dict[str, Any],
-        *,
-        keep_alive: bool,
-        expects_continue: bool,
+        self, connection: Connection, scope: Scope, *, keep_alive: bool, expects_continue: bool
     ) -> None:
         self.scope = scope
         self.keep_alive = keep_alive
@@ -88,11 +83,8 @@ class Exchange:
             if self.started:
                 self._connection.abort()
             else:
-                self._connection.refuse(
-                    "500 Internal Server Error",
-                    "internal_error",
-                    "the server failed on this request",
-                )
+                why = "the server failed on this request"
+                self._connection.refuse("500 Internal Server Error", "internal_error", why)
 
     # -------------------------------------------------------------------------- called by the app
 
@@ -121,9 +113,8 @@ class Exchange:
         assert self.started, "a body before its head"
         assert not self.complete, "a body after its end"
         if message.get("more_body", False):
-            self._connection.write(
-                self._take_head() + self._encode_body(message.get("body", b""), True)
-            )
+            body = self._encode_body(message.get("body", b""), True)
+            self._connection.write(self._take_head() + body)
             await self._connection.drained()
         else:
             self._end(message.get("body", b""))

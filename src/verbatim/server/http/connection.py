@@ -40,6 +40,7 @@ from verbatim.server.settings import Limits
 log = logging.getLogger("verbatim.server")
 LINGER_SECONDS = 5.0  # longest wait for the client to stop sending after its response
 TLS_CLOSE_SECONDS = 0.5  # longest wait for the peer's close_notify at shutdown
+FAILED = ("500 Internal Server Error", "internal_error", "the server failed on this request")
 MAX_PIPELINED = 16  # requests queued behind the running one, per connection
 MAX_PIPELINED_BYTES = 64 * 1024  # their bodies together
 
@@ -95,10 +96,8 @@ class HttpProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         info = transport.get_extra_info
-        self._ends = [
-            tuple(end[:2]) if isinstance(end, tuple) else None
-            for end in (info("sockname"), info("peername"))
-        ]
+        ends = info("sockname"), info("peername")
+        self._ends = [tuple(end[:2]) if isinstance(end, tuple) else None for end in ends]
         self._scheme = "https" if info("sslcontext") else "http"
         self._shared.connections.add(self)  # type: ignore[arg-type]
         self._set_timeout(self.limits.idle_seconds)
@@ -143,9 +142,7 @@ class HttpProtocol(asyncio.Protocol):
             self._decline_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError:
             log.exception("the HTTP protocol failed")
-            self.refuse(
-                "500 Internal Server Error", "internal_error", "the server failed on this request"
-            )
+            self.refuse(*FAILED)
         except httptools.HttpParserError:
             if not self._too_many:
                 self.refuse("400 Bad Request", "invalid_request", "this is not HTTP")
@@ -184,37 +181,26 @@ class HttpProtocol(asyncio.Protocol):
             self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._resumed and (
-            self._latest is None or not self._latest.more_body
-        ):  # not a trailer
+        is_trailer = self._latest is not None and self._latest.more_body
+        if not self._resumed and not is_trailer:
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._resumed or self._closing or self._too_many:
             return
         self._non_body_bytes, self._in_head, self._head_timed = 0, False, False
-        if (
-            sum(len(k) + len(v) + 4 for k, v in self._headers) + len(self._url)
-            > self.limits.max_header_bytes
-        ):
+        size = sum(len(k) + len(v) + 4 for k, v in self._headers) + len(self._url)
+        if size > self.limits.max_header_bytes:
             self._refuse_head()
         elif self._parser.get_http_version() not in ("1.0", "1.1"):  # none at all reads as 0.9
-            self.refuse(
-                "505 HTTP Version Not Supported",
-                "invalid_request",
-                "the request line needs HTTP/1.1 or HTTP/1.0 as its version",
-            )
+            why = "the request line needs HTTP/1.1 or HTTP/1.0 as its version"
+            self.refuse("505 HTTP Version Not Supported", "invalid_request", why)
         elif any(k == b"transfer-encoding" and v.lower() != b"chunked" for k, v in self._headers):
-            self.refuse(
-                "400 Bad Request", "invalid_request", "transfer-encoding: only chunked is supported"
-            )
+            why = "transfer-encoding: only chunked is supported"
+            self.refuse("400 Bad Request", "invalid_request", why)
         elif self.max_connections and len(self._shared.connections) > self.max_connections:
-            self.refuse(
-                "503 Service Unavailable",
-                "unavailable",
-                "too many connections are open",
-                retry_after=1,
-            )
+            why = "too many connections are open"
+            self.refuse("503 Service Unavailable", "unavailable", why, retry_after=1)
         elif self._busy() and len(self._pipelined) >= MAX_PIPELINED:
             self._stop_reading()
         else:
@@ -238,9 +224,8 @@ class HttpProtocol(asyncio.Protocol):
         try:
             scope = self._scope()
         except (httptools.HttpParserInvalidURLError, UnicodeDecodeError):
-            self.refuse(
-                "400 Bad Request", "invalid_request", "the request target is not a path or URL"
-            )
+            why = "the request target is not a path or URL"
+            self.refuse("400 Bad Request", "invalid_request", why)
             return
         expects = any(k == b"expect" and v.lower() == b"100-continue" for k, v in self._headers)
         keep_alive = scope["http_version"] == "1.1" and self._parser.should_keep_alive()
@@ -362,19 +347,16 @@ class HttpProtocol(asyncio.Protocol):
         any more, so the connection is aborted."""
         if self._closing:
             return
-        if (
-            self._active is not None
-            and self._busy()
-            and (self._active.started or self._latest is not self._active)
-        ):
+        answered = self._active is not None and self._active.started
+        if self._busy() and (answered or self._latest is not self._active):
             self.abort()
             return
         problem = Problem(code, message, retry_after=retry_after)
         body = dumps(problem.body())
         count_malformed = type(self).count_malformed
-        headers = problem.headers() | (
-            {} if count_malformed is None else {"x-request-id": count_malformed(int(status[:3]))}
-        )
+        headers = problem.headers()
+        if count_malformed is not None:
+            headers["x-request-id"] = count_malformed(int(status[:3]))
         more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = (
             f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\n"
@@ -384,9 +366,8 @@ class HttpProtocol(asyncio.Protocol):
         self._close_gracefully()
 
     def _refuse_head(self) -> None:
-        self.refuse(
-            "431 Request Header Fields Too Large", "invalid_request", "the headers are too large"
-        )
+        why = "the headers are too large"
+        self.refuse("431 Request Header Fields Too Large", "invalid_request", why)
 
     def _close_gracefully(self) -> None:
         """Half-close and wait for the client to close. Closing a socket with unread input sends a

@@ -36,11 +36,7 @@ def pin_threads(engine: AsyncEngine, before: set[int]) -> bool:
         return False
     cores = sorted(os.sched_getaffinity(0))
     threads = [engine.step_thread, *sorted(native_threads() - before)]
-    if (
-        len(threads) != engine.loaded.backend.info.threads
-        or len(threads) != len(cores)
-        or len(threads) < 2
-    ):
+    if not 2 <= len(threads) == len(cores) == engine.loaded.backend.info.threads:
         return False
     with contextlib.suppress(OSError):
         for thread, core in zip(threads, cores, strict=True):

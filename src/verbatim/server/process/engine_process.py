@@ -20,10 +20,9 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verbatim.base.errors import MAIN_MEMORY
-from verbatim.base.json_io import JsonObject
 from verbatim.observe.engine_metrics import Registry
 from verbatim.server.logs import JsonLines
 from verbatim.server.process import messages, wire
@@ -159,7 +158,7 @@ class Bandwidth:
         self._limit = limits.read_bytes if limits is not None else None
         self._last, self._steps, self._rows = time.monotonic(), 0, 0
 
-    def text(self, stats: JsonObject) -> str:
+    def text(self, stats: dict[str, Any]) -> str:
         now, steps = time.monotonic(), int(stats.get("steps_total", 0))
         rows, made = int(stats.get("computed_tokens_total", 0)), steps - self._steps
         read = made * self._card.read_bytes((rows - self._rows) / made) if made else 0.0

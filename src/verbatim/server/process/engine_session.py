@@ -55,11 +55,8 @@ def fit_num_ctx(
     the model's context."""
     room = num_ctx - prompt
     if room < 1:
-        raise ContextError(
-            f"the prompt has {prompt} tokens and options.num_ctx is {num_ctx}, which leaves no room"
-            " for an answer",
-            param="prompt",
-        )
+        why = f"the prompt has {prompt} tokens and options.num_ctx is {num_ctx}"
+        raise ContextError(f"{why}, which leaves no room for an answer", param="prompt")
     if params.max_tokens is None or open_end:
         fitting = room if params.max_tokens is None else min(params.max_tokens, room)
         return params.with_(max_tokens=fitting)
@@ -136,9 +133,8 @@ class EngineSession:
         except asyncio.CancelledError:
             raise
         except AbortedInQueue:
-            nothing = Completion(
-                request_id, (), (), Usage(), Timings(), 0, self._engine.fingerprint
-            )
+            fingerprint = self._engine.fingerprint
+            nothing = Completion(request_id, (), (), Usage(), Timings(), 0, fingerprint)
             self._outbox.put(self._results.completion(nothing, request.params))
         except Exception as error:
             problem = problem_of(error)
@@ -336,9 +332,8 @@ class EngineSession:
         for token in ids:
             if not 0 <= token < tokenizer.vocab_size:
                 last = tokenizer.vocab_size - 1
-                raise ParameterError(
-                    "tokens", f"{token} is not a token id of this model (0 to {last})"
-                )
+                why = f"{token} is not a token id of this model (0 to {last})"
+                raise ParameterError("tokens", why)
         text = await asyncio.to_thread(tokenizer.decode, ids, skip_special=False)
         self._outbox.put(messages.Detokenized(message.request_id, text))
 

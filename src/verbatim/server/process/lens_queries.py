@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -60,13 +60,11 @@ class Inspector:
                 return await asyncio.to_thread(self._step, **arguments)
             case "engine":
                 after = int(arguments.get("after", 0))
-                report: JsonObject = await self._engine.call(
-                    lambda core: engine_report(core, tenant, after)
-                )
-                return report
+                report = await self._engine.call(lambda core: engine_report(core, tenant, after))
+                return cast(JsonObject, report)
             case "prefix":
                 limit = int(arguments["limit"])
-                hashes: list[bytes] = await self._engine.call(
+                hashes = await self._engine.call(
                     lambda core: core.scheduler.cache.prefix_hashes(limit)
                 )
                 return {"hashes": hashes}
@@ -155,16 +153,10 @@ class Inspector:
             changed = np.count_nonzero((before != state.logits) & after)
             cut += [[int(i), float(raw[i]), stage.name] for i in likely if live[i] and not after[i]]
             mass_left *= mass_share(before, after)
-            stages.append(
-                {
-                    "name": stage.name,
-                    "removed": int(np.count_nonzero(live & ~after)),
-                    "left": int(np.count_nonzero(after)),
-                    "changed": int(changed),
-                    "mass": mass_left,
-                    "top": most_likely(state.logits),
-                }
-            )
+            left, removed = np.count_nonzero(after), np.count_nonzero(live & ~after)
+            counts = {"removed": int(removed), "left": int(left), "changed": int(changed)}
+            top = most_likely(state.logits)
+            stages.append({"name": stage.name, **counts, "mass": mass_left, "top": top})
             live = after
         return state, stages, cut[:CUT]
 
@@ -190,10 +182,8 @@ def most_likely(logits: Any) -> list[list[Any]]:
     if not (logits > REMOVED).any():
         return []
     mass = masses(logits - logits.max())
-    total = float(int(mass.sum()))
-    return [
-        [int(i), float(mass[i]) / total] for i in best(logits, min(BARS, len(logits))) if mass[i]
-    ]
+    total, first = float(int(mass.sum())), best(logits, min(BARS, len(logits)))
+    return [[int(i), float(mass[i]) / total] for i in first if mass[i]]
 
 
 def mask_after(request: Request, output: list[int]) -> bytes | None:
@@ -258,13 +248,8 @@ def tail_of(logits: Any, live: Any, first: Any) -> JsonObject:
     values = logits[rest]
     start = float(np.floor(values.min() / BIN) * BIN)
     counts = np.bincount(np.floor((values - start) / BIN).astype(np.int64))
-    return {
-        "count": len(rest),
-        "best": float(values.max()),
-        "start": start,
-        "width": BIN,
-        "counts": counts.tolist(),
-    }
+    bins = {"start": start, "width": BIN, "counts": counts.tolist()}
+    return {"count": len(rest), "best": float(values.max()), **bins}
 
 
 # ------------------------------------------------------------------------------------------ engine
@@ -285,13 +270,9 @@ def _request_row(running: RunningRequest) -> JsonObject:
 
 def _pool_row(core: EngineCore, pool: BlockPool, group: int, own: set[int]) -> JsonObject:
     """One pool of cache blocks. `own`: the ids of the tenant's sequences."""
-    blocks = {
-        block
-        for seq in core.scheduler.sequences.values()
-        if id(seq) in own and len(seq.blocks) > group
-        for block in seq.blocks[group]
-        if block >= 0
-    }
+    mine = [seq.blocks for seq in core.scheduler.sequences.values() if id(seq) in own]
+    tables = [blocks[group] for blocks in mine if len(blocks) > group]
+    blocks = {block for table in tables for block in table if block >= 0}
     return {
         "total": pool.total,
         "used": pool.used,
@@ -319,9 +300,7 @@ def engine_report(core: EngineCore, tenant: str, after: int) -> JsonObject:
         "preemptions": scheduler.preemptions,
         "prefix_queries": scheduler.prefix_queries,
         "prefix_hits": scheduler.prefix_hits,
-        "pools": [
-            _pool_row(core, pool, group, own) for group, pool in enumerate(scheduler.cache.pools)
-        ],
+        "pools": [_pool_row(core, pool, n, own) for n, pool in enumerate(scheduler.cache.pools)],
         "steps": core.step_log.read(tenant, after),
     }
 

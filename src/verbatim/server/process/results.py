@@ -68,7 +68,9 @@ def drop_rows(records: Sequence[JsonObject]) -> None:
 def facts_of(engine: AsyncEngine) -> ModelFacts:
     tokenizer, template = engine.tokenizer, engine.loaded.template
     ids = range(tokenizer.vocab_size)
-    spec = engine.loaded.backend.spec
+    spec, info = engine.loaded.backend.spec, engine.loaded.backend.info
+    names = [adapter.name for adapter in engine.loaded.adapters]
+    sources = "\n".join(template.sources.values()) if template is not None else ""
     return ModelFacts(
         name=engine.loaded.name,
         digest=engine.loaded.digest,
@@ -80,22 +82,17 @@ def facts_of(engine: AsyncEngine) -> ModelFacts:
         template_tools=template is not None and template.takes_tools,
         template_calls=template is not None and template.takes_calls,
         template_reasoning=template is not None and template.reads_reasoning,
-        tool_format=detect_format(
-            "\n".join(template.sources.values()) if template is not None else ""
-        ),
+        tool_format=detect_format(sources),
         control=frozenset(t for t in ids if tokenizer.is_control(t)),
         space_prefix=tokenizer.space_prefix,
-        adapters={
-            adapter.name: engine.core.fingerprints[number]
-            for number, adapter in enumerate(engine.loaded.adapters)
-        },
+        adapters={name: engine.core.fingerprints[number] for number, name in enumerate(names)},
         longest_token=_longest_token(engine),
         task=engine.loaded.task,
         reasoning=engine.reasoning is not None,
         reasoning_switches=switches_of(template),
         slots=engine.config.max_running,
-        device=engine.loaded.backend.info.name,
-        numerics=engine.loaded.backend.info.numerics,
+        device=info.name,
+        numerics=info.numerics,
         family=spec.family,
         sizes={
             "block_count": len(spec.layers),
@@ -192,16 +189,11 @@ class ResultEncoder:
         return found
 
     def _logprobs(self, items: Sequence[TokenLogprob]) -> list[WireLogprob]:
-        raw = self._token_bytes
-        return [
-            WireLogprob(
-                item.token,
-                item.logprob,
-                raw(item.token),
-                [TopLogprob(t, lp, raw(t)) for t, lp in item.top],
-            )
-            for item in items
-        ]
+        raw, out = self._token_bytes, []
+        for item in items:
+            top = [TopLogprob(token, logprob, raw(token)) for token, logprob in item.top]
+            out.append(WireLogprob(item.token, item.logprob, raw(item.token), top))
+        return out
 
     def _prompt_logprobs(self, completion: Completion) -> list[WireLogprob]:
         """The first token of a prompt has no log-probability: it is sent with None in its place."""

@@ -245,14 +245,9 @@ class Supervisor:
 
     def _fail_running(self) -> None:
         """Fail every running request and close it in the ledger (the engine process ended)."""
+        why = "the engine ended while this request ran; it is being restarted"
         for running in self._running.values():
-            running.fail(
-                Problem(
-                    "engine_died",
-                    "the engine ended while this request ran; it is being restarted",
-                    retry_after=2,
-                )
-            )
+            running.fail(Problem("engine_died", why, retry_after=2))
             self.ledger.close(running.id, "engine_died")
         self._running.clear()
 
@@ -316,12 +311,8 @@ class Supervisor:
                 if not self._closing.is_set():
                     self.ended.clear()
                     self.ready.set()
-                log.info(
-                    "ready: %s, context %d, fingerprint %s",
-                    facts.name,
-                    facts.context,
-                    facts.fingerprint,
-                )
+                text = "ready: %s, context %d, fingerprint %s"
+                log.info(text, facts.name, facts.context, facts.fingerprint)
             case messages.Failed():
                 if self.facts is not None:
                     log.error("the engine could not start again: %s", message.message)

@@ -63,12 +63,10 @@ class Outbox:
         """Raises a Problem of the request whose answer the other process would not read()."""
         frame = pack(message)
         if len(frame) - 4 > MAX_FRAME:
-            raise Problem(
-                "invalid_request",
-                "the answer with its log-probabilities and explanations has "
-                f"{len(frame) - 4} bytes, above the limit of {MAX_FRAME}; "
-                "lower max_tokens, n, logprobs, prompt_logprobs or explain",
-            )
+            size = f"{len(frame) - 4} bytes, above the limit of {MAX_FRAME}"
+            why = f"the answer with its log-probabilities and explanations has {size}"
+            remedy = "lower max_tokens, n, logprobs, prompt_logprobs or explain"
+            raise Problem("invalid_request", f"{why}; {remedy}")
         self.put_frame(frame)
 
     def put_frame(self, frame: bytes) -> None:

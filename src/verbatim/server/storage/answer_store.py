@@ -258,15 +258,11 @@ def _connect(path: str) -> sqlite3.Connection:
         (version,) = db.execute("PRAGMA user_version").fetchone()
         found = {name for (name,) in db.execute("SELECT name FROM sqlite_master")}
         if (found or version) and not {"items", "lines"} <= found:
-            raise ParameterError(
-                "state_dir", f"another program wrote {path}; name another directory"
-            )
+            why = f"another program wrote {path}; name another directory"
+            raise ParameterError("state_dir", why)
         if version > VERSION:
-            raise ParameterError(
-                "state_dir",
-                f"a newer version of verbatim wrote {path}; start that one, or name another"
-                " directory",
-            )
+            why = f"a newer version of verbatim wrote {path}"
+            raise ParameterError("state_dir", f"{why}; start that one, or name another directory")
         (check,) = db.execute("PRAGMA quick_check(1)").fetchone()
         if check != "ok":
             raise sqlite3.DatabaseError(check)
@@ -286,11 +282,8 @@ def _open(folder: Path) -> sqlite3.Connection:
     try:
         folder.mkdir(0o700, parents=True, exist_ok=True)
         if folder.stat().st_mode & 0o077:
-            raise ParameterError(
-                "state_dir",
-                f"other users can read {folder}; run chmod 700 {folder}, or name a directory that"
-                " does not exist yet",
-            )
+            remedy = f"run chmod 700 {folder}, or name a directory that does not exist yet"
+            raise ParameterError("state_dir", f"other users can read {folder}; {remedy}")
         os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
         return _connect(str(path))
     except FileExistsError:

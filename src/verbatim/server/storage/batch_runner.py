@@ -65,9 +65,8 @@ class BatchRunner:
                     await self._store.expire(int(self._clock()))
                     await self._start(group)
                 except Problem as problem:  # a full disk
-                    log.error(
-                        "batches: %s; tried again within %g s", problem.message, SWEEP_SECONDS
-                    )
+                    text = "batches: %s; tried again within %g s"
+                    log.error(text, problem.message, SWEEP_SECONDS)
                 except Exception:
                     log.exception("batches: tried again within %g s", SWEEP_SECONDS)
                 with contextlib.suppress(TimeoutError):
@@ -146,12 +145,8 @@ class BatchRunner:
         lines = [{"n": n} for n in (await self._todo(item, numbers)).values()]
         verb = "starts" if batch["status"] == "validating" else "resumes"
         log.info("batch %s %s: %d of %d requests", batch["id"], verb, len(lines), len(numbers))
-        await answer_in_rounds(
-            lambda line: self._send(tenant, batch, line["n"]),
-            lines,
-            self._concurrency(tenant),
-            write,
-        )
+        most = self._concurrency(tenant)
+        await answer_in_rounds(lambda one: self._send(tenant, batch, one["n"]), lines, most, write)
 
     def _concurrency(self, tenant: str) -> int:
         facts, limits = self._state.facts_of(self._state.names()[0]), self._state.limits

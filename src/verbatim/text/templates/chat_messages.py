@@ -19,6 +19,7 @@ MAX_DEPTH = 64  # nesting levels of messages and tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms in templates and clients
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
+PART_KEYS = {"type", "text", *CACHE_KEYS}  # of a text part, which a template need not read
 # Keys that a template need not read in every message. Every template knows role and content. A
 # call's id only repeats the order of calls and results. Calls and reasoning are checked once per
 # template instead, because templates drop those of earlier turns on purpose.
@@ -57,6 +58,9 @@ def prepare_message(
             param="messages",
         )
     plain: JsonObject = plain_copy(message, escaper, where)
+    if isinstance(plain.get("content"), list):
+        parts = plain["content"]
+        plain["content"] = [part if part.keys() <= PART_KEYS else _tracked(part) for part in parts]
     if plain.get("tool_calls") and not program.reads.may_read("tool_calls"):
         raise UnsupportedError(
             f"{where}.tool_calls", "the model's chat template does not support tool calls"
@@ -134,6 +138,11 @@ def check_keys_read(
     redundant = redundant_names(given)
     named: dict[str, None] = {}  # roles of messages whose name was not read, in order
     for index, message in enumerate(rendered):
+        parts = message["content"] if isinstance(message.get("content"), list) else ()
+        for place, part in enumerate(parts):
+            for key in part.unread_keys() if hasattr(part, "unread_keys") else ():
+                if key not in PART_KEYS:
+                    raise _unread_part_key(f"messages[{index}].content[{place}]", key)
         unread_keys = getattr(message, "unread_keys", None)
         for key in unread_keys() if unread_keys is not None else ():
             if key in UNTRACKED_KEYS or given[index].get(key) is None:
@@ -176,11 +185,13 @@ def _check_part_keys(
         ):
             continue
         if key not in CACHE_KEYS or warnings is None:
-            why = "is not read; a text part has type and text"
-            raise UnsupportedError(
-                "messages", f"{where} has the key {str(key)[:40]!r}, which {why}"
-            )
+            raise _unread_part_key(where, key)
         warnings.append(f"{where}.{key}: has no effect; prefixes are cached without being marked")
+
+
+def _unread_part_key(where: str, key: object) -> UnsupportedError:
+    why = f"{where} has the key {str(key)[:40]!r}, which is not read; a text part has type and text"
+    return UnsupportedError("messages", why)
 
 
 def plain_copy(value: object, escaper: ControlEscaper, where: str, depth: int = 0) -> Any:

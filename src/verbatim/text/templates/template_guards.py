@@ -66,8 +66,10 @@ def check_method(owner: str, name: str, args: tuple[object, ...]) -> tuple[Any, 
     if name in ("ljust", "rjust", "center", "zfill"):
         for width in args[:1]:
             check_width(width)
-    elif name == "replace" and [isinstance(arg, str) for arg in args[:2]] == [True, True]:
-        charge_replace(owner, args[0], args[1], args[2] if len(args) > 2 else None)
+    elif name == "replace" and len(args) > 1:
+        old, new, count = (*args[:3], None)[:3]
+        if isinstance(old, str) and isinstance(new, str):
+            charge_replace(owner, old, new, count)
     elif name == "join" and len(args) == 1:
         return (charge_join(owner, args[0]),)
     elif name in ("split", "rsplit", "splitlines"):

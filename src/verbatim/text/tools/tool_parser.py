@@ -49,8 +49,9 @@ def read_calls(text: str, names: Container[str]) -> list[ParsedCall]:
         return []
     calls = []
     for item in data if isinstance(data, list) else [data]:
-        name = item.get("name") if isinstance(item, dict) else None
-        if not isinstance(name, str) or name not in names:
+        if not isinstance(item, dict) or not isinstance(item.get("name"), str):
+            return []
+        if item["name"] not in names:
             return []
         arguments = item.get("arguments", item.get("parameters", {}))
         if isinstance(arguments, str):  # some models write the arguments as a JSON string

@@ -90,11 +90,8 @@ def _clear(chat: Chat, rest: str) -> None:
 
 def _system(chat: Chat, rest: str) -> None:
     if not rest:
-        note(
-            f"system message: {chat.talk.system}"
-            if chat.talk.system is not None
-            else "no system message is set; the chat template may add its own"
-        )
+        none = "no system message is set; the chat template may add its own"
+        note(none if chat.talk.system is None else f"system message: {chat.talk.system}")
         return
     chat.talk.system = rest
     chat.talk.clear()
@@ -194,9 +191,8 @@ def _explain(chat: Chat, rest: str) -> None:
     for number, record in rows:
         write(f"{number:4}  {headline(record, show, screen=max(screen - 6, 0))}\n")
     if len(rows) < tokens:
-        note(
-            f"the {len(rows)} least certain of {tokens} tokens; /explain all, or the number of one"
-        )
+        shown = f"the {len(rows)} least certain of {tokens} tokens"
+        note(f"{shown}; /explain all, or the number of one")
 
 
 def _stats(chat: Chat, rest: str) -> None:

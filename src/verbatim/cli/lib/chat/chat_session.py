@@ -109,11 +109,8 @@ class Conversation:
             if size + room <= self.llm.context:
                 del self.turns[: 2 * dropped]
                 return dropped
-        raise ContextError(
-            f"this message alone has {size} tokens, and the context holds {self.llm.context}; "
-            "shorten it",
-            param="prompt",
-        )
+        why = f"this message alone has {size} tokens, and the context holds {self.llm.context}"
+        raise ContextError(f"{why}; shorten it", param="prompt")
 
     def explained(self, top: int) -> tuple[int, Completion]:
         """The last turn again, with explanations. The same request gives the same tokens, so no
@@ -133,16 +130,11 @@ class Conversation:
     # ------------------------------------------------------------------------------------ files
 
     def save(self, file: str) -> None:
-        record = {
-            "model": self.llm.loaded.name,
-            "fingerprint": self.llm.fingerprint,
-            "params": self.params.to_mapping(),
-            "messages": self.messages,
-        }
+        record = {"model": self.llm.loaded.name, "fingerprint": self.llm.fingerprint}
+        record |= {"params": self.params.to_mapping(), "messages": self.messages}
+        text = json.dumps(record, ensure_ascii=False, indent=1) + "\n"
         try:
-            Path(file).expanduser().write_text(
-                json.dumps(record, ensure_ascii=False, indent=1) + "\n", "utf-8"
-            )
+            Path(file).expanduser().write_text(text, "utf-8")
         # RuntimeError: ~ of an unknown user; ValueError: a name that no file can have.
         except (OSError, RuntimeError, ValueError) as error:
             why = getattr(error, "strerror", None) or error
@@ -171,8 +163,6 @@ def _checked(messages: object, file: str) -> tuple[str | None, list[Message]]:
     rows = [{"role": str(m.get("role")), "content": m["content"]} for m in messages]
     system = rows.pop(0)["content"] if rows and rows[0]["role"] == "system" else None
     if [row["role"] for row in rows] != ["user", "assistant"] * (len(rows) // 2):
-        raise ChatFileError(
-            f"{file!r} is not a conversation: user and assistant messages must alternate and end "
-            "with an answer"
-        )
+        why = "user and assistant messages must alternate and end with an answer"
+        raise ChatFileError(f"{file!r} is not a conversation: {why}")
     return system, rows

@@ -69,11 +69,9 @@ def _print(name: str, files: ModelFiles, found: list[Finding], live: bool) -> No
     faults = count["bad"]
     verdict = f"{_many(faults, 'fault') if faults else 'no fault'} found by {len(found)} checks"
     out.print()
-    out.print(
-        f"{verdict}, {_many(count['note'], 'note')}"
-        f"{'' if live else '; the model was not run (--no-live)'}",
-        style="bold red" if faults else "bold green",
-    )
+    rest = "" if live else "; the model was not run (--no-live)"
+    line = f"{verdict}, {_many(count['note'], 'note')}{rest}"
+    out.print(line, style="bold red" if faults else "bold green")
 
 
 def _many(count: int, noun: str) -> str:

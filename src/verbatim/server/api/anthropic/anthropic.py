@@ -61,13 +61,11 @@ def chat_messages(body: JsonObject) -> tuple[list[JsonObject], list[str]]:
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         _check_blocks(message["role"], blocks, f"messages[{index}].content")
         results = [b for b in blocks if b["type"] == "tool_result"]
-        out += [
-            {"role": "tool", "content": _result(b), "tool_call_id": b["tool_use_id"]}
-            for b in results
-        ]
-        split = _template_messages(
-            message["role"], [b for b in blocks if b["type"] != "tool_result"]
-        )
+        for block in results:
+            called = block["tool_use_id"]
+            out.append({"role": "tool", "content": _result(block), "tool_call_id": called})
+        rest = [b for b in blocks if b["type"] != "tool_result"]
+        split = _template_messages(message["role"], rest)
         if not split and not results:
             split = [{"role": message["role"], "content": ""}]
         named = {"name": message["name"]} if "name" in message else {}
@@ -190,17 +188,13 @@ def _check_prefill(last: JsonObject) -> None:
     if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
         raise invalid("messages", "the last message has the assistant role and no text to continue")
     if last["content"] != last["content"].rstrip():
-        raise invalid(
-            "messages", "the last message has the assistant role and cannot end in white space"
-        )
+        why = "the last message has the assistant role and cannot end in white space"
+        raise invalid("messages", why)
 
 
 def _function(tool: JsonObject) -> JsonObject:
-    made = {
-        "name": tool["name"],
-        "description": tool.get("description", ""),
-        "parameters": tool["input_schema"],
-    }
+    made = {"name": tool["name"], "description": tool.get("description", "")}
+    made["parameters"] = tool["input_schema"]
     return {**made, "strict": True} if tool.get("strict") else made
 
 
@@ -208,12 +202,8 @@ class MessagesReply:
     def __init__(self, ask: ChatRequest, model: str) -> None:
         self.ask = ask
         self.call = ask.call
-        self.base: JsonObject = {
-            "id": new_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "model": model,
-        }
+        self.base: JsonObject = {"id": new_id("msg_"), "type": "message", "role": "assistant"}
+        self.base["model"] = model
 
     def stop(self, finish: WireFinish | None, called: bool) -> JsonObject:
         reason = generate.finish_reason(finish)
@@ -221,10 +211,8 @@ class MessagesReply:
             return {"stop_reason": "tool_use", "stop_sequence": None}
         if finish is not None and finish.stop_string:
             return {"stop_reason": "stop_sequence", "stop_sequence": finish.detail}
-        return {
-            "stop_reason": "max_tokens" if reason == "length" else "end_turn",
-            "stop_sequence": None,
-        }
+        ended = "max_tokens" if reason == "length" else "end_turn"
+        return {"stop_reason": ended, "stop_sequence": None}
 
     def usage(self) -> JsonObject:
         usage = generate.usage_of(self.call.runs)
@@ -262,13 +250,9 @@ class MessagesReply:
         content += content_blocks(found)
         calls = any(kind == "call" for kind, _ in found)
         generate.observe_latency(self.call)
-        made = {
-            **self.base,
-            "content": content or [{"type": "text", "text": ""}],
-            **self.stop(choice.finish, calls),
-            "usage": self.usage(),
-        }
-        return Json({**made, **self.extension_fields()})
+        body: JsonObject = {"content": content or [{"type": "text", "text": ""}]}
+        ended = {**self.stop(choice.finish, calls), "usage": self.usage()}
+        return Json({**self.base, **body, **ended, **self.extension_fields()})
 
     async def events(self) -> AsyncIterator[bytes]:
         known = {
@@ -279,13 +263,8 @@ class MessagesReply:
             "cache_read_input_tokens": 0,
             "cache_creation_input_tokens": 0,
         }
-        start = {
-            **self.base,
-            "content": [],
-            "stop_reason": None,
-            "stop_sequence": None,
-            "usage": known,
-        }
+        start = {**self.base, "content": [], "stop_reason": None, "stop_sequence": None}
+        start["usage"] = known
         yield sse({"type": "message_start", "message": start}, "message_start")
         parser, finish, blocks = self.ask.parser(), None, BlockEvents()
         async for piece in generate.choice_deltas(self.call):
@@ -307,13 +286,8 @@ class MessagesReply:
             yield made
         generate.observe_latency(self.call)
         called = parser is not None and parser.calls > 0
-        last = {
-            "type": "message_delta",
-            "delta": self.stop(finish, called),
-            "usage": self.usage(),
-            **self.extension_fields(),
-        }
-        yield sse(last, "message_delta")
+        last = {"type": "message_delta", "delta": self.stop(finish, called), "usage": self.usage()}
+        yield sse({**last, **self.extension_fields()}, "message_delta")
         yield sse({"type": "message_stop"}, "message_stop")
 
 
@@ -361,17 +335,10 @@ class BlockEvents:
 
     def call(self, call: Any) -> list[bytes]:
         block = {"type": "tool_use", "id": call.id, "name": call.name, "input": {}}
-        out = [
-            *self.close(),
-            self._event("content_block_start", content_block=block),
-            self._event(
-                "content_block_delta",
-                delta={"type": "input_json_delta", "partial_json": call.arguments},
-            ),
-            self._event("content_block_stop"),
-        ]
-        self.number += 1
-        return out
+        delta = {"type": "input_json_delta", "partial_json": call.arguments}
+        out = [*self.close(), self._event("content_block_start", content_block=block)]
+        self.kind = "tool_use"
+        return [*out, self._event("content_block_delta", delta=delta), *self.close()]
 
     def end(self) -> list[bytes]:
         """An empty output is one empty text block."""

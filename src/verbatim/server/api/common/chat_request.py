@@ -165,9 +165,8 @@ class ChatRequest:
     def read(self, text: str) -> tuple[str, list[ParsedCall]]:
         """Split a complete output into text and tool calls."""
         found = self.pieces(text)
-        return "".join(v for kind, v in found if kind == "text"), [
-            v for kind, v in found if kind == "call"
-        ]
+        texts = [piece for kind, piece in found if kind == "text"]
+        return "".join(texts), [call for kind, call in found if kind == "call"]
 
 
 def check_tools(call: RequestContext, tools: Sequence[JsonMapping]) -> None:
@@ -188,9 +187,8 @@ def conversation(
     check_limit(field_name, len(messages), call.state.limits.max_messages, "messages are")
     if not facts.has_template:
         raise unsupported(field_name, f"{NO_TEMPLATE[facts.task]}")
-    made = template_messages(
-        messages, tools, takes_tools=facts.template_tools, takes_calls=facts.template_calls
-    )
+    takes = {"takes_tools": facts.template_tools, "takes_calls": facts.template_calls}
+    made = template_messages(messages, tools, **takes)
     for message in made:
         to_params.check_text_length(field_name, message["content"] or "", facts)
     check_reserved(body)
@@ -224,9 +222,8 @@ def continued(body: JsonObject) -> JsonObject:
     last = body["messages"][-1]
     wanted, new_turn = body.get("continue_final_message"), body.get("add_generation_prompt")
     if wanted and new_turn:
-        raise invalid(
-            "continue_final_message", "cannot be combined with add_generation_prompt: true"
-        )
+        why = "cannot be combined with add_generation_prompt: true"
+        raise invalid("continue_final_message", why)
     if wanted and last["role"] != "assistant":
         raise invalid("continue_final_message", "the last message is not one of the assistant")
     if wanted is None and new_turn is None:

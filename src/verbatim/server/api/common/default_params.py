@@ -38,12 +38,9 @@ def with_defaults(message: Generate, body: JsonMapping, state: State, protocol: 
     filled in."""
     params = default_params(state, SamplingParams.from_mapping(message.params), protocol)
     params = params.with_origins(_filled_in(params, body, state.limits.max_output_tokens, protocol))
-    return replace(
-        message,
-        params=params.to_mapping(),
-        origins=dict(params.origins),
-        report_params=bool(body.get("report_params")),
-    )
+    values, origins = params.to_mapping(), dict(params.origins)
+    reports = bool(body.get("report_params"))
+    return replace(message, params=values, origins=origins, report_params=reports)
 
 
 def _filled_in(

@@ -85,11 +85,8 @@ def translate(table: Mapping[str, Rule], body: JsonObject) -> dict[str, str]:
         if member == "json_object" and value:
             put("json_schema", place, {"type": "object"})
         elif member in STRUCTURED_OUTPUTS and value is not None:
-            put(
-                STRUCTURED_OUTPUTS[member],
-                place,
-                _schema(place, value) if member == "json" else value,
-            )
+            made = _schema(place, value) if member == "json" else value
+            put(STRUCTURED_OUTPUTS[member], place, made)
     top = body.pop("n_probs", 0) if "n_predict" not in table else 0
     if top and "top_logprobs" in table:
         put("top_logprobs", "n_probs", top)

@@ -77,10 +77,9 @@ async def choice_deltas(call: RequestContext) -> AsyncIterator[ChoiceDelta | Non
 
 def _merged(run: int, deltas: Sequence[WireDelta]) -> list[ChoiceDelta]:
     if len(deltas) == 1:  # the common case: the client keeps up
-        _, index, text, ids, finish, logprobs, explain, reasoning, count = deltas[0]
-        return [
-            ChoiceDelta(run, index, text, logprobs, explain, finish, len(ids), reasoning, count)
-        ]
+        _, at, text, ids, finish, logprobs, explain, reasoning, count = deltas[0]
+        tokens = len(ids)
+        return [ChoiceDelta(run, at, text, logprobs, explain, finish, tokens, reasoning, count)]
     out: dict[int, ChoiceDelta] = {}
     for delta in deltas:
         piece = out.setdefault(delta.choice, ChoiceDelta(run, delta.choice))
@@ -158,9 +157,8 @@ def speculation(runs: Sequence[Running]) -> JsonObject:
     if not accepted + rejected:
         return {}
     rest = {name: details[name] for name in ("mean_accepted_length", "saved_seconds")}
-    return {
-        "speculation": {"drafted_tokens": accepted + rejected, "accepted_tokens": accepted, **rest}
-    }
+    counts = {"drafted_tokens": accepted + rejected, "accepted_tokens": accepted}
+    return {"speculation": {**counts, **rest}}
 
 
 def warnings_of(call: RequestContext) -> dict[str, list[str]]:

@@ -15,9 +15,8 @@ from verbatim.server.problem import Problem
 
 def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
     if too_many_values(raw, max_values):
-        raise Problem(
-            "json_too_large", f"the body contains more than {max_values} values (--max-json-values)"
-        )
+        why = f"the body contains more than {max_values} values (--max-json-values)"
+        raise Problem("json_too_large", why)
     try:
         data = json.loads(
             raw.decode("utf-8"), parse_constant=_no_constant, object_pairs_hook=_unique_keys
@@ -34,9 +33,8 @@ def parse_json(raw: bytes, max_depth: int, max_values: int) -> Any:
         try:
             json.dumps(data, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise _json_problem(
-                _path_of_first(data, _has_surrogate), "a string contains an unpaired surrogate"
-            ) from None
+            where = _path_of_first(data, _has_surrogate)
+            raise _json_problem(where, "a string contains an unpaired surrogate") from None
     return data
 
 
@@ -64,9 +62,8 @@ def _parse_error(raw: bytes, error: ValueError) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         return Problem("invalid_json", "the body is not JSON: invalid UTF-8")
     if isinstance(error, json.JSONDecodeError):
-        return Problem(
-            "invalid_json", f"the body is not JSON: {error.msg} at character {error.pos}"
-        )
+        why = f"{error.msg} at character {error.pos}"
+        return Problem("invalid_json", f"the body is not JSON: {why}")
     why = str(error) if isinstance(error, _NotJson) else "a number that cannot be parsed"
     try:
         data = json.loads(
@@ -120,14 +117,9 @@ def _path_of_first(data: Any, wrong: Callable[[Any], bool]) -> str:
                 place, step = place
                 path.append(step)
             return format_path(path[::-1]).encode(errors="backslashreplace").decode()
-        inside = (
-            value.items()
-            if isinstance(value, dict)
-            else enumerate(value)
-            if isinstance(value, list)
-            else ()
-        )
-        waiting += reversed([((place, step), v) for step, v in inside])
+        inside = enumerate(value) if isinstance(value, list) else ()
+        members = value.items() if isinstance(value, dict) else inside
+        waiting += reversed([((place, step), v) for step, v in members])
     return ""
 
 
@@ -140,7 +132,6 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> JsonObject:
     if len(out) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise Problem(
-            "invalid_json", f"the key {twice[:40]!r} appears twice in one object", param=twice[:64]
-        )
+        why = f"the key {twice[:40]!r} appears twice in one object"
+        raise Problem("invalid_json", why, param=twice[:64])
     return out

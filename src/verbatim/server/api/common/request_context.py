@@ -164,17 +164,11 @@ class RequestContext:
         curl = self.protocol.any_content_type and "origin" not in self.request.headers
         if kind != wanted and not (curl and kind in CURL_TYPES):
             flag = "-F FIELD=VALUE" if wanted == FORM else f"-H 'Content-Type: {wanted}'"
-            raise Problem(
-                "unsupported_media_type",
-                f"send the body as {wanted}; with curl: {flag}",
-                "content-type",
-            )
+            why = f"send the body as {wanted}; with curl: {flag}"
+            raise Problem("unsupported_media_type", why, "content-type")
         if self.request.headers.get("content-encoding", "identity").strip().lower() != "identity":
-            raise Problem(
-                "unsupported_media_type",
-                "send the body as it is, without content-encoding",
-                "content-encoding",
-            )
+            why = "send the body as it is, without content-encoding"
+            raise Problem("unsupported_media_type", why, "content-encoding")
         length = self.request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > limit:
             raise Problem("body_too_large", f"the body is larger than {limit} bytes")
@@ -238,21 +232,19 @@ class RequestContext:
         return self._with_client_names(named).message
 
     def _expire(self) -> None:
+        why = f"the request took longer than {self.seconds:g} seconds"
         for running in self.runs:
             if not running.ended:
-                running.fail(
-                    Problem("timeout", f"the request took longer than {self.seconds:g} seconds")
-                )
+                running.fail(Problem("timeout", why))
                 self.state.supervisor.abort(running)
 
     def _failed(self) -> None:
         """Shorten the stream's deadline after a failure: only the error event is left to send, and
         a client that does not read must not hold the connection."""
         now = asyncio.get_running_loop().time()
-        known_slow = any(
-            run.problem is not None and run.problem.code == "slow_reader" for run in self.runs
-        )
-        end = now + (SLOW_GRACE if known_slow else WRITE_GRACE)
+        problems = (run.problem for run in self.runs if run.problem is not None)
+        slow = any(problem.code == "slow_reader" for problem in problems)
+        end = now + (SLOW_GRACE if slow else WRITE_GRACE)
         if self.deadline is not None and not self.deadline.expired():
             self.deadline.reschedule(min(self.deadline.when() or end, end))
 
@@ -280,9 +272,8 @@ class RequestContext:
 
         Returns after a keep-alive interval even if the request still queues: the client then gets
         its 200 and keep-alives, and a later rejection is an error event."""
-        await self._unless_disconnected(
-            self._all(Running.wait_accepted), self.state.settings.keepalive_seconds
-        )
+        seconds = self.state.settings.keepalive_seconds
+        await self._unless_disconnected(self._all(Running.wait_accepted), seconds)
 
     async def results(self, kind: type[R]) -> list[R]:
         """The results of all messages, in order; each is of type `kind`."""
@@ -353,6 +344,7 @@ def sse(data: Any, event: str | None = None) -> bytes:
     return head + b"data: " + dumps(data) + b"\n\n"
 
 
+BODY = {"type": "http.response.body"}
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 
@@ -374,11 +366,8 @@ class EventStream(Response):
         failed: Callable[[Problem], bytes] = error_event,
         media_type: str = "text/event-stream",
     ) -> None:
-        super().__init__(
-            None,
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
-            media_type=media_type,
-        )
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(None, headers=headers, media_type=media_type)
         del self.headers["content-length"]
         self._call = call
         self._events = events
@@ -390,16 +379,13 @@ class EventStream(Response):
         left = self._call.arrived + limits.request_seconds + WRITE_GRACE - state.clock()
         try:
             async with asyncio.timeout(max(left, WRITE_GRACE)) as self._call.deadline:
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                )
+                head = {"status": 200, "headers": self.raw_headers}
+                await send({"type": "http.response.start", **head})
                 # Bypass the middleware that only inspects response headers.
                 send_body = scope.get("verbatim.send", send)
                 while (piece := await self._next()) is not None:
-                    await send_body(
-                        {"type": "http.response.body", "body": piece, "more_body": True}
-                    )
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await send_body({**BODY, "body": piece, "more_body": True})
+                await send({**BODY, "body": b"", "more_body": False})
         except (TimeoutError, ClientDisconnected):  # the client does not read: cut the connection
             if "verbatim.abort" in scope:
                 scope["verbatim.abort"]()
@@ -436,9 +422,7 @@ class Chunks:
     def __init__(self, head: JsonObject, tail: JsonObject) -> None:
         self._held = b""  # without its closing brace
         self._before = b"data: " + dumps(head)[:-1] + b',"choices":['
-        self._after = b"".join(
-            b"," + dumps(name) + b":" + dumps(value) for name, value in tail.items()
-        )
+        self._after = _members(tail)
 
     def add(
         self, choice: JsonObject, padding: str | None = None, usage: dict[str, int] | None = None
@@ -455,11 +439,11 @@ class Chunks:
 
     def end(self, **more: Any) -> list[bytes]:
         """The chunk held back, if any, with further fields."""
-        fields = b"".join(b"," + dumps(name) + b":" + dumps(v) for name, v in more.items())
-        return [self._held + fields + b"}\n\n"] if self._held else []
+        return [self._held + _members(more) + b"}\n\n"] if self._held else []
 
 
-Handler = Callable[[RequestContext], Awaitable[Response]]
+def _members(fields: JsonObject) -> bytes:
+    return b"".join(b"," + dumps(name) + b":" + dumps(value) for name, value in fields.items())
 
 
 def to_problem(error: BaseException, call_id: str) -> Problem:

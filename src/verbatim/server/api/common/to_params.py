@@ -108,11 +108,8 @@ def with_client_names(
         field_name = f"{names.get('messages', 'messages')}[].name"
     elif problem.param and (place := MESSAGE_KEY(problem.param)):
         index = int(place[1]) - shift
-        field_name = (
-            places[index]
-            if index < len(places)
-            else f"messages[{index}].{names.get(f'messages.{place[2]}', place[2])}"
-        )
+        key = names.get(f"messages.{place[2]}", place[2])
+        field_name = places[index] if index < len(places) else f"messages[{index}].{key}"
     if not field_name or field_name == problem.param:
         return problem
     message = problem.message.replace(f"{problem.param}:", f"{field_name}:", 1)
@@ -126,9 +123,8 @@ def wants_logit_rows(body: JsonMapping, params: JsonMapping, prompts: int = 1) -
     if not params.get("explain") or not params.get("receipt"):
         raise invalid("explain_rows", "needs explain and receipt: true")
     if SamplingParams.from_mapping(params).width * prompts > 1:
-        raise invalid(
-            "explain_rows", "needs one prompt and one choice; leave out n, best_of and num_beams"
-        )
+        why = "needs one prompt and one choice; leave out n, best_of and num_beams"
+        raise invalid("explain_rows", why)
     return True
 
 
@@ -159,11 +155,8 @@ def _check_limits(values: JsonMapping, limits: Limits, facts: ModelFacts, prompt
         check_limit("stop", len(stop), limits.max_stop, "strings are")
     for name in ("n", "best_of", "num_beams"):
         if (values.get(name) or 1) * prompts > limits.max_width:
-            times = f" times {prompts} prompts" if prompts > 1 else ""
-            raise invalid(
-                name,
-                f"{values.get(name, 1)}{times} is above this server's limit of {limits.max_width}",
-            )
+            asked = f"{values.get(name, 1)}" + (f" times {prompts} prompts" if prompts > 1 else "")
+            raise invalid(name, f"{asked} is above this server's limit of {limits.max_width}")
     for name in STRUCTURE:
         value = values.get(name, "")
         text = value if isinstance(value, str) else json.dumps(value)
@@ -198,8 +191,5 @@ def check_text_length(name: str, text: str, facts: ModelFacts) -> None:
     times the context."""
     max_bytes = facts.context * facts.longest_token
     if len(text) > max_bytes or len(text.encode()) > max_bytes:
-        raise Problem(
-            "context_length_exceeded",
-            f"{name}: the text has more bytes than {facts.context} tokens of this model can hold",
-            name,
-        )
+        why = f"the text has more bytes than {facts.context} tokens of this model can hold"
+        raise Problem("context_length_exceeded", f"{name}: {why}", name)

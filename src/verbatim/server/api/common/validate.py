@@ -35,11 +35,8 @@ def check(route: ApiRoute, data: Any) -> tuple[JsonObject, RequestBody]:
     for name, value in data.items():
         rule = table.get(name)
         if rule is None:
-            raise Problem(
-                "unknown_parameter",
-                f"{name[:64]}: {route.path} has no such field{suggestion(name, table)}",
-                param=name[:64],
-            )
+            why = f"{name[:64]}: {route.path} has no such field{suggestion(name, table)}"
+            raise Problem("unknown_parameter", why, param=name[:64])
         if value is None:
             continue
         if rule.kind == "refused" and not rule.holds(value):
@@ -67,15 +64,11 @@ def check_query(route: ApiRoute, pairs: Sequence[tuple[str, str]]) -> dict[str, 
     known = route.queries
     given: dict[str, str] = {}
     for name, value in pairs:
-        rule = known.get(
-            "metadata[KEY]" if name.startswith("metadata[") and name.endswith("]") else name
-        )
+        metadata = name.startswith("metadata[") and name.endswith("]")
+        rule = known.get("metadata[KEY]" if metadata else name)
         if rule is None:
-            raise Problem(
-                "unknown_parameter",
-                f"{name[:64]}: {route.method} {route.path} has no such parameter",
-                param=name[:64],
-            )
+            why = f"{name[:64]}: {route.method} {route.path} has no such parameter"
+            raise Problem("unknown_parameter", why, param=name[:64])
         if name in given:
             raise invalid(name[:64], "is given twice")
         if re.fullmatch(rule.pattern, value, re.DOTALL) is None:
@@ -87,11 +80,8 @@ def check_query(route: ApiRoute, pairs: Sequence[tuple[str, str]]) -> dict[str, 
 def _without_nulls(value: Any, depth: int = 3) -> Any:
     """Drop nulls in messages: clients send earlier output back with "refusal": null."""
     if isinstance(value, dict):
-        return {
-            k: _without_nulls(v, depth - 1) if depth else v
-            for k, v in value.items()
-            if v is not None
-        }
+        kept = {k: v for k, v in value.items() if v is not None}
+        return {k: _without_nulls(v, depth - 1) for k, v in kept.items()} if depth else kept
     if isinstance(value, list) and depth:
         return [_without_nulls(v, depth - 1) for v in value]
     return value

@@ -88,11 +88,8 @@ def body_problem(error: ValidationError, data: Any, body: type[RequestBody]) -> 
     if chosen["type"] in ("missing", "union_tag_not_found"):
         return Problem("missing_parameter", f"{param}: is required", param=param)
     if chosen["type"] == "extra_forbidden":
-        near = ""
-        if path[:-1] == ["options"]:
-            near = suggestion(
-                str(path[1]), getattr(member_model(body, "options"), "model_fields", ())
-            )
+        known = getattr(member_model(body, "options"), "model_fields", ())
+        near = suggestion(str(path[1]), known) if path[:-1] == ["options"] else ""
         return Problem("unknown_parameter", f"{param}: unknown field{near}", param=param)
     accepted = _accepted([e for where, e in paths if where == path], chosen)
     instead = INSTEAD.get(str(chosen["input"]), "") if path[-1:] == ["type"] else ""
@@ -165,9 +162,8 @@ def _media_at(path: Sequence[str | int], data: Any) -> tuple[str, str] | None:
         part = isinstance(here, list)
         here = here[step] if part else here.get(step)  # None: a missing key, which is the last step
         if part and isinstance(here, dict) and here.get("type") in MEDIA:
-            return format_path(
-                path[: i + 1]
-            ), f"{'an' if here['type'][0] in 'aeiou' else 'a'} {here['type']}"
+            article = "an" if here["type"][0] in "aeiou" else "a"
+            return format_path(path[: i + 1]), f"{article} {here['type']}"
         if step == "images" and here:
             return format_path(path[: i + 1]), "a list of images"
     return None

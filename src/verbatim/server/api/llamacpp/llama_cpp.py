@@ -8,6 +8,7 @@ takes it: the text of a control token is that token, unless parse_special is fal
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
@@ -135,14 +136,9 @@ class LlamaReply:
         (done,) = await self.call.results(Generated)
         choice = done.choices[0]
         ids = list(choice.token_ids) if self.body.return_tokens else []
-        return Json.of(
-            index=0,
-            content=choice.text,
-            tokens=ids,
-            stop=True,
-            **self.closing(choice.finish),
-            **self.probabilities(choice.logprobs),
-        )
+        made = {"index": 0, "content": choice.text, "tokens": ids, "stop": True}
+        more = self.probabilities(choice.logprobs)
+        return Json({**made, **self.closing(choice.finish), **more})
 
     async def events(self) -> AsyncIterator[bytes]:
         finish: WireFinish | None = None
@@ -182,15 +178,9 @@ async def embedding(call: RequestContext) -> Response:
     call.served_model()
     results = await embed(call, "content", body.content, truncate=body.truncate)
     plain = body.embd_normalize == -1
-    return Json(
-        [
-            {
-                "index": i,
-                "embedding": [r.embedding or [] if plain else unit_vector(r.embedding or [], None)],
-            }
-            for i, r in enumerate(results)
-        ]
-    )
+    found = [r.embedding or [] for r in results]
+    vectors = found if plain else [unit_vector(vector, None) for vector in found]
+    return Json([{"index": i, "embedding": [vector]} for i, vector in enumerate(vectors)])
 
 
 async def apply_template(call: RequestContext) -> Response:
@@ -200,9 +190,8 @@ async def apply_template(call: RequestContext) -> Response:
     tools = call.given.get("tools", [])
     check_tools(call, tools)
     messages, template = conversation(call, continued(call.given), tools, {})
-    call.submit(
-        Tokenize(call.next_id(), call.tenant, messages=messages, template=template, render=True)
-    )
+    message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)
+    call.submit(replace(message, render=True))
     (done,) = await call.results(Detokenized)
     return Json({"prompt": done.text, **generate.warnings_of(call)})
 

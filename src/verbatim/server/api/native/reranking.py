@@ -19,11 +19,9 @@ def _check_copies(query: str, documents: int, max_body_bytes: int) -> None:
     128 copies of a query that fills the body would be a gigabyte."""
     size, limit = len(query.encode()), MAX_QUERY_BODIES * max_body_bytes
     if size * documents > limit:
-        raise invalid(
-            "query",
-            f"{size} bytes times {documents} documents are above {limit}; shorten the query "
-            "or send fewer documents in one request",
-        )
+        remedy = "shorten the query or send fewer documents in one request"
+        why = f"{size} bytes times {documents} documents are above {limit}"
+        raise invalid("query", f"{why}; {remedy}")
 
 
 async def rerank(call: RequestContext) -> Response:
@@ -31,12 +29,12 @@ async def rerank(call: RequestContext) -> Response:
     body = await call.body(Rerank)
     model = call.served_model()
     if call.state.facts.task != "rerank":
-        raise unsupported(
-            "model",
-            f"{model} is no cross-encoder, so it cannot score a query and a document; "
+        remedy = (
             "use a model whose architecture ends in ForSequenceClassification with one label, such "
-            "as ms-marco-minilm (91 MB)",
+            "as ms-marco-minilm (91 MB)"
         )
+        why = f"{model} is no cross-encoder, so it cannot score a query and a document"
+        raise unsupported("model", f"{why}; {remedy}")
     documents = [d if isinstance(d, str) else d.text for d in body.documents]
     named = [("query", body.query), *((f"documents[{i}]", d) for i, d in enumerate(documents))]
     check_limit("documents", len(documents), call.state.limits.max_prompts, "are")
@@ -48,9 +46,8 @@ async def rerank(call: RequestContext) -> Response:
     results = await run_embeddings(call, [{**pair, "document": document} for document in documents])
     scores = [(done.embedding or [0.0])[0] for done in results]
     order = sorted(range(len(scores)), key=lambda i: -scores[i])  # stable: ties in order
-    rows: list[JsonObject] = [
-        {"index": i, "relevance_score": scores[i]} for i in order[: body.top_n]
-    ]
+    best = order[: body.top_n]
+    rows: list[JsonObject] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents:
         for row in rows:
             row["document"] = {"text": documents[row["index"]]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from starlette.responses import Response
 
@@ -42,9 +43,8 @@ async def score(call: RequestContext) -> Response:
     state = call.state
     params = to_params.finish_params(values, state, prompts=len(prompts), names=names)
     for prompt in prompts:
-        call.submit(
-            Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse)
-        )
+        message = Generate(call.next_id(), call.tenant, params, False, prompt, parse_special=parse)
+        call.submit(message)
     results = await call.results(Generated)
     observe_latency(call)
     return Json.of(
@@ -91,9 +91,8 @@ async def tokenize(call: RequestContext) -> Response:
         alone = body.prompt in call.state.facts.special_tokens.values()
         parse = given.get("parse_special", alone)
         special = given.get("add_special_tokens", True)
-        message = Tokenize(
-            call.next_id(), call.tenant, body.prompt, add_special=special, parse_special=parse
-        )
+        message = Tokenize(call.next_id(), call.tenant, body.prompt, add_special=special)
+        message = replace(message, parse_special=parse)
     else:
         messages, template = conversation(call, continued(given), [], {})
         message = Tokenize(call.next_id(), call.tenant, messages=messages, template=template)

@@ -86,14 +86,11 @@ def messages_of(rows: list[JsonObject]) -> list[JsonObject]:
         made: JsonObject = {"role": row["role"], "content": row.get("content", "")}
         made |= {"name": row["name"]} if "name" in row else {}
         if row.get("tool_calls"):
-            made["tool_calls"] = [
-                tool_call(
-                    c.get("id") or new_id("call_"),
-                    c["function"]["name"],
-                    json.dumps(c["function"]["arguments"], ensure_ascii=False),
-                )
-                for c in row["tool_calls"]
-            ]
+            made["tool_calls"] = []
+            for call in row["tool_calls"]:
+                name, arguments = call["function"]["name"], call["function"]["arguments"]
+                text = json.dumps(arguments, ensure_ascii=False)
+                made["tool_calls"].append(tool_call(call.get("id") or new_id("call_"), name, text))
         if "thinking" in row:
             made["reasoning_content"] = row["thinking"]
         if row["role"] == "tool":
@@ -121,11 +118,8 @@ async def load_only(call: RequestContext, body: JsonObject, model: str, empty: A
     if is_zero(body.get("keep_alive")):
         pool = call.state.pool
         if pool is None:
-            raise unsupported(
-                "keep_alive",
-                "this server has one model and does not unload it; stop the server to"
-                " free the memory",
-            )
+            why = "this server has one model and does not unload it"
+            raise unsupported("keep_alive", f"{why}; stop the server to free the memory")
         base = pool.adapters.get(model, model)  # an adapter is unloaded with its model
         if pool.models[base].pinned:
             raise invalid("keep_alive", "the model is pinned (--pin) and is not unloaded")
@@ -224,12 +218,8 @@ def structure(body: JsonObject) -> JsonObject:
         return {}
     if form == "json":
         return {"response_format": {"type": "json_object"}}
-    return {
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "format", "schema": form},
-        }
-    }
+    schema = {"name": "format", "schema": form}
+    return {"response_format": {"type": "json_schema", "json_schema": schema}}
 
 
 def chat_fields(body: JsonObject) -> JsonObject:

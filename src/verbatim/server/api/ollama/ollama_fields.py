@@ -32,14 +32,9 @@ from verbatim.server.api.common.schemas import (
 
 # Ollama option -> SamplingParams field, where both have the same range
 OLLAMA_PARAMS = {
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "typical_p": "typical_p",
+    **{n: n for n in ("temperature", "top_k", "top_p", "min_p", "typical_p")},
     "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
+    **{n: n for n in ("presence_penalty", "frequency_penalty")},
 }
 
 

@@ -33,10 +33,8 @@ MAKE_ROOM = """DELETE FROM items WHERE rowid = (SELECT min(rowid) FROM items WHE
 def files_store(call: RequestContext) -> Store:
     """The store, if it is on disk."""
     if call.state.store.folder is None:
-        raise Problem(
-            "invalid_request",
-            "files and batches are kept on disk only; start the server with --state-dir DIR",
-        )
+        why = "files and batches are kept on disk only; start the server with --state-dir DIR"
+        raise Problem("invalid_request", why)
     return call.state.store
 
 
@@ -84,9 +82,8 @@ async def upload(call: RequestContext) -> Response:
     name, expires = item["object"]["id"], item["object"]["expires_at"]
     lines = await asyncio.to_thread(lambda: list(enumerate(io.BytesIO(content), 1)))
     rows = (("INSERT INTO lines VALUES (?, ?, ?)", name, n, line) for n, line in lines)
-    if not await store.put(
-        call.tenant, "file", name, item, *rows, expires=expires, limit=limits.max_files
-    ):
+    most = limits.max_files
+    if not await store.put(call.tenant, "file", name, item, *rows, expires=expires, limit=most):
         why = f"this key has {limits.max_files} files (--max-files); delete one first"
         raise invalid("file", why)
     return Json(item["object"])

@@ -88,11 +88,8 @@ class ChatReply:
 
     def _choice(self, choice: WireChoice) -> JsonObject:
         text, calls = self.ask.read(choice.text)
-        message: JsonObject = {
-            "role": "assistant",
-            "content": text if text.strip() or not calls else None,
-            "refusal": None,
-        }
+        content = text if text.strip() or not calls else None
+        message: JsonObject = {"role": "assistant", "content": content, "refusal": None}
         if choice.reasoning and self.with_reasoning:
             message["reasoning_content"] = choice.reasoning
         if calls:
@@ -149,9 +146,8 @@ class ChatReply:
             deltas.append({"reasoning_content": piece.reasoning})
         parser = parsers[piece.index]
         if parser is None:
-            deltas += (
-                [{"content": piece.text}] if piece.text or piece.logprobs or piece.explain else []
-            )
+            shown = piece.text or piece.logprobs or piece.explain
+            deltas += [{"content": piece.text}] if shown else []
         else:
             before = parser.calls
             found = parser.push(piece.text)
@@ -161,19 +157,15 @@ class ChatReply:
             # The parser holds the text back, but its log-probabilities are sent at once.
             if not found and (piece.logprobs or piece.explain):
                 deltas.append({"content": ""})
-        out: list[JsonObject] = [
-            {"index": piece.index, "delta": d, "logprobs": None, "finish_reason": None}
-            for d in deltas
-        ]
+        blank = {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": None}
+        out: list[JsonObject] = [{**blank, "delta": d} for d in deltas]
         if self.with_logprobs and piece.logprobs:
             out[-1]["logprobs"] = self._logprobs(piece.logprobs)
         if piece.explain:
             out[-1]["explain"] = piece.explain
         if piece.finish is not None:
             reason = reason_with_calls(piece.finish, parser is not None and parser.calls > 0)
-            out.append(
-                {"index": piece.index, "delta": {}, "logprobs": None, "finish_reason": reason}
-            )
+            out.append({**blank, "finish_reason": reason})
         return out
 
 

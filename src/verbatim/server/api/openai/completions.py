@@ -46,9 +46,8 @@ class StreamExtras(NamedTuple):
 def check_streamed_width(call: RequestContext) -> None:
     given = call.given
     if given.get("stream") and (given.get("best_of") or 1) > given.get("n", 1):
-        raise invalid(
-            "best_of", "cannot be streamed, because the best choice is known only at the end"
-        )
+        why = "cannot be streamed, because the best choice is known only at the end"
+        raise invalid("best_of", why)
 
 
 def stream_options(stream: bool | None, options: StreamOptions | None) -> StreamExtras:
@@ -82,9 +81,8 @@ class CompletionsReply:
         self.params: JsonObject = {}
         self.prompt_params: list[JsonObject] = []  # params of each prompt
         self.seed_per_prompt = False
-        self.n = call.given.get("num_return_sequences") or (
-            1 if call.given.get("num_beams", 1) > 1 else call.given.get("n", 1)
-        )
+        beams = call.given.get("num_beams", 1) > 1
+        self.n = call.given.get("num_return_sequences") or (1 if beams else call.given.get("n", 1))
         self.places: dict[tuple[int, int], generate.TokenOffsets] = {}
 
     def prepare(self) -> None:
@@ -136,24 +134,18 @@ class CompletionsReply:
         """Log-probabilities of the echoed prompt; empty lists without echo. A prompt of token ids
         is shown with its control tokens; a text prompt without those that the tokenizer adds."""
         assert self.top is not None
-        items, prompt, facts = (
-            done.prompt_logprobs if self.echo else [],
-            self.prompts[run],
-            self.call.state.facts,
-        )
-        places = generate.TokenOffsets(
-            facts, skip_special=isinstance(prompt, str) and not self.parse, start=True
-        )
+        items = done.prompt_logprobs if self.echo else []
+        prompt, facts = self.prompts[run], self.call.state.facts
+        skip = isinstance(prompt, str) and not self.parse
+        places = generate.TokenOffsets(facts, skip_special=skip, start=True)
         # With parse_special the prompt's own control tokens are visible; those added before it
         # are not.
         if self.parse and isinstance(prompt, str):
-            typed = (
-                n
-                for n, item in enumerate(items)
-                if item.token not in facts.control
-                or prompt.startswith(generate.token_text(item.raw))
-            )
-            places.unseen = next(typed, len(items))
+            added = [
+                item.token in facts.control and not prompt.startswith(generate.token_text(item.raw))
+                for item in items
+            ]
+            places.unseen = added.index(False) if False in added else len(items)
         return generate.completion_logprobs(items, self.top, places)
 
     def output_offsets(self, before: int = 0) -> generate.TokenOffsets:
@@ -163,11 +155,10 @@ class CompletionsReply:
 
     async def full_response(self) -> Response:
         results = await self.call.results(Generated)
-        choices = [
-            self.choice(number, choice, done, self.call.runs[number].text)
-            for number, done in enumerate(results)
-            for choice in done.choices
-        ]
+        choices = []
+        for number, done in enumerate(results):
+            echo = self.call.runs[number].text
+            choices += [self.choice(number, choice, done, echo) for choice in done.choices]
         generate.observe_latency(self.call)
         return Json.of(
             **self.head,

@@ -17,18 +17,12 @@ async def embeddings(call: RequestContext) -> Response:
     """One embedding vector per prompt (LLM.embed), normalised to length 1 as OpenAI does."""
     body = await call.body(Embeddings)
     model = call.served_model()
+    length, cut, prompt = body.dimensions, body.truncate, body.prompt_name
     results = await embed(
-        call,
-        "input",
-        body.input,
-        dimensions=body.dimensions,
-        truncate=body.truncate,
-        prompt_name=body.prompt_name,
+        call, "input", body.input, dimensions=length, truncate=cut, prompt_name=prompt
     )
-    data = [
-        {"object": "embedding", "index": i, "embedding": _spell_vector(r.embedding or [], body)}
-        for i, r in enumerate(results)
-    ]
+    vectors = [_spell_vector(done.embedding or [], body) for done in results]
+    data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(vectors)]
     return Json.of(
         object="list", data=data, model=model, usage=prompt_usage(results), **extra_fields(call)
     )

@@ -57,13 +57,8 @@ def chat_messages(items: Any) -> tuple[list[JsonObject], list[str]]:
                 out.append({"role": "assistant", "content": ""})
             out[-1].setdefault("tool_calls", []).append(call)
         else:
-            out.append(
-                {
-                    "role": "tool",
-                    "content": plain_text(item["output"]),
-                    "tool_call_id": item["call_id"],
-                }
-            )
+            result = plain_text(item["output"])
+            out.append({"role": "tool", "content": result, "tool_call_id": item["call_id"]})
         reasoning = kind == "reasoning"
         if len(places) < len(out):
             places.append(f"input[{index}]")
@@ -160,13 +155,8 @@ def input_rows(body: JsonObject) -> list[JsonObject]:
         made = {"id": new_id("msg_"), "type": "message", **row}
         if made["type"] == "message":
             kind = "output_text" if made["role"] == "assistant" else "input_text"
-            made["content"] = [
-                {
-                    "type": kind,
-                    "text": plain_text(made["content"]),
-                    **({"annotations": []} if kind == "output_text" else {}),
-                }
-            ]
+            more: JsonObject = {"annotations": []} if kind == "output_text" else {}
+            made["content"] = [{"type": kind, "text": plain_text(made["content"]), **more}]
             made.setdefault("status", "completed")
         out.append(made)
     return out

@@ -98,19 +98,10 @@ class ResponsesReply:
     def message(
         self, text: str, logprobs: Sequence[WireLogprob], status: str = "completed"
     ) -> JsonObject:
-        part = {
-            "type": "output_text",
-            "text": text,
-            "annotations": [],
-            "logprobs": self.logprobs(logprobs),
-        }
-        return {
-            "id": new_id("msg_"),
-            "type": "message",
-            "role": "assistant",
-            "status": status,
-            "content": [part],
-        }
+        part: JsonObject = {"type": "output_text", "text": text, "annotations": []}
+        part["logprobs"] = self.logprobs(logprobs)
+        made = {"id": new_id("msg_"), "type": "message", "role": "assistant"}
+        return {**made, "status": status, "content": [part]}
 
     def logprobs(self, items: Sequence[WireLogprob]) -> list[JsonObject]:
         return chat_logprobs(items, self.body.get("top_logprobs", 0))
@@ -118,12 +109,10 @@ class ResponsesReply:
     async def finished(self, finish: WireFinish | None) -> JsonObject:
         """The final response object: completed, or incomplete when a token limit ended it."""
         usage = usage_of(self.call.runs)
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
         spelled_usage = {
             "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {
-                "cached_tokens": usage["prompt_tokens_details"]["cached_tokens"],
-                "cache_write_tokens": 0,
-            },
+            "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
             "output_tokens": usage["completion_tokens"],
             "output_tokens_details": usage["completion_tokens_details"],
             "total_tokens": usage["total_tokens"],
@@ -179,11 +168,5 @@ def reasoning_item(text: str, status: str) -> JsonObject:
 
 
 def function_call_item(call: Any, status: str) -> JsonObject:
-    return {
-        "id": new_id("fc_"),
-        "type": "function_call",
-        "call_id": call.id,
-        "name": call.name,
-        "arguments": call.arguments,
-        "status": status,
-    }
+    called = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+    return {"id": new_id("fc_"), "type": "function_call", **called, "status": status}

@@ -11,12 +11,8 @@ from verbatim.server.api.common.request_context import Json, RequestContext
 
 
 def _model(call: RequestContext, name: str) -> JsonObject:
-    out: JsonObject = {
-        "id": name,
-        "object": "model",
-        "created": call.state.started,
-        "owned_by": "verbatim",
-    }
+    out: JsonObject = {"id": name, "object": "model", "created": call.state.started}
+    out["owned_by"] = "verbatim"
     facts = call.state.facts_of(name)
     pool = call.state.pool
     parents = dict.fromkeys(call.state.settings.adapter_names, call.state.names()[0])
