@@ -78,7 +78,7 @@ function leadersOf({ id, record, forced }) {
   if (typeof record?.score !== "number" || record.temperature === 0) return [];
   const known = record.top.filter((c) => c.score !== null);
   const missing = !forced && !known.some((c) => c.id === id);
-  if (missing) known.push({ id, score: record.score, noise: noiseOf(keyFromHex(record.key), record.position, id) });
+  if (missing) known.push({ id, score: record.score, noise: noiseOf(keyFromHex(record.key), record.position + 2 ** 32 * (record.denoising_step ?? 0), id) });
   return known.sort((a, b) => b.score - a.score || a.id - b.id);
 }
 
@@ -101,6 +101,26 @@ function loop(branch, index, step) {
       <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
     <li class="append"><h3>${term("append")}</h3><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
   </ol>`;
+}
+
+// The block of a diffusion model around a token, one line per denoising step: what was decided, and
+// with which confidence; the other positions are masked again.
+function canvas(branch, index) {
+  const { record, segment } = branch.tokens[index], blocks = state.info.diffusion;
+  if (!blocks || record?.denoising_step === undefined) return nothing;
+  const length = segment.params.block_length ?? (blocks.block || branch.tokens.length);
+  const origin = blocks.behind_prompt ? record.prompt_len : 0;
+  const blockOf = (r) => Math.floor((r.position - origin) / length);
+  const cells = branch.tokens.filter((t) => t.record?.denoising_step !== undefined && blockOf(t.record) === blockOf(record));
+  const steps = 1 + Math.max(...cells.map((t) => t.record.denoising_step));
+  const cell = (t, step) => {
+    const made = t.record.denoising_step, sure = percent(Math.exp(t.record.confidence));
+    if (made > step) return html`<td class="quiet" title="masked">▒</td>`;
+    return html`<td class=${made === step ? "drawn" : ""} title=${`step ${made + 1}, confidence ${sure}`}><q>${state.vocab.show(t.id)}</q>${made === step ? html`<small>${sure}</small>` : nothing}</td>`;
+  };
+  return html`<section class="card" aria-label="the canvas"><h2>${term("The canvas")} <small>one block, step by step</small></h2>
+    <table class="canvas"><tbody>${Array.from({ length: steps }, (_, step) => html`<tr><th scope="row">${step + 1}</th>${cells.map((t) => cell(t, step))}</tr>`)}</tbody></table>
+    <small>${count(cells.length)} tokens in ${count(steps)} passes; remasking: ${segment.params.remasking ?? "the model’s"}</small></section>`;
 }
 
 // the most likely candidates; under a grammar that cuts all of them also the first it allows
@@ -191,7 +211,7 @@ function forward() {
 export function inspector() {
   const branch = current(), index = state.selected;
   if (!branch?.tokens[index]) return nothing;
-  return html`<section class="card" aria-label="candidates"><h2>${term("Candidates")} <small>the model's own distribution</small></h2>${candidates(branch, index, step)}</section>
+  return html`${canvas(branch, index)}<section class="card" aria-label="candidates"><h2>${term("Candidates")} <small>the model's own distribution</small></h2>${candidates(branch, index, step)}</section>
     ${step
       ? html`${sliders(branch, index, step)}
         <section class="card funnel" aria-label="the funnel"><h2>${term("The funnel")} <small>what each stage leaves</small></h2>

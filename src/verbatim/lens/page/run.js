@@ -288,7 +288,7 @@ export async function rowOf(branch, index, { rest = false, changes = {} } = {}) 
   if (known && (known.whole || !rest)) return known;
   if (state.offline) return known ?? null;
   const data = await stepOf(branch, index, { rest, changes });
-  const row = new Row(data);
+  const row = new Row({ ...data, denoising_step: token.record?.denoising_step });
   if (known) known.fill(data.row, data.row_type);
   else state.rows.set(key, row);
   return known ?? row;

@@ -77,6 +77,7 @@ class Inspector:
         engine, backend = self._engine, self._engine.loaded.backend
         info, spec = backend.info, backend.spec
         card, limits = cost_of(engine)
+        blocks = spec.diffusion
         return {
             "model": engine.loaded.name,
             "digest": engine.loaded.digest,
@@ -91,6 +92,8 @@ class Inspector:
             "hidden": spec.hidden,
             "has_template": engine.has_template,
             "speculate": engine.config.speculate,
+            "diffusion": blocks
+            and {"block": blocks.block, "behind_prompt": blocks.full or blocks.causal},
             "step_tokens": engine.config.step_tokens,
             "block_size": backend.block_size,
             "weight_bytes": int(card.read_bytes()),
