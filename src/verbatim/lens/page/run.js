@@ -287,8 +287,10 @@ export async function rowOf(branch, index, { rest = false, changes = {} } = {}) 
   const known = state.rows.get(key);
   if (known && (known.whole || !rest)) return known;
   if (state.offline) return known ?? null;
+  if (token.record?.denoising_step !== undefined)
+    throw new Error("The logits of a denoising step belong to the masks of that moment, and are not computed again. The receipt replays the whole answer.");
   const data = await stepOf(branch, index, { rest, changes });
-  const row = new Row({ ...data, denoising_step: token.record?.denoising_step });
+  const row = new Row(data);
   if (known) known.fill(data.row, data.row_type);
   else state.rows.set(key, row);
   return known ?? row;

@@ -17,8 +17,6 @@ export class Row {
   constructor(data) {
     this.data = data;
     this.position = data.position;
-    // what the noise counts: the position, and the denoising step of a diffusion model
-    this.counter = data.position + 2 ** 32 * (data.denoising_step ?? 0);
     this.vocab = data.vocab;
     this.key = keyFromHex(data.key);
     this.sigma = data.sigma;
@@ -50,7 +48,7 @@ export class Row {
   // the noise of every id under a key; the last key is kept
   noise(key = this.key) {
     if (this._noise?.key !== key) {
-      const values = allNoise(key, this.counter, this.vocab);
+      const values = allNoise(key, this.position, this.vocab);
       let most = -Infinity, beyond = most; // the largest noise; of an id that is no candidate
       const known = new Set(this.tail ? this.ids : []);
       for (let id = 0; id < this.vocab; id++) {
@@ -221,7 +219,7 @@ const STAGES = {
   },
   xtc_probability(live, { xtc_probability, xtc_threshold }, key) {
     if (!(xtc_probability > 0)) return false;
-    if (!(chance(key, live.row.counter) < xtc_probability)) return true;
+    if (!(chance(key, live.row.position) < xtc_probability)) return true;
     const masses = live.masses();
     const [few, many] = live.totals().map((total) => {
       const floor = xtc_threshold * Number(total);

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
@@ -126,6 +126,10 @@ class Inspector:
         """The report of one step. `row`: the raw float32 logits that follow prompt + output."""
         wanted = SamplingParams.from_mapping(params)
         request = self._engine.core.request(prompt, wanted)
+        if request.canvas is not None:
+            raise UnsupportedError(
+                "output", "a step of a diffusion model depends on masks, which no output tells"
+            )
         raw = as_row(np.frombuffer(row, "<f4"))
         state, stages, cut = self._before_temperature(raw, request, output, choice)
         return step_report(raw, state, stages, cut, rest)
