@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "examples"))  # lens_pictures: a server and a browser
@@ -55,9 +54,9 @@ def step(name: str) -> Iterator[None]:
     print(f"{name:28} {RESULTS[name]:7.2f} s", flush=True)
 
 
-def environment(folder: Path, name: str) -> Path:
+def environment(python: str, folder: Path, name: str) -> Path:
     with step(f"python -m venv ({name})"):
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        subprocess.run([python, "-m", "venv", str(folder)], check=True)
     return folder / "bin"
 
 
@@ -97,10 +96,10 @@ def page(url: str) -> None:
             shown.wait_for_selector("body:not(:has(.assistant[aria-busy=true]))")
 
 
-def wheel(folder: Path, file: Path) -> None:
+def wheel(python: str, folder: Path, file: Path) -> None:
     from lens_pictures import start_server
 
-    bin = environment(folder / "wheel", "wheel")
+    bin = environment(python, folder / "wheel", "wheel")
     with step("pip install, core"):
         install(bin, str(file))
     with step("pip install, extras"):
@@ -117,22 +116,20 @@ def wheel(folder: Path, file: Path) -> None:
         server.communicate()
 
 
-def checkout(folder: Path) -> None:
+def checkout(python: str, folder: Path) -> None:
     clone, home = folder / "clone", folder / "home"
     home.mkdir()
     subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("VERBATIM_")}
     clean |= {"HOME": str(home), "CCACHE_DISABLE": "1", "PIP_NO_CACHE_DIR": "1"}
     with step("make run, fresh clone"):
-        subprocess.run(
-            ["make", "run", f"PYTHON={sys.executable}"], cwd=clone, env=clean, check=True
-        )
+        subprocess.run(["make", "run", f"PYTHON={python}"], cwd=clone, env=clean, check=True)
     with step("make run, again"):
         subprocess.run(["make", "run"], cwd=clone, env=clean, check=True)
 
 
-def rival(folder: Path, model: Path) -> None:
-    bin = environment(folder / "rival", RIVAL)
+def rival(python: str, folder: Path, model: Path) -> None:
+    bin = environment(python, folder / "rival", RIVAL)
     with step(f"pip install {RIVAL}"):
         install(bin, RIVAL)
     words = [str(bin / "python"), "-c", RIVAL_CODE, str(model), PROMPT]
@@ -150,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--wheel", type=Path, help="a wheel of this checkout (docs/install.md)")
     parser.add_argument("--only", choices=PARTS, action="append", help="may be repeated [wheel]")
+    parser.add_argument("--python", default=sys.executable, help="of the environments [this one]")
     given = parser.parse_args()
     parts = given.only or ["wheel"]
     if "wheel" in parts and given.wheel is None:
@@ -158,15 +156,14 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="first-minute-"))
     try:
         if "wheel" in parts:
-            wheel(folder, given.wheel.resolve())
+            wheel(given.python, folder, given.wheel.resolve())
         if "checkout" in parts:
-            checkout(folder)
+            checkout(given.python, folder)
         if "rival" in parts:
-            rival(folder, default_model())
+            rival(given.python, folder, default_model())
     finally:
         shutil.rmtree(folder)
-    facts: dict[str, Any] = {"cores": os.cpu_count(), "python": sys.version.split()[0]}
-    print(json.dumps({**facts, "seconds": RESULTS}))
+    print(json.dumps({"cores": os.cpu_count(), "seconds": RESULTS}))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,11 @@ from verbatim.files.gguf_write import LazyTensor, write_gguf
 from verbatim.formats.registry import BLOCKS
 
 # layers, hidden, inner, heads, key/value heads
-SHAPES = {"135m": (30, 576, 1536, 9, 3), "1b": (16, 2048, 8192, 32, 8)}
+SHAPES = {
+    "135m": (30, 576, 1536, 9, 3),
+    "1b": (16, 2048, 8192, 32, 8),
+    "8b": (32, 4096, 14336, 32, 8),
+}
 # type -> {byte offset of an f16 scale in the block: its value}
 SCALES = {
     "q4_0": {0: 0.004},

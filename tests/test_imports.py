@@ -21,7 +21,7 @@ ROOT = Path(verbatim.__file__).parent
 MODELS = {"base", "formats", "files", "sampling", "model"}
 BELOW_ENGINE = MODELS | {
     *("hub", "text", "grammar", "schedule", "speculate", "backend", "encoder", "lora"),
-    *("observe", "explain"),
+    *("observe", "explain", "parallel"),
 }
 MAY_IMPORT: dict[str, set[str]] = {
     "base": set(),
@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backend": MODELS,
     "encoder": {"base", "formats", "files", "model", "backend"},
     "speculate": {"backend"} | MODELS,
+    "parallel": {"backend", "lora"} | MODELS,
     "observe": {"base"},
     "explain": {"base", "sampling"},
     "engine": BELOW_ENGINE,

@@ -36,6 +36,7 @@ from verbatim.backend.cuda.device_weights import _half as half_weight
 from verbatim.backend.cuda.device_weights import load
 from verbatim.backend.cuda.kernels import experts, kernels, matmul_tile, quant
 from verbatim.backend.cuda.kernels.block_readers import HALVES, READERS
+from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.lora import LowRankPart, add_low_rank
 from verbatim.backend.cuda.runtime import step_graphs, step_inputs
@@ -176,12 +177,9 @@ def test_every_family_agrees_with_the_reference(family: str) -> None:
     run_checked(small(family, type=interpreted_type(family)), TOKENS)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "qwen3moe"])
-def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compares a prefill in one step with chunks beside another sequence. Some matmuls have two
-    splits, which run in parallel for few rows and in one program for many."""
+def split_small_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some matmuls of small models get two splits, which run in parallel for few rows and in one
+    program for many."""
     monkeypatch.setattr(kernels, "BK", 16)
     monkeypatch.setattr(gpu_weights, "BK", 16)
     choose_tile = matmul_tile.choose_tile
@@ -195,6 +193,14 @@ def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
 
     monkeypatch.setattr(kernels, "choose_tile", choose)
     monkeypatch.setattr(kernels, "float32_tile", choose_float32)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3moe"])
+def test_a_sequence_has_the_same_bits_in_chunks_and_in_a_batch(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compares a prefill in one step with chunks beside another sequence."""
+    split_small_sums(monkeypatch)
     model = small(family, hidden_size=64)
     assert gpu_weights.split_k(64, 64)[0] == 2
     backend, expected = run_checked(model, TOKENS)
@@ -530,6 +536,45 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     assert padded.data_ptr() == given.data_ptr()
 
 
+@pytest.mark.parametrize(("rows", "start"), [(1, 60), (1, 130), (3, 127), (16, 120)])
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen3", {"head_dim": 64}),  # norms of heads
+        ("llama", {"head_dim": 128}),
+        ("qwen35", {"head_dim": 256}),  # delta nets, an output gate, one key head
+    ],
+)
+def test_a_step_of_few_rows_has_the_bits_of_the_kernels_for_many(
+    family: str, changes: dict[str, object], rows: int, start: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """A token in the first or second span, and drafts; the MLP has four splits."""
+    if not few_rows.available():
+        pytest.skip("needs a Hopper GPU and a Triton with Gluon")
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, **FEW_HEADS, **changes}
+    backend: Any = opened(tiny_model(family, **sizes))  # type: ignore[arg-type]
+    spec, groups = backend.spec, len(backend.spec.groups)
+    random = torch.Generator(device=device).manual_seed(1)
+    for cache in (part for group in backend._memory.caches for part in group):
+        cache.copy_(torch.randn(cache.shape, generator=random, device=device) / 4)
+    caches = [part.clone() for group in backend._memory.caches for part in group]
+    lines = step_inputs.tile_lines(spec, 1, device)
+    inputs = GraphInputs(rows, 4, backend.padding_blocks, lines, device, spec)
+    table = tuple(range(9))
+    inputs.fill([SeqStep(0, tuple(range(3, 3 + rows)), start, (table,) * groups, rows)])
+    found = []
+    for available in (True, False):
+        monkeypatch.setattr(few_rows, "available", lambda available=available: available)
+        given = [part for group in backend._memory.caches for part in group]
+        for part, before in zip(given, caches, strict=True):
+            part.copy_(before)
+        hidden, logits = backend.compute(inputs.step)
+        found.append(torch.cat([part.flatten().float() for part in (hidden, logits, *given)]))
+    assert torch.isfinite(found[0]).all()
+    assert torch.equal(found[0], found[1])
+
+
 def test_every_tile_of_a_matmul_has_the_same_sums(device: torch.device) -> None:
     """Exact sums: the interpreter adds in any order. The last row tile is not full; in a tile of
     two parts the first or the second part is not full. The interpreter runs these tiles alone."""
@@ -639,7 +684,8 @@ def test_a_value_beyond_float16_does_not_change_the_rows_before_it(device: torch
     qkv = torch.ones((2, 48), device=device)
     qkv[1, 32:] = 1e6
     rows = torch.arange(2, dtype=torch.int32, device=device)
-    kernels.qkv_rope_cache(kernels.SplitSums(qkv[None]), None, 0.0, 0.0, None, rows, kv, rows)
+    given = kernels.Heads(None, 0.0, 0.0, None, rows)
+    kernels.qkv_rope_cache(kernels.SplitSums(qkv[None]), given, kv, rows)
     assert kv.values[0, 0, :2, 0].tolist() == [1.0, 65504.0]
     one, two, zero = (torch.tensor([n], dtype=torch.int32, device=device) for n in (1, 2, 0))
     table, q = torch.zeros((1, 1), dtype=torch.int32, device=device), torch.ones_like(qkv[:, :16])
@@ -674,9 +720,8 @@ def test_the_heads_per_program_of_norm_and_rope_keep_the_bits(
         kv = KvLayer(*(torch.zeros((2, 2, 16, 48), dtype=half, device=device) for _ in "kv"))
         norms = (weights[0], weights[1])
         sums = kernels.SplitSums(qkv)
-        q = kernels.qkv_rope_cache(
-            sums, norms, 1e-6, 0.0, (cos, sin), positions, kv, slots, norm_last
-        )
+        given = kernels.Heads(norms, 1e-6, 0.0, (cos, sin), positions, norm_last)
+        q = kernels.qkv_rope_cache(sums, given, kv, slots)
         found.append(torch.cat([q.flatten(), kv.keys.flatten(), kv.values.flatten()]))
     assert torch.count_nonzero(found[0]) == 2 * 480
     assert torch.equal(found[0], found[1])

@@ -31,7 +31,6 @@ def test_every_backend_has_every_member(open_tiny: Open) -> None:
     backend = open_tiny(tiny_model("llama"))
     assert missing(backend) == set()
     assert (backend.launcher is None) == (backend.info.name != "cuda")
-    assert (backend.draft_backend is None) == (backend.info.name != "cpu")
     assert (backend.available_memory() is None) == (backend.info.name != "cuda")
 
 

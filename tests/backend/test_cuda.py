@@ -1,5 +1,5 @@
-"""Run cuda_kernels.py and cuda_kv_types.py in a process in which Triton interprets their kernels,
-on any machine."""
+"""Run cuda_kernels.py, cuda_kv_types.py and cuda_ranks.py in a process in which Triton interprets
+their kernels, on any machine."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+NESTED = ("cuda_kernels.py", "cuda_kv_types.py", "cuda_ranks.py")
 
 
 @pytest.mark.torch
@@ -23,7 +24,7 @@ def test_the_kernels_pass_their_tests_under_the_interpreter(
 ) -> None:
     pytest.importorskip("triton")
     ini = ["-c", str(request.config.inipath), "--rootdir", str(request.config.rootpath)]
-    files = [str(HERE / name) for name in ("cuda_kernels.py", "cuda_kv_types.py")]
+    files = [str(HERE / name) for name in NESTED]
     command = [sys.executable, "-m", "pytest", *ini, "-x", "-rs", *files]
     env = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=env, cwd=HERE.parents[1], capture_output=True, text=True)

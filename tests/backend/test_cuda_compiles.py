@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -342,3 +343,122 @@ def test_a_matmul_in_blocks_has_the_products_of_half_precision(
         products = dots(compiled[-1].asm["ttgir"])
         assert all("versionMajor = 3" in one and "kWidth = 2" in one for one in products)
         assert "ldmatrix" not in compiled[-1].asm["ptx"]
+
+
+def compile_few_rows(
+    kernel: Any, grid: Any, args: Any, constants: Any, warps: int = 4, stages: int = 3, **_: Any
+) -> Any:
+    """Compile what a function of few_rows or kernels launches, starting early."""
+    import torch
+    from triton import compile
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {
+        torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32",
+        torch.int32: "*i32",
+    }  # fmt: skip
+    constants = (*constants, 2)
+    names, given = kernel.arg_names, len(args)
+    signature = {
+        name: types[arg.dtype] if isinstance(arg, torch.Tensor)
+        else "i32" if isinstance(arg, int) else "fp32"
+        for name, arg in zip(names, args, strict=False)
+    }  # fmt: skip
+    make: Any = ASTSource
+    if getattr(kernel, "is_gluon", bool)():
+        make = import_module("triton.experimental.gluon._runtime").GluonASTSource
+    source = make(
+        fn=kernel,
+        signature=signature | dict.fromkeys(names[given:], "constexpr"),
+        constexprs={(given + i,): value for i, value in enumerate(constants)},
+        attrs={
+            (i,): [["tt.divisibility", 16]]
+            for i, arg in enumerate(args)
+            if isinstance(arg, torch.Tensor) or (isinstance(arg, int) and arg % 16 == 0)
+        },
+    )
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    return compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def reductions(ttgir: str, axis: int) -> set[str]:
+    """The layouts in which float32 values are added along an axis."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", ttgir, re.M))
+    operation = r'"tt\.reduce".*?<\{axis = (\d)[^(]*\(\{.*?arith\.(\w+).*?\}\)'
+    found = re.findall(operation + r" : \(tensor<[\dx]+f32, (#\w+)>", ttgir, re.S)
+    return {layouts[name] for at, add, name in found if int(at) == axis and add == "addf"}
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize(("rows", "norm"), [(1, True), (16, False)])
+def test_a_product_of_few_rows_reads_only_weights_before_it_waits(
+    rows: int, norm: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever else it reads is written by the kernels before it. Its norm is reduced like that of
+    add_norm: 8 adjacent values per thread, 256 per warp."""
+    pytest.importorskip("triton.experimental.gluon")
+    torch = pytest.importorskip("torch")
+    from verbatim.backend.cuda.kernels import kernels, launch
+    from verbatim.backend.cuda.kernels.few_rows import product
+
+    if launch.INTERPRETED:
+        pytest.skip("the kernels of this process are interpreted")
+    compiled: list[Any] = []
+
+    def compile_only(*args: Any, **options: Any) -> None:
+        compiled.append(compile_few_rows(*args, **options))
+
+    monkeypatch.setattr(product, "launch", compile_only)
+    monkeypatch.setattr(kernels, "launch", compile_only)
+    weight = torch.zeros((3072, 1024), dtype=torch.bfloat16)
+    x, sums = torch.zeros((rows, 1024)), torch.zeros((4, rows, 1024))
+    row = product.Normed(x, sums, x[0], 1e-6, 0.0) if norm else x.to(weight.dtype)
+    product.product(row, weight, "silu", weight.dtype)
+    before, after = compiled[0].asm["ptx"].split("griddepcontrol.wait")
+    assert "cp.async" in before
+    assert "ld.global" not in before
+    assert "st.global" not in before
+    assert "mma.sync" in after
+    if norm:
+        given = kernels.Norm(x[0], None, 1e-6, 0.0)
+        kernels.add_norm(x, kernels.SplitSums(sums), given, weight.dtype)
+        (layout,) = reductions(compiled[1].asm["ttgir"], 0)
+        assert "sizePerThread = [8], threadsPerWarp = [32], warpsPerCTA = [4]" in layout
+
+
+@pytest.mark.torch
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("dim", [64, pytest.param(128, marks=pytest.mark.soak)])
+def test_attention_of_one_row_reduces_heads_like_the_kernel_for_many_rows(
+    dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which a head's norm is added follows from the layout."""
+    pytest.importorskip("triton")
+    torch = pytest.importorskip("torch")
+    from verbatim.backend.cuda.kernels import kernels, kv_cache, launch
+
+    if launch.INTERPRETED:
+        pytest.skip("the kernels of this process are interpreted")
+    compiled: list[Any] = []
+
+    def compile_only(*args: Any, **options: Any) -> None:
+        compiled.append(compile_few_rows(*args, **options))
+
+    monkeypatch.setattr(kernels, "launch", compile_only)
+    monkeypatch.setattr(kernels, "is_large", lambda _: True)
+    number, half = torch.zeros(16, dtype=torch.int32), torch.float16
+    tiles = kernels.QueryTiles(number[None], number[:1], number[:1], number[:1], 16, 1)
+    kv = kv_cache.KvLayer(*(torch.zeros((1, 2, 16, dim), dtype=half) for _ in "kv"))
+    weight, angles = torch.zeros(dim), torch.zeros((16, dim // 2))
+    heads = kernels.Heads((weight, weight), 1e-6, 0.0, (angles, angles), number[:1])
+    qkv = kernels.SplitSums(torch.zeros((1, 1, 8 * dim)))
+    kernels.qkv_rope_cache(qkv, heads, kv, number[:1], half)
+    kernels.attend_one(qkv, heads, kv, number[:1], tiles, 4, 0.1, 0.0, None, torch.bfloat16)
+    found = [
+        {re.sub(r"warpsPerCTA = \[\d+, 1\]", "", one) for one in reductions(c.asm["ttgir"], 1)}
+        for c in compiled
+    ]
+    assert len(found[0]) == 1
+    assert found[0] == found[1]

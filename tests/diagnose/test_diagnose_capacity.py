@@ -218,7 +218,7 @@ def test_every_family_can_be_planned(family: str) -> None:
         ({"context": 100_000}, "context"),
         ({"output": 4096, "context": 4096}, "output"),
         ({"batch": 0}, "batch"),
-        ({"tp": 5}, "tp"),
+        ({"tp": 0}, "tp"),
     ],
 )
 def test_impossible_traffic_is_refused(changes: dict[str, int], param: str) -> None:
@@ -316,3 +316,23 @@ def test_this_device_measures_when_bench_has_not(
     assert not load_limits(tmp_path).beaten  # type: ignore[union-attr]
     assert device_of(MachineLimits(1.0, 1, "numpy"), None).ridge is None
     assert DEVICES["h100"].ridge == pytest.approx(295.2, abs=0.1)
+
+
+def test_a_rank_has_its_rows_and_gathers_what_the_others_computed() -> None:
+    """Two layers of the llama shape, counted by hand: hidden 32, 4 query and 2 key heads of 8,
+    MLP 64, vocabulary 256, tied; a norm has 32 values."""
+    config = TINY_CONFIGS["llama"] | {"vocab_size": 256, "tie_word_embeddings": True}
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    sizes |= {"intermediate_size": 64, "num_hidden_layers": 2}
+    found = plan(
+        footprint_of_config(config | sizes, "tiny", quant="f32"), tp=2, context=64, output=8
+    )
+    assert found.ranks is not None
+    matrices = 2 * 32 * (32 + 16 + 16 + 32 + 3 * 64) + 256 * 32
+    assert found.ranks.weight_bytes == 4 * (matrices / 2 + 5 * 32)
+    assert found.ranks.heads == (2, 2)
+    row = 32 + 2 * (32 + 32 + 64 + 32) + 256  # embedding, then four gathers per layer, logits
+    assert found.ranks.gathered_bytes == 4 * row // 2
+    whole = plan(published("llama-3-70b"), tp=3, context=64, output=8)  # 64 query, 8 key heads
+    assert whole.ranks is not None
+    assert whole.ranks.heads == (16, 24, 24)

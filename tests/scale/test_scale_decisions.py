@@ -335,6 +335,16 @@ def test_all_replicas_run_on_gpus_or_none() -> None:
         state_needs(footprint(), {"backend": "cuda"}, nodes, Replicas(3, 3))
 
 
+def test_the_ranks_of_a_replica_are_on_one_node_with_cpus_and_gpus_for_each() -> None:
+    two = {"tensor_parallel": 2}
+    needs = state_needs(footprint(), two, [Node(16, 0, 64 * GIB)], Replicas(2, 2))
+    assert (needs.cpus, needs.settings["threads"]) == (8, 4)
+    assert needs.memory == needs.weights + needs.cache + 2 * PROCESS_BYTES
+    cards = [Node(16, 2, 64 * GIB), Node(16, 1, 64 * GIB)]
+    assert state_needs(footprint(), two, cards, Replicas(1, 1)).gpus == 2
+    assert state_needs(footprint(), two, cards, Replicas(2, 2)).gpus == 0, "no node has two more"
+
+
 # -------------------------------------------------------------------------- autoscaling, metrics
 
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -512,8 +512,8 @@ class LivenessProbe:
         self._thread.join()
 
 
-async def kill_under_load(live: Live, after: int) -> list[Any]:
-    """Run 16 streams and kill the engine when `after` of them have started. Returns their
+async def kill_under_load(live: Live, after: int, victim: Callable[[Live], int]) -> list[Any]:
+    """Run 16 streams and kill a process when `after` of them have started. Returns their
     results."""
     heads = 0
 
@@ -530,22 +530,25 @@ async def kill_under_load(live: Live, after: int) -> list[Any]:
         for _ in range(16)
     ]
     await eventually_async(enough, "the streams do not begin")
-    os.kill(live.engine_pid(), signal.SIGKILL)
+    os.kill(victim(live), signal.SIGKILL)
     return await asyncio.wait_for(asyncio.gather(*running), HANG_SECONDS)
 
 
-def kill_engine(live: Live, times: int) -> None:
+def kill_engine(live: Live, times: int, victim: Callable[[Live], int] = Live.engine_pid) -> None:
+    """Kill the engine, or another process without which it ends."""
     rng, first = random.Random(1), live.complete("probe", max_tokens=24)["choices"]
     cut, lost = 0, {}
     calm = (inside(live.process.pid), live.wait_at_rest()["verbatim_http_tasks"])
     with LivenessProbe(live.port) as pulse:
         for _ in range(times):
-            for got in asyncio.run(kill_under_load(live, rng.randint(1, 16))):
+            engine = live.engine_pid()
+            for got in asyncio.run(kill_under_load(live, rng.randint(1, 16), victim)):
                 assert got.status in (200, 503)
                 assert [e["code"] for e in got.errors] in (["engine_died"], ["unavailable"])
                 assert got.status == 503 or got.events[-1] == "[DONE]"
                 assert got.whole
                 cut += got.status == 200
+            eventually(lambda pid=engine: has_ended(pid), "the engine does not end")  # type: ignore[misc]
             lost = uncounted_usage(live.metrics())  # before any request to the next engine
             refused = live.post("/v1/completions", {"prompt": "x", "seed": 1})
             assert refused.status_code in (200, 503)

@@ -22,7 +22,6 @@ from verbatim.base.records import Finish
 from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.step.own_proposers import draft_blocks
-from verbatim.model.loading.draft_head import DraftHead
 from verbatim.schedule.no_token import NOTHING_LEFT
 from verbatim.speculate.draft_policy import Speculator
 from verbatim.testing.fakes import ByteTokenizer
@@ -65,47 +64,10 @@ def perturbed(model: Any, noise: float) -> Any:
     )
 
 
-def tiny_head() -> DraftHead:
-    """A draft head for the tiny model. It mostly drafts that the last token repeats, which the
-    output of a random model often does."""
-    import numpy as np
-
-    from verbatim.formats.conversion import quantise
-    from verbatim.formats.tensor import Tensor
-
-    hidden, inner, r = SHAPE["hidden_size"], 32, np.random.default_rng(4)
-
-    def matrix(name: str, *shape: int) -> Tensor:
-        return Tensor(
-            name,
-            "q4_0",
-            shape,
-            quantise("q4_0", r.standard_normal(shape, dtype=np.float32) * np.float32(0.1)),
-        )
-
-    ones = np.ones(hidden, np.float32)
-    words = np.arange(ByteTokenizer().vocab_size, dtype=np.int32)
-    return DraftHead(
-        matrix("up", 2 * inner, 2 * hidden),
-        matrix("down", hidden, inner),
-        ones,
-        ones,
-        ones,
-        ones,
-        words,
-    )
-
-
-def engine(
-    backend: str,
-    mode: str,
-    draft: Backend | None = None,
-    head: DraftHead | None = None,
-    **options: Any,
-) -> LLM:
+def engine(backend: str, mode: str, draft: Backend | None = None, **options: Any) -> LLM:
     words = ByteTokenizer()
     loaded = LoadedModel(
-        backend_of(backend), words, (words.EOS,), name="tiny", digest="tiny", draft=draft, head=head
+        backend_of(backend), words, (words.EOS,), name="tiny", digest="tiny", draft=draft
     )
     llm = LLM.from_loaded(
         loaded, context=256, kv_blocks=9, step_tokens=48, speculate=mode, check=True, **options
@@ -121,15 +83,7 @@ def compare(backend: str, count: int, seed: int) -> None:
     params = [random_params(r) for _ in range(count)]
     crowds = [12, *(r.randrange(1, 17) for _ in range(count))]  # the first one needs preemption
     drafts = {"draft random": {"seed": 5}, "draft itself": {}, "draft between": {"noise": 0.05}}
-    head = tiny_head() if backend == "cpu" else None  # the reference backend runs none
-    modes = [
-        "off",
-        "ngram",
-        "suffix",
-        "suffix remembered",
-        *drafts,
-        *(["head", "auto"] if head else []),
-    ]
+    modes = ["off", "ngram", "suffix", "suffix remembered", *drafts, "auto"]
     answers: dict[str, list[Any]] = {}
     for mode in modes:
         draft = backend_of(backend, **drafts[mode]) if mode in drafts else None
@@ -138,7 +92,7 @@ def compare(backend: str, count: int, seed: int) -> None:
         tenants = (
             ("*",) if mode == "suffix remembered" else ()
         )  # drafts from earlier completions as well
-        with engine(backend, mode.split()[0], draft, head, suffix_tenants=tenants) as llm:
+        with engine(backend, mode.split()[0], draft, suffix_tenants=tenants) as llm:
             for crowd in crowds:
                 for done in llm.generate(prompts[at : at + crowd], params[at : at + crowd]):
                     answers[mode].append(answer(done))
@@ -412,15 +366,11 @@ def test_unknown_and_impossible_modes_are_refused_by_name() -> None:
     for mode in ("magic", "suffix:x", "off:", "auto:head"):
         with pytest.raises(ParameterError, match="speculate"):
             engine("reference", mode)
-    for head, why in (
-        (None, "no draft head comes with this model"),
-        (tiny_head(), "the reference backend runs no draft"),
+    with (
+        engine("reference", "head") as llm,
+        pytest.raises(UnsupportedError, match="'head' needs an engine that was opened with a"),
     ):
-        with (
-            engine("reference", "head", head=head) as llm,
-            pytest.raises(UnsupportedError, match=why),
-        ):
-            llm.generate("a", SamplingParams(max_tokens=2))
+        llm.generate("a", SamplingParams(max_tokens=2))
     with engine("reference", "auto") as llm:
         with pytest.raises(UnsupportedError, match="speculate"):
             llm.generate("a", SamplingParams(speculate="draft", max_tokens=2))

@@ -29,7 +29,7 @@ from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.load_engine import _open_layer
 from verbatim.model.loading.load import Model, load_model
 from verbatim.speculate.draft_policy import Speculator
-from verbatim.speculate.mtp import FEW, WINDOW, MtpProposer
+from verbatim.speculate.layer_proposer import FEW, WINDOW, LayerProposer
 from verbatim.speculate.proposer import Draft, SeqView
 from verbatim.speculate.step_cost import DEFAULT_ROW_COST
 from verbatim.testing.fakes import ByteTokenizer
@@ -216,22 +216,22 @@ def test_a_request_for_a_draft_layer_that_is_not_there_is_refused(tmp_path: Path
         llm.generate("a", SamplingParams(speculate="mtp", max_tokens=2))
 
 
-def layer_of(tmp_path: Path, blocks: int = 64) -> tuple[MtpProposer, np.ndarray]:
+def layer_of(tmp_path: Path, blocks: int = 64) -> tuple[LayerProposer, np.ndarray]:
     """A proposer alone, and states of its model."""
     model = checkpoint(tmp_path, "qwen3_5", "safetensors", random_state("qwen3_5"))
     assert model.draft is not None
     states = final_states(model, [97 + i % 7 for i in range(60)])
-    return MtpProposer(ReferenceBackend(model.draft), blocks), states
+    return LayerProposer("mtp", ReferenceBackend(model.draft), blocks), states
 
 
-def observe(layer: MtpProposer, start: int, states: np.ndarray, seq_id: int = 0) -> None:
+def observe(layer: LayerProposer, start: int, states: np.ndarray, seq_id: int = 0) -> None:
     step = SeqStep(seq_id, (97,) * len(states), start, ())
     result = SeqResult(seq_id, hidden=states)
     layer.observe(StepPlan(0, (step,)), StepResult(0, (result,)))
 
 
 def draft(
-    layer: MtpProposer, known: int, seq_id: int = 0, *, probe: bool = False
+    layer: LayerProposer, known: int, seq_id: int = 0, *, probe: bool = False
 ) -> tuple[int, ...]:
     tokens = [97 + i % 7 for i in range(known)]
     view = SeqView(seq_id, tokens, 8, SamplingParams(temperature=0), 0, 3, probe=probe)

@@ -116,7 +116,6 @@ class Counting:
 
     block_size = 16
     launcher = None
-    draft_backend = None
     spec = fake_spec(context=40)
 
     def available_memory(self) -> None:

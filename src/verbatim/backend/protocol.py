@@ -16,7 +16,6 @@ from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
 from verbatim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
-    from verbatim.model.loading.draft_head import DraftHead
     from verbatim.model.loading.load import Model
 
 
@@ -47,13 +46,9 @@ class Backend(Protocol):
         read step N's tokens. The scheduler then allocates the KV block of a sequence's next
         position one step early. None: the engine executes one step after the other."""
 
-    @property
-    def draft_backend(self) -> DraftBackend | None:
-        """Runs a draft head (speculate/head.py). None: this backend has no kernels for it."""
-
     def draft_layer(self, model: Model) -> Backend | None:
-        """Open the draft layer of this backend's model (speculate/mtp.py); its steps come with
-        states. None: this backend runs none."""
+        """Open a draft layer of this backend's model (speculate/layer_proposer.py); its steps come
+        with states. None: this backend runs none."""
 
     def block_bytes(self) -> tuple[int, ...]:
         """Bytes of one block of each cache group (all layers of the group, keys and values)."""
@@ -77,23 +72,6 @@ class Backend(Protocol):
         plan.sequences[i]."""
 
     def close(self) -> None: ...
-
-
-class DraftBackend(Protocol):
-    """A backend that can run a draft head over the final hidden states of its last step. A query is
-    (row of the last step's final states, token drawn from it, max tokens, temperature)."""
-
-    def load_head(self, head: DraftHead) -> None: ...
-
-    def start_draft(self, queries: Sequence[tuple[int, int, int, float]]) -> None:
-        """Launch the first drafted token of each query and return. draft() with the same rows,
-        tokens and temperatures uses the result; any other call of the backend discards it."""
-
-    def draft(
-        self, queries: Sequence[tuple[int, int, int, float]], floor: float
-    ) -> list[tuple[tuple[int, ...], tuple[float, ...]]]:
-        """(tokens, probabilities) per query, as long as the next token may reach probability
-        `floor`."""
 
 
 class StepLauncher(Protocol):

@@ -66,7 +66,7 @@ class Batch:
     # [rows]: number of the row's LoRA adapter, -1: none; empty: no row has one
     adapters: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     drafted: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # sequences
-    states: np.ndarray | None = None  # [rows, H] float32: of a draft layer (SeqStep.states)
+    states: np.ndarray | None = None  # [rows, width] float32: of a draft layer (SeqStep.states)
 
     @property
     def rows(self) -> int:
@@ -152,8 +152,11 @@ def split_draws(plan: StepPlan, drawn: Sequence[Drawn]) -> StepResult:
     return StepResult(plan.step, tuple(results))
 
 
-def collect(plan: StepPlan, hidden: np.ndarray, logits: LogitRows) -> StepResult:
-    """Sample and score a step whose plan make_batch flattened. `hidden` is [outputs, H]."""
+def collect(
+    plan: StepPlan, hidden: np.ndarray, logits: LogitRows, captured: np.ndarray | None = None
+) -> StepResult:
+    """Sample and score a step whose plan make_batch flattened. `hidden` is [outputs, H], `captured`
+    the states of the captured layers of the same rows."""
     results: list[SeqResult] = []
     h = r = 0
     scores = any(s.targets for s in plan.sequences)
@@ -169,6 +172,7 @@ def collect(plan: StepPlan, hidden: np.ndarray, logits: LogitRows) -> StepResult
         if s.targets:
             scored = logits.score(s.targets, s.target_top, r)
         state = hidden[h : h + outputs].copy() if s.hidden else None
-        results.append(SeqResult(s.seq_id, drawn, scored, state))
+        found = captured[h : h + outputs].copy() if s.hidden and captured is not None else None
+        results.append(SeqResult(s.seq_id, drawn, scored, state, found))
         h, r = h + outputs, r + len(needed)
     return StepResult(plan.step, tuple(results))

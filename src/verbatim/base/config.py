@@ -52,6 +52,13 @@ class EngineConfig:
     threads: int | None = setting(
         None, "threads of the CPU backend; default: the physical cores", low=1, common=True
     )
+    tensor_parallel: int = setting(  # docs/adr/0033
+        1,
+        "processes that share the model, each with a part of every matrix and threads of its own;"
+        " the output is that of one process",
+        low=1,
+        encoders=False,
+    )
     context: int | None = setting(
         None,
         "maximum tokens of prompt and output; default: the model's own limit",
@@ -123,7 +130,7 @@ class EngineConfig:
     )
     speculate: str = setting(  # docs/adr/0018
         "auto",
-        "speculative decoding: off, ngram, suffix, mtp, head, head:FILE, draft:MODEL or auto;"
+        "speculative decoding: off, ngram, suffix, mtp, head:PATH, draft:MODEL or auto;"
         " changes the speed, never the output",
         encoders=False,
     )
@@ -198,12 +205,20 @@ class EngineConfig:
                 "activations",
                 f"has an effect on the cpu backend only, and backend is {self.backend}",
             )
+        if self.tensor_parallel > 1 and self.backend == "reference":
+            raise ParameterError(
+                "tensor_parallel", "needs the backend cpu or cuda, and backend is reference"
+            )
         mode, colon, _ = self.speculate.partition(":")
+        if self.tensor_parallel > 1 and mode in ("head", "mtp"):
+            raise ParameterError(
+                "speculate", f"{mode!r} needs the whole model in one process; leave one out"
+            )
         if mode not in SPECULATE or (colon and mode not in ("head", "draft")):
             raise ParameterError(
                 "speculate",
                 f"{self.speculate!r} is not one of "
-                "off, ngram, suffix, mtp, head, head:FILE, draft:MODEL, auto",
+                "off, ngram, suffix, mtp, head:PATH, draft:MODEL, auto",
             )
         _check_threads(self.threads)
 
@@ -214,6 +229,7 @@ class EngineOptions(TypedDict, total=False):
 
     backend: str
     threads: int | None
+    tensor_parallel: int
     context: int | None
     step_tokens: int | None
     step_ms: int | None

@@ -144,8 +144,8 @@ class SeqStep(NamedTuple):
     target_top: int = 0  # best alternatives to report per target
     hidden: bool = False  # also return the final hidden state (after the last norm) per token
     adapter: int = -1  # number of the LoRA adapter in Model.adapters; -1: the base model
-    # Of a draft layer: the target's final state that comes with each token, [tokens, hidden size],
-    # and what the sampler adds to positions, because the layer's cache may begin later.
+    # Of a draft layer: the target's state (or the layer's own) that comes with each token, [tokens,
+    # width], and what the sampler adds to positions, because the layer's cache may begin later.
     states: np.ndarray | None = None
     shift: int = 0
     # Row p sees the keys before (p // block + 1) * block, at most those of the step's end: 1 is
@@ -216,6 +216,13 @@ class SeqResult(NamedTuple):
     drawn: tuple[Drawn, ...] = ()  # one per draw of the plan, in order
     scored: tuple[TokenLogprob, ...] = ()  # one per target; token BROKEN: no finite logits
     hidden: np.ndarray | None = None  # [tokens of this step, hidden size] float32
+    # with it, states of the layers that a draft head reads (Model.captured), side by side
+    captured: np.ndarray | None = None
+
+    @property
+    def states(self) -> np.ndarray | None:
+        """What a draft layer reads of this step."""
+        return self.hidden if self.captured is None else self.captured
 
 
 class StepResult(NamedTuple):

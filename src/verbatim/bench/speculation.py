@@ -94,14 +94,15 @@ def walk(
 
 
 def final_states(llm: LLM, tokens: Sequence[int]) -> np.ndarray:
-    """The target's final states. The engine must be idle: its KV blocks are overwritten."""
+    """What a draft layer reads of the target. The engine must be idle: its KV blocks are
+    overwritten."""
     backend, size = llm.loaded.backend, llm.core.scheduler.step_tokens
     count = -(-len(tokens) // backend.block_size)
     blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)
     found = []
     for start in range(0, len(tokens), size):
         step = SeqStep(0, tuple(tokens[start : start + size]), start, blocks, hidden=True)
-        found.append(backend.execute(StepPlan(0, (step,))).sequences[0].hidden)
+        found.append(backend.execute(StepPlan(0, (step,))).sequences[0].states)
     return np.concatenate([states for states in found if states is not None])
 
 
@@ -154,7 +155,7 @@ def curve(llm: LLM, mode: str, repeats: int, tokens: int = 128) -> JsonObject:
     tasks: JsonObject = {}
     for name, (prompt, output) in written.items():
         rows = []
-        states = final_states(llm, [*prompt, *output]) if mode == "mtp" else None
+        states = final_states(llm, [*prompt, *output]) if mode in ("mtp", "head") else None
         for k in LENGTHS:
             done = walk(proposer(), prompt, output, k, states)
             spent = sum(_between(full, r) for r in done.rows)

@@ -9,10 +9,13 @@ at 3,350 GB/s take 41.8 ms, so no engine decodes one sequence faster than 24 tok
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from verbatim.base.errors import ParameterError
 from verbatim.diagnose.devices import Device
-from verbatim.diagnose.footprint import Footprint
+from verbatim.diagnose.footprint import WEIGHT_TYPES, Footprint
+from verbatim.model.row_split import Split
+from verbatim.model.spec import ModelSpec
 
 USABLE = 0.9  # share of the memory for weights and KV cache; the rest is for activations
 MAX_BATCH = 1 << 20  # sequences; a larger batch counts as "never compute-bound"
@@ -39,6 +42,15 @@ class Bound:
 
 
 @dataclass(frozen=True, slots=True)
+class RankShare:
+    """What a rank of a tensor-parallel group has (model/row_split.py)."""
+
+    weight_bytes: float  # of the rank with the most
+    heads: tuple[int, ...] | None  # query heads of each rank; None: attention is whole on each
+    gathered_bytes: int  # that a rank receives for each row of a step
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     footprint: Footprint
     device: Device
@@ -57,6 +69,7 @@ class Plan:
     decode_share: float  # fraction of the time of one batch of requests
     input_price: float | None  # per million tokens, in the currency of the price
     output_price: float | None
+    ranks: RankShare | None  # None: one device, or a parameter count
     denoising: Bound | None = None  # one step of a diffusion model at the whole context
 
     @property
@@ -79,7 +92,7 @@ def make_plan(
     _check(footprint, context, output, batch, tp)
     device = device.times(tp) if tp > 1 else device
     # A rank holds whole key heads: with more ranks than heads, several hold copies of one.
-    copies = max(1.0, tp / footprint.kv_heads) if footprint.kv_heads else 1.0
+    copies = 1.0 if footprint.spec is None else Split(footprint.spec, tp).kv_copies
     kv = footprint.kv_bytes(context) * copies + footprint.state_bytes
     fits, room = _room(footprint, device, kv * batch, copies, context)
     prompt = context - output
@@ -106,8 +119,18 @@ def make_plan(
         decoding / (decoding + batch * prefill.seconds),
         None if per_second is None else per_second * prefill.seconds / prompt * 1e6,
         None if per_second is None else per_second * typical.seconds / batch * 1e6,
+        None if tp == 1 or footprint.spec is None else _rank_share(footprint, footprint.spec, tp),
         _denoise(footprint, device, context, output, batch),
     )
+
+
+def _rank_share(f: Footprint, spec: ModelSpec, tp: int) -> RankShare:
+    """The shares of the file's weights; a GPU's own copies are in proportion."""
+    split = Split(spec, tp)
+    sizes = {n: prod(part.shape) * WEIGHT_TYPES[part.type] for n, part in f.parts.items()}
+    ranks = [sum(size * split.share(n, rank) for n, size in sizes.items()) for rank in range(tp)]
+    most = max(ranks) / sum(sizes.values()) * f.weight_bytes
+    return RankShare(most, split.heads, split.gathered * 4 * (tp - 1) // tp)
 
 
 def _check(footprint: Footprint, context: int, output: int, batch: int, tp: int) -> None:
@@ -123,8 +146,6 @@ def _check(footprint: Footprint, context: int, output: int, batch: int, tp: int)
             "context",
             f"{context} is more than this model's {footprint.context} positions; lower it",
         )
-    if footprint.heads and footprint.heads % tp:
-        raise ParameterError("tp", f"{tp} does not divide the {footprint.heads} query heads")
 
 
 def _room(

@@ -83,9 +83,16 @@ class Footprint:
     gpu_parts: Mapping[str, WeightPart] = field(default_factory=dict)
     kept: str = ""  # how a GPU keeps the weights; empty: as the file has them
     state_bytes: int = 0  # cache blocks of recurrent layers that a running sequence holds
-    # A diffusion model, which does not decode from left to right: positions of a denoising step; 0:
-    # prompt and canvas; None: another model.
-    denoised: int | None = None
+    spec: ModelSpec | None = None  # None: a parameter count
+
+    @property
+    def denoised(self) -> int | None:
+        """Positions of a denoising step of a diffusion model that does not decode from left to
+        right; 0: prompt and canvas; None: another model."""
+        blocks = None if self.spec is None else self.spec.diffusion
+        if blocks is None or blocks.causal:
+            return None
+        return 0 if blocks.full else blocks.block
 
     def on_gpu(self, memory: float) -> Footprint:
         """The footprint in the cuda backend on a GPU with so many bytes of memory. It unpacks
@@ -257,7 +264,7 @@ def _of_spec(
         parts=parts,
         tied=spec.tied,
         state_bytes=_state_bytes(spec),
-        denoised=_denoised(spec),
+        spec=spec,
     )
 
 
@@ -311,13 +318,6 @@ def _of_count(name: str, params: int, stored: str, kv_type: str) -> Footprint:
         ops_token=2 * params,
         prompt_ops_token=2 * params,
     )
-
-
-def _denoised(spec: ModelSpec) -> int | None:
-    blocks = spec.diffusion
-    if blocks is None or blocks.causal:
-        return None
-    return 0 if blocks.full else blocks.block
 
 
 def _shape(spec: ModelSpec) -> str:

@@ -51,7 +51,6 @@ class EncoderBackend:
         self.spec = model.spec.as_model_spec()
         self.block_size = BLOCK_SIZE
         self.launcher = None
-        self.draft_backend = None
         self._model = model
         self._separator = separator
 

@@ -9,14 +9,11 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from verbatim.backend.protocol import Backend
 from verbatim.base.defaults import NO_DEFAULTS, ModelDefaults
 from verbatim.model.embedding import EmbeddingSpec
-
-if TYPE_CHECKING:
-    from verbatim.model.loading.draft_head import DraftHead
 
 # progress(task, done, total); total is 0 while it is unknown
 Progress = Callable[[str, int, int], None]
@@ -83,8 +80,7 @@ class LoadedModel:
     context: int | None = None  # tokens; None: the context of the backend's spec
     template: Any = None  # text.chat_template.ChatTemplate
     draft: Backend | None = None  # draft model of speculative decoding, with the same vocabulary
-    head: DraftHead | None = None  # drafts from the target model's hidden states
-    layer: Backend | None = None  # the draft layer of the model's file
+    layer: Backend | None = None  # draft layer: of the model's file, or a head
     # Sampling parameters that the model states; requests take those that they do not give.
     defaults: ModelDefaults = NO_DEFAULTS
     # Keys of the model's files that are ignored, or that transformers reads differently.
@@ -96,6 +92,8 @@ class LoadedModel:
     file: ModelFile = field(default_factory=ModelFile)
     weight_files: tuple[Path, ...] = ()
     adapters: tuple[AdapterInfo, ...] = ()  # LoRA adapters that requests may name
+    # Why a process of the backend has ended, empty while all work; also while no step runs.
+    failure: Callable[[], str] = str
 
     def fingerprint(self, adapter: int = -1) -> str:
         """Digest of weights, backend, numerics and adapter: equal fingerprints promise equal

@@ -10,6 +10,7 @@ in every step (reference), or trace it once and replay the recorded operations (
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, Protocol, TypeVar
 
 from verbatim.model.spec import ModelSpec
@@ -122,21 +123,34 @@ class Ops(Protocol[Rows]):
         spec.logit_softcap."""
 
 
-def forward(spec: ModelSpec, ops: Ops[Rows], x: Rows | None = None) -> tuple[Rows, Rows]:
+def forward(
+    spec: ModelSpec,
+    ops: Ops[Rows],
+    x: Rows | None = None,
+    h: Rows | None = None,
+    capture: Callable[[Rows, int], None] | None = None,
+) -> tuple[Rows, Rows]:
     """Run one step: (final hidden states of the outputs, logits of the rows that need them).
 
-    `x`: the input of the first layer, where it is not the embedding (a draft layer's)."""
+    Of a draft layer: `x` is the input of the first layer in place of the embedding, and `h` that of
+    its attention in place of the norm of x. `capture` reads the input of every layer, with its
+    index, and the last layer's output (of the output rows) with the number of layers."""
     x = ops.embed() if x is None else x
     inputs = ops.layer_inputs(x) if spec.layer_input else None
     if spec.learned_positions:
         x = ops.add(x, ops.positions())
     for i in range(len(spec.layers)):
-        x = _parallel(spec, ops, x, i) if spec.parallel else _sequential(spec, ops, x, i)
+        if capture is not None:
+            capture(x, i)
+        x = _parallel(spec, ops, x, i) if spec.parallel else _sequential(spec, ops, x, i, h)
+        h = None
         if inputs is not None:
             y = ops.layer_input(x, _needed(spec, ops, inputs, i), i)
             x = ops.add(x, ops.norm(y, f"layers.{i}.input_norm"))
         if spec.layer_scale:
             x = ops.scale(x, f"layers.{i}.scale")
+    if capture is not None:
+        capture(x, len(spec.layers))
     h = ops.norm(x, "final_norm")
     return h, ops.head(ops.take(h, "logits"))
 
@@ -147,9 +161,10 @@ def _needed(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
     return ops.take(x, "outputs") if i == len(spec.layers) - 1 else x
 
 
-def _sequential(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:
+def _sequential(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int, h: Rows | None = None) -> Rows:
     layer = f"layers.{i}"
-    h = ops.norm(x, f"{layer}.attn_norm") if spec.pre_norms else x
+    if h is None:
+        h = ops.norm(x, f"{layer}.attn_norm") if spec.pre_norms else x
     a = _mixer(spec, ops, h, i)
     x = _needed(spec, ops, x, i)
     x = ops.add(x, ops.norm(a, f"{layer}.attn_post_norm") if spec.post_norms else a)

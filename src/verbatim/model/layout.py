@@ -117,7 +117,7 @@ def deciding_keys(name: str, key_names: dict[str, str]) -> str:
 # Matrices that --quant quantises. Norms, biases, routers and learned positions keep their type.
 QUANTISED = (
     *("embed", "head", "attn.q", "attn.k", "attn.v", "attn.o", "attn.gate", "conv.in", "conv.out"),
-    *("delta.qkv", "delta.z", "delta.out", "mtp.project"),
+    *("delta.qkv", "delta.z", "delta.out", "mtp.project", "eagle.fc"),
     *("layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project"),
 )
 _QUANTISED_PARTS = tuple(
@@ -148,6 +148,10 @@ def layout(spec: ModelSpec) -> dict[str, Shape]:
     if spec.draft_layer:
         weights |= dict.fromkeys(("mtp.embed_norm", "mtp.state_norm"), (spec.hidden,))
         weights["mtp.project"] = (spec.hidden, 2 * spec.hidden)
+    if eagle := spec.eagle:
+        weights |= {"eagle.fc": (spec.hidden, eagle.states), "eagle.state_norm": (spec.hidden,)}
+        weights |= {"eagle.input_norm": (eagle.states,)} if eagle.norm_states else {}
+        weights |= {"eagle.ids": (eagle.vocab,)} if eagle.vocab != spec.vocab else {}
     if spec.learned_positions:
         weights["positions"] = (spec.trained_positions, spec.hidden)
     if spec.layer_input:
@@ -159,7 +163,7 @@ def layout(spec: ModelSpec) -> dict[str, Shape]:
         weights |= {f"layers.{i}.{name}": shape for name, shape in _layer(spec, i).items()}
     weights |= _norm(spec, "final_norm")
     if not spec.tied:
-        weights["head"] = (spec.vocab, spec.hidden)
+        weights["head"] = (eagle.vocab if eagle else spec.vocab, spec.hidden)
     return weights
 
 
@@ -203,11 +207,12 @@ def _layer(spec: ModelSpec, i: int) -> dict[str, Shape]:
 def _attention(spec: ModelSpec, i: int) -> dict[str, Shape]:
     kv_heads, head_dim = spec.kv_shape(i)
     layer, hidden, q, kv = spec.layers[i], spec.hidden, spec.heads * head_dim, kv_heads * head_dim
-    weights = _linear("attn.q", q, hidden, spec.qkv_bias)
+    read = 2 * hidden if spec.eagle and i == 0 else hidden
+    weights = _linear("attn.q", q, read, spec.qkv_bias)
     if layer.kv_layer is None:
-        weights |= _linear("attn.k", kv, hidden, spec.qkv_bias)
+        weights |= _linear("attn.k", kv, read, spec.qkv_bias)
         if not layer.value_is_key:
-            weights |= _linear("attn.v", kv, hidden, spec.qkv_bias)
+            weights |= _linear("attn.v", kv, read, spec.qkv_bias)
     weights |= _linear("attn.o", hidden, q, spec.out_bias)
     if spec.qk_norm:
         wide = spec.qk_norm == "width"

@@ -95,6 +95,18 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class EagleSpec:
+    """An EAGLE-3 head: a draft layer whose first attention reads, per position, the norm of the
+    next token's embedding beside the norm of a state x: eagle.fc · the target's states, or its own
+    output for the position before."""
+
+    states: int  # width of the target's states: those of the captured layers, side by side
+    vocab: int  # tokens that it drafts
+    norm_first: bool  # the residual starts as the norm of x, not as x
+    norm_states: bool = False  # a norm of the states before eagle.fc
+
+
+@dataclass(frozen=True, slots=True)
 class DiffusionSpec:
     """How a model fills blocks of masked positions (docs/adr/0032)."""
 
@@ -178,6 +190,7 @@ class ModelSpec:
     # A draft layer (multi-token prediction): the input of its one layer is mtp.project · [norm of
     # the next token's embedding; norm of the target's final state].
     draft_layer: bool = False
+    eagle: EagleSpec | None = None  # a draft layer of this kind
     diffusion: DiffusionSpec | None = None  # None: the model decodes from left to right only
 
     @property

@@ -5,9 +5,12 @@ go to Ray as num_cpus, num_gpus and memory, and the settings that make the engin
 threads, kv_memory and the backend. Every replica gets the same settings, so that all have one
 context and one fingerprint.
 
+A replica with several ranks (tensor_parallel) is one actor, whose engine starts them on its own
+node: it asks for the CPUs and GPUs of all of them.
+
 The rule: the replicas are spread evenly over the nodes with CPUs (or GPUs) for them, and those of
-one node share its CPUs and memory evenly. With a GPU for each replica they run on GPUs, one each,
-else all on CPUs.
+one node share its CPUs and memory evenly. With a GPU for each replica they run on GPUs, one for
+each rank, else all on CPUs.
 """
 
 from __future__ import annotations
@@ -59,7 +62,7 @@ class ReplicaNeeds:
     def __str__(self) -> str:
         gpus = f", {self.gpus} GPU" if self.gpus else ""
         parts = f"weights {size_text(self.weights)}, KV cache {size_text(self.cache)}"
-        parts += f", processes {size_text(PROCESS_BYTES)}"
+        parts += f", processes {size_text(self.memory - self.weights - self.cache)}"
         return f"{self.cpus} CPUs{gpus} and {size_text(self.memory)} ({parts})"
 
     def actor_options(self) -> dict[str, object]:
@@ -75,22 +78,25 @@ def state_needs(
     if not nodes:
         raise ParameterError("ray", "the cluster has no node that is alive")
     config = EngineConfig(**engine)
-    gpus = _wants_gpu(config.backend, nodes, replicas)
+    ranks = config.tensor_parallel
+    gpus = ranks if _wants_gpu(config.backend, nodes, replicas, ranks) else 0
     # A head node often offers no CPUs, so that nothing runs on it.
     users = [node for node in nodes if (node.gpus if gpus else node.cpus) >= 1] or nodes
     largest = max(users, key=lambda node: (node.gpus if gpus else 0, node.memory, node.cpus))
     per_node = -(-replicas.most // len(users))
     if gpus:
-        cpus = config.threads or min(GPU_CPUS, int(largest.cpus))
+        threads = config.threads or max(min(ranks * GPU_CPUS, int(largest.cpus)) // ranks, 1)
     else:
-        cpus = config.threads or max(int(largest.cpus) // per_node, 1)
+        threads = config.threads or max(int(largest.cpus) // per_node // ranks, 1)
+    cpus, processes = threads * ranks, PROCESS_BYTES * ranks
     weights = 0 if footprint is None else int(footprint.weight_bytes)
-    room = largest.memory // per_node - weights - PROCESS_BYTES
+    room = largest.memory // per_node - weights - processes
     cache = 0 if footprint is None or gpus else _cache_bytes(footprint, config, room)
-    settings: dict[str, object] = {"backend": "cuda"} if gpus else {"threads": cpus}
+    settings: dict[str, object] = {"backend": "cuda"} if gpus else {"threads": threads}
     if cache and config.kv_blocks is None:
         settings["kv_memory"] = cache
-    needs = ReplicaNeeds(cpus, int(gpus), weights + cache + PROCESS_BYTES, weights, cache, settings)
+    memory = weights + cache + processes
+    needs = ReplicaNeeds(cpus, gpus, memory, weights, cache, settings)
     check_needs(needs, nodes, replicas)
     return needs
 
@@ -112,8 +118,9 @@ def check_needs(needs: ReplicaNeeds, nodes: Sequence[Node], replicas: Replicas) 
         )
 
 
-def _wants_gpu(backend: str, nodes: Sequence[Node], replicas: Replicas) -> bool:
-    count = int(sum(int(node.gpus) for node in nodes))
+def _wants_gpu(backend: str, nodes: Sequence[Node], replicas: Replicas, ranks: int) -> bool:
+    """Whether every rank of every replica gets a GPU; those of a replica are on one node."""
+    count = sum(int(node.gpus) // ranks for node in nodes)
     if backend == "cuda" and count < replicas.least:
         why = f"cuda needs a GPU per replica: {replicas.least}, and the cluster has {count}"
         raise ParameterError("backend", why)

@@ -9,18 +9,20 @@ being the total variation distance. Without device memory it drafts nothing any 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
 from verbatim.backend.protocol import Backend
 from verbatim.base.errors import DeviceMemoryError, ParameterError
-from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan
+from verbatim.base.records import Drawn, DrawSpec, SeqResult, SeqStep, StepPlan
 from verbatim.speculate.proposer import Draft, SeqView
 
 log = logging.getLogger("verbatim.engine")
 
 COST_WEIGHT = 0.2  # weight of the newest measurement in token_cost
+TYPICAL_PROB = 0.6  # of a drafted token, given the ones before it
 
 
 class CachedProposer:
@@ -55,7 +57,7 @@ class CachedProposer:
     def _catch_up(self, views: Sequence[SeqView]) -> None:
         """Compute what the first draw of the sequences needs, and does not compute itself."""
 
-    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[int]:
+    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[Drawn]:
         """The token after those in `drafts` of each sequence; negative: there is none."""
         raise NotImplementedError
 
@@ -68,18 +70,18 @@ class CachedProposer:
         try:
             live = self._ready(views, limit)
             began = time.perf_counter()  # what a sequence computes once is no cost of each token
-            drafts = self._chains(live, limit)
+            drafts = self._chains(live, limit, floor)
         except DeviceMemoryError as error:
             self._failed = True
             log.warning("%s: %s; no further drafts", self.what, error.message)
             return {}
-        drafted = sum(map(len, drafts.values()))
+        drafted = sum(len(draft.tokens) for draft in drafts.values())
         if drafted:
             spent = (time.perf_counter() - began) / drafted
             self.token_cost += (
                 COST_WEIGHT * (spent - self.token_cost) if self.token_cost > 1e-6 else spent
             )
-        return {seq_id: Draft(tuple(tokens), self.name, 0) for seq_id, tokens in drafts.items()}
+        return drafts
 
     def _ready(self, views: Sequence[SeqView], limit: int) -> list[SeqView]:
         """The sequences that can be drafted for, with the number of drafts that fit."""
@@ -91,18 +93,33 @@ class CachedProposer:
         self._catch_up(live)
         return live
 
-    def _chains(self, live: list[SeqView], limit: int) -> dict[int, list[int]]:
+    def _chains(self, live: list[SeqView], limit: int, floor: float) -> dict[int, Draft]:
         drafts: dict[int, list[int]] = {}
+        probs: dict[int, list[float]] = {}
         for depth in range(limit):
             live = [view for view in live if depth < view.max_drafts]
             if not live:
                 break
             drawn = list(zip(live, self._draw(live, drafts), strict=True))
-            for view, token in drawn:
-                if token >= 0:  # negative: bans left nothing to draw, or NaN
-                    drafts.setdefault(view.seq_id, []).append(token)
-            live = [view for view, token in drawn if token >= 0 and token not in view.end_ids]
-        return drafts
+            live = []
+            for view, (token, logprob, *_) in drawn:
+                if token < 0:  # bans left nothing to draw, or NaN
+                    continue
+                drafts.setdefault(view.seq_id, []).append(token)
+                before = probs.setdefault(view.seq_id, [1.0])
+                before.append(before[-1] * math.exp(logprob))
+                if token not in view.end_ids and before[-1] * self._next_prob >= floor:
+                    live.append(view)
+        stated = {seq_id: tuple(p[1:]) if self.states_probs else () for seq_id, p in probs.items()}
+        return {
+            seq_id: Draft(tuple(tokens), self.name, 0, stated[seq_id])
+            for seq_id, tokens in drafts.items()
+        }
+
+    @property
+    def _next_prob(self) -> float:
+        """What a further draft multiplies the stated probability by, typically."""
+        return TYPICAL_PROB if self.states_probs else math.inf
 
     def _reserve(self, seq_id: int, positions: int, in_use: set[int]) -> bool:
         """Allocate blocks for the positions; evicts sequences not in `in_use`. False: it does not
@@ -131,7 +148,8 @@ class CachedProposer:
     def _spec(self, view: SeqView, so_far: Sequence[int]) -> DrawSpec:
         history = (*view.tokens, *so_far) if view.params.needs_history else ()
         # not with_(), which would validate every parameter again for each draft
-        params = view.params.with_origins({}, {"logprobs": None, "explain": 0})
+        wanted = {"logprobs": 0 if self.states_probs else None, "explain": 0}
+        params = view.params.with_origins({}, {**wanted, "logprobs_mode": "raw"})
         return DrawSpec(params, view.key, view.prompt_len, history)
 
     def _execute(self, steps: Sequence[SeqStep]) -> tuple[SeqResult, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verbatim.backend.protocol import Backend
+from verbatim.base.records import Drawn
 from verbatim.speculate.cached_proposer import CachedProposer
 from verbatim.speculate.proposer import SeqView
 
@@ -52,7 +53,7 @@ class DraftProposer(CachedProposer):
                 self._execute((self._sequence(view, chunk, start),))
                 cached.extend(chunk)
 
-    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[int]:
+    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[Drawn]:
         steps = []
         for view in views:
             so_far = drafts.get(view.seq_id, [])
@@ -60,7 +61,7 @@ class DraftProposer(CachedProposer):
             start = len(view.tokens) - 1 + len(so_far)
             steps.append(self._sequence(view, (last,), start, self._spec(view, so_far)))
             self._cached[view.seq_id][start:] = [last]
-        return [result.drawn[0].token for result in self._execute(steps)]
+        return [result.drawn[0] for result in self._execute(steps)]
 
 
 def _common_prefix(computed: Sequence[int], known: Sequence[int]) -> int:

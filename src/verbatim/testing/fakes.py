@@ -134,8 +134,6 @@ class FakeBackend:
     def info(self) -> BackendInfo:
         return BackendInfo("fake", "hash", 1, "fake-1", weight_bytes=0, kv_token_bytes=16)
 
-    draft_backend = None
-
     def draft_layer(self, model: object) -> None:
         return None
 

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,17 +19,14 @@ from verbatim.backend.cpu.ops import record
 from verbatim.backend.cpu.repack import memory_bytes
 from verbatim.backend.cpu.sampler import NativeSampler
 from verbatim.backend.protocol import BackendInfo, activation_type, kv_numerics
+from verbatim.backend.ranks import Ranks
 from verbatim.backend.step_rows import collect, draft_states, only_draws, split_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import BackendError
 from verbatim.base.records import StepPlan, StepResult
-from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_expert, parameters
 from verbatim.model.loading.load import Model
 from verbatim.sampling.pipeline import rows_of
-
-if TYPE_CHECKING:
-    from verbatim.model.loading.draft_head import DraftHead
 
 native: Any = import_module("verbatim.backend.cpu._native")
 
@@ -49,6 +45,9 @@ def unsupported(model: Model) -> str | None:
 
 
 class CpuBackend:
+    block_size = BLOCK_SIZE
+    launcher = None
+
     def __init__(
         self,
         model: Model,
@@ -56,9 +55,10 @@ class CpuBackend:
         *,
         note: str = "",
         target: CpuBackend | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         """`target`: the backend of the model that a draft layer drafts for. They share threads,
-        embedding and head."""
+        embedding and head. `ranks`: this is one rank of a group, and `model` its part."""
         config = config or EngineConfig()
         self._note = note
         if reason := unsupported(model):
@@ -66,11 +66,10 @@ class CpuBackend:
                 f"the cpu backend cannot run this model: {reason}; use backend='reference'"
             )
         self.spec = spec = model.spec
-        self.block_size = BLOCK_SIZE
-        self.launcher = None
         self.config = config
-        self._model = model
-        self._fine = activation_type(config.activations, parameters(spec)) == "int12"
+        self._model, self._ranks = model, ranks
+        whole = spec if ranks is None else ranks.split.spec
+        self._fine = activation_type(config.activations, parameters(whole)) == "int12"
         try:
             self._engine: Any = native.Engine(
                 isa=os.environ.get("VERBATIM_ISA", ""),
@@ -86,9 +85,10 @@ class CpuBackend:
                 kv_type=config.kv_type,
                 fine=self._fine,
                 target=None if target is None else target._engine,
+                mesh=None if ranks is None else ranks.mesh,
             )
             shared = {} if target is None else self._share(model, target)
-            self._matrices = record(model, self._engine, shared)
+            self._matrices = record(model, self._engine, shared, ranks)
         except ValueError as error:
             raise BackendError(str(error)) from None
         _drop_file_pages(model)
@@ -149,50 +149,16 @@ class CpuBackend:
             self._engine.copy(group, source, target)
         if (states := draft_states(plan)) is not None:
             self._engine.states(np.ravel(states))
-        self._engine.step(plan.sequences)
+        frame = b"" if self._ranks is None else self._ranks.step_frame(plan)
+        self._engine.step(plan.sequences, frame)
+        if self._ranks is not None and self._ranks.rank:
+            return StepResult(plan.step, ())  # rank 0 has the logits
         if not only_draws(plan):
-            return collect(plan, self._engine.hidden(), self._sampler)
+            captured = self._engine.captured() if self._model.captured else None
+            return collect(plan, self._engine.hidden(), self._sampler, captured)
         # sample all sequences in one native call
         rows = [row for s in plan.sequences for row in rows_of(s)]
         return split_draws(plan, self._sampler.draw(rows))
-
-    @property
-    def draft_backend(self) -> CpuBackend:
-        return self
-
-    def load_head(self, head: DraftHead) -> None:
-        """Pack a draft head. It scores its vocabulary with rows of the model's own output matrix,
-        requantised to 4 bits: a draft must be fast and need not be exact."""
-        from verbatim.formats.conversion import quantise  # imported only for speculative decoding
-
-        rows = self._model.weights["embed" if self.spec.tied else "head"]
-        output = Tensor(
-            "",
-            rows.type,
-            (len(head.words), rows.shape[-1]),
-            rows.row_view()[head.words].reshape(-1),
-        )
-        mats = [
-            self._engine.matrix(t.type, np.ascontiguousarray(t.data), t.rows, t.shape[-1], 0)
-            for t in (head.up, head.down)
-        ]
-        mats += [
-            self._engine.matrix(
-                "q4_0", quantise("q4_0", output.to_f32()), output.rows, output.shape[-1], 0
-            ),
-            self._matrices["embed"],
-        ]
-        scales = (head.state_scale, head.word_scale, head.keep, head.out)
-        self._engine.draft_head(mats, *scales, head.words.tolist())
-
-    def start_draft(self, requests: Sequence[tuple[int, int, int, float]]) -> None:
-        """DraftBackend: compute the first draft token on a pool thread."""
-        self._engine.start_draft(list(requests))
-
-    def draft(self, requests: Sequence[tuple[int, int, int, float]], floor: float) -> list[Any]:
-        """DraftBackend: draft from the final states of the last step."""
-        drafts: list[object] = self._engine.draft(list(requests), floor)
-        return drafts
 
     def close(self) -> None:
         self._engine = None

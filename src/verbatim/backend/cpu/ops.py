@@ -22,6 +22,7 @@ import numpy as np
 
 from verbatim.backend.cpu.repack import repack
 from verbatim.backend.cpu.weight_packer import WeightPacker
+from verbatim.backend.ranks import Ranks
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.errors import ModelError
 from verbatim.base.records import CacheGroup
@@ -30,7 +31,7 @@ from verbatim.formats.tensor import Tensor
 from verbatim.model.decoder import forward
 from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
-from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.model.spec import EagleSpec, ModelSpec, RopeSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +43,17 @@ class Handle:
     norm: str = ""  # weight of the norm that the consumer applies first
     pending: tuple[str, dict[str, Any]] | None = None
     qkv: dict[str, Any] = field(default_factory=dict)  # fields of the pending qkv operation
+    widths: tuple[int, ...] = ()  # columns of the pending result on each rank; empty: all on each
 
 
 class ProgramRecorder(WeightPacker):
     """The operations of model.decoder, recorded: each call appends one native operation to the
     engine's program, which then runs for every step. A Handle names the buffer of a result."""
 
-    def __init__(self, model: Model, engine: Any) -> None:
+    def __init__(self, model: Model, engine: Any, ranks: Ranks | None = None) -> None:
         super().__init__(model, engine)
+        self._ranks = ranks
+        self._parts: dict[int, int] = {}  # width -> buffer of this rank's columns
         self._ropes: dict[RopeSpec, int] = {}
         spec = self.spec
         self._x = engine.buffer(spec.hidden)
@@ -59,6 +63,9 @@ class ProgramRecorder(WeightPacker):
         sizes = sorted({spec.kv_shape(i)[1] for i in range(len(spec.layers))})
         self._q = {size: engine.buffer(spec.heads * size) for size in sizes}
         self._o = {size: engine.buffer(spec.heads * size) for size in sizes}
+        if ranks is not None and ranks.split.heads:
+            whole = ranks.split.spec.heads
+            self._whole_o = {size: engine.buffer(whole * size) for size in sizes}
         if spec.qk_norm == "width":  # the norm needs whole rows of keys, before the KV cache
             self._kv = [engine.buffer(spec.kv_heads * spec.head_dim) for _ in range(2)]
         widths = {spec.mlp_width(i) for i in range(len(spec.layers))} | {spec.shared_mlp}
@@ -83,6 +90,9 @@ class ProgramRecorder(WeightPacker):
         elif spec.recurrent:
             self._conv = {"src": engine.buffer(3 * spec.hidden), "dst": engine.buffer(spec.hidden)}
         self._logits = engine.buffer(spec.vocab)
+        if captured := model.captured:
+            self._captured = {layer: i * spec.hidden for i, layer in enumerate(captured)}
+            self._states = engine.buffer(len(captured) * spec.hidden)
 
     def _normed(self, h: Handle) -> dict[str, int]:
         """Source and norm fields of an operation that reads `h`."""
@@ -96,10 +106,26 @@ class ProgramRecorder(WeightPacker):
             "norm_bias": bias,
         }
 
-    def _emit(self, h: Handle, dst: int, add: bool) -> None:
+    def _part(self, width: int) -> int:
+        if width not in self._parts:
+            self._parts[width] = self.engine.buffer(width)
+        return self._parts[width]
+
+    def _widths(self, name: str) -> tuple[int, ...]:
+        """Rows of the matrix on each rank; empty: it is whole."""
+        return () if self._ranks is None else self._ranks.split.widths(name)
+
+    def _emit(self, h: Handle, dst: int, add: bool, scaled: bool = False) -> None:
+        """`scaled`: the result is added to the residual later."""
         assert h.pending is not None
         name, fields = h.pending
-        if add and self.spec.residual_scale != 1.0:
+        if h.widths:
+            assert self._ranks is not None, "only a rank's matrix has widths"
+            part = self._part(h.widths[self._ranks.rank])
+            self._emit(replace(h, widths=()), part, add=False, scaled=add)
+            self.engine.op("gather", src=part, dst=dst, widths=list(h.widths), add=add)
+            return
+        if (add or scaled) and self.spec.residual_scale != 1.0:
             assert name in ("linear", "moe"), f"{name} has no scale"
             fields = {**fields, "scale": self.spec.residual_scale}
         self.engine.op(name, dst=dst, add=add, **fields)
@@ -107,9 +133,13 @@ class ProgramRecorder(WeightPacker):
     # ---- operations
 
     def embed(self) -> Handle:
-        self.engine.op(
-            "embed", dst=self._x, mat=[self._matrix("embed")], scale=self.spec.embed_scale
-        )
+        widths = list(self._widths("embed"))
+        dst = self._part(self.spec.hidden) if widths else self._x
+        first = sum(widths[: self._ranks.rank]) if self._ranks else 0
+        mat, scale = [self._matrix("embed")], self.spec.embed_scale
+        self.engine.op("embed", dst=dst, mat=mat, scale=scale, offset=first)
+        if widths:
+            self.engine.op("gather", src=dst, dst=self._x, widths=widths, picks=True)
         return Handle(self._x)
 
     def draft_input(self) -> Handle:
@@ -130,6 +160,30 @@ class ProgramRecorder(WeightPacker):
                 **self._normed(Handle(self._y, norm=f"mtp.{name}_norm")),
             )
         return Handle(self._x)
+
+    def capture(self, x: Handle, layer: int) -> None:
+        if layer in self._captured:
+            self.engine.op("capture", src=x.buffer, dst=self._states, offset=self._captured[layer])
+
+    def eagle_input(self, eagle: EagleSpec) -> tuple[Handle, Handle]:
+        """The inputs of an EAGLE-3 layer and of its attention. A step comes with the target's
+        states or with the layer's own; the operations for the other ones do not run."""
+        hidden = self.spec.hidden
+        given, both = self.engine.buffer(eagle.states), self.engine.buffer(2 * hidden)
+        self.engine.op("states", dst=given, states_width=eagle.states)
+        source = Handle(given, norm="eagle.input_norm" if eagle.norm_states else "")
+        fields = (self.linear(source, "eagle.fc", False).pending or ("", {}))[1]
+        self.engine.op("linear", dst=self._x, states_width=eagle.states, **fields)
+        self.engine.op("states", dst=self._x, states_width=hidden)
+        mat = [self._matrix("embed")]
+        self.engine.op("embed", dst=self._y, mat=mat, scale=self.spec.embed_scale)
+        embedding = Handle(self._y, norm="layers.0.attn_norm")
+        self.engine.op("norm", dst=both, **self._normed(embedding))
+        state = self._normed(Handle(self._x, norm="eagle.state_norm"))
+        self.engine.op("norm", dst=both, offset=hidden, **state)
+        if eagle.norm_first:
+            self.engine.op("norm", dst=self._x, **state)
+        return Handle(self._x), Handle(both)
 
     def positions(self) -> Handle:
         return Handle(pending=("positions", {"mat": [self._matrix("positions")]}))
@@ -259,7 +313,11 @@ class ProgramRecorder(WeightPacker):
         delta, prefix = self.spec.delta, f"layers.{layer}.delta"
         assert delta is not None
         for part, name in (("qkv", "src"), ("z", "values"), ("b", "betas"), ("a", "alphas")):
-            op, fields = self.linear(h, f"{prefix}.{part}", False).pending or ("", {})
+            y = self.linear(h, f"{prefix}.{part}", False)
+            if self._ranks is not None:
+                self._emit(y, self._delta[name], add=False)
+                continue
+            op, fields = y.pending or ("", {})
             joined = part != "qkv" and not self._adapters
             self.engine.op(op, dst=self._delta[name], joined=joined, **fields)
         self.engine.op(
@@ -291,23 +349,39 @@ class ProgramRecorder(WeightPacker):
         return Handle(pending=("gated", {"src": self._y, "keys": self._gates[1]}))
 
     def linear(self, x: Handle, name: str, bias: bool) -> Handle:
+        if name.endswith(".attn.o"):
+            x = self._whole_heads(x, int(name.split(".")[1]))
         fields = {
             **self._normed(x),
             "mat": [self._matrix(name)],
             "bias": [self._bias(name, bias)],
             "lora": [self._lora(name)],
         }
-        return Handle(pending=("linear", fields))
+        return Handle(pending=("linear", fields), widths=self._widths(name))
+
+    def _whole_heads(self, x: Handle, layer: int) -> Handle:
+        """The attention's output of all heads, of which a rank computes some."""
+        widths = self._ranks.split.attention_widths(layer) if self._ranks else ()
+        if not widths:
+            return x
+        dst = self._whole_o[self.spec.kv_shape(layer)[1]]
+        self.engine.op("gather", src=x.buffer, dst=dst, widths=list(widths))
+        return Handle(dst)
 
     def mlp(self, h: Handle, name: str) -> Handle:
-        inner = self._inner[self.weights[f"{name}.up"].shape[0]]
+        widths = list(self._widths(f"{name}.up"))
+        rows = self.weights[f"{name}.up"].shape[0]
+        inner = self._inner[sum(widths) or rows]
+        part = self._part(rows) if widths else inner
         parts = ["gate", "up"] if self.spec.gated else ["up"]
         mats = [self._matrix(f"{name}.{p}") for p in parts]
         biases = [self._bias(f"{name}.{p}", self.spec.mlp_bias) for p in parts]
         loras = [self._lora(f"{name}.{p}") for p in parts]
         if not self.spec.gated:
             mats, biases, loras = [-1, *mats], [-1, *biases], [-1, *loras]
-        self.engine.op("gateup", dst=inner, mat=mats, bias=biases, lora=loras, **self._normed(h))
+        self.engine.op("gateup", dst=part, mat=mats, bias=biases, lora=loras, **self._normed(h))
+        if widths:
+            self.engine.op("gather", src=part, dst=inner, widths=widths)
         return self.linear(Handle(inner), f"{name}.down", self.spec.mlp_bias)
 
     def moe(self, h: Handle, layer: int, router: Handle | None = None) -> Handle:
@@ -344,7 +418,9 @@ class ProgramRecorder(WeightPacker):
             fields["choice_bias"] = self._vector(f"{name}.choice_bias")
         if spec.experts_scale != 1.0:
             fields["experts_scale"] = spec.experts_scale
-        return Handle(pending=("moe", fields))
+        if widths := self._widths(f"{name}.up"):
+            fields["widths"] = list(widths)
+        return Handle(pending=("moe", fields), widths=self._widths(f"{name}.down"))
 
     def add(self, x: Handle, y: Handle) -> Handle:
         if y.pending is None:
@@ -359,7 +435,19 @@ class ProgramRecorder(WeightPacker):
     def head(self, h: Handle) -> Handle:
         mat = self._matrix("embed" if self.spec.tied else "head")
         scale, cap = self.spec.logit_scale, self.spec.logit_softcap
-        self.engine.op("head", src=h.buffer, dst=self._logits, mat=[mat], scale=scale, softcap=cap)
+        widths, eagle = list(self._widths("head")), self.spec.eagle
+        few = eagle is not None and eagle.vocab < self.spec.vocab
+        dst = self._logits
+        if self._ranks:
+            dst = self._part(widths[self._ranks.rank])
+        elif eagle is not None and few:
+            dst = self.engine.buffer(eagle.vocab)
+        self.engine.op("head", src=h.buffer, dst=dst, mat=[mat], scale=scale, softcap=cap)
+        if widths:
+            self.engine.op("gather", src=dst, dst=self._logits, widths=widths, logits=True)
+        elif few:
+            ids = self._vector("eagle.ids")
+            self.engine.op("scatter", src=dst, dst=self._logits, ids=ids)
         return Handle(self._logits)
 
 
@@ -372,10 +460,13 @@ def columns(t: Tensor, half: int) -> Tensor:
     return Tensor(t.name, t.type, (t.rows, width), np.ascontiguousarray(data).reshape(-1))
 
 
-def record(model: Model, engine: Any, shared: Mapping[str, int] | None = None) -> dict[str, int]:
+def record(
+    model: Model, engine: Any, shared: Mapping[str, int] | None = None, ranks: Ranks | None = None
+) -> dict[str, int]:
     """Pack the model's weights into `engine` and record its forward pass there.
 
-    `shared`: matrices that the engine has already. Returns the engine's number of every matrix."""
+    `shared`: matrices that the engine has already. `ranks`: the model is one rank's part. Returns
+    the engine's number of every matrix."""
     kinds = ("attention", "conv", "state")
     for group in model.spec.groups:
         kv_heads, head_dim = model.spec.kv_shape(group.layers[0])
@@ -387,9 +478,13 @@ def record(model: Model, engine: Any, shared: Mapping[str, int] | None = None) -
             kv_heads,
             head_dim,
         )
-    recorder = ProgramRecorder(model, engine)
+    recorder = ProgramRecorder(model, engine, ranks)
     recorder._matrices |= shared or {}
-    forward(model.spec, recorder, recorder.draft_input() if model.spec.draft_layer else None)
+    x = recorder.draft_input() if model.spec.draft_layer else None
+    h = None
+    if model.spec.eagle is not None:
+        x, h = recorder.eagle_input(model.spec.eagle)
+    forward(model.spec, recorder, x, h, recorder.capture if model.captured else None)
     engine.finish()
     recorder._matrix("embed")
     return recorder._matrices

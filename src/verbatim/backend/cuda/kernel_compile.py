@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from verbatim.backend.cuda.kernels import kernels
+from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.matmul_tile import all_tiles
 from verbatim.backend.cuda.kernels.quant import BlockWeight
-from verbatim.backend.cuda.runtime.step_inputs import OUTPUTS, PaddedInputs, StepShape
+from verbatim.backend.cuda.runtime.step_graph import GraphInputs
+from verbatim.backend.cuda.runtime.step_graphs import MIN_GRAPH_SPANS
+from verbatim.backend.cuda.runtime.step_inputs import OUTPUTS, PaddedInputs, StepShape, tile_lines
 from verbatim.backend.gpu_weights import is_matrix, split_k
 from verbatim.base.config import BLOCK_SIZE
 from verbatim.base.params import SamplingParams
@@ -91,8 +94,19 @@ def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:
         inputs = PaddedInputs(shape, backend.padding_blocks, backend.spec, backend.device)
         inputs.fill(None, {})
         backend.compute(inputs.step)
+    for rows in few_rows.WIDTHS if few_rows.available() else ():
+        compile_few_rows(backend, rows)
     if backend.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def compile_few_rows(backend: CudaBackend, rows: int) -> None:
+    """Launch a decode step of padding rows. The products of few rows have a kernel per shape."""
+    spec, device = backend.spec, backend.device
+    lines = tile_lines(spec, 1, device)
+    inputs = GraphInputs(rows, MIN_GRAPH_SPANS, backend.padding_blocks, lines, device, spec)
+    inputs.fill(())
+    backend.compute(inputs.step)
 
 
 def matrices(weights: Mapping[str, Weight], *, tied: bool) -> list[torch.Tensor]:

@@ -1,8 +1,8 @@
 """The operations of model/decoder.py on the GPU.
 
 In and out: handles with one row per token of the step. A handle is a float32 tensor, or a record of
-operations that the consuming kernel runs (SplitSums, Residual, PendingHeads). So element-wise work
-is fused into the next kernel.
+operations that the consuming kernel runs (SplitSums, Residual, PendingNorm, PendingHeads). So
+element-wise work is fused into the next kernel.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 from verbatim.backend.cuda.device_weights import Weight
 from verbatim.backend.cuda.kernels import experts, kernels, quant, recurrent
 from verbatim.backend.cuda.kernels.experts import ExpertTiles
+from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.kernels import SplitSums
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.lora import DeviceAdapter, add_low_rank
+from verbatim.backend.cuda.rank_exchange import RankExchange
 from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.model.rope import tables
 from verbatim.model.spec import ModelSpec, RopeSpec
 
-Rows: TypeAlias = Any  # a tensor, SplitSums, Residual or PendingHeads
+Rows: TypeAlias = Any  # a tensor, SplitSums, Residual, PendingNorm or PendingHeads
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +35,17 @@ class Residual:
 
     x: torch.Tensor
     pending: SplitSums | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingNorm:
+    """The norm of a residual stream of one row, which the product that reads it computes."""
+
+    x: Residual
+    norm: kernels.Norm
+
+    def __len__(self) -> int:
+        return 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +70,9 @@ class CudaOps:
         angles: dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]],
         step: DeviceStep,
         adapters: tuple[DeviceAdapter, ...] = (),
+        ranks: RankExchange | None = None,
     ) -> None:
+        self._ranks = ranks
         self.spec, self.weights, self.caches, self.adapters = spec, weights, caches, adapters
         self.angles, self.step = angles, step
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
@@ -71,11 +86,15 @@ class CudaOps:
 
     def embed(self) -> Rows:
         rows = self._embedded("embed")
+        if self._ranks is not None:
+            rows = self._ranks.picked(rows, self.step.tokens)
         return Residual(rows if self.spec.embed_scale == 1.0 else rows * self.spec.embed_scale)
 
     def _embedded(self, name: str) -> torch.Tensor:
         """The rows of an embedding for the tokens of the step."""
         weight, tokens = self.weights[name], self.step.tokens
+        if self._ranks is not None and name == "embed":
+            tokens = self._ranks.own_tokens(tokens)
         if isinstance(weight, quant.BlockWeight):
             if weight.unpacked is None:
                 return quant.unpack(weight, rows=tokens).float()
@@ -114,12 +133,27 @@ class CudaOps:
         norm = kernels.Norm(self.weights[name], bias, self.spec.norm_eps, self.spec.norm_offset)
         if isinstance(x, SplitSums):
             return kernels.add_norm(None, x, norm)
+        readers = self._readers(name)
+        if self._can_delay(x, norm, readers):
+            return PendingNorm(x, norm)
         pending, x.pending = x.pending, None
-        return kernels.add_norm(x.x, pending, norm, self._consumer_dtype(name))
+        found = {weight.dtype for weight in readers}
+        dtype = found.pop() if len(found) == 1 else torch.float32
+        return kernels.add_norm(x.x, pending, norm, dtype)
 
-    def _consumer_dtype(self, norm: str) -> torch.dtype:
-        """The type of the weights that read this norm's output. A router, the final states, and
-        weights of two types need float32."""
+    def _can_delay(self, x: Residual, norm: kernels.Norm, readers: list[Weight]) -> bool:
+        """Whether the products that read this norm's output can compute it."""
+        step, bias = self.step, None if x.pending is None else x.pending.bias
+        if len(x.x) > 1 or norm.bias is not None or bias is not None or not readers:
+            return False
+        if step.outputs is not None or step.adapters or self._ranks is not None:
+            return False
+        one_type = len({weight.dtype for weight in readers}) == 1
+        return one_type and all(few_rows.takes_norm(weight) for weight in readers)
+
+    def _readers(self, norm: str) -> list[Weight]:
+        """The weights that read this norm's output, in their type. None for a router and the final
+        states, which need float32."""
         layer, _, kind = norm.rpartition(".")
         mlp = ("mlp.gate+up", "mlp.up")
         attention = ("attn.q+k+v", "attn.gate", *(mlp if self.spec.shared_norm else ()))
@@ -128,20 +162,46 @@ class CudaOps:
         attention += ("conv.in", "delta.qkv+z+b+a", "delta.qkv+z", "delta.b+a")
         consumers = {"attn_norm": attention, "mlp_norm": mlp}.get(kind, ())
         names = [f"{layer}.{consumer}" for consumer in consumers]
-        found = {self.weights[name].dtype for name in names if name in self.weights}
-        return found.pop() if len(found) == 1 else torch.float32
+        return [self.weights[name] for name in names if name in self.weights]
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         if isinstance(x, Residual):  # a block without a norm before it
             x = self._flush(x)
+        if self._ranks is not None and name.endswith(".attn.o"):
+            x = self._ranks.heads(x, int(name.split(".")[1]))
         bias_row = self.weights[f"{name}.bias"] if bias else None
-        sums = quant.matmul(x, self.weights[name], bias_row)
+        if isinstance(x, PendingNorm):
+            return SplitSums(self._normed_product(x, self.weights[name]), bias_row)
+        sums = quant.matmul(x, self.weights[name], bias_row, whole=self._whole(name))
         # after `take`, in the last layer, the rows are the outputs
         step = self.step
         adapters = step.adapters if len(x) == len(step.tokens) else step.output_adapters
         for adapter, rows in adapters:
             sums = add_low_rank(sums, x, rows, self.adapters[adapter].get(name, ()))
-        return sums
+        if self._ranks is None or not (widths := self._ranks.rows(name)):
+            return sums
+        return SplitSums(self._ranks.gather(kernels.reduce_splits(sums), widths)[None])
+
+    def _whole(self, name: str) -> int | None:
+        """Rows of the matrix on all ranks, which decide the order of additions."""
+        return None if self._ranks is None else self._ranks.whole_rows(name)
+
+    def _joined(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """The columns of all ranks of what this rank's rows of the matrix led to."""
+        return x if self._ranks is None else self._ranks.gather(x, self._ranks.rows(name))
+
+    def _normed_product(
+        self, h: PendingNorm, weight: torch.Tensor, gate: str = "none",
+        dtype: torch.dtype = torch.float32,
+    ) -> torch.Tensor:  # fmt: skip
+        """Partial sums; the pending addition to the residual is done, too."""
+        pending, norm = h.x.pending, h.norm
+        sums = None if pending is None else pending.splits
+        row = few_rows.Normed(h.x.x, sums, norm.weight, norm.eps, norm.offset)
+        out, moved = few_rows.product(row, weight, gate, dtype)
+        if moved is not None:
+            h.x.x, h.x.pending = moved, None
+        return out
 
     def qkv(self, h: Rows, layer: int) -> tuple[Rows, Rows, Rows]:
         same = self.spec.layers[layer].value_is_key
@@ -185,10 +245,12 @@ class CudaOps:
         return x.index_select(0, rows)
 
     def head(self, h: Rows) -> Rows:
-        weight = self.weights["embed" if self.spec.tied else "head"]
-        logits = kernels.reduce_splits(
-            quant.matmul(h.to(weight.dtype), weight, out=self.step.logits_out)
-        )
+        name = "embed" if self.spec.tied else "head"
+        weight, whole = self.weights[name], self._whole(name)
+        if whole is not None or not few_rows.takes(weight, len(h)):  # that product casts its rows
+            h = h.to(weight.dtype)
+        logits = quant.matmul(h, weight, out=self.step.logits_out, whole=whole)
+        logits = self._joined(kernels.reduce_splits(logits), name)
         if self.spec.logit_scale != 1.0:
             logits *= self.spec.logit_scale
         cap = self.spec.logit_softcap
@@ -214,28 +276,23 @@ class CudaOps:
         elif v.normed_values:
             qkv = self._norm_values(q.qkv, layer)
         angles = self.angles[rope] if rope is not None and q.rotated else None
-        queries = kernels.qkv_rope_cache(
-            qkv,
-            norms,
-            spec.norm_eps,
-            spec.norm_offset,
-            angles,
-            step.positions,
-            stored,
-            slots,
-            spec.qk_norm == "rotated_head",
-            torch.float32 if spec.query_scale_beta else torch.float16,
-        )
-        if spec.query_scale_beta:
-            queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
         sinks = self.weights[f"layers.{layer}.attn.sinks"] if spec.sinks else None
         dtype = self.weights[f"layers.{layer}.attn.o"].dtype
         if spec.attention_gate:
             dtype = torch.float32  # `gated` reads it
         scale, cap = spec.scale, spec.attention_softcap
-        return kernels.attend(
-            queries, kv, step.tiles[group], step.spans, scale, cap, window, dtype, sinks
-        )
+        last = spec.qk_norm == "rotated_head"
+        heads = kernels.Heads(norms, spec.norm_eps, spec.norm_offset, angles, step.positions, last)
+        tiles, spans = step.tiles[group], step.spans
+        if k is not None and not spec.query_scale_beta and kernels.takes_one(qkv, kv, tiles, spans):
+            return kernels.attend_one(
+                qkv, heads, kv, slots, tiles[0], spans, scale, cap, window, dtype, sinks
+            )
+        wide = torch.float32 if spec.query_scale_beta else torch.float16
+        queries = kernels.qkv_rope_cache(qkv, heads, stored, slots, wide)
+        if spec.query_scale_beta:
+            queries *= self.weights["query_scales"].index_select(0, step.positions)[:, None]
+        return kernels.attend(queries, kv, tiles, spans, scale, cap, window, dtype, sinks)
 
     def _only_queries(self, qkv: SplitSums, keys: torch.Tensor) -> SplitSums:
         """The queries with zeros for keys and values, which go to a cache that is not read."""
@@ -312,9 +369,17 @@ class CudaOps:
         def product(name: str) -> torch.Tensor:
             return kernels.reduce_splits(self.linear(h, f"{prefix}.{name}", False))
 
+        if self._ranks is not None:
+            own = [self._ranks.own_rows(f"{prefix}.{name}") for name in ("qkv", "z")]
+            widths = (own[0], own[1]), widths[1]
         if f"{prefix}.qkv+z+b+a" in self.weights:
-            return tuple(product("qkv+z+b+a").split([*widths[0], *widths[1]], 1))
-        return (*product("qkv+z").split(widths[0], 1), *product("b+a").split(widths[1], 1))
+            qkv, z, b, a = product("qkv+z+b+a").split([*widths[0], *widths[1]], 1)
+        else:
+            (qkv, z), (b, a) = (
+                product(name).split(own, 1)
+                for name, own in zip(("qkv+z", "b+a"), widths, strict=True)
+            )
+        return self._joined(qkv, f"{prefix}.qkv"), self._joined(z, f"{prefix}.z"), b, a
 
     @property
     def _recurrent(self) -> recurrent.RecurrentStep:
@@ -337,6 +402,8 @@ class CudaOps:
             up_name = f"{prefix}.gate+up" if spec.gated else f"{prefix}.up"
             up = self.linear(h, up_name, spec.mlp_bias)
             inner = kernels.mlp_activation(up, spec.activation, spec.gated, dtype)
+        if spec.gated:  # without a gate, `linear` has gathered the rows of up
+            inner = self._joined(inner, f"{prefix}.up")
         return self.linear(inner, f"{prefix}.down", spec.mlp_bias)
 
     def _fused_gate(self, h: torch.Tensor, prefix: str, dtype: torch.dtype) -> torch.Tensor | None:
@@ -346,9 +413,12 @@ class CudaOps:
         if not fusable or spec.mlp_bias or self.step.adapters:
             return None
         weight = quant.plain_weight(self.weights[f"{prefix}.gate+up"], len(h))
-        if weight is None or not kernels.can_fuse(weight, spec.activation):
+        whole = self._whole(f"{prefix}.gate+up")
+        if weight is None or not kernels.can_fuse(weight, spec.activation, whole):
             return None
-        return kernels.gated_matmul(h, weight, spec.activation, dtype)
+        if isinstance(h, PendingNorm):
+            return self._normed_product(h, weight, spec.activation, dtype)[0]
+        return kernels.gated_matmul(h, weight, spec.activation, dtype, whole=whole)
 
     def moe(self, h: Rows, layer: int, router: Rows | None = None) -> Rows:
         """Rows are sorted by expert into tiles; a row's experts are summed in order of rank."""
@@ -356,17 +426,22 @@ class CudaOps:
         chosen, shares = self._route(h if router is None else router, prefix)
         tiles = experts.sort(chosen, spec.layers[layer].experts)
         up, down = self.weights[f"{prefix}.gate+up"], self.weights[f"{prefix}.down"]
+        wholes = self._whole(f"{prefix}.gate+up"), self._whole(f"{prefix}.down")
         fused = spec.activation in kernels.FUSED_ACTIVATIONS and not spec.expert_bias
         if fused and not isinstance(up, quant.BlockWeight):
-            inner = kernels.expert_matmul(h, up, tiles, tiles.rows, spec.activation, down.dtype)
+            inner = kernels.expert_matmul(
+                h, up, tiles, tiles.rows, spec.activation, down.dtype, wholes[0]
+            )
         else:
             sums = self._expert_bias(
-                expert_matmul(h, up, tiles, tiles.rows), f"{prefix}.gate+up", tiles
+                expert_matmul(h, up, tiles, tiles.rows, wholes[0]), f"{prefix}.gate+up", tiles
             )
             inner = kernels.mlp_activation(SplitSums(sums[None]), spec.activation, True, down.dtype)
         # the second matmul reads the sorted rows as they are
-        sums = expert_matmul(inner, down, tiles, tiles.lines)
-        return experts.add(self._expert_bias(sums, f"{prefix}.down", tiles), tiles, shares)
+        inner = self._joined(inner, f"{prefix}.up")
+        sums = expert_matmul(inner, down, tiles, tiles.lines, wholes[1])
+        added = experts.add(self._expert_bias(sums, f"{prefix}.down", tiles), tiles, shares)
+        return self._joined(added, f"{prefix}.down")
 
     def _expert_bias(self, sums: torch.Tensor, name: str, tiles: ExpertTiles) -> torch.Tensor:
         """Add the bias of each line's expert."""
@@ -390,10 +465,14 @@ class CudaOps:
 
 
 def expert_matmul(
-    x: torch.Tensor, weight: Weight, tiles: ExpertTiles, rows: torch.Tensor
+    x: torch.Tensor,
+    weight: Weight,
+    tiles: ExpertTiles,
+    rows: torch.Tensor,
+    whole: int | None = None,
 ) -> torch.Tensor:
     in_blocks = isinstance(weight, quant.BlockWeight)
-    return (quant if in_blocks else kernels).expert_matmul(x, weight, tiles, rows)
+    return (quant if in_blocks else kernels).expert_matmul(x, weight, tiles, rows, whole=whole)
 
 
 def rope_tables(

@@ -46,7 +46,6 @@ class ReferenceBackend:
     ) -> None:
         self.spec = model.spec
         self.launcher = None
-        self.draft_backend = None
         self.block_size = block_size
         self.config = config or EngineConfig()
         self._note = note
@@ -54,6 +53,7 @@ class ReferenceBackend:
         self._detail = f"numpy {np.__version__}, float32, KV cache {kv}"
         self._weights = FloatWeights(model.weights)
         self._adapters = tuple(float_adapter(adapter) for adapter in model.adapters)
+        self._captured = model.captured
         self._caches: tuple[GroupCache, ...] | None = None
         self._canary: Canary | None = None
 
@@ -132,12 +132,18 @@ class ReferenceBackend:
             return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
         # exp(-x) may overflow to inf, and 1 / inf is the right 0. NaN is reported by the sampler.
         with one_thread(), np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            captured = self._captured if any(s.hidden for s in plan.sequences) else ()
+            kv_type = self.config.kv_type
             ops = ReferenceOps(
-                self.spec, self._weights, self._caches, batch, self._adapters, self.config.kv_type
+                self.spec, self._weights, self._caches, batch, self._adapters, kv_type, captured
             )
             x = ops.draft_input() if self.spec.draft_layer else None
-            hidden, logits = forward(self.spec, ops, x)
-        return collect(plan, hidden, HostRows(logits))
+            h = None
+            if self.spec.eagle is not None:
+                x, h = ops.eagle_input(self.spec.eagle)
+            hidden, logits = forward(self.spec, ops, x, h, ops.capture)
+        states = np.concatenate(ops.states, axis=1) if captured else None
+        return collect(plan, hidden, HostRows(logits), states)
 
     def close(self) -> None:
         self._caches = None

@@ -19,7 +19,7 @@ from verbatim.backend.step_rows import Batch
 from verbatim.formats.tensor import Tensor
 from verbatim.model.adapter import Adapter
 from verbatim.model.rope import query_scales, tables
-from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.model.spec import EagleSpec, ModelSpec, RopeSpec
 
 F32 = np.float32
 # a float32 array; NumPy's stubs lose the type in indexing and mixed arithmetic
@@ -28,6 +28,7 @@ Array: TypeAlias = Any
 FloatAdapter: TypeAlias = dict[str, tuple[Array, Array, Any]]
 _GELU = F32(math.sqrt(2.0 / math.pi))
 _ERF = np.frompyfunc(math.erf, 1, 1)
+NO_LOGIT = F32(-1e30)  # of a token that is not in the vocabulary of a draft layer
 SWIGLU_LIMIT, SWIGLU_ALPHA = F32(7.0), F32(1.702)  # constants of swiglu_oai
 
 
@@ -74,9 +75,12 @@ class ReferenceOps:
         batch: Batch,
         adapters: tuple[FloatAdapter, ...] = (),
         kv_type: str = "f16",
+        captured: tuple[int, ...] = (),
     ) -> None:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
         self._adapters, self._kv_type = adapters, kv_type
+        self._captured = captured
+        self.states: list[Array] = []  # of the captured layers, output rows only
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
         self._cache_of = {
             (group.kind, layer): (g, i)
@@ -90,6 +94,22 @@ class ReferenceOps:
     def embed(self) -> Array:
         rows = self.weights["embed"][self.batch.tokens]
         return rows if self.spec.embed_scale == 1.0 else rows * F32(self.spec.embed_scale)
+
+    def capture(self, x: Array, layer: int) -> None:
+        if layer in self._captured:
+            done = layer == len(self.spec.layers)
+            self.states.append(x if done else x[self.batch.outputs])
+
+    def eagle_input(self, eagle: EagleSpec) -> tuple[Array, Array]:
+        """[rows, H] and [rows, 2H]: the inputs of the layer and of its attention."""
+        x = self.batch.states
+        assert x is not None, "steps of a draft layer come with states"
+        if x.shape[1] == eagle.states:
+            x = self.norm(x, "eagle.input_norm") if eagle.norm_states else x
+            x = self.linear(x, "eagle.fc", False)
+        normed = self.norm(x, "eagle.state_norm")
+        embedding = self.norm(self.embed(), "layers.0.attn_norm")
+        return normed if eagle.norm_first else x, np.concatenate([embedding, normed], axis=1)
 
     def draft_input(self) -> Array:
         """[rows, H]: the input of a draft layer (ModelSpec.draft_layer)."""
@@ -193,7 +213,12 @@ class ReferenceOps:
         logits = rows_times(h, self.weights["embed" if self.spec.tied else "head"])
         if self.spec.logit_scale != 1.0:
             logits = logits * F32(self.spec.logit_scale)
-        return soft_cap(logits, self.spec.logit_softcap)
+        logits = soft_cap(logits, self.spec.logit_softcap)
+        if "eagle.ids" not in self.weights.source:
+            return logits
+        every = np.full((len(h), self.spec.vocab), NO_LOGIT, F32)
+        every[:, self.weights["eagle.ids"].astype(np.int64)] = logits
+        return every
 
     # ---- attention
 

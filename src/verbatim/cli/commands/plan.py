@@ -135,6 +135,12 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
     elif f.stored in MEMORY:
         stored += f", {MEMORY[f.stored]:g} bytes each when unpacked"
     rows = [("weights", _bytes(f.weight_bytes), stored)]
+    if (share := plan.ranks) is not None:
+        whole = "attention whole on every rank"
+        heads = f"query heads {' + '.join(map(str, share.heads))}" if share.heads else whole
+        rows.append(("on a rank", _bytes(share.weight_bytes), f"of {d.count} at most; {heads}"))
+        received = "that a rank receives per token of a step"
+        rows.append(("gathered", _bytes(share.gathered_bytes), received))
     if not d.cuda:
         why = "below" if f.params < SMALL_MODEL else "from"
         name = activation_type("auto", f.params)
@@ -236,7 +242,7 @@ def _count(params: int) -> str:
 def plan_json(plan: Plan) -> dict[str, object]:
     """The Plan as plain data, with the properties that people read."""
     out = asdict(plan)
-    for name in ("attention", "parts"):
+    for name in ("attention", "parts", "spec"):
         out["footprint"].pop(name)
     layers = len(plan.footprint.attention)
     out["footprint"] |= {"layers": layers, "kv_token_bytes": plan.footprint.kv_bytes(1)}

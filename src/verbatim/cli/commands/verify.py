@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from verbatim.diagnose.needle import CaseResult
     from verbatim.engine.calls.llm import LLM
 
-VARIED = ("backend", "threads", "step_tokens", "prefix_cache", "speculate", "kv_blocks")
+VARIED = (
+    *("backend", "threads", "tensor_parallel", "step_tokens", "prefix_cache", "speculate"),
+    "kv_blocks",
+)
 
 
 @as_command(engine_options(VARIED, unused=BASE_MODEL))

@@ -26,7 +26,7 @@ def check_load(
     """Raise the error that loading `model` with these engine settings must end with, if any."""
     from verbatim.encoder.encoder_load import check_encoder, encoder_type
     from verbatim.lora.adapter_load import load_adapter
-    from verbatim.model.loading.draft_head import read_head
+    from verbatim.model.loading.eagle3 import open_head
     from verbatim.model.loading.load import check_model
 
     path = _local_path(os.fspath(model), revision, offline)
@@ -44,8 +44,8 @@ def check_load(
     kind, _, file = str(settings.get("speculate", "")).partition(":")
     if kind == "draft" and file:
         check_load(file, {}, offline=offline)
-    elif kind == "head" and file:
-        read_head(file, spec)
+    elif kind == "head" and file and (head := _local_path(file, None, offline)) is not None:
+        open_head(head, spec)
 
 
 def can_use_gpu(settings: Mapping[str, object]) -> bool:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,6 @@ from verbatim.engine.loading import model_info
 from verbatim.model.embedding import EmbeddingSpec
 
 if TYPE_CHECKING:
-    from verbatim.model.loading.draft_head import DraftHead
     from verbatim.model.loading.load import Model
 
 
@@ -39,30 +39,28 @@ def load_for_engine(
 ) -> LoadedModel:
     """Resolve the model (a path, a catalog name, org/name on the hub), load it, `change` it, open a
     backend."""
-    from verbatim.backend import open_backend
     from verbatim.encoder.encoder_load import encoder_type
     from verbatim.hub.catalog import resolve
 
     path = resolve(os.fspath(model), revision=revision, offline=offline, progress=progress)
     if encoder_type(path) is not None:
         return _load_encoder(os.fspath(model), path, config)
-    loaded = _load_decoder(path, config, change)
+    loaded = _with_head(config, _load_decoder(path, config, change), offline, progress)
     # Reading the tokenizer takes about 0.25 s, which overlaps with packing the weights.
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(model_info.read_text, loaded.source)
-        backend = open_backend(loaded, config)
+        backend, failure = _open_backend(loaded, config)
     try:
         tokenizer, template = text.result()
         tokenizer.fit(loaded.spec.vocab)  # padding may be drawn, and decodes to no text
         draft, draft_warnings = _load_draft(config, loaded.spec.vocab, offline, progress)
-        head, layer = _find_head(config, loaded), _open_layer(config, loaded, backend)
+        layer = _open_layer(config, loaded, backend)
     except BaseException:
         backend.close()
         raise
     defaults = model_info.sampling_defaults(os.fspath(model), path, loaded)
     return LoadedModel(
         draft=draft,
-        head=head,
         layer=layer,
         backend=backend,
         tokenizer=tokenizer,
@@ -77,16 +75,29 @@ def load_for_engine(
         file=model_info.file_of(loaded.path, model_info.weight_types(loaded), loaded.source),
         weight_files=tuple(model_info.weight_files(loaded.path)),
         adapters=adapter_infos(loaded),
+        failure=failure,
     )
+
+
+def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable[[], str]]:
+    """The backend, and LoadedModel.failure."""
+    if config.tensor_parallel == 1:
+        from verbatim.backend import open_backend
+
+        return open_backend(model, config), str
+    from verbatim.parallel.backend import ParallelBackend
+
+    backend = ParallelBackend(model, config)
+    return backend, lambda: backend.group.failure
 
 
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
     from verbatim.backend import may_use_gpu
     from verbatim.lora.adapter_load import with_adapters
-    from verbatim.model.loading.load import load_model
+    from verbatim.parallel.rank import load_part
 
-    gpu = may_use_gpu(config)
-    model = change(load_model(path, context=config.context, quant=config.quant, gpu=gpu))
+    ranks = config.tensor_parallel
+    model = change(load_part(path, config, 0, ranks, may_use_gpu(config)))
     return with_adapters(model, config.adapters) if config.adapters else model
 
 
@@ -129,24 +140,28 @@ def _load_encoder(name: str, path: Path, config: EngineConfig) -> LoadedModel:
     )
 
 
-def _find_head(config: EngineConfig, model: Model) -> DraftHead | None:
-    """The draft head of `speculate=head:FILE`, or the one that ships with the engine."""
-    from verbatim.model.loading.draft_head import find_head, read_head
+def _with_head(
+    config: EngineConfig, model: Model, offline: bool, progress: Progress | None
+) -> Model:
+    """The model with the head of `speculate=head:PATH` as its draft layer."""
+    from verbatim.hub.catalog import resolve
+    from verbatim.model.loading.eagle3 import open_head
 
-    mode, colon, file = config.speculate.partition(":")
-    if mode == "head" and colon and not file:
-        raise ParameterError(
-            "speculate",
-            "'head:' needs a file: head:FILE, or head alone for the one that comes with the model",
-        )
-    return read_head(file, model.spec) if mode == "head" and file else find_head(model)
+    mode, _, name = config.speculate.partition(":")
+    if mode != "head":
+        return model
+    if not name:
+        raise ParameterError("speculate", "'head' needs a draft head: head:PATH or head:ORG/NAME")
+    head = open_head(resolve(name, offline=offline, progress=progress), model.spec)
+    return replace(model, draft=head.load(model), captured=head.captured)
 
 
 def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend | None:
-    """The draft layer of the model's file, for `speculate=mtp` and auto."""
+    """The draft layer of the model's file, for `speculate=mtp` and auto, or the head."""
     from verbatim.backend import unpacked
 
-    if config.speculate not in ("auto", "mtp") or not config.use_cache:
+    mode = config.speculate.partition(":")[0]
+    if mode not in ("auto", "mtp", "head") or not config.use_cache:
         return None
     layer = None if model.draft is None else backend.draft_layer(unpacked(model.draft))
     if layer is not None:
@@ -155,10 +170,10 @@ def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend
     if model.draft is None:
         told = [text for text in model.warnings if "draft layer" in text]
         why = told[0] if told else "the model's file has no draft layer"
-    else:
+    elif mode != "head":
         log.warning("speculate: the file's draft layer is not used: %s", why)
-    if config.speculate == "mtp":
-        raise ParameterError("speculate", f"'mtp' is not possible: {why}")
+    if mode != "auto":
+        raise ParameterError("speculate", f"{mode!r} is not possible: {why}")
     return None
 
 

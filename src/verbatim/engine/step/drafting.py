@@ -19,7 +19,7 @@ from verbatim.engine.step.own_proposers import open_proposers
 from verbatim.schedule.sequence import Sequence
 from verbatim.speculate.draft_policy import MAX_BATCH_PRICE, Speculator
 from verbatim.speculate.forced import ForcedProposer
-from verbatim.speculate.mtp import WINDOW
+from verbatim.speculate.layer_proposer import WINDOW, LayerProposer
 from verbatim.speculate.ngram import NgramProposer
 from verbatim.speculate.proposer import Observer, Proposer, SeqView
 from verbatim.speculate.step_cost import StepCost
@@ -60,6 +60,8 @@ class Drafting:
         self._scheduler = scheduler
         self.own, self._missing = open_proposers(loaded, config, scheduler)
         self._observers = [p for p in self.own.values() if isinstance(p, Observer)]
+        # The mode that needs states of the target; empty: none does.
+        self._layer = next((n for n, p in self.own.items() if isinstance(p, LayerProposer)), "")
         self._remember = frozenset(config.suffix_tenants)
         self._speculators: dict[str, Speculator] = {}
         self._off: set[str] = set()  # proposers that are switched off for poor drafts
@@ -155,19 +157,18 @@ class Drafting:
         a certain draft pays, none does."""
         running = len(self._scheduler.running)
         price = self.cost.price(running) if self.adaptive and running > 1 else 0.0
-        if "mtp" not in self.own or "mtp" in self._off or price >= MAX_BATCH_PRICE:
+        if not self._layer or self._layer in self._off or price >= MAX_BATCH_PRICE:
             return plan
-        assert "head" not in self.own, "a head finds its rows by the plan without states"
         steps = []
         for step in plan.sequences:
             seq = self._scheduler.sequences[step.seq_id]
-            wanted = self._mode(seq.params) in ("auto", "mtp") and not seq.beam
+            wanted = self._mode(seq.params) in ("auto", self._layer) and not seq.beam
             near = step.end > len(seq.tokens) - WINDOW
             steps.append(step._replace(hidden=True) if wanted and near else step)
         return plan._replace(sequences=tuple(steps))
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
-        """Called after execute and before commit: the draft head overlaps with the commit."""
+        """Called after execute and before commit."""
         for proposer in self._observers:
             proposer.observe(plan, result)
 

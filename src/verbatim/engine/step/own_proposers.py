@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from verbatim.base.config import EngineConfig
 from verbatim.speculate.draft_model import DraftProposer
-from verbatim.speculate.head import HeadProposer
-from verbatim.speculate.mtp import MtpProposer
+from verbatim.speculate.layer_proposer import LayerProposer
 from verbatim.speculate.proposer import Proposer
 from verbatim.speculate.self_draft import SelfProposer
 
@@ -48,8 +47,8 @@ def open_proposers(
     """Proposers by mode, cheapest first, and mode -> why it is rejected."""
     found: dict[str, Proposer] = {}
     missing = {
-        "head": "no draft head comes with this model; "
-        "open the engine with speculate=head:FILE and the cpu backend",
+        "head": "'head' needs an engine that was opened with a draft head "
+        "(speculate=head:PATH), on the cpu or the reference backend",
         "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened "
         "with speculate=mtp or auto, on the cpu or the reference backend",
         "self": "'self' needs a model that also fills blocks of masks, such as"
@@ -57,20 +56,14 @@ def open_proposers(
         "draft": "'draft' needs an engine that was opened with a draft model "
         "(speculate=draft:MODEL)",
     }
-    draft_backend = loaded.backend.draft_backend
-    if loaded.head is not None and draft_backend is not None:
-        found["head"] = HeadProposer(draft_backend, loaded.head)
-    elif loaded.head is not None:
-        missing["head"] = (
-            f"the {loaded.backend.info.name} backend runs no draft heads; "
-            "open the engine with the cpu backend"
-        )
-    if (layer := loaded.layer) is not None and "head" not in found:
-        found["mtp"] = MtpProposer(layer, draft_blocks(layer, loaded, config, scheduler))
+    if (layer := loaded.layer) is not None:
+        mode = "mtp" if layer.spec.eagle is None else "head"
+        blocks = draft_blocks(layer, loaded, config, scheduler)
+        found[mode] = LayerProposer(mode, layer, blocks)
     diffusion = loaded.backend.spec.diffusion
     if diffusion is not None and diffusion.causal and config.use_cache:
-        blocks = BorrowedBlocks(scheduler)
-        found["self"] = SelfProposer(loaded.backend, blocks, diffusion.mask, diffusion.block)
+        own = BorrowedBlocks(scheduler)
+        found["self"] = SelfProposer(loaded.backend, own, diffusion.mask, diffusion.block)
     if (draft := loaded.draft) is not None:
         found["draft"] = DraftProposer(draft, draft_blocks(draft, loaded, config, scheduler))
     return found, missing

@@ -13,7 +13,9 @@ NAMES = tensors.hf_names({}, interleaved=True)
 KEYS: Table = {
     **rows.ATTENTION_BIASES,
     "logit_scale": followed("multiplies the logits"),
-    "position_embedding_type": must_equal("rope_gptj", note="rotations of interleaved pairs"),
+    "position_embedding_type": must_equal(
+        "rope_gptj", note="rotary positions of interleaved pairs"
+    ),
     "rotary_pct": must_equal(1.0, 1, note="whole heads are rotated"),
     "use_qk_norm": must_equal(False, note="no layer norm of queries and keys"),
     "use_parallel_block": must_equal(True, note=rows.PARALLEL),

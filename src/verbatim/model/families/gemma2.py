@@ -85,7 +85,7 @@ _GGUF_KEYS: Table = {
     "attention.sliding_window": renamed(
         "sliding_window", "window of every other layer, from the first on", 4096
     ),
-    "attention.sliding_window_pattern": must_equal(2, note="every other one has a window"),
+    "attention.sliding_window_pattern": must_equal(2, note="every other layer has a window"),
 }
 _OWN_KEYS: Table = {
     "attn_logit_softcapping": followed("cap of attention scores; null: none"),

@@ -66,7 +66,7 @@ def _exported(spec: ModelSpec) -> Values:
 _GGUF_KEYS: Table = {
     **gguf_rows.GGUF_ROTARY,
     "final_logit_softcapping": gguf_rows.LOGIT_CAP,
-    "attn_logit_softcapping": must_equal(0, note="llama.cpp ignores it in gemma3, too"),
+    "attn_logit_softcapping": must_equal(0, note="llama.cpp and transformers ignore it in gemma3"),
     "attention.sliding_window": renamed("sliding_window", default=1024),
     "attention.sliding_window_pattern": renamed("layer_types", gguf_rows.LAYER_PERIOD, 6),
     "rope.freq_base": followed("base of the frequencies of full layers", 1e6),

@@ -38,9 +38,10 @@ class WeightCollector:
         quant: str | None,
         key_names: dict[str, str],  # the file's names of the keys that decide shapes
         others: Mapping[str, str] | None = None,  # tensors of unsupported types: name -> type
+        cut: Callable[[str, Tensor], Tensor] = lambda name, tensor: tensor,  # a rank's rows
     ) -> None:
         self.spec, self.tensors, self.file, self.quant = spec, tensors, file, quant
-        self.key_names = key_names
+        self.key_names, self.cut = key_names, cut
         self.others = others or {}
 
     def collect(
@@ -52,7 +53,9 @@ class WeightCollector:
         """Every weight of the spec. `given`: weights that are loaded already."""
         sources = self.check_names(find, is_ignorable)
         return {
-            name: given[name] if name in given else self._weight(name, sources[name], shape)
+            name: given[name]
+            if name in given
+            else self.cut(name, self._weight(name, sources[name], shape))
             for name, shape in layout(self.spec).items()
         }
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +40,7 @@ from verbatim.model.loading.names import (
     hf_source,
     ignorable,
 )
+from verbatim.model.row_split import Split
 from verbatim.model.spec import ModelSpec
 
 QUANTS = ("q8_0", "q4_0", PACKED)
@@ -58,6 +60,8 @@ class Model:
     embedding: EmbeddingSpec = field(default_factory=EmbeddingSpec)
     adapters: tuple[Adapter, ...] = ()  # a request may name one of them
     draft: Model | None = None  # the file's draft layer, whose spec has `draft_layer`
+    # layers whose inputs a step returns with the final states; their number: the last one's output
+    captured: tuple[int, ...] = ()
 
     @property
     def path(self) -> Path:
@@ -65,19 +69,28 @@ class Model:
 
 
 def load_model(
-    path: str | Path, *, context: int | None = None, quant: str | None = None, gpu: bool = False
+    path: str | Path,
+    *,
+    context: int | None = None,
+    quant: str | None = None,
+    gpu: bool = False,
+    part: Part | None = None,
 ) -> Model:
     """Load the model at `path`.
 
     `context`: positions that the engine serves (None: the model's own). `quant`: q8_0 or q4_0
     quantises float weights; packed keeps the integers of quantised safetensors in blocks. `gpu`:
     without `quant`, keep quantised safetensors in blocks for the cuda backend (open_backend unpacks
-    them for the others). The bits of the weights are the same."""
+    them for the others). The bits of the weights are the same.
+    `part`: keep the rows of one rank of a tensor-parallel group, weight by weight; the spec is that
+    of the whole model."""
     path = Path(path)
     _check_arguments(path, quant)
     if path.is_dir():
-        return _from_directory(path, context, quant, gpu=gpu)
-    return _from_gguf(path, context, quant)
+        model, names = _from_directory(path, context, quant, gpu=gpu, part=part)
+        return model if part is not None else _with_draft(model, names)
+    model, names = _from_gguf(path, context, quant, part)
+    return model if part is not None else _with_draft(model, names, GGUF_NEXTN)
 
 
 def check_model(
@@ -119,6 +132,13 @@ def _check_arguments(path: Path, quant: str | None) -> None:
         )
 
 
+class Part(NamedTuple):
+    """One rank of a tensor-parallel group."""
+
+    rank: int
+    ranks: int
+
+
 class _Names(NamedTuple):
     """Where a file holds each weight of the spec."""
 
@@ -129,7 +149,10 @@ class _Names(NamedTuple):
     def check(self) -> None:
         self.collector.check_names(self.find, self.is_ignorable)
 
-    def collect(self) -> dict[str, Tensor]:
+    def collect(self, part: Part | None) -> dict[str, Tensor]:
+        if part is not None:
+            split = Split(self.collector.spec, part.ranks)
+            self.collector.cut = partial(split.cut, rank=part.rank)
         return self.collector.collect(self.find, self.is_ignorable)
 
 
@@ -153,16 +176,18 @@ def _gguf_names(source: GGUFFile, context: int | None, quant: str | None) -> tup
     )
 
 
-def _from_gguf(path: Path, context: int | None, quant: str | None) -> Model:
+def _from_gguf(
+    path: Path, context: int | None, quant: str | None, part: Part | None
+) -> tuple[Model, _Names]:
     source = read_gguf(path)
     header, names = _gguf_names(source, context, quant)
     spec = header.spec
-    weights = Weights(names.collect(), names.collector.file, _digest(source.digest, spec, quant))
+    tensors = names.collect(part)
+    weights = Weights(tensors, names.collector.file, _digest(source.digest, spec, quant))
     eos = _gguf_eos(source.metadata)
     warnings = (*header.warnings, *_eos_warnings(eos, spec))
     embedding = EmbeddingSpec(header.pooling)
-    model = Model(spec, weights, source, eos, {}, warnings, embedding)
-    return _with_draft(model, names, GGUF_NEXTN)
+    return Model(spec, weights, source, eos, {}, warnings, embedding), names
 
 
 def _directory_names(source: SafetensorsDir, spec: ModelSpec, quant: str | None) -> _Names:
@@ -198,7 +223,9 @@ def _finder(spec: ModelSpec, tensors: Mapping[str, Tensor], prefix: str) -> Call
     return find
 
 
-def _from_directory(path: Path, context: int | None, quant: str | None, *, gpu: bool) -> Model:
+def _from_directory(
+    path: Path, context: int | None, quant: str | None, *, gpu: bool, part: Part | None
+) -> tuple[Model, _Names]:
     source = read_directory(path, blocks=quant == PACKED, gpu=gpu and quant is None)
     spec, warnings = read_config(source.config, context=context, file=str(path / "config.json"))
     warnings = (*warnings, *source.warnings)
@@ -212,12 +239,12 @@ def _from_directory(path: Path, context: int | None, quant: str | None, *, gpu: 
             f"tie_word_embeddings is true, but the file has {head} with "
             "other values than the embedding; the file's head is used, as in transformers",
         )
-    weights = Weights(names.collect(), str(path), _digest(source.digest, spec, quant))
+    weights = Weights(names.collect(part), str(path), _digest(source.digest, spec, quant))
     generation = dict(source.generation_config or {})
     eos = _config_eos(source.config, generation)
     warnings = (*warnings, *_eos_warnings(eos, spec))
-    model = Model(spec, weights, source, eos, generation, warnings, read_embedding(path))
-    return _with_draft(model, names)
+    embedding = read_embedding(path)
+    return Model(spec, weights, source, eos, generation, warnings, embedding), names
 
 
 def _with_draft(model: Model, names: _Names, draft: DraftNames | None = None) -> Model:

@@ -123,14 +123,15 @@ async def beat(
     """Send heartbeats until the engine fails. The supervisor kills this process when they stop."""
     for count in itertools.count(1):
         await asyncio.sleep(BEAT_SECONDS)
-        if engine.error is not None:
+        if engine.error is not None or engine.loaded.failure():
             break
         if prefills is not None:
             from verbatim.engine.step.core_metrics import prefills as in_progress
 
             prefills.add(in_progress(list(engine.core.requests.values())))
         outbox.put(heartbeat(engine, bandwidth if count % metrics_every == 0 else None))
-    log.error("the engine failed: %r", engine.error, exc_info=engine.error)
+    error = engine.error or engine.loaded.failure()
+    log.error("the engine failed: %r", error, exc_info=engine.error)
 
 
 def heartbeat(engine: AsyncEngine, bandwidth: Bandwidth | None) -> messages.Heartbeat:
@@ -216,12 +217,13 @@ async def serve(fd: int) -> int:
     prefills = PrefillLog() if start.verbose else None
     heartbeats = asyncio.create_task(beat(engine, outbox, bandwidth, every, prefills))
     dispatcher = asyncio.create_task(dispatch(reader, session))
-    tasks = (heartbeats, dispatcher)
+    tasks, failed = (heartbeats, dispatcher), False
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if dispatcher.done() and (failure := dispatcher.exception()) is not None:
             log.error("the engine process ends: %s", failure, exc_info=failure)
             return 5
+        failed = heartbeats.done()
     finally:
         for task in tasks:
             task.cancel()
@@ -231,7 +233,7 @@ async def serve(fd: int) -> int:
             outbox.put(heartbeat(engine, bandwidth))  # the counters at the end
             await outbox.drain()
             writer.close()
-    return 0 if engine.error is None else 4
+    return 4 if failed or engine.error is not None else 0
 
 
 async def dispatch(reader: asyncio.StreamReader, session: EngineSession) -> None:

@@ -5,11 +5,11 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstring>
 #include <iterator>
 #include <stdexcept>
 
-#include "draft_head.h"
 #include "engine.h"
 #include "isa.h"
 #include "sampler_bind.h"
@@ -49,6 +49,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
     s.adapted.clear();
     s.outputs.clear();
     s.logits.clear();
+    s.captures = false;
     s.sequences.resize(nb::len(sequences));
     int index = 0;
     for (nb::handle h : sequences) {
@@ -115,6 +116,7 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
             if (logit || hidden) s.outputs.push_back(q.row0 + i);
         }
         if (next < picked) throw std::invalid_argument("picked rows must exist and ascend");
+        s.captures |= hidden;
         index++;
     }
 }
@@ -123,10 +125,11 @@ class PyEngine {
   public:
     PyEngine(const std::string& isa, int threads, int vocab, int hidden, int heads, int kv_heads,
              int head_dim, const std::string& activation, bool layer_norm, float eps,
-             const std::string& kv_type, bool fine, PyEngine* target)
+             const std::string& kv_type, bool fine, PyEngine* target, Mesh* mesh)
         : engine_(select_isa(isa), threads,
                   Shape{vocab, hidden, heads, kv_heads, head_dim, act(activation), layer_norm, eps},
-                  kv(kv_type), fine, target ? &target->engine_ : nullptr) {
+                  kv(kv_type), fine, target ? &target->engine_ : nullptr, mesh),
+          mesh_(mesh) {
         if (heads % kv_heads || heads / kv_heads > MAX_QUERIES || head_dim > 1024)
             throw std::invalid_argument("no kernel for this number or size of attention heads");
     }
@@ -173,7 +176,7 @@ class PyEngine {
         static const char* NAMES[] = {"embed", "positions", "qkv", "attend", "linear", "gateup",
                                       "norm",  "normadd",   "moe", "head",   "heads",  "conv",
                                       "delta", "gated", "layer_inputs", "layer_gate", "scale",
-                                      "states"};
+                                      "states", "gather", "capture", "scatter"};
         Op o{};
         o.type = (OpType)-1;
         for (int i = 0; i < (int)std::size(NAMES); i++)
@@ -227,9 +230,14 @@ class PyEngine {
             else if (k == "value_dim") o.value_dim = nb::cast<int>(value);
             else if (k == "joined") o.joined = nb::cast<bool>(value);
             else if (k == "tiled") o.tiled = nb::cast<bool>(value);
+            else if (k == "widths") o.widths = nb::cast<std::vector<int>>(value);
+            else if (k == "picks") o.picks = nb::cast<bool>(value);
+            else if (k == "logits") o.logits = nb::cast<bool>(value);
+            else if (k == "states_width") o.states_width = nb::cast<int>(value);
+            else if (k == "ids") o.ids = nb::cast<int>(value);
             else throw std::invalid_argument("unknown field " + k);
         }
-        reads_states_ |= o.type == O_STATES;
+        if (o.type == O_STATES) state_widths_.push_back(engine_.buffer_width(o.dst));
         engine_.add_op(std::move(o));
     }
     static void copy3(const std::vector<int>& v, int* out) {
@@ -267,7 +275,8 @@ class PyEngine {
             throw std::invalid_argument("write_block() needs exactly the bytes of one block");
         std::memcpy(to, data.data(), data.size());
     }
-    int step(nb::tuple sequences) {
+    // `frame`: what rank 0 of a group tells the others first, so that they take the same step.
+    int step(nb::tuple sequences, nb::bytes frame) {
         if (blocks_.empty()) throw std::invalid_argument("call allocate() before step()");
         try {
             read_sequences(engine_, sequences, groups_, blocks_);
@@ -275,11 +284,14 @@ class PyEngine {
             engine_.step = {};  // rows that were not computed must not be readable as logits
             throw;
         }
-        if (reads_states_ &&
-            engine_.step.states.size() != engine_.step.tokens.size() * engine_.shape.hidden)
+        if (std::none_of(state_widths_.begin(), state_widths_.end(), [&](size_t width) {
+                return engine_.step.states.size() == engine_.step.tokens.size() * width;
+            }) && !state_widths_.empty())
             throw std::invalid_argument("a draft layer needs one state for each token");
-        if (engine_.step.tokens.empty()) return 0;
+        if (engine_.step.tokens.empty() && !frame.size()) return 0;
         nb::gil_scoped_release nogil;
+        if (mesh_ && frame.size()) mesh_->broadcast(frame.data(), frame.size());
+        if (engine_.step.tokens.empty()) return 0;
         engine_.run();
         return (int)engine_.step.logits.size();
     }
@@ -291,51 +303,12 @@ class PyEngine {
     nb::object hidden(nb::handle self) {
         return view(engine_.hidden(), engine_.step.outputs.size(), engine_.shape.hidden, self);
     }
+    // The captured states of the rows of hidden(), side by side.
+    nb::object captured(nb::handle self) {
+        return view(engine_.captured(), engine_.step.outputs.size(), engine_.captured_width(), self);
+    }
     static nb::object view(const float* p, size_t rows, size_t width, nb::handle owner) {
         return nb::cast(nb::ndarray<nb::numpy, const float, nb::ndim<2>>(p, {rows, width}, owner));
-    }
-    // Loads a draft head: matrices made by matrix(), scales of hidden size, the token ids it can
-    // draft.
-    void draft_head(const std::vector<int>& mats, Floats state_scale, Floats embed_scale,
-                    Floats keep, Floats out, const std::vector<int>& token_ids) {
-        if (mats.size() != 4) throw std::invalid_argument("a draft head has four matrices");
-        auto copy = [](Floats v) { return std::vector<float>(v.data(), v.data() + v.size()); };
-        head_ = std::make_unique<DraftHead>(
-            engine_, DraftHead::Net{mats[0], mats[1], mats[2], mats[3], copy(state_scale),
-                                    copy(embed_scale), copy(keep), copy(out),
-                                    std::vector<int32_t>(token_ids.begin(), token_ids.end())});
-    }
-    std::vector<DraftHead::Query> read_queries(nb::list requests) {
-        if (!head_) throw std::invalid_argument("no draft head was loaded");
-        std::vector<DraftHead::Query> queries;
-        for (nb::handle h : requests) {
-            auto t = nb::cast<nb::tuple>(h);
-            DraftHead::Query a{nb::cast<int>(t[0]), nb::cast<int32_t>(t[1]), nb::cast<int>(t[2]),
-                               nb::cast<float>(t[3])};
-            if (a.row < 0 || a.row >= (int)engine_.step.outputs.size() || a.token < 0 ||
-                a.token >= engine_.shape.vocab)
-                throw std::invalid_argument(
-                    "a draft query names a row or a token that does not exist");
-            queries.push_back(a);
-        }
-        return queries;
-    }
-    void start_draft(nb::list requests) {
-        auto queries = read_queries(requests);
-        head_->start(queries);
-    }
-    nb::list draft(nb::list requests, float floor) {
-        auto queries = read_queries(requests);
-        std::vector<DraftHead::Draft> found;
-        {
-            nb::gil_scoped_release nogil;
-            found = head_->draft(queries, floor);
-        }
-        nb::list out;
-        for (auto& g : found)
-            out.append(
-                nb::make_tuple(nb::tuple(nb::cast(g.tokens)), nb::tuple(nb::cast(g.accept_prob))));
-        return out;
     }
     std::vector<int> argmax() {
         std::vector<int> out(engine_.step.logits.size());
@@ -343,11 +316,28 @@ class PyEngine {
         return out;
     }
     Engine engine_;
-    std::unique_ptr<DraftHead> head_;
-    bool reads_states_ = false;
+    Mesh* mesh_;
+    std::vector<size_t> state_widths_;  // of the states that a draft layer reads
     int groups_ = 0;
     std::vector<int64_t> blocks_;
 };
+
+nb::bytes gather(Mesh& mesh, Bytes piece, const std::vector<size_t>& sizes, bool root) {
+    if ((int)sizes.size() != mesh.ranks() || sizes[mesh.rank()] != piece.size())
+        throw std::invalid_argument("the piece does not have the size of this rank's");
+    size_t all = 0;
+    for (size_t size : sizes) all += size;
+    nb::object joined = nb::steal(PyBytes_FromStringAndSize(nullptr, (Py_ssize_t)all));
+    char* at = PyBytes_AsString(joined.ptr());
+    std::vector<void*> to;
+    for (size_t r = 0; r < sizes.size(); at += sizes[r++]) to.push_back(at);
+    std::memcpy(to[mesh.rank()], piece.data(), piece.size());
+    {
+        nb::gil_scoped_release nogil;
+        mesh.gather(piece.data(), sizes, to.data(), root);
+    }
+    return nb::borrow<nb::bytes>(joined);
+}
 
 // A single matrix product with the kernels of the engine, for tests.
 nb::object product(const std::string& isa, const std::string& type, Bytes data, int n,
@@ -414,19 +404,31 @@ NB_MODULE(_native, m) {
             return nb::make_tuple(c, s);
         },
         "cos and sin of one position, for tests.");
+    nb::class_<Mesh>(m, "Mesh")
+        .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("fds"))
+        .def_prop_ro("rank", &Mesh::rank)
+        .def(
+            "broadcast",
+            [](Mesh& mesh, nb::bytes data) {
+                nb::gil_scoped_release nogil;
+                mesh.broadcast(data.data(), data.size());
+            })
+        .def("gather", &gather, nb::arg("piece"), nb::arg("sizes"), nb::arg("root") = false,
+             "The pieces of all ranks, one after the other; sizes[r] bytes of rank r.");
     bind_sampler(m);
     nb::class_<PyEngine>(m, "Engine")
         .def(nb::init<const std::string&, int, int, int, int, int, int, const std::string&, bool,
-                      float, const std::string&, bool, PyEngine*>(),
-             nb::keep_alive<1, 14>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
+                      float, const std::string&, bool, PyEngine*, Mesh*>(),
+             nb::keep_alive<1, 14>(), nb::keep_alive<1, 15>(), nb::kw_only(), nb::arg("isa"), nb::arg("threads"), nb::arg("vocab"), nb::arg("hidden"),
              nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("activation"),
              nb::arg("layer_norm"), nb::arg("eps"), nb::arg("kv_type"), nb::arg("fine") = false,
-             nb::arg("target").none() = nb::none())
+             nb::arg("target").none() = nb::none(), nb::arg("mesh").none() = nb::none())
         .def("matrix", &PyEngine::matrix, nb::arg("type"), nb::arg("data"), nb::arg("rows"),
              nb::arg("k"), nb::arg("group") = 0)
         .def("share", [](PyEngine& e, PyEngine& target,
                          int number) { return e.engine_.share_matrix(target.engine_, number); })
         .def("states", &PyEngine::states)
+        .def("captured", [](nb::handle self) { return nb::cast<PyEngine&>(self).captured(self); })
         .def("vector", &PyEngine::vector)
         .def("rope", &PyEngine::rope)
         .def("buffer", [](PyEngine& e, int width) { return e.engine_.add_buffer(width); })
@@ -440,12 +442,9 @@ NB_MODULE(_native, m) {
         .def("copy", &PyEngine::copy)
         .def("read_block", &PyEngine::read_block)
         .def("write_block", &PyEngine::write_block)
-        .def("step", &PyEngine::step)
+        .def("step", &PyEngine::step, nb::arg("sequences"), nb::arg("frame") = nb::bytes("", 0))
         .def("logits", [](nb::handle self) { return nb::cast<PyEngine&>(self).logits(self); })
         .def("hidden", [](nb::handle self) { return nb::cast<PyEngine&>(self).hidden(self); })
-        .def("draft_head", &PyEngine::draft_head)
-        .def("start_draft", &PyEngine::start_draft)
-        .def("draft", &PyEngine::draft)
         .def("argmax", &PyEngine::argmax)
         .def(
             "sample",

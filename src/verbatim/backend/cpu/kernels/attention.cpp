@@ -134,7 +134,7 @@ void Engine::finish_rows(const Op& op, const AttendItem& item, float* o, float* 
         for (int g = 0; g < share; g++)
             kernels.scale_out(o + (int64_t)(r * share + g) * vdim, l[r * share + g], hd,
                               y + g * hd);
-        if (share * hd % 32 == 0) {
+        if (b.has_quantised && share * hd % 32 == 0) {
             int64_t block = (int64_t)item.kv * share * hd / 32;
             kernels.quantise(
                 y, share * hd,

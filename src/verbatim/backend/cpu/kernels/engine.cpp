@@ -66,8 +66,8 @@ Pages quant_pages(int64_t rows, int width, bool fine, QRows& q) {
 }
 
 Engine::Engine(const Kernels& k, int threads, const Shape& s, KvType kv_type, bool fine,
-               Engine* target)
-    : shape(s), kernels(k), kv_type_(kv_type), fine_(fine),
+               Engine* target, Mesh* mesh)
+    : shape(s), kernels(k), kv_type_(kv_type), fine_(fine), mesh_(mesh),
       own_pool_(target ? target->own_pool_ : std::make_shared<ThreadPool>(threads)),
       pool_(*own_pool_) {
     vdim_ = (s.head_dim + 15) / 16 * 16;
@@ -169,7 +169,8 @@ void Engine::add_group(int window, const std::vector<int>& layers, GroupKind kin
     }
 }
 void Engine::add_op(Op op) {
-    if (op.type == O_HEAD) logits_buffer_ = op.dst;
+    if (op.type == O_HEAD || op.type == O_SCATTER || op.logits) logits_buffer_ = op.dst;
+    if (op.type == O_CAPTURE) captured_buffer_ = op.dst;
     if (op.type == O_NORM && op.outputs) hidden_buffer_ = op.dst;
     if (op.type == O_POSITIONS)
         max_positions_ = std::min(max_positions_, (int64_t)matrices_[op.mat[0]]->p.n);
@@ -194,6 +195,8 @@ void Engine::finish() {
             if (reads(ops_[(i + j) % ops_.size()]))
                 ops_[i].next_product = (int)((i + j) % ops_.size());
     for (auto& m : matrices_) m->p.exceeds_cache = weight_bytes() > LARGEST_CPU_CACHE;
+    for (const Op& op : ops_)  // the whole row is quantised, not a rank's piece of it
+        if (op.type == O_GATHER) buffers_[op.src]->has_quantised = false;
     for (auto& b : buffers_) b->keeps_floats = !b->has_quantised;
     for (const Op& op : ops_) {
         if (has_lora(op)) buffers_[op.src]->keeps_floats = true;  // A reads float rows
@@ -280,6 +283,7 @@ void Engine::run() {
     plan_attention();
     plan_phases();
     pool_.run(*this, item_counts_);
+    if (!mesh_error_.empty()) throw std::runtime_error(mesh_error_);
 }
 
 void Engine::argmax(int row, int32_t* id) const {

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "mesh.h"
 #include "thread_pool.h"
 
 namespace verbatim {
@@ -76,7 +77,10 @@ enum OpType : int {
     O_LAYER_INPUTS,
     O_LAYER_GATE,
     O_SCALE,
-    O_STATES
+    O_STATES,
+    O_GATHER,
+    O_CAPTURE,
+    O_SCATTER
 };
 
 struct Op {
@@ -120,7 +124,17 @@ struct Op {
     // part is normalised, and the row of the embedding mat[0] times `scale` is added.
     // O_LAYER_GATE: dst = act(src) * columns of the buffer `keys` from `offset` on.
     // O_SCALE: dst is multiplied by the vector `norm` of one value. O_STATES: dst = Step::states.
+    // O_EMBED: the token of the matrix's first row; rows of other tokens stay as they are.
+    // O_NORM, O_CAPTURE: columns of dst from `offset` on; O_CAPTURE copies the rows in Step::outputs.
     int offset = 0;
+    // O_GATHER: the columns of dst that each rank has in its src; `add`: dst += src. `picks`: the
+    // rows of the embedding that each rank has; `logits`: the rows of Step::logits, for rank 0.
+    // O_MOE: the inner columns of each rank; empty: there is one rank.
+    std::vector<int> widths;
+    bool picks = false, logits = false;
+    // O_SCATTER: column i of src goes to column `ids`[i] of dst; other columns become NO_LOGIT.
+    int states_width = 0;  // not 0: the operation runs only with Step::states of this width
+    int ids = -1;          // a vector of whole numbers
 };
 
 struct Shape {
@@ -156,14 +170,14 @@ struct Group {
 struct Sequence {
     int row0, rows;                            // its rows of the batch
     int64_t start;                             // position of the first row
-    int64_t block;                             // of its attention (SeqStep.block); 1: causal
-    int64_t causal;                            // rows before this position see no later one
     // The row at position p sees the keys before visible_end(p).
     int64_t visible_end(int64_t p) const {
         if (block == 1 || p < causal) return p + 1;
         return std::min((p / block + 1) * block, start + rows);
     }
     std::vector<std::vector<int32_t>> blocks;  // block table per cache group
+    int64_t block = 1;                         // of its attention (SeqStep.block); 1: causal
+    int64_t causal = 0;                        // rows before this position see no later one
 };
 
 struct Step {
@@ -175,7 +189,9 @@ struct Step {
     std::vector<Sequence> sequences;
     std::vector<int32_t> outputs;  // rows whose final hidden state is needed
     std::vector<int32_t> logits;   // indices into `outputs` whose logits are needed
-    std::vector<float> states;     // [rows][hidden]: the target's states, input of a draft layer
+    // [rows][width]: states of the target, or its own, that a draft layer reads
+    std::vector<float> states;
+    bool captures = false;  // whether the operations of type O_CAPTURE run
 };
 
 // Memory for `rows` quantised rows of `width` inputs, in one plane or two (QRows).
@@ -192,9 +208,10 @@ struct Buffer {
 class Engine : ThreadPool::Job {
   public:
     // `fine`: the activations of matrix products are int12 instead of int8 (QRows). `target`: the
-    // engine that a draft layer drafts for, whose threads it uses; it outlives this one.
+    // engine that a draft layer drafts for, whose threads it uses; it outlives this one. `mesh`: of a
+    // rank of a tensor-parallel group.
     Engine(const Kernels& k, int threads, const Shape& shape, KvType kv_type, bool fine = false,
-           Engine* target = nullptr);
+           Engine* target = nullptr, Mesh* mesh = nullptr);
 
     int add_matrix(const std::string& type, const uint8_t* data, int64_t bytes, int64_t rows,
                    int64_t k, int group);
@@ -220,6 +237,9 @@ class Engine : ThreadPool::Job {
     int64_t chunks() const { return (shape.vocab + vb::CHUNK - 1) / vb::CHUNK; }
     const float* logits() const { return (const float*)buffers_[logits_buffer_]->f.data(); }
     const float* hidden() const { return (const float*)buffers_[hidden_buffer_]->f.data(); }
+    int captured_width() const { return captured_buffer_ < 0 ? 0 : buffers_[captured_buffer_]->width; }
+    int buffer_width(int i) const { return buffers_.at(i)->width; }
+    const float* captured() const { return (const float*)buffers_[captured_buffer_]->f.data(); }
     void argmax(int row, int32_t* id) const;
 
     const Shape shape;
@@ -318,6 +338,8 @@ class Engine : ThreadPool::Job {
     void layer_gate(const Op& op, WorkItems& items);
     void scale(const Op& op, WorkItems& items);
     void states(const Op& op, WorkItems& items);
+    void capture(const Op& op, WorkItems& items);
+    void scatter(const Op& op, WorkItems& items);
     int moe_up_items(const Op& op) const;
     int moe_down_items(const Op& op) const;
     void moe_plan(const Op& op);
@@ -327,6 +349,12 @@ class Engine : ThreadPool::Job {
     void moe_up(const Op& op, WorkItems& items);
     void moe_down(const Op& op, WorkItems& items);
     void moe_sum(const Op& op, WorkItems& items);
+    void exchange(const float* own, int64_t rows, const std::vector<int>& widths, bool root);
+    void exchange_buffer(const Op& op, WorkItems& items);
+    int64_t gathered_rows(const Op& op) const;
+    void join_pieces(const std::vector<int>& widths, int64_t row, float* to) const;
+    void join_slots(const Op& op, WorkItems& items);
+    void gather(const Op& op, WorkItems& items);
 
     int linear_panels(const Op& op) const;
     int gateup_panels(const Op& op) const;
@@ -355,7 +383,8 @@ class Engine : ThreadPool::Job {
     int adapters_ = 0, max_rank_ = 0;         // max_rank_: rounded up to whole panels
     Pages low_;                               // scale · A · x: [rows][3][max_rank_]
     enum Stage : int {
-        S_NORM_QUANTISE, S_LORA, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM, S_CONV
+        S_NORM_QUANTISE, S_LORA, S_WORK, S_ROUTE, S_SORT, S_UP, S_DOWN, S_SUM, S_CONV,
+        S_EXCHANGE, S_SLOTS
     };
     struct Phase {
         int op;
@@ -366,7 +395,7 @@ class Engine : ThreadPool::Job {
     int max_width_ = 0, rows_ = 0;
     // Positions per sequence: the index limit, or the size of a learned position embedding.
     int64_t max_positions_ = ((int64_t)1 << 24) - 1;
-    int logits_buffer_ = -1, hidden_buffer_ = -1;
+    int logits_buffer_ = -1, hidden_buffer_ = -1, captured_buffer_ = -1;
     std::vector<uint8_t> finite_outputs_;  // per row of Step::outputs; uint8_t: written in parallel
     KvType kv_type_;
     bool fine_;
@@ -380,7 +409,11 @@ class Engine : ThreadPool::Job {
     Pages scores_, chunk_maxes_;
     std::vector<int32_t> slot_expert_, expert_rows_, expert_start_;
     std::vector<float> slot_weight_;
-    std::unique_ptr<Buffer> slots_inner_, slots_out_;
+    std::unique_ptr<Buffer> slots_inner_, slots_out_, slots_local_;  // slots_local_: a rank's columns
+    Mesh* const mesh_;
+    std::string mesh_error_;
+    Pages received_;  // pieces of the other ranks
+    std::vector<const float*> pieces_;
     std::shared_ptr<ThreadPool> own_pool_;
     ThreadPool& pool_;
 };

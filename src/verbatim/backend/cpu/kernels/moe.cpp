@@ -29,8 +29,10 @@ void Engine::moe_plan(const Op& op) {
         b->f = Pages(bytes);
         if (q) b->q = quant_pages(slots, width, fine_, b->qr);
     };
-    fit(slots_inner_, matrices_[op.experts[1][0]]->p.n, true);
-    fit(slots_out_, shape.hidden, false);
+    const int inner = matrices_[op.experts[1][0]]->p.n;
+    if (!op.widths.empty()) fit(slots_local_, inner, false);
+    fit(slots_inner_, op.widths.empty() ? inner : matrices_[op.experts[2][0]]->p.k, true);
+    fit(slots_out_, matrices_[op.experts[2][0]]->p.n, false);
     if (scores_.size() < (size_t)rows * router.panels * 64)
         scores_ = Pages((size_t)rows * router.panels * 64 + 256);
     slot_expert_.resize(slots);
@@ -119,6 +121,8 @@ void Engine::moe_sort(const Op& op, WorkItems& items) {
 // act(gate) * up for 32 outputs of one expert per work item.
 void Engine::moe_up(const Op& op, WorkItems& items) {
     const int inner = matrices_[op.experts[1][0]]->p.n, chunks = moe_up_items(op);
+    Buffer& to = op.widths.empty() ? *slots_inner_ : *slots_local_;
+    const bool quantised = op.widths.empty() && inner % 32 == 0;
     ProductInput in = product_input(op, items.thread);
     Worker& w = *workers_[items.thread];
     float *tu = (float*)w.tile.data(), *tg = tu + MM_ROWS * 32, *y = (float*)w.act.data();
@@ -140,8 +144,8 @@ void Engine::moe_up(const Op& op, WorkItems& items) {
             kernels.gate(shape.activation, tg, tu, 32 * m, y);
             for (int j = 0; j < m; j++) {
                 int64_t at = (int64_t)expert_rows_[i + j] * inner + 16 * p;
-                std::memcpy((float*)slots_inner_->f.data() + at, y + 32 * j, (size_t)cols * 4);
-                if (inner % 32 == 0)
+                std::memcpy((float*)to.f.data() + at, y + 32 * j, (size_t)cols * 4);
+                if (quantised)
                     kernels.quantise(y + 32 * j, 32, slots_inner_->qr.at_block(at / 32));
             }
         }
@@ -149,7 +153,7 @@ void Engine::moe_up(const Op& op, WorkItems& items) {
 }
 
 void Engine::moe_down(const Op& op, WorkItems& items) {
-    const int chunks = moe_down_items(op), n = shape.hidden;
+    const int chunks = moe_down_items(op), n = slots_out_->width;
     float* tile = (float*)workers_[items.thread]->tile.data();
     for (int u; (u = items.next()) >= 0;) {
         int e = u / chunks, p = u % chunks * DOWN_PANELS;
@@ -173,7 +177,7 @@ void Engine::moe_down(const Op& op, WorkItems& items) {
 }
 
 void Engine::moe_sum(const Op& op, WorkItems& items) {
-    const int n = shape.hidden, used = op.used;
+    const int n = slots_out_->width, used = op.used;
     float* out = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;) {
         float* o = out + (int64_t)r * n;

@@ -39,7 +39,8 @@ Engine::Input Engine::input(const Op& op) const {
         quant |= KIND[matrices_[op.experts[part][0]]->p.kind].quantised;
     if (op.type == O_HEAD)
         return {(int)step.logits.size(), shape.hidden, step.logits.data(), quant};
-    int width = op.type == O_LINEAR ? matrices_[op.mat[0]]->p.k : shape.hidden;
+    const bool own = op.type == O_LINEAR || op.type == O_QKV;
+    int width = own ? matrices_[op.mat[0]]->p.k : shape.hidden;
     return {(int)step.tokens.size(), width, nullptr, quant};
 }
 
@@ -102,9 +103,12 @@ void Engine::embed(const Op& op, WorkItems& items) {
     float* x = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;) {
         float* y = x + (int64_t)r * n;
-        unpack_row(w, step.tokens[r], kernels.byte_bias, y);
-        if (op.scale != 1.0f)
-            for (int i = 0; i < n; i++) y[i] *= op.scale;
+        const int row = step.tokens[r] - op.offset;
+        if (row >= 0 && row < w.n) {
+            unpack_row(w, row, kernels.byte_bias, y);
+            if (op.scale != 1.0f)
+                for (int i = 0; i < n; i++) y[i] *= op.scale;
+        }
         for (size_t k = 0; k < ropes_.size(); k++) {
             float* a = (float*)angles_[k].data() + (int64_t)r * 2 * ropes_[k].half;
             rope_angles(step.positions[r], ropes_[k].inv_freq.data(), ropes_[k].half,
@@ -114,10 +118,32 @@ void Engine::embed(const Op& op, WorkItems& items) {
 }
 
 void Engine::states(const Op& op, WorkItems& items) {
-    const size_t n = shape.hidden;
+    const size_t n = buffers_[op.dst]->width;
     float* to = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;)
         std::memcpy(to + r * n, step.states.data() + r * n, n * 4);
+}
+
+void Engine::capture(const Op& op, WorkItems& items) {
+    const size_t n = buffers_[op.src]->width, all = buffers_[op.dst]->width;
+    for (int r; (r = items.next()) >= 0;)
+        std::memcpy((float*)buffers_[op.dst]->f.data() + r * all + op.offset,
+                    (const float*)buffers_[op.src]->f.data() + step.outputs[r] * n, n * 4);
+}
+
+// The logit of a token that is not in the vocabulary of a draft layer.
+constexpr float NO_LOGIT = -1e30f;
+void Engine::scatter(const Op& op, WorkItems& items) {
+    const std::vector<float>& ids = vectors_[op.ids];
+    for (int r; (r = items.next()) >= 0;) {
+        const float* from = (const float*)buffers_[op.src]->f.data() + r * ids.size();
+        float* to = (float*)buffers_[op.dst]->f.data() + (int64_t)r * shape.vocab;
+        std::fill(to, to + shape.vocab, NO_LOGIT);
+        for (size_t i = 0; i < ids.size(); i++) to[(int64_t)ids[i]] = from[i];
+        for (int64_t c = 0; c < chunks(); c++)
+            ((float*)chunk_maxes_.data())[r * chunks() + c] = kernels.max_or_nan(
+                to + c * vb::CHUNK, (int)std::min<int64_t>(vb::CHUNK, shape.vocab - c * vb::CHUNK));
+    }
 }
 
 void Engine::positions(const Op& op, WorkItems& items) {
@@ -189,7 +215,7 @@ void Engine::qkv_head(const Op& op, int part, int head, int row0, int rows, floa
 }
 
 void Engine::qkv(const Op& op, WorkItems& items) {
-    int rows = (int)step.tokens.size(), n = shape.hidden;
+    int rows = (int)step.tokens.size(), n = matrices_[op.mat[0]]->p.k;
     ProductInput in = product_input(op, items.thread);
     float* tile = (float*)workers_[items.thread]->tile.data();
     const int kv_heads = group_of(op).kv_heads, vdim = group_of(op).vdim;
@@ -358,11 +384,11 @@ void Engine::gateup(const Op& op, WorkItems& items) {
     const Packed& up = matrices_[op.mat[1]]->p;
     const Packed* gate = gated ? &matrices_[op.mat[0]]->p : nullptr;
     const int n = up.n;
-    bool out_quant = n % 32 == 0;
     ProductInput in = product_input(op, thread);
     float *tu = (float*)workers_[thread]->tile.data(), *tg = tu + MM_ROWS * 64,
           *y = (float*)workers_[thread]->act.data();
     Buffer& dst = *buffers_[op.dst];
+    const bool out_quant = dst.has_quantised && n % 32 == 0;
     for (int count, more, u = items.next(MAX_PANELS / per, count), v; u >= 0; u = v, count = more) {
         v = items.next(MAX_PANELS / per, more);
         const uint8_t* next_weights =
@@ -412,13 +438,16 @@ static bool all_finite(const float* x, int n) {
 // dst = norm(src), for all rows or the output rows; or dst += norm(src).
 void Engine::norm(const Op& op, WorkItems& items) {
     bool add = op.type == O_NORMADD;
-    int n = shape.hidden;
+    int n = buffers_[op.src]->width;
+    const int64_t stride = buffers_[op.dst]->width;
     const float* x = (const float*)buffers_[op.src]->f.data();
     float* y = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;) {
         const float* row = x + (int64_t)(op.outputs ? step.outputs[r] : r) * n;
         if (!add) {
-            norm_row(op, row, n, y + (int64_t)r * n);
+            float* to = y + r * stride + op.offset;
+            if (op.norm >= 0) norm_row(op, row, n, to);
+            else std::memcpy(to, row, (size_t)n * 4);
             if (op.outputs) finite_outputs_[r] = all_finite(y + (int64_t)r * n, n);
             continue;
         }
@@ -474,6 +503,7 @@ void Engine::plan_phases() {
     const int rows = (int)step.tokens.size();
     for (int i = 0; i < (int)ops_.size(); i++) {
         const Op& op = ops_[i];
+        if (op.states_width && op.states_width * (size_t)rows != step.states.size()) continue;
         switch (op.type) {
             case O_EMBED:
             case O_POSITIONS:
@@ -484,12 +514,20 @@ void Engine::plan_phases() {
             case O_STATES:
             case O_NORMADD: add(i, S_WORK, rows); break;
             case O_GATED: add(i, S_WORK, rows); break;
+            case O_GATHER:
+                add(i, S_EXCHANGE, gathered_rows(op) ? 1 : 0);
+                add(i, S_WORK, (int)gathered_rows(op));
+                break;
             case O_CONV: add(i, S_CONV, conv_items(op)); break;
             case O_DELTA:
                 add(i, S_CONV, conv_items(op));
                 add(i, S_WORK, (int)step.sequences.size() * op.value_heads);
                 break;
             case O_NORM: add(i, S_WORK, op.outputs ? (int)step.outputs.size() : rows); break;
+            case O_CAPTURE:
+                if (step.captures) add(i, S_WORK, (int)step.outputs.size());
+                break;
+            case O_SCATTER: add(i, S_WORK, (int)step.logits.size()); break;
             case O_ATTEND: add(i, S_WORK, (int)attend_items_[layer_group_[op.layer]].size()); break;
             case O_QKV:
             case O_LINEAR:
@@ -512,6 +550,10 @@ void Engine::plan_phases() {
                 add(i, S_ROUTE, (rows + MM_ROWS - 1) / MM_ROWS);
                 add(i, S_SORT, 1);
                 add(i, S_UP, experts * moe_up_items(op));
+                if (!op.widths.empty()) {
+                    add(i, S_EXCHANGE, 1);
+                    add(i, S_SLOTS, rows * op.used);
+                }
                 add(i, S_DOWN, experts * moe_down_items(op));
                 add(i, S_SUM, rows);
             }
@@ -530,6 +572,8 @@ void Engine::phase(int number, WorkItems& items) {
         case S_DOWN: return moe_down(op, items);
         case S_SUM: return moe_sum(op, items);
         case S_CONV: return convolve(op, items);
+        case S_EXCHANGE: return exchange_buffer(op, items);
+        case S_SLOTS: return join_slots(op, items);
         case S_WORK: break;
     }
     switch (op.type) {
@@ -549,6 +593,9 @@ void Engine::phase(int number, WorkItems& items) {
         case O_LAYER_GATE: return layer_gate(op, items);
         case O_SCALE: return scale(op, items);
         case O_STATES: return states(op, items);
+        case O_GATHER: return gather(op, items);
+        case O_CAPTURE: return capture(op, items);
+        case O_SCATTER: return scatter(op, items);
         case O_CONV:
         case O_MOE: return;
     }

@@ -64,7 +64,6 @@ class ThreadPool {
     };
     struct Job {
         virtual void phase(int number, WorkItems& items) = 0;  // works until items.next() is -1
-        virtual void cancel() {}  // the result is no longer wanted: finish quickly
 
       protected:
         ~Job() = default;
@@ -90,26 +89,8 @@ class ThreadPool {
     // Runs all phases in order; item_counts[p] is the number of items of phase p. Writes of one
     // phase are visible to every later phase, and all writes are visible to the caller.
     void run(Job& job, const std::vector<int>& item_counts) {
-        cancel_started();
         publish(job, item_counts);
         run_phases(0, epoch_.load(std::memory_order_relaxed));
-    }
-
-    // The same without the calling thread, which meanwhile does something else. It ends with
-    // join(), or with the next job, which cancels this one.
-    void start(Job& job, const std::vector<int>& item_counts) {
-        cancel_started();
-        publish(job, item_counts);
-        started_ = true;
-    }
-    void join() {
-        started_ = false;
-        run_phases(0, epoch_.load(std::memory_order_relaxed));
-    }
-    void cancel_started() {
-        if (!started_) return;
-        job_->cancel();
-        join();
     }
 
     // One phase of `count` items: calls fn(item, thread) for each.
@@ -281,7 +262,6 @@ class ThreadPool {
     std::vector<std::atomic<uint32_t>> finished_epoch_;  // the last epoch each worker has left
     std::atomic<int> phase_count_{0};
     Job* job_ = nullptr;
-    bool started_ = false;  // start() without join(); only the calling thread uses it
     std::atomic<bool> stop_{false};
     alignas(64) std::atomic<uint32_t> epoch_{0};
     std::vector<std::thread> workers_;

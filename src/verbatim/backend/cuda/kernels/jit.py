@@ -69,6 +69,44 @@ def head_scales(q_norm, k_norm, d, inside, is_query, offset):
     return tl.where(is_query, query, tl.load(k_norm + d, mask=inside, other=0.0)) + offset
 
 
+@triton.jit
+def rotated_heads(
+    splits, bias, q_norm, k_norm, position, cos, sin, row, head, d,
+    SIZE, HEADS, SHARED, DIM, HALF, eps, offset,
+    SPLITS: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr,
+):  # fmt: skip
+    """Some query, key or value heads [heads, BLOCK] of a row: reduce the splits, norm, rotate. One
+    warp reduces a head."""
+    queries = HEADS * SHARED
+    real, is_query, is_qk = head < queries + 2 * HEADS, head < queries, head < queries + HEADS
+    inside = real & (d < DIM)
+    base, column = row.to(tl.int64) * (queries + 2 * HEADS) * DIM, head * DIM
+    x = sum_splits(splits, bias, base + column + d, column + d, inside, SIZE, SPLITS, BIAS)
+    if NORM == "first":
+        root = tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        scale = head_scales(q_norm, k_norm, d, d < DIM, is_query, offset)
+        x = tl.where(is_qk, x / root * scale, x)
+    if ROPE:
+        other = tl.where(d < HALF, d + HALF, d - HALF)
+        rotated = d < 2 * HALF
+        y = sum_splits(
+            splits, bias, base + column + other, column + other, real & rotated, SIZE, SPLITS, BIAS
+        )
+        if NORM == "first":
+            y = y / root * head_scales(q_norm, k_norm, other, rotated, is_query, offset)
+        at = position.to(tl.int64) * HALF + tl.where(d < HALF, d, d - HALF)
+        c, s = (
+            tl.load(cos + at, mask=rotated, other=0.0),
+            tl.load(sin + at, mask=rotated, other=0.0),
+        )
+        x = tl.where(is_qk & rotated, tl.where(d < HALF, x * c - y * s, x * c + y * s), x)
+    if NORM == "last":
+        root = tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps)[:, None]
+        scale = head_scales(q_norm, k_norm, d, d < DIM, is_query, offset)
+        x = tl.where(is_qk, x / root * scale, x)
+    return x
+
+
 @triton.jit(do_not_specialize=["SIZE"])
 def qkv_rope_cache(
     splits, bias, q_norm, k_norm, positions, cos, sin, slots, q,
@@ -87,34 +125,13 @@ def qkv_rope_cache(
     wait_for_inputs(DEPENDENT)
     row, head = tl.program_id(0), tl.program_id(1) * GROUP + tl.arange(0, GROUP)[:, None]
     queries = HEADS * SHARED
-    width = (queries + 2 * HEADS) * DIM
     d = tl.arange(0, BLOCK)[None, :] + tl.zeros((GROUP, 1), tl.int32)
     real, is_query, is_qk = head < queries + 2 * HEADS, head < queries, head < queries + HEADS
     inside = real & (d < DIM)
-    base, column = row.to(tl.int64) * width, head * DIM
-    x = sum_splits(splits, bias, base + column + d, column + d, inside, SIZE, SPLITS, BIAS)
-    if NORM == "first":
-        root = tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        scale = head_scales(q_norm, k_norm, d, d < DIM, is_query, offset)
-        x = tl.where(is_qk, x / root * scale, x)
-    if ROPE:
-        other = tl.where(d < HALF, d + HALF, d - HALF)
-        rotated = d < 2 * HALF
-        y = sum_splits(
-            splits, bias, base + column + other, column + other, real & rotated, SIZE, SPLITS, BIAS
-        )
-        if NORM == "first":
-            y = y / root * head_scales(q_norm, k_norm, other, rotated, is_query, offset)
-        at = tl.load(positions + row).to(tl.int64) * HALF + tl.where(d < HALF, d, d - HALF)
-        c, s = (
-            tl.load(cos + at, mask=rotated, other=0.0),
-            tl.load(sin + at, mask=rotated, other=0.0),
-        )
-        x = tl.where(is_qk & rotated, tl.where(d < HALF, x * c - y * s, x * c + y * s), x)
-    if NORM == "last":
-        root = tl.sqrt_rn(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        scale = head_scales(q_norm, k_norm, d, d < DIM, is_query, offset)
-        x = tl.where(is_qk, x / root * scale, x)
+    x = rotated_heads(
+        splits, bias, q_norm, k_norm, tl.load(positions + row), cos, sin, row, head, d,
+        SIZE, HEADS, SHARED, DIM, HALF, eps, offset, SPLITS, BIAS, NORM, ROPE,
+    )  # fmt: skip
     tl.store(
         q + (row.to(tl.int64) * queries + head) * DIM + d,
         x.to(q.dtype.element_ty),
@@ -185,13 +202,11 @@ def load_blocks(table, start, last, SIZE: tl.constexpr, SPAN: tl.constexpr, WIDE
 
 
 @triton.jit
-def attend_span(
-    query, keys, values, key_scales, value_scales, block, start, head, position, HEADS, DIM,
-    scale, cap, factor, window, SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr, MASK: tl.constexpr,
+def load_span(
+    keys, values, block, start, head, HEADS, DIM,
+    SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """The largest score (peak), the sum of weights (mass) and the weighted sum of values of each
-    line over one span. A weight is 2^((score - peak) * factor)."""
+    """Keys and values of a span [SPAN, BLOCK], and the number of each of them in the cache."""
     p, d = start + tl.arange(0, SPAN), tl.arange(0, BLOCK)
     vector = (block * HEADS + head) * SIZE + p % SIZE
     place = vector * DIM
@@ -201,6 +216,32 @@ def attend_span(
         held = held & (block >= 0)[:, None]
     k = tl.load(keys + place[:, None] + d[None, :], mask=held, other=0)
     v = tl.load(values + place[:, None] + d[None, :], mask=held, other=0)
+    return k, v, vector
+
+
+@triton.jit
+def attend_span(
+    query, keys, values, key_scales, value_scales, block, start, head, position, HEADS, DIM,
+    scale, cap, factor, window, SIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr, MASK: tl.constexpr,
+):  # fmt: skip
+    """reduce_span of the keys and values in the cache."""
+    k, v, vector = load_span(keys, values, block, start, head, HEADS, DIM, SIZE, SPAN, BLOCK, MASK)
+    return reduce_span(
+        query, k, v, key_scales, value_scales, vector, block, start, position, scale, cap, factor,
+        window, SPAN, CAP, WINDOW, KV, MASK,
+    )  # fmt: skip
+
+
+@triton.jit
+def reduce_span(
+    query, k, v, key_scales, value_scales, vector, block, start, position, scale, cap, factor,
+    window, SPAN: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr,
+    MASK: tl.constexpr,
+):  # fmt: skip
+    """The largest score (peak), the sum of weights (mass) and the weighted sum of values of each
+    line over one span. A weight is 2^((score - peak) * factor)."""
+    p = start + tl.arange(0, SPAN)
     # converted right before use: keys and values then share one buffer in shared memory
     score = tl.dot(query, tl.trans(dequantise(k, key_scales, vector, block, KV, MASK)))
     if CAP:
@@ -219,6 +260,61 @@ def attend_span(
     mass = tl.max(tl.dot(weight, ones), 1)
     total = tl.dot(weight, dequantise(v, value_scales, vector, block, KV, MASK))
     return peak, mass, total
+
+
+@triton.jit
+def write_lines(
+    peak, mass, total, sinks, out, at, query_head, d, DIM, factor, used, SINKS: tl.constexpr
+):
+    """The result of all spans."""
+    if SINKS:
+        sink = tl.load(sinks + query_head, mask=used, other=0.0)
+        mass, total = add_sink(peak, mass, total, sink, factor)
+    result = (total / mass[:, None]).to(out.dtype.element_ty)
+    tl.store(out + at[:, None] * DIM + d[None, :], result, mask=used[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def finish_span(
+    peak, mass, total, sums, peaks, masses, counter, sinks, out, span, begin, end, row, ROWS, heads,
+    query_head, d, DIM, factor, used,
+    LINES: tl.constexpr, BLOCK: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Write the result of a span; the last program of a tile to do so merges those of all spans
+    from `begin` to `end`, in order, and writes the tile's result."""
+    stored = used[:, None] & (d < DIM)[None, :]
+    no_peak = tl.full((LINES,), float("-inf"), tl.float32)
+    no_mass, no_total = tl.zeros((LINES,), tl.float32), tl.zeros((LINES, BLOCK), tl.float32)
+    place = row * heads + query_head
+    if begin == end:  # the only span
+        peak, mass, total = merge(no_peak, no_mass, no_total, peak, mass, total, factor)
+        write_lines(peak, mass, total, sinks, out, place, query_head, d, DIM, factor, used, SINKS)
+    else:
+        at = (span.to(tl.int64) * ROWS + row) * heads + query_head
+        tl.store(peaks + at, peak, mask=used)
+        tl.store(masses + at, mass, mask=used)
+        tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
+        tl.debug_barrier()  # every thread has written its part
+        if tl.atomic_add(counter, 1) == end - begin:
+            tl.debug_barrier()
+            peak, mass, total = no_peak, no_mass, no_total
+            for part in range(begin, end + 1):
+                # .cg: from the L2 cache, where the other programs' results are
+                at = (part * ROWS + row) * heads + query_head
+                peak, mass, total = merge(
+                    peak, mass, total,
+                    tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg"),
+                    tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg"),
+                    tl.load(
+                        sums + at[:, None] * DIM + d[None, :],
+                        mask=stored, other=0.0, cache_modifier=".cg",
+                    ),
+                    factor,
+                )  # fmt: skip
+            write_lines(
+                peak, mass, total, sinks, out, place, query_head, d, DIM, factor, used, SINKS
+            )
+            tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
@@ -302,34 +398,8 @@ def attend(
                 query, keys, values, key_scales, value_scales, block, start, head, position, HEADS,
                 DIM, scale, cap, factor, window, SIZE, SPAN, BLOCK, CAP, WINDOW, KV, True,
             )  # fmt: skip
-            at = (span.to(tl.int64) * ROWS + row) * heads + query_head
-            tl.store(peaks + at, peak, mask=used)
-            tl.store(masses + at, mass, mask=used)
-            tl.store(sums + at[:, None] * DIM + d[None, :], total, mask=stored)
-            tl.debug_barrier()  # every thread has written its part
-            counter = done + tile * HEADS + head
-            if tl.atomic_add(counter, 1) == last // SPAN - begin:
-                tl.debug_barrier()
-                peak = tl.full((LINES,), float("-inf"), tl.float32)
-                mass = tl.zeros((LINES,), tl.float32)
-                total = tl.zeros((LINES, BLOCK), tl.float32)
-                for part in range(begin, last // SPAN + 1):
-                    # .cg: from the L2 cache, where the other programs' results are
-                    at = (part * ROWS + row) * heads + query_head
-                    peak, mass, total = merge(
-                        peak, mass, total,
-                        tl.load(peaks + at, mask=used, other=0.0, cache_modifier=".cg"),
-                        tl.load(masses + at, mask=used, other=0.0, cache_modifier=".cg"),
-                        tl.load(
-                            sums + at[:, None] * DIM + d[None, :],
-                            mask=stored, other=0.0, cache_modifier=".cg",
-                        ),
-                        factor,
-                    )  # fmt: skip
-                if SINKS:
-                    sink = tl.load(sinks + query_head, mask=used, other=0.0)
-                    mass, total = add_sink(peak, mass, total, sink, factor)
-                at = row * heads + query_head
-                result = (total / mass[:, None]).to(out.dtype.element_ty)
-                tl.store(out + at[:, None] * DIM + d[None, :], result, mask=stored)
-                tl.store(counter, 0)
+            finish_span(
+                peak, mass, total, sums, peaks, masses, done + tile * HEADS + head, sinks, out,
+                span, begin, last // SPAN, row, ROWS, heads, query_head, d, DIM, factor, used,
+                LINES, BLOCK, SINKS,
+            )  # fmt: skip

@@ -89,14 +89,19 @@ def e4m3_codes(x):
 
 
 @triton.jit
+def finite_half(x):
+    """float16. An infinite value would make the other rows of a query tile NaN: 0 times infinity.
+    NaN stays NaN."""
+    finite = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
+    return finite.to(tl.float16)
+
+
+@triton.jit
 def store_heads(x, to, scales, at, d, DIM, inside, used, KV: tl.constexpr):
     """Write the head vectors [heads, BLOCK] that are `used` to the vectors `at` of the cache."""
     place, mask = at * DIM + d, inside & used
     if KV == "f16":
-        # An infinite value would make the other rows of a query tile NaN: 0 times infinity. NaN
-        # stays NaN.
-        finite = tl.where(x > 65504.0, 65504.0, tl.where(x < -65504.0, -65504.0, x))
-        tl.store(to + place, finite.to(tl.float16), mask=mask)
+        tl.store(to + place, finite_half(x), mask=mask)
     elif KV == "q8":
         codes, scale = q8_codes(x, inside)
         tl.store(to + place, codes, mask=mask)

@@ -12,9 +12,13 @@ ROW_GROUP: tl.constexpr = tl.constexpr(8)  # row tiles that share the weights of
 @triton.jit
 def wait_for_inputs(DEPENDENT: tl.constexpr):
     """Programmatic dependent launch: a kernel starts while the one before it still runs, and waits
-    here until that one's results are written. The next kernel may start after this wait, so at most
-    two kernels are on the GPU at once."""
-    if DEPENDENT:
+    here until that one's results are written. With 1 the next kernel may start after this wait, so
+    at most two kernels are on the GPU at once; with 2, that of few rows, at once: their products
+    load weights before their wait."""
+    if DEPENDENT == 2:
+        gdc_launch_dependents()
+        gdc_wait()
+    elif DEPENDENT:
         gdc_wait()
         gdc_launch_dependents()
 

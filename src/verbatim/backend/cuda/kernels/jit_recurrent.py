@@ -12,6 +12,8 @@ has. Queries and keys are rounded to it when they are stored, so products betwee
 import triton
 import triton.language as tl
 
+from verbatim.backend.cuda.kernels.jit_matmul import wait_for_inputs
+
 
 @triton.jit
 def finite(x):
@@ -60,8 +62,10 @@ def convolved(
 def short_conv(
     x, inputs, kernel, bias, slots, ages, out, ROWS, CHANNELS,
     TAPS: tl.constexpr, BIAS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """c * (convolution of b * u) of some rows and channels; a row of x has the parts b, c, u."""
+    wait_for_inputs(DEPENDENT)
     row = tl.program_id(0) * LINES + tl.arange(0, LINES)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real, width = row < ROWS, 3 * CHANNELS
@@ -82,10 +86,12 @@ def delta_inputs(
     queries, keys, values, gates, ROWS, scale,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SIZE: tl.constexpr, TAPS: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One head of some rows: the convolution of its columns of x, then silu. Queries and keys are
     divided by their norm. Keys, values and gates (logarithm of the decay, beta) go to the cache, at
     the slots `places`. One warp reduces a row, so LINES does not affect the bits."""
+    wait_for_inputs(DEPENDENT)
     unit = tl.program_id(1)
     row, d = tl.program_id(0) * LINES + tl.arange(0, LINES), tl.arange(0, BLOCK)
     value_head = unit - 2 * KEY_HEADS
@@ -152,7 +158,7 @@ def load_block(
 def delta_solve(
     queries, keys, gates, blocks, positions, starts, ends, rows, solved, mixed, decays,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr,
-    SIZE: tl.constexpr, TILED: tl.constexpr, BK: tl.constexpr,
+    SIZE: tl.constexpr, TILED: tl.constexpr, BK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """What a block of one value head needs beside its state S; t and s are positions of the block,
     D(t) the product of the decays up to t, and E(t) what position t adds to the state's key k(t):
@@ -163,6 +169,7 @@ def delta_solve(
 
     `decays`: D(t), and the decay from t to the block's end. Row t of each depends on the positions
     up to t alone; a later one may hold anything, also NaN."""
+    wait_for_inputs(DEPENDENT)
     tile, head = tl.program_id(0), tl.program_id(1)
     place, position = tl.load(blocks + tile).to(tl.int64), tl.load(positions + tile)
     start, end, row0 = tl.load(starts + tile), tl.load(ends + tile), tl.load(rows + tile)
@@ -204,9 +211,11 @@ def delta_advance(
     keys, values, states, solved, decays, tiles, blocks, positions,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SIZE: tl.constexpr, TILED: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The state before each block of a sequence but the first, for BV values of one value head,
     from the block before it, whose positions are all known."""
+    wait_for_inputs(DEPENDENT)
     sequence, head = tl.program_id(0), tl.program_id(1)
     tile0, last = tl.load(tiles + sequence), tl.load(tiles + sequence + 1) - 1
     if tile0 < last:
@@ -256,9 +265,11 @@ def delta_outputs(
     out,
     KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     SIZE: tl.constexpr, TILED: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """The outputs q·S of the rows of one block, for BV values of one value head. S is read by PART
     keys."""
+    wait_for_inputs(DEPENDENT)
     tile, head = tl.program_id(0), tl.program_id(1)
     block, position = tl.load(blocks + tile).to(tl.int64), tl.load(positions + tile)
     start, end, row0 = tl.load(starts + tile), tl.load(ends + tile), tl.load(rows + tile)
@@ -300,9 +311,11 @@ def delta_outputs(
 def gated_norm(
     y, gate, STRIDE, norm, out, LINES, eps,
     HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of each head of y [rows, HEADS * DIM], times silu(gate). A line is one head of one
     row, and one warp reduces it."""
+    wait_for_inputs(DEPENDENT)
     line, d = tl.program_id(0) * GROUP + tl.arange(0, GROUP), tl.arange(0, BLOCK)
     inside = (line < LINES)[:, None] & (d < DIM)[None, :]
     at = line.to(tl.int64)[:, None] * DIM + d[None, :]

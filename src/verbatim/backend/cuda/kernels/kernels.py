@@ -20,6 +20,9 @@ import triton
 
 from verbatim.backend.cuda.kernels import jit, jit_matmul
 from verbatim.backend.cuda.kernels.experts import ExpertTiles
+from verbatim.backend.cuda.kernels.few_rows import jit_attend as few_rows_attend
+from verbatim.backend.cuda.kernels.few_rows import product as few_rows
+from verbatim.backend.cuda.kernels.few_rows.product import FEW_ROWS, dependence
 from verbatim.backend.cuda.kernels.kv_cache import KvLayer
 from verbatim.backend.cuda.kernels.launch import launch
 from verbatim.backend.cuda.kernels.matmul_tile import BN, MatmulTile, choose_tile, float32_tile
@@ -46,10 +49,10 @@ WIDE_SPAN = 32  # positions per span of such heads; another number changes their
 WIDE_LINES = 32
 LOG2E = 1.4426950408889634
 ATTENTION_BUFFER = 256 << 20  # most bytes for the partial results of attention's spans
-FEW_ROWS = 16  # up to here programmatic dependent launch slows a step down
 # activations whose arithmetic has no multiplication that is added to something: fused into the
 # matmul, which allows fused multiply-add, they have the bits of their own kernel
 FUSED_ACTIVATIONS = ("silu", "relu2")
+MOST_SHARED = 4  # query heads per KV head of attend_one
 HEADS_PER_PROGRAM = 4  # norm and RoPE: one warp each, so it does not affect the bits
 
 
@@ -80,13 +83,16 @@ def matmul(
     bias: torch.Tensor | None = None,
     tile: MatmulTile | None = None,
     out: torch.Tensor | None = None,
+    whole: int | None = None,
 ) -> SplitSums:
     """x [m, k] times weightᵀ, weight [n, k] in half precision.
 
     x is rounded to the weight's type; sums are float32. `out` [m, n]: where to write them, unless
-    they are split."""
+    they are split. `whole`: rows of the matrix of which a rank has n, which decide the splits."""
     (m, k), n = x.shape, weight.shape[0]
-    splits, blocks = split_k(n, k)
+    splits, blocks = split_k(whole or n, k)
+    if tile is None and whole is None and few_rows.takes(weight, m):
+        return SplitSums(few_rows.product(x, weight, out=out)[0], bias)
     if tile is None:
         tile = (
             float32_tile(m, splits)
@@ -107,11 +113,14 @@ def gated_matmul(
     kind: str,
     dtype: torch.dtype,
     tile: MatmulTile | None = None,
+    whole: int | None = None,
 ) -> torch.Tensor:
     """mlp_activation(matmul(x, weight)) in one kernel, for weights and activations for which
     can_fuse() is true: [m, n / 2] in `dtype`."""
     (m, k), n = x.shape, weight.shape[0] // 2
-    splits, blocks = split_k(2 * n, k)
+    splits, blocks = split_k(whole or 2 * n, k)
+    if tile is None and whole is None and few_rows.takes(weight, m):
+        return few_rows.product(x, weight, kind, dtype)[0][0]
     if tile is None:
         tile = choose_tile(m, 2 * n, k, splits, has_tma(weight))
         if m <= FEW_ROWS:  # twice as many loads of half the width: keep more of them in flight
@@ -121,11 +130,12 @@ def gated_matmul(
     return out
 
 
-def can_fuse(weight: torch.Tensor, kind: str) -> bool:
+def can_fuse(weight: torch.Tensor, kind: str, whole: int | None = None) -> bool:
     """Whether gated_matmul computes this activation of a matmul with this weight."""
     n, k = weight.shape
     half = weight.element_size() == 2
-    return kind in FUSED_ACTIVATIONS and n % 2 == 0 and split_k(n, k)[0] == 1 and half
+    one = split_k(whole or n, k)[0] == 1
+    return kind in FUSED_ACTIVATIONS and n % 2 == 0 and one and half
 
 
 def _launch_matmul(
@@ -167,7 +177,7 @@ def _launch_matmul(
         warps=tile.warps,
         stages=tile.stages,
         fuse=True,  # for the tensor cores; nothing else multiplies
-        dependent=m > FEW_ROWS,
+        dependent=dependence(m),
     )
 
 
@@ -198,13 +208,14 @@ def expert_matmul(
     rows: torch.Tensor,
     gate: str = "none",
     dtype: torch.dtype = torch.float32,
+    whole: int | None = None,
 ) -> torch.Tensor:
     """Line i of the result: x[rows[i]] times the weight of its tile's expert.
 
     weight is [experts, n, k]. With `gate`, an activation of FUSED_ACTIVATIONS, it is gate and up,
     and the result is mlp_activation's. Lines of tiles without an expert are not written."""
     (_, k), m, n = x.shape, len(rows), weight.shape[1]
-    splits, blocks = split_k(n, k)
+    splits, blocks = split_k(whole or n, k)
     if gate != "none":
         n //= 2
     columns, warps, stages = (EXPERT_TILES if gate == "none" else GATED_EXPERT_TILES)[tiles.height]
@@ -217,7 +228,7 @@ def expert_matmul(
         warps=warps,
         stages=stages,
         fuse=True,
-        dependent=len(tiles.place) > FEW_ROWS,
+        dependent=dependence(len(tiles.place)),
     )
     return out
 
@@ -265,7 +276,7 @@ def add_norm(
         ),
         (len(splits) if sums is not None else 0, bias is not None, x is not None, kind, block),
         warps=min(8, max(1, block // 256)),
-        dependent=rows > FEW_ROWS,
+        dependent=dependence(rows),
     )  # fmt: skip
     return out
 
@@ -275,43 +286,58 @@ def heads_per_program(block: int) -> int:
     return HEADS_PER_PROGRAM if 32 <= block <= 128 else 1
 
 
+def heads_dependence(rows: int, dim: int) -> int:
+    """Programs of large heads would wait in the shared memory that the next weights need."""
+    return 0 if rows == 1 and dim > LARGE_HEAD else dependence(rows)
+
+
+class Heads(NamedTuple):
+    """Norm and rotation of queries and keys."""
+
+    norms: tuple[torch.Tensor, torch.Tensor] | None  # weights, of queries and of keys
+    eps: float
+    offset: float
+    angles: tuple[torch.Tensor, torch.Tensor] | None
+    positions: torch.Tensor
+    norm_last: bool = False  # after the rotation
+
+    @property
+    def order(self) -> str:
+        """The constant NORM of the kernels."""
+        return "none" if self.norms is None else "last" if self.norm_last else "first"
+
+
 def qkv_rope_cache(
     qkv: SplitSums,
-    norms: tuple[torch.Tensor, torch.Tensor] | None,
-    eps: float,
-    offset: float,
-    angles: tuple[torch.Tensor, torch.Tensor] | None,
-    positions: torch.Tensor,
+    given: Heads,
     kv: KvLayer,
     slots: torch.Tensor,
-    norm_last: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """Norm and rotate queries and keys (`norm_last`: in the other order). Returns queries in
-    `dtype`; writes keys and values to the cache."""
+    """Norm and rotate queries and keys. Returns queries in `dtype`; writes keys and values to the
+    cache."""
     _, heads, size, dim = kv.keys.shape
     queries, rows = qkv.width // dim - 2 * heads, qkv.rows
     q = torch.empty((rows, queries * dim), dtype=dtype, device=qkv.splits.device)
     block = triton.next_power_of_2(dim)
     group = heads_per_program(block)
-    q_norm, k_norm = norms or (q, q)
-    cos, sin = angles or (q, q)
+    q_norm, k_norm = given.norms or (q, q)
+    cos, sin = given.angles or (q, q)
     bias = qkv.bias
     launch(
         jit.qkv_rope_cache,
         (rows, triton.cdiv(queries + 2 * heads, group), 1),
         (
-            qkv.splits, q if bias is None else bias, q_norm, k_norm, positions, cos, sin, slots,
-            q, kv.keys, kv.values, *kv.scales(q), rows * qkv.width, heads, queries // heads,
-            dim, cos.shape[1] if angles else 0, eps, offset,
+            qkv.splits, q if bias is None else bias, q_norm, k_norm, given.positions, cos, sin,
+            slots, q, kv.keys, kv.values, *kv.scales(q), rows * qkv.width, heads, queries // heads,
+            dim, cos.shape[1] if given.angles else 0, given.eps, given.offset,
         ),
         (
-            len(qkv.splits), bias is not None,
-            "none" if norms is None else "last" if norm_last else "first", angles is not None,
+            len(qkv.splits), bias is not None, given.order, given.angles is not None,
             size, group, block, kv.kind,
         ),
         warps=group,
-        dependent=rows > FEW_ROWS,
+        dependent=heads_dependence(rows, dim),
     )  # fmt: skip
     return q
 
@@ -326,7 +352,7 @@ def mlp_activation(up: SplitSums, kind: str, gated: bool, dtype: torch.dtype) ->
         (rows, triton.cdiv(width, 1024), 1),
         (up.splits, up.splits if bias is None else bias, out, rows * up.width, width),
         (len(up.splits), bias is not None, kind, gated, 1024),
-        dependent=rows > FEW_ROWS,
+        dependent=dependence(rows),
     )
     return out
 
@@ -402,9 +428,67 @@ def attend(
             ),
             warps=8 if tiles.lines > 64 or full or (dim > WIDE_HEAD and tiles.lines > 16) else 4,
             stages=2 if is_large(q.device) and not few and not full else 1,
-            dependent=rows > FEW_ROWS,
+            dependent=heads_dependence(rows, dim),
         )  # fmt: skip
     return out
+
+
+def attend_one(
+    qkv: SplitSums,
+    heads: Heads,
+    kv: KvLayer,
+    slots: torch.Tensor,
+    tiles: QueryTiles,
+    spans: int,
+    scale: float,
+    cap: float,
+    window: int | None,
+    dtype: torch.dtype,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """qkv_rope_cache and attend of one row, if takes_one() is true."""
+    _, kv_heads, size, dim = kv.keys.shape
+    queries = qkv.width // dim - 2 * kv_heads
+    block, x, bias = max(16, triton.next_power_of_2(dim)), qkv.splits, qkv.bias
+    out = torch.empty((1, queries * dim), dtype=dtype, device=x.device)
+    parts = [spans * queries * dim, spans * queries, spans * queries]
+    partial = torch.empty(sum(parts), dtype=torch.float32, device=x.device).split(parts)
+    q_norm, k_norm = heads.norms or (x, x)
+    cos, sin = heads.angles or (x, x)
+    launch(
+        few_rows_attend.attend_one,
+        (kv_heads, spans, 1),
+        (
+            x, x if bias is None else bias, q_norm, k_norm, heads.positions, cos, sin, slots,
+            kv.keys, kv.values, tiles.table, *partial, span_counters(x.device),
+            x if sinks is None else sinks, out, qkv.width, kv_heads, dim,
+            cos.shape[1] if heads.angles else 0, heads.eps, heads.offset, scale, cap,
+            LOG2E if cap else LOG2E * scale, window or 0,
+        ),
+        (
+            len(x), bias is not None, heads.order, heads.angles is not None,
+            queries // kv_heads, size, tiles.lines, SPAN, block, cap > 0, window is not None,
+            sinks is not None, kv.keys.numel() >= 1 << 31,
+        ),
+        dependent=dependence(1),
+    )  # fmt: skip
+    return out
+
+
+def takes_one(qkv: SplitSums, kv: KvLayer, tilings: Sequence[QueryTiles], spans: int) -> bool:
+    """Whether attend_one computes this step: one row, a float16 cache, few query heads per KV head,
+    heads that fit into registers, and spans that are not merged in one program."""
+    _, kv_heads, _, dim = kv.keys.shape
+    shared = qkv.width // dim // kv_heads - 2
+    return (
+        qkv.rows == 1
+        and few_rows.available()
+        and kv.kind == "f16"
+        and shared <= MOST_SHARED
+        and 64 <= triton.next_power_of_2(dim) <= LARGE_HEAD
+        and tilings[0].lines == DECODE_LINES
+        and not merge_in_program(kv_heads, kv_heads * shared * dim, spans)
+    )
 
 
 @functools.cache

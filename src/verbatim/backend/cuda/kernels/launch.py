@@ -41,13 +41,13 @@ def launch(
     warps: int = 4,
     stages: int = 3,
     fuse: bool = False,
-    dependent: bool | None = None,
+    dependent: int | None = None,
 ) -> None:
     """`fuse`: whether the compiler may fuse a multiplication and an addition. `dependent`: whether
     the kernel starts early (jit_matmul.wait_for_inputs); None: it has no constant DEPENDENT."""
     early = bool(dependent) and has_dependent_launch()
     if dependent is not None:
-        constants = (*constants, early)
+        constants = (*constants, int(dependent) if early else 0)
     if INTERPRETED:
         kernel[grid](*args, *constants)
         return

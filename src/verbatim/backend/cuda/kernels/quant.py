@@ -228,13 +228,14 @@ def matmul(
     weight: torch.Tensor | BlockWeight,
     bias: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    whole: int | None = None,
 ) -> SplitSums:
     """kernels.matmul for weights of both kinds."""
     plain = plain_weight(weight, len(x))
     if plain is None:
         assert isinstance(weight, BlockWeight)
-        return _matmul(x, weight, bias, out)
-    return kernels.matmul(x, plain, bias, out=out)
+        return _matmul(x, weight, bias, out, whole)
+    return kernels.matmul(x, plain, bias, out=out, whole=whole)
 
 
 def plain_weight(weight: torch.Tensor | BlockWeight, rows: int) -> torch.Tensor | None:
@@ -256,10 +257,14 @@ def in_kernel(weight: BlockWeight, rows: int) -> bool:
 
 
 def _matmul(
-    x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, out: torch.Tensor | None
+    x: torch.Tensor,
+    weight: BlockWeight,
+    bias: torch.Tensor | None,
+    out: torch.Tensor | None,
+    whole: int | None,
 ) -> SplitSums:
     m, (n, k) = len(x), weight.shape
-    splits, blocks = split_k(n, k)
+    splits, blocks = split_k(whole or n, k)
     # more rows and 8 bits: of a smaller pack, more stages fit into shared memory
     pack = PACKS[-1] if m > ROWS[0] and weight.form.bits == 8 else weight.pack
     packs = (weight.wide if splits == 1 else blocks * BK) // pack
@@ -284,12 +289,16 @@ def _matmul(
 
 
 def expert_matmul(
-    x: torch.Tensor, weight: BlockWeight, tiles: ExpertTiles, rows: torch.Tensor
+    x: torch.Tensor,
+    weight: BlockWeight,
+    tiles: ExpertTiles,
+    rows: torch.Tensor,
+    whole: int | None = None,
 ) -> torch.Tensor:
     """kernels.expert_matmul without an activation. Any number of rows is multiplied with weights
     that the kernel unpacks."""
     (_, k), n = x.shape, weight.shape[1]
-    splits, blocks = split_k(n, k)
+    splits, blocks = split_k(whole or n, k)
     lines = min(tiles.height, EXPERT_ROWS)
     pack = PACKS[-1] if lines > ROWS[0] else weight.pack
     packs = (weight.wide if splits == 1 else blocks * BK) // pack

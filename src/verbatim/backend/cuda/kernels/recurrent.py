@@ -14,6 +14,7 @@ import torch
 import triton
 
 from verbatim.backend.cuda.kernels import jit_recurrent
+from verbatim.backend.cuda.kernels.few_rows.product import dependence
 from verbatim.backend.cuda.kernels.launch import launch
 from verbatim.base.records import CacheGroup
 from verbatim.model.spec import DeltaSpec, ModelSpec
@@ -93,6 +94,7 @@ def short_conv(
             len(x), channels,
         ),
         (taps, bias is not None, LINES, COLUMNS),
+        dependent=dependence(len(x)),
     )  # fmt: skip
     return out
 
@@ -159,6 +161,7 @@ def _write_inputs(
             delta.key_heads, delta.value_heads, delta.key_dim, delta.value_dim, keys.shape[2],
             layer.kernel.shape[1], LINES, max(_padded(delta.key_dim), _padded(delta.value_dim)),
         ),
+        dependent=dependence(len(qkv)),
     )  # fmt: skip
     return queries
 
@@ -185,6 +188,7 @@ def _solve(
         ),
         (delta.key_heads, heads, delta.key_dim, size, delta.tiled, _padded(delta.key_dim)),
         warps=1,
+        dependent=dependence(len(queries)),
     )  # fmt: skip
     return blocks
 
@@ -205,6 +209,7 @@ def _advance(
         _constants(delta, layer, part),
         warps=ADVANCE.warps,
         stages=ADVANCE.stages,
+        dependent=dependence(len(step.ages)),
     )  # fmt: skip
 
 
@@ -229,6 +234,7 @@ def _outputs(
         (*_constants(delta, layer, part), min(_padded(delta.key_dim), PART)),
         warps=OUTPUTS.warps,
         stages=OUTPUTS.stages,
+        dependent=dependence(len(queries)),
     )  # fmt: skip
     return out
 
@@ -255,5 +261,6 @@ def gated_norm(
         (triton.cdiv(lines, LINES), 1, 1),
         (y, z, z.stride(0), norm, out, lines, eps),
         (delta.value_heads, delta.value_dim, LINES, triton.next_power_of_2(delta.value_dim)),
+        dependent=dependence(len(y)),
     )
     return out

@@ -35,9 +35,10 @@ MIN_GRAPH_SPANS = 4  # attention spans of a graph; fewer would only add graphs
 
 
 class StepGraphs:
-    """`padding`: per cache group an extra block that no sequence owns, for the padding rows."""
+    """`padding`: per cache group an extra block that no sequence owns, for the padding rows.
+    `graphs`: False for a step that the host takes part in."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, device: torch.device, *, graphs: bool = True) -> None:
         self._spec, self._device = spec, device
         self.padding: tuple[int, ...] = ()
         self._of_rows: dict[tuple[int, int], StepGraph[GraphInputs]] = {}
@@ -45,7 +46,7 @@ class StepGraphs:
         self._seen_shapes: set[StepShape] = set()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         # The graphs' attention is causal.
-        self._use_graphs = device.type == "cuda" and spec.diffusion is None
+        self._use_graphs = graphs and device.type == "cuda" and spec.diffusion is None
 
     def forward(
         self, compute: Forward, plan: StepPlan, tokens: torch.Tensor | None = None

@@ -1,8 +1,8 @@
-"""Speculative decoding with the draft layer of the model's own file (multi-token prediction).
+"""Speculative decoding with a draft layer: multi-token prediction, or an EAGLE-3 head.
 
-In: the target's final states of computed positions. Out: chains of drafts. The layer reads the
-state of position p with the token at p + 1, and draws the token at p + 2; its own output is the
-state of the next draft (model/loading/draft_layer.py).
+In: the target's states of computed positions. Out: chains of drafts. The layer reads the state of
+position p with the token at p + 1, and draws the token at p + 2; its own output is the state of the
+next draft (model/loading/draft_layer.py and eagle3.py).
 
 The layer has a KV cache over the positions whose states this process has computed. It is kept
 while a sequence is preempted. A gap starts it anew: after a prefix hit or a fork, the positions
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verbatim.backend.protocol import Backend
-from verbatim.base.records import StepPlan, StepResult
+from verbatim.base.records import Drawn, StepPlan, StepResult
 from verbatim.speculate.cached_proposer import CachedProposer
 from verbatim.speculate.proposer import SeqView
 
@@ -54,23 +54,24 @@ class _Positions:
         self.first, self.cached = end - len(self.waiting), 0
 
 
-class MtpProposer(CachedProposer):
-    name = "mtp"
+class LayerProposer(CachedProposer):
     what = "draft layer"
+    states_probs = True
 
-    def __init__(self, backend: Backend, blocks: int) -> None:
+    def __init__(self, name: str, backend: Backend, blocks: int) -> None:
         super().__init__(backend, blocks)
+        self.name = name  # its mode
         self._positions: dict[int, _Positions] = {}
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         for step, done in zip(plan.sequences, result.sequences, strict=True):
-            if step.hidden or done.hidden is None:
+            if step.hidden or done.states is None:
                 continue
             held = self._positions.get(step.seq_id)
             if held is None or not held.first <= step.start <= held.end:
                 held = self._positions[step.seq_id] = _Positions(step.start)
             held.drop_from(step.start)
-            held.waiting.extend(done.hidden)
+            held.waiting.extend(done.states)
             if len(held.waiting) > WINDOW:
                 held.keep_last(WINDOW)
 
@@ -100,7 +101,7 @@ class MtpProposer(CachedProposer):
                 self._execute([step._replace(states=np.stack(held.waiting[:more]))])
                 held.cached, held.waiting = held.cached + more, held.waiting[more:]
 
-    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[int]:
+    def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[Drawn]:
         steps = []
         for view in views:
             held, so_far = self._positions[view.seq_id], drafts.get(view.seq_id, [])
@@ -116,10 +117,10 @@ class MtpProposer(CachedProposer):
         results = self._execute(steps)
         for result in results:
             held = self._positions[result.seq_id]
-            assert result.hidden is not None, "the step asked for it"
-            held.last = result.hidden[-1:]
+            assert result.states is not None, "the step asked for it"
+            held.last = result.states[-1:]
             held.cached, held.waiting = held.cached + len(held.waiting), []
-        return [result.drawn[0].token for result in results]
+        return [result.drawn[0] for result in results]
 
     def finish(self, view: SeqView) -> None:
         super().finish(view)

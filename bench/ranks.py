@@ -1,0 +1,107 @@
+"""One model over 1, 2 and 4 ranks of this machine: the same bits, and the time of a step.
+
+    python bench/ranks.py [--shape 1b] [--type q4_0] [--backend cpu] [--threads 16] [--ranks 1 2 4]
+
+Random weights in a llama's shape; the threads are shared by the ranks. A prompt of 512 tokens, then
+decode steps of 1 and of 8 sequences. Exit status 1 if a token or a bit of a log-probability
+differs. The last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from random_model import SCALES, SHAPES, tensors  # bench/random_model.py
+
+from verbatim import SamplingParams
+from verbatim.backend import open_backend
+from verbatim.backend.protocol import Backend
+from verbatim.base.config import EngineConfig
+from verbatim.base.records import DrawSpec, SeqStep, StepPlan
+from verbatim.files.gguf_write import write_gguf
+from verbatim.model.loading.load import load_model
+from verbatim.parallel.backend import ParallelBackend
+
+VOCAB, PROMPT, STEPS, CROWD = 32000, 512, 32, 8
+PARAMS = SamplingParams(temperature=1.0, seed=7, logprobs=0)
+
+
+def write_model(path: Path, shape: str, kind: str) -> None:
+    layers, hidden, inner, heads, kv = SHAPES[shape]
+    keys = {
+        "block_count": layers,
+        "embedding_length": hidden,
+        "feed_forward_length": inner,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "rope.dimension_count": hidden // heads,
+        "context_length": 4096,
+        "vocab_size": VOCAB,
+    }
+    meta = {"general.architecture": "llama", **{f"llama.{k}": v for k, v in keys.items()}}
+    write_gguf(path, meta, tensors(kind, SHAPES[shape], VOCAB))
+
+
+def steps(backend: Backend, count: int) -> tuple[list[object], float, float]:
+    """(draws, seconds of the prompt, seconds of the median decode step) of `count` sequences."""
+    blocks = -(-(PROMPT + STEPS + 1) // 16)
+    tables = [tuple(range(i * blocks, (i + 1) * blocks)) for i in range(count)]
+    prompt = tuple(np.random.default_rng(1).integers(0, VOCAB, PROMPT).tolist())
+    draws = [DrawSpec(PARAMS, key=i + 1, prompt_len=PROMPT) for i in range(count)]
+    found: list[object] = []
+    began, tokens = time.perf_counter(), []
+    for i in range(count):
+        step = SeqStep(i, prompt, 0, (tables[i],), 1, draws[i])
+        (result,) = backend.execute(StepPlan(0, (step,))).sequences
+        tokens.append(result.drawn[0].token)
+    first, times = (time.perf_counter() - began) / count, []
+    for at in range(PROMPT, PROMPT + STEPS):
+        began = time.perf_counter()
+        plan = tuple(SeqStep(i, (tokens[i],), at, (tables[i],), 1, draws[i]) for i in range(count))
+        results = backend.execute(StepPlan(at, plan)).sequences
+        times.append(time.perf_counter() - began)
+        tokens = [result.drawn[0].token for result in results]
+        found += [(d.token, d.logprob) for result in results for d in result.drawn]
+    return found, first, statistics.median(times)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="1b", choices=sorted(SHAPES))
+    parser.add_argument("--type", default="q4_0", choices=sorted(SCALES))
+    parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--threads", type=int, default=16)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    args = parser.parse_args()
+    rows, bits = [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.gguf")
+        write_model(path, args.shape, args.type)
+        for ranks in args.ranks:
+            threads = max(1, args.threads // ranks)
+            config = EngineConfig(backend=args.backend, threads=threads, tensor_parallel=ranks)
+            model = load_model(path)
+            backend = open_backend(model, config) if ranks == 1 else ParallelBackend(model, config)
+            backend.allocate((CROWD * -(-(PROMPT + STEPS + 1) // 16),))
+            found = [steps(backend, count) for count in (1, CROWD)]
+            backend.close()
+            bits.append([draws for draws, _, _ in found])
+            row = {"ranks": ranks, "threads": threads, "prompt": PROMPT / found[0][1]}
+            row |= {f"ms_{n}": 1e3 * f[2] for n, f in zip((1, CROWD), found, strict=True)}
+            rows.append(row)
+            print({name: round(value, 2) for name, value in row.items()}, flush=True)
+    same = all(one == bits[0] for one in bits)
+    print(json.dumps({"shape": args.shape, "type": args.type, "same_bits": same, "rows": rows}))
+    return 0 if same else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""One model over several processes: the ranks of a group, and the backend of rank 0."""

@@ -1,0 +1,176 @@
+"""A rank other than 0: `python -m verbatim.parallel.rank RANK FD,FD,…`, started by group.py.
+
+Frames of rank 0 come in over the socket to it; the rank loads its part of a model, takes part in
+the steps, and answers where an answer is due. It ends when the socket closes, so it never outlives
+rank 0. In a step it talks to the other ranks through the native mesh alone.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_plan
+from verbatim.base.config import EngineConfig
+from verbatim.base.json_io import JsonMapping
+from verbatim.model.row_split import Split
+
+if TYPE_CHECKING:
+    from verbatim.backend.cpu.backend import CpuBackend
+    from verbatim.backend.cuda.backend import CudaBackend
+    from verbatim.model.loading.load import Model
+
+    RankBackend: TypeAlias = CpuBackend | CudaBackend
+
+log = logging.getLogger("verbatim.parallel")
+
+
+def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> RankBackend:
+    """The backend of one rank, with its part of the model."""
+    ranks = Ranks(Split(model.spec, count), mesh)
+    if config.backend == "cuda":
+        from verbatim.backend.cuda.opening import open_on_card
+
+        return open_on_card(part_of(model, ranks), config, ranks)
+    from verbatim.backend import unpacked
+    from verbatim.backend.cpu.backend import CpuBackend
+
+    part = part_of(unpacked(model), ranks)
+    backend = CpuBackend(part, config, ranks=ranks)
+    part.weights.tensors.clear()  # packed; the rows of experts were copies
+    return backend
+
+
+def load_part(path: Path, config: EngineConfig, rank: int, ranks: int, gpu: bool) -> Model:
+    """The rank's rows of every weight; all rows with adapters, whose files may repeat weights."""
+    from verbatim.model.loading.load import Part, load_model
+
+    part = None if config.adapters or ranks == 1 else Part(rank, ranks)
+    return load_model(path, context=config.context, quant=config.quant, gpu=gpu, part=part)
+
+
+def part_of(model: Model, ranks: Ranks) -> Model:
+    """What the rank has of a model, which may have been loaded as its part."""
+    split, rank = ranks.split, ranks.rank
+    tensors = {name: split.cut(name, tensor, rank) for name, tensor in model.weights.items()}
+    return replace(
+        model,
+        spec=split.local(rank),
+        weights=replace(model.weights, tensors=tensors),
+        adapters=tuple(split.cut_adapter(adapter, rank) for adapter in model.adapters),
+        draft=None,
+    )
+
+
+class RankFacts(NamedTuple):
+    """Figures of one rank."""
+
+    threads: int
+    weight_bytes: int
+    kv_token_bytes: int
+    expert_bytes: int
+    block_bytes: tuple[int, ...]
+    error: str = ""  # why it could not load its part
+
+
+def facts(backend: RankBackend) -> RankFacts:
+    info = backend.info
+    sizes = (info.weight_bytes, info.kv_token_bytes, info.expert_bytes)
+    return RankFacts(info.threads, *sizes, backend.block_bytes())
+
+
+class RankProcess:
+    """The state of a rank: the backend of the model that is open."""
+
+    def __init__(self, rank: int, fds: list[int]) -> None:
+        self.rank, self._count, self._mesh = rank, len(fds), native_mesh(rank, fds)
+        self._socket = socket.socket(fileno=os.dup(fds[0]))
+        self._backend: RankBackend | None = None
+
+    def run(self) -> None:
+        """Do what rank 0 says until it closes its socket."""
+        with self._socket:
+            while header := self._read(8):
+                self._do(header[:4], self._read(int.from_bytes(header[4:], "little")))
+
+    def _do(self, kind: bytes, body: bytes) -> None:
+        if kind == STEP:
+            self.backend.execute(read_plan(body))
+        elif kind == b"open":
+            self._answer(json.dumps(self._open(*json.loads(body))).encode())
+        elif kind == b"allo":
+            self.backend.allocate(tuple(json.loads(body)))
+        elif kind == b"read":
+            self._answer(self.backend.read_block(*json.loads(body)))
+        elif kind == b"writ":
+            self._write(body)
+        else:
+            raise ValueError(f"a frame of the unknown kind {kind!r}")
+
+    @property
+    def backend(self) -> RankBackend:
+        assert self._backend is not None, "rank 0 opens a model first"
+        return self._backend
+
+    def open(self, model: Model, config: EngineConfig) -> None:
+        self._backend = open_rank(model, config, self._mesh, self._count)
+
+    def _open(self, path: str, settings: JsonMapping) -> RankFacts:
+        from verbatim.lora.adapter_load import with_adapters
+
+        config = EngineConfig(**settings)
+        try:
+            model = load_part(Path(path), config, self.rank, self._count, config.backend == "cuda")
+            if config.adapters:
+                model = with_adapters(model, config.adapters)
+            self.open(model, config)
+        except Exception as error:  # rank 0 reports it
+            return RankFacts(0, 0, 0, 0, (), str(error))
+        return facts(self.backend)
+
+    def _write(self, body: bytes) -> None:
+        """A block of a cache group: the sizes on all ranks, then the bytes of all ranks."""
+        head = int.from_bytes(body[:4], "little")
+        group, block, sizes = json.loads(body[4 : 4 + head])
+        start = 4 + head + sum(sizes[: self.rank])
+        self.backend.write_block(group, block, body[start : start + sizes[self.rank]])
+
+    def _answer(self, body: bytes) -> None:
+        self._socket.sendall(frame(b"done", body))
+
+    def _read(self, size: int) -> bytes:
+        """So many bytes; none if rank 0 has ended."""
+        data = bytearray()
+        while len(data) < size:
+            part = self._socket.recv(size - len(data))
+            if not part:
+                return b""
+            data += part
+        return bytes(data)
+
+
+def main(argv: list[str]) -> int:
+    logging.basicConfig(
+        level=os.environ.get("VERBATIM_LOG", "INFO"),
+        format=f"%(levelname)s rank {argv[1]}: %(message)s",
+        stream=sys.stderr,
+    )
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the user's Ctrl-C is for rank 0
+    process = RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")])
+    try:
+        process.run()
+    except (RuntimeError, ConnectionError) as error:  # of the mesh: another rank has ended
+        log.info("ends: %s", error)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
