@@ -127,8 +127,7 @@ function control(name) {
 
 export function controls() {
   const mine = Object.keys(state.params).length;
-  const groups = Object.entries(GROUPS).filter(([title]) => title !== "Diffusion" || state.info.diffusion);
-  return html`${groups.map(
+  return html`${Object.entries(GROUPS).map(
       ([title, names], i) => html`<details class="group" ?open=${i === 0}>
         <summary>${title} ${names.some((n) => state.params[n] !== undefined) ? html`<b class="dot" title="changed"></b>` : nothing}</summary>
         ${names.map(control)}

@@ -103,24 +103,18 @@ function loop(branch, index, step) {
   </ol>`;
 }
 
-// The block of a diffusion model around a token, one line per denoising step: what was decided, and
-// with which confidence; the other positions are masked again.
+// A token's block of a diffusion model: per step what was decided, with its confidence
 function canvas(branch, index) {
   const { record, segment } = branch.tokens[index], blocks = state.info.diffusion;
-  if (!blocks || record?.denoising_step === undefined) return nothing;
+  if (record?.denoising_step === undefined) return nothing;
   const length = segment.params.block_length ?? (blocks.block || branch.tokens.length);
-  const origin = blocks.behind_prompt ? record.prompt_len : 0;
-  const blockOf = (r) => Math.floor((r.position - origin) / length);
-  const cells = branch.tokens.filter((t) => t.record?.denoising_step !== undefined && blockOf(t.record) === blockOf(record));
-  const steps = 1 + Math.max(...cells.map((t) => t.record.denoising_step));
-  const cell = (t, step) => {
-    const made = t.record.denoising_step, sure = percent(Math.exp(t.record.confidence));
-    if (made > step) return html`<td class="quiet" title="masked">▒</td>`;
-    return html`<td class=${made === step ? "drawn" : ""} title=${`step ${made + 1}, confidence ${sure}`}><q>${state.vocab.show(t.id)}</q>${made === step ? html`<small>${sure}</small>` : nothing}</td>`;
-  };
-  return html`<section class="card" aria-label="the canvas"><h2>${term("The canvas")} <small>one block, step by step</small></h2>
-    <table class="canvas"><tbody>${Array.from({ length: steps }, (_, step) => html`<tr><th scope="row">${step + 1}</th>${cells.map((t) => cell(t, step))}</tr>`)}</tbody></table>
-    <small>${count(cells.length)} tokens in ${count(steps)} passes; remasking: ${segment.params.remasking ?? "the model’s"}</small></section>`;
+  const blockOf = (r) => Math.floor((r.position - blocks.behind_prompt * record.prompt_len) / length);
+  const cells = branch.tokens.filter((t) => t.record && blockOf(t.record) === blockOf(record));
+  const cell = ({ id, record: r }, step) => r.denoising_step > step
+    ? html`<td class="quiet">▒</td>`
+    : html`<td class=${r.denoising_step === step ? "drawn" : ""} title=${percent(Math.exp(r.confidence))}><q>${state.vocab.show(id)}</q></td>`;
+  const steps = [...new Set(cells.map((t) => t.record.denoising_step))].sort((a, b) => a - b);
+  return html`<section class="card"><h2>${term("The canvas")}</h2><table class="canvas"><tbody>${steps.map((step) => html`<tr><th scope="row">${step + 1}</th>${cells.map((t) => cell(t, step))}</tr>`)}</tbody></table></section>`;
 }
 
 // the most likely candidates; under a grammar that cuts all of them also the first it allows
