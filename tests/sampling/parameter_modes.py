@@ -309,7 +309,7 @@ DIFFUSION_VALUES: dict[str, dict[str, Any]] = {
 DIFFUSION_MODES: dict[str, tuple[DiffusionSpec, dict[str, Any]]] = {
     "blocks": (DiffusionSpec(mask=259, block=4), {}),
     "sequential": (DiffusionSpec(mask=259, block=4), {"remasking": "sequential"}),
-    "full attention": (DiffusionSpec(mask=259, block=8, full=True), {"seed": 6}),
+    "full attention": (DiffusionSpec(mask=259, block=6, full=True), {}),
 }
 
 
