@@ -77,7 +77,8 @@ def test_vary_repeats_the_circumstances_of_verify(
     assert result.code == 0
     settings = result.json["settings"]
     names = {setting["name"].partition("=")[0] for setting in settings}
-    assert names == {"max_running", "step_tokens", "prefix_cache", "threads", "speculate"}
+    varied = {"max_running", "step_tokens", "prefix_cache", "threads", "speculate"}
+    assert names == varied | {"tensor_parallel"}
     assert {setting["same"] for setting in settings} == {2}
     monkeypatch.setattr(compare, "_varied", lambda *_: ("seed=1", "threads=1,seed=1", "seed=2"))
     result = verbatim(*words[:-1], "--temperature=1")

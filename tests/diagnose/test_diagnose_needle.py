@@ -39,7 +39,7 @@ def test_the_tiny_model_is_verified(verbatim: Call) -> None:
 def test_circumstances_of_a_gpu_have_no_threads() -> None:
     cpu = {c.group for c in circumstances("cpu", 4, ("scalar", "neon"))}
     gpu = {c.group for c in circumstances("cuda", 4, ())}
-    assert cpu - gpu == {"threads", "instruction set"}
+    assert cpu - gpu == {"threads", "instruction set", "processes"}
 
 
 Execute = Callable[[ReferenceBackend, StepPlan], StepResult]

@@ -256,11 +256,15 @@ def test_drafts_are_those_of_the_published_mathematics(
     assert len(made) >= 3
     for known, draft in made:
         expected = reference.drafts(known, states[: len(known) - 1], len(draft.tokens))
-        for logits, token in zip(expected, draft.tokens, strict=True):
+        odds = 1.0  # that this draft and those before it are accepted
+        for depth, (logits, token) in enumerate(zip(expected, draft.tokens, strict=True)):
             spread = logits[reference.ids].max() - logits[reference.ids].min()
             assert logits[token] >= logits.max() - TOLERANCE[backend] * spread
             if token != logits.argmax():
                 break  # a near tie: the chain goes on from another token
+            odds *= float(logits.softmax(-1)[token])
+            stated = draft.probs[depth]
+            assert abs(stated - odds) <= TOLERANCE[backend] * odds
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

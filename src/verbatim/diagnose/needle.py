@@ -77,7 +77,7 @@ def circumstances(
         Circumstance("preemption", "and 5 others", {}, 5, starve=True),
     ]
     if backend == "cpu":
-        found += [Circumstance("processes", f"{n}", {"tensor_parallel": n}) for n in (2, 4)]
+        found.append(Circumstance("processes", "2", {"tensor_parallel": 2}))
         counts = sorted({1, 2, threads, threads + 1} - {0})
         found += [Circumstance("threads", str(n), {"threads": n}) for n in counts]
         found += [Circumstance("instruction set", name, isa=name) for name in isas]

@@ -36,9 +36,9 @@ def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> Ran
     """The backend of one rank, with its part of the model."""
     ranks = Ranks(Split(model.spec, count), mesh)
     if config.backend == "cuda":
-        from verbatim.backend.cuda.opening import open_on_card
+        from verbatim.backend.cuda.rank_backend import CudaRank
 
-        return open_on_card(part_of(model, ranks), config, ranks)
+        return CudaRank(part_of(model, ranks), config, ranks)
     from verbatim.backend import unpacked
     from verbatim.backend.cpu.backend import CpuBackend
 

@@ -79,6 +79,7 @@ class Writer:
         values += [int(fields.pop("add", False)), int(fields.pop("outputs", False))]
         values += [float(fields.pop("scale", 1.0)), float(fields.pop("softcap", 0.0))]
         assert set(fields.pop("lora", [])) <= {-1}, "adapters are not written"
+        assert not fields.pop("offset", 0), "parts of a matrix are not written"
         assert not fields, f"model_main.cpp does not support {sorted(fields)}"
         self.line("op", *values)
 

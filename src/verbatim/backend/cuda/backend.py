@@ -21,14 +21,12 @@ from verbatim.backend.cuda.cache_memory import CacheMemory
 from verbatim.backend.cuda.device_weights import Weight, load_model, sizes
 from verbatim.backend.cuda.kernels.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, rope_tables
-from verbatim.backend.cuda.rank_exchange import RankExchange
 from verbatim.backend.cuda.runtime.device import device
 from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.backend.cuda.runtime.step_graphs import MAX_GRAPH_ROWS, StepGraphs
 from verbatim.backend.cuda.sampler.row_draws import RowDraws
 from verbatim.backend.cuda.step_launcher import CudaLauncher
 from verbatim.backend.protocol import BackendInfo, kv_numerics
-from verbatim.backend.ranks import Ranks
 from verbatim.backend.step_rows import HostRows, collect, only_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import OUT_OF_MEMORY, DeviceMemoryError
@@ -49,9 +47,7 @@ class CudaBackend:
         config: EngineConfig | None = None,
         *,
         weights: dict[str, Weight] | None = None,
-        ranks: Ranks | None = None,
     ) -> None:
-        """`ranks`: this is one rank of a group, and `model` its part."""
         config = config or EngineConfig(backend="cuda")
         self.spec, self.block_size, self.config = model.spec, BLOCK_SIZE, config
         self.device = device()
@@ -61,9 +57,7 @@ class CudaBackend:
         self._adapters = tuple(load_adapter(a, model.spec, self.device) for a in model.adapters)
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._memory = CacheMemory(model.spec, config.kv_type, self.device)
-        self._ranks = ranks
-        self._exchange = None if ranks is None else RankExchange(ranks)
-        self._graphs = StepGraphs(model.spec, self.device, graphs=ranks is None)
+        self._graphs = StepGraphs(model.spec, self.device)
         self._draws = RowDraws(model.spec.vocab, self.device, config)
         self.gpu_sampler = self._draws.gpu
         self._release_cached()  # what loading has freed is available to the KV cache
@@ -132,16 +126,12 @@ class CudaBackend:
             raise self.out_of_memory() from None
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        if self._ranks is not None:
-            self._ranks.start(plan)
         for copy in plan.copies:
             self._memory.copy(*copy)
         if not plan.rows:
             none = np.zeros((0, self.spec.vocab), np.float32)
             return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
         hidden, logits = self._forward(plan)
-        if self._ranks is not None and self._ranks.rank:
-            return StepResult(plan.step, ())  # rank 0 samples
         if only_draws(plan):
             return self._draws.of_plan(plan, logits)
         if not any(s.hidden for s in plan.sequences):
@@ -155,13 +145,7 @@ class CudaBackend:
 
     def compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
         ops = CudaOps(
-            self.spec,
-            self.weights,
-            self._memory.caches,
-            self._angles,
-            step,
-            self._adapters,
-            self._exchange,
+            self.spec, self.weights, self._memory.caches, self._angles, step, self._adapters
         )
         hidden, logits = forward(self.spec, ops)
         return hidden, logits

@@ -10,9 +10,8 @@ import torch
 from verbatim.backend.cuda.backend import CudaBackend
 from verbatim.backend.cuda.runtime.device import device, kernel_ran
 from verbatim.backend.gpu_weights import weight_bytes
-from verbatim.backend.ranks import Ranks
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.errors import BackendError
 from verbatim.model.loading.load import Model
 
 # bytes needed beside the weights: attention's buffer is 256 MiB; CUDA graphs, a small KV cache
@@ -41,14 +40,3 @@ def open_checked(model: Model, config: EngineConfig) -> CudaBackend:
         f"the model needs {needed / 1e9:.1f} GB of GPU memory and {free / 1e9:.1f} GB are free; "
         "end other programs on this GPU, or choose a smaller model or the backend cpu"
     )
-
-
-def open_on_card(part: Model, config: EngineConfig, ranks: Ranks) -> CudaBackend:
-    """The backend of one rank. With fewer cards than ranks, several share a card."""
-    if part.adapters:
-        raise ParameterError(
-            "adapters", "have no effect on several ranks of a GPU yet; leave one of the two out"
-        )
-    if torch.cuda.is_available():
-        torch.cuda.set_device(ranks.rank % torch.cuda.device_count())
-    return CudaBackend(part, config, ranks=ranks)
