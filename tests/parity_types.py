@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from verbatim.formats.registry import BLOCKS
 from verbatim.model.architecture import spec_from_config
-from verbatim.testing.tiny_models import TINY_CONFIGS
+from verbatim.testing.tiny_models import FAMILIES, TINY_CONFIGS
 
 # Families that are tested in every combination; the others share their matrix products.
 FIRST_FAMILIES = (
@@ -16,7 +16,7 @@ FIRST_FAMILIES = (
     "qwen3moe",
 )
 RECURRENT_FAMILIES = tuple(f for f, c in TINY_CONFIGS.items() if spec_from_config(c).recurrent)
-NEWER_FAMILIES = tuple(f for f in TINY_CONFIGS if f not in (*FIRST_FAMILIES, *RECURRENT_FAMILIES))
+NEWER_FAMILIES = tuple(f for f in FAMILIES if f not in (*FIRST_FAMILIES, *RECURRENT_FAMILIES))
 
 FLOATS = ("f32", "f16", "bf16")
 # Every tiny model has rows that divide into blocks of these types.

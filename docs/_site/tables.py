@@ -272,6 +272,14 @@ def modes() -> str:
     return table(head, rows)
 
 
+def diffusion_modes() -> str:
+    """Every sampling parameter on diffusion models, found by running them."""
+    import parameter_modes  # in tests/sampling
+
+    head, *rows = parameter_modes.diffusion_table()
+    return table(head, [(code(row[0]), *row[1:]) for row in rows])
+
+
 # ------------------------------------------------------------------------------------------- models
 
 
@@ -376,4 +384,5 @@ GENERATORS: dict[str, Callable[[], str]] = {
     "limits": limits,
     "errors": errors,
     "modes": modes,
+    "diffusion-modes": diffusion_modes,
 }

@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,7 +56,7 @@ from verbatim.backend.protocol import Backend
 from verbatim.backend.step_rows import make_batch
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import BackendError, DeviceMemoryError
-from verbatim.base.params import FIELDS, SamplingParams
+from verbatim.base.params import DIFFUSION, FIELDS, SamplingParams
 from verbatim.base.records import BROKEN, Drawn, DrawSpec, SeqStep, StepPlan, StepResult
 from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES, CheckpointType, to_type
 from verbatim.formats.packed.packed_weight import without_checkpoint_blocks
@@ -237,6 +238,38 @@ def test_adapters_agree_with_the_reference_and_keep_their_bits_in_a_batch(family
     for one, other in zip(alone, together, strict=True):
         assert same_bits(one, other)
     assert run_prompts(backend, tokens, (-1, 0, 1), 0) == [seq.drawn for seq in alone]
+
+
+@pytest.mark.parametrize("block", [4, 24, 48])
+def test_attention_inside_blocks_is_right_and_keeps_its_bits(block: int) -> None:
+    """Rows of a diffusion model see their own block: final states against the reference, and the
+    bits in chunks of whole blocks and in a batch. A block of 48 is full attention."""
+    model = tiny_model("sdar", num_hidden_layers=2)
+    tokens = np.random.default_rng(4).integers(0, 259, 48).tolist()
+
+    def states(backend: Backend, cuts: list[int], *, other: bool = False) -> np.ndarray:
+        found = []
+        for first, end in pairwise(cuts):
+            mine = SeqStep(0, tuple(tokens[first:end]), first, ((0, 1, 2),), block=block)
+            steps = (mine._replace(hidden=True),)
+            if other:
+                steps = (SeqStep(1, (5, 6, 7), 0, ((4,),)), *steps)
+            found.append(backend.execute(StepPlan(1, steps)).sequences[-1].hidden)
+        return np.concatenate([part for part in found if part is not None])
+
+    opened = {}
+    for kind in ("reference", "cuda"):
+        opened[kind] = open_backend(model, EngineConfig(backend=kind))
+        opened[kind].allocate((8,))
+    whole = states(opened["cuda"], [0, 48])
+    expected = states(opened["reference"], [0, 48])
+    assert np.abs(whole - expected).mean() < 0.01 * np.abs(expected).mean()
+    causal = opened["cuda"].execute(
+        StepPlan(1, (SeqStep(0, tuple(tokens), 0, ((0, 1, 2),), hidden=True),))
+    )
+    assert np.abs(np.asarray(causal.sequences[0].hidden) - expected).mean() > 0.1
+    for cuts in ([0, 48], [*range(0, 48, block), 48]):
+        assert states(opened["cuda"], cuts, other=True).tobytes() == whole.tobytes()
 
 
 def test_low_rank_sums_are_added_behind_the_splits_of_any_tile(device: torch.device) -> None:
@@ -1488,6 +1521,7 @@ def test_the_host_scores_logits_of_the_device_like_the_specification() -> None:
 # Parameters that reach the sampler in another form (a row's mask, key, beam or withheld ids, a
 # plan's targets), or that do not concern sampling.
 ELSEWHERE = {
+    *DIFFUSION,
     "max_tokens", "min_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos",
     "skip_special", "on_loop", "seed", "n", "num_beams", "num_return_sequences", "length_penalty",
     "early_stopping", "num_beam_groups", "diversity_penalty", "json_schema", "regex", "grammar",

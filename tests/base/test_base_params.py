@@ -38,7 +38,7 @@ WRONG_KIND: dict[str, list[Any]] = {
         {1.5: 1.0},
         [1],
     ],
-    "choice": ["no such", 5, None, [], 1.0],
+    "choice": ["no such", 5, [], 1.0],
     "schema": [
         5,
         [],

@@ -52,6 +52,17 @@ def test_the_states_of_recurrent_layers_count_with_the_kv_cache() -> None:
     assert 0.8 < memory / found.device.memory < 1
 
 
+def test_a_denoising_step_computes_a_block_or_the_whole_canvas() -> None:
+    for family, rows, drawn in (("llada", 64, 16), ("sdar", 4, 4)):
+        found = plan(footprint_of_config(TINY_CONFIGS[family], "tiny"), context=64, output=16)
+        body, seen = found.footprint.prompt_ops_token, found.footprint.attention_ops(64)
+        head = found.footprint.ops_token - body
+        assert found.denoising is not None
+        assert found.denoising.ops == rows * (body + seen) + drawn * head
+    plain = plan(footprint_of_config(TINY_CONFIGS["qwen3"], "tiny"), context=64, output=16)
+    assert plain.denoising is None
+
+
 @pytest.mark.parametrize(
     ("count", "device", "milliseconds"),
     [("7B", "2039,312", 6.9), ("7B", "600,125", 23.3), ("70B", "3350,989", 41.8)],

@@ -14,13 +14,15 @@ from typing import Any
 
 from verbatim.model import families
 
+BODIES = {name for name, family in families.FAMILIES.items() if family.body}
 FILE = Path(families.__file__).with_name("defaults.json")
 
 
 def config_class(model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    return CONFIG_MAPPING[model_type]
+    family = families.FAMILIES.get(model_type)
+    return CONFIG_MAPPING[family.body or model_type if family else model_type]
 
 
 def document(model_types: list[str]) -> dict[str, Any]:
@@ -29,7 +31,7 @@ def document(model_types: list[str]) -> dict[str, Any]:
     generation = transformers.GenerationConfig._get_default_generation_params()
     return {
         "generation": sorted(generation),
-        "classes": {name: _class(name) for name in sorted(model_types)},
+        "classes": {name: _class(name) for name in sorted(model_types) if name not in BODIES},
     }
 
 

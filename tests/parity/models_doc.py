@@ -31,7 +31,9 @@ from verbatim.model.families import FAMILIES, WRAPPERS
 
 # transformers' class -> model_type, and published models of the family.
 MODELS: dict[str, tuple[str, str]] = {
-    kind_of(name): (name, family.models) for name, family in FAMILIES.items()
+    kind_of(name): (name, family.models)
+    for name, family in FAMILIES.items()
+    if not family.body  # docs/diffusion.md
 }
 _INTRO = """\
 # Models

@@ -66,7 +66,7 @@ def derived_cases(named: Iterable[str]) -> list[Case]:
         )
         for model_type, family in FAMILIES.items()
         for name, config in family.tiny.items()
-        if name not in known
+        if name not in known and not family.body  # tests/parity/test_diffusion_parity.py
     ]
 
 
@@ -87,7 +87,7 @@ def derived_bases(
     return {
         model_type: {"model_type": model_type, **_base(common, next(iter(family.tiny.values())))}
         for model_type, family in FAMILIES.items()
-        if model_type not in named and bool(wrapper_of(model_type)) == wrapped
+        if model_type not in named and not family.body and bool(wrapper_of(model_type)) == wrapped
     }
 
 

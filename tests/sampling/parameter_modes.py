@@ -15,7 +15,8 @@ from verbatim.base.errors import RequestError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.base.records import Completion
 from verbatim.engine.calls.llm import LLM
-from verbatim.testing.fakes import fake_parts
+from verbatim.model.spec import DiffusionSpec
+from verbatim.testing.fakes import fake_parts, fake_spec
 
 PROMPT = "the cat sat on the mat and the cat sat on the "
 BASE: dict[str, Any] = {"max_tokens": 10, "seed": 5, "temperature": 0.9}
@@ -293,3 +294,66 @@ def mode_table() -> list[list[str]]:
         assert llm.stats()["blocks_used"] == 0
         llm.close()
     return rows
+
+
+# ------------------------------------------------------------------------------ diffusion models
+
+DIFFUSION_VALUES: dict[str, dict[str, Any]] = {
+    **VALUES,
+    "denoising_steps": {"denoising_steps": 2},
+    "block_length": {"block_length": 5},
+    "remasking": {"remasking": "random"},
+    "confidence_threshold": {"confidence_threshold": 0.01, "remasking": "low_confidence_dynamic"},
+    "entropy_threshold": {"entropy_threshold": 20.0, "remasking": "entropy_bounded"},
+}
+DIFFUSION_MODES: dict[str, tuple[DiffusionSpec, dict[str, Any]]] = {
+    "blocks": (DiffusionSpec(mask=259, block=4), {}),
+    "sequential": (DiffusionSpec(mask=259, block=4), {"remasking": "sequential"}),
+    "full attention": (DiffusionSpec(mask=259, block=6, full=True), {}),
+}
+
+
+def diffusion_table() -> list[list[str]]:
+    """Every parameter on diffusion models: honoured, with one answer alone, in a crowd, in small
+    steps and after preemption, or refused by name."""
+    rows = [["parameter", *DIFFUSION_MODES]]
+    cells = {mode: _diffusion_column(*DIFFUSION_MODES[mode]) for mode in DIFFUSION_MODES}
+    rows += [[name, *(cells[mode][name] for mode in cells)] for name in DIFFUSION_VALUES]
+    wrong = [row for row in rows[1:] if any(cell.startswith("WRONG") for cell in row[1:])]
+    assert not wrong, wrong
+    return rows
+
+
+def _diffusion_column(diffusion: DiffusionSpec, extra: dict[str, Any]) -> dict[str, str]:
+    def opened(**options: Any) -> LLM:
+        parts = fake_parts(canary=True, spec=fake_spec(diffusion=diffusion))
+        return LLM.from_loaded(parts, **{"speculate": "off", **options})
+
+    cells, wanted = dict[str, str](), dict[str, SamplingParams]()
+    alone = opened()
+    for name, values in DIFFUSION_VALUES.items():
+        try:
+            wanted[name] = params_of({**extra, **values})
+            found = seen(alone.generate(PROMPT, wanted[name]))
+        except RequestError as error:
+            cells[name] = "refused" if error.param in values else f"WRONG: names {error.param}"
+            wanted.pop(name, None)
+            continue
+        rest = {k: v for k, v in values.items() if k != name}
+        try:
+            without = seen(alone.generate(PROMPT, params_of({**extra, **rest})))
+        except RequestError:
+            without = None
+        plain = name in QUIET | SUBTLE or found != without
+        cells[name] = "honoured" if plain else "WRONG: no effect"
+    small = {"step_tokens": 9 if not diffusion.full else 128, "kv_blocks": 60}
+    for llm in (alone, opened(**small)):
+        for name, done in zip(wanted, llm.generate([PROMPT] * len(wanted), [*wanted.values()]),
+                              strict=True):  # fmt: skip
+            if seen(done) != seen(alone.generate(PROMPT, wanted[name])):
+                cells[name] = "WRONG: differs in a batch"
+        llm.check()
+        if llm is not alone:
+            llm.close()
+    alone.close()
+    return cells

@@ -6,9 +6,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from parameter_modes import VALUES
+from parameter_modes import DIFFUSION_VALUES, VALUES
 
-from verbatim.base.params import BEAM_REFUSES, FIELDS
+from verbatim.base.params import BEAM_REFUSES, DIFFUSION, FIELDS
 
 sys.path.append(str(Path(__file__).parents[2] / "docs" / "_site"))
 
@@ -21,7 +21,16 @@ def test_every_parameter_has_a_row() -> None:
     table = [[row[1].strip("`"), *row[2:-1]] for row in rows[1:]]  # without the line below the head
     # thinking_budget needs a chat with a reasoning model (tests/engine/test_engine_reasoning.py),
     # adapter a loaded adapter (tests/lora)
-    assert set(VALUES) == set(FIELDS) - {"thinking_budget", "adapter"}
+    assert set(VALUES) == set(FIELDS) - {"thinking_budget", "adapter", *DIFFUSION}
     assert {row[0] for row in table[1:]} == set(VALUES)
     refused = {row[0] for row in table[1:] if row[5] == "refused"}
     assert refused <= {*BEAM_REFUSES, "xtc_threshold"}  # xtc_threshold needs xtc_probability
+
+
+def test_every_parameter_has_a_row_for_diffusion_models() -> None:
+    rows = [[cell.strip() for cell in line.split("|")] for line in
+            tables.diffusion_modes().splitlines()]  # fmt: skip
+    cells = {row[1].strip("`"): row[2:-1] for row in rows[3:]}
+    assert set(cells) == set(DIFFUSION_VALUES) - {"parameter"}
+    assert all("honoured" in cells[name] for name in DIFFUSION)
+    assert cells["regex"] == ["refused", "honoured", "refused"]

@@ -74,15 +74,16 @@ def plan_bytes(plan: StepPlan) -> bytes:
     """All of a plan that the forward pass depends on, as 32-bit integers. The sampler's part stays
     on rank 0.
 
-    >>> step = SeqStep(7, (11, 12), 5, ((0, 4), (-1,)), draws=1)
-    >>> read_plan(plan_bytes(StepPlan(3, (step,)))).sequences[0].blocks
-    ((0, 4), (-1,))
+    >>> step = SeqStep(7, (11, 12), 4, ((0, 4), (-1,)), draws=1, block=2, picks=(0,))
+    >>> same = read_plan(plan_bytes(StepPlan(3, (step,)))).sequences[0]
+    >>> same.blocks, same.block, same.picks
+    (((0, 4), (-1,)), 2, (0,))
     """
     numbers = array("i", (plan.step, len(plan.copies), len(plan.sequences)))
     numbers.extend(chain.from_iterable(plan.copies))
     for s in plan.sequences:
-        head = (s.start, s.draws, len(s.targets), s.hidden, s.adapter, len(s.tokens), len(s.blocks))
-        numbers.extend(head)
+        numbers.extend((s.start, s.draws, len(s.targets), s.hidden, s.adapter, s.block, s.causal))
+        numbers.extend((len(s.picks), len(s.tokens), len(s.blocks), *s.picks))
         numbers.extend(s.tokens)
         for table in s.blocks:
             numbers.append(len(table))
@@ -97,10 +98,16 @@ def read_plan(body: bytes) -> StepPlan:
         return tuple(islice(values, count))
 
     def sequence() -> SeqStep:
-        start, draws, targets, hidden, adapter, tokens, groups = some(7)
+        start, draws, targets, hidden, adapter, block, causal, picks, tokens, groups = some(10)
+        picked = some(picks)
         computed, blocks = some(tokens), tuple(some(next(values)) for _ in range(groups))
         scored = (0,) * targets  # only their number matters here
-        return SeqStep(0, computed, start, blocks, draws, None, scored, 0, bool(hidden), adapter)
+        return SeqStep(
+            *(0, computed, start, blocks, draws, None, scored, 0, bool(hidden), adapter),
+            block=block,
+            causal=causal,
+            picks=picked,
+        )
 
     step, copies, sequences = some(3)
     copied = tuple((next(values), next(values), next(values)) for _ in range(copies))

@@ -49,7 +49,8 @@ class Batch:
     positions 0 and 1:
 
         tokens    [17, 3, 9, 40, 41]    outputs [2, 3, 4]  rows whose final state is needed
-        positions [ 4, 5, 6,  0,  1]    logits  [0, 1, 2]  indices into `outputs`: logits needed
+        positions [ 4, 5, 6,  0,  1]    ends    [5, 6, 7, 1, 2]
+                                        logits  [0, 1, 2]  indices into `outputs`: logits needed
         first     [0, 3, 5]             rows of sequence s: first[s] .. first[s + 1]
         adapters  [-1, -1, -1, 2, 2]    rows of the second sequence use adapter 2
         drafted   []                    sequences with drafts
@@ -57,6 +58,7 @@ class Batch:
 
     tokens: np.ndarray  # [rows]
     positions: np.ndarray  # [rows]
+    ends: np.ndarray  # [rows]: a row sees the keys before this position
     first: np.ndarray  # [sequences + 1]
     tables: tuple[np.ndarray, ...]  # per cache group [sequences, max blocks]: block ids, -1: none
     outputs: np.ndarray  # [outputs]
@@ -88,14 +90,24 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
             [np.arange(s.start, s.end, dtype=np.int32) for s in plan.sequences]
             or [np.zeros(0, np.int32)]
         ),
+        ends=np.concatenate([_ends(s) for s in plan.sequences] or [np.zeros(0, np.int32)]),
         first=first,
         tables=tuple(_table(plan, g) for g in range(groups)),
         outputs=np.array(outputs, np.int32),
         logits=np.array(logits, np.int32),
         adapters=np.repeat(np.array([s.adapter for s in plan.sequences], np.int32), lengths),
-        drafted=np.array([i for i, s in enumerate(plan.sequences) if s.draws > 1], np.int32),
+        drafted=np.array(
+            [i for i, s in enumerate(plan.sequences) if s.draws > 1 and not s.picks], np.int32
+        ),
         states=draft_states(plan),
     )
+
+
+def _ends(step: SeqStep) -> np.ndarray:
+    """Per row the end of its visible range: attention of every kind, in one line."""
+    positions = np.arange(step.start, step.end, dtype=np.int32)
+    ends = np.minimum((positions // step.block + 1) * step.block, step.end)
+    return np.where(positions < step.causal, positions + 1, ends).astype(np.int32)
 
 
 def draft_states(plan: StepPlan) -> np.ndarray | None:
@@ -106,7 +118,9 @@ def draft_states(plan: StepPlan) -> np.ndarray | None:
 
 def needed_logits(step: SeqStep) -> list[int]:
     """The rows of a sequence that need logits: its scored targets (the first rows) and its draws
-    (the last rows)."""
+    (the last rows, or those that are picked)."""
+    if step.picks:
+        return list(step.picks)
     count, scored = len(step.tokens), len(step.targets)
     drawn = count - step.draws
     if scored >= drawn:

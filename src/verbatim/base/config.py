@@ -24,7 +24,7 @@ from verbatim.base.setting_rules import (
     types_of,
 )
 
-SPECULATE = ("off", "ngram", "suffix", "mtp", "head", "draft", "auto")
+SPECULATE = ("off", "ngram", "suffix", "mtp", "head", "draft", "self", "auto")
 STEP_TOKENS = 512  # default of step_tokens on a CPU: a step takes a fraction of a second
 STEP_MS = 100  # default of step_ms on a CPU: ten tokens per second in a stream beside a prefill
 # on a GPU with memory for their activations; larger steps leave it idle less often

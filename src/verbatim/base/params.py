@@ -160,6 +160,36 @@ class SamplingParams:
         high=2**63 - 1,
         common=True,
     )
+    # diffusion models (docs/diffusion.md); missing: the model's own
+    denoising_steps: int | None = declared(
+        "int", None, "diffusion: steps per block; missing: one per position", low=1, high=MOST
+    )
+    block_length: int | None = declared(
+        "int", None, "diffusion: positions of a block; missing: the model's own", low=1, high=MOST
+    )
+    remasking: str | None = declared(
+        "choice",
+        None,
+        "diffusion: which tokens of a step stay; missing: the model's own",
+        choices=(
+            *("low_confidence_static", "low_confidence_dynamic", "entropy_bounded"),
+            *("random", "sequential"),
+        ),
+    )
+    confidence_threshold: float | None = declared(
+        "float",
+        None,
+        "diffusion: probability from which low_confidence_dynamic keeps a token; missing: 0.85",
+        above=0,
+        high=1,
+    )
+    entropy_threshold: float | None = declared(
+        "float",
+        None,
+        "diffusion: sum of entropies that entropy_bounded keeps, in nats; missing: 0.35",
+        above=0,
+        high=1000,
+    )
     # how many answers
     n: int = declared("int", 1, "answers to return", low=1, high=1024)
     best_of: int | None = declared(
@@ -230,7 +260,9 @@ class SamplingParams:
     receipt: bool = declared("bool", False, "return all that is needed to replay the answer")
     # how the engine runs the request
     speculate: str | None = declared(
-        "str", None, "off, ngram, suffix, mtp, head, draft or auto; missing: the engine's setting"
+        "str",
+        None,
+        "off, ngram, suffix, mtp, head, draft, self or auto; missing: the engine's setting",
     )
     priority: int = declared("int", 0, "smaller numbers run first", low=-(2**31), high=2**31 - 1)
     adapter: str = declared("str", "", "name of a loaded LoRA adapter; empty: the base model")
@@ -411,6 +443,10 @@ SUPPLIED = ("temperature", "top_k", "top_p")
 BEAM_REFUSES = (
     "temperature", *FILTERS, "seed", "n", "best_of", "speculate", "on_loop", *STRUCTURE,
     "output_prefix", "thinking_budget",
+)
+# Parameters of diffusion models; all others refuse them.
+DIFFUSION = (
+    "denoising_steps", "block_length", "remasking", "confidence_threshold", "entropy_threshold",
 )
 # fmt: on
 # Values that beam search implies: no randomness or the model's own distribution; no drafts.

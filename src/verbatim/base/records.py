@@ -120,6 +120,7 @@ class DrawSpec:
     beam: int = 0  # > 0: return this many best (id, log-probability) instead of a draw
     # DRY: params.dry_breakers as ids or runs of ids (sampling/dry_breakers.py)
     breakers: tuple[tuple[int, ...], ...] = ()
+    step: int = -1  # denoising step of the block in progress, from 0 on; -1: autoregressive
 
 
 class SeqStep(NamedTuple):
@@ -147,6 +148,12 @@ class SeqStep(NamedTuple):
     # width], and what the sampler adds to positions, because the layer's cache may begin later.
     states: np.ndarray | None = None
     shift: int = 0
+    # Row p sees the keys before (p // block + 1) * block, at most those of the step's end: 1 is
+    # causal attention, and a block of the whole length full attention (docs/adr/0032).
+    block: int = 1
+    causal: int = 0  # rows before this position see no later one, whatever the block
+    # Rows of `tokens` whose logits are drawn from, where they are not the last `draws` ones.
+    picks: tuple[int, ...] = ()
 
     @property
     def end(self) -> int:
@@ -198,6 +205,10 @@ class Drawn(NamedTuple):
     candidates: tuple[tuple[int, float], ...] = ()  # beam: best ids, log-probabilities
     # beam with logprobs: log-probability of each candidate, by logprobs_mode
     reported: tuple[float, ...] = ()
+    # Of a denoising step: log-probability of the token in the distribution that is sampled, and
+    # that distribution's entropy (only for remasking=entropy_bounded), in nats.
+    confidence: float = 0.0
+    entropy: float = 0.0
 
 
 class SeqResult(NamedTuple):

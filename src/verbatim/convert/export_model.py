@@ -53,6 +53,8 @@ def model_metadata(model: Model, name: str) -> tuple[dict[str, object], list[Ten
     """The metadata keys, and the small tensors that some rope scalings need."""
     spec, config = model.spec, getattr(model.source, "config", {})
     arch = gguf_architecture(spec.family)
+    if not arch:
+        raise ModelError(f"GGUF has no architecture of the family {spec.family}")
     meta: dict[str, object] = {"general.architecture": arch, "general.name": name}
     norm = "layer_norm" if spec.norm == "layer" else "layer_norm_rms"
     keys: dict[str, object] = {

@@ -70,6 +70,7 @@ class Plan:
     input_price: float | None  # per million tokens, in the currency of the price
     output_price: float | None
     ranks: RankShare | None  # None: one device, or a parameter count
+    denoising: Bound | None = None  # one step of a diffusion model at the whole context
 
     @property
     def prompt(self) -> int:
@@ -119,6 +120,7 @@ def make_plan(
         None if per_second is None else per_second * prefill.seconds / prompt * 1e6,
         None if per_second is None else per_second * typical.seconds / batch * 1e6,
         None if tp == 1 or footprint.spec is None else _rank_share(footprint, footprint.spec, tp),
+        _denoise(footprint, device, context, output, batch),
     )
 
 
@@ -168,6 +170,18 @@ def _prefill(f: Footprint, device: Device, tokens: int) -> Bound:
     ops = tokens * f.prompt_ops_token + f.prompt_attention_ops(tokens)
     ops += f.ops_token - f.prompt_ops_token
     return _bound(device, ops, f.read_bytes(tokens) + f.kv_bytes(tokens))
+
+
+def _denoise(f: Footprint, device: Device, context: int, output: int, batch: int) -> Bound | None:
+    """The bound of one denoising step of the batch: every position of the block, or of prompt and
+    canvas, sees the whole context; the LM head runs for the block, or for the canvas."""
+    if f.denoised is None:
+        return None
+    rows, drawn = (f.denoised, f.denoised) if f.denoised else (context, output)
+    ops = rows * (f.prompt_ops_token + f.attention_ops(context))
+    ops += drawn * (f.ops_token - f.prompt_ops_token)
+    size = f.read_bytes(batch * rows) + batch * f.kv_bytes(context)
+    return _bound(device, batch * ops, size)
 
 
 def _decode(f: Footprint, device: Device, context: float, batch: int, copies: float) -> Bound:

@@ -85,6 +85,15 @@ class Footprint:
     state_bytes: int = 0  # cache blocks of recurrent layers that a running sequence holds
     spec: ModelSpec | None = None  # None: a parameter count
 
+    @property
+    def denoised(self) -> int | None:
+        """Positions of a denoising step of a diffusion model that does not decode from left to
+        right; 0: prompt and canvas; None: another model."""
+        blocks = None if self.spec is None else self.spec.diffusion
+        if blocks is None or blocks.causal:
+            return None
+        return 0 if blocks.full else blocks.block
+
     def on_gpu(self, memory: float) -> Footprint:
         """The footprint in the cuda backend on a GPU with so many bytes of memory. It unpacks
         quantised weights where both copies fit, and rounds float32 to float16. Without the shapes

@@ -11,18 +11,24 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
-from weakref import WeakKeyDictionary
 
 from verbatim.base.config import SPECULATE
 from verbatim.base.defaults import GENERATE, GENERATE_TOKENS, resolve
 from verbatim.base.errors import ContextError, ParameterError, UnsupportedError
 from verbatim.base.params import STRUCTURE, SamplingParams
 from verbatim.engine.calls.fair_pool import mask_threads
+from verbatim.engine.canvas_request import CanvasRules, canvas_rules, whole_blocks
 from verbatim.engine.embed_input import EmbedInput, check_task
 from verbatim.engine.loaded_model import EngineTokenizer, LoadedModel
 from verbatim.engine.read_prompt import read_embed_input, read_prompt
-from verbatim.engine.reasoning_matcher import ReasoningMatcher, allows, check_supported
+from verbatim.engine.reasoning_matcher import ReasoningMatcher, check_supported
 from verbatim.engine.reasoning_tracker import make_tracker
+from verbatim.engine.request_structure import (
+    check_output_prefix,
+    compiled_structure,
+    dry_breakers_of,
+    matcher_after_prefix,
+)
 from verbatim.model.embedding import EmbeddingSpec
 from verbatim.text.reasoning.reasoning_format import ReasoningFormat
 from verbatim.text.tools.tool_use import ToolUse
@@ -51,6 +57,7 @@ class Request:
     tools: ToolUse | None = None  # set for a chat with tools
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""  # what identifies the adapter also after a restart
+    canvas: CanvasRules | None = None  # of a diffusion model
 
     def grammar_matcher(self) -> Any:
         """A new grammar matcher at the first token to draw; None without a grammar."""
@@ -114,6 +121,8 @@ def make_request(
     else:
         ids, prompt_warnings = read_prompt(loaded, prompt)
     params = _with_length(params, context - len(ids))
+    params, canvas = canvas_rules(params, loaded.backend.spec.diffusion, hidden=hidden)
+    context = whole_blocks(context, canvas, len(ids))
     _check_ids(params, loaded.backend.spec.vocab)
     _check_length(len(ids), params, context)
     _check_reports(len(ids), params, context)
@@ -121,8 +130,8 @@ def make_request(
     adapter = _adapter(loaded, params.adapter)
     reasoning = getattr(prompt, "reasoning", None)
     _check_reasoning(params, reasoning, loaded.tokenizer)
-    _check_output_prefix(params, ids, reasoning)
-    structure = _structure(params, loaded.tokenizer, deadline)
+    check_output_prefix(params, ids, reasoning)
+    structure = compiled_structure(params, loaded.tokenizer, deadline)
     return Request(
         reasoning=reasoning,
         tools=getattr(prompt, "tools", None),
@@ -133,13 +142,16 @@ def make_request(
         tenant=tenant,
         arrival=arrival,
         structure=structure,
-        prefix_matcher=_matcher_after_prefix(structure, params, ids, loaded.tokenizer),
-        breakers=_breakers(params.dry_breakers, loaded.tokenizer) if params.dry_multiplier else (),
+        prefix_matcher=matcher_after_prefix(structure, params, ids, loaded.tokenizer),
+        breakers=dry_breakers_of(params.dry_breakers, loaded.tokenizer)
+        if params.dry_multiplier
+        else (),
         warnings=(*_warnings(params), *prompt_warnings, *getattr(structure, "warnings", ())),
         hidden=hidden,
         embedding=loaded.embedding,
         adapter=adapter,
         adapter_digest=loaded.adapters[adapter].digest if adapter >= 0 else "",
+        canvas=canvas,
     )
 
 
@@ -248,79 +260,6 @@ def _check_reports(prompt: int, params: SamplingParams, context: int) -> None:
                 name,
                 f"{count} alternatives for {positions} tokens are too many to report; {remedy}",
             )
-
-
-def _structure(
-    params: SamplingParams, tokenizer: EngineTokenizer, deadline: float | None
-) -> object:
-    if not params.structured:
-        return None
-    try:
-        from verbatim.grammar.compiler import compile_structure
-    except ImportError:  # the extra is not installed
-        named = next(f for f in STRUCTURE if getattr(params, f) is not None)
-        raise UnsupportedError(
-            named,
-            "structured output needs the extra 'grammar': pip install '.[grammar]' in the checkout",
-        ) from None
-    return compile_structure(params, tokenizer, deadline=deadline)
-
-
-def _check_output_prefix(
-    params: SamplingParams, ids: Sequence[int], reasoning: ReasoningFormat | None
-) -> None:
-    count = params.output_prefix
-    if count > len(ids):
-        raise ParameterError(
-            "output_prefix", f"{count} is more than the prompt's {len(ids)} tokens"
-        )
-    if count and reasoning is not None:
-        raise UnsupportedError("output_prefix", "is not supported in a chat with a reasoning model")
-
-
-def _matcher_after_prefix(
-    structure: Any, params: SamplingParams, ids: Sequence[int], tokenizer: EngineTokenizer
-) -> Any:
-    """The grammar's matcher after the output prefix, with its first mask; None without either. It
-    is computed here, so that no engine step waits for it."""
-    if structure is None or not params.output_prefix:
-        return None
-    matcher = structure.start()
-    for index, token in enumerate(ids[len(ids) - params.output_prefix :]):
-        if matcher.finished:
-            break
-        if not allows(matcher.mask(), token):
-            text = tokenizer.token_bytes(token).decode("utf-8", "replace")
-            raise ParameterError(
-                "output_prefix",
-                f"the {structure.field} does not allow {text!r:.60} (id {token}) as token "
-                f"{index + 1} of the output",
-            )
-        matcher.advance(token)
-    if matcher.finished:
-        raise ParameterError(
-            "output_prefix", f"the {structure.field} is complete with it, so no token may follow"
-        )
-    matcher.mask()
-    return matcher
-
-
-def _breakers(strings: Sequence[str], tokenizer: EngineTokenizer) -> tuple[tuple[int, ...], ...]:
-    """DRY sequence breakers as token ids. Cached: it walks the vocabulary, and most requests use
-    the same strings."""
-    from verbatim.sampling.dry_breakers import breakers_of
-
-    cache = _BREAKERS.setdefault(tokenizer, {})
-    if tuple(strings) not in cache:
-        if len(cache) >= 64:
-            cache.clear()
-        cache[tuple(strings)] = breakers_of(strings, tokenizer)
-    return cache[tuple(strings)]
-
-
-_BREAKERS: WeakKeyDictionary[
-    EngineTokenizer, dict[tuple[str, ...], tuple[tuple[int, ...], ...]]
-] = WeakKeyDictionary()
 
 
 def _warnings(params: SamplingParams) -> tuple[str, ...]:

@@ -31,12 +31,14 @@ from verbatim.base.records import (
     Usage,
     loop_text,
 )
+from verbatim.engine.canvas_request import whole_blocks
 from verbatim.engine.embed_input import HiddenPool
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.request import Request
 from verbatim.engine.stream import ChoiceStream, with_texts
 from verbatim.explain.receipt import make_receipt
 from verbatim.sampling.draw import noise_key
+from verbatim.schedule.canvas import Canvas
 from verbatim.schedule.no_token import not_finite
 from verbatim.schedule.prefix import prefix_salt
 from verbatim.schedule.scheduler import Scheduler
@@ -54,6 +56,7 @@ class RunningRequest:
         self.request = request
         self.scheduler = scheduler
         self.context = context
+        context = whole_blocks(context, request.canvas, len(request.prompt_ids))
         self.tokenizer = loaded.tokenizer
         self._loaded = loaded
         params = request.params
@@ -102,8 +105,14 @@ class RunningRequest:
         return self.sequences[0]
 
     def sequence(self, seq_id: int, key: int, beam: int = 0) -> Sequence:
-        request = self.request
+        request, rules = self.request, self.request.canvas
         self.ids.append(seq_id)
+        canvas = None
+        salt = prefix_salt(request.tenant, request.params.cache_salt, request.adapter_digest)
+        if rules is not None:
+            canvas = Canvas(rules, len(request.prompt_ids), self.limit, key)
+            if not rules.causal:  # keys and values depend on the block
+                salt = f"block {rules.length}\0{salt}"
         return Sequence(
             seq_id,
             request.prompt_ids,
@@ -112,12 +121,13 @@ class RunningRequest:
             limit_name=self.limit_name,
             key=key,
             stop_ids=self.stop_ids,
-            salt=prefix_salt(request.tenant, request.params.cache_salt, request.adapter_digest),
+            salt=salt,
             tenant=request.tenant,
             adapter=request.adapter,
             hidden=request.hidden,
             breakers=request.breakers,
             beam=beam,
+            canvas=canvas,
         )
 
     # -------------------------------------------------------------------------- token events

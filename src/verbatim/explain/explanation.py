@@ -153,7 +153,10 @@ def _draw(
     row, mask = _inputs(record, params)
     shown = params.with_(explain=max(1, len(record["top"])), receipt=True)
     spec = DrawSpec(
-        shown, key, record["prompt_len"], withheld=tuple(record["withheld"]), breakers=breakers
+        *(shown, key, record["prompt_len"]),
+        withheld=tuple(record["withheld"]),
+        breakers=breakers,
+        step=record.get("denoising_step", -1),
     )
     drawn = sample_rows(row[None, :], [Row(spec, record["position"], history, mask)])[0]
     if drawn.token == BROKEN:
@@ -200,6 +203,11 @@ def _past(
     missing."""
     if not needed:
         return [()] * len(records)
+    if any("denoising_step" in record for record in records):
+        raise RequestError(
+            "a penalty depends on the tokens so far, and a block of a diffusion model has them in "
+            "another order: no what-if with a penalty"
+        )
     if prompt_ids is None:
         raise RequestError(
             "a penalty depends on the tokens so far: give prompt_ids, and all records from the "

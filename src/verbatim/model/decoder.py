@@ -23,7 +23,7 @@ class Ops(Protocol[Rows]):
     """Operations that a backend implements.
 
     Each row of a result depends on the same row of the inputs alone, which makes the logits
-    independent of the batch. `attend` also reads the earlier positions of the row's own sequence.
+    independent of the batch. `attend` also reads the visible positions of the row's own sequence.
     Widths: hidden H, heads·head_dim Q, kv_heads·head_dim K, vocabulary V.
 
     A result may reuse the memory of an input that forward() does not read again. `add` may always
@@ -70,7 +70,8 @@ class Ops(Protocol[Rows]):
     def attend(self, q: Rows, k: Rows | None, v: Rows | None, layer: int) -> Rows:
         """[rows, Q]: write k and v of every row into the KV cache (None: the layer reads those of
         spec.layers[layer].kv_layer, which this step has written), then compute attention of each
-        row over the positions of its own sequence inside the layer's window, itself included.
+        row over the positions of its own sequence inside the layer's window, itself included: up
+        to the row's end (SeqStep.block).
         Score: softcap(scale · q·k), then softmax. If spec.query_scale_beta, q is first multiplied
         by rope.query_scales of the position. If spec.sinks, the softmax has one more term per
         head, exp(sink), whose value is zero."""

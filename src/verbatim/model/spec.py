@@ -107,6 +107,22 @@ class EagleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DiffusionSpec:
+    """How a model fills blocks of masked positions (docs/adr/0032)."""
+
+    mask: int  # token id of an undecided position
+    block: int  # positions of a block, where the request says nothing; 0: all of the canvas
+    # Attention over the whole prompt and canvas; else over earlier blocks and the own one.
+    full: bool = False
+    shift: bool = False  # the logits of a row are of the next position
+    # Finished tokens see no later ones, blocks begin behind the prompt, and the model also decodes
+    # from left to right, which it does unless the request sets a parameter of diffusion.
+    causal: bool = False
+    remasking: str = "low_confidence_dynamic"  # where the request says nothing
+    confidence: float = 0.85  # threshold of low_confidence_dynamic
+
+
+@dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Sizes and options of one decoder-only transformer."""
 
@@ -175,6 +191,7 @@ class ModelSpec:
     # the next token's embedding; norm of the target's final state].
     draft_layer: bool = False
     eagle: EagleSpec | None = None  # a draft layer of this kind
+    diffusion: DiffusionSpec | None = None  # None: the model decodes from left to right only
 
     @property
     def scale(self) -> float:

@@ -7,11 +7,14 @@ Minka 2014). The uniforms come from Philox4x32-10 (Salmon, Moraes, Dror, Shaw, "
 numbers: as easy as 1, 2, 3", 2011), a keyed permutation of a counter that needs only 32-bit
 multiplications.
 
-    counter = (id >> 1, position mod 2^32, position >> 32, domain)
+    counter = (id >> 1, position, denoising step, domain)
     key     = (key mod 2^32, key >> 32)
     bits    = word 0 | word 1 << 32 for even ids, word 2 | word 3 << 32 for odd ones
     u       = ((bits >> 12) + 0.5) * 2^-52        52 random bits, never 0, never 1
     g       = -log(-log(u))                       from -3.61 to 36.74
+
+Positions are below 2^32, and the functions take position + 2^32 · step as one number. The step is
+0 in autoregressive decoding.
 
 >>> f"{noise_key(seed=7, choice=0):016x}"
 'c949274536500fee'
@@ -31,6 +34,7 @@ U64 = NDArray[np.uint64]
 DOMAIN_TOKEN = 0  # noise of a token at a position
 DOMAIN_XTC = 1  # whether XTC acts at a position
 DOMAIN_KEY = 2  # the key of a choice, from the seed
+DOMAIN_REMASK = 3  # order of remasking=random
 
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85

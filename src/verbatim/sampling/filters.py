@@ -137,7 +137,7 @@ class Xtc:
         return row.params.xtc_probability > 0.0
 
     def apply(self, row: RowState) -> None:
-        if not chance(row.key, row.position) < row.params.xtc_probability:
+        if not chance(row.key, row.counter) < row.params.xtc_probability:
             return
         mass = row.mass
         top = np.flatnonzero(

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from verbatim.base.records import BROKEN, NOTHING, Drawn, DrawSpec, SeqStep
 from verbatim.sampling import draw as noise
 from verbatim.sampling.logprobs import finite_row, log_normaliser, token_logprobs
-from verbatim.sampling.numerics import F64, best, log_mass
+from verbatim.sampling.numerics import F64, best, log_mass, masses, spreads
 from verbatim.sampling.processors import AFTER, BEFORE
 from verbatim.sampling.record import Recorder
 from verbatim.sampling.row_state import REMOVED, RowState, Stage
@@ -47,11 +47,19 @@ def rows_of(step: SeqStep) -> list[Row]:
     >>> spec = DrawSpec(SamplingParams(repetition_penalty=1.1), 0, 2, history=(5, 6))
     >>> [(r.position, r.history) for r in rows_of(SeqStep(0, (6, 8, 9), 1, (), draws=3, draw=spec))]
     [(2, (5, 6)), (3, (5, 6, 8)), (4, (5, 6, 8, 9))]
+
+    With `picks`, draw i is for the position after row picks[i], and all have one history.
     """
     if not step.draws:
         return []
     spec = step.draw
     assert spec is not None, "a step that draws needs a DrawSpec"
+    if step.picks:
+        at, known = step.start + 1 + step.shift, tuple(spec.history)
+        return [
+            Row(spec, at + row, known, spec.masks[i] if spec.masks else None)
+            for i, row in enumerate(step.picks)
+        ]
     before = len(step.tokens) - step.draws + 1  # tokens before the first draw; the rest are drafts
     first, drafts = step.start + before + step.shift, step.tokens[before:]
     history, masks = tuple(spec.history), spec.masks
@@ -82,14 +90,31 @@ def _sample(raw: F64 | None, row: Row) -> Drawn:
         processed = state.logits
     else:
         _run(AFTER, state, recorder)
-        winner, g, scores = noise.draw(state.ids, state.d, state.key, state.position)
+        winner, g, scores = noise.draw(state.ids, state.d, state.key, state.counter)
         token = int(state.ids[winner])
         processed = np.full(len(raw), REMOVED)
         processed[state.ids] = state.d
         if recorder:
             recorder.noise(g, scores)
     report = _report(raw, state, processed, token, row.spec.params.logprobs_mode == "processed")
-    return Drawn(token, *report, explain=recorder.finish(token) if recorder else None)
+    if row.spec.step < 0:
+        return Drawn(token, *report, explain=recorder.finish(token) if recorder else None)
+    sure, entropy = _certainty(processed, token, row.spec)
+    denoising = {"denoising_step": row.spec.step, "confidence": sure}
+    record = recorder.finish(token, denoising=denoising) if recorder else None
+    return Drawn(token, *report, record, confidence=sure, entropy=entropy)
+
+
+def _certainty(processed: F64, token: int, spec: DrawSpec) -> tuple[float, float]:
+    """(log-probability of the token, entropy) of the distribution that a denoising step samples.
+    At temperature 0 that is the model's own after bias, bans and penalties."""
+    d = processed - processed.max()
+    mass = masses(d)
+    norm = log_mass(int(mass.sum()))
+    entropy = 0.0
+    if spec.params.remasking == "entropy_bounded":
+        entropy = norm + float(int(spreads(d).sum())) / float(int(mass.sum()))
+    return float(d[token]) - norm, entropy
 
 
 def state_of(raw: F64, row: Row) -> RowState:
@@ -104,6 +129,7 @@ def state_of(raw: F64, row: Row) -> RowState:
         breakers=spec.breakers,
         mask=row.mask,
         logits=raw.copy(),
+        step=max(spec.step, 0),
     )
 
 

@@ -52,8 +52,12 @@ class Recorder:
         self.g, self.scores = g, scores
 
     def finish(
-        self, token: int | None, candidates: tuple[tuple[int, float], ...] = ()
+        self,
+        token: int | None,
+        candidates: tuple[tuple[int, float], ...] = (),
+        denoising: JsonObject | None = None,
     ) -> JsonObject:
+        """`denoising`: step and confidence of a draw of a diffusion block."""
         state, raw = self.state, self.raw
         d = raw - raw.max()
         mass = masses(d)
@@ -69,6 +73,7 @@ class Recorder:
             "stages": self.stages,
             "top": [self._candidate(i, float(d[i]) - norm) for i in self.top],
             **self._inputs(),
+            **(denoising or {}),
         }
         if token is not None:
             candidate = self._candidate(token, 0.0)

@@ -33,9 +33,15 @@ class RowState:
     breakers: tuple[tuple[int, ...], ...]  # DRY breakers, as runs of ids
     mask: bytes | None  # grammar mask: bit i allows id i
     logits: F64
+    step: int = 0  # denoising step; 0 also in autoregressive decoding
     ids: I64 = field(default_factory=lambda: np.zeros(0, np.int64))
     d: F64 = field(default_factory=lambda: np.zeros(0))
     _mass: I64 | None = None
+
+    @property
+    def counter(self) -> int:
+        """Position and denoising step, as the noise counts them (draw.py)."""
+        return self.position | self.step << 32
 
     def remove(self, ids: Sequence[int] | I64) -> None:
         self.logits[np.asarray(ids, np.int64)] = REMOVED

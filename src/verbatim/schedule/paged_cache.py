@@ -53,6 +53,16 @@ class PagedCache:
     def blocks_for(self, positions: int) -> int:
         return -(-positions // self.block_size)
 
+    def hash_group(self, seq: Sequence) -> int:
+        """KV blocks that are published together: the keys of a diffusion block depend on all of its
+        tokens."""
+        return 1 if seq.canvas is None else seq.canvas.hash_group(self.block_size)
+
+    def whole_groups(self, seq: Sequence, positions: int) -> int:
+        """Blocks of the first `positions` that can be published."""
+        group = self.hash_group(seq)
+        return positions // self.block_size // group * group
+
     @property
     def available(self) -> int:
         return sum(pool.available for pool in self.pools)
@@ -111,7 +121,7 @@ class PagedCache:
     ) -> bool:
         """All known tokens of a waiting sequence fit, with one block left per running sequence that
         may need one. `freed`: sequences that would be preempted first."""
-        need = self.blocks_for(len(seq.tokens))
+        need = self.blocks_for(seq.span)
         for g, (pool, table) in enumerate(zip(self.pools, seq.blocks, strict=True)):
             more, window = need - len(table), self.windows[g]
             if window is not None:  # a prefix hit holds a part of the window
@@ -137,7 +147,7 @@ class PagedCache:
 
     def needed(self, seq: Sequence) -> int:
         """Blocks of all groups that the known tokens of a sequence take."""
-        return sum(self.blocks_needed(group, len(seq.tokens)) for group in self.groups)
+        return sum(self.blocks_needed(group, seq.span) for group in self.groups)
 
     def blocks_needed(self, group: CacheGroup, positions: int) -> int:
         """Blocks that a sequence of this many computed positions holds in one group."""
@@ -182,7 +192,10 @@ class PagedCache:
             return
         if not seq.root:
             seq.root = self.prefix.root(seq.salt)
-        max_blocks = (len(seq.tokens) - 1) // self.block_size
+        if seq.canvas is None:
+            max_blocks = (len(seq.tokens) - 1) // self.block_size
+        else:  # the block in progress is computed in any case
+            max_blocks = self.whole_groups(seq, seq.canvas.start)
         hit = self._longest_hit(seq, max_blocks, self.store)
         if self.store is not None and not self._load_missing(seq, *hit):
             hit = self._longest_hit(seq, max_blocks, None)
@@ -246,12 +259,13 @@ class PagedCache:
         assert prefix is not None
         full = [g for g, window in enumerate(self.windows) if window is None]
         k = 0 if full else max_blocks
-        prefix.extend(seq.hashes, seq.root, seq.tokens, k)
+        step = self.hash_group(seq)
+        prefix.extend(seq.hashes, seq.root, seq.tokens, k, step)
         while full and k < max_blocks:
-            prefix.extend(seq.hashes, seq.root, seq.tokens, k + 1)
-            if any(missing(g, seq.hashes[k]) for g in full):
+            prefix.extend(seq.hashes, seq.root, seq.tokens, k + step, step)
+            if any(missing(g, h) for g in full for h in seq.hashes[k : k + step]):
                 break
-            k += 1
+            k += step
         while True:
             firsts = [
                 0 if w is None else max(k * self.block_size - w + 1, 0) // self.block_size
@@ -282,12 +296,12 @@ class PagedCache:
     def publish(self, seq: Sequence) -> None:
         """Publish the sequence's full blocks to the prefix cache. The steps of a prompt before its
         last compute no logits, so blocks with NaN are withdrawn later, by unpublish()."""
-        full = seq.computed // self.block_size
+        full = self.whole_groups(seq, seq.computed)
         if self.prefix is None or full <= seq.published:
             return
         if not seq.root:
             seq.root = self.prefix.root(seq.salt)
-        self.prefix.extend(seq.hashes, seq.root, seq.tokens, full)
+        self.prefix.extend(seq.hashes, seq.root, seq.tokens, full, self.hash_group(seq))
         for pool, table in zip(self.pools, seq.blocks, strict=True):
             for i in range(seq.published, full):
                 if table[i] >= 0:

@@ -37,9 +37,14 @@ class PrefixChain:
             before + array("q", tokens).tobytes(), digest_size=16, key=self._key
         ).digest()
 
-    def extend(self, hashes: list[bytes], root: bytes, tokens: Sequence[int], blocks: int) -> None:
-        """Append to `hashes` until it has `blocks` entries."""
+    def extend(
+        self, hashes: list[bytes], root: bytes, tokens: Sequence[int], blocks: int, group: int = 1
+    ) -> None:
+        """Append to `hashes` until it has `blocks` entries. Each hash covers all tokens of its
+        group of blocks: in a diffusion block keys depend on later tokens, too."""
         size = self.block_size
         for i in range(len(hashes), blocks):
             before = hashes[-1] if hashes else root
+            if group > 1 and i % group == 0:
+                before = self.block_hash(before, tokens[i * size : (i + group) * size])
             hashes.append(self.block_hash(before, tokens[i * size : (i + 1) * size]))

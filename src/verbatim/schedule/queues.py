@@ -88,7 +88,7 @@ class SequenceQueues:
 
     def check_capacity(self, seq: Sequence) -> None:
         for group, pool in zip(self.cache.groups, self.cache.pools, strict=True):
-            need = self.cache.blocks_needed(group, max(seq.limit - 1, seq.prompt_len))
+            need = self.cache.blocks_needed(group, seq.capacity)
             if need > pool.total:
                 window = f" (sliding window {group.window})" if group.window else ""
                 raise CapacityError(
@@ -206,7 +206,7 @@ class SequenceQueues:
             if self.cache.prefix is not None:
                 self.prefix_queries += seq.prompt_len
                 self.prefix_hits += seq.cached_tokens
-        if seq.siblings and seq.computed >= seq.prompt_len - 1:
+        if seq.siblings and seq.computed >= seq.fork_at:
             self._fork_siblings(seq)
 
     def _fork_siblings(self, seq: Sequence) -> None:

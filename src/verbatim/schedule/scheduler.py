@@ -15,6 +15,9 @@ There is no prefill mode and no decode mode. Every move changes these two counte
     drafts            k draft tokens follow the known ones in one step; the accepted ones stay:
                       known += 1 … 1 + k
     fork              a second sequence with the same known, computed and (shared) blocks
+    denoising         a block of undecided tokens follows the known ones and is drawn at once; what
+                      is decided from its start on is known; computed grows when the whole block is
+                      computed with its final tokens (canvas.py)
 
 A draw depends only on the sequence's own tokens and its own noise (promise 1), so none of these
 moves can change the output.
@@ -51,6 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from verbatim.base.errors import CapacityError
 from verbatim.base.records import (
     CacheGroup,
     Drawn,
@@ -62,6 +66,7 @@ from verbatim.base.records import (
 )
 from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
+from verbatim.schedule.canvas import Canvas
 from verbatim.schedule.paged_cache import Copies
 from verbatim.schedule.sequence import RUNNING, Sequence
 from verbatim.schedule.shares import TenantShares
@@ -109,6 +114,16 @@ class Scheduler(TenantShares):
         self._copies: Copies = []
         self._reserved = 0  # tokens of the step, the sum over the tenants
 
+    def check_capacity(self, seq: Sequence) -> None:
+        block = 1 if seq.canvas is None else seq.canvas.least
+        if block > self.step_tokens:
+            raise CapacityError(
+                f"a denoising step computes {block} positions at once, and step_tokens is "
+                f"{self.step_tokens}; raise it, or give a smaller max_tokens or block_length",
+                param="max_tokens" if seq.canvas and seq.canvas.rules.full else "block_length",
+            )
+        super().check_capacity(seq)
+
     # ----------------------------------------------------------------------------------- plan
 
     def plan(self) -> StepPlan | None:
@@ -154,6 +169,7 @@ class Scheduler(TenantShares):
         if (
             blocks is None
             or start < seq.prompt_len
+            or seq.canvas is not None
             or start + 1 != len(seq.tokens)
             or seq.drafts
             or not self._full_attention_only
@@ -168,25 +184,49 @@ class Scheduler(TenantShares):
     def _plan_running(self, seq: Sequence, budget: int, at: int) -> SeqStep | None:
         """The next chunk of running[at]. None: the sequence itself was preempted, or the step has
         no positions left to score."""
-        want = len(seq.tokens) - seq.computed
+        want = seq.span - seq.computed
         budget -= self._reserved - self.tenants[seq.tenant].reserved
         n = self._chunk(seq, want, budget, self.running[:at])
         while n and not self.cache.allocate(seq, n, self._copies):
-            if n > 1:  # shorten the chunk before preempting another sequence
-                n = max(1, min(n - 1, self.cache.max_positions(seq)))
+            if fewer := self._fewer(seq, want, n):  # before preempting another sequence
+                n = fewer
             elif not self._preempt_for(seq):
                 return None
         return seq.make_step(want, n) if n else None
 
+    def _fewer(self, seq: Sequence, want: int, n: int) -> int:
+        """A shorter chunk than n that fits the blocks; 0: there is none."""
+        if n == 1:
+            return 0
+        most = min(n - 1, self.cache.max_positions(seq))
+        return max(1, most) if seq.canvas is None else seq.chunk_length(want, most)
+
     def _chunk(self, seq: Sequence, want: int, budget: int, others: list[Sequence]) -> int:
         """Tokens to compute. In groups with a window the blocks that `others` may need next stay
         free: they would preempt the sequence, though it is about to release blocks of its own."""
+        if seq.canvas is not None:
+            return self._whole_blocks(seq, seq.canvas.least, want, budget)
         n = seq.chunk_length(want, self._max_tokens(seq, want, budget))
         if seq.unscored:
             n = min(n, self.tenants[seq.tenant].scores)
         if n > 1 and self.cache.windowed:
             n = max(1, min(n, self.cache.max_positions(seq, others)))
         return n
+
+    def _whole_blocks(self, seq: Sequence, block: int, want: int, budget: int) -> int:
+        """Rows of a sequence with a canvas. The block in progress and the final pass before it are
+        its decode step, which needs no share of the prompts' tokens. At least one block: the first
+        sequence of a step always advances."""
+        left = self._left()
+        paid = left if want <= 2 * block else min(left, self._max_tokens(seq, want, budget))
+        n = seq.chunk_length(want, paid)
+        return n or (seq.chunk_length(want, block) if self._has_room(block) else 0)
+
+    def _left(self) -> int:
+        return self.step_tokens - sum(len(step.tokens) for step in self._steps.values())
+
+    def _has_room(self, block: int) -> bool:
+        return not self._steps or block <= self._left()
 
     def _max_tokens(self, seq: Sequence, want: int, budget: int) -> int:
         """Most tokens of this sequence in the step: what `budget` pays for at their depth, and half
@@ -241,6 +281,8 @@ class Scheduler(TenantShares):
             elif seq.beam:
                 self._commit_beam(seq, step)
                 emit(TokenEvent(seq.id, done.drawn[0]))
+            elif seq.canvas is not None:
+                self._commit_canvas(seq, seq.canvas, done.drawn, emit)
             else:
                 self._commit_draws(seq, step, done.drawn, emit)
         return events
@@ -248,7 +290,7 @@ class Scheduler(TenantShares):
     def _commit_prefill(self, seq: Sequence, step: SeqStep, emit: EventSink) -> None:
         seq.computed = step.start + len(step.tokens)
         self.cache.publish(seq)
-        if seq.siblings and seq.computed == seq.prompt_len - 1:
+        if seq.siblings and seq.computed == seq.fork_at:
             self._fork_siblings(seq)
         if seq.computed == len(seq.tokens) == seq.limit:  # max_tokens is 0
             self._end(seq)
@@ -294,3 +336,34 @@ class Scheduler(TenantShares):
             self._end(seq)
         elif not self.use_cache:
             self.cache.release_all(seq)
+
+    def _commit_canvas(
+        self, seq: Sequence, canvas: Canvas, drawn: tuple[Drawn, ...], emit: EventSink
+    ) -> None:
+        """Decide positions of the block in progress, and append the tokens that are known then."""
+        failed = next((draw.token for draw in drawn if draw.token < 0), 0)
+        if failed:
+            emit(TokenEvent(seq.id, None, self._end_without_token(seq, failed)))
+            return
+        seq.computed = canvas.final
+        if seq.computed // self.block_size > seq.published:
+            self.cache.publish(seq)
+        ended, taken = False, 0
+        for draw in canvas.decide(drawn):
+            seq.tokens.append(draw.token)
+            taken += 1
+            ended = emit(TokenEvent(seq.id, draw, self._finish_of(seq, draw.token)))
+            if ended or seq.held:
+                break
+        canvas.advance(taken)
+        if ended:
+            self._end(seq)
+        elif not self.use_cache:
+            self.cache.release_all(seq)
+
+    def _finish_of(self, seq: Sequence, token: int) -> Finish | None:
+        """The finish of a sequence whose last token is `token`."""
+        known = len(seq.tokens)
+        if token in seq.stop_ids and known > seq.min_len:
+            return Finish("stop", seq.stop_ids[token])
+        return Finish("length", seq.limit_name) if known >= seq.limit else None

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec, SeqStep, TokenPrefix
+from verbatim.schedule.canvas import Canvas
 
 WAITING, RUNNING, ENDED = 0, 1, 2
 
@@ -31,11 +32,13 @@ class Sequence:
     adapter         number of the LoRA adapter; -1: the base model. It is part of the salt
     tenant          whose share of each step and of the running places it uses
     siblings        further choices of the same prompt; they fork from this sequence when all but
-                    the last prompt token are computed
+                    the last prompt token are computed, or all whole blocks of a canvas' size
+    canvas          the block in progress of a diffusion model; None: autoregressive
     """
 
     __slots__ = (
-        *("accepted", "adapter", "beam", "blocks", "cached_tokens", "computed", "drafted"),
+        *("accepted", "adapter", "beam", "blocks", "cached_tokens", "canvas", "computed"),
+        "drafted",
         *("drafts", "frozen_blocks", "hashes", "held", "hidden", "history", "id", "key", "limit"),
         *("limit_name", "min_len", "params", "pending", "preemptions", "prompt_len", "published"),
         *("rank", "released", "reuse", "root", "salt", "scored", "siblings", "spec"),
@@ -60,6 +63,7 @@ class Sequence:
         breakers: tuple[tuple[int, ...], ...] = (),
         siblings: Seq[Sequence] = (),
         adapter: int = -1,
+        canvas: Canvas | None = None,
     ) -> None:
         self.id = id
         self.tokens = list(tokens)
@@ -79,6 +83,7 @@ class Sequence:
         self.beam = beam
         self.adapter = adapter
         self.siblings = list(siblings)
+        self.canvas = canvas
 
         self.computed = 0
         self.blocks: list[list[int]] = []  # one table per cache group; -1: released
@@ -108,6 +113,25 @@ class Sequence:
     @property
     def known(self) -> int:
         return len(self.tokens)
+
+    @property
+    def span(self) -> int:
+        """Positions that must be computed before the next draw."""
+        return len(self.tokens) if self.canvas is None else self.canvas.span
+
+    @property
+    def capacity(self) -> int:
+        """The most positions that are ever computed."""
+        if self.canvas is None:
+            return max(self.limit - 1, self.prompt_len)
+        return self.canvas.capacity
+
+    @property
+    def fork_at(self) -> int:
+        """Computed positions at which the siblings fork."""
+        if self.canvas is None:
+            return self.prompt_len - 1
+        return self.canvas.final
 
     @property
     def output(self) -> list[int]:
@@ -141,7 +165,10 @@ class Sequence:
 
     def chunk_length(self, want: int, max_tokens: int) -> int:
         """Tokens to compute in the next step: at most `max_tokens` of the `want` uncomputed tokens,
-        plus drafts if all uncomputed tokens fit."""
+        plus drafts if all uncomputed tokens fit; with a canvas whole blocks, or 0."""
+        if self.canvas is not None:
+            want = self.fork_at - self.computed if self.siblings else want
+            return self.canvas.rows(self.computed, want, max_tokens)
         if self.siblings:  # stop before the last prompt token: the choices fork there
             return min(want, max_tokens, self.prompt_len - 1 - self.computed)
         if want > max_tokens:
@@ -157,6 +184,8 @@ class Sequence:
     def make_step(self, want: int, n: int) -> SeqStep:
         """The plan to compute `n` tokens: known ones, and drafts when n > want. Uses up the
         drafts."""
+        if self.canvas is not None:
+            return self._denoising_step(self.canvas, n)
         start, known, drafts = self.computed, len(self.tokens), self.drafts
         self.drafts = ()
         blocks = self.frozen_blocks or self.freeze_blocks()
@@ -175,4 +204,33 @@ class Sequence:
         hidden = self.hidden and start < self.prompt_len
         return SeqStep(
             self.id, tokens, start, blocks, draws, draw, targets, top, hidden, self.adapter
+        )
+
+    def _denoising_step(self, canvas: Canvas, n: int) -> SeqStep:
+        """The next `n` known tokens; with the canvas behind them, its masked positions are
+        drawn."""
+        start, end = self.computed, self.computed + n
+        blocks = self.frozen_blocks or self.freeze_blocks()
+        tokens = tuple(self.tokens[start:end])
+        if end < canvas.span:
+            return SeqStep(
+                *(self.id, tokens, start, blocks),
+                adapter=self.adapter,
+                block=canvas.block,
+                causal=canvas.causal,
+            )
+        shift = 0 if canvas.rules.shift else -1
+        picks = tuple(at - start - 1 - shift for at in canvas.masked())
+        spec = self.spec_withheld if len(self.tokens) < self.min_len else self.spec
+        committed = [canvas.decided[at].token for at in sorted(canvas.decided)]
+        history = (*self.tokens, *committed) if self.history else ()
+        return SeqStep(
+            *(self.id, tokens + tuple(canvas.tokens()), start, blocks),
+            draws=len(picks),
+            draw=replace(spec, history=history, step=canvas.step),
+            adapter=self.adapter,
+            shift=shift,
+            block=canvas.block,
+            causal=canvas.causal,
+            picks=picks,
         )

@@ -27,6 +27,9 @@ class TenantShares(SequenceQueues):
     def _chunk(self, seq: Sequence, want: int, budget: int, others: list[Sequence]) -> int:
         raise NotImplementedError
 
+    def _has_room(self, block: int) -> bool:
+        raise NotImplementedError
+
     def _reserve(self, budget: int) -> None:
         """Divide the tokens that decoding leaves, and MAX_SCORES, equally among the tenants that
         have a use for them. Tokens that a tenant does not need go to the others."""
@@ -44,14 +47,14 @@ class TenantShares(SequenceQueues):
         """Tokens, up to `most`, that a tenant can use in a step beyond one per running sequence."""
         extra, groups = 0, self.cache.groups
         for seq in tenant.running:
-            n = len(seq.tokens) - seq.computed - 1
+            n = seq.span - seq.computed - 1
             if n and not seq.held:
                 extra += self.cost.of_chunk(n, seq.computed, groups)
             extra += len(seq.drafts)
         for seq in tenant.waiting if self._could_admit(tenant) else ():
             if extra >= most:
                 break
-            extra += len(seq.tokens)
+            extra += seq.span
         return min(extra, most)
 
     def _charge(self, seq: Sequence, step: SeqStep, free: int = 0) -> int:
@@ -122,6 +125,8 @@ class TenantShares(SequenceQueues):
                 return False
         if seq.unscored and not tenant.scores:
             return False
+        if seq.canvas is not None and not self._has_room(seq.canvas.least):
+            return False
         self.cache.reuse_prefix(seq)
         while (victims := self._victims_for(seq)) is None:
             # If every running sequence is a held beam that waits for this one, preempt the beams.
@@ -136,7 +141,7 @@ class TenantShares(SequenceQueues):
             self._preempt(victim)
         others = self.running[:]
         self._start(seq)
-        want = len(seq.tokens) - seq.computed
+        want = seq.span - seq.computed
         n = min(self._chunk(seq, want, budget, others), self.cache.max_positions(seq))
         ensure(self.cache.allocate(seq, n, []), f"sequence {seq.id} was admitted and does not fit")
         self._steps[seq.id] = seq.make_step(want, n)

@@ -36,7 +36,7 @@ from verbatim.base.records import (
 )
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel
 from verbatim.model.embedding import EmbeddingSpec
-from verbatim.model.spec import LayerSpec, ModelSpec
+from verbatim.model.spec import DiffusionSpec, LayerSpec, ModelSpec
 from verbatim.testing.launcher import FakeLauncher
 
 _MASK = (1 << 64) - 1
@@ -53,7 +53,10 @@ def mix(a: int, b: int) -> int:
 
 
 def fake_spec(
-    vocab: int = 260, context: int = 4096, windows: Sequence[int | None] = (None,)
+    vocab: int = 260,
+    context: int = 4096,
+    windows: Sequence[int | None] = (None,),
+    diffusion: DiffusionSpec | None = None,
 ) -> ModelSpec:
     """A minimal architecture with one layer per window."""
     layers = tuple(LayerSpec(window=w) for w in windows)
@@ -67,6 +70,7 @@ def fake_spec(
         mlp=8,
         context=context,
         layers=layers,
+        diffusion=diffusion,
     )
 
 
@@ -180,12 +184,23 @@ class FakeBackend:
             self._score(n, t, step.target_top) for n, t in zip(numbers, step.targets, strict=False)
         )
         hidden = np.array([self._hidden(n) for n in numbers], np.float32) if step.hidden else None
-        drawn = self._draw(step, numbers[len(numbers) - step.draws :]) if step.draws else ()
+        rows = step.picks or range(len(numbers) - step.draws, len(numbers))
+        seen = numbers if step.block == 1 else self._seen(step, numbers)
+        drawn = self._draw(step, [seen[row] for row in rows]) if step.draws else ()
         behind = step.end // self.block_size
         if self.overlap and step.draws and all(behind < len(table) for table in step.blocks):
             for table, slots in zip(step.blocks, self.slots, strict=True):
                 slots[table[behind]][step.end % self.block_size] = (step.end, -1, 0)
         return SeqResult(step.seq_id, drawn, scored, hidden)
+
+    def _seen(self, step: SeqStep, numbers: list[int]) -> list[int]:
+        """Per row a number of all tokens up to the end of its block, and of the position."""
+        ends = [
+            at + 1 if at < step.causal else min((at // step.block + 1) * step.block, step.end)
+            for at in range(step.start, step.end)
+        ]
+        seen = [numbers[end - 1 - step.start] for end in ends]
+        return [n if n == _NAN else mix(n, step.start + i) for i, n in enumerate(seen)]
 
     # ------------------------------------------------------------------------------------ the cache
 
@@ -251,9 +266,14 @@ class FakeBackend:
             return tuple(sample_rows(np.stack([self.logits(n) for n in numbers]), rows_of(step)))
         spec = step.draw
         assert spec is not None
-        first = step.end - step.draws + 1
-        rows = enumerate(numbers, first)
-        return tuple([self._hash_draw(n, spec.key, i, spec.withheld, spec.beam) for i, n in rows])
+        rows = step.picks or range(len(step.tokens) - step.draws, len(step.tokens))
+        first = step.start + 1 + step.shift
+        return tuple(
+            [
+                self._hash_draw(n, spec.key, first + row, spec.withheld, spec.beam)
+                for n, row in zip(numbers, rows, strict=True)
+            ]
+        )
 
     def _hash_draw(
         self, number: int, key: int, position: int, withheld: Iterable[int], beam: int
@@ -419,7 +439,8 @@ THINK_SOURCE = (
 def server_parts(options: str) -> LoadedModel:
     """Parts for `verbatim serve --test-engine OPTIONS`: "pipeline" (the real sampler) or "hash",
     then pause=SECONDS, gate=FILE, context=TOKENS, think=yes (a reasoning model), rank=yes (a
-    cross-encoder), adapters=A+B (LoRA adapters of these names), broken=TOKEN (of FakeBackend)."""
+    cross-encoder), adapters=A+B (LoRA adapters of these names), broken=TOKEN (of FakeBackend),
+    diffusion=LENGTH (a diffusion model with blocks of this length)."""
     from verbatim.engine import request
     from verbatim.text.templates.chat_template import ChatTemplate
 
@@ -430,7 +451,9 @@ def server_parts(options: str) -> LoadedModel:
     kinds = {(True, False): ThinkByteTokenizer, (False, True): PairByteTokenizer}
     tokenizer = kinds.get((reasoning, ranks), ChatByteTokenizer)()
     context = int(values.get("context", 4096))
-    spec = fake_spec(vocab=tokenizer.vocab_size, context=context)
+    length = int(values.get("diffusion", 0))
+    diffusion = DiffusionSpec(mask=ByteTokenizer.ASSISTANT, block=length) if length else None
+    spec = fake_spec(vocab=tokenizer.vocab_size, context=context, diffusion=diffusion)
     backend = PacedBackend(
         spec,
         pipeline=kind == "pipeline",

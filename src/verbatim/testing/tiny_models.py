@@ -35,7 +35,9 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
     for model_type, family in FAMILY_FILES.items()
     for name, config in family.tiny.items()
 }
-FAMILIES = tuple(TINY_CONFIGS)
+# Families that decode from left to right, and diffusion models, which transformers lacks.
+FAMILIES = tuple(name for name, c in TINY_CONFIGS.items() if not FAMILY_FILES[c["model_type"]].body)
+DIFFUSION_FAMILIES = tuple(name for name in TINY_CONFIGS if name not in FAMILIES)
 
 
 def tiny_model(

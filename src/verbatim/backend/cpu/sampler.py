@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verbatim.base.errors import BackendError
-from verbatim.base.params import FIELDS, STRUCTURE, SamplingParams
+from verbatim.base.params import DIFFUSION, FIELDS, STRUCTURE, SamplingParams
 from verbatim.base.records import BROKEN, Drawn, DrawSpec, TokenLogprob
 from verbatim.sampling.pipeline import Row, sample_rows
 
@@ -26,7 +26,7 @@ _ELSEWHERE = (
     "max_tokens", "stop", "stop_token_ids", "include_stop", "ignore_eos", "skip_special", "on_loop",
     "seed", "n", "num_beams", "num_return_sequences", "length_penalty", "early_stopping",
     "num_beam_groups", "diversity_penalty", "prompt_logprobs", "receipt", "speculate", "priority",
-    "adapter", "cache_salt", "thinking_budget", "output_prefix", *STRUCTURE,
+    "adapter", "cache_salt", "thinking_budget", "output_prefix", *DIFFUSION, *STRUCTURE,
 )
 # fmt: on
 _BROKEN_ROW = "not finite"  # part of the native error of a row with NaN or infinity
@@ -49,6 +49,8 @@ class NativeSampler:
         self._cache: dict[tuple[int, tuple[int, ...], int], tuple[DrawSpec, Any]] = {}
 
     def needs_pipeline(self, params: SamplingParams) -> bool:
+        if params.remasking == "entropy_bounded":  # the entropy has no native kernel
+            return True
         return any(getattr(params, name) != default for name, default in self.pipeline_only)
 
     def draw(self, rows: Sequence[Row], first: int = 0) -> list[Drawn]:
@@ -89,7 +91,8 @@ class NativeSampler:
 
     def native_row(self, row: Row) -> tuple[object, ...]:
         spec, position, history, mask = row
-        return self._params(spec), spec.key, position, spec.prompt_len, history, mask
+        step = spec.step
+        return self._params(spec), spec.key, position, spec.prompt_len, history, mask, step
 
     def _params(self, spec: DrawSpec) -> object:
         """The native parameters, built once per request.

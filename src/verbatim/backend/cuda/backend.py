@@ -114,7 +114,9 @@ class CudaBackend:
         return None  # no kernels for the states
 
     @property
-    def launcher(self) -> CudaLauncher:
+    def launcher(self) -> CudaLauncher | None:
+        if self.spec.diffusion is not None:
+            return None
         return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory)
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -281,7 +281,7 @@ class ReferenceOps:
         for row in range(first, last):
             position = start + row - int(first)
             offset = first_block * size
-            seen = slice(first_visible(position, window) - offset, position + 1 - offset)
+            seen = slice(first_visible(position, window) - offset, self.batch.ends[row] - offset)
             out[row] = attend_row(
                 queries[row],
                 seq_keys[:, seen],

@@ -171,6 +171,10 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str, str]]:
 
 def _time_rows(plan: Plan) -> list[tuple[str, ...]]:
     step = f"decode step of {plan.batch}" if plan.batch > 1 else "decode step"
+    if plan.denoising is not None:
+        length = plan.footprint.denoised
+        what = f"block of {length}" if length else f"prompt and canvas of {plan.context:,}"
+        return [_bound_row(f"denoising step, {what}", plan.denoising)]
     rows = [_bound_row(f"first token, prompt {plan.prompt:,}", plan.prefill)]
     if plan.footprint.attention:
         rows.append(_bound_row(f"{step} at context 0", plan.decode_empty))
@@ -187,6 +191,9 @@ def _bound_row(name: str, bound: Bound) -> tuple[str, ...]:
 
 
 def _derived_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    if plan.denoising is not None:
+        one = plan.batch / plan.denoising.seconds
+        return [("one token a step", _number(one), "output tokens per second; more per step: more")]
     rate = plan.batch / plan.decode.seconds
     each = f", {_number(rate / plan.batch)} per sequence" if plan.batch > 1 else ""
     sure = not plan.device.estimated

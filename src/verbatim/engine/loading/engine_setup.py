@@ -99,7 +99,7 @@ def open_disk_cache(loaded: LoadedModel, config: EngineConfig) -> DiskCache | No
 def make_scheduler(
     loaded: LoadedModel, config: EngineConfig, cache_plan: CachePlan, store: DiskCache | None
 ) -> Scheduler:
-    backend = loaded.backend
+    backend, spec = loaded.backend, loaded.backend.spec
     assert config.step_tokens is not None, "EngineCore has set it"
     card = cost_card(backend.spec, backend.info)
     return Scheduler(
@@ -109,7 +109,7 @@ def make_scheduler(
         step_tokens=config.step_tokens,
         max_running=config.max_running,
         prefix_cache=config.prefix_cache,
-        use_cache=config.use_cache,
+        use_cache=config.use_cache and not (spec.diffusion is not None and spec.diffusion.full),
         prefix_key=None if store is None else store.key,
         store=store,
         cost=TokenCost(card.prompt_ops_token, card.ops_position // backend.spec.attention_layers),

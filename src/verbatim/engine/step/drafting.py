@@ -46,6 +46,13 @@ class Drafting:
             )
         self._use_cache = config.use_cache
         self._check_cache(self.default)
+        diffusion = loaded.backend.spec.diffusion
+        if diffusion and not diffusion.causal and self.default not in ("off", "auto"):
+            raise ParameterError(
+                "speculate",
+                f"{self.default!r} drafts tokens from left to right, and this is a diffusion model;"
+                " leave it out",
+            )
         self.adaptive = True
         self.max_drafts: int | None = None
         self.cost = StepCost()
@@ -107,6 +114,7 @@ class Drafting:
                 or seq.beam
                 or seq.siblings
                 or seq.held
+                or seq.canvas is not None
                 or len(seq.tokens) - seq.computed != 1
             ):
                 decoding.setdefault(mode, []).append(seq)

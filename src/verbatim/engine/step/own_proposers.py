@@ -6,17 +6,39 @@ kind of draft layer or model is added here; those that read tokens alone need no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from verbatim.base.config import EngineConfig
 from verbatim.speculate.draft_model import DraftProposer
 from verbatim.speculate.layer_proposer import LayerProposer
 from verbatim.speculate.proposer import Proposer
+from verbatim.speculate.self_draft import SelfProposer
 
 if TYPE_CHECKING:
     from verbatim.backend.protocol import Backend
     from verbatim.engine.loaded_model import LoadedModel
     from verbatim.schedule.scheduler import Scheduler
+
+
+class BorrowedBlocks:
+    """KV blocks of the scheduler's one pool, for the length of a drafting pass."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler, (self._pool,) = scheduler, scheduler.cache.pools
+
+    def table(self, seq_id: int) -> Sequence[int]:
+        return self._scheduler.sequences[seq_id].blocks[0]
+
+    def borrow(self, count: int) -> list[int]:
+        # free blocks only: no cached prefix is evicted for a draft
+        if count > len(self._pool.free):
+            return []
+        return [self._pool.allocate() for _ in range(count)]
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self._pool.release(block)
 
 
 def open_proposers(
@@ -29,6 +51,8 @@ def open_proposers(
         "(speculate=head:PATH), on the cpu or the reference backend",
         "mtp": "'mtp' needs a model whose file has a draft layer, and an engine that was opened "
         "with speculate=mtp or auto, on the cpu or the reference backend",
+        "self": "'self' needs a model that also fills blocks of masks, such as"
+        " Nemotron-Labs-Diffusion",
         "draft": "'draft' needs an engine that was opened with a draft model "
         "(speculate=draft:MODEL)",
     }
@@ -36,6 +60,10 @@ def open_proposers(
         mode = "mtp" if layer.spec.eagle is None else "head"
         blocks = draft_blocks(layer, loaded, config, scheduler)
         found[mode] = LayerProposer(mode, layer, blocks)
+    diffusion = loaded.backend.spec.diffusion
+    if diffusion is not None and diffusion.causal and config.use_cache:
+        own = BorrowedBlocks(scheduler)
+        found["self"] = SelfProposer(loaded.backend, own, diffusion.mask, diffusion.block)
     if (draft := loaded.draft) is not None:
         found["draft"] = DraftProposer(draft, draft_blocks(draft, loaded, config, scheduler))
     return found, missing

@@ -11,6 +11,7 @@ const GROUPS = {
   "Penalties and bans": ["repetition_penalty", "frequency_penalty", "presence_penalty", "penalty_range", "no_repeat_ngram", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_range", "dry_breakers", "logit_bias", "allowed_token_ids", "banned_token_ids"],
   Structure: ["json_schema", "regex", "grammar", "choice"],
   "Several answers": ["n", "best_of", "num_beams", "num_return_sequences", "length_penalty", "early_stopping", "num_beam_groups", "diversity_penalty"],
+  Diffusion: ["remasking", "block_length", "denoising_steps", "confidence_threshold", "entropy_threshold"],
   Engine: ["speculate", "priority", "adapter", "cache_salt", "logprobs_mode"],
 };
 // The page sets these itself.
@@ -84,6 +85,7 @@ function written(rule, value) {
 
 function input(name, rule) {
   const value = valueOf(name), id = `p-${name}`;
+  const choices = rule.default === null ? [null, ...rule.choices] : rule.choices;
   const take = (event) => {
     const box = event.target;
     try {
@@ -99,8 +101,8 @@ function input(name, rule) {
   if (rule.kind === "bool")
     return html`<input id=${id} type="checkbox" .checked=${value} @change=${(e) => setParam(name, e.target.checked)} />`;
   if (rule.kind === "choice")
-    return html`<select id=${id} @change=${(e) => setParam(name, rule.choices[e.target.selectedIndex])}>
-      ${rule.choices.map((choice) => html`<option ?selected=${choice === value}>${choice}</option>`)}
+    return html`<select id=${id} @change=${(e) => setParam(name, choices[e.target.selectedIndex])}>
+      ${choices.map((choice) => html`<option ?selected=${choice === value}>${choice ?? "the model's"}</option>`)}
     </select>`;
   if (["schema", "str"].includes(rule.kind) && ["json_schema", "grammar", "regex"].includes(name))
     return html`<textarea id=${id} rows="2" spellcheck="false" placeholder=${name === "json_schema" ? '{"type": "object"}' : ""} .value=${written(rule, value)} @change=${take} @reset=${take}></textarea>`;

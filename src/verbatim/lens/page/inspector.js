@@ -78,7 +78,7 @@ function leadersOf({ id, record, forced }) {
   if (typeof record?.score !== "number" || record.temperature === 0) return [];
   const known = record.top.filter((c) => c.score !== null);
   const missing = !forced && !known.some((c) => c.id === id);
-  if (missing) known.push({ id, score: record.score, noise: noiseOf(keyFromHex(record.key), record.position, id) });
+  if (missing) known.push({ id, score: record.score, noise: noiseOf(keyFromHex(record.key), record.position + 2 ** 32 * (record.denoising_step ?? 0), id) });
   return known.sort((a, b) => b.score - a.score || a.id - b.id);
 }
 
@@ -101,6 +101,20 @@ function loop(branch, index, step) {
       <small>${record?.temperature === 0 ? "greedy: the largest" : "score with noise"}</small></li>
     <li class="append"><h3>${term("append")}</h3><div class="big">${state.vocab.show(token.id)}</div><small>id ${token.id}, position ${record?.position ?? length}</small></li>
   </ol>`;
+}
+
+// A token's block of a diffusion model: per step what was decided, with its confidence
+function canvas(branch, index) {
+  const { record, segment } = branch.tokens[index], blocks = state.info.diffusion;
+  if (record?.denoising_step === undefined) return nothing;
+  const length = segment.params.block_length ?? (blocks.block || branch.tokens.length);
+  const blockOf = (r) => Math.floor((r.position - blocks.behind_prompt * record.prompt_len) / length);
+  const cells = branch.tokens.filter((t) => t.record && blockOf(t.record) === blockOf(record));
+  const cell = ({ id, record: r }, step) => r.denoising_step > step
+    ? html`<td class="quiet">▒</td>`
+    : html`<td class=${r.denoising_step === step ? "drawn" : ""} title=${percent(Math.exp(r.confidence))}><q>${state.vocab.show(id)}</q></td>`;
+  const steps = [...new Set(cells.map((t) => t.record.denoising_step))].sort((a, b) => a - b);
+  return html`<section class="card"><h2>${term("The canvas")}</h2><table class="canvas"><tbody>${steps.map((step) => html`<tr><th scope="row">${step + 1}</th>${cells.map((t) => cell(t, step))}</tr>`)}</tbody></table></section>`;
 }
 
 // the most likely candidates; under a grammar that cuts all of them also the first it allows
@@ -191,7 +205,7 @@ function forward() {
 export function inspector() {
   const branch = current(), index = state.selected;
   if (!branch?.tokens[index]) return nothing;
-  return html`<section class="card" aria-label="candidates"><h2>${term("Candidates")} <small>the model's own distribution</small></h2>${candidates(branch, index, step)}</section>
+  return html`${canvas(branch, index)}<section class="card" aria-label="candidates"><h2>${term("Candidates")} <small>the model's own distribution</small></h2>${candidates(branch, index, step)}</section>
     ${step
       ? html`${sliders(branch, index, step)}
         <section class="card funnel" aria-label="the funnel"><h2>${term("The funnel")} <small>what each stage leaves</small></h2>

@@ -287,6 +287,8 @@ export async function rowOf(branch, index, { rest = false, changes = {} } = {}) 
   const known = state.rows.get(key);
   if (known && (known.whole || !rest)) return known;
   if (state.offline) return known ?? null;
+  if (token.record?.denoising_step !== undefined)
+    throw new Error("A denoising step's logits belong to the masks of that moment: only the whole answer is computed again.");
   const data = await stepOf(branch, index, { rest, changes });
   const row = new Row(data);
   if (known) known.fill(data.row, data.row_type);

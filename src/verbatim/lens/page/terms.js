@@ -8,6 +8,7 @@ const TERMS = {
   softmax: "Turns the logits into probabilities: all are positive, and together they are 1. Entropy (in nats) says how open the choice is; 0: one token has it all.",
   sample: "Draws one token. Each candidate gets its logit and a fixed random number (noise); the largest sum wins.",
   append: "The drawn token becomes part of the context, and the loop begins again.",
+  "The canvas": "One block, step by step. Each step draws all masked positions (▒) and keeps some; the tip of a token is its confidence.",
   Candidates: "The most likely tokens at this place, with the probability that the model itself gives them.",
   "What if?": "The same logits and the same noise under other settings. The draw is the one that the server would make.",
   "The funnel": "The stages of the sampler in their order. Each removes tokens or changes their probabilities; what is left goes on.",

@@ -34,7 +34,8 @@ _TABLES: dict[str, Table] = {
     **{name: wrapper.keys for name, wrapper in WRAPPERS.items()},
 }
 CONFIG_KEYS: dict[str, Table] = {
-    name: with_defaults(name, keys) for name, keys in sorted(_TABLES.items())
+    name: with_defaults(FAMILIES[name].body or name if name in FAMILIES else name, keys)
+    for name, keys in sorted(_TABLES.items())
 }
 GGUF_KEYS: dict[str, Table] = {name: gguf.keys for name, (gguf, _) in ARCHITECTURES.items()}
 # ModelSpec.family -> a family of that name; all of one name have the same tensor names

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from verbatim.base.errors import ParameterError
+from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.json_io import JsonMapping, JsonObject
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import DrawSpec
@@ -77,6 +77,7 @@ class Inspector:
         engine, backend = self._engine, self._engine.loaded.backend
         info, spec = backend.info, backend.spec
         card, limits = cost_of(engine)
+        blocks = spec.diffusion
         return {
             "model": engine.loaded.name,
             "digest": engine.loaded.digest,
@@ -91,6 +92,8 @@ class Inspector:
             "hidden": spec.hidden,
             "has_template": engine.has_template,
             "speculate": engine.config.speculate,
+            "diffusion": blocks
+            and {"block": blocks.block, "behind_prompt": blocks.full or blocks.causal},
             "step_tokens": engine.config.step_tokens,
             "block_size": backend.block_size,
             "weight_bytes": int(card.read_bytes()),
@@ -123,6 +126,10 @@ class Inspector:
         """The report of one step. `row`: the raw float32 logits that follow prompt + output."""
         wanted = SamplingParams.from_mapping(params)
         request = self._engine.core.request(prompt, wanted)
+        if request.canvas is not None:
+            raise UnsupportedError(
+                "output", "a step of a diffusion model depends on masks, which no output tells"
+            )
         raw = as_row(np.frombuffer(row, "<f4"))
         state, stages, cut = self._before_temperature(raw, request, output, choice)
         return step_report(raw, state, stages, cut, rest)

@@ -32,7 +32,8 @@ int64_t integer(PyObject* o) {
 
 struct Names {  // attribute names of SeqStep, interned once
     nb::str tokens{"tokens"}, start{"start"}, blocks{"blocks"}, draws{"draws"}, targets{"targets"},
-        hidden{"hidden"}, adapter{"adapter"};
+        hidden{"hidden"}, adapter{"adapter"}, block{"block"}, causal{"causal"},
+        picks{"picks"};
 };
 
 // Converts the sequences of a StepPlan to a Step. Every index is checked here, so that the kernels
@@ -58,6 +59,9 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
         q.row0 = (int)s.tokens.size();
         q.rows = (int)nb::len(tokens);
         q.start = integer(nb::object(h.attr(names->start)).ptr());
+        q.block = integer(nb::object(h.attr(names->block)).ptr());
+        q.causal = integer(nb::object(h.attr(names->causal)).ptr());
+        if (q.block < 1) throw std::invalid_argument("a block of attention has no positions");
         if (q.start < 0 || q.start > e.max_positions() - q.rows)
             throw std::invalid_argument("a position is out of range");
         int64_t adapter = integer(nb::object(h.attr(names->adapter)).ptr());
@@ -100,11 +104,18 @@ void read_sequences(Engine& e, nb::tuple sequences, int groups,
         bool hidden = nb::cast<bool>(nb::object(h.attr(names->hidden)));
         if (draws < 0 || draws > q.rows || targets > q.rows)
             throw std::invalid_argument("more draws or targets than tokens");
+        nb::tuple picks = nb::cast<nb::tuple>(h.attr(names->picks));
+        int picked = (int)nb::len(picks), next = 0;
         for (int i = 0; i < q.rows; i++) {
             bool logit = i < targets || i >= q.rows - draws;
+            if (picked) {
+                logit = next < picked && integer(NB_TUPLE_GET_ITEM(picks.ptr(), next)) == i;
+                next += logit;
+            }
             if (logit) s.logits.push_back((int32_t)s.outputs.size());
             if (logit || hidden) s.outputs.push_back(q.row0 + i);
         }
+        if (next < picked) throw std::invalid_argument("picked rows must exist and ascend");
         s.captures |= hidden;
         index++;
     }

@@ -81,6 +81,7 @@ RowRequest read_row(nb::tuple t, int64_t vocab) {
         row.mask = (const uint8_t*)mask.c_str();
         row.mask_bytes = (int64_t)mask.size();
     }
+    if (nb::len(t) > 6) row.step = nb::cast<int64_t>(t[6]);
     check_row(row, vocab);
     return out;
 }
@@ -92,7 +93,10 @@ nb::object to_tuple(const SampleOut& o) {
             "broken");
     nb::list top;
     for (auto [id, value] : o.top) top.append(nb::make_tuple(id, value));
-    return nb::make_tuple(o.token, o.logprob, nb::tuple(top));
+    if (!o.denoised) return nb::make_tuple(o.token, o.logprob, nb::tuple(top));
+    // The fields of a Drawn, in their order.
+    return nb::make_tuple(o.token, o.logprob, nb::tuple(top), nb::none(), nb::make_tuple(),
+                          nb::make_tuple(), o.confidence);
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ void Engine::plan_attention() {
             const Sequence& q = step.sequences[s];
             for (int r = 0; r < q.rows; r += per) {
                 int n = std::min(per, q.rows - r);
-                int64_t first = q.start + r, last = first + n - 1;
+                int64_t first = q.start + r, last = q.visible_end(first + n - 1) - 1;
                 int64_t lo = window ? std::max<int64_t>(0, first - window + 1) : 0;
                 for (int kv = 0; kv < kv_heads; kv++)
                     query_groups.push_back({(int)s, q.row0 + r, n, kv, (int)(lo / TILE),
@@ -105,7 +105,7 @@ void Engine::fill_tile(AttendTile& t, const Op& op, const AttendItem& item, int 
         int64_t pos = seq.start + (item.row0 - seq.row0) + r;
         int64_t lo = window ? std::max<int64_t>(0, pos - window + 1) : 0;
         int l = (int)std::clamp<int64_t>(lo - base, 0, TILE),
-            h = (int)std::clamp<int64_t>(pos + 1 - base, 0, TILE);
+            h = (int)std::clamp<int64_t>(seq.visible_end(pos) - base, 0, TILE);
         for (int g = 0; g < share; g++) {
             int i = r * share + g;
             t.q[i] = q + (int64_t)(item.row0 + r) * shape.heads * head_dim +
@@ -148,8 +148,9 @@ void Engine::attend_item(const Op& op, Worker& w, const AttendItem& item) {
         nq = item.rows * share, vdim = groups_[group].vdim;
     const Sequence& seq = step.sequences[item.seq];
     int window = groups_[group].window;
-    int64_t first = seq.start + item.row0 - seq.row0, last = first + item.rows - 1;
-    int lo = (int)(window ? std::max<int64_t>(0, first - window + 1) : 0), hi = (int)last + 1;
+    int64_t first = seq.start + item.row0 - seq.row0;
+    int lo = (int)(window ? std::max<int64_t>(0, first - window + 1) : 0),
+        hi = (int)seq.visible_end(first + item.rows - 1);
     QueryGroup& query_group = query_groups_[group][item.query_group];
     float* run = (float*)w.run.data();  // running result: [nq][vdim], then m and l
     float *m = run + (int64_t)nq * vdim, *l = m + nq;

@@ -4,6 +4,7 @@
 // ops.py records the program once (fused operations of model/decoder.py); run() executes it for the
 // rows of one step.
 #pragma once
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -169,7 +170,14 @@ struct Group {
 struct Sequence {
     int row0, rows;                            // its rows of the batch
     int64_t start;                             // position of the first row
+    // The row at position p sees the keys before visible_end(p).
+    int64_t visible_end(int64_t p) const {
+        if (block == 1 || p < causal) return p + 1;
+        return std::min((p / block + 1) * block, start + rows);
+    }
     std::vector<std::vector<int32_t>> blocks;  // block table per cache group
+    int64_t block = 1;                         // of its attention (SeqStep.block); 1: causal
+    int64_t causal = 0;                        // rows before this position see no later one
 };
 
 struct Step {

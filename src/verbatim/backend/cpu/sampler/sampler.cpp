@@ -73,12 +73,19 @@ void run(const float* logits, const float* chunk_maxes, int64_t vocab, const Sam
         out.token = x.first_best();
     } else {
         left.run();
-        Draw draw(row.key, row.position);
+        Draw draw(row.key, row.counter());
         if (left.listed()) draw.from_list(left.ids(), left.d(), left.size());
         else
             draw.from_row(
                 x, x.top(), p.temperature, [&](double logit) { return left.d_of(logit); }, w);
         out.token = draw.winner();
+    }
+    if (row.step >= 0) {
+        greedy ? left.list_logits() : left.list();
+        report_processed(left, out, 0, w);
+        out.denoised = true;
+        out.confidence = out.logprob;
+        out.logprob = 0;
     }
     if (!p.report) return;
     if (!p.processed) return report_raw(x, out, p.logprobs, w);

@@ -37,11 +37,16 @@ struct SampleRow {
     // the model's own.
     int64_t target = -1;
     int64_t target_top = 0;  // best ids to report with the target
+    int64_t step = -1;       // denoising step; -1: autoregressive
+    // What the noise counts: position + 2^32 * step.
+    int64_t counter() const { return position | (step > 0 ? step << 32 : 0); }
 };
 
 struct SampleOut {
     int64_t token = -1;  // -1: no token is left to sample
     double logprob = 0;
+    bool denoised = false;  // `confidence` is set
+    double confidence = 0;  // log-probability in the distribution that is sampled
     bool finite = true;  // false: the row holds a NaN or an infinity
     std::vector<std::pair<int32_t, double>> top;
 };

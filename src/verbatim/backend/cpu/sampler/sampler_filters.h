@@ -164,7 +164,7 @@ class Filters {
         if (p_.typical_p < 1.0) listed_ ? typical_of_list() : typical_of_row();
         if (p_.top_n_sigma > 0.0) n_sigma();
         if (p_.xtc_probability > 0.0 &&
-            uniform_of(noise_bits(row_.key, row_.position, 0, DOMAIN_XTC)) < p_.xtc_probability)
+            uniform_of(noise_bits(row_.key, row_.counter(), 0, DOMAIN_XTC)) < p_.xtc_probability)
             listed_ ? xtc_of_list() : xtc_of_row();
     }
 

@@ -320,10 +320,11 @@ def finish_span(
 @triton.jit(do_not_specialize=["WIDTH", "ROWS"])
 def attend(
     q, keys, values, key_scales, value_scales, table, WIDTH, first_row, count, first_position,
-    sums, peaks, masses, done, sinks, out, ROWS, HEADS, DIM, scale, cap, factor, window,
+    sums, peaks, masses, done, sinks, ends, out, ROWS, HEADS, DIM, scale, cap, factor, window,
     SHARED: tl.constexpr, SIZE: tl.constexpr, LINES: tl.constexpr, SPAN: tl.constexpr,
     BLOCK: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, KV: tl.constexpr,
-    MERGE: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr, DEPENDENT: tl.constexpr,
+    MERGE: tl.constexpr, SINKS: tl.constexpr, WIDE: tl.constexpr, ENDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Flash attention of one query tile (rows of one sequence) and one KV head.
 
@@ -331,7 +332,8 @@ def attend(
     to `out`. Otherwise it reduces the span of its program id, and the last program of the tile to
     finish merges all of them in order; `done` counts those that have, and is 0 again afterwards.
     A line of the tile is one query head of one row. A masked position has weight 0 and does not
-    change the line's bits; a span in which a line sees no position does not change it either."""
+    change the line's bits; a span in which a line sees no position does not change it either.
+    ENDS: a row sees the positions before its entry of `ends` [rows], not those up to its own."""
     wait_for_inputs(DEPENDENT)
     # tiles are sorted by position: those with the most positions start first
     head, tile, span = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1), tl.program_id(2)
@@ -339,8 +341,13 @@ def attend(
     row, shared = line // SHARED, line % SHARED
     used = (row < tl.load(count + tile)) & (line < LINES // SHARED * SHARED)
     first = tl.load(first_position + tile)
-    position = first + row
+    position = first + row  # the last one that a row sees
     last = first + tl.load(count + tile) - 1
+    if ENDS:
+        ends += tl.load(first_row + tile)
+        position = tl.load(ends + row, mask=used, other=1) - 1
+        last = tl.load(ends + tl.load(count + tile) - 1) - 1
+        first = tl.load(ends) - 1
     row = (tl.load(first_row + tile) + row).to(tl.int64)
     heads = HEADS * SHARED
     query_head = head * SHARED + shared

@@ -370,6 +370,7 @@ class QueryTiles:
     first_position: torch.Tensor
     lines: int  # lines of each tile: (row, query head) pairs that share a KV head
     rows: int  # most rows of a tile
+    ends: torch.Tensor | None = None  # [rows of the step]: Batch.ends; None: causal
 
 
 def attend(
@@ -417,13 +418,13 @@ def attend(
                 q, kv.keys, kv.values, *kv.scales(q), tiles.table, tiles.table.shape[1],
                 tiles.first_row, tiles.count, tiles.first_position, sums, peaks, masses,
                 q if merged else span_counters(q.device),
-                q if sinks is None else sinks, out, rows, kv_heads, dim, scale, cap, factor,
-                window or 0,
+                q if sinks is None else sinks, q if tiles.ends is None else tiles.ends,
+                out, rows, kv_heads, dim, scale, cap, factor, window or 0,
             ),
             (
                 shared, size, tiles.lines, span, max(16, triton.next_power_of_2(dim)),
                 cap > 0, window is not None, kv.kind, merged, sinks is not None,
-                kv.keys.numel() >= 1 << 31,
+                kv.keys.numel() >= 1 << 31, tiles.ends is not None,
             ),
             warps=8 if tiles.lines > 64 or full or (dim > WIDE_HEAD and tiles.lines > 16) else 4,
             stages=2 if is_large(q.device) and not few and not full else 1,

@@ -45,7 +45,8 @@ class StepGraphs:
         self._of_shapes: dict[StepShape, StepGraph[PaddedInputs]] = {}
         self._seen_shapes: set[StepShape] = set()
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
-        self._use_graphs = graphs and device.type == "cuda"
+        # The graphs' attention is causal.
+        self._use_graphs = graphs and device.type == "cuda" and spec.diffusion is None
 
     def forward(
         self, compute: Forward, plan: StepPlan, tokens: torch.Tensor | None = None

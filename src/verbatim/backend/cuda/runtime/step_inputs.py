@@ -114,7 +114,11 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
         arrays += [table[tiles.owner] for table in batch.tables]
     if spec.recurrent:
         arrays += step_arrays(spec, batch)
-    tokens, positions, outputs, logits, *rest = _send(arrays, device)
+    causal = bool((batch.ends == batch.positions + 1).all())
+    tokens, positions, outputs, logits, *rest = _send(
+        arrays if causal else [*arrays, batch.ends], device
+    )
+    ends = None if causal else rest.pop()
     groups = len(batch.tables)
     slots, rest = tuple(rest[:groups]), rest[groups:]
     tilings: list[list[QueryTiles]] = [[] for _ in range(groups)]
@@ -123,7 +127,7 @@ def to_device(batch: Batch, spec: ModelSpec, device: torch.device) -> DeviceStep
         rest = rest[3 + groups :]
         for tiling, table in zip(tilings, tables, strict=True):
             rows = tile_rows(lines, spec)
-            tiling.append(QueryTiles(table, first, counts, first_positions, lines, rows))
+            tiling.append(QueryTiles(table, first, counts, first_positions, lines, rows, ends))
     all_outputs = len(batch.outputs) == batch.rows
     all_logits = len(batch.logits) == len(batch.outputs)
     return DeviceStep(

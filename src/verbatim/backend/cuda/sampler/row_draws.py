@@ -39,6 +39,8 @@ class RowDraws:
         self, logits: torch.Tensor, rows: Sequence[Row], seq_ids: Sequence[int]
     ) -> list[Drawn]:
         """Sample on the device. Copy the logits of undecided rows only; the host samples those."""
+        if any(row.spec.step >= 0 for row in rows):  # no kernel has the confidence
+            return self._on_host(logits, rows)
         drawn = self.gpu(logits, rows, seq_ids)
         left = [i for i, one in enumerate(drawn) if one is None]
         if left:

@@ -58,6 +58,8 @@ class Family:
     models: str  # published models, for the documentation
     names: Names = LLAMA_NAMES
     name: str = ""  # ModelSpec.family, where it is not the model_type
+    # The model_type with the same layers and keys in transformers, where that lacks this family.
+    body: str = ""
     rope: RopeRules = RopeRules()
     # The rope records of full and of sliding layers, where they are not one.
     records: Callable[[Config], tuple[Record, Record]] | None = None

@@ -280,3 +280,11 @@ def sparse_layers(c: Config, layers: int) -> list[bool]:
     """Which layers are mixtures, by decoder_sparse_step and mlp_only_layers."""
     step, dense = c.integer("decoder_sparse_step"), c.layer_numbers("mlp_only_layers", layers)
     return [i not in dense and (i + 1) % step == 0 for i in range(layers)]
+
+
+def mask_token(c: Config) -> int:
+    """The token of an undecided position of a diffusion model."""
+    mask, vocab = c.integer("mask_token_id", low=0), c.integer("vocab_size")
+    if mask >= vocab:
+        raise c.fail("mask_token_id", f"the vocabulary has {vocab} tokens")
+    return mask

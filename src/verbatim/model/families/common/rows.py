@@ -175,6 +175,10 @@ EXPERTS_SCALE = followed("multiplies the weights of the chosen experts")
 PARALLEL = "attention and MLP read the same residual"
 
 
+def mask_token(default: int) -> Key:
+    return followed("token of an undecided position", default, private=True)
+
+
 def wrapper_keys(text: str, *images: str, more: Table | None = None) -> Table:
     """Keys of a multi-modal model, of which only the language model is used. `images`: keys of its
     other parts."""
