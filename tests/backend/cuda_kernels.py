@@ -536,6 +536,14 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     assert padded.data_ptr() == given.data_ptr()
 
 
+def test_a_product_of_few_rows_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last layer of a prefill chunk that draws nothing has none, and no memory to read."""
+    monkeypatch.setattr(few_rows, "available", lambda: True)
+    weight = torch.zeros((64, 1024), dtype=torch.float16)
+    taken = [rows for rows in range(40) if few_rows.takes(weight, rows)]
+    assert taken == list(range(1, few_rows.FEW_ROWS + 1))
+
+
 @pytest.mark.parametrize(("rows", "start"), [(1, 60), (1, 130), (3, 127), (16, 120)])
 @pytest.mark.parametrize(
     ("family", "changes"),
@@ -759,11 +767,11 @@ def test_compiling_ahead_launches_every_tile(blocks: bool, monkeypatch: pytest.M
     backend = opened(small("llama", **changes))
     launched, fused = set(), set()
 
-    def matmul(x: Any, weight: Any, bias: Any = None, tile: Any = None, out: Any = None) -> Any:
+    def matmul(x: Any, weight: Any, bias: Any = None, tile: Any = None, **_: Any) -> Any:
         launched.add(tile)
         return kernels.SplitSums(torch.zeros((1, len(x), len(weight)), device=x.device), bias)
 
-    def gated_matmul(x: Any, weight: Any, kind: str, dtype: Any, tile: Any = None) -> Any:
+    def gated_matmul(x: Any, weight: Any, kind: str, dtype: Any, tile: Any = None, **_: Any) -> Any:
         fused.add(tile)
         assert len(weight) % 2 == 0
         return torch.zeros((len(x), len(weight) // 2), device=x.device, dtype=dtype)

@@ -74,8 +74,9 @@ def dependence(rows: int) -> int:
 
 
 def takes(weight: object, rows: int) -> bool:
-    """Whether `product` multiplies so many rows with this weight."""
-    if rows > FEW_ROWS or not isinstance(weight, torch.Tensor) or not available():
+    """Whether `product` multiplies so many rows with this weight. The last layer of a prefill chunk
+    without a draw has no rows."""
+    if not 0 < rows <= FEW_ROWS or not isinstance(weight, torch.Tensor) or not available():
         return False
     if weight.ndim != 2 or weight.element_size() != 2:
         return False
