@@ -23,50 +23,51 @@ SRC = ROOT / "src" / "verbatim"
 # Most lines of Python of a package; "" are the modules at the root.
 LINES: dict[str, int] = {
     "": 176,
-    "backend": 9619,
-    "base": 2703,
-    "bench": 895,
+    "backend": 10673,
+    "base": 2753,
+    "bench": 820,
     "chat": 9,
-    "cli": 7310,
-    "convert": 892,
-    "diagnose": 2716,
-    "encoder": 907,
-    "engine": 6203,
-    "explain": 893,
-    "files": 1507,
-    "formats": 2301,
-    "grammar": 3923,
-    "hub": 1132,
+    "cli": 7100,
+    "convert": 878,
+    "diagnose": 2722,
+    "encoder": 891,
+    "engine": 6401,
+    "explain": 838,
+    "files": 1426,
+    "formats": 2225,
+    "grammar": 3850,
+    "hub": 1016,
     "lens": 10,
     "lora": 703,
-    "model": 2848,
-    "model/families": 4758,
-    "observe": 881,
-    "sampling": 1494,
-    "scale": 2238,
-    "schedule": 1991,
-    "server": 13554,
-    "speculate": 1285,
-    "testing": 655,
-    "text": 5067,
+    "model": 3154,
+    "model/families": 4590,
+    "observe": 850,
+    "parallel": 423,
+    "sampling": 1646,
+    "scale": 2787,
+    "schedule": 2323,
+    "server": 12786,
+    "speculate": 1283,
+    "testing": 667,
+    "text": 4925,
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 76670, "tests": 66974, "docs": 9798}
-ANY = 731  # uses of Any in src
+TOTALS = {"src": 77925, "tests": 66627, "docs": 10261}
+ANY = 699  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 11, 7  # functions of src over 50 lines; lines of the median
 
 MODULES = 15  # most modules of a folder, without __init__
 KINDS = {"model/families", "formats", "cli/commands"}  # folders that list one kind of thing
 FAN_OUT = 16  # most modules of this package that one module imports
 # Imports of modules that exceed FAN_OUT.
-WIDE: dict[str, int] = {"server/process/lens_queries.py": 17}
+WIDE: dict[str, int] = {}
 
 # Most files that name one thing: what the next thing of its kind would touch.
-SPREAD = {"glm4": 3, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
+SPREAD = {"glm4": 2, "q5_k": 6, "top_n_sigma": 14, "warm_up": 4}
 
 # Pages of docs/extend -> most files that their walk names: what adding one thing touches.
-WALKS = {"family": 8, "format": 3, "sampler": 14, "setting": 5, "route": 8}
+WALKS = {"family": 6, "format": 3, "sampler": 14, "setting": 5, "route": 8}
 FILE = re.compile(r"[\w/]+\.(?:py|cpp|h|js|html)\b")
 
 # Folders of a package -> folders or modules of the same package that they must not import.

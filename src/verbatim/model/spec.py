@@ -108,7 +108,7 @@ class EagleSpec:
 
 @dataclass(frozen=True, slots=True)
 class DiffusionSpec:
-    """How a model fills blocks of masked positions (docs/adr/0032)."""
+    """How a model fills blocks of masked positions (docs/adr/0034)."""
 
     mask: int  # token id of an undecided position
     block: int  # positions of a block, where the request says nothing; 0: all of the canvas

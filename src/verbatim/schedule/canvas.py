@@ -1,4 +1,4 @@
-"""The canvas: the block in progress of a sequence of a diffusion model (docs/adr/0032).
+"""The canvas: the block in progress of a sequence of a diffusion model (docs/adr/0034).
 
 In: the draws of a denoising step. Out: the tokens that are decided, in order of position. A
 position of the block is decided, or it has the mask id. A decided token never changes, and it is

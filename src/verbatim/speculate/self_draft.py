@@ -1,5 +1,5 @@
 """Self-speculation: the target's own weights draft a block of masks with attention in both
-directions, and verify it causally like any other draft (docs/adr/0032).
+directions, and verify it causally like any other draft (docs/adr/0034).
 
 In: the tokens of sequences whose keys and values are in the target's cache. Out: the tokens drawn
 at the masks, with the target's parameters and noise. The pass reads the sequence's blocks and
