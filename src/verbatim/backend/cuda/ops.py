@@ -144,7 +144,7 @@ class CudaOps:
     def _can_delay(self, x: Residual, norm: kernels.Norm, readers: list[Weight]) -> bool:
         """Whether the products that read this norm's output can compute it."""
         step, bias = self.step, None if x.pending is None else x.pending.bias
-        if len(x.x) > 1 or norm.bias is not None or bias is not None or not readers:
+        if len(x.x) != 1 or norm.bias is not None or bias is not None or not readers:
             return False
         if step.outputs is not None or step.adapters or self._ranks is not None:
             return False
