@@ -181,7 +181,13 @@ def batched(model: Model, rules: list[tuple[re.Pattern[str], str]]) -> Scorer:
     def logits(window: list[int]) -> np.ndarray:
         rows = np.arange(len(window), dtype=np.int32)
         batch = Batch(
-            np.array(window, np.int32), rows, np.array([0, len(window)], np.int32), (), rows, rows
+            tokens=np.array(window, np.int32),
+            positions=rows,
+            ends=rows + 1,
+            first=np.array([0, len(window)], np.int32),
+            tables=(),
+            outputs=rows,
+            logits=rows,
         )
         with one_thread(), np.errstate(over="ignore", under="ignore"):
             found: np.ndarray = forward(model.spec, BatchedOps(model.spec, weights, (), batch))[1]

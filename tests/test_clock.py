@@ -37,8 +37,6 @@ ALLOWED = {
     ("grammar/test_compile_pool.py", "time.clock_gettime"): "CPU time of a worker, to know that "
     "its compiles together exceeded the limit of one",
     ("grammar/test_compile_pool.py", "time.monotonic"): "a deadline that only a hang reaches",
-    ("speculate/test_head.py", "time.sleep"): "the draft is fetched at different moments; its "
-    "value is the same at every moment",
     ("cli/test_cli_chat.py", "select.select"): "between two polls of the terminal",
     ("engine/test_engine_async.py", "closing.join"): "a wrong close returns meanwhile; the "
     "assertions hold for every moment",

@@ -39,7 +39,8 @@ def typed(flag: str, rule: Field) -> tuple[list[str], Any]:
             number = (rule.default or 0) + 3
             return [str(number)], number
         case "float":
-            up, down = rule.default + 0.5, rule.default - 0.5
+            default = rule.default or 0.0
+            up, down = default + 0.5, default - 0.5
             value = up if rule.high is None or up <= rule.high else down
             return [str(value)], value
         case "choice":

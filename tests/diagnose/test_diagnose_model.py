@@ -367,5 +367,5 @@ def test_findings_survive_a_file_that_breaks_a_check(sound: Path, tmp_path: Path
     words["chat_template"] = "{{ raise_exception('never') }}"
     (broken / "tokenizer_config.json").write_text(json.dumps(words))
     found = complaints(check_all(broken))
-    assert found["end_of_turn"].state == "bad"
-    assert "never" in found["end_of_turn"].evidence
+    assert found["end of turn"].state == "bad"
+    assert "never" in found["end of turn"].evidence

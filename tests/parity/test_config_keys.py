@@ -45,7 +45,11 @@ def test_every_key_of_the_class_is_in_the_table(family: str) -> None:
     assert sorted(keys - set(CONFIG_KEYS[family])) == []
 
 
-@pytest.mark.parametrize("family", FAMILY_TYPES)
+# A family that transformers lacks has defaults of its own, not those of the class of its layers.
+OWN_CLASS = [name for name in FAMILY_TYPES if name not in FAMILIES or not FAMILIES[name].body]
+
+
+@pytest.mark.parametrize("family", OWN_CLASS)
 def test_the_tables_have_the_defaults_of_the_classes(family: str) -> None:
     """Also where a row states its own default, and where a default must be an accepted value."""
     for field in dataclasses.fields(config_class(family)):

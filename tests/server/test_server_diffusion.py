@@ -34,7 +34,9 @@ async def ask(*posts: tuple[str, dict[str, Any]]) -> list[httpx.Response]:
     await supervisor.ready.wait()
     transport = httpx.ASGITransport(app.make_app(State(settings, supervisor)))
     async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
-        found = await asyncio.gather(*[client.post(p, json=body, timeout=60) for p, body in posts])
+        found = await asyncio.gather(
+            *[client.post(p, json=body, timeout=None) for p, body in posts]
+        )
     await supervisor.close()
     return list(found)
 

@@ -46,7 +46,7 @@ GROUPS = {
     },
     "System": {
         "plan": "Estimate memory, speed limits and cost of a model from its config.",
-        "simulate": "Simulate a service of many replicas: throughput and latencies of a traffic.",
+        "simulate": "Simulate many replicas: throughput and latencies.",
         "bench": "Measure throughput and compare it with the limits of this machine.",
         "doctor": "Check the installation, or a model.",
         "verify": "Check that one request gives the same tokens under all conditions.",

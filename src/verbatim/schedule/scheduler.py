@@ -52,9 +52,6 @@ count up and starts take turns, so no sequence starves.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from verbatim.base.errors import CapacityError
 from verbatim.base.records import (
     CacheGroup,
     Drawn,
@@ -66,18 +63,15 @@ from verbatim.base.records import (
 )
 from verbatim.schedule.block_store import BlockStore
 from verbatim.schedule.blocks import ensure
-from verbatim.schedule.canvas import Canvas
+from verbatim.schedule.canvas_steps import CanvasSteps, EventSink
 from verbatim.schedule.paged_cache import Copies
 from verbatim.schedule.sequence import RUNNING, Sequence
-from verbatim.schedule.shares import TenantShares
 from verbatim.schedule.token_cost import TokenCost
 
 LONE_STEPS = 10  # a prompt alone may take a step as long as this many beside other sequences
 
-EventSink = Callable[[TokenEvent], bool]  # True: the sequence ends with this event
 
-
-class Scheduler(TenantShares):
+class Scheduler(CanvasSteps):
     def __init__(
         self,
         groups: tuple[CacheGroup, ...],
@@ -113,16 +107,6 @@ class Scheduler(TenantShares):
         self._steps: dict[int, SeqStep] = {}  # the plan so far, by sequence id
         self._copies: Copies = []
         self._reserved = 0  # tokens of the step, the sum over the tenants
-
-    def check_capacity(self, seq: Sequence) -> None:
-        block = 1 if seq.canvas is None else seq.canvas.least
-        if block > self.step_tokens:
-            raise CapacityError(
-                f"a denoising step computes {block} positions at once, and step_tokens is "
-                f"{self.step_tokens}; raise it, or give a smaller max_tokens or block_length",
-                param="max_tokens" if seq.canvas and seq.canvas.rules.full else "block_length",
-            )
-        super().check_capacity(seq)
 
     # ----------------------------------------------------------------------------------- plan
 
@@ -194,13 +178,6 @@ class Scheduler(TenantShares):
                 return None
         return seq.make_step(want, n) if n else None
 
-    def _fewer(self, seq: Sequence, want: int, n: int) -> int:
-        """A shorter chunk than n that fits the blocks; 0: there is none."""
-        if n == 1:
-            return 0
-        most = min(n - 1, self.cache.max_positions(seq))
-        return max(1, most) if seq.canvas is None else seq.chunk_length(want, most)
-
     def _chunk(self, seq: Sequence, want: int, budget: int, others: list[Sequence]) -> int:
         """Tokens to compute. In groups with a window the blocks that `others` may need next stay
         free: they would preempt the sequence, though it is about to release blocks of its own."""
@@ -212,21 +189,6 @@ class Scheduler(TenantShares):
         if n > 1 and self.cache.windowed:
             n = max(1, min(n, self.cache.max_positions(seq, others)))
         return n
-
-    def _whole_blocks(self, seq: Sequence, block: int, want: int, budget: int) -> int:
-        """Rows of a sequence with a canvas. The block in progress and the final pass before it are
-        its decode step, which needs no share of the prompts' tokens. At least one block: the first
-        sequence of a step always advances."""
-        left = self._left()
-        paid = left if want <= 2 * block else min(left, self._max_tokens(seq, want, budget))
-        n = seq.chunk_length(want, paid)
-        return n or (seq.chunk_length(want, block) if self._has_room(block) else 0)
-
-    def _left(self) -> int:
-        return self.step_tokens - sum(len(step.tokens) for step in self._steps.values())
-
-    def _has_room(self, block: int) -> bool:
-        return not self._steps or block <= self._left()
 
     def _max_tokens(self, seq: Sequence, want: int, budget: int) -> int:
         """Most tokens of this sequence in the step: what `budget` pays for at their depth, and half
@@ -336,34 +298,3 @@ class Scheduler(TenantShares):
             self._end(seq)
         elif not self.use_cache:
             self.cache.release_all(seq)
-
-    def _commit_canvas(
-        self, seq: Sequence, canvas: Canvas, drawn: tuple[Drawn, ...], emit: EventSink
-    ) -> None:
-        """Decide positions of the block in progress, and append the tokens that are known then."""
-        failed = next((draw.token for draw in drawn if draw.token < 0), 0)
-        if failed:
-            emit(TokenEvent(seq.id, None, self._end_without_token(seq, failed)))
-            return
-        seq.computed = canvas.final
-        if seq.computed // self.block_size > seq.published:
-            self.cache.publish(seq)
-        ended, taken = False, 0
-        for draw in canvas.decide(drawn):
-            seq.tokens.append(draw.token)
-            taken += 1
-            ended = emit(TokenEvent(seq.id, draw, self._finish_of(seq, draw.token)))
-            if ended or seq.held:
-                break
-        canvas.advance(taken)
-        if ended:
-            self._end(seq)
-        elif not self.use_cache:
-            self.cache.release_all(seq)
-
-    def _finish_of(self, seq: Sequence, token: int) -> Finish | None:
-        """The finish of a sequence whose last token is `token`."""
-        known = len(seq.tokens)
-        if token in seq.stop_ids and known > seq.min_len:
-            return Finish("stop", seq.stop_ids[token])
-        return Finish("length", seq.limit_name) if known >= seq.limit else None
