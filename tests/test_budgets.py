@@ -53,7 +53,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 77943, "tests": 66640, "docs": 10356}
+TOTALS = {"src": 77943, "tests": 66640, "docs": 10361}
 ANY = 699  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 11, 7  # functions of src over 50 lines; lines of the median
 
