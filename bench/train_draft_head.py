@@ -126,7 +126,7 @@ class Template:
     before: list[int]
     after: list[int]
     ends: list[int]
-    prompts: list[list[int]]  # of bench/prompts.py
+    prompts: list[list[int]]  # those of bench/prompts.py
 
 
 def template_of(model: Model, count: int) -> Template:

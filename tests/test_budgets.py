@@ -27,7 +27,7 @@ LINES: dict[str, int] = {
     "base": 2753,
     "bench": 820,
     "chat": 9,
-    "cli": 7100,
+    "cli": 7115,
     "convert": 878,
     "diagnose": 2722,
     "encoder": 891,
@@ -53,7 +53,7 @@ LINES: dict[str, int] = {
 }
 MODEL_FAMILIES = "model/families"  # has a limit of its own; the files list one kind of thing
 # Lines of .py files, and of the .md files of docs.
-TOTALS = {"src": 77943, "tests": 66640, "docs": 10361}
+TOTALS = {"src": 77958, "tests": 66635, "docs": 10362}
 ANY = 699  # uses of Any in src
 LONG_FUNCTIONS, MEDIAN_FUNCTION = 11, 7  # functions of src over 50 lines; lines of the median
 

@@ -189,6 +189,8 @@ def test_costs_of_a_data_sheet_are_its_bounds(tmp_path: Path) -> None:
         (("--replicas", "2", "--ttft-ms", "9"), "finds the number"),
         (("--replicas", "0"), "replicas: '0' is not a whole number from 1 on"),
         (("--tp", "2"), "tp: needs --device"),
+        (("--threads", "4"), "threads: has no effect with --costs"),
+        (("--max-running", "8"), "max_running: has no effect with --costs"),
         (("--device", "h100"), "device: --costs has the costs of a device"),
     ],
 )

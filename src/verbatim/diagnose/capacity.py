@@ -45,7 +45,7 @@ class Bound:
 class RankShare:
     """What a rank of a tensor-parallel group has (model/row_split.py)."""
 
-    weight_bytes: float  # of the rank with the most
+    weight_bytes: float  # those of the rank with the most
     heads: tuple[int, ...] | None  # query heads of each rank; None: attention is whole on each
     gathered_bytes: int  # that a rank receives for each row of a step
 

@@ -57,7 +57,7 @@ class Request:
     tools: ToolUse | None = None  # set for a chat with tools
     adapter: int = -1  # number of the LoRA adapter in LoadedModel.adapters; -1: the base model
     adapter_digest: str = ""  # what identifies the adapter also after a restart
-    canvas: CanvasRules | None = None  # of a diffusion model
+    canvas: CanvasRules | None = None  # rules of a diffusion model
 
     def grammar_matcher(self) -> Any:
         """A new grammar matcher at the first token to draw; None without a grammar."""

@@ -166,7 +166,7 @@ def main(argv: list[str]) -> int:
     process = RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")])
     try:
         process.run()
-    except (RuntimeError, ConnectionError) as error:  # of the mesh: another rank has ended
+    except (RuntimeError, ConnectionError) as error:  # the mesh: another rank has ended
         log.info("ends: %s", error)
         return 3
     return 0

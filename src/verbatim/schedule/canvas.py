@@ -72,7 +72,7 @@ class Canvas:
         self.end = self._anchor + (past // size + 1) * size
         if self.rules.full:
             self.end = min(self.end, self.limit)
-        self.step = 0  # of this block
+        self.step = 0  # denoising steps of this block
         self.decided: dict[int, Drawn] = {}  # by position
 
     # ------------------------------------------------------------------------------- geometry

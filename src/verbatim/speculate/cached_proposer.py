@@ -22,7 +22,7 @@ from verbatim.speculate.proposer import Draft, SeqView
 log = logging.getLogger("verbatim.engine")
 
 COST_WEIGHT = 0.2  # weight of the newest measurement in token_cost
-TYPICAL_PROB = 0.6  # of a drafted token, given the ones before it
+TYPICAL_PROB = 0.6  # probability of a draft, given the ones before it
 
 
 class CachedProposer:

@@ -28,7 +28,7 @@ Array: TypeAlias = Any
 FloatAdapter: TypeAlias = dict[str, tuple[Array, Array, Any]]
 _GELU = F32(math.sqrt(2.0 / math.pi))
 _ERF = np.frompyfunc(math.erf, 1, 1)
-NO_LOGIT = F32(-1e30)  # of a token that is not in the vocabulary of a draft layer
+NO_LOGIT = F32(-1e30)  # logit of a token that a draft layer cannot draw
 SWIGLU_LIMIT, SWIGLU_ALPHA = F32(7.0), F32(1.702)  # constants of swiglu_oai
 
 
@@ -80,7 +80,7 @@ class ReferenceOps:
         self.spec, self.weights, self.caches, self.batch = spec, weights, caches, batch
         self._adapters, self._kv_type = adapters, kv_type
         self._captured = captured
-        self.states: list[Array] = []  # of the captured layers, output rows only
+        self.states: list[Array] = []  # states of the captured layers, output rows only
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
         self._cache_of = {
             (group.kind, layer): (g, i)

@@ -171,6 +171,19 @@ def _fleets(replicas: str | None, target: Target | None) -> list[int]:
     return [_whole("replicas", part) for part in (replicas or "1").split(",")]
 
 
+# Engine settings that a simulation reads with --costs, and with --device.
+WITH_COSTS = ("prefix_cache",)
+WITH_DEVICE = (*WITH_COSTS, "quant", "kv_type", "max_running", "step_tokens")
+
+
+def _refuse_unused(flags: Values, read: tuple[str, ...], source: str) -> None:
+    """Settings of an engine that is not opened would be ignored."""
+    for key, value in flags.items():
+        name = key.removeprefix("e_")
+        if key != name and value is not None and name not in read:
+            raise ParameterError(name, f"has no effect with {source}, which opens no engine")
+
+
 def _costs(file: str | None, device: str | None, tp: int | None, flags: Values) -> ReplicaCosts:
     """The costs of a replica, from the one source that was named."""
     from verbatim.scale.simulate.costs import ReplicaCosts, measure_costs
@@ -180,8 +193,10 @@ def _costs(file: str | None, device: str | None, tp: int | None, flags: Values) 
     if tp is not None and not device:
         raise ParameterError("tp", "needs --device; costs are those of a whole replica")
     if file:
+        _refuse_unused(flags, WITH_COSTS, "--costs")
         return ReplicaCosts.load(Path(file))
     if device:
+        _refuse_unused(flags, WITH_DEVICE, "--device")
         return _data_sheet(device, tp or 1, flags)
     from verbatim.bench.measure import Ours
 

@@ -47,7 +47,7 @@ def switch(*decls: str, help: str, **rule: Any) -> Group:
 class Declared(NamedTuple):
     """A flag or an argument of a command, as the default of the parameter that gets its value."""
 
-    names: tuple[str, ...]  # of a flag; empty: --PARAMETER
+    names: tuple[str, ...]  # spellings of a flag; empty: --PARAMETER
     rule: JsonObject
     is_argument: bool = False
 

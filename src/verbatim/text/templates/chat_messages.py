@@ -19,7 +19,7 @@ MAX_DEPTH = 64  # nesting levels of messages and tools
 REASONING = ("reasoning_content", "thinking", "reasoning")  # synonyms in templates and clients
 ROLES = ("system", "developer", "user", "assistant", "tool")
 KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", *REASONING)
-PART_KEYS = {"type", "text", *CACHE_KEYS}  # of a text part, which a template need not read
+PART_KEYS = {"type", "text", *CACHE_KEYS}  # keys that a template need not read
 # Keys that a template need not read in every message. Every template knows role and content. A
 # call's id only repeats the order of calls and results. Calls and reasoning are checked once per
 # template instead, because templates drop those of earlier turns on purpose.

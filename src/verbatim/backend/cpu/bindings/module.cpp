@@ -317,7 +317,7 @@ class PyEngine {
     }
     Engine engine_;
     Mesh* mesh_;
-    std::vector<size_t> state_widths_;  // of the states that a draft layer reads
+    std::vector<size_t> state_widths_;  // widths of the states that a draft layer reads
     int groups_ = 0;
     std::vector<int64_t> blocks_;
 };

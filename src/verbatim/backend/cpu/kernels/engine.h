@@ -176,7 +176,7 @@ struct Sequence {
         return std::min((p / block + 1) * block, start + rows);
     }
     std::vector<std::vector<int32_t>> blocks;  // block table per cache group
-    int64_t block = 1;                         // of its attention (SeqStep.block); 1: causal
+    int64_t block = 1;                         // attention block (SeqStep.block); 1: causal
     int64_t causal = 0;                        // rows before this position see no later one
 };
 

@@ -33,8 +33,8 @@ from verbatim.server.api.lens.lens_fields import LensReplay, LensStep
 from verbatim.server.problem import Problem, invalid, problem_of
 from verbatim.server.process.messages import Generate, Generated, Inspect, Inspected
 
-COMPARED = ("identical", "choice", "position", "expected", "got", "reasons")  # of a Verdict
-SHOWN = ("kind", "default", "help", "low", "high", "above", "choices", "slider")  # of a Field
+COMPARED = ("identical", "choice", "position", "expected", "got", "reasons")  # fields of a Verdict
+SHOWN = ("kind", "default", "help", "low", "high", "above", "choices", "slider")  # a Field's
 # They decide how long an output is and what is reported, not how one token is drawn.
 NOT_OF_A_STEP = ("max_tokens", "n", "best_of", "logprobs", "prompt_logprobs", "explain", "receipt")
 

@@ -20,7 +20,7 @@ from verbatim.backend.gpu_weights import BK, split_k
 FEW_ROWS = 16
 WIDTHS = (1, 8, FEW_ROWS)  # rows of x that the kernel is compiled for
 PIECES = (256, 128)  # inputs that are copied and multiplied at once; does not affect the bits
-SMS = 132  # of an H200
+SMS = 132  # multiprocessors of an H200
 TRITON = (3, 6)  # the oldest version whose Gluon was tried
 
 
