@@ -45,6 +45,9 @@ class Ops(Protocol[Rows]):
     def queries(self, h: Rows, layer: int) -> Rows:
         """[rows, Q]: the query projection of a layer without keys and values of its own."""
 
+    def keys_values(self, h: Rows, layer: int) -> tuple[Rows, Rows]:
+        """[rows, K], [rows, K]: the projections of rows without queries."""
+
     def value_norm(self, v: Rows, layer: int) -> Rows:
         """RMS norm over the values of each head, without a weight."""
 
@@ -67,11 +70,14 @@ class Ops(Protocol[Rows]):
         """Rotate each head by the angles of the row's position: halves (a, b) ->
         (a·cos - b·sin, b·cos + a·sin)."""
 
+    def store(self, k: Rows, v: Rows, layer: int) -> None:
+        """Write k and v of every row into the KV cache."""
+
     def attend(self, q: Rows, k: Rows | None, v: Rows | None, layer: int) -> Rows:
-        """[rows, Q]: write k and v of every row into the KV cache (None: the layer reads those of
-        spec.layers[layer].kv_layer, which this step has written), then compute attention of each
-        row over the positions of its own sequence inside the layer's window, itself included: up
-        to the row's end (SeqStep.block).
+        """[rows, Q]: store k and v (None: the layer reads those of spec.layers[layer].kv_layer,
+        which this step has written, or those of the target), then compute attention of each row
+        over the positions of its own sequence inside the layer's window, itself included: up to the
+        row's end (SeqStep.block).
         Score: softcap(scale · q·k), then softmax. If spec.query_scale_beta, q is first multiplied
         by rope.query_scales of the position. If spec.sinks, the softmax has one more term per
         head, exp(sink), whose value is zero."""
@@ -134,7 +140,8 @@ def forward(
 
     Of a draft layer: `x` is the input of the first layer in place of the embedding, and `h` that of
     its attention in place of the norm of x. `capture` reads the input of every layer, with its
-    index, and the last layer's output (of the output rows) with the number of layers."""
+    index, and the last layer's output (of the output rows; of an assistant the state of its next
+    draft) with the number of layers."""
     x = ops.embed() if x is None else x
     inputs = ops.layer_inputs(x) if spec.layer_input else None
     if spec.learned_positions:
@@ -149,10 +156,21 @@ def forward(
             x = ops.add(x, ops.norm(y, f"layers.{i}.input_norm"))
         if spec.layer_scale:
             x = ops.scale(x, f"layers.{i}.scale")
-    if capture is not None:
+    if capture is not None and spec.assistant is None:
         capture(x, len(spec.layers))
     h = ops.norm(x, "final_norm")
+    if capture is not None and spec.assistant is not None:
+        capture(ops.linear(h, "assistant.out", False), len(spec.layers))
     return h, ops.head(ops.take(h, "logits"))
+
+
+def store_context(spec: ModelSpec, ops: Ops[Rows], x: Rows) -> None:
+    """Write keys and values of the rows x, the same x in every layer, into the cache of a DFlash
+    head."""
+    for i, layer in enumerate(spec.layers):
+        k, v = ops.keys_values(x, i)
+        k = ops.head_norm(k, f"layers.{i}.attn.k_norm")
+        ops.store(ops.rope(k, i) if layer.rope is not None else k, v, i)
 
 
 def _needed(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:

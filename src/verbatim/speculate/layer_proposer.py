@@ -57,6 +57,7 @@ class _Positions:
 class LayerProposer(CachedProposer):
     what = "draft layer"
     states_probs = True
+    window = WINDOW
 
     def __init__(self, name: str, backend: Backend, blocks: int) -> None:
         super().__init__(backend, blocks)
@@ -92,14 +93,17 @@ class LayerProposer(CachedProposer):
     def _catch_up(self, views: Sequence[SeqView]) -> None:
         for view in views:
             held = self._positions[view.seq_id]
-            if view.probe and len(held.waiting) > FEW:  # they are not worth one draft
-                held.keep_last(FEW)
+            self._shorten(view, held)
             more = len(held.waiting) - 1
             if more >= FEW:
                 tokens = tuple(view.tokens[-1 - more : -1])
                 step = self._sequence(view, tokens, held.cached)
                 self._execute([step._replace(states=np.stack(held.waiting[:more]))])
                 held.cached, held.waiting = held.cached + more, held.waiting[more:]
+
+    def _shorten(self, view: SeqView, held: _Positions) -> None:
+        if view.probe and len(held.waiting) > FEW:  # they are not worth one draft
+            held.keep_last(FEW)
 
     def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[Drawn]:
         steps = []

@@ -88,6 +88,8 @@ class CpuBackend:
                 mesh=None if ranks is None else ranks.mesh,
             )
             shared = {} if target is None else self._share(model, target)
+            if target is not None and spec.assistant is not None:
+                self._engine.read_cache_of(target._engine)
             self._matrices = record(model, self._engine, shared, ranks)
         except ValueError as error:
             raise BackendError(str(error)) from None
@@ -147,8 +149,8 @@ class CpuBackend:
     def execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             self._engine.copy(group, source, target)
-        if (states := draft_states(plan)) is not None:
-            self._engine.states(np.ravel(states))
+        if (states := draft_states(plan)) is not None or self.spec.dflash is not None:
+            self._engine.states(np.ravel(np.zeros(0, np.float32) if states is None else states))
         frame = b"" if self._ranks is None else self._ranks.step_frame(plan)
         self._engine.step(plan.sequences, frame)
         if self._ranks is not None and self._ranks.rank:

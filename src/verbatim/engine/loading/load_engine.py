@@ -145,7 +145,7 @@ def _with_head(
 ) -> Model:
     """The model with the head of `speculate=head:PATH` as its draft layer."""
     from verbatim.hub.catalog import resolve
-    from verbatim.model.loading.eagle3 import open_head
+    from verbatim.model.loading.heads import open_head
 
     mode, _, name = config.speculate.partition(":")
     if mode != "head":
