@@ -162,7 +162,10 @@ def in_layers(**values: Any) -> Callable[[Any, Any], object]:
 
 ORDER = "masked_embedding.token_ordering"
 DAMAGE: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "another kind": (changed(model_type="gemma4_unified_assistant"), "not a draft head that is"),
+    "another kind": (
+        changed(model_type="gemma4_unified_assistant"),
+        "only .gemma4_assistant. is supported",
+    ),
     "unknown key": (changed(temperature_of_heads=2), "temperature_of_heads"),
     "hidden size": (changed(backbone_hidden_size=96), "states of 96 values; the model's have 64"),
     "vocabulary": (in_layers(vocab_size=300), "vocabulary of 300 tokens; the model has 260"),
@@ -171,7 +174,7 @@ DAMAGE: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "no output matrix": (changed(tie_word_embeddings=False), "tie_word_embeddings is False"),
     "layer inputs": (
         in_layers(hidden_size_per_layer_input=8, vocab_size_per_layer_input=260),
-        "no layer inputs and no experts",
+        "gemma4 without layer inputs",
     ),
     "centroids": (changed(num_centroids=7), "num_centroids is 7: a divisor of 260"),
     "no token ids": (lambda _, s: s.pop(ORDER), f"{ORDER} is not a list of 260 whole numbers"),

@@ -180,8 +180,11 @@ def inside(**values: Any) -> Callable[[Any, Any], object]:
 
 
 DAMAGE: dict[str, tuple[Callable[[Any, Any], object], str]] = {
-    "another kind": (changed(architectures=["DFlash2DraftModel"]), "DFlashDraftModel is needed"),
-    "another layer": (changed(model_type="llama"), "model_type 'llama': qwen3 is needed"),
+    "another kind": (
+        changed(architectures=["DFlash2DraftModel"]),
+        "DFlashDraftModel and qwen3 are",
+    ),
+    "another layer": (changed(model_type="llama"), "'llama'.*: DFlashDraftModel and qwen3"),
     "unknown key": (inside(selector_rank=256), "selector_rank is 256: not known for dflash"),
     "causal masks": (inside(causal=True), "causal is True: only False"),
     "another model": (changed(num_target_layers=36), "a model of 36 layers; the model has 5"),

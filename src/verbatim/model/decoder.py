@@ -45,9 +45,6 @@ class Ops(Protocol[Rows]):
     def queries(self, h: Rows, layer: int) -> Rows:
         """[rows, Q]: the query projection of a layer without keys and values of its own."""
 
-    def keys_values(self, h: Rows, layer: int) -> tuple[Rows, Rows]:
-        """[rows, K], [rows, K]: the projections of rows without queries."""
-
     def value_norm(self, v: Rows, layer: int) -> Rows:
         """RMS norm over the values of each head, without a weight."""
 
@@ -70,14 +67,11 @@ class Ops(Protocol[Rows]):
         """Rotate each head by the angles of the row's position: halves (a, b) ->
         (a·cos - b·sin, b·cos + a·sin)."""
 
-    def store(self, k: Rows, v: Rows, layer: int) -> None:
-        """Write k and v of every row into the KV cache."""
-
     def attend(self, q: Rows, k: Rows | None, v: Rows | None, layer: int) -> Rows:
-        """[rows, Q]: store k and v (None: the layer reads those of spec.layers[layer].kv_layer,
-        which this step has written, or those of the target), then compute attention of each row
-        over the positions of its own sequence inside the layer's window, itself included: up to the
-        row's end (SeqStep.block).
+        """[rows, Q]: write k and v of every row into the KV cache (None: the layer reads those of
+        spec.layers[layer].kv_layer, of this step or the target), then compute attention of each
+        row over the positions of its own sequence inside the layer's window, itself included: up
+        to the row's end (SeqStep.block).
         Score: softcap(scale · q·k), then softmax. If spec.query_scale_beta, q is first multiplied
         by rope.query_scales of the position. If spec.sinks, the softmax has one more term per
         head, exp(sink), whose value is zero."""
@@ -129,6 +123,16 @@ class Ops(Protocol[Rows]):
         spec.logit_softcap."""
 
 
+class ContextOps(Ops[Rows], Protocol[Rows]):
+    """What the backends that run DFlash heads implement, too."""
+
+    def keys_values(self, h: Rows, layer: int) -> tuple[Rows, Rows]:
+        """[rows, K], [rows, K]: the projections of rows without queries."""
+
+    def store(self, k: Rows, v: Rows, layer: int) -> None:
+        """Write k and v of every row into the KV cache."""
+
+
 def forward(
     spec: ModelSpec,
     ops: Ops[Rows],
@@ -164,13 +168,13 @@ def forward(
     return h, ops.head(ops.take(h, "logits"))
 
 
-def store_context(spec: ModelSpec, ops: Ops[Rows], x: Rows) -> None:
+def store_context(spec: ModelSpec, ops: ContextOps[Rows], x: Rows) -> None:
     """Write keys and values of the rows x, the same x in every layer, into the cache of a DFlash
     head."""
-    for i, layer in enumerate(spec.layers):
+    for i in range(len(spec.layers)):
         k, v = ops.keys_values(x, i)
         k = ops.head_norm(k, f"layers.{i}.attn.k_norm")
-        ops.store(ops.rope(k, i) if layer.rope is not None else k, v, i)
+        ops.store(ops.rope(k, i), v, i)
 
 
 def _needed(spec: ModelSpec, ops: Ops[Rows], x: Rows, i: int) -> Rows:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verbatim.backend.protocol import Backend
-from verbatim.base.records import Drawn, StepPlan, StepResult
+from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
 from verbatim.speculate.cached_proposer import CachedProposer
 from verbatim.speculate.proposer import SeqView
 
@@ -47,6 +47,10 @@ class _Positions:
         keep = max(position - self.first, 0)
         self.cached = min(self.cached, keep)
         del self.waiting[max(keep - self.cached, 0) :]
+
+    def computed(self) -> None:
+        """The waiting positions are in the cache."""
+        self.cached, self.waiting = self.cached + len(self.waiting), []
 
     def keep_last(self, count: int) -> None:
         """Start anew with the last `count` states that wait."""
@@ -106,25 +110,25 @@ class LayerProposer(CachedProposer):
             held.keep_last(FEW)
 
     def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[Drawn]:
-        steps = []
-        for view in views:
-            held, so_far = self._positions[view.seq_id], drafts.get(view.seq_id, [])
-            tokens: tuple[int, ...]
-            if so_far:
-                tokens, states = (so_far[-1],), held.last
-            else:  # all waiting positions
-                tokens = tuple(view.tokens[-len(held.waiting) :])
-                states = np.stack(held.waiting)
-            start = held.cached + max(len(so_far) - 1, 0)
-            step = self._sequence(view, tokens, start, self._spec(view, so_far))
-            steps.append(step._replace(hidden=True, states=states, shift=held.first + 1))
-        results = self._execute(steps)
+        results = self._execute(
+            [self._step_of(view, drafts.get(view.seq_id, [])) for view in views]
+        )
         for result in results:
             held = self._positions[result.seq_id]
             assert result.states is not None, "the step asked for it"
             held.last = result.states[-1:]
-            held.cached, held.waiting = held.cached + len(held.waiting), []
+            held.computed()
         return [result.drawn[0] for result in results]
+
+    def _step_of(self, view: SeqView, so_far: Sequence[int]) -> SeqStep:
+        """The step that draws the draft after those."""
+        held = self._positions[view.seq_id]
+        # the last draft, or all waiting positions
+        tokens = so_far[-1:] if so_far else view.tokens[-len(held.waiting) :]
+        states = held.last if so_far else np.stack(held.waiting)
+        start = held.cached + max(len(so_far) - 1, 0)
+        step = self._sequence(view, tuple(tokens), start, self._spec(view, so_far))
+        return step._replace(hidden=True, states=states, shift=held.first + 1)
 
     def finish(self, view: SeqView) -> None:
         super().finish(view)

@@ -178,7 +178,7 @@ class ProgramRecorder(WeightPacker):
         if layer not in self._captured:
             return
         if x.pending:  # the state of an assistant's next draft
-            made = self.engine.buffer(self.spec.assistant.target.hidden)
+            made = self.engine.buffer(self.weights["assistant.out"].shape[0])
             self._emit(x, made, add=False)
             x = Handle(made)
         self.engine.op("capture", src=x.buffer, dst=self._states, offset=self._captured[layer])

@@ -63,9 +63,10 @@ def open_proposers(
         blocks = draft_blocks(layer, loaded, config, scheduler)
         if layer.spec.assistant is not None:
             found[mode] = AssistantProposer(layer, lambda i: scheduler.sequences[i].blocks)
+        elif layer.spec.dflash is not None:
+            found[mode] = BlockProposer(layer, blocks, layer.spec.dflash)
         else:
-            kind = LayerProposer if layer.spec.dflash is None else BlockProposer
-            found[mode] = kind(mode, layer, blocks)
+            found[mode] = LayerProposer(mode, layer, blocks)
     diffusion = loaded.backend.spec.diffusion
     if diffusion is not None and diffusion.causal and config.use_cache:
         own = BorrowedBlocks(scheduler)

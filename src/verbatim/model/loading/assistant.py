@@ -17,15 +17,13 @@ Its matrices become q8_0: they are small, and with clusters few rows of the larg
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import numpy as np
 
 from verbatim.base.errors import ModelError
 from verbatim.files.safetensors import SafetensorsDir
 from verbatim.formats.packed.packed_checkpoint import RawTensor
-from verbatim.formats.tensor import Weights
 from verbatim.model.architecture import read_config
 from verbatim.model.config_fields import Fields
 from verbatim.model.families.common import rows
@@ -37,16 +35,13 @@ from verbatim.model.loading.draft_head import (
     refuse_others,
     whole_numbers,
 )
-from verbatim.model.loading.load import Model
-from verbatim.model.loading.names import Source, hf_source, ignorable
 from verbatim.model.spec import AssistantSpec, LayerSpec, ModelSpec
 
-MODEL_TYPE = "gemma4_assistant"
 TOKENS = "audio_token_id boa_token_id boi_token_id eoa_token_id eoi_token_id image_token_id"
 KEYS: Table = {
     **rows.COMMON_KEYS,
     **dict.fromkeys(TOKENS.split(), no_effect("images and audio are not read")),
-    "model_type": must_equal(MODEL_TYPE, note="the kind of head"),
+    "model_type": must_equal("gemma4_assistant", note="the kind of head"),
     "text_config": followed("its layers"),
     "backbone_hidden_size": followed("the target's hidden size", 1536),
     "use_ordered_embeddings": followed("whether the head has clusters", False),
@@ -65,55 +60,38 @@ NAMES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Assistant(DraftHead):
-    order: np.ndarray | None = None  # token ids, cluster by cluster
-
-    def load(self, target: Model) -> Model:
-        model = super(Assistant, self).load(target)
-        if self.order is None:
-            return model
-        head = model.weights["head"]
-        rows = np.ascontiguousarray(head.row_view()[self.order]).reshape(-1)
-        tensors = {**model.weights, "head": replace(head, data=rows)}
-        weights = Weights(tensors, model.weights.source, model.weights.digest)
-        return replace(model, weights=weights)
-
-
-def open_assistant(source: SafetensorsDir, target: ModelSpec) -> Assistant:
+def open_assistant(source: SafetensorsDir, target: ModelSpec) -> DraftHead:
     """Read the config and tensor names, and check that the assistant fits the model."""
     file = str(source.path / "config.json")
-    fields = Fields(check_keys(source.config, KEYS, what=MODEL_TYPE, file=file).values, file)
+    fields = Fields(
+        check_keys(source.config, KEYS, what="gemma4_assistant", file=file).values, file
+    )
     if target.family != "gemma4":
         raise ModelError(f"an assistant for gemma4; the model is {target.family}", file=file)
     config = dict(fields.mapping("text_config"))
     own = {"num_kv_shared_layers": 0, "tie_word_embeddings": False}
     base, _ = read_config({"model_type": "gemma4_text", **config, **own}, file=file)
     check_fit(base.vocab, fields.integer("backbone_hidden_size"), target, file)
-    if base.layer_input or base.experts_beside:
-        raise ModelError("text_config: an assistant has no layer inputs and no experts", file=file)
+    if base.family != "gemma4" or base.layer_input or base.experts_beside:
+        raise ModelError(
+            "text_config: gemma4 without layer inputs and experts is needed", file=file
+        )
     refuse_others(source.others, (ORDER,), file)
     tensors, order, spec = dict(source.tensors), None, AssistantSpec(target)
     if fields.boolean("use_ordered_embeddings", False):
         spec, order = _clusters(fields, source.others, target, spec)
         tensors[ORDER] = id_tensor(ORDER, order)
-    layers = tuple(_shared(base, i, target, file) for i in range(len(base.layers)))
-    base = replace(base, layers=layers, context=target.context, embed_scale=target.embed_scale)
-    extra = ignorable("hf", tied=True, nested=False, shared_kv=frozenset(range(len(layers))))
-    return Assistant(
-        replace(base, assistant=spec, logit_softcap=0.0),
-        source,
-        tensors,
-        partial(_find, base.family),
-        shared=("embed",),
-        quant="q8_0",
-        is_ignorable=extra,
-        order=order,
+    base = replace(
+        base,
+        layers=tuple(_shared(base, i, target, file) for i in range(len(base.layers))),
+        context=target.context,
+        embed_scale=target.embed_scale,
+        logit_softcap=0.0,  # transformers' assistant has none
+        assistant=spec,
     )
-
-
-def _find(family: str, name: str) -> Source:
-    return Source((NAMES[name],)) if name in NAMES else hf_source(family, "model.", name, 0)
+    return DraftHead(
+        base, source, tensors, NAMES, (), ("embed",), quant="q8_0", prefix="model.", order=order
+    )
 
 
 def _shared(spec: ModelSpec, i: int, target: ModelSpec, file: str) -> LayerSpec:

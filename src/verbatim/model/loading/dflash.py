@@ -21,33 +21,34 @@ from verbatim.model.architecture import read_config
 from verbatim.model.config_fields import Fields
 from verbatim.model.keys import Table, check_keys, followed, must_equal
 from verbatim.model.loading.draft_head import DraftHead, check_fit, read_layers, refuse_others
-from verbatim.model.loading.names import Source, hf_source
 from verbatim.model.spec import DFlashSpec, ModelSpec
 
-KEY = "dflash_config"
 KEYS: Table = {
     "mask_token_id": followed("token id of a mask"),
     "target_layer_ids": followed("the target's layers whose outputs it reads"),
     "block_size": followed("positions of a block, the last token included"),
     "num_target_layers": followed("layers of the model that it was trained for"),
     "causal": must_equal(False, note="masks see each other"),
+    "is_causal": must_equal(False, note="masks see each other"),
 }
-# Keys of config.json that are no keys of a qwen3 model.
-OWN = (KEY, "block_size", "num_target_layers", "is_causal", "auto_map")
+OUTER = ("block_size", "num_target_layers", "is_causal")  # older files have them in config.json
 NAMES = {"dflash.fc": "fc.weight", "dflash.state_norm": "hidden_norm.weight"}
 
 
 def open_dflash(source: SafetensorsDir, target: ModelSpec) -> DraftHead:
     """Read the config and tensor names, and check that the head fits the model."""
-    file = str(source.path / "config.json")
-    config = {name: value for name, value in source.config.items() if name not in OWN}
-    fields = _own_fields(source, file)
-    if config.get("architectures", ["DFlashDraftModel"]) != ["DFlashDraftModel"]:
-        kind = config["architectures"]
-        raise ModelError(f"architectures is {kind!r:.80}: DFlashDraftModel is needed", file=file)
-    if config.get("model_type") != "qwen3":
-        kind = config.get("model_type")
-        raise ModelError(f"layers of model_type {kind!r}: qwen3 is needed", file=file)
+    file, config = str(source.path / "config.json"), dict(source.config)
+    values = {name: config.pop(name) for name in OUTER if name in config}
+    values |= Fields(config, file).mapping("dflash_config")
+    fields = Fields(check_keys(values, KEYS, what="dflash", file=file).values, file)
+    del config["dflash_config"]
+    config.pop("auto_map", None)
+    kind = (config.get("architectures"), config.get("model_type"))
+    if kind != (["DFlashDraftModel"], "qwen3"):
+        raise ModelError(
+            f"architectures and model_type are {kind!r:.80}: DFlashDraftModel and qwen3 are needed",
+            file=file,
+        )
     count = fields.integer("num_target_layers", len(target.layers))
     if count != len(target.layers):
         raise ModelError(
@@ -70,17 +71,4 @@ def open_dflash(source: SafetensorsDir, target: ModelSpec) -> DraftHead:
     )
     captured = tuple(layer + 1 for layer in read)  # the output is the next layer's input
     shared = ("embed",) if target.tied else ("embed", "head")
-    return DraftHead(spec, source, source.tensors, _find, captured, shared, chained=False)
-
-
-def _own_fields(source: SafetensorsDir, file: str) -> Fields:
-    """The keys of `dflash_config`. Older files have some of them outside."""
-    outer = {"block_size", "num_target_layers"} & source.config.keys()
-    causal = {"causal": source.config["is_causal"]} if "is_causal" in source.config else {}
-    own = {name: source.config[name] for name in outer} | causal
-    values = own | dict(Fields(source.config, file).mapping(KEY))
-    return Fields(check_keys(values, KEYS, what="dflash", file=file).values, file)
-
-
-def _find(name: str) -> Source:
-    return Source((NAMES[name],)) if name in NAMES else hf_source("qwen3", "", name, 0)
+    return DraftHead(spec, source, source.tensors, NAMES, captured, shared, chained=False)

@@ -7,8 +7,8 @@ are quantised.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,7 @@ from verbatim.model.config_fields import Fields
 from verbatim.model.layout import HF_KEY_NAMES
 from verbatim.model.loading.collect_weights import WeightCollector
 from verbatim.model.loading.load import Model
-from verbatim.model.loading.names import Source
+from verbatim.model.loading.names import Source, hf_source
 from verbatim.model.spec import ModelSpec
 
 
@@ -32,12 +32,17 @@ class DraftHead:
     spec: ModelSpec
     source: SafetensorsDir
     tensors: Mapping[str, Tensor]
-    find: Callable[[str], Source]
+    names: Mapping[str, str]  # of the weights that a model of this family does not have
     captured: tuple[int, ...] = ()  # layers of the target whose inputs it reads, ascending
     shared: tuple[str, ...] = ()  # weights of the target
     chained: bool = True  # a step returns the state of its next draft
     quant: Literal["q4_0", "q8_0"] = "q4_0"
-    is_ignorable: Callable[[str], bool] = lambda name: False
+    prefix: str = ""  # of the other names
+    order: np.ndarray | None = None  # rows of the output matrix, where not those of the file
+
+    def find(self, name: str) -> Source:
+        own = self.names.get(name)
+        return hf_source(self.spec.family, self.prefix, name, 0) if own is None else Source((own,))
 
     def load(self, target: Model) -> Model:
         file = str(self.source.path)
@@ -45,11 +50,13 @@ class DraftHead:
         located = {self.find(name).names[0]: tensor for name, tensor in given.items()}
         tensors = dict(self.tensors) | located
         collector = WeightCollector(self.spec, tensors, file, self.quant, HF_KEY_NAMES)
-        weights = collector.collect(self.find, self.is_ignorable, given)
+        found = collector.collect(self.find, lambda name: name == "lm_head.weight", given)
+        if self.order is not None:
+            rows = found["head"].row_view()[self.order].reshape(-1)
+            found["head"] = replace(found["head"], data=rows)
+        weights = Weights(found, file, self.source.digest)
         own = (len(self.spec.layers),) if self.chained else ()
-        return Model(
-            self.spec, Weights(weights, file, self.source.digest), self.source, captured=own
-        )
+        return Model(self.spec, weights, self.source, captured=own)
 
 
 def id_tensor(name: str, ids: np.ndarray) -> Tensor:

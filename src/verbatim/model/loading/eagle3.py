@@ -1,9 +1,9 @@
 """Load an EAGLE-3 head in the format of vllm-project/speculators, as a model of its own layers.
 
 In: a directory (config.json, safetensors) and the spec of the model that it drafts for. Out: a
-DraftHead. The first layer reads the target's states of position p
-and the embedding of the token at p + 1, and drafts the token at p + 2 (arXiv 2503.01840); its own
-output, before the norm, is the state of p + 1 for the next draft. The tensors:
+DraftHead. The first layer reads the target's states of position p and the embedding of the token at
+p + 1, and drafts the token at p + 2 (arXiv 2503.01840); its own output, before the norm, is the
+state of p + 1 for the next draft. The tensors:
 
     fc.weight                [H, layers · target's H]   one state of the captured ones
     layers.0.hidden_norm     norm of the state; layers.0.input_layernorm: of the embedding
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,7 +38,6 @@ from verbatim.model.loading.draft_head import (
     refuse_others,
     whole_numbers,
 )
-from verbatim.model.loading.names import Source, hf_source
 from verbatim.model.spec import EagleSpec, ModelSpec
 
 TRAINING = "speculators_version has_no_defaults_at_init embed_requires_grad enable_sp_ulysses"
@@ -56,10 +54,11 @@ KEYS: Table = {
     "target_hidden_size": followed("the target's hidden size, where it is not the head's"),
     "tie_word_embeddings": must_equal(False, note="a head has an output matrix of its own"),
 }
-OWN = {
-    "eagle.fc": "fc",
-    "eagle.state_norm": "layers.0.hidden_norm",
-    "eagle.input_norm": "input_norm",
+NAMES = {
+    "eagle.fc": "fc.weight",
+    "eagle.state_norm": "layers.0.hidden_norm.weight",
+    "eagle.input_norm": "input_norm.weight",
+    "eagle.ids": "d2t",
 }
 
 
@@ -89,16 +88,7 @@ def open_eagle3(source: SafetensorsDir, target: ModelSpec) -> DraftHead:
     if vocab != target.vocab:
         tensors["d2t"] = id_tensor("d2t", _token_ids(source.others, vocab, target.vocab, file))
     spec = replace(spec, eagle=eagle, context=target.context)
-    find = partial(_find, spec.family)
-    return DraftHead(spec, source, tensors, find, captured, shared)
-
-
-def _find(family: str, name: str) -> Source:
-    if name == "eagle.ids":
-        return Source(("d2t",))
-    if name in OWN:
-        return Source((f"{OWN[name]}.weight",))
-    return hf_source(family, "", name, 0)
+    return DraftHead(spec, source, tensors, NAMES, captured, shared)
 
 
 def _check_verifier(fields: Fields, target: ModelSpec) -> None:
