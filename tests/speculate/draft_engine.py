@@ -8,7 +8,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -22,6 +22,7 @@ from verbatim.engine.calls.llm import LLM
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.loading.heads import open_head
 from verbatim.model.loading.load import Model, load_model
+from verbatim.sampling.draw import gumbel
 from verbatim.speculate.proposer import Draft, SeqView
 from verbatim.testing.fakes import ByteTokenizer
 
@@ -86,31 +87,42 @@ def proposals(llm: LLM, mode: str = "head") -> list[tuple[SeqView, Draft]]:
     return made
 
 
-def greedy_drafts(model: Model, backend: str) -> list[tuple[list[int], Draft]]:
-    """The drafts of two sequences, and the tokens that they follow: while some are rejected, after
-    prompts in chunks."""
+class Drafted(NamedTuple):
+    tokens: list[int]  # that the draft follows
+    draft: Draft
+    noise: list[Any]  # of each draft, over the vocabulary; zeros where the request is greedy
+
+
+def drafts_of(model: Model, backend: str) -> list[Drafted]:
+    """The drafts of two sequences: while some are rejected, after prompts in chunks."""
     prompts = [[97 + (7 * i) % 11 for i in range(21)], [99 + (5 * i) % 13 for i in range(14)]]
+    params = [SamplingParams(temperature=t, seed=5, max_tokens=8, ignore_eos=True) for t in (0, 1)]
     with engine(model, backend, "head", step_tokens=16, kv_blocks=12) as llm:
         made = proposals(llm)
-        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        llm.generate(prompts, params)
     assert len(made) >= 6
-    return [(list(view.tokens), draft) for view, draft in made]
+    found, ids = [], np.arange(model.spec.vocab)
+    for view, draft in made:
+        at = [len(view.tokens) + depth for depth in range(len(draft.tokens))]
+        noise = [gumbel(view.key, position, ids) * view.params.temperature for position in at]
+        found.append(Drafted(list(view.tokens), draft, [torch.tensor(one) for one in noise]))
+    return found
 
 
-def check_draft(draft: Draft, expected: Sequence[Any], backend: str, *, chain: bool = True) -> None:
-    """Whether the tokens are the best of the expected logits, and as likely as it says. `chain`: of
-    a near tie, what follows another token is not compared."""
-    assert len(draft.tokens) == len(expected)
-    odds = 1.0  # that this draft and those before it are accepted
-    for logits, token, stated in zip(expected, draft.tokens, draft.probs, strict=True):
-        live = logits[logits > -1e29]
-        assert logits[token] >= logits.max() - TOLERANCE[backend] * (live.max() - live.min())
-        if token != logits.argmax():
-            if chain:
-                return
-            odds = np.nan
+def check_draft(made: Drafted, expected: Sequence[Any], backend: str, *, chain: bool) -> None:
+    """Whether the tokens are the best of the expected logits with their noise, and as likely as
+    the draft says. `chain`: of a near tie, what follows another token is not compared."""
+    odds, alike = 1.0, True  # odds: that this draft and those before it are accepted
+    for logits, noise, token, stated in zip(
+        expected, made.noise, made.draft.tokens, made.draft.probs, strict=True
+    ):
+        scores, live = logits + noise, logits[logits > -1e29]
+        assert scores[token] >= scores.max() - TOLERANCE[backend] * (live.max() - live.min())
+        alike &= token == int(scores.argmax())
+        if chain and not alike:
+            return
         odds *= float(logits.softmax(-1)[token])
-        assert not abs(stated - odds) > 2 * TOLERANCE[backend] * odds
+        assert not alike or abs(stated - odds) <= 2 * TOLERANCE[backend] * odds
 
 
 def check_answers(model: Model, backend: str, mode: str = "head", count: int = 32) -> None:

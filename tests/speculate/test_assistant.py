@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_engine import check_answers, check_draft, exact, greedy_drafts, save_head, with_head
+from draft_engine import check_answers, check_draft, drafts_of, exact, save_head, with_head
 
 from verbatim.backend.reference.backend import ReferenceBackend
 from verbatim.base.config import EngineConfig
@@ -28,13 +28,13 @@ TARGET = {
     "vocab_size": VOCAB,
     "hidden_size": H,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 6,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
     "global_head_dim": 32,
     "sliding_window": WINDOW,
-    "layer_types": [SLIDING, FULL] * 2,
+    "layer_types": [SLIDING, FULL] * 3,
     "hidden_size_per_layer_input": 0,
     "num_kv_shared_layers": 2,
     "max_position_embeddings": 512,
@@ -95,8 +95,8 @@ def tensors_of(net: Any) -> dict[str, Any]:
     return {n: t.clone() for n, t in net.state_dict().items() if n != "lm_head.weight"}
 
 
-def expected_drafts(net: Any, assistant: Any, tokens: list[int], count: int) -> list[Any]:
-    """Logits of `count` drafts after `tokens`, each after the best one, with transformers' code.
+def expected_drafts(net: Any, assistant: Any, tokens: list[int], noise: list[Any]) -> list[Any]:
+    """Logits of the drafts after `tokens`, each after the best with its noise, of transformers.
 
     A query at the position of the last token, whose key is not computed yet, sees the window before
     it. (transformers' own loop cuts two positions later: it counts from the last key.)"""
@@ -106,7 +106,7 @@ def expected_drafts(net: Any, assistant: Any, tokens: list[int], count: int) -> 
         shared = dict(out.shared_kv_states)
         shared[SLIDING] = tuple(part[:, :, 1 - WINDOW :] for part in shared[SLIDING])
         state, token, found = out.hidden_states[-1][:, -1:], tokens[-1], []
-        for _ in range(count):
+        for each in noise:
             embedding = net.get_input_embeddings()(torch.tensor([[token]]))
             done = assistant(
                 inputs_embeds=torch.cat([embedding, state], -1),
@@ -115,7 +115,7 @@ def expected_drafts(net: Any, assistant: Any, tokens: list[int], count: int) -> 
             )
             logits = done.logits[0, 0]
             found.append(logits.masked_fill(logits == logits.min(), -1e30))
-            state, token = done.last_hidden_state, int(logits.argmax())
+            state, token = done.last_hidden_state, int((found[-1] + each).argmax())
     return found
 
 
@@ -125,9 +125,9 @@ def test_drafts_are_those_of_transformers(kind: str, backend: str, tmp_path: Pat
     net = save_target(tmp_path / "target")
     config, assistant = random_assistant(kind)
     head = save_head(tmp_path / "head", config, tensors_of(assistant))
-    for tokens, draft in greedy_drafts(with_head(tmp_path / "target", head), backend):
-        expected = expected_drafts(net, assistant, tokens, len(draft.tokens))
-        check_draft(draft, expected, backend)
+    for made in drafts_of(with_head(tmp_path / "target", head), backend):
+        expected = expected_drafts(net, assistant, made.tokens, made.noise)
+        check_draft(made, expected, backend, chain=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -204,7 +204,7 @@ def test_it_is_refused_for_another_family_and_fits_the_gguf_file(tmp_path: Path)
     write_gguf(tmp_path / "target.gguf", metadata, [*extra, *model_tensors(model)])
     opened = with_head(tmp_path / "target.gguf", head)
     assert opened.draft is not None
-    assert [layer.kv_layer for layer in opened.draft.spec.layers] == [0, 0, 1]
+    assert [layer.kv_layer for layer in opened.draft.spec.layers] == [2, 2, 3]
     layer = ReferenceBackend(opened, EngineConfig()).draft_layer(opened.draft)
     assert layer.block_bytes() == (), "it has no cache of its own"
     llama = transformers.LlamaConfig(

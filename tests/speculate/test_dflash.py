@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_engine import check_answers, check_draft, exact, greedy_drafts, save_head, with_head
+from draft_engine import check_answers, check_draft, drafts_of, exact, save_head, with_head
 
 from verbatim.base.errors import ModelError
 
@@ -148,9 +148,9 @@ def test_drafts_are_those_of_the_published_mathematics(
     config, state = random_head(kind)
     model = with_head(tmp_path / "target", save_head(tmp_path / "head", config, state))
     reference = Reference(config, state, net)
-    for tokens, draft in greedy_drafts(model, backend):
-        expected = reference.drafts(tokens, len(draft.tokens))
-        check_draft(draft, expected, backend, chain=False)
+    for made in drafts_of(model, backend):
+        expected = reference.drafts(made.tokens, len(made.noise))
+        check_draft(made, expected, backend, chain=False)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])

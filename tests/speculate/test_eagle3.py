@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_engine import check_answers, check_draft, exact, greedy_drafts, save_head, with_head
+from draft_engine import check_answers, check_draft, drafts_of, exact, save_head, with_head
 
 from tiny_tokenizer import train_tokenizer
 from verbatim.backend import open_backend
@@ -132,18 +132,18 @@ class Reference:
         ids = torch.arange(len(state["lm_head.weight"]))
         self.ids = ids + state["d2t"] if "d2t" in state else ids
 
-    def drafts(self, tokens: list[int], states: Any, count: int) -> list[Any]:
-        """Logits of `count` drafts after `tokens`, over all tokens, each after the best one."""
+    def drafts(self, tokens: list[int], states: Any, noise: list[Any]) -> list[Any]:
+        """Logits of the drafts after `tokens`, each after the best one with its noise."""
         x = states
         if self.config.get("norm_before_fc"):
             x = self.norm(x, "input_norm")
         rows, known, found = list(x @ self.state["fc.weight"].T), tokens[1:], []
-        for _ in range(count):
+        for each in noise:
             x = self.layers(torch.stack(rows), self.embed[torch.tensor(known)])[-1]
             logits = torch.full((VOCAB,), -torch.inf)
             logits[self.ids] = self.state["lm_head.weight"] @ self.norm(x, "norm")
             found.append(logits)
-            rows, known = [*rows, x], [*known, int(logits.argmax())]
+            rows, known = [*rows, x], [*known, int((logits + each).argmax())]
         return found
 
     def norm(self, x: Any, name: str) -> Any:
@@ -192,9 +192,9 @@ def test_drafts_are_those_of_the_published_mathematics(
     config, state = random_head(kind)
     model = with_head(tmp_path / "target", save_head(tmp_path / "head", config, state))
     reference = Reference(config, state, net.model.embed_tokens.weight.data)
-    for tokens, draft in greedy_drafts(model, backend):
-        states = states_of(net, tokens[:-1])
-        check_draft(draft, reference.drafts(tokens, states, len(draft.tokens)), backend)
+    for made in drafts_of(model, backend):
+        expected = reference.drafts(made.tokens, states_of(net, made.tokens[:-1]), made.noise)
+        check_draft(made, expected, backend, chain=True)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
