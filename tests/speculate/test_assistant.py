@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_engine import check_answers, check_draft, drafts_of, exact, save_head, with_head
+from draft_engine import compare_answers
+from draft_heads import check_draft, drafts_of, exact, save_head, with_head
 
 from verbatim.backend.reference.backend import ReferenceBackend
 from verbatim.base.config import EngineConfig
@@ -149,7 +150,7 @@ def test_an_assistant_never_changes_an_answer(kind: str, backend: str, tmp_path:
         means = net.lm_head.weight.data[order].unflatten(0, (20, -1)).mean(1)
         assistant.masked_embedding.centroids.weight.data.copy_(means)
     head = save_head(tmp_path / "head", config, tensors_of(assistant))
-    check_answers(with_head(tmp_path / "target", head), backend)
+    compare_answers(with_head(tmp_path / "target", head), backend, "head", 32)
 
 
 def changed(**values: Any) -> Callable[[Any, Any], object]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from draft_engine import check_answers, check_draft, drafts_of, exact, save_head, with_head
+from draft_engine import compare_answers
+from draft_heads import check_draft, drafts_of, exact, save_head, with_head
 
 from verbatim.base.errors import ModelError
 
@@ -168,7 +169,7 @@ def test_a_head_never_changes_an_answer(backend: str, tmp_path: Path) -> None:
         to, own = slice(HEAD * key_head, HEAD * (key_head + 1)), 2 * HEAD * key_head
         state["layers.0.self_attn.o_proj.weight"][to, own : own + HEAD] += torch.eye(HEAD)
     head = save_head(tmp_path / "head", config, state)
-    check_answers(with_head(tmp_path / "target", head), backend)
+    compare_answers(with_head(tmp_path / "target", head), backend, "head", 32)
 
 
 def changed(**values: Any) -> Callable[[Any, Any], object]:
