@@ -158,9 +158,10 @@ class EngineCore:
         if plan is None:
             return self._take_ready()
         with self._preempt_on_error:
-            current = overlap.launch(plan)
-            following = overlap.launch_next(plan, current)
-            result = overlap.collect(plan, current, following)
+            asked = self.drafting.with_states(plan)
+            current = overlap.launch(asked)
+            following = overlap.launch_next(asked, current)
+            result = overlap.collect(asked, current, following)
         return self._commit(plan, result)
 
     def _plan(self) -> StepPlan | None:
