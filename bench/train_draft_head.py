@@ -9,9 +9,9 @@ A head drafts for one model, so no corpus is needed: the model continues its tem
 and one of OPENINGS (temperature 1), then answers what it wrote, one half greedily and one half at
 temperature 0.8. All sequences are at the same position in every step, so no batch is padded, and
 the states of the chosen layers are kept as they are computed. The head learns the model's
-distribution over the draft vocabulary, in
-three consecutive drafts that read its own states (training-time test, arXiv 2503.01840), and in the
-last 40 % of the time with its matrices rounded to q4_0, as the engine loads them.
+distribution over the draft vocabulary, in three consecutive drafts that read its own states
+(training-time test, arXiv 2503.01840), and in the last 40 % of the time with its matrices rounded
+to q4_0, as the engine loads them.
 
 Out: FOLDER/model.safetensors and config.json as vllm-project/speculators writes them. The last line
 is JSON: the acceptance of chains of five drafts (each fed from the last) over all positions, and
