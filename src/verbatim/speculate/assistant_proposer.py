@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from verbatim.backend.protocol import Backend
+from verbatim.backend.protocol import DraftLayer
 from verbatim.base.records import SeqStep
 from verbatim.speculate.layer_proposer import LayerProposer
 from verbatim.speculate.proposer import SeqView
@@ -20,7 +20,9 @@ class AssistantProposer(LayerProposer):
     what = "assistant"
     window = 1
 
-    def __init__(self, backend: Backend, tables: Callable[[int], Sequence[Sequence[int]]]) -> None:
+    def __init__(
+        self, backend: DraftLayer, tables: Callable[[int], Sequence[Sequence[int]]]
+    ) -> None:
         """`tables`: the target's block tables of a sequence."""
         super().__init__("head", backend, 0)
         self._target_tables = tables
@@ -29,7 +31,7 @@ class AssistantProposer(LayerProposer):
         for view in views:
             self._positions[view.seq_id].keep_last(1)
 
-    def _step_of(self, view: SeqView, so_far: Sequence[int]) -> SeqStep:
+    def _step_of(self, view: SeqView, so_far: Sequence[int], count: int = 1) -> SeqStep:
         held = self._positions[view.seq_id]
         token = so_far[-1] if so_far else view.tokens[-1]
         tables = tuple(tuple(table) for table in self._target_tables(view.seq_id))
@@ -37,7 +39,7 @@ class AssistantProposer(LayerProposer):
         return step._replace(
             draw=self._spec(view, so_far),
             hidden=True,
-            states=held.last if so_far else held.waiting[0][None],
+            states=held.last if so_far else held.waiting,
             shift=len(so_far),
             block=0,
         )

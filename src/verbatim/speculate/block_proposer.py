@@ -11,9 +11,7 @@ import math
 from collections.abc import Sequence
 from itertools import accumulate, takewhile
 
-import numpy as np
-
-from verbatim.backend.protocol import Backend
+from verbatim.backend.protocol import DraftLayer
 from verbatim.base.records import SeqStep
 from verbatim.model.spec import DFlashSpec
 from verbatim.speculate.layer_proposer import LayerProposer
@@ -23,7 +21,7 @@ from verbatim.speculate.proposer import Draft, SeqView
 class BlockProposer(LayerProposer):
     what = "draft head"
 
-    def __init__(self, backend: Backend, blocks: int, dflash: DFlashSpec) -> None:
+    def __init__(self, backend: DraftLayer, blocks: int, dflash: DFlashSpec) -> None:
         super().__init__("head", backend, blocks)
         self._dflash = dflash
 
@@ -39,7 +37,7 @@ class BlockProposer(LayerProposer):
             self._shorten(view, held)
             tokens = tuple(view.tokens[-1 - len(held.waiting) : -1])
             step = self._sequence(view, tokens, held.cached)
-            steps.append(step._replace(states=np.stack(held.waiting)))
+            steps.append(step._replace(states=held.waiting))
             held.computed()
         self._execute(steps)
 
