@@ -15,8 +15,9 @@ from draft_heads import check_draft, drafts_of, exact, save_head, with_head
 
 from verbatim.backend.reference.backend import ReferenceBackend
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import ModelError
+from verbatim.base.errors import ModelError, ParameterError
 from verbatim.convert.export_model import model_metadata, model_tensors
+from verbatim.engine.loading.load_engine import _open_layer
 from verbatim.files.gguf_write import write_gguf
 from verbatim.model.loading.load import load_model
 
@@ -194,6 +195,18 @@ def test_an_assistant_that_does_not_fit_is_refused_by_name(what: str, tmp_path: 
     head = save_head(tmp_path / "head", config, {n: t.clone() for n, t in state.items()})
     with pytest.raises(ModelError, match=why):
         with_head(tmp_path / "target", head)
+
+
+def test_a_backend_without_assistants_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_target(tmp_path / "target")
+    config, assistant = random_assistant("one head")
+    head = save_head(tmp_path / "head", config, tensors_of(assistant))
+    monkeypatch.setattr(ReferenceBackend, "draft_layer", lambda self, model: None)
+    model = with_head(tmp_path / "target", head)
+    with pytest.raises(ParameterError, match="the reference backend runs no Gemma 4 assistants"):
+        _open_layer(EngineConfig(speculate="head:x"), model, ReferenceBackend(model))
 
 
 def test_it_is_refused_for_another_family_and_fits_the_gguf_file(tmp_path: Path) -> None:

@@ -223,6 +223,13 @@ class ModelSpec:
     diffusion: DiffusionSpec | None = None  # None: the model decodes from left to right only
 
     @property
+    def draft_kind(self) -> str:
+        """What a model that drafts for another is, for messages."""
+        if self.assistant is not None:
+            return "Gemma 4 assistants"
+        return "DFlash heads" if self.dflash is not None else "draft layers"
+
+    @property
     def scale(self) -> float:
         return self.attention_scale or 1.0 / math.sqrt(self.head_dim)
 

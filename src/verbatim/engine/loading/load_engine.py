@@ -166,7 +166,8 @@ def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend
     layer = None if model.draft is None else backend.draft_layer(unpacked(model.draft))
     if layer is not None:
         return layer
-    why = f"the {backend.info.name} backend runs no draft layers"
+    kind = "draft layers" if model.draft is None else model.draft.spec.draft_kind
+    why = f"the {backend.info.name} backend runs no {kind}"
     if model.draft is None:
         told = [text for text in model.warnings if "draft layer" in text]
         why = told[0] if told else "the model's file has no draft layer"
