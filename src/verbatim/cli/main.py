@@ -8,6 +8,7 @@ what; why; remedy`. --debug adds the traceback.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ class LazyGroup(click.Group):
             return None
         with exit_on_interrupt():
             command: click.Command = import_module(f"verbatim.cli.commands.{cmd_name}").command
+        gc.enable()
         return command
 
     def invoke(self, ctx: click.Context) -> object:
