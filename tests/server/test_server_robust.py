@@ -577,7 +577,7 @@ def kill_engine(live: Live, times: int, victim: Callable[[Live], int] = Live.eng
 
 
 def test_a_killed_engine_fails_its_requests_and_is_restarted(serve: Any) -> None:
-    kill_engine(serve("--backoff-seconds", "0.1", engine="hash,pause=0.01"), 2)
+    kill_engine(serve("--backoff-seconds", "0.1", engine="hash,pause=0.01", fresh=True), 2)
 
 
 @pytest.mark.soak
@@ -610,7 +610,11 @@ SILENCE = 60.0  # seconds
 
 
 def test_a_frozen_engine_is_detected_killed_and_replaced(serve: Any) -> None:
-    live = serve("--engine-silence-seconds", str(SILENCE), "--backoff-seconds", "1", clock=True)
+    live = serve(
+        *("--engine-silence-seconds", str(SILENCE), "--backoff-seconds", "1"),
+        clock=True,
+        fresh=True,
+    )
     frozen, answers = live.engine_pid(), []
 
     def ask() -> None:
@@ -649,7 +653,7 @@ def advance_until(live: Live, seconds: float, condition: Any, what: str, times: 
 
 def test_a_server_in_restart_backoff_stops_at_once(serve: Any) -> None:
     """The back-off is 1000 s; the server stops within 10 s of its own clock."""
-    live = serve("--backoff-seconds", "1000", "--backoff-limit", "1000", clock=True)
+    live = serve("--backoff-seconds", "1000", "--backoff-limit", "1000", clock=True, fresh=True)
     os.kill(live.engine_pid(), signal.SIGKILL)
     eventually(lambda: "starting it again in 1000" in live.log_text(), live.log_text)
     live.process.send_signal(signal.SIGTERM)
@@ -663,7 +667,7 @@ def test_a_server_in_restart_backoff_stops_at_once(serve: Any) -> None:
 
 
 def test_no_engine_outlives_a_killed_server(serve: Any) -> None:
-    live = serve()
+    live = serve(fresh=True)
     child = live.engine_pid()
     live.stop(signal.SIGKILL)
     eventually(lambda: has_ended(child), "the engine process is still there")
@@ -678,7 +682,7 @@ def test_ctrl_c_in_a_terminal_does_not_reach_the_engine(fake: Live) -> None:
 
 
 def test_sigterm_with_200_streams_ends_each_and_leaves_no_child(serve: Any) -> None:
-    live = serve("--max-queue", "400", "--drain-seconds", NEVER)
+    live = serve("--max-queue", "400", "--drain-seconds", NEVER, fresh=True)
     child = live.engine_pid()
 
     async def draining() -> tuple[list[Any], Any]:
