@@ -3,8 +3,9 @@
     python bench/ranks.py [--shape 1b] [--type q4_0] [--backend cpu] [--threads 16] [--ranks 1 2 4]
 
 Random weights in a llama's shape; the threads are shared by the ranks. A prompt of 512 tokens, then
-decode steps of 1 and of 8 sequences. Exit status 1 if a token or a bit of a log-probability
-differs. The last line is JSON.
+decode steps of 1 and of 8 sequences. On a GPU also the time of rank 0's kernels in a decode step of
+one sequence, copies not counted. Exit status 1 if a token or a bit of a log-probability differs.
+The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ from verbatim.files.gguf_write import write_gguf
 from verbatim.model.loading.load import load_model
 from verbatim.parallel.backend import ParallelBackend
 
-VOCAB, PROMPT, STEPS, CROWD = 32000, 512, 32, 8
+VOCAB, PROMPT, STEPS, CROWD, PROFILED = 32000, 512, 32, 8, 4
 PARAMS = SamplingParams(temperature=1.0, seed=7, logprobs=0)
 
 
-def write_model(path: Path, shape: str, kind: str) -> None:
-    layers, hidden, inner, heads, kv = SHAPES[shape]
+def write_model(path: Path, shape: tuple[int, ...], kind: str) -> None:
+    layers, hidden, inner, heads, kv = shape
     keys = {
         "block_count": layers,
         "embedding_length": hidden,
@@ -47,7 +48,7 @@ def write_model(path: Path, shape: str, kind: str) -> None:
         "vocab_size": VOCAB,
     }
     meta = {"general.architecture": "llama", **{f"llama.{k}": v for k, v in keys.items()}}
-    write_gguf(path, meta, tensors(kind, SHAPES[shape], VOCAB))
+    write_gguf(path, meta, tensors(kind, shape, VOCAB))
 
 
 def steps(backend: Backend, count: int) -> tuple[list[object], float, float]:
@@ -73,9 +74,23 @@ def steps(backend: Backend, count: int) -> tuple[list[object], float, float]:
     return found, first, statistics.median(times)
 
 
+def kernel_ms(backend: Backend) -> float:
+    """Device time of a decode step of one sequence in this process, in ms."""
+    from torch.profiler import ProfilerActivity, profile
+
+    table = (tuple(range(-(-(PROMPT + STEPS + 1) // 16))),)
+    step = SeqStep(0, (1,), PROMPT, table, 1, DrawSpec(PARAMS, key=1, prompt_len=PROMPT))
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        for _ in range(PROFILED):
+            backend.execute(StepPlan(0, (step,)))
+    kernels = [e for e in profiled.key_averages() if "mem" not in e.key.lower()]
+    return sum(e.self_device_time_total for e in kernels) / PROFILED / 1000
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", default="1b", choices=sorted(SHAPES))
+    parser.add_argument("--layers", type=int, help="of the shape; default: all")
     parser.add_argument("--type", default="q4_0", choices=sorted(SCALES))
     parser.add_argument("--backend", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--threads", type=int, default=16)
@@ -84,7 +99,8 @@ def main() -> int:
     rows, bits = [], []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "model.gguf")
-        write_model(path, args.shape, args.type)
+        layers, *sizes = SHAPES[args.shape]
+        write_model(path, (args.layers or layers, *sizes), args.type)
         for ranks in args.ranks:
             threads = max(1, args.threads // ranks)
             config = EngineConfig(backend=args.backend, threads=threads, tensor_parallel=ranks)
@@ -92,10 +108,11 @@ def main() -> int:
             backend = open_backend(model, config) if ranks == 1 else ParallelBackend(model, config)
             backend.allocate((CROWD * -(-(PROMPT + STEPS + 1) // 16),))
             found = [steps(backend, count) for count in (1, CROWD)]
+            device = {"kernel_ms": kernel_ms(backend)} if args.backend == "cuda" else {}
             backend.close()
             bits.append([draws for draws, _, _ in found])
             row = {"ranks": ranks, "threads": threads, "prompt": PROMPT / found[0][1]}
-            row |= {f"ms_{n}": 1e3 * f[2] for n, f in zip((1, CROWD), found, strict=True)}
+            row |= {f"ms_{n}": 1e3 * f[2] for n, f in zip((1, CROWD), found, strict=True)} | device
             rows.append(row)
             print({name: round(value, 2) for name, value in row.items()}, flush=True)
     same = all(one == bits[0] for one in bits)
