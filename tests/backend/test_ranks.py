@@ -25,7 +25,7 @@ from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_quantisable, layout
 from verbatim.model.loading.load import Model
 from verbatim.model.row_split import Split
-from verbatim.parallel.rank import RankProcess, open_rank
+from verbatim.parallel.rank_process import RankProcess, open_rank
 from verbatim.testing.tiny_models import FAMILIES, tiny_adapter, tiny_model
 
 CONFIG = EngineConfig(threads=1)

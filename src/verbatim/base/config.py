@@ -18,6 +18,7 @@ from verbatim.base.errors import ParameterError
 from verbatim.base.setting_rules import (
     check_range,
     check_type,
+    host_and_port,
     parse_size,
     rules_of,
     setting,
@@ -57,6 +58,13 @@ class EngineConfig:
         "processes that share the model, each with a part of every matrix and threads of its own;"
         " the output is that of one process",
         low=1,
+        encoders=False,
+    )
+    rank_address: str | None = setting(
+        None,
+        "address of this machine, HOST:PORT, where the other processes of --tensor-parallel join:"
+        " `verbatim rank`, on any machine that has the model; default: all are on this machine",
+        metavar="HOST:PORT",
         encoders=False,
     )
     context: int | None = setting(
@@ -209,6 +217,12 @@ class EngineConfig:
             raise ParameterError(
                 "tensor_parallel", "needs the backend cpu or cuda, and backend is reference"
             )
+        if self.rank_address is not None:
+            host_and_port("rank_address", self.rank_address)
+            if self.tensor_parallel == 1:
+                raise ParameterError("rank_address", "needs tensor_parallel above 1")
+            if self.adapters:  # their files are this machine's
+                raise ParameterError("adapters", "do not run with rank_address; leave one out")
         mode, colon, _ = self.speculate.partition(":")
         if self.tensor_parallel > 1 and mode in ("head", "mtp"):
             raise ParameterError(
@@ -230,6 +244,7 @@ class EngineOptions(TypedDict, total=False):
     backend: str
     threads: int | None
     tensor_parallel: int
+    rank_address: str | None
     context: int | None
     step_tokens: int | None
     step_ms: int | None

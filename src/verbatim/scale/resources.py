@@ -78,6 +78,8 @@ def state_needs(
     if not nodes:
         raise ParameterError("ray", "the cluster has no node that is alive")
     config = EngineConfig(**engine)
+    if config.rank_address is not None:
+        raise ParameterError("rank_address", "the ranks of a replica are on one node; leave it out")
     ranks = config.tensor_parallel
     gpus = ranks if _wants_gpu(config.backend, nodes, replicas, ranks) else 0
     # A head node often offers no CPUs, so that nothing runs on it.

@@ -94,7 +94,7 @@ def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
     from verbatim.backend import may_use_gpu
     from verbatim.lora.adapter_load import with_adapters
-    from verbatim.parallel.rank import load_part
+    from verbatim.parallel.rank_process import load_part
 
     ranks = config.tensor_parallel
     model = change(load_part(path, config, 0, ranks, may_use_gpu(config)))

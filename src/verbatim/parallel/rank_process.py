@@ -1,8 +1,10 @@
-"""A rank other than 0: `python -m verbatim.parallel.rank RANK FD,FD,…`, started by group.py.
+"""A rank other than 0, as a process: `python -m verbatim.parallel.rank_process` with the arguments
+RANK FD,FD,… from group.py, or `join` ADDRESS MODEL THREADS from machine.py.
 
 Frames of rank 0 come in over the socket to it; the rank loads its part of a model, takes part in
 the steps, and answers where an answer is due. It ends when the socket closes, so it never outlives
-rank 0. In a step it talks to the other ranks through the native mesh alone.
+rank 0. In a step it talks to the other ranks through the native mesh alone. A rank that has joined
+opens the file that its own command line names, whatever rank 0 says.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -21,6 +24,8 @@ from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_p
 from verbatim.base.config import EngineConfig
 from verbatim.base.json_io import JsonMapping
 from verbatim.model.row_split import Split
+from verbatim.parallel.rendezvous import REFUSED, RefusedError, join, shared_secret
+from verbatim.schedule.sizing import available_memory
 
 if TYPE_CHECKING:
     from verbatim.backend.cpu.backend import CpuBackend
@@ -77,20 +82,26 @@ class RankFacts(NamedTuple):
     kv_token_bytes: int
     expert_bytes: int
     block_bytes: tuple[int, ...]
+    memory: int = 0  # bytes that are free for the KV cache
+    identity: str = ""  # equal on all ranks: digest of the whole model, backend and numerics
     error: str = ""  # why it could not load its part
 
 
-def facts(backend: RankBackend) -> RankFacts:
-    info = backend.info
+def facts(backend: RankBackend, model: Model) -> RankFacts:
+    info, free = backend.info, backend.available_memory()
     sizes = (info.weight_bytes, info.kv_token_bytes, info.expert_bytes)
-    return RankFacts(info.threads, *sizes, backend.block_bytes())
+    identity = f"{model.weights.digest[:16]} {info.name} {info.numerics}"
+    memory = available_memory() if free is None else free
+    return RankFacts(info.threads, *sizes, backend.block_bytes(), memory, identity)
 
 
 class RankProcess:
     """The state of a rank: the backend of the model that is open."""
 
-    def __init__(self, rank: int, fds: list[int]) -> None:
+    def __init__(self, rank: int, fds: list[int], path: str = "", threads: int = 0) -> None:
+        """`path`, `threads`: in place of what rank 0 says."""
         self.rank, self._count, self._mesh = rank, len(fds), native_mesh(rank, fds)
+        self._path, self._threads = path, threads
         self._socket = socket.socket(fileno=os.dup(fds[0]))
         self._backend: RankBackend | None = None
 
@@ -111,6 +122,8 @@ class RankProcess:
             self._answer(self.backend.read_block(*json.loads(body)))
         elif kind == b"writ":
             self._write(body)
+        elif kind == b"nope":
+            raise RefusedError(f"rank 0 refuses this group: {body.decode()}")
         else:
             raise ValueError(f"a frame of the unknown kind {kind!r}")
 
@@ -125,15 +138,17 @@ class RankProcess:
     def _open(self, path: str, settings: JsonMapping) -> RankFacts:
         from verbatim.lora.adapter_load import with_adapters
 
-        config = EngineConfig(**settings)
+        path = self._path or path
         try:
+            config = EngineConfig(**settings)
+            config = replace(config, threads=self._threads or config.threads)
             model = load_part(Path(path), config, self.rank, self._count, config.backend == "cuda")
             if config.adapters:
                 model = with_adapters(model, config.adapters)
             self.open(model, config)
         except Exception as error:  # rank 0 reports it
-            return RankFacts(0, 0, 0, 0, (), str(error))
-        return facts(self.backend)
+            return RankFacts(0, 0, 0, 0, (), error=str(error))
+        return facts(self.backend, model)
 
     def _write(self, body: bytes) -> None:
         """A block of a cache group: the sizes on all ranks, then the bytes of all ranks."""
@@ -156,6 +171,20 @@ class RankProcess:
         return bytes(data)
 
 
+def joined(address: str, path: str, threads: str) -> RankProcess:
+    """A rank of the group at the address. It ends with the process that has started it."""
+
+    def watch() -> None:
+        os.read(0, 1)  # nothing is sent
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
+    rank, sockets = join(address, shared_secret())
+    log.info("rank %d of %d of %s", rank, len(sockets), address)
+    fds = [-1 if s is None else s.detach() for s in sockets]
+    return RankProcess(rank, fds, path, int(threads))
+
+
 def main(argv: list[str]) -> int:
     logging.basicConfig(
         level=os.environ.get("VERBATIM_LOG", "INFO"),
@@ -163,10 +192,16 @@ def main(argv: list[str]) -> int:
         stream=sys.stderr,
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the user's Ctrl-C is for rank 0
-    process = RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")])
     try:
+        if argv[1] == "join":
+            process = joined(*argv[2:])
+        else:
+            process = RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")])
         process.run()
-    except (RuntimeError, ConnectionError) as error:  # the mesh: another rank has ended
+    except RefusedError as error:
+        log.error("%s", error)
+        return REFUSED
+    except (RuntimeError, OSError) as error:  # another rank has ended
         log.info("ends: %s", error)
         return 3
     return 0
