@@ -171,7 +171,7 @@ def test_another_version_is_refused_by_name_on_both_sides(address: str) -> None:
                 return None
 
         with eventually(admitted) as end:
-            rendezvous._send(end, {"version": "0.0.1"})
+            rendezvous._send(end, {"version": "0.0.1", "port": 1})
             assert "runs verbatim 0.0.1, and rank 0 " in rendezvous._receive(end)["refused"]
         with pytest.raises(BackendError, match=r"127\.0\.0\.1 runs verbatim 0\.0\.1"):
             leader.result()

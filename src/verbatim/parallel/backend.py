@@ -16,9 +16,8 @@ from verbatim.backend.protocol import BackendInfo
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError
 from verbatim.base.records import StepPlan, StepResult
-from verbatim.model.row_split import Split
 from verbatim.parallel.group import Group
-from verbatim.parallel.rank_process import RankFacts, facts, open_rank
+from verbatim.parallel.rank_process import RankFacts, facts, open_rank, split_of
 
 if TYPE_CHECKING:
     from verbatim.model.loading.load import Model
@@ -28,8 +27,8 @@ class ParallelBackend:
     launcher = None  # a step ends before the next is planned
 
     def __init__(self, model: Model, config: EngineConfig) -> None:
-        count = config.tensor_parallel
-        self.spec = Split(model.spec, count).spec  # a model that cannot be split is an error
+        count = config.ranks
+        self.spec = split_of(model.spec, config, count).spec  # or an error: it cannot be split
         self.group = group = Group(count, config.rank_address)
         own = _rank_config(config, group.hosts.count(""))
         try:

@@ -17,13 +17,16 @@ import socket
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_plan
 from verbatim.base.config import EngineConfig
 from verbatim.base.json_io import JsonMapping
+from verbatim.model.layer_split import LayerSplit
 from verbatim.model.row_split import Split
+from verbatim.model.spec import ModelSpec
 from verbatim.parallel.rendezvous import REFUSED, RefusedError, join, shared_secret
 from verbatim.schedule.sizing import available_memory
 
@@ -39,7 +42,7 @@ log = logging.getLogger("verbatim.parallel")
 
 def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> RankBackend:
     """The backend of one rank, with its part of the model."""
-    ranks = Ranks(Split(model.spec, count), mesh)
+    ranks = Ranks(split_of(model.spec, config, count), mesh)
     if config.backend == "cuda":
         from verbatim.backend.cuda.rank_backend import CudaRank
 
@@ -53,18 +56,23 @@ def open_rank(model: Model, config: EngineConfig, mesh: Mesh, count: int) -> Ran
     return backend
 
 
+def split_of(spec: ModelSpec, config: EngineConfig, ranks: int) -> Split | LayerSplit:
+    return (LayerSplit if config.pipeline_parallel > 1 else Split)(spec, ranks)
+
+
 def load_part(path: Path, config: EngineConfig, rank: int, ranks: int, gpu: bool) -> Model:
     """The rank's rows of every weight; all rows with adapters, whose files may repeat weights."""
     from verbatim.model.loading.load import Part, load_model
 
-    part = None if config.adapters or ranks == 1 else Part(rank, ranks)
+    split = None if config.adapters or ranks == 1 else partial(split_of, config=config, ranks=ranks)
+    part = None if split is None else Part(rank, split)
     return load_model(path, context=config.context, quant=config.quant, gpu=gpu, part=part)
 
 
 def part_of(model: Model, ranks: Ranks) -> Model:
     """What the rank has of a model, which may have been loaded as its part."""
     split, rank = ranks.split, ranks.rank
-    tensors = {name: split.cut(name, tensor, rank) for name, tensor in model.weights.items()}
+    tensors = split.part(model.weights.tensors, rank)
     return replace(
         model,
         spec=split.local(rank),

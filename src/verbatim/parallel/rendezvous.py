@@ -9,10 +9,8 @@ they know the secret before either reads a message, and nothing listens once the
     MAGIC, nonce                         ->
                                          <-  nonce, HMAC(secret, "join", both nonces)
     HMAC(secret, "lead", both nonces)    ->
-                                         <-  {version}
-    {rank, ranks, group} or {refused}    ->
-                                         <-  {port} on which it waits for higher ranks
-    {peers}: [host, port] of each rank   ->
+                                         <-  {version, port}: where it waits for higher ranks
+    {rank, group, peers} or {refused}    ->  peers: [host, port] of ranks 1, 2, ...
 
 A rank connects to those between 0 and itself in the same way, and says {rank, group}. What is sent
 later is neither encrypted nor signed: the network must be private (docs/scaling.md).
@@ -20,7 +18,6 @@ later is neither encrypted nor signed: the network must be private (docs/scaling
 
 from __future__ import annotations
 
-import contextlib
 import hmac
 import json
 import logging
@@ -28,13 +25,13 @@ import os
 import secrets
 import select
 import socket
-import threading
 import time
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from verbatim.base.errors import BackendError, ParameterError
+from verbatim.base.json_io import JsonObject
 from verbatim.base.setting_rules import host_and_port
 
 log = logging.getLogger("verbatim.parallel")
@@ -44,12 +41,13 @@ SECRET_LENGTH = 16  # characters at least
 MAGIC, NONCE = b"verbatim ranks 1", 32
 MOST_MESSAGE = 1 << 16  # bytes of a message
 REFUSED = 4  # exit code of a rank that need not try again
-HANDSHAKE_SECONDS = 10.0
-HANDSHAKES = 32  # connections at the same time that have not proven the secret
+# One connection after the other: a stranger that says nothing delays the others by so much.
+HANDSHAKE_SECONDS = 3.0
 COMPLETE_SECONDS = 600.0  # for all ranks to join
-LOG_SECONDS, POLL_SECONDS, RETRY_SECONDS = 10.0, 0.1, 1.0
+LOG_SECONDS, RETRY_SECONDS = 10.0, 1.0
 # Seconds of silence until a machine counts as gone, also while no step runs.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
+NO_RANK = (OSError, KeyError, ValueError, TypeError)  # a peer that does not follow the protocol
 
 
 class RefusedError(BackendError):
@@ -61,7 +59,17 @@ class Member(NamedTuple):
 
     socket: socket.socket
     host: str
-    local: bool  # on the machine of rank 0
+    port: int  # where it waits for higher ranks
+
+    @property
+    def local(self) -> bool:
+        """Whether it is on the machine of rank 0: both ends of the connection have one address."""
+        return bool(self.socket.getsockname()[0] == self.host)
+
+    @property
+    def left(self) -> bool:
+        """Whether it has gone again: a rank that waits sends nothing."""
+        return bool(select.select([self.socket], [], [], 0)[0])
 
 
 class Joined(NamedTuple):
@@ -72,7 +80,7 @@ class Joined(NamedTuple):
 
 
 def shared_secret() -> bytes:
-    value = os.environ.get(SECRET, "")
+    value = os.environ.get("VERBATIM_RANK_SECRET", "")
     if len(value) < SECRET_LENGTH:
         raise ParameterError(
             "rank_address",
@@ -84,92 +92,62 @@ def shared_secret() -> bytes:
 
 def lead(address: str, ranks: int, secret: bytes) -> list[Member]:
     """Wait for ranks 1, 2, …; those of this machine come first, then machine by machine."""
-    admission, group = RankAdmission(secret), secrets.token_hex(8)
+    members: list[Member] = []
     with _listen(*host_and_port("rank_address", address)) as server:
-        members = sorted(
-            admission.wait(server, ranks - 1, address), key=lambda m: (not m.local, m.host)
-        )
-    peers = []
-    try:
-        for rank, member in enumerate(members, 1):
-            _send(member.socket, {"rank": rank, "ranks": ranks, "group": group})
-            peers.append((member.host, int(_receive(member.socket)["port"])))
-        for member in members:
-            _send(member.socket, {"peers": peers})
-    except (OSError, KeyError, ValueError) as error:
-        raise BackendError(f"tensor parallelism: a rank has left again: {error}") from None
-    for member in members:
+        server.settimeout(LOG_SECONDS)
+        deadline = time.monotonic() + COMPLETE_SECONDS
+        while len(members) < ranks - 1:
+            state = f"{len(members)} of {ranks - 1} other ranks have joined at {address}"
+            log.info("%s; `verbatim rank` starts one", state)
+            if time.monotonic() > deadline:
+                raise BackendError(f"tensor parallelism: {state} in {COMPLETE_SECONDS:g} s")
+            try:
+                connection, (host, *_) = server.accept()
+            except TimeoutError:
+                continue
+            if (member := _admit(connection, host, secret)) is not None:
+                members = [m for m in members if not m.left] + [member]
+    members.sort(key=lambda m: (not m.local, m.host))
+    group, peers = secrets.token_hex(8), [(m.host, m.port) for m in members]
+    for rank, member in enumerate(members, 1):
+        _send(member.socket, {"rank": rank, "group": group, "peers": peers})
         _keep_alive(member.socket)
     return members
 
 
-class RankAdmission:
-    """Lets ranks in that know the secret and run this version."""
-
-    def __init__(self, secret: bytes) -> None:
-        self._secret = secret
-        self._members: list[Member] = []
-        self._refused = ""
-        self._places = threading.BoundedSemaphore(HANDSHAKES)
-
-    def wait(self, server: socket.socket, count: int, address: str) -> list[Member]:
-        server.settimeout(POLL_SECONDS)
-        start, told = time.monotonic(), 0.0
-        while len(here := [m for m in self._members if not _ended(m.socket)]) < count:
-            waited = time.monotonic() - start
-            state = f"{len(here)} of {count} other ranks have joined at {address}"
-            if self._refused or waited > COMPLETE_SECONDS:
-                raise BackendError(f"tensor parallelism: {self._refused or state}")
-            if waited >= told:
-                log.info("%s; the others are started with `verbatim rank`", state)
-                told += LOG_SECONDS
-            with contextlib.suppress(TimeoutError):
-                connection, (host, *_) = server.accept()
-                if not self._places.acquire(blocking=False):
-                    connection.close()
-                    continue
-                threading.Thread(target=self._admit, args=(connection, host), daemon=True).start()
-        return here[:count]
-
-    def _admit(self, connection: socket.socket, host: str) -> None:
-        try:
-            _welcome(connection, self._secret)
-            version = str(_receive(connection)["version"])
-            if version != VERSION:
-                why = f"the rank of {host} runs verbatim {version}, and rank 0 {VERSION}"
-                _send(connection, {"refused": why})
-                self._refused = why
-                connection.close()
-                return
-            local = connection.getsockname()[0] == host
-            self._members.append(Member(connection, host, local))
-        except (OSError, KeyError, ValueError) as error:
-            log.warning("a connection from %s is no rank: %s", host, error)
-            connection.close()
-        finally:
-            self._places.release()
+def _admit(connection: socket.socket, host: str, secret: bytes) -> Member | None:
+    """A rank that knows the secret and runs this version."""
+    try:
+        _welcome(connection, secret)
+        stated = _receive(connection)
+        version, port = str(stated["version"]), int(stated["port"])
+    except NO_RANK as error:
+        log.warning("a connection from %s is no rank: %s", host, error)
+        connection.close()
+        return None
+    if version != VERSION:
+        why = f"the rank of {host} runs verbatim {version}, and rank 0 {VERSION}"
+        _send(connection, {"refused": why})
+        raise BackendError(f"tensor parallelism: {why}")
+    return Member(connection, host, port)
 
 
 def join(address: str, secret: bytes) -> Joined:
     """Become a rank of the group at the address, as soon as there is one."""
     connection = _first_connection(address, secret)
-    _send(connection, {"version": VERSION})
-    connection.settimeout(None)  # rank 0 waits for the others
-    _keep_alive(connection)
-    stated = _receive(connection)
-    if why := stated.get("refused"):
-        raise RefusedError(f"rank 0 at {address} refuses this rank: {why}")
-    rank, ranks, group = int(stated["rank"]), int(stated["ranks"]), stated["group"]
-    joined = Joined(rank, [connection, *[None] * (ranks - 1)])
     with _listen(connection.getsockname()[0], 0) as server:
-        _send(connection, {"port": server.getsockname()[1]})
-        peers = _receive(connection)["peers"]
+        _send(connection, {"version": VERSION, "port": server.getsockname()[1]})
+        _keep_alive(connection)
+        stated = _receive(connection)  # when all ranks are there
+        if why := stated.get("refused"):
+            raise RefusedError(f"rank 0 at {address} refuses this rank: {why}")
+        rank, group, peers = int(stated["rank"]), stated["group"], stated["peers"]
+        joined = Joined(rank, [connection, *[None] * len(peers)])
         for lower in range(1, rank):
-            host, port = peers[lower - 1]
-            peer = joined.sockets[lower] = _connect(host, port, secret)
+            peer = joined.sockets[lower] = _connect(*peers[lower - 1], secret)
             _send(peer, {"rank": rank, "group": group})
             _keep_alive(peer)
-        server.settimeout(HANDSHAKE_SECONDS * ranks)
+        server.settimeout(HANDSHAKE_SECONDS * len(peers))
         while None in joined.sockets[rank + 1 :]:
             _take_higher(server.accept()[0], joined, group, secret)
     return joined
@@ -199,7 +177,7 @@ def _take_higher(peer: socket.socket, joined: Joined, group: str, secret: bytes)
             raise ValueError("it is of another group")
         joined.sockets[higher] = peer
         _keep_alive(peer)
-    except (OSError, KeyError, ValueError) as error:
+    except NO_RANK as error:
         log.warning("a connection is no rank: %s", error)
         peer.close()
 
@@ -210,7 +188,7 @@ def _take_higher(peer: socket.socket, joined: Joined, group: str, secret: bytes)
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=HANDSHAKES)
+        return socket.create_server((host, port), family=family, backlog=32)
     except OSError as error:
         raise ParameterError("rank_address", f"cannot listen on {host}:{port}: {error}") from None
 
@@ -257,17 +235,12 @@ def _keep_alive(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
-def _ended(connection: socket.socket) -> bool:
-    """Whether a rank that waits has closed its connection: until then it sends nothing."""
-    return bool(select.select([connection], [], [], 0)[0])
-
-
 def _send(connection: socket.socket, message: Mapping[str, object]) -> None:
     body = json.dumps(message).encode()
     connection.sendall(len(body).to_bytes(4, "little") + body)
 
 
-def _receive(connection: socket.socket) -> dict[str, Any]:
+def _receive(connection: socket.socket) -> JsonObject:
     size = int.from_bytes(_read(connection, 4), "little")
     if size > MOST_MESSAGE:
         raise ValueError(f"a message of {size} bytes")

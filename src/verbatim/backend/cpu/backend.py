@@ -94,7 +94,8 @@ class CpuBackend:
         _drop_file_pages(model)
         self._sampler = NativeSampler(native, self._engine)
         # without a tied head, a token reads one embedding row only, so the matrix does not count
-        embed = 0 if spec.tied else int(model.weights["embed"].data.nbytes)
+        embedding = None if spec.tied else model.weights.get("embed")
+        embed = 0 if embedding is None else int(embedding.data.nbytes)
         adapters = sum(adapter.nbytes for adapter in model.adapters)
         self._weight_bytes = int(self._engine.weight_bytes) - embed - adapters
         self._expert_bytes = sum(memory_bytes(w) for n, w in model.weights.items() if is_expert(n))

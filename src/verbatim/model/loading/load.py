@@ -28,6 +28,7 @@ from verbatim.model.architecture import Header, read_config, read_header
 from verbatim.model.embedding import EmbeddingSpec, read_embedding
 from verbatim.model.families import WRAPPERS, named
 from verbatim.model.families.common.tensors import GGUF_NEXTN, DraftNames
+from verbatim.model.layer_split import LayerSplit
 from verbatim.model.layout import GGUF_KEY_NAMES, HF_KEY_NAMES
 from verbatim.model.loading.collect_weights import PACKED, WeightCollector
 from verbatim.model.loading.draft_layer import DraftFinder, differ
@@ -136,7 +137,7 @@ class Part(NamedTuple):
     """One rank of a tensor-parallel group."""
 
     rank: int
-    ranks: int
+    split: Callable[[ModelSpec], Split | LayerSplit]
 
 
 class _Names(NamedTuple):
@@ -151,8 +152,7 @@ class _Names(NamedTuple):
 
     def collect(self, part: Part | None) -> dict[str, Tensor]:
         if part is not None:
-            split = Split(self.collector.spec, part.ranks)
-            self.collector.cut = partial(split.cut, rank=part.rank)
+            self.collector.cut = partial(part.split(self.collector.spec).cut, rank=part.rank)
         return self.collector.collect(self.find, self.is_ignorable)
 
 
