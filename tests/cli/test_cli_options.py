@@ -156,7 +156,11 @@ def test_every_engine_setting_is_a_flag_with_help(name: str) -> None:
     elif TYPES[name].startswith("tuple"):
         words, value = [flag, "a=x", flag, "b=y"], ["a=x", "b=y"]
     use = ["--use-adapter", "a"] if name == "adapters" else []
-    needs = {"cache_dir_size": ["--cache-dir", "kept"], "rank_address": ["--tensor-parallel", "2"]}
+    needs = {
+        "cache_dir_size": ["--cache-dir", "kept"],
+        "pipeline_parallel": ["--backend", "cpu"],
+        "rank_address": ["--tensor-parallel", "2"],
+    }
     kept = needs.get(name, [])
     assert call(*words, *use, *kept)["engine"][name] == value
     assert value != rule.default

@@ -19,7 +19,7 @@ import time
 
 from verbatim.backend.ranks import frame, native_mesh
 from verbatim.base.errors import BackendError
-from verbatim.parallel.rendezvous import lead, shared_secret
+from verbatim.parallel.rendezvous import lead, read_exactly, shared_secret
 
 log = logging.getLogger("verbatim.parallel")
 ENDS_SECONDS = 5.0  # from the closing of the sockets until a rank is killed
@@ -35,17 +35,15 @@ class Group:
         self._processes: list[subprocess.Popen[bytes]] = []
         if address is None:
             self._sockets = self._start(ranks)
-            watch = self._watch_process
         else:
             members = lead(address, ranks, shared_secret())
             self.hosts = ("", *("" if m.local else m.host for m in members))
             self._sockets = [None, *(m.socket for m in members)]
-            watch = self._watch_socket
         self.mesh = native_mesh(0, [-1 if s is None else s.fileno() for s in self._sockets])
-        self._watchers = [
-            threading.Thread(target=watch, args=(rank,), daemon=True) for rank in range(1, ranks)
-        ]
+        others = range(1, ranks)
+        self._watchers = [threading.Thread(target=self._watch, args=(r,)) for r in others]
         for watcher in self._watchers:
+            watcher.daemon = True
             watcher.start()
 
     def _start(self, ranks: int) -> list[socket.socket | None]:
@@ -101,25 +99,23 @@ class Group:
         assert end is not None
         end.settimeout(ANSWER_SECONDS)
         try:
-            size = int.from_bytes(_read(end, 8)[4:], "little")
-            return _read(end, size)
+            size = int.from_bytes(read_exactly(end, 8)[4:], "little")
+            return read_exactly(end, size)
         finally:
             end.settimeout(None)
 
-    def _watch_socket(self, rank: int) -> None:
+    def _watch(self, rank: int) -> None:
         end, poll = self._sockets[rank], select.poll()
         assert end is not None
         poll.register(end, getattr(select, "POLLRDHUP", select.POLLHUP))
         poll.poll()  # without reading: the mesh does
-        if not self._closing and not self.error:
-            host = self.hosts[rank] or "this machine"
-            self._end(f"rank {rank} of {self.ranks}, on {host}, has ended or cannot be reached")
-
-    def _watch_process(self, rank: int) -> None:
-        code = self._processes[rank - 1].wait()
-        if not self._closing and not self.error:
+        how = f", on {self.hosts[rank] or 'this machine'}, has ended or cannot be reached"
+        if self._processes:
+            code = self._processes[rank - 1].wait()
             how = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-            self._end(f"rank {rank} of {self.ranks} has ended ({how})")
+            how = f" has ended ({how})"
+        if not self._closing and not self.error:
+            self._end(f"rank {rank} of {self.ranks}{how}")
 
     def _end(self, why: str) -> None:
         with self._lock:
@@ -156,13 +152,3 @@ def _start(
         ",".join(map(str, fds)),
     ]
     return subprocess.Popen(command, pass_fds=[fd for fd in fds if fd >= 0])
-
-
-def _read(end: socket.socket, size: int) -> bytes:
-    data = bytearray()
-    while len(data) < size:
-        part = end.recv(size - len(data))
-        if not part:
-            raise ConnectionError("a rank has ended")
-        data += part
-    return bytes(data)

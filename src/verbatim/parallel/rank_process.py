@@ -1,5 +1,5 @@
-"""A rank other than 0, as a process: `python -m verbatim.parallel.rank_process` with the arguments
-RANK FD,FD,… from group.py, or `join` ADDRESS MODEL THREADS from machine.py.
+"""A rank other than 0: the process `python -m verbatim.parallel.rank_process RANK FD,FD,…` that
+group.py starts, or `verbatim rank`, which joins a group by its address.
 
 Frames of rank 0 come in over the socket to it; the rank loads its part of a model, takes part in
 the steps, and answers where an answer is due. It ends when the socket closes, so it never outlives
@@ -15,7 +15,7 @@ import os
 import signal
 import socket
 import sys
-import threading
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,10 +24,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from verbatim.backend.ranks import STEP, Mesh, Ranks, frame, native_mesh, read_plan
 from verbatim.base.config import EngineConfig
 from verbatim.base.json_io import JsonMapping
+from verbatim.formats.tensor import Tensor
 from verbatim.model.layer_split import LayerSplit
 from verbatim.model.row_split import Split
 from verbatim.model.spec import ModelSpec
-from verbatim.parallel.rendezvous import REFUSED, RefusedError, join, shared_secret
+from verbatim.parallel.rendezvous import RefusedError, join, read_exactly, shared_secret
 from verbatim.schedule.sizing import available_memory
 
 if TYPE_CHECKING:
@@ -61,12 +62,14 @@ def split_of(spec: ModelSpec, config: EngineConfig, ranks: int) -> Split | Layer
 
 
 def load_part(path: Path, config: EngineConfig, rank: int, ranks: int, gpu: bool) -> Model:
-    """The rank's rows of every weight; all rows with adapters, whose files may repeat weights."""
-    from verbatim.model.loading.load import Part, load_model
+    """The rank's part of every weight; all of it with adapters, whose files may repeat weights."""
+    from verbatim.model.loading.load import load_model
 
-    split = None if config.adapters or ranks == 1 else partial(split_of, config=config, ranks=ranks)
-    part = None if split is None else Part(rank, split)
-    return load_model(path, context=config.context, quant=config.quant, gpu=gpu, part=part)
+    def part(spec: ModelSpec) -> Callable[[str, Tensor], Tensor]:
+        return partial(split_of(spec, config, ranks).cut, rank=rank)
+
+    cut = None if config.adapters or ranks == 1 else part
+    return load_model(path, context=config.context, quant=config.quant, gpu=gpu, part=cut)
 
 
 def part_of(model: Model, ranks: Ranks) -> Model:
@@ -106,8 +109,10 @@ def facts(backend: RankBackend, model: Model) -> RankFacts:
 class RankProcess:
     """The state of a rank: the backend of the model that is open."""
 
-    def __init__(self, rank: int, fds: list[int], path: str = "", threads: int = 0) -> None:
-        """`path`, `threads`: in place of what rank 0 says."""
+    def __init__(
+        self, rank: int, fds: list[int], path: str = "", threads: int | None = None
+    ) -> None:
+        """`path`: the model's, in place of what rank 0 says; then `threads` are, too."""
         self.rank, self._count, self._mesh = rank, len(fds), native_mesh(rank, fds)
         self._path, self._threads = path, threads
         self._socket = socket.socket(fileno=os.dup(fds[0]))
@@ -115,9 +120,10 @@ class RankProcess:
 
     def run(self) -> None:
         """Do what rank 0 says until it closes its socket."""
-        with self._socket:
-            while header := self._read(8):
-                self._do(header[:4], self._read(int.from_bytes(header[4:], "little")))
+        with self._socket as end:
+            while end.recv(1, socket.MSG_PEEK):
+                header = read_exactly(end, 8)
+                self._do(header[:4], read_exactly(end, int.from_bytes(header[4:], "little")))
 
     def _do(self, kind: bytes, body: bytes) -> None:
         if kind == STEP:
@@ -149,7 +155,8 @@ class RankProcess:
         path = self._path or path
         try:
             config = EngineConfig(**settings)
-            config = replace(config, threads=self._threads or config.threads)
+            if self._path:
+                config = replace(config, threads=self._threads)
             model = load_part(Path(path), config, self.rank, self._count, config.backend == "cuda")
             if config.adapters:
                 model = with_adapters(model, config.adapters)
@@ -168,29 +175,24 @@ class RankProcess:
     def _answer(self, body: bytes) -> None:
         self._socket.sendall(frame(b"done", body))
 
-    def _read(self, size: int) -> bytes:
-        """So many bytes; none if rank 0 has ended."""
-        data = bytearray()
-        while len(data) < size:
-            part = self._socket.recv(size - len(data))
-            if not part:
-                return b""
-            data += part
-        return bytes(data)
 
-
-def joined(address: str, path: str, threads: str) -> RankProcess:
-    """A rank of the group at the address. It ends with the process that has started it."""
-
-    def watch() -> None:
-        os.read(0, 1)  # nothing is sent
-        os._exit(0)
-
-    threading.Thread(target=watch, daemon=True).start()
-    rank, sockets = join(address, shared_secret())
+def join_group(path: Path, address: str, threads: int | None) -> None:
+    """Be a rank of the group at the address until it ends."""
+    sockets = join(address, shared_secret())
+    rank = sockets.index(None)
     log.info("rank %d of %d of %s", rank, len(sockets), address)
-    fds = [-1 if s is None else s.detach() for s in sockets]
-    return RankProcess(rank, fds, path, int(threads))
+    fds = [-1 if end is None else end.detach() for end in sockets]
+    run(RankProcess(rank, fds, str(path), threads))
+
+
+def run(process: RankProcess) -> int:
+    """The exit code."""
+    try:
+        process.run()
+    except (RuntimeError, ConnectionError) as error:  # the mesh: another rank has ended
+        log.info("ends: %s", error)
+        return 3
+    return 0
 
 
 def main(argv: list[str]) -> int:
@@ -200,19 +202,7 @@ def main(argv: list[str]) -> int:
         stream=sys.stderr,
     )
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the user's Ctrl-C is for rank 0
-    try:
-        if argv[1] == "join":
-            process = joined(*argv[2:])
-        else:
-            process = RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")])
-        process.run()
-    except RefusedError as error:
-        log.error("%s", error)
-        return REFUSED
-    except (RuntimeError, OSError) as error:  # another rank has ended
-        log.info("ends: %s", error)
-        return 3
-    return 0
+    return run(RankProcess(int(argv[1]), [int(fd) for fd in argv[2].split(",")]))
 
 
 if __name__ == "__main__":

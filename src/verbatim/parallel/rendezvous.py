@@ -40,7 +40,6 @@ SECRET = "VERBATIM_RANK_SECRET"
 SECRET_LENGTH = 16  # characters at least
 MAGIC, NONCE = b"verbatim ranks 1", 32
 MOST_MESSAGE = 1 << 16  # bytes of a message
-REFUSED = 4  # exit code of a rank that need not try again
 # One connection after the other: a stranger that says nothing delays the others by so much.
 HANDSHAKE_SECONDS = 3.0
 COMPLETE_SECONDS = 600.0  # for all ranks to join
@@ -48,6 +47,9 @@ LOG_SECONDS, RETRY_SECONDS = 10.0, 1.0
 # Seconds of silence until a machine counts as gone, also while no step runs.
 KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 20_000}
 NO_RANK = (OSError, KeyError, ValueError, TypeError)  # a peer that does not follow the protocol
+
+
+Sockets = list[socket.socket | None]  # one to each rank; None: to itself
 
 
 class RefusedError(BackendError):
@@ -70,13 +72,6 @@ class Member(NamedTuple):
     def left(self) -> bool:
         """Whether it has gone again: a rank that waits sends nothing."""
         return bool(select.select([self.socket], [], [], 0)[0])
-
-
-class Joined(NamedTuple):
-    """This process as a rank. sockets[r]: to rank r; None: itself."""
-
-    rank: int
-    sockets: list[socket.socket | None]
 
 
 def shared_secret() -> bytes:
@@ -132,8 +127,9 @@ def _admit(connection: socket.socket, host: str, secret: bytes) -> Member | None
     return Member(connection, host, port)
 
 
-def join(address: str, secret: bytes) -> Joined:
-    """Become a rank of the group at the address, as soon as there is one."""
+def join(address: str, secret: bytes) -> Sockets:
+    """Become a rank of the group at the address, as soon as there is one. Returns the socket to
+    each rank; None: this one."""
     connection = _first_connection(address, secret)
     with _listen(connection.getsockname()[0], 0) as server:
         _send(connection, {"version": VERSION, "port": server.getsockname()[1]})
@@ -142,15 +138,15 @@ def join(address: str, secret: bytes) -> Joined:
         if why := stated.get("refused"):
             raise RefusedError(f"rank 0 at {address} refuses this rank: {why}")
         rank, group, peers = int(stated["rank"]), stated["group"], stated["peers"]
-        joined = Joined(rank, [connection, *[None] * len(peers)])
+        sockets: Sockets = [connection, *[None] * len(peers)]
         for lower in range(1, rank):
-            peer = joined.sockets[lower] = _connect(*peers[lower - 1], secret)
+            peer = sockets[lower] = _connect(*peers[lower - 1], secret)
             _send(peer, {"rank": rank, "group": group})
             _keep_alive(peer)
         server.settimeout(HANDSHAKE_SECONDS * len(peers))
-        while None in joined.sockets[rank + 1 :]:
-            _take_higher(server.accept()[0], joined, group, secret)
-    return joined
+        while None in sockets[rank + 1 :]:
+            _take_higher(server.accept()[0], sockets, range(rank + 1, len(sockets)), group, secret)
+    return sockets
 
 
 def _first_connection(address: str, secret: bytes) -> socket.socket:
@@ -167,15 +163,16 @@ def _first_connection(address: str, secret: bytes) -> socket.socket:
             time.sleep(RETRY_SECONDS)
 
 
-def _take_higher(peer: socket.socket, joined: Joined, group: str, secret: bytes) -> None:
-    """The connection of a higher rank; another one is closed."""
+def _take_higher(
+    peer: socket.socket, sockets: Sockets, ranks: range, group: str, secret: bytes
+) -> None:
+    """The connection of one of the ranks; another one is closed."""
     try:
         _welcome(peer, secret)
         stated = _receive(peer)
-        higher = int(stated["rank"])
-        if stated["group"] != group or not joined.rank < higher < len(joined.sockets):
+        if stated["group"] != group or stated["rank"] not in ranks:
             raise ValueError("it is of another group")
-        joined.sockets[higher] = peer
+        sockets[stated["rank"]] = peer
         _keep_alive(peer)
     except NO_RANK as error:
         log.warning("a connection is no rank: %s", error)
@@ -196,12 +193,14 @@ def _listen(host: str, port: int) -> socket.socket:
 def _connect(host: str, port: int, secret: bytes) -> socket.socket:
     connection = socket.create_connection((host, port), timeout=HANDSHAKE_SECONDS)
     try:
-        hello = _read(connection, len(MAGIC) + NONCE)
+        hello = read_exactly(connection, len(MAGIC) + NONCE)
         if not hello.startswith(MAGIC):
             raise RefusedError(f"{host}:{port} is no rank of this protocol")
         nonces = hello[len(MAGIC) :] + secrets.token_bytes(NONCE)
         connection.sendall(nonces[NONCE:] + _proof(secret, b"join", nonces))
-        if not hmac.compare_digest(_read(connection, NONCE), _proof(secret, b"lead", nonces)):
+        if not hmac.compare_digest(
+            read_exactly(connection, NONCE), _proof(secret, b"lead", nonces)
+        ):
             raise RefusedError(f"{host}:{port} has another {SECRET}")
     except BaseException:
         connection.close()
@@ -214,7 +213,7 @@ def _welcome(connection: socket.socket, secret: bytes) -> None:
     connection.settimeout(HANDSHAKE_SECONDS)
     nonce = secrets.token_bytes(NONCE)
     connection.sendall(MAGIC + nonce)
-    answer = _read(connection, 2 * NONCE)
+    answer = read_exactly(connection, 2 * NONCE)
     nonces = nonce + answer[:NONCE]
     if not hmac.compare_digest(answer[NONCE:], _proof(secret, b"join", nonces)):
         connection.sendall(bytes(NONCE))  # the other side learns that its secret is another
@@ -241,16 +240,16 @@ def _send(connection: socket.socket, message: Mapping[str, object]) -> None:
 
 
 def _receive(connection: socket.socket) -> JsonObject:
-    size = int.from_bytes(_read(connection, 4), "little")
+    size = int.from_bytes(read_exactly(connection, 4), "little")
     if size > MOST_MESSAGE:
         raise ValueError(f"a message of {size} bytes")
-    message = json.loads(_read(connection, size))
+    message = json.loads(read_exactly(connection, size))
     if not isinstance(message, dict):
         raise ValueError("a message that is no object")
     return message
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def read_exactly(connection: socket.socket, size: int) -> bytes:
     data = bytearray()
     while len(data) < size:
         part = connection.recv(size - len(data))

@@ -93,11 +93,7 @@ class CpuBackend:
             raise BackendError(str(error)) from None
         _drop_file_pages(model)
         self._sampler = NativeSampler(native, self._engine)
-        # without a tied head, a token reads one embedding row only, so the matrix does not count
-        embedding = None if spec.tied else model.weights.get("embed")
-        embed = 0 if embedding is None else int(embedding.data.nbytes)
-        adapters = sum(adapter.nbytes for adapter in model.adapters)
-        self._weight_bytes = int(self._engine.weight_bytes) - embed - adapters
+        self._weight_bytes = int(self._engine.weight_bytes) - _unread_bytes(model)
         self._expert_bytes = sum(memory_bytes(w) for n, w in model.weights.items() if is_expert(n))
 
     @property
@@ -164,6 +160,13 @@ class CpuBackend:
     def close(self) -> None:
         self._engine = None
         self._sampler = None  # type: ignore[assignment]
+
+
+def _unread_bytes(model: Model) -> int:
+    """Adapters, and without a tied head the embedding, of which a token reads one row only."""
+    embed = None if model.spec.tied else model.weights.get("embed")
+    adapters = sum(adapter.nbytes for adapter in model.adapters)
+    return adapters + (0 if embed is None else int(embed.data.nbytes))
 
 
 def physical_cores() -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import sys
+
 from verbatim.base.setting_rules import host_and_port
 from verbatim.cli.lib.command_class import argument, as_command, flag
 from verbatim.cli.lib.options import OFFLINE, REVISION
@@ -15,14 +19,12 @@ def command(
         metavar="HOST:PORT",
         required=True,
     ),
-    ranks: int = flag("ranks of this machine, one per GPU", default=1, least=1),
-    threads: int | None = flag(
-        "threads of each rank on the CPU; default: the physical cores, shared evenly", least=1
-    ),
+    threads: int | None = flag("threads on the CPU; default: the physical cores", least=1),
     revision: str | None = REVISION,
     offline: bool = OFFLINE,
 ) -> None:
-    """Join a model that is started with --tensor-parallel and --rank-address on another machine.
+    """Be one rank of a model that another machine starts with --tensor-parallel or
+    --pipeline-parallel, and --rank-address. One command per rank; on GPUs one per card.
 
     MODEL must be the same file there and here, and so must the version of Verbatim and the variable
     VERBATIM_RANK_SECRET, which proves that a process belongs to the group. Runs until it is
@@ -30,8 +32,13 @@ def command(
     exchange is not encrypted.
     """
     from verbatim.hub.catalog import resolve
-    from verbatim.parallel.machine import run_ranks
+    from verbatim.parallel.rank_process import join_group
 
     host_and_port("rank_address", rank_address)
     path = resolve(model, revision=revision, offline=offline)
-    run_ranks(path.absolute(), rank_address, ranks, threads)
+    logging.basicConfig(
+        level=os.environ.get("VERBATIM_LOG", "INFO"), format="verbatim: %(message)s"
+    )
+    join_group(path.absolute(), rank_address, threads)
+    # the next group gets a process without anything of this one
+    os.execv(sys.executable, [sys.executable, "-m", "verbatim", *sys.argv[1:]])
