@@ -28,6 +28,7 @@ GROUPS = {
         "chat": "Chat with a model in the terminal.",
         "batch": "Answer a file of requests.",
         "serve": "Serve OpenAI's, Anthropic's and Ollama's APIs over HTTP.",
+        "rank": "Join a model that runs on several machines.",
         "embed": "Compute the embedding of each text.",
         "rerank": "Sort documents by their relevance to a query.",
     },

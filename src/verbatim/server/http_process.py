@@ -26,6 +26,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from verbatim.base.errors import ModelError, ParameterError
+from verbatim.base.setting_rules import host_and_port
 from verbatim.server.http.api_keys import read_keys
 from verbatim.server.http.connection import HttpProtocol
 from verbatim.server.logs import AccessLog, set_up_logs
@@ -33,7 +34,7 @@ from verbatim.server.model_pool import ModelPool
 from verbatim.server.problem import shutting_down
 from verbatim.server.process.supervisor import Supervisor
 from verbatim.server.server_state import State
-from verbatim.server.settings import EXECUTOR_THREADS, Settings, host_and_port
+from verbatim.server.settings import EXECUTOR_THREADS, Settings
 
 log = logging.getLogger("verbatim.server")
 SPARE_FILES = 100  # file descriptors reserved for the engine socket, the log and 503 responses
@@ -59,7 +60,7 @@ def bind(settings: Settings) -> list[socket.socket]:
     Called before the model loads, so a port in use fails at once."""
     socks = [_bind("port", settings.host, settings.port, "choose another --port or --host")]
     if settings.metrics_address is not None:
-        address = host_and_port(settings.metrics_address)
+        address = host_and_port("metrics_address", settings.metrics_address)
         socks.append(_bind("metrics_address", *address, "choose another one"))
     return socks
 

@@ -93,10 +93,7 @@ class CpuBackend:
             raise BackendError(str(error)) from None
         _drop_file_pages(model)
         self._sampler = NativeSampler(native, self._engine)
-        # without a tied head, a token reads one embedding row only, so the matrix does not count
-        embed = 0 if spec.tied else int(model.weights["embed"].data.nbytes)
-        adapters = sum(adapter.nbytes for adapter in model.adapters)
-        self._weight_bytes = int(self._engine.weight_bytes) - embed - adapters
+        self._weight_bytes = int(self._engine.weight_bytes) - _unread_bytes(model)
         self._expert_bytes = sum(memory_bytes(w) for n, w in model.weights.items() if is_expert(n))
 
     @property
@@ -163,6 +160,13 @@ class CpuBackend:
     def close(self) -> None:
         self._engine = None
         self._sampler = None  # type: ignore[assignment]
+
+
+def _unread_bytes(model: Model) -> int:
+    """Adapters, and without a tied head the embedding, of which a token reads one row only."""
+    embed = None if model.spec.tied else model.weights.get("embed")
+    adapters = sum(adapter.nbytes for adapter in model.adapters)
+    return adapters + (0 if embed is None else int(embed.data.nbytes))
 
 
 def physical_cores() -> int:
