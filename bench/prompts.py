@@ -1,5 +1,5 @@
 """Fixed prompts of the speculation benchmark: 20 copy tasks, whose output repeats the prompt,
-and 40 mixed chat turns.
+40 mixed chat turns, and 20 tasks of writing code.
 """
 
 from __future__ import annotations
@@ -102,4 +102,27 @@ CHAT: tuple[str, ...] = (
     "Name four kinds of clouds.",
     "Write a product description for a wooden chair.",
     "What is the meaning of the word 'serendipity'?",
+)
+
+CODE: tuple[str, ...] = (
+    "Write a Python function that checks whether a string is a palindrome.",
+    "Implement binary search over a sorted list in Python.",
+    "Write a Python class for a stack with push, pop and peek.",
+    "Write a JavaScript function that removes duplicates from an array.",
+    "Implement quicksort in C++.",
+    "Write a SQL query that finds the second highest salary in the table employees.",
+    "Write a Python decorator that measures the time of a function call.",
+    "Implement a linked list in Java with methods to add and remove a node.",
+    "Write unit tests with pytest for a function add(a, b).",
+    "Write a Python script that counts the words of a text file.",
+    f"Write unit tests for this function:\n\n{_CODE}",
+    f"Translate this function into JavaScript:\n\n{_CODE}",
+    f"Add type hints and a docstring to this function:\n\n{_CODE}",
+    "Write a Flask application with one route that returns the current time as JSON.",
+    "Implement Dijkstra's shortest path algorithm in Python.",
+    "Write a Go function that reads a CSV file and returns its rows.",
+    "Write a Rust function that computes the factorial of a number.",
+    "Write an HTML page with a form for a name and an e-mail address.",
+    "Write a Python generator of the Fibonacci numbers.",
+    "Write a bash script that renames all .txt files of a folder to .md.",
 )

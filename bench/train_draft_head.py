@@ -1,4 +1,4 @@
-"""Train an EAGLE-3 head (docs/speculation.md) for a model of the llama family, on its own texts.
+"""Train an EAGLE-3 head (docs/speculation.md) for a Llama or Qwen2 model, on its own texts.
 
     python bench/train_draft_head.py --out FOLDER [--model smollm2] [--conversations 24576]
                                      [--mlp 1024] [--words 6144] [--seconds 150]
@@ -6,15 +6,17 @@
         --question 8 --rows 2 --mlp 64 --words 512 --steps 3 --prompts 1  # smoke test
 
 A head drafts for one model, so no corpus is needed: the model continues its template's user header
-(temperature 1), then answers what it wrote, one half greedily and one half at temperature 0.8. All
-sequences are at the same position in every step, so no batch is padded. The states of the chosen
-layers are computed once. The head learns the model's distribution over the draft vocabulary, in
-three consecutive drafts that read its own states (training-time test, arXiv 2503.01840), and in the
-last 40 % of the time with its matrices rounded to q4_0, as the engine loads them.
+and one of OPENINGS (temperature 1), then answers what it wrote, one half greedily and one half at
+temperature 0.8. All sequences are at the same position in every step, so no batch is padded, and
+the states of the chosen layers are kept as they are computed. The head learns the model's
+distribution over the draft vocabulary, in three consecutive drafts that read its own states
+(training-time test, arXiv 2503.01840), and in the last 40 % of the time with its matrices rounded
+to q4_0, as the engine loads them.
 
 Out: FOLDER/model.safetensors and config.json as vllm-project/speculators writes them. The last line
-is JSON: the acceptance of chains of five drafts (each fed from the last) per position, on held-out
-answers and on greedy answers to the prompts of bench/prompts.py, which the model is not trained on.
+is JSON: the acceptance of chains of five drafts (each fed from the last) over all positions, and
+tokens per pass with quartiles over the texts, on held-out answers and on greedy answers to the
+prompts of bench/prompts.py, which the head is not trained on.
 Needs torch, and a GPU for more than a smoke test.
 """
 
@@ -24,13 +26,13 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from prompts import CHAT, COPY
+from prompts import CHAT, CODE, COPY
 from torch.nn import functional as F
 
 from verbatim.engine.loading.model_info import read_text
@@ -42,6 +44,15 @@ EVALUATED = 5  # drafts whose acceptance is reported
 ROUNDED = 0.6  # part of the training after which the matrices are rounded
 HELD_OUT = 0.02  # part of the answers
 QUESTION, ANSWER, DONE = 0, 1, 2  # what a row of a batch writes
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+SETS = {"chat": CHAT, "code": CODE, "copy": COPY}
+# Beginnings of questions, used in turn: two in three ask for code.
+OPENINGS = (
+    *("", "", "", "How do I", "Explain"),
+    *("Write a Python function", "Write a Python class", "Implement", "Write a program in C++"),
+    *("Write a function in JavaScript", "Write a SQL query", "Write a unit test for"),
+    *("Complete this code:\n```python\ndef ", "Fix the bug in this code:\n```", "Refactor this:\n"),
+)
 
 
 # --- the model
@@ -52,9 +63,10 @@ class Target:
 
     def __init__(self, model: Model, device: str) -> None:
         spec = self.spec = model.spec
-        plain = not (spec.qkv_bias or spec.mlp_bias or spec.qk_norm or spec.post_norms)
-        if spec.family != "llama" or not plain or any(a.window or a.experts for a in spec.layers):
-            raise SystemExit(f"only plain llama models can be trained for; this is {spec.family}")
+        plain = not (spec.mlp_bias or spec.qk_norm or spec.post_norms)
+        plain &= not any(layer.window or layer.experts for layer in spec.layers)
+        if spec.family not in ARCHITECTURES or not plain:
+            raise SystemExit(f"only Llama and Qwen2 can be trained for; this is {spec.family}")
         self.type = torch.bfloat16 if device.startswith("cuda") else torch.float32
         self.device = device
         self.weights = {
@@ -82,7 +94,13 @@ class Target:
             found += [x] if i in captured else []
             name = f"layers.{i}"
             h = rms(x, w[f"{name}.attn_norm"], spec.norm_eps)
-            q, k, v = (split(h @ w[f"{name}.attn.{p}"].T, spec.head_dim) for p in "qkv")
+            q, k, v = (
+                split(
+                    F.linear(h, w[f"{name}.attn.{p}"], w.get(f"{name}.attn.{p}.bias")),
+                    spec.head_dim,
+                )
+                for p in "qkv"
+            )
             q, k = (rotate(part, position, self.inv_freq) for part in (q, k))
             if cache is not None:
                 end = start + ids.shape[1]
@@ -121,12 +139,13 @@ def rotate(x: Any, position: Any, inv_freq: Any) -> Any:
 
 @dataclass(frozen=True)
 class Template:
-    """The ids before and after a user's message, and those that end an answer."""
+    """The ids of a user's header with each opening, those after a user's message, and those that
+    end an answer."""
 
-    before: list[int]
+    openings: list[list[int]]
     after: list[int]
     ends: list[int]
-    prompts: list[list[int]]  # those of bench/prompts.py
+    prompts: dict[str, list[list[int]]]  # SETS
 
 
 def template_of(model: Model, count: int) -> Template:
@@ -139,47 +158,64 @@ def template_of(model: Model, count: int) -> Template:
 
     before, _, after = rendered("QUESTION").partition("QUESTION")
     ends = sorted({*model.eos_ids, *words.eos_ids})
-    prompts = [
-        words.encode(rendered(text), special=True) for text in (*CHAT[:count], *COPY[:count])
-    ]
-    return Template(
-        words.encode(before, special=True), words.encode(after, special=True), ends, prompts
-    )
+    prompts = {
+        name: [words.encode(rendered(text), special=True) for text in texts[:count]]
+        for name, texts in SETS.items()
+    }
+    openings = [words.encode(before + text, special=True) for text in OPENINGS]
+    return Template(openings, words.encode(after, special=True), ends, prompts)
 
 
 @dataclass
 class Texts:
+    """Conversations, and the target's states of all their positions but the last one."""
+
     ids: Any  # [rows, length], the end token included; zeros behind it
     first: Any  # [rows]: position of the first token of the answer
     last: Any  # [rows]: of its last token
     greedy: Any  # [rows]: written at temperature 0
+    states: Any  # [rows, length, captured layers · H]
+    final: Any  # [rows, length, H]
+
+    @classmethod
+    def empty(cls, target: Target, rows: int, length: int, layers: int) -> Texts:
+        device, hidden = target.device, target.spec.hidden
+        ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+        counts = torch.zeros(rows, dtype=torch.long, device=device)
+        states = torch.zeros(rows, length, layers * hidden, dtype=target.type, device=device)
+        final = torch.zeros(rows, length, hidden, dtype=target.type, device=device)
+        return cls(ids, counts, counts.clone(), counts > 0, states, final)
+
+    def part(self, start: int, rows: int) -> Texts:
+        return Texts(*(getattr(self, one.name)[start : start + rows] for one in fields(self)))
 
 
 @torch.inference_mode()
 def write(
-    target: Target, template: Template, prompts: Sequence[list[int]], asks: bool, args: Any
-) -> Texts:
-    """Continue the prompts with an answer each; with `asks`, with a question before it."""
-    device, rows, width = target.device, len(prompts), max(map(len, prompts))
+    out: Texts, target: Target, template: Template, prompts: Sequence[list[int]], args: Any
+) -> None:
+    """Continue the prompts: those of half a question with its rest and an answer, others with an
+    answer."""
+    device, (rows, length), asks = target.device, out.ids.shape, prompts[0] in template.openings
+    width = max(map(len, prompts))
     given = torch.zeros(rows, width, dtype=torch.long, device=device)
     sizes = torch.tensor([len(p) for p in prompts], device=device)
     for row, prompt in enumerate(prompts):
         given[row, : len(prompt)] = torch.tensor(prompt, device=device)
     after = torch.tensor(template.after, device=device)
     ends = torch.tensor(template.ends, device=device)
-    length = width + (args.question + len(after) if asks else 0) + args.length
-    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
-    ids[:, 0] = given[:, 0]
+    out.ids[:, 0] = given[:, 0]
     state = torch.full_like(sizes, QUESTION if asks else ANSWER)
     first, last = sizes.clone(), torch.full_like(sizes, length - 1)
-    greedy = torch.arange(rows, device=device) % 2 == 0 if asks else torch.ones_like(sizes) > 0
+    out.greedy[:] = torch.arange(rows, device=device) % 2 == 0 if asks else True
     cache = target.new_cache(rows, length)
     for at in range(1, length):
-        final, _ = target.forward(ids[:, at - 1 : at], at - 1, cache)
-        logits = (final[:, 0] @ target.head.T).float()
-        heat = torch.where(state == QUESTION, 1.0, torch.where(greedy, 1e-6, 0.8))
-        noise = -torch.log(-torch.log(torch.rand_like(logits).clamp(1e-20, 1 - 1e-7)))
-        token = (logits / heat[:, None] + noise * (heat > 0.01)[:, None]).argmax(-1)
+        final, states = target.forward(out.ids[:, at - 1 : at], at - 1, cache, args.layers)
+        out.final[:, at - 1], out.states[:, at - 1] = final[:, 0], states[:, 0]
+        # 1e-6: the noise then decides nothing
+        heat = torch.where(state == QUESTION, 1.0, torch.where(out.greedy, 1e-6, 0.8))
+        logits = (final[:, 0] @ target.head.T).float().div_(heat[:, None])
+        token = logits.sub_(torch.empty_like(logits).exponential_().log_()).argmax(-1)
         stops = torch.isin(token, ends) & (at >= sizes)
         turned = (state == QUESTION) & (at > sizes)
         turned &= stops | (at - sizes >= args.question)
@@ -194,36 +230,25 @@ def write(
         forced = at < sizes
         token = torch.where(forced, given[:, min(at, width - 1)], token)
         ended = (state == ANSWER) & (at >= first) & ~forced & torch.isin(token, ends)
-        ids[:, at] = torch.where(state == DONE, 0, token)
+        out.ids[:, at] = torch.where(state == DONE, 0, token)
         last = torch.where(ended, at, last)
         state = torch.where(ended, DONE, state)
         if bool((state == DONE).all()):
             break
-    return Texts(ids, first, last, greedy)
+    out.first[:], out.last[:] = first, last
 
 
-@dataclass
-class Data:
-    texts: Texts
-    states: Any  # [rows, length, captured layers · H]
-    final: Any  # [rows, length, H]
-
-
-@torch.inference_mode()
-def states_of(target: Target, texts: Texts, captured: Sequence[int]) -> Data:
-    rows, length, hidden = *texts.ids.shape, target.spec.hidden
-    kind = {"dtype": target.type, "device": target.device}
-    states = torch.empty(rows, length, len(captured) * hidden, **kind)
-    final = torch.empty(rows, length, hidden, **kind)
-    for at in range(0, rows, 256):
-        some = slice(at, at + 256)
-        final[some], states[some] = target.forward(texts.ids[some], 0, None, captured)
-    return Data(texts, states, final)
-
-
-def joined(parts: list[Texts]) -> Texts:
-    names = ("ids", "first", "last", "greedy")
-    return Texts(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+def conversations(target: Target, template: Template, args: Any) -> Texts:
+    """What the model writes with itself."""
+    count, began = args.conversations, time.monotonic()
+    width = max(map(len, template.openings)) + args.question + len(template.after)
+    texts = Texts.empty(target, count, width + args.length, len(args.layers))
+    for at in range(0, count, args.batch):
+        part = texts.part(at, args.batch)
+        openings = [template.openings[i % len(OPENINGS)] for i in range(len(part.ids))]
+        write(part, target, template, openings, args)
+        print(f"{at + len(part.ids)} texts, {time.monotonic() - began:.0f} s", flush=True)
+    return texts
 
 
 # --- the head
@@ -235,7 +260,7 @@ class Head:
     def __init__(self, target: Target, words: Any, states: Any, captured: Any, args: Any) -> None:
         spec, device = target.spec, target.device
         self.target, self.words, self.captured = target, words, list(captured)
-        self.heads, self.kv_heads, self.mlp = args.heads, args.kv_heads, args.mlp
+        self.heads, self.kv_heads, self.mlp = spec.heads, spec.kv_heads, args.mlp
         hidden, dim, count = spec.hidden, spec.head_dim, len(self.captured)
 
         def noise(rows: int, columns: int) -> Any:
@@ -328,7 +353,7 @@ class Head:
             "mlp_bias": False,
             "tie_word_embeddings": False,
         }
-        verifier = {"name_or_path": name, "architectures": ["LlamaForCausalLM"]}
+        verifier = {"name_or_path": name, "architectures": [ARCHITECTURES[spec.family]]}
         proposal = {"proposal_type": "greedy", "speculative_tokens": DEPTH}
         config = {
             "architectures": ["Eagle3Speculator"],
@@ -394,10 +419,9 @@ def batches(texts: Texts, rows: Any, size: int) -> Iterator[Any]:
         yield order[first : first + size]
 
 
-def loss_of(head: Head, data: Data, rows: Any, round_it: bool) -> Any:
-    texts = data.texts
+def loss_of(head: Head, texts: Texts, rows: Any, round_it: bool) -> Any:
     end = int(texts.last[rows].max()) + 1
-    ids, states = texts.ids[rows, :end], data.states[rows, :end]
+    ids, states = texts.ids[rows, :end], texts.states[rows, :end]
     scores = head.target.head[head.words]
     at, total = torch.arange(end, device=ids.device), 0.0
     drafts = head.chains(states, ids, DEPTH, own=False, round_it=round_it)
@@ -405,7 +429,7 @@ def loss_of(head: Head, data: Data, rows: Any, round_it: bool) -> Any:
         drawn = at + 2 + k  # position of the token that is drafted
         wanted = (drawn >= texts.first[rows, None]) & (drawn <= texts.last[rows, None])
         with torch.no_grad():
-            final = data.final[rows, 1 + k : end]
+            final = texts.final[rows, 1 + k : end]
             teacher = (final[wanted[:, : end - 1 - k]] @ scores.T).float().softmax(-1)
         # Positions behind the end of the text have no teacher; `wanted` leaves them out.
         student = logits[wanted].float().log_softmax(-1)
@@ -413,11 +437,11 @@ def loss_of(head: Head, data: Data, rows: Any, round_it: bool) -> Any:
     return total
 
 
-def train(head: Head, data: Data, rows: Any, args: Any) -> int:
+def train(head: Head, texts: Texts, rows: Any, args: Any) -> int:
     optimiser = torch.optim.AdamW(head.weights.values(), lr=args.rate, betas=(0.9, 0.95))
     began, step, part = time.monotonic(), 0, 0.0
-    for chosen in batches(data.texts, rows, args.rows):
-        loss = loss_of(head, data, chosen, part >= ROUNDED)
+    for chosen in batches(texts, rows, args.rows):
+        loss = loss_of(head, texts, chosen, part >= ROUNDED)
         optimiser.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(head.weights.values(), 1.0)
@@ -435,46 +459,47 @@ def train(head: Head, data: Data, rows: Any, args: Any) -> int:
 
 
 @torch.no_grad()
-def acceptance(head: Head, data: Data, rows: Any) -> dict[str, Any]:
-    """Part of the chains whose first, first two, ... drafts equal the text."""
-    hits, count = np.zeros(EVALUATED), 0
-    for some in rows.split(16) if len(rows) else ():
-        texts = data.texts
+def acceptance(head: Head, texts: Texts, rows: Any) -> dict[str, Any]:
+    """Part of the chains whose first, first two, ... drafts equal the text, and what that makes in
+    tokens per pass: over all positions, and quartiles over the texts."""
+    hits, counts = [], []
+    for some in rows.split(16):
         end = int(texts.last[some].max()) + 1
-        ids, right = texts.ids[some, :end], None
+        ids = texts.ids[some, :end]
         at = torch.arange(end, device=ids.device)
         # chains whose drafts all lie in the answer
-        inside = at + 2 >= texts.first[some, None]
-        inside &= at + 1 + EVALUATED <= texts.last[some, None]
-        drafts = head.chains(data.states[some, :end], ids, EVALUATED, own=True, round_it=True)
+        right = (at + 2 >= texts.first[some, None]) & (at + 1 + EVALUATED <= texts.last[some, None])
+        counts.append(right.sum(1).cpu())
+        drafts = head.chains(texts.states[some, :end], ids, EVALUATED, own=True, round_it=True)
         for k, logits in enumerate(drafts):
-            hit = inside & (head.words[logits.argmax(-1)] == shifted(ids, k + 2))
-            right = hit if right is None else right & hit
-            hits[k] += int(right.sum())
-        count += int(inside.sum())
-    rates = (hits / max(count, 1)).round(4).tolist()
-    return {"positions": count, "accepted": rates, "tokens_per_pass": round(1 + sum(rates), 3)}
+            right &= head.words[logits.argmax(-1)] == shifted(ids, k + 2)
+            hits.append(right.sum(1).cpu())
+    count = torch.cat(counts).numpy()
+    found = torch.cat(
+        [torch.stack(hits[i : i + EVALUATED], 1) for i in range(0, len(hits), EVALUATED)]
+    )
+    each = 1 + found.numpy().sum(1)[count > 0] / count[count > 0]
+    rates = (found.numpy().sum(0) / max(count.sum(), 1)).round(4).tolist()
+    return {
+        "positions": int(count.sum()),
+        "accepted": rates,
+        "tokens_per_pass": round(1 + sum(rates), 3),
+        "quartiles": np.quantile(each, (0.25, 0.5, 0.75)).round(3).tolist() if len(each) else [],
+    }
 
 
 # --- main
 
 
 def main() -> None:
-    args = arguments()
+    args, began = arguments(), time.monotonic()
     torch.manual_seed(args.seed)
     model = load_model(resolve(args.model))
     target, template = Target(model, args.device), template_of(model, args.prompts)
     count = len(model.spec.layers)
-    captured = args.layers or [2, count // 2, count - 3]
-    began, parts = time.monotonic(), []
-    for at in range(0, args.conversations, args.batch):
-        prompts = [template.before] * min(args.batch, args.conversations - at)
-        parts.append(write(target, template, prompts, True, args))
-        print(f"{at + len(prompts)} texts, {time.monotonic() - began:.0f} s", flush=True)
-    fixed = states_of(target, write(target, template, template.prompts, False, args), captured)
-    texts = joined(parts)
-    data = states_of(target, texts, captured)
-    print(f"states of {tuple(texts.ids.shape)}, {time.monotonic() - began:.0f} s", flush=True)
+    args.layers = args.layers or [2, count // 2, count - 3]
+    print(f"loaded, {time.monotonic() - began:.0f} s", flush=True)
+    texts = conversations(target, template, args)
     order = torch.randperm(len(texts.ids), device=args.device)
     held = order[: max(int(len(order) * HELD_OUT), 2)]
     rows = order[len(held) :]
@@ -484,16 +509,19 @@ def main() -> None:
     words = counts.argsort(descending=True, stable=True)[: args.words].sort().values
     covered = float(counts[words].sum() / counts.sum())
     print(f"{int(counts.sum())} answer tokens, {covered:.3f} of them in the vocabulary", flush=True)
-    head = Head(target, words, data.states[rows[:256]], captured, args)
-    steps = train(head, data, rows, args)
+    head = Head(target, words, texts.states[rows[:256]], args.layers, args)
+    steps = train(head, texts, rows, args)
     size = head.save(args.out, args.model)
-    chat = torch.arange(len(template.prompts), device=args.device)
     result = {
-        "held out, greedy": acceptance(head, data, held[texts.greedy[held]]),
-        "held out, temperature 0.8": acceptance(head, data, held[~texts.greedy[held]]),
-        "chat prompts": acceptance(head, fixed, chat[: len(CHAT[: args.prompts])]),
-        "copy prompts": acceptance(head, fixed, chat[len(CHAT[: args.prompts]) :]),
+        "held out, greedy": acceptance(head, texts, held[texts.greedy[held]]),
+        "held out, temperature 0.8": acceptance(head, texts, held[~texts.greedy[held]]),
     }
+    for name, prompts in template.prompts.items():
+        length = max(map(len, prompts)) + args.length
+        fixed = Texts.empty(target, len(prompts), length, len(args.layers))
+        write(fixed, target, template, prompts, args)
+        chosen = torch.arange(len(prompts), device=args.device)
+        result[f"{name} prompts"] = acceptance(head, fixed, chosen)
     about = {"out": str(args.out), "bytes": size, "steps": steps, "covered": round(covered, 4)}
     print(json.dumps(about | {"answer_tokens": int(counts.sum()), **result}))
 
@@ -510,8 +538,6 @@ def arguments() -> Any:
     parser.add_argument("--question", type=int, default=64, help="max tokens of a question")
     parser.add_argument("--length", type=int, default=256, help="max tokens of an answer")
     parser.add_argument("--layers", type=int, nargs="+", help="captured layers")
-    parser.add_argument("--heads", type=int, default=9)
-    parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--mlp", type=int, default=1024)
     parser.add_argument("--words", type=int, default=6144, help="size of the draft vocabulary")
     parser.add_argument("--prompts", type=int, default=40, help="of each set of bench/prompts.py")

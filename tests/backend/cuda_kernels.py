@@ -502,7 +502,8 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     family: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two prompts, one of them continued, and a decoding sequence, computed as they are and in the
-    shape of a CUDA graph, after another step in the same inputs."""
+    shape of a CUDA graph, after another step in the same inputs. Of llama a draft layer reads the
+    final states of one sequence."""
     monkeypatch.setattr(step_inputs, "MORE_TILES", 2)  # fewer programs for the interpreter
     monkeypatch.setattr(step_inputs, "OUTPUTS", (4,))
     backend: Any = opened(small(family, **FEW_HEADS))
@@ -517,6 +518,7 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
                 start,
                 ((7 * i, 7 * i + 3),) * groups,
                 draws=1,
+                hidden=family == "llama" and i == 1,
             )
             for i, (start, count) in enumerate(zip((3, 0, 9), lengths, strict=True))
         ]
@@ -532,11 +534,14 @@ def test_a_step_padded_to_a_fixed_shape_has_the_same_bits(
     inputs.fill(batch, cuts)
     batch, cuts = steps([9, 12, 4])
     assert step_inputs.padded_shape(batch, cuts, spec) == shape
-    expected = backend.compute(step_inputs.to_device(batch, spec, device))[1]
+    states, expected = backend.compute(step_inputs.to_device(batch, spec, device))
     inputs.fill(batch, cuts)
-    padded = backend.compute(inputs.step)[1]
+    hidden, padded = backend.compute(inputs.step)
     assert torch.equal(padded[:3], expected)
     assert padded.data_ptr() == given.data_ptr()
+    assert shape.all_rows == (family == "llama")
+    if shape.all_rows:
+        assert torch.equal(hidden[torch.from_numpy(batch.outputs).to(device)], states)
 
 
 def test_a_product_of_few_rows_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -858,7 +863,7 @@ def test_a_step_that_no_graph_holds_has_no_padded_shape(device: torch.device) ->
     prompt = SeqStep(0, tuple(range(40)), 0, ((1, 2, 3),), draws=1)
     assert shape_of(prompt) is not None
     assert shape_of(prompt._replace(draws=0)) is None, "no logits"
-    assert shape_of(prompt._replace(hidden=True)) is None, "final states of all rows"
+    assert shape_of(prompt._replace(hidden=True)).all_rows
     decode = [SeqStep(i, (1,), 0, ((i,),), draws=1) for i in range(1, 258)]
     assert shape_of(prompt, *decode[:255]).outputs == 256
     assert shape_of(prompt, *decode) is None, "more logits than a graph has"

@@ -1,5 +1,4 @@
-"""Run cuda_kernels.py, cuda_kv_types.py and cuda_ranks.py in a process in which Triton interprets
-their kernels, on any machine."""
+"""Run the files of NESTED in a process in which Triton interprets their kernels, on any machine."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-NESTED = ("cuda_kernels.py", "cuda_kv_types.py", "cuda_ranks.py")
+NESTED = ("cuda_kernels.py", "cuda_kv_types.py", "cuda_ranks.py", "../speculate/cuda_drafts.py")
 
 
 @pytest.mark.torch

@@ -80,6 +80,8 @@ def test_flags_without_a_counterpart_are_answered(verbatim: Call, flags: tuple[s
         ("run -temperature 0 x", "no such option '-temperature'; did you mean '--temperature'?"),
         ("run -model=x y", "no such option '-model=x'; did you mean '--model'?"),
         ("run -md draft.gguf x", "no such option: -md; --speculate draft:MODEL drafts with"),
+        ("run --draft-head x --speculate off hi", "--speculate: is given twice, as 'head:x' and"),
+        ("run --draft-model=x --speculate off hi", "--speculate: is given twice, as 'draft:x' and"),
         ("plan -m smollm2", "no such option: -m; the model is an argument of this command"),
         ("models show --model x", "no such option: --model; the model is an argument"),
         ("run --sloths x", "no such option '--sloths'; see verbatim run --help"),

@@ -60,6 +60,9 @@ class RecordedLaunch:
         self._calls.append(f"collect {self._position}")
         return list(self._inner.collect(rows))
 
+    def states(self, row: int) -> None:
+        return None
+
 
 def complete(core: EngineCore, prompt: list[int], params: SamplingParams) -> Completion:
     core.add(core.request(prompt, params))

@@ -4,36 +4,32 @@ written in PyTorch here; they change no output; one that does not fit the model 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from mixed_requests import answer, random_params, random_prompt
+from draft_engine import TOLERANCE, compare_answers, engine, proposals
 
 from tiny_tokenizer import train_tokenizer
 from verbatim.backend import open_backend
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import BackendError, ModelError, ParameterError, UnsupportedError
+from verbatim.base.errors import ModelError, ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.bench.speculation import curve
 from verbatim.engine.calls.llm import LLM
-from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.load_check import check_load
 from verbatim.model.loading.eagle3 import open_head
 from verbatim.model.loading.load import Model, load_model
-from verbatim.testing.fakes import ByteTokenizer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 H, VOCAB, LAYERS, EPS, THETA = 64, 260, 3, 1e-5, 10000.0
 CAPTURED = [1, 2, 3]  # 3: the output of the last layer
-# The cpu backend keeps keys and values in 16 bits and activations in 12.
-TOLERANCE = {"reference": 1e-3, "cpu": 0.15}
 LAYER = {
     "model_type": "llama",
     "vocab_size": VOCAB,
@@ -214,47 +210,25 @@ def with_head(target: Path, head: Path) -> Model:
     return dataclasses.replace(model, draft=found.load(model), captured=found.captured)
 
 
-def engine(model: Model, backend: str, mode: str, **options: Any) -> LLM:
-    words = ByteTokenizer()
-    try:
-        target = open_backend(model, EngineConfig(backend=backend, threads=1))
-    except BackendError as error:
-        pytest.skip(f"the native kernels are not built here: {error}")
-    assert model.draft is not None
-    layer = target.draft_layer(model.draft) if mode != "off" else None
-    loaded = LoadedModel(target, words, (words.EOS,), name="tiny", digest="tiny", layer=layer)
-    llm = LLM.from_loaded(loaded, speculate=mode, check=True, **{"context": 256, **options})
-    llm.core.drafting.adaptive = False
-    llm.core.drafting.max_drafts = 4
-    return llm
-
-
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_published_mathematics(
-    kind: str, backend: str, tmp_path: Path
-) -> None:
-    """Chains of drafts, while some are rejected, after a prompt in chunks."""
-    net = save_target(tmp_path / "target")
+def check_drafts(kind: str, backend: str, path: Path, tokens: int = 8, quiet: int = 0) -> None:
+    """Chains of drafts, while some are rejected, after a prompt in chunks and `quiet` steps without
+    drafts."""
+    net = save_target(path / "target")
     config, state = random_head(kind)
-    model = with_head(tmp_path / "target", save_head(tmp_path / "head", config, state))
-    prompt, made = [97 + (7 * i) % 11 for i in range(21)], []
+    model = with_head(path / "target", save_head(path / "head", config, state))
+    prompt = [97 + (7 * i) % 11 for i in range(21)]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with engine(model, backend, "head", step_tokens=16, kv_blocks=9) as llm:
-        layer: Any = llm.core.drafting.own["head"]
-        propose = layer.propose
-
-        def watched(views: Any, limit: int, floor: float = 0.0) -> Any:
-            known = list(views[0].tokens)
-            found = propose(views, limit, floor)
-            made.extend((known, draft) for draft in found.values())
-            return found
-
-        layer.propose = watched
-        done = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        made = proposals(llm, "head")
+        drafting: Any = llm.core.drafting
+        propose, steps = drafting.propose, count()
+        drafting.propose = lambda requests: propose(requests) if next(steps) >= quiet else None
+        done = llm.generate(prompt, params)
     states = states_of(net, [*prompt, *done.token_ids])
     reference = Reference(config, state, net.model.embed_tokens.weight.data)
-    assert len(made) >= 3
-    for known, draft in made:
+    assert len(made) >= min(3, tokens - quiet)
+    for view, draft in made:
+        known = list(view.tokens)
         expected = reference.drafts(known, states[: len(known) - 1], len(draft.tokens))
         odds = 1.0  # that this draft and those before it are accepted
         for depth, (logits, token) in enumerate(zip(expected, draft.tokens, strict=True)):
@@ -265,6 +239,14 @@ def test_drafts_are_those_of_the_published_mathematics(
             odds *= float(logits.softmax(-1)[token])
             stated = draft.probs[depth]
             assert abs(stated - odds) <= TOLERANCE[backend] * odds
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_the_published_mathematics(
+    kind: str, backend: str, tmp_path: Path
+) -> None:
+    check_drafts(kind, backend, tmp_path)
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
@@ -285,6 +267,12 @@ def test_captured_states_are_those_of_transformers(backend: str, tmp_path: Path)
     assert asked.captured is not None
     assert np.abs(asked.captured - expected).max() < 2e-2 * np.abs(expected).max()
     opened.close()
+
+
+def agreeing_model(path: Path) -> Model:
+    """A damped target and a head that agrees with it often."""
+    net = save_target(path / "target", 0.1)
+    return with_head(path / "target", save_head(path / "head", *agreeing_head(net)))
 
 
 def agreeing_head(net: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -308,28 +296,7 @@ def agreeing_head(net: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 def test_a_head_never_changes_an_answer(backend: str, tmp_path: Path) -> None:
-    """Batches, chunked prefill, prefix hits, preemption, forks, seeds, penalties, grammars and
-    log-probabilities."""
-    net = save_target(tmp_path / "target", 0.1)
-    model = with_head(tmp_path / "target", save_head(tmp_path / "head", *agreeing_head(net)))
-    count = 32
-    r = random.Random(1)
-    prompts = [random_prompt(r) for _ in range(count)]
-    params = [random_params(r) for _ in range(count)]
-    answers: dict[str, list[Any]] = {}
-    for mode in ("off", "head", "auto"):
-        with engine(model, backend, mode, kv_blocks=9, step_tokens=48) as llm:
-            done = [*llm.generate(prompts, params), llm.generate(prompts[0], params[0])]
-            answers[mode] = [answer(one) for one in done]
-            drafted = sum(one.usage.drafted_tokens for one in done)
-            accepted = sum(one.usage.accepted_tokens for one in done)
-            assert llm.core.scheduler.preemptions > 0
-            if mode != "off":
-                assert 0 < accepted < drafted
-                layer: Any = llm.core.drafting.own["head"]
-                assert not layer._positions, "it holds states of sequences that ended"
-    assert answers["head"] == answers["off"]
-    assert answers["auto"] == answers["off"]
+    compare_answers(agreeing_model(tmp_path), backend, "head", 32)
 
 
 def changed(**values: Any) -> Callable[[Any, Any], object]:

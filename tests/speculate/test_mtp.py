@@ -3,7 +3,6 @@ they change no output."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,31 +10,25 @@ from typing import Any
 import numpy as np
 import pytest
 from draft_checkpoints import GLM_OWN, KINDS, State, directory, gguf, random_state
+from draft_engine import TOLERANCE, compare_answers, engine, proposals
 from draft_reference import DraftReference
-from mixed_requests import answer, random_params, random_prompt
 
 from tiny_tokenizer import train_tokenizer
-from verbatim.backend import open_backend
 from verbatim.backend.reference import ReferenceBackend
 from verbatim.base.config import EngineConfig
-from verbatim.base.errors import BackendError, ParameterError, UnsupportedError
+from verbatim.base.errors import ParameterError, UnsupportedError
 from verbatim.base.params import SamplingParams
 from verbatim.base.records import SeqResult, SeqStep, StepPlan, StepResult
 from verbatim.bench.speculation import curve, walk
 from verbatim.bench.speculation import final_states as final_states_of
 from verbatim.diagnose import needle
 from verbatim.engine.calls.llm import LLM
-from verbatim.engine.loaded_model import LoadedModel
 from verbatim.engine.loading.load_engine import _open_layer
 from verbatim.model.loading.load import Model, load_model
 from verbatim.speculate.draft_policy import Speculator
 from verbatim.speculate.layer_proposer import FEW, WINDOW, LayerProposer
 from verbatim.speculate.proposer import Draft, SeqView
 from verbatim.speculate.step_cost import DEFAULT_ROW_COST
-from verbatim.testing.fakes import ByteTokenizer
-
-# The cpu backend keeps keys and values in 16 bits and activations in 12.
-TOLERANCE = {"reference": 1e-3, "cpu": 0.15}
 
 
 def damped(state: State) -> State:
@@ -60,37 +53,6 @@ def checkpoint(path: Path, kind: str, form: str, state: State) -> Model:
     return load_model(source)
 
 
-def engine(model: Model, backend: str, mode: str, **options: Any) -> LLM:
-    words = ByteTokenizer()
-    try:
-        target = open_backend(model, EngineConfig(backend=backend, threads=1))
-    except BackendError as error:
-        pytest.skip(f"the native kernels are not built here: {error}")
-    assert model.draft is not None
-    layer = target.draft_layer(model.draft) if mode in ("mtp", "auto") else None
-    loaded = LoadedModel(target, words, (words.EOS,), name="tiny", digest="tiny", layer=layer)
-    llm = LLM.from_loaded(loaded, speculate=mode, check=True, **{"context": 256, **options})
-    llm.core.drafting.adaptive = False
-    llm.core.drafting.max_drafts = 4
-    return llm
-
-
-def proposals(llm: LLM) -> list[tuple[SeqView, Draft]]:
-    """All drafts that the engine's draft layer makes from now on, with copies of the tokens."""
-    layer: Any = llm.core.drafting.own["mtp"]
-    made: list[tuple[SeqView, Draft]] = []
-    propose = layer.propose
-
-    def watched(views: Sequence[SeqView], limit: int, floor: float = 0.0) -> dict[int, Draft]:
-        copies = {view.seq_id: view._replace(tokens=list(view.tokens)) for view in views}
-        found: dict[int, Draft] = propose(views, limit, floor)
-        made.extend((copies[seq_id], draft) for seq_id, draft in found.items())
-        return found
-
-    layer.propose = watched
-    return made
-
-
 def final_states(model: Model, tokens: Sequence[int]) -> np.ndarray:
     """The target's states of all tokens, by the reference backend in one step."""
     backend = ReferenceBackend(model)
@@ -103,20 +65,16 @@ def final_states(model: Model, tokens: Sequence[int]) -> np.ndarray:
     return states
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
-@pytest.mark.parametrize("form", ["safetensors", "gguf"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafts_are_those_of_the_published_mathematics(
-    kind: str, form: str, backend: str, tmp_path: Path
-) -> None:
+def check_drafts(kind: str, form: str, backend: str, path: Path, tokens: int = 8) -> None:
     """Chains of drafts, while some are accepted and others rejected, after a prompt in chunks."""
     state = random_state(kind, seed=1)
-    model = checkpoint(tmp_path, kind, form, state)
+    model = checkpoint(path, kind, form, state)
     reference = DraftReference(kind, state)
     prompt = [97 + (7 * i) % 11 for i in range(21)]
+    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     with engine(model, backend, "mtp", step_tokens=16, kv_blocks=9) as llm:
-        made = proposals(llm)
-        done = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        made = proposals(llm, "mtp")
+        done = llm.generate(prompt, params)
     states = final_states(model, [*prompt, *done.token_ids])
     assert len(made) >= 3
     for view, draft in made:
@@ -128,29 +86,19 @@ def test_drafts_are_those_of_the_published_mathematics(
                 break  # a near tie: the chain goes on from another token
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("form", ["safetensors", "gguf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafts_are_those_of_the_published_mathematics(
+    kind: str, form: str, backend: str, tmp_path: Path
+) -> None:
+    check_drafts(kind, form, backend, tmp_path)
+
+
 @pytest.mark.parametrize(("kind", "backend"), [("qwen3_next", "reference"), ("glm4_moe", "cpu")])
 def test_a_draft_layer_never_changes_an_answer(kind: str, backend: str, tmp_path: Path) -> None:
-    """Batches, chunked prefill, prefix hits, preemption, forks, seeds, penalties, grammars and
-    log-probabilities."""
     model = checkpoint(tmp_path, kind, "gguf", damped(random_state(kind)))
-    count = 24 if backend == "reference" else 48
-    r = random.Random(1)
-    prompts = [random_prompt(r) for _ in range(count)]
-    params = [random_params(r) for _ in range(count)]
-    answers: dict[str, list[Any]] = {}
-    for mode in ("off", "mtp", "auto"):
-        with engine(model, backend, mode, kv_blocks=9, step_tokens=48) as llm:
-            done = [*llm.generate(prompts, params), llm.generate(prompts[0], params[0])]
-            answers[mode] = [answer(one) for one in done]
-            drafted = sum(one.usage.drafted_tokens for one in done)
-            accepted = sum(one.usage.accepted_tokens for one in done)
-            assert llm.core.scheduler.preemptions > 0
-            if mode != "off":
-                assert 0 < accepted < drafted
-                layer: Any = llm.core.drafting.own["mtp"]
-                assert not layer._positions, "it holds states of sequences that ended"
-    assert answers["mtp"] == answers["off"]
-    assert answers["auto"] == answers["off"]
+    compare_answers(model, backend, "mtp", 24 if backend == "reference" else 48)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "gguf"])

@@ -73,8 +73,6 @@ def _auto_cuda(model: Model, config: EngineConfig) -> Backend:
     """Open the cuda backend, or raise a BackendError with the reason why auto cannot use it."""
     if config.activations != "auto":
         raise BackendError(f"activations is {config.activations}, which only the cpu backend has")
-    if config.speculate.partition(":")[0] == "head":
-        raise BackendError(f"it runs no draft heads, and speculate is {config.speculate!r}")
     reason = gpu.missing()
     if reason is not None:
         raise BackendError(reason)

@@ -23,6 +23,7 @@ MATRICES = (
     "moe.gate", "moe.up", "moe.down", "shared.gate", "shared.up", "shared.down",
     "attn.gate", "conv.in", "conv.out", "delta.qkv", "delta.z", "delta.out",
     "layer_inputs.embed", "layer_inputs.project", "input.gate", "input.project",
+    "mtp.project", "eagle.fc",
 )
 # fmt: on
 # read or multiplied with few rows: their size does not count for the buffer

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
+from verbatim.base.records import Drawn, SeqStep, StateRows, StepPlan, StepResult
 from verbatim.model.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Backend(Protocol):
         read step N's tokens. The scheduler then allocates the KV block of a sequence's next
         position one step early. None: the engine executes one step after the other."""
 
-    def draft_layer(self, model: Model) -> Backend | None:
+    def draft_layer(self, model: Model) -> DraftLayer | None:
         """Open a draft layer of this backend's model (speculate/layer_proposer.py); its steps come
         with states. None: this backend runs none."""
 
@@ -74,6 +74,21 @@ class Backend(Protocol):
     def close(self) -> None: ...
 
 
+class DraftLayer(Backend, Protocol):
+    """The backend of a draft layer: steps come with states (SeqStep.states)."""
+
+    @property
+    def chains(self) -> DraftChains | None:
+        """Draws whole chains of drafts. None: each draft is a step."""
+
+
+class DraftChains(Protocol):
+    def draw(self, steps: Sequence[SeqStep], count: int) -> list[list[Drawn]]:
+        """`count` drafts per step, each from the one before. A step comes with states and a
+        DrawSpec, and has blocks for all drafts. Filters and penalties may be left out: they cost
+        accepted drafts and change no output."""
+
+
 class StepLauncher(Protocol):
     def can_launch(self, steps: Sequence[SeqStep]) -> bool:
         """Whether these decode steps fit one launch and the device samples their rows."""
@@ -91,6 +106,9 @@ class LaunchedStep(Protocol):
 
     def collect(self, rows: Sequence[int]) -> list[Drawn | None]:
         """Wait for the draws of these rows. None: the device did not decide; execute the row."""
+
+    def states(self, row: int) -> StateRows | None:
+        """What a draft layer reads of this row, if its step is `hidden`."""
 
 
 SMALL_MODEL = 1_000_000_000  # parameters; from so many on, int8 activations are fine enough

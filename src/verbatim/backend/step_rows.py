@@ -99,7 +99,6 @@ def make_batch(plan: StepPlan, groups: int) -> Batch:
         drafted=np.array(
             [i for i, s in enumerate(plan.sequences) if s.draws > 1 and not s.picks], np.int32
         ),
-        states=draft_states(plan),
     )
 
 
@@ -112,8 +111,8 @@ def _ends(step: SeqStep) -> np.ndarray:
 
 def draft_states(plan: StepPlan) -> np.ndarray | None:
     """The states of a step of a draft layer, row by row."""
-    found = [s.states for s in plan.sequences if s.states is not None]
-    return np.concatenate(found) if found else None
+    found = [row for s in plan.sequences for row in s.states]
+    return np.stack(found) if found else None
 
 
 def needed_logits(step: SeqStep) -> list[int]:

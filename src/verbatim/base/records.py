@@ -14,7 +14,7 @@ import html
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, overload
 
 from verbatim.base.errors import ParameterError
 from verbatim.base.json_io import JsonMapping, JsonObject
@@ -123,6 +123,16 @@ class DrawSpec:
     step: int = -1  # denoising step of the block in progress, from 0 on; -1: autoregressive
 
 
+class StateRows(Protocol):
+    """Final states, one row per token: an array, or rows on a device, which numpy.asarray copies to
+    the host and a draft layer on the same device reads where they are."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+    def __getitem__(self, rows: slice, /) -> StateRows: ...
+    def __array__(self) -> np.ndarray: ...
+
+
 class SeqStep(NamedTuple):
     """One sequence in one step: compute `tokens` at positions start, start+1, …
 
@@ -144,9 +154,9 @@ class SeqStep(NamedTuple):
     target_top: int = 0  # best alternatives to report per target
     hidden: bool = False  # also return the final hidden state (after the last norm) per token
     adapter: int = -1  # number of the LoRA adapter in Model.adapters; -1: the base model
-    # Of a draft layer: the target's state (or the layer's own) that comes with each token, [tokens,
-    # width], and what the sampler adds to positions, because the layer's cache may begin later.
-    states: np.ndarray | None = None
+    # Of a draft layer: the target's state (or the layer's own) that comes with each token, a row
+    # each, and what the sampler adds to positions, because the layer's cache may begin later.
+    states: Sequence[Any] = ()
     shift: int = 0
     # Row p sees the keys before (p // block + 1) * block, at most those of the step's end: 1 is
     # causal attention, and a block of the whole length full attention (docs/adr/0034).
@@ -215,12 +225,12 @@ class SeqResult(NamedTuple):
     seq_id: int
     drawn: tuple[Drawn, ...] = ()  # one per draw of the plan, in order
     scored: tuple[TokenLogprob, ...] = ()  # one per target; token BROKEN: no finite logits
-    hidden: np.ndarray | None = None  # [tokens of this step, hidden size] float32
+    hidden: StateRows | None = None  # [tokens of this step, hidden size] float32
     # with it, states of the layers that a draft head reads (Model.captured), side by side
-    captured: np.ndarray | None = None
+    captured: StateRows | None = None
 
     @property
-    def states(self) -> np.ndarray | None:
+    def states(self) -> StateRows | None:
         """What a draft layer reads of this step."""
         return self.hidden if self.captured is None else self.captured
 

@@ -11,13 +11,11 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, cast
 
 from verbatim.base.json_io import JsonObject
 from verbatim.base.params import SamplingParams
-from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StepPlan, StepResult
+from verbatim.base.records import DrawSpec, SeqResult, SeqStep, StateRows, StepPlan, StepResult
 from verbatim.bench.measure import answer
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def walk(
     prompt: Sequence[int],
     output: Sequence[int],
     limit: int,
-    states: np.ndarray | None = None,
+    states: Sequence[Any] | None = None,
 ) -> Walk:
     """Simulate decoding along a known completion: each pass drafts, accepts the longest correct
     prefix, and gains one token of the target's own. `states`: the target's, of all positions."""
@@ -74,7 +72,7 @@ def walk(
         draft: tuple[int, ...] = ()
         if limit and max_drafts:
             if states is not None and isinstance(proposer, Observer):
-                new = SeqResult(0, hidden=states[seen : len(known) - 1])
+                new = SeqResult(0, hidden=cast("StateRows", states[seen : len(known) - 1]))
                 proposer.observe(StepPlan(0, (SeqStep(0, (), seen, ()),)), StepResult(0, (new,)))
                 seen = len(known) - 1
             view = SeqView(0, known, len(prompt), GREEDY, 0, max_drafts)
@@ -93,17 +91,18 @@ def walk(
     return Walk(len(output), len(rows), drafted, accepted, tuple(rows))
 
 
-def final_states(llm: LLM, tokens: Sequence[int]) -> np.ndarray:
+def final_states(llm: LLM, tokens: Sequence[int]) -> list[Any]:
     """What a draft layer reads of the target. The engine must be idle: its KV blocks are
     overwritten."""
     backend, size = llm.loaded.backend, llm.core.scheduler.step_tokens
     count = -(-len(tokens) // backend.block_size)
     blocks = tuple(tuple(range(count)) for _ in backend.spec.groups)
-    found = []
+    found: list[Any] = []
     for start in range(0, len(tokens), size):
         step = SeqStep(0, tuple(tokens[start : start + size]), start, blocks, hidden=True)
-        found.append(backend.execute(StepPlan(0, (step,))).sequences[0].states)
-    return np.concatenate([states for states in found if states is not None])
+        states = backend.execute(StepPlan(0, (step,))).sequences[0].states
+        found.extend(() if states is None else states)
+    return found
 
 
 def pass_seconds(llm: LLM, context: int, lengths: Sequence[int], repeats: int) -> dict[int, float]:

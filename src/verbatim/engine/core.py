@@ -68,6 +68,7 @@ class EngineCore:
         self._new_id = count().__next__
         self._ready: list[Output] = []  # outputs produced outside commit: aborts, grammar errors
         self._started = self._planned = 0.0  # times of the current step
+        self._commit_seconds = 0.0  # of the step before
         self._closed = False
 
     # ------------------------------------------------------------------------------ requests
@@ -158,9 +159,10 @@ class EngineCore:
         if plan is None:
             return self._take_ready()
         with self._preempt_on_error:
-            current = overlap.launch(plan)
-            following = overlap.launch_next(plan, current)
-            result = overlap.collect(plan, current, following)
+            asked = self.drafting.with_states(plan)
+            current = overlap.launch(asked)
+            following = overlap.launch_next(asked, current)
+            result = overlap.collect(asked, current, following)
         return self._commit(plan, result)
 
     def _plan(self) -> StepPlan | None:
@@ -186,13 +188,16 @@ class EngineCore:
         events = self.scheduler.commit(plan, result, self._read)
         if self.config.check:
             self.check()
-        self.drafting.learn(plan, executed - self._planned)
+        # with the last commit, which a step on a GPU hides while it is launched ahead
+        self.drafting.learn(plan, executed - self._planned + self._commit_seconds)
         self._step_budget.learn(plan, executed - self._planned)
         self.metrics.step(plan, self._started, self._planned, executed)
         self.metrics.log_step(plan, events, self._started, executed)
         for running in failed:
             self._flush(running)
-        return self._outputs(events)
+        outputs = self._outputs(events)
+        self._commit_seconds = time.perf_counter() - executed
+        return outputs
 
     def _read(self, event: TokenEvent) -> bool:
         """Pass a token event to its request. True: the sequence ends with this token."""

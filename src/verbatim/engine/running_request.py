@@ -316,9 +316,10 @@ def store_results(
                 break
             running.scored[position] = scored
         if step.hidden and done.hidden is not None:
-            rows = np.isfinite(done.hidden).all(1)
+            states = np.asarray(done.hidden)
+            rows = np.isfinite(states).all(1)
             if rows.all():
-                running.hidden.add(step.start, done.hidden)
+                running.hidden.add(step.start, states)
             else:
                 broken = step.start + int(rows.argmin())
         if broken is not None and running not in failed:

@@ -139,9 +139,15 @@ class CachedProposer:
         return True
 
     def _sequence(
-        self, view: SeqView, tokens: tuple[int, ...], start: int, spec: DrawSpec | None = None
+        self,
+        view: SeqView,
+        tokens: tuple[int, ...],
+        start: int,
+        spec: DrawSpec | None = None,
+        ahead: int = 0,
     ) -> SeqStep:
-        count = -(-(start + len(tokens)) // self._backend.block_size)
+        """`ahead`: positions after the tokens that need blocks, too."""
+        count = -(-(start + len(tokens) + ahead) // self._backend.block_size)
         blocks = tuple(tuple(table[:count]) for table in self._tables[view.seq_id])
         return SeqStep(view.seq_id, tokens, start, blocks, draws=1 if spec else 0, draw=spec)
 

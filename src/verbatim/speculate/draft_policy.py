@@ -149,7 +149,7 @@ class Speculator:
         """The drafts of one proposer, for the sequences that are not in back-off."""
         floor = 0.0
         if self.adaptive and proposer.token_cost:
-            floor = MARGIN * self.cost.price(running, proposer.token_cost)
+            floor = MARGIN * self.cost.price(running, proposer.token_cost, proposer.states_probs)
             if self.rates.is_poor(proposer.name) and proposer.name not in self.off:
                 self.off.add(proposer.name)
                 log.warning(
@@ -180,8 +180,8 @@ class Speculator:
             return view
         rate = self.rates.rate(view.seq_id, proposer.name, proposer.states_probs)
         limit = min(view.max_drafts, self.max_drafts)
-        if proposer.states_probs:  # a certain draft
-            count = limit * self._length([rate], running, proposer.token_cost)
+        if proposer.states_probs:  # certain drafts
+            count = limit * bool(self._length([rate] * limit, running, proposer.token_cost))
         else:
             probs = [rate**j for j in range(1, limit + 1)]
             count = self._length(probs, running, proposer.token_cost)
@@ -195,7 +195,7 @@ class Speculator:
         step = self.cost.seconds(running)
         if not step:  # no step is measured yet
             return 0
-        rows = [self.cost.seconds(running + j) - step for j in range(1, len(probs) + 1)]
+        rows = [self.cost.with_drafts(running + j) - step for j in range(1, len(probs) + 1)]
         return draft_length(probs, step / running, rows, draft_cost)
 
     def _fair_to_batch(
@@ -204,7 +204,7 @@ class Speculator:
         """Drafts of one sequence lengthen the step for all. Every sequence in it must expect to
         gain what it loses."""
         rows = running + sum(map(len, out.values()))
-        slowdown = self.cost.seconds(rows) / self.cost.seconds(running) - 1
+        slowdown = self.cost.with_drafts(rows) / self.cost.seconds(running) - 1
         least = min(gains.values()) if len(gains) == running else 0.0
         return slowdown <= max(least, MAX_SLOWDOWN)
 
@@ -245,7 +245,7 @@ class Speculator:
         rows, won = view.drafted - record.drafted, view.accepted - record.accepted
         record.drafted, record.accepted = view.drafted, view.accepted
         record.saved += won * step / pending.running
-        record.saved -= self.cost.seconds(pending.running + rows) - step
+        record.saved -= self.cost.with_drafts(pending.running + rows) - step if rows else 0.0
 
     def finish(self, view: SeqView) -> float:
         """Forget the sequence. Returns the seconds that its drafts saved, by measured step costs;

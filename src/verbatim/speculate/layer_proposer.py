@@ -17,16 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-
-from verbatim.backend.protocol import Backend
-from verbatim.base.records import Drawn, StepPlan, StepResult
+from verbatim.backend.protocol import DraftLayer
+from verbatim.base.records import Drawn, SeqStep, StepPlan, StepResult
 from verbatim.speculate.cached_proposer import CachedProposer
-from verbatim.speculate.proposer import SeqView
+from verbatim.speculate.proposer import Draft, SeqView
 
 WINDOW = 512  # positions
 FEW = 16  # positions that the first draw computes, too; more are computed in a step before it
+NO_LIMIT = 1 << 30
+FIRST_CHAIN, MAX_CHAIN = 4, 8  # drafts that a device draws in a row: at first, and at most
 
 
 @dataclass(slots=True)
@@ -35,8 +36,8 @@ class _Positions:
 
     first: int  # position of the sequence that is position 0 of the layer's cache
     cached: int = 0  # positions in the cache, computed from the target's states
-    waiting: list[np.ndarray] = field(default_factory=list)  # states of the positions after them
-    last: np.ndarray | None = None  # output of the latest draft: the state of the next one
+    waiting: list[Any] = field(default_factory=list)  # states of the positions after them
+    last: Sequence[Any] = ()  # output of the latest draft: the state of the next one
 
     @property
     def end(self) -> int:
@@ -48,6 +49,10 @@ class _Positions:
         self.cached = min(self.cached, keep)
         del self.waiting[max(keep - self.cached, 0) :]
 
+    def computed(self) -> None:
+        """The waiting positions are in the cache."""
+        self.cached, self.waiting = self.cached + len(self.waiting), []
+
     def keep_last(self, count: int) -> None:
         """Start anew with the last `count` states that wait."""
         self.waiting, end = self.waiting[-count:], self.end
@@ -58,20 +63,26 @@ class LayerProposer(CachedProposer):
     what = "draft layer"
     states_probs = True
 
-    def __init__(self, name: str, backend: Backend, blocks: int) -> None:
+    def __init__(self, name: str, backend: DraftLayer, blocks: int) -> None:
         super().__init__(backend, blocks)
+        self._device = backend.chains
         self.name = name  # its mode
         self._positions: dict[int, _Positions] = {}
+        # most drafts of a chain, and those that a device has drawn
+        self._longest = NO_LIMIT if self._device is None else FIRST_CHAIN
+        self._drawn: dict[int, list[Drawn]] = {}
 
     def observe(self, plan: StepPlan, result: StepResult) -> None:
         for step, done in zip(plan.sequences, result.sequences, strict=True):
             if step.hidden or done.states is None:
                 continue
+            states = done.states[-WINDOW:]
+            start = step.start + len(done.states) - len(states)
             held = self._positions.get(step.seq_id)
-            if held is None or not held.first <= step.start <= held.end:
-                held = self._positions[step.seq_id] = _Positions(step.start)
-            held.drop_from(step.start)
-            held.waiting.extend(done.states)
+            if held is None or not held.first <= start <= held.end:
+                held = self._positions[step.seq_id] = _Positions(start)
+            held.drop_from(start)
+            held.waiting.extend(states)
             if len(held.waiting) > WINDOW:
                 held.keep_last(WINDOW)
 
@@ -82,6 +93,7 @@ class LayerProposer(CachedProposer):
         held.drop_from(len(view.tokens) - 1)  # states of rejected drafts
         if held.end != len(view.tokens) - 1 or not held.waiting:
             return 0
+        limit = min(limit, self._longest)
         positions = held.cached + len(held.waiting) + limit - 1
         return limit if self._reserve(view.seq_id, positions, in_use) else 0
 
@@ -98,29 +110,46 @@ class LayerProposer(CachedProposer):
             if more >= FEW:
                 tokens = tuple(view.tokens[-1 - more : -1])
                 step = self._sequence(view, tokens, held.cached)
-                self._execute([step._replace(states=np.stack(held.waiting[:more]))])
+                self._execute([step._replace(states=held.waiting[:more])])
                 held.cached, held.waiting = held.cached + more, held.waiting[more:]
 
+    def _chains(self, live: list[SeqView], limit: int, floor: float) -> dict[int, Draft]:
+        if self._device is None or not live:
+            return super()._chains(live, limit, floor)
+        limit = min(limit, self._longest)
+        steps = [self._step_of(view, [], limit) for view in live]
+        drawn = self._device.draw(steps, limit)
+        self._drawn = {view.seq_id: chain for view, chain in zip(live, drawn, strict=True)}
+        for view in live:
+            self._positions[view.seq_id].computed()
+        found = super()._chains(live, limit, floor)
+        # The device draws all of them before the host sees one: one more than was worth it.
+        longest = max([len(draft.tokens) for draft in found.values()], default=0)
+        self._longest = min(longest + 1, MAX_CHAIN)
+        return found
+
     def _draw(self, views: Sequence[SeqView], drafts: dict[int, list[int]]) -> list[Drawn]:
-        steps = []
-        for view in views:
-            held, so_far = self._positions[view.seq_id], drafts.get(view.seq_id, [])
-            tokens: tuple[int, ...]
-            if so_far:
-                tokens, states = (so_far[-1],), held.last
-            else:  # all waiting positions
-                tokens = tuple(view.tokens[-len(held.waiting) :])
-                states = np.stack(held.waiting)
-            start = held.cached + max(len(so_far) - 1, 0)
-            step = self._sequence(view, tokens, start, self._spec(view, so_far))
-            steps.append(step._replace(hidden=True, states=states, shift=held.first + 1))
+        if self._device is not None:
+            return [self._drawn[v.seq_id][len(drafts.get(v.seq_id, ()))] for v in views]
+        steps = [self._step_of(view, drafts.get(view.seq_id, [])) for view in views]
         results = self._execute(steps)
         for result in results:
             held = self._positions[result.seq_id]
             assert result.states is not None, "the step asked for it"
-            held.last = result.states[-1:]
-            held.cached, held.waiting = held.cached + len(held.waiting), []
+            held.last = list(result.states)[-1:]
+            held.computed()
         return [result.drawn[0] for result in results]
+
+    def _step_of(self, view: SeqView, so_far: Sequence[int], count: int = 1) -> SeqStep:
+        """The step that draws the draft after those, with blocks for `count` drafts."""
+        held = self._positions[view.seq_id]
+        # the last draft, or all waiting positions
+        tokens = so_far[-1:] if so_far else view.tokens[-len(held.waiting) :]
+        states = held.last if so_far else held.waiting
+        start = held.cached + max(len(so_far) - 1, 0)
+        spec = self._spec(view, so_far)
+        step = self._sequence(view, tuple(tokens), start, spec, count - 1)
+        return step._replace(hidden=True, states=states, shift=held.first + 1)
 
     def finish(self, view: SeqView) -> None:
         super().finish(view)

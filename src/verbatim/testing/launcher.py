@@ -45,6 +45,9 @@ class FakeLaunch:
     def collect(self, rows: Sequence[int]) -> list[Drawn | None]:
         return [self._drawn[row] for row in rows]
 
+    def states(self, row: int) -> None:
+        return None  # a fake has no draft layer
+
 
 def _with_token(step: SeqStep, token: int) -> SeqStep:
     draw = step.draw

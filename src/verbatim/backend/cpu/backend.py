@@ -46,7 +46,7 @@ def unsupported(model: Model) -> str | None:
 
 class CpuBackend:
     block_size = BLOCK_SIZE
-    launcher = None
+    launcher = chains = None
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ import torch
 import triton
 
 from verbatim.backend.cuda.cache_memory import CacheMemory
+from verbatim.backend.cuda.device_rows import with_states
 from verbatim.backend.cuda.device_weights import Weight, load_model, sizes
 from verbatim.backend.cuda.kernels.lora import load_adapter
 from verbatim.backend.cuda.ops import CudaOps, rope_tables
@@ -26,7 +27,7 @@ from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.backend.cuda.runtime.step_graphs import MAX_GRAPH_ROWS, StepGraphs
 from verbatim.backend.cuda.sampler.row_draws import RowDraws
 from verbatim.backend.cuda.step_launcher import CudaLauncher
-from verbatim.backend.protocol import BackendInfo, kv_numerics
+from verbatim.backend.protocol import BackendInfo, DraftLayer, kv_numerics
 from verbatim.backend.step_rows import HostRows, collect, only_draws
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.errors import OUT_OF_MEMORY, DeviceMemoryError
@@ -54,6 +55,9 @@ class CudaBackend:
         if weights is None:
             weights = load_model(model, self.device, self.available_memory())
         self.weights = weights
+        # what a draft layer shares with its target, as the file has it
+        self.shared = {name: model.weights.get(name) for name in ("embed", "head")}
+        self.captured = model.captured
         self._adapters = tuple(load_adapter(a, model.spec, self.device) for a in model.adapters)
         self._angles = rope_tables(model.spec, model.spec.context, self.device)
         self._memory = CacheMemory(model.spec, config.kv_type, self.device)
@@ -110,14 +114,19 @@ class CudaBackend:
 
     # ---- execute a step
 
-    def draft_layer(self, model: Model) -> None:
-        return None  # no kernels for the states
+    def draft_layer(self, model: Model) -> DraftLayer | None:
+        from verbatim.backend.cuda.draft_layer import CudaDraftLayer
+
+        return CudaDraftLayer(model, self)
 
     @property
     def launcher(self) -> CudaLauncher | None:
         if self.spec.diffusion is not None:
             return None
-        return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory)
+        skipped = self.spec.hidden if self.captured else 0
+        return CudaLauncher(
+            self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory, skipped
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         try:
@@ -132,10 +141,12 @@ class CudaBackend:
             none = np.zeros((0, self.spec.vocab), np.float32)
             return collect(plan, np.zeros((0, self.spec.hidden), np.float32), HostRows(none))
         hidden, logits = self._forward(plan)
-        if only_draws(plan):
-            return self._draws.of_plan(plan, logits)
+        if not any(s.targets for s in plan.sequences):
+            done = self._draws.of_plan(plan, logits)
+            return done if only_draws(plan) else with_states(plan, done, hidden, self.spec.hidden)
         if not any(s.hidden for s in plan.sequences):
             hidden = hidden[:0]
+        hidden = hidden[:, : self.spec.hidden]
         return collect(plan, hidden.cpu().numpy(), self._draws.host_rows(logits.cpu().numpy()))
 
     def _forward(
@@ -144,11 +155,17 @@ class CudaBackend:
         return self._graphs.forward(self.compute, plan, tokens)
 
     def compute(self, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
-        ops = CudaOps(
-            self.spec, self.weights, self._memory.caches, self._angles, step, self._adapters
+        """Final states, with those of the captured layers beside them, and logits."""
+        ops = self.ops(step)
+        hidden, logits = forward(self.spec, ops, capture=ops.capture if self.captured else None)
+        return torch.cat([hidden, *ops.states], 1) if ops.states else hidden, logits
+
+    def ops(self, step: DeviceStep, captured: tuple[int, ...] | None = None) -> CudaOps:
+        captured = self.captured if captured is None else captured
+        caches = self._memory.caches
+        return CudaOps(
+            self.spec, self.weights, caches, self._angles, step, self._adapters, captured=captured
         )
-        hidden, logits = forward(self.spec, ops)
-        return hidden, logits
 
     # ---- memory
 

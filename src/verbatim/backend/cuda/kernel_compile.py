@@ -29,6 +29,7 @@ from verbatim.base.records import DrawSpec, SeqStep, StepPlan
 if TYPE_CHECKING:
     from verbatim.backend.cuda.backend import CudaBackend
     from verbatim.backend.cuda.device_weights import Weight
+    from verbatim.backend.cuda.draft_layer import CudaDraftLayer
     from verbatim.model.spec import ModelSpec
 
 # rows and spans of steps whose attention is split over programs, and merged in one
@@ -68,6 +69,15 @@ def compile_all(
     except torch.OutOfMemoryError:
         raise backend.out_of_memory() from None
     gc.freeze()  # the objects of Triton's compiler, as in CudaBackend.allocate
+
+
+def compile_chains(layer: CudaDraftLayer) -> None:
+    """Launch what the drafts of one sequence and of some launch."""
+    for lengths in ((1,), (4,), (2, 2, 2, 2)):
+        plan = make_step(layer, lengths, SAMPLERS[0])
+        rows = torch.zeros((max(lengths), layer.chains.width), device=layer.device).unbind(0)
+        steps = [step._replace(states=rows[: len(step.tokens)]) for step in plan.sequences]
+        layer.chains.draw(steps, 2)
 
 
 def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:

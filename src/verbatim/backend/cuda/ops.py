@@ -24,7 +24,7 @@ from verbatim.backend.cuda.kernels.lora import DeviceAdapter, add_low_rank
 from verbatim.backend.cuda.rank_exchange import RankExchange
 from verbatim.backend.cuda.runtime.device_step import DeviceStep
 from verbatim.model.rope import tables
-from verbatim.model.spec import ModelSpec, RopeSpec
+from verbatim.model.spec import EagleSpec, ModelSpec, RopeSpec
 
 Rows: TypeAlias = Any  # a tensor, SplitSums, Residual, PendingNorm or PendingHeads
 
@@ -71,8 +71,10 @@ class CudaOps:
         step: DeviceStep,
         adapters: tuple[DeviceAdapter, ...] = (),
         ranks: RankExchange | None = None,
+        captured: tuple[int, ...] = (),
     ) -> None:
-        self._ranks = ranks
+        self._ranks, self._captured = ranks, captured
+        self.states: list[torch.Tensor] = []  # of the captured layers, output rows only
         self.spec, self.weights, self.caches, self.adapters = spec, weights, caches, adapters
         self.angles, self.step = angles, step
         # kind of group, layer -> (cache group, index of the layer in that group's cache)
@@ -89,6 +91,39 @@ class CudaOps:
         if self._ranks is not None:
             rows = self._ranks.picked(rows, self.step.tokens)
         return Residual(rows if self.spec.embed_scale == 1.0 else rows * self.spec.embed_scale)
+
+    def capture(self, x: Rows, layer: int) -> None:
+        if layer in self._captured:
+            rows, done = self.flushed(x), layer == len(self.spec.layers)
+            outputs = None if done else self.step.outputs
+            # a copy: the residual goes on in the same memory
+            self.states.append(rows.clone() if outputs is None else rows[outputs])
+
+    def draft_input(self, states: torch.Tensor) -> Rows:
+        """The input of a draft layer (ModelSpec.draft_layer)."""
+        both = [self._rms(self.flushed(self.embed()), "mtp.embed_norm")]
+        both.append(self._rms(states, "mtp.state_norm"))
+        return Residual(self._product(torch.cat(both, 1), "mtp.project"))
+
+    def eagle_input(self, states: torch.Tensor, eagle: EagleSpec) -> tuple[Rows, Rows]:
+        """The inputs of an EAGLE-3 layer and of its attention, for the target's states or for the
+        layer's own."""
+        x = states
+        if x.shape[1] == eagle.states:
+            x = self._rms(x, "eagle.input_norm") if eagle.norm_states else x
+            x = self._product(x, "eagle.fc")
+        normed = self._rms(x, "eagle.state_norm")
+        embedding = self._rms(self.flushed(self.embed()), "layers.0.attn_norm")
+        both = torch.cat([embedding, normed], 1).to(self._readers("layers.0.attn_norm")[0].dtype)
+        return Residual(normed if eagle.norm_first else x), both
+
+    def _rms(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        spec = self.spec
+        norm = kernels.Norm(self.weights[name], None, spec.norm_eps, spec.norm_offset)
+        return kernels.add_norm(x, None, norm)
+
+    def _product(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return kernels.reduce_splits(self.linear(x.to(self.weights[name].dtype), name, False))
 
     def _embedded(self, name: str) -> torch.Tensor:
         """The rows of an embedding for the tokens of the step."""
@@ -123,7 +158,7 @@ class CudaOps:
         return self.linear(inner, f"{prefix}.project", False)
 
     def scale(self, x: Rows, name: str) -> Rows:
-        self._flush(x).mul_(self.weights[name])
+        self.flushed(x).mul_(self.weights[name])
         return x
 
     def norm(self, x: Rows, name: str) -> Rows:
@@ -166,7 +201,7 @@ class CudaOps:
 
     def linear(self, x: Rows, name: str, bias: bool) -> Rows:
         if isinstance(x, Residual):  # a block without a norm before it
-            x = self._flush(x)
+            x = self.flushed(x)
         if self._ranks is not None and name.endswith(".attn.o"):
             x = self._ranks.heads(x, int(name.split(".")[1]))
         bias_row = self.weights[f"{name}.bias"] if bias else None
@@ -224,13 +259,13 @@ class CudaOps:
     def add(self, x: Rows, y: Rows) -> Rows:
         if isinstance(x, torch.Tensor):
             return x + y  # the outputs of an MLP and of experts, after their norms
-        self._flush(x)
+        self.flushed(x)
         if (scale := self.spec.residual_scale) != 1.0:
             y = (kernels.reduce_splits(y) if isinstance(y, SplitSums) else y) * scale
         x.pending = y if isinstance(y, SplitSums) else SplitSums(y[None])
         return x
 
-    def _flush(self, x: Residual) -> torch.Tensor:
+    def flushed(self, x: Residual) -> torch.Tensor:
         if x.pending is not None:
             pending, x.pending = x.pending, None
             kernels.add_norm(x.x, pending, None)
@@ -241,7 +276,7 @@ class CudaOps:
         if rows is None:
             return x
         if isinstance(x, Residual):
-            return Residual(self._flush(x).index_select(0, rows))
+            return Residual(self.flushed(x).index_select(0, rows))
         return x.index_select(0, rows)
 
     def head(self, h: Rows) -> Rows:
@@ -395,7 +430,7 @@ class CudaOps:
     def mlp(self, h: Rows, name: str) -> Rows:
         spec, prefix = self.spec, name
         if isinstance(h, Residual):  # a block without a norm before it
-            h = self._flush(h)
+            h = self.flushed(h)
         dtype = self.weights[f"{prefix}.down"].dtype
         inner = self._fused_gate(h, prefix, dtype)
         if inner is None:

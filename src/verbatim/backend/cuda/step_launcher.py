@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from verbatim.backend.cuda.device_rows import DeviceRows
 from verbatim.backend.cuda.sampler.gpu_sampler import GpuSampler
 from verbatim.base.records import Drawn, SeqStep, StepPlan
 
@@ -19,7 +20,8 @@ Forward = Callable[[StepPlan, torch.Tensor | None], tuple[torch.Tensor, torch.Te
 
 class CudaLauncher:
     """`forward` launches the forward pass of a plan; `max_rows` is the most that it can replay;
-    `out_of_memory` returns the error of a step for which the memory does not suffice."""
+    `out_of_memory` returns the error of a step for which the memory does not suffice. A draft layer
+    reads the states of a row from column `skipped` on."""
 
     def __init__(
         self,
@@ -27,8 +29,9 @@ class CudaLauncher:
         sampler: GpuSampler,
         max_rows: int,
         out_of_memory: Callable[[], Exception],
+        skipped: int = 0,
     ) -> None:
-        self.forward, self.sampler = forward, sampler
+        self.forward, self.sampler, self.skipped = forward, sampler, skipped
         self._max_rows, self._out_of_memory = max_rows, out_of_memory
 
     def can_launch(self, steps: Sequence[SeqStep]) -> bool:
@@ -52,7 +55,9 @@ class CudaLaunch:
     ) -> None:
         self._launcher = launcher
         self._continued: tuple[tuple[int, int], ...] = ()  # (sequence id, row) of the next step
-        _, logits = launcher.forward(StepPlan(0, steps), tokens)
+        states, logits = launcher.forward(StepPlan(0, steps), tokens)
+        # a copy: the next step overwrites them
+        self._states = states.clone() if any(s.hidden for s in steps) else None
         specs = [step.draw for step in steps if step.draw is not None]
         assert len(specs) == len(steps), "every row is sampled"
         positions, seq_ids = [s.start + 1 for s in steps], [s.seq_id for s in steps]
@@ -66,6 +71,11 @@ class CudaLaunch:
         self._continued = tuple(zip([step.seq_id for step in steps], rows, strict=True))
         # an undecided token is -1: compute its row with token 0, and discard the row later
         return self._launcher.launch(steps, drawn.clamp_min(0))
+
+    def states(self, row: int) -> DeviceRows | None:
+        if self._states is None:
+            return None
+        return DeviceRows(self._states[row : row + 1, self._launcher.skipped :])
 
     def collect(self, rows: Sequence[int]) -> list[Drawn | None]:
         """A row that the device did not decide must be computed again: the next step may have

@@ -11,7 +11,7 @@ type (kv_types.py), with f16 it does not round, and info.detail says so.
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from verbatim.backend.reference.blas import one_thread
 from verbatim.backend.reference.cache import GroupCache, empty_cache
 from verbatim.backend.reference.canary import Canary
 from verbatim.backend.reference.ops import FloatWeights, ReferenceOps, float_adapter
-from verbatim.backend.step_rows import HostRows, collect, make_batch
+from verbatim.backend.step_rows import HostRows, collect, draft_states, make_batch
 from verbatim.base.config import BLOCK_SIZE, EngineConfig
 from verbatim.base.records import StepPlan, StepResult
 from verbatim.model.decoder import forward
@@ -45,7 +45,7 @@ class ReferenceBackend:
         note: str = "",
     ) -> None:
         self.spec = model.spec
-        self.launcher = None
+        self.launcher = self.chains = None
         self.block_size = block_size
         self.config = config or EngineConfig()
         self._note = note
@@ -123,7 +123,7 @@ class ReferenceBackend:
             self._canary.step(plan)
         for group, source, target in plan.copies:
             self._caches[group].copy(source, target)
-        batch = make_batch(plan, len(self._caches))
+        batch = replace(make_batch(plan, len(self._caches)), states=draft_states(plan))
         assert not batch.rows or 0 <= batch.tokens.min() <= batch.tokens.max() < self.spec.vocab, (
             "the engine checks token ids"
         )

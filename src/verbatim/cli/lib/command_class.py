@@ -18,7 +18,7 @@ import click
 from verbatim.base.errors import RequestError
 from verbatim.base.json_io import JsonObject
 from verbatim.cli.environment import FOREIGN
-from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS
+from verbatim.cli.lib.flag_aliases import FLAG_ALIASES, FLAG_ANSWERS, VALUE_ALIASES
 
 Function = Callable[..., object]
 Group = Callable[[Function], Function]  # adds flags to the function of a command
@@ -204,14 +204,21 @@ class OptionalValue(Option):
 
 
 def with_values(args: Sequence[str], params: Sequence[click.Parameter]) -> list[str]:
-    """The arguments with a value behind each OptionalValue: `--think` becomes `--think=true`."""
+    """The arguments with a value behind each OptionalValue: `--think` becomes `--think=true`; and
+    with the flag of ours for each of VALUE_ALIASES: `--draft-head X` is `--speculate head:X`."""
     options = [param for param in params if isinstance(param, click.Option)]
+    ours = {name for option in options for name in option.opts}
+    aliases = {name: to for name, to in VALUE_ALIASES.items() if to[0] in ours}
     flags = {n: o for o in options if isinstance(o, OptionalValue) for n in o.opts}
     valued = {n for o in options if not o.is_flag for n in o.opts} - flags.keys()
     out: list[str] = []
     rest = list(args)
     while rest and rest[0] != "--":
         arg = rest.pop(0)
+        name, given, value = arg.partition("=")
+        if name in aliases and (given or rest):
+            flag_name, prefix = aliases[name]
+            arg = f"{flag_name}={prefix}{value if given else rest.pop(0)}"
         if arg in flags and not (out and out[-1] in valued):
             flag = flags[arg]
             arg += "=" + (rest.pop(0) if rest and rest[0] in flag.words else flag.bare)

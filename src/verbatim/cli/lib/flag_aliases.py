@@ -11,6 +11,8 @@ from verbatim.base.migration_hints import hints
 
 # our flag -> names of other programs with the same meaning
 FLAG_ALIASES = {flag: tuple(names.split()) for flag, names in hints("flag_aliases").items()}
+# name -> our flag, and what comes before its value
+VALUE_ALIASES = {name: tuple(ours.split()) for name, ours in hints("value_aliases").items()}
 # flags without a counterpart -> what to type instead
 FLAG_ANSWERS = {tuple(names.split()): hint for names, hint in hints("flags").items()}
 # commands of other programs -> ours

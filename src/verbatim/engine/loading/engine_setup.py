@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from verbatim.base.config import GPU_STEP_TOKENS, STEP_TOKENS, EngineConfig
 from verbatim.base.defaults import resolve
@@ -64,7 +64,7 @@ def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
         return
     if not config.warm_up or not backends or loaded.task != "generate":
         return
-    from verbatim.backend.cuda.kernel_compile import compile_all
+    from verbatim.backend.cuda.kernel_compile import compile_all, compile_chains
 
     stated = resolve(SamplingParams(), loaded.defaults, config.defaults)
     log.info("compiling GPU kernels; Triton keeps them on disk, so the next start is faster")
@@ -72,6 +72,8 @@ def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
     try:
         for backend in backends:
             compile_all(backend, [stated], config.max_running, tokens)
+        if (layer := cast("Any", loaded.layer)) is not None:
+            compile_chains(layer)
     except DeviceMemoryError as error:
         log.warning("not all GPU kernels are compiled: %s", error.message)
     log.info("the GPU kernels are ready after %.1f s", time.perf_counter() - began)

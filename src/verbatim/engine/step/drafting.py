@@ -55,7 +55,7 @@ class Drafting:
             )
         self.adaptive = True
         self.max_drafts: int | None = None
-        self.cost = StepCost()
+        self.cost = StepCost(overlaps=loaded.backend.launcher is not None)
         self._vocab = loaded.backend.spec.vocab
         self._scheduler = scheduler
         self.own, self._missing = open_proposers(loaded, config, scheduler)
@@ -180,7 +180,8 @@ class Drafting:
             if step.draws != len(step.tokens):
                 return
             rows += step.draws
-        self.cost.learn(rows, seconds)
+        drafted = rows > len(plan.sequences)
+        (self.cost.drafts if drafted else self.cost).learn(rows, seconds)
 
     def finish(self, seq: Sequence, tenant: str) -> float:
         """A sequence has ended. Returns the seconds that drafts saved it."""

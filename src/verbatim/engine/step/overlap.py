@@ -92,8 +92,8 @@ class Overlap:
             inputs = tuple([tokens[step.seq_id] for step in following.steps])
             self._ahead = following._replace(inputs=inputs)
         done = {
-            seq_id: SeqResult(seq_id, (drawn,))
-            for seq_id, drawn in zip(current.rows, found, strict=True)
+            seq_id: SeqResult(seq_id, (drawn,), captured=current.launched.states(row))
+            for (seq_id, row), drawn in zip(current.rows.items(), found, strict=True)
             if drawn is not None
         }
         rest = tuple([step for step in plan.sequences if step.seq_id not in done])
@@ -159,11 +159,11 @@ def next_step(step: SeqStep, context: int) -> SeqStep | None:
     for table in blocks:
         if end >= BLOCK_SIZE * len(table):
             return None
-    return SeqStep(step.seq_id, (0,), end, blocks, 1, step.draw, adapter=step.adapter)
+    return step._replace(tokens=(0,), start=end, draws=1)
 
 
 def _is_decode(step: SeqStep) -> bool:
-    return len(step.tokens) == step.draws == 1 and not step.targets and not step.hidden
+    return len(step.tokens) == step.draws == 1 and not step.targets
 
 
 def _same_draw(before: DrawSpec | None, now: DrawSpec | None) -> bool:
@@ -187,6 +187,7 @@ def _matches(launched: SeqStep, planned: SeqStep) -> bool:
         launched.start == planned.start
         and _same_draw(launched.draw, planned.draw)
         and _is_decode(planned)
+        and planned.hidden <= launched.hidden
         and (
             launched.blocks is planned.blocks
             or _same_blocks(launched.blocks, planned.blocks, planned.start // BLOCK_SIZE + 1)

@@ -23,7 +23,7 @@ from verbatim.backend.cuda.runtime.step_inputs import (
     tile_lines,
     to_device,
 )
-from verbatim.backend.step_rows import Batch, make_batch, only_draws
+from verbatim.backend.step_rows import Batch, make_batch
 from verbatim.base.records import SeqStep, StepPlan
 from verbatim.model.spec import ModelSpec
 
@@ -60,7 +60,7 @@ class StepGraphs:
         if use_graphs and all_logits and plan.rows <= MAX_GRAPH_ROWS:
             return self._replay(compute, plan.sequences, tokens)
         batch = make_batch(plan, len(self._spec.groups))
-        if use_graphs and tokens is None and only_draws(plan):
+        if use_graphs and tokens is None and not any(s.targets for s in plan.sequences):
             replayed = self._replay_padded(compute, batch)
             if replayed is not None:
                 return replayed
@@ -113,7 +113,12 @@ class StepGraphs:
         self._of_shapes[shape] = graph
         graph.inputs.fill(batch, cuts)
         hidden, logits = graph.replay()
-        return hidden[: len(batch.outputs)], logits[: len(batch.outputs)]
+        count = len(batch.outputs)
+        if shape.all_rows:
+            same = count == batch.rows
+            outputs = slice(count) if same else torch.from_numpy(batch.outputs).to(self._device)
+            return hidden[outputs], logits[: len(batch.logits)]
+        return hidden[:count], logits[:count]
 
     @cached_property
     def _logits(self) -> torch.Tensor:

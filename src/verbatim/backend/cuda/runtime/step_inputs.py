@@ -46,6 +46,7 @@ class StepShape(NamedTuple):
     outputs: int  # output rows; also the number of decode tiles, and of recurrent sequences
     tiles: int  # prefill tiles
     spans: int
+    all_rows: bool = False  # every row's final state is an output; `outputs` are those with logits
 
 
 def cut_tiles(batch: Batch, spec: ModelSpec, device: torch.device) -> dict[int, TileArrays]:
@@ -168,8 +169,9 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     if rows > MAX_ROWS:
         return None
     few = len(cuts[kernels.DECODE_LINES].rows) if kernels.DECODE_LINES in cuts else 0
-    outputs = next((n for n in OUTPUTS if n >= max(few, len(batch.outputs), sequences)), None)
-    if outputs is None or not len(batch.outputs) or len(batch.logits) < len(batch.outputs):
+    all_rows = len(batch.logits) < len(batch.outputs)
+    outputs = next((n for n in OUTPUTS if n >= max(few, len(batch.logits), sequences)), None)
+    if outputs is None or not len(batch.outputs):
         return None
     others = [lines for lines in cuts if lines != kernels.DECODE_LINES]
     if len(others) != 1:
@@ -180,7 +182,7 @@ def padded_shape(batch: Batch, cuts: dict[int, TileArrays], spec: ModelSpec) -> 
     spans = 2  # times a power of four: few shapes, so few graphs are captured
     while spans < kernels.span_count(int(batch.positions.max()) + 1):
         spans *= 4
-    return StepShape(rows, outputs, tiles, spans)
+    return StepShape(rows, outputs, tiles, spans, all_rows)
 
 
 class PaddedInputs:
@@ -224,8 +226,8 @@ class PaddedInputs:
             positions,
             slots,
             tuple(tuple(tiling) for tiling in tilings),
-            outputs,
-            None,
+            None if shape.all_rows else outputs,
+            outputs if shape.all_rows else None,
             shape.spans,
             logits_out,
             recurrent=self._recurrent.bind(host, sent),
@@ -241,7 +243,7 @@ class PaddedInputs:
         if batch is not None:
             n = batch.rows
             tokens[:n], positions[:n] = batch.tokens, batch.positions
-            outputs[: len(batch.outputs)] = batch.outputs
+            outputs[: len(batch.logits)] = batch.outputs[batch.logits]
             for slots, table in zip(rest[:groups], batch.tables, strict=True):
                 slots[:n] = slots_of(batch, table)
             self._fill_tiles(batch, cuts, rest[groups:])
