@@ -115,8 +115,9 @@ class CudaBackend:
 
     @property
     def launcher(self) -> CudaLauncher | None:
-        if self.spec.diffusion is not None:
-            return None
+        diffusion = self.spec.diffusion
+        if diffusion is not None and not diffusion.causal:
+            return None  # no step has a row per sequence
         return CudaLauncher(self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory)
 
     def execute(self, plan: StepPlan) -> StepResult:
