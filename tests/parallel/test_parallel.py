@@ -114,6 +114,8 @@ def test_a_rank_does_not_outlive_a_killed_parent(tiny: Path) -> None:
         ({"backend": "reference"}, "tensor_parallel: needs the backend cpu or cuda"),
         ({"speculate": "mtp"}, "speculate: 'mtp' needs the whole model in one process"),
         ({"speculate": "head"}, "speculate: 'head' needs the whole model in one process"),
+        ({"pipeline_parallel": 2, "backend": "cpu"}, "pipeline_parallel: a model is split by rows"),
+        ({"tensor_parallel": 1, "pipeline_parallel": 2}, "pipeline_parallel: needs backend cpu"),
         ({"tensor_parallel": 65}, "tensor_parallel: 65 is more than the 64 rows"),
         ({"tensor_parallel": 0}, "tensor_parallel: 0 is below 1"),
     ],

@@ -12,9 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drive import exported
 
+from convert import to_gguf
 from verbatim import LLM, EngineConfig, SamplingParams
 from verbatim.backend import open_backend
+from verbatim.base.errors import ModelError
 from verbatim.engine.loaded_model import LoadedModel
 from verbatim.model.loading.load import load_model
 from verbatim.testing.fakes import ByteTokenizer
@@ -67,6 +70,9 @@ LLADA_KEYS = {
 }  # fmt: skip
 
 
+GGUF = {"dream": True, "llada": False}  # architecture -> diffusion.shift_logits
+
+
 @pytest.fixture(scope="module", params=BODIES)
 def checkpoint(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -85,6 +91,11 @@ def checkpoint(
                 torch.nn.init.normal_(weight, std=0.3)
     path = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(path)
+    if (arch := request.param.lower()) in GGUF:
+        masks = {"tokenizer.ggml.mask_token_id": MASK, f"{arch}.attention.causal": False}
+        for shift in (True, False):
+            extra = {"diffusion.shift_logits": shift, **masks}
+            to_gguf(path, path.parent / f"{arch}-{shift}.gguf", arch, extra=extra)
     written = json.loads((path / "config.json").read_text())
     written |= {"model_type": request.param, "mask_token_id": MASK, **keys}
     if request.param == "llada":
@@ -223,6 +234,33 @@ def test_tokens_and_logits_are_those_of_pytorch(
         assert np.abs(row[seen] - wanted[seen]).max() < 1e-4
         whole = np.log(np.exp(row - row.max()).sum())
         assert logprob.logprob == pytest.approx(row[logprob.token] - row.max() - whole, abs=1e-6)
+
+
+@pytest.mark.parametrize("written_by", ["llama.cpp", "verbatim"])
+def test_gguf_files_have_the_tokens_of_pytorch(
+    written_by: str, checkpoint: Any, tmp_path: Path
+) -> None:
+    """Written as llama.cpp's converter does, and by `verbatim convert`."""
+    family, path, torch_model = checkpoint
+    arch = family.lower()
+    if arch not in GGUF:
+        return
+    file, wrong = (path.parent / f"{arch}-{v}.gguf" for v in (GGUF[arch], not GGUF[arch]))
+    if written_by == "verbatim":
+        file = exported(load_model(path), tmp_path / "model.gguf")
+    with pytest.raises(ModelError, match=r"diffusion\.shift_logits"):
+        load_model(wrong)
+    params = SamplingParams(
+        temperature=0, max_tokens=TOKENS, ignore_eos=True, remasking="low_confidence_static",
+        block_length=4, denoising_steps=2,
+    )  # fmt: skip
+    expected = plain_loop(masked_logits(torch_model, family, 4), family, params, 4, 2)
+    model = load_model(file)
+    config = EngineConfig(backend="reference")
+    loaded = LoadedModel(open_backend(model, config), ByteTokenizer(), (), digest="x")
+    with LLM.from_loaded(loaded) as llm:
+        found = list(llm.generate(PROMPT, params).token_ids)
+    assert found == [expected[len(PROMPT) + i][0] for i in range(TOKENS)]
 
 
 def test_a_model_with_both_modes_decodes_from_left_to_right_by_default(checkpoint: Any) -> None:

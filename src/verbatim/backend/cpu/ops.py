@@ -29,6 +29,7 @@ from verbatim.base.records import CacheGroup
 from verbatim.formats.registry import SIZES
 from verbatim.formats.tensor import Tensor
 from verbatim.model.decoder import forward, store_context
+from verbatim.model.layer_split import LayerSplit
 from verbatim.model.loading.load import Model
 from verbatim.model.rope import query_scales
 from verbatim.model.spec import AssistantSpec, DFlashSpec, EagleSpec, ModelSpec, RopeSpec
@@ -166,11 +167,10 @@ class ProgramRecorder(WeightPacker):
         return Handle(self._x)
 
     def context_input(self, dflash: DFlashSpec) -> Handle:
-        """What a DFlash head reads of the target's states. The embedding comes with the angles of
-        the positions."""
+        """What a DFlash head reads of the target's states."""
         given = self.engine.buffer(dflash.states)
         self.engine.op("states", dst=given)
-        self.embed()
+        self.engine.op("embed", dst=self._x, mat=[-1])  # the angles of the positions only
         self._emit(self.linear(Handle(given), "dflash.fc", False), self._x, add=False)
         return Handle(self._x, norm="dflash.state_norm")
 
@@ -471,7 +471,7 @@ class ProgramRecorder(WeightPacker):
         widths, eagle = list(self._widths("head")), self.spec.eagle
         few = eagle is not None and eagle.vocab < self.spec.vocab
         dst = self._logits
-        if self._ranks:
+        if widths and self._ranks:
             dst = self._part(widths[self._ranks.rank])
         elif eagle is not None and few:
             dst = self.engine.buffer(eagle.vocab)
@@ -496,6 +496,40 @@ class ProgramRecorder(WeightPacker):
             used=spec.used,
         )
         return Handle(self._logits)
+
+
+class StageRecorder(ProgramRecorder):
+    """The program of one rank of a pipeline (model/layer_split.py). Every rank takes part in every
+    hand-over: a gather of which one rank has all columns."""
+
+    def _hand_over(self, owners: range) -> None:
+        for owner in owners:
+            width = self.spec.hidden
+            widths = [width if rank == owner else 0 for rank in range(self._count)]
+            dst = self._y if owner == self._rank else self._x
+            self.engine.op("gather", src=self._x, dst=dst, widths=widths)
+
+    def embed(self) -> Handle:
+        assert self._ranks is not None, "a stage is of a rank"
+        self._count, self._rank = self._ranks.split.ranks, self._ranks.rank
+        if self._rank:
+            self.engine.op("embed", dst=self._x, mat=[-1])  # the angles of the positions only
+            self._hand_over(range(self._rank))
+            return Handle(self._x)
+        x = super().embed()
+        if self._ranks.split.spec.learned_positions:
+            x = self.add(x, self.positions())
+        self._hand_over(range(self._count))
+        return x
+
+    def norm(self, x: Handle, name: str) -> Handle:
+        return x if self._rank and name == "final_norm" else super().norm(x, name)
+
+    def head(self, h: Handle) -> Handle:
+        if not self._rank:
+            return super().head(h)
+        self._hand_over(range(self._rank, self._count))
+        return h
 
 
 def columns(t: Tensor, half: int) -> Tensor:
@@ -526,7 +560,9 @@ def record(
             kv_heads,
             head_dim,
         )
-    recorder = ProgramRecorder(model, engine, ranks)
+    split = ranks and ranks.split
+    kind = StageRecorder if isinstance(split, LayerSplit) else ProgramRecorder
+    recorder = kind(model, engine, ranks)
     recorder._matrices |= shared or {}
     x = h = None
     if model.spec.draft_layer or model.spec.assistant is not None:
@@ -539,7 +575,8 @@ def record(
         engine.runs_with(-1)
     forward(model.spec, recorder, x, h, recorder.capture if model.captured else None)
     engine.finish()
-    recorder._matrix("embed")
+    if "embed" in model.weights:
+        recorder._matrix("embed")
     return recorder._matrices
 
 

@@ -123,8 +123,9 @@ class CudaBackend:
 
     @property
     def launcher(self) -> CudaLauncher | None:
-        if self.spec.diffusion is not None:
-            return None
+        diffusion = self.spec.diffusion
+        if diffusion is not None and not diffusion.causal:
+            return None  # no step has a row per sequence
         skipped = self.spec.hidden if self.captured else 0
         return CudaLauncher(
             self._forward, self.gpu_sampler, MAX_GRAPH_ROWS, self.out_of_memory, skipped

@@ -60,7 +60,7 @@ def compile_ahead(loaded: LoadedModel, config: EngineConfig) -> None:
     """Compile the GPU kernels of the model, and of its draft model, before the first request."""
     opened = (loaded.backend, loaded.draft)
     backends: list[Any] = [b for b in opened if b is not None and b.info.name == "cuda"]
-    if config.tensor_parallel > 1:  # a rank compiles what its first steps need
+    if config.ranks > 1:  # a rank compiles what its first steps need
         return
     if not config.warm_up or not backends or loaded.task != "generate":
         return

@@ -81,7 +81,7 @@ def load_for_engine(
 
 def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable[[], str]]:
     """The backend, and LoadedModel.failure."""
-    if config.tensor_parallel == 1:
+    if config.ranks == 1:
         from verbatim.backend import open_backend
 
         return open_backend(model, config), str
@@ -94,10 +94,9 @@ def _open_backend(model: Model, config: EngineConfig) -> tuple[Backend, Callable
 def _load_decoder(path: Path, config: EngineConfig, change: Callable[[Model], Model]) -> Model:
     from verbatim.backend import may_use_gpu
     from verbatim.lora.adapter_load import with_adapters
-    from verbatim.parallel.rank import load_part
+    from verbatim.parallel.rank_process import load_part
 
-    ranks = config.tensor_parallel
-    model = change(load_part(path, config, 0, ranks, may_use_gpu(config)))
+    model = change(load_part(path, config, 0, config.ranks, may_use_gpu(config)))
     return with_adapters(model, config.adapters) if config.adapters else model
 
 

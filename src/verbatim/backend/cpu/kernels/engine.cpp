@@ -207,7 +207,8 @@ void Engine::finish() {
                      blocks_within_kv_head(buffers_[op.src]->width);
         buffers_[op.src]->keeps_floats |= op.type != O_LINEAR || !quant;
     }
-    if (logits_buffer_ < 0 || hidden_buffer_ < 0)
+    const bool samples = !mesh_ || mesh_->rank() == 0;  // another rank of a pipeline has no head
+    if (samples && (logits_buffer_ < 0 || hidden_buffer_ < 0))
         throw std::invalid_argument("the program has no head");
 }
 

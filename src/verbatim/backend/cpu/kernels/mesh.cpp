@@ -8,8 +8,9 @@
 
 namespace verbatim {
 
-// A rank that is alive answers within one product of one layer. A stopped process does not.
-constexpr int TIMEOUT_MS = 60'000;
+// A rank that is alive answers within one product of one layer, or within all layers of its stage.
+// A stopped process does not.
+constexpr int TIMEOUT_MS = 600'000;
 #ifdef MSG_NOSIGNAL
 constexpr int FLAGS = MSG_DONTWAIT | MSG_NOSIGNAL;
 #else
@@ -64,7 +65,7 @@ void Mesh::transfer(std::vector<Transfer>& parts) {
         if (waiting.empty()) return;
         if (moved) continue;
         const int ready = poll(waiting.data(), waiting.size(), TIMEOUT_MS);
-        if (ready == 0) fail("a rank has not answered for a minute");
+        if (ready == 0) fail("a rank has not answered for ten minutes");
         if (ready < 0 && errno != EINTR) fail("the sockets between the ranks failed");
     }
 }

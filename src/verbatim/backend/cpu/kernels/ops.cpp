@@ -98,15 +98,16 @@ Engine::ProductInput Engine::product_input(const Op& op, int thread) {
     return {w.qr, op.norm >= 0 ? (const float*)w.norm.data() : x, nullptr};
 }
 
+// A rank of a pipeline without the embedding has no matrix, and needs the angles.
 void Engine::embed(const Op& op, WorkItems& items) {
-    const Packed& w = matrices_[op.mat[0]]->p;
-    int n = w.k;
+    const Packed* w = op.mat[0] < 0 ? nullptr : &matrices_[op.mat[0]]->p;
+    const int n = w ? w->k : shape.hidden;
     float* x = (float*)buffers_[op.dst]->f.data();
     for (int r; (r = items.next()) >= 0;) {
         float* y = x + (int64_t)r * n;
         const int row = step.tokens[r] - op.offset;
-        if (row >= 0 && row < w.n) {
-            unpack_row(w, row, kernels.byte_bias, y);
+        if (w && row >= 0 && row < w->n) {
+            unpack_row(*w, row, kernels.byte_bias, y);
             if (op.scale != 1.0f)
                 for (int i = 0; i < n; i++) y[i] *= op.scale;
         }
