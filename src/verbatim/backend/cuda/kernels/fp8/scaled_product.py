@@ -166,17 +166,17 @@ def product(
 
 def all_tiles(n: int, splits: int, gated: bool) -> set[ScaledTile]:
     """Every tile that choose_tile may return for a weight."""
-    return {choose_tile(m, n, splits, gated) for m in (1, 32, 64, 512, 1024)}
+    return {choose_tile(m, n, splits, gated) for m in (1, 32, 64, 256, 512)}
 
 
 @functools.cache
 def choose_tile(m: int, n: int, splits: int, gated: bool) -> ScaledTile:
+    """The fastest tile of those that were measured with the shapes of 8B."""
     if m <= 16:
-        return ScaledTile(16, 64 if triton.cdiv(n, 64) * splits <= 3 * SMS else 128, 4, 6, splits)
+        return ScaledTile(16, 64 if splits == 1 else 128, 4, 6, splits)
     if m <= 32:
-        return ScaledTile(32, 64, 4, 6, splits)
-    if m <= 64:
-        return ScaledTile(64, 128, 4, 3, splits)
-    if m <= 512:
-        return ScaledTile(128, 64, 4, 3, splits)
-    return ScaledTile(128, 128, 8, 3, 1) if splits == 1 else ScaledTile(64, 128, 8, 3, 1)
+        few = splits == 1 and triton.cdiv(n, 64) <= SMS
+        return ScaledTile(32, 64, 4, 6, 1) if few else ScaledTile(32, 128, 4, 5, splits)
+    if m <= 64 or 128 < m <= 192:
+        return ScaledTile(64, 128, 4, 4, splits)
+    return ScaledTile(128, 64, 4, 3, splits if m <= 256 else 1)
