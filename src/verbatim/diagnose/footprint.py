@@ -21,8 +21,11 @@ from verbatim.base.errors import ModelError, ParameterError
 from verbatim.base.json_io import JsonMapping
 from verbatim.files.gguf import read_gguf
 from verbatim.files.safetensors import read_json
-from verbatim.formats.packed.packed_blocks import planned_gpu_type, planned_type
-from verbatim.formats.packed.packed_config import has_scaled_products
+from verbatim.formats.packed.packed_blocks import (
+    has_scaled_products,
+    planned_gpu_type,
+    planned_type,
+)
 from verbatim.formats.registry import BLOCKS
 from verbatim.model.architecture import read_config, read_header
 from verbatim.model.layout import is_expert, is_quantisable, is_read_by_row, layout, parameters

@@ -27,7 +27,7 @@ from verbatim.backend.gpu_weights import (
 )
 from verbatim.base.errors import BackendError
 from verbatim.formats.checkpoint_blocks import CHECKPOINT_TYPES
-from verbatim.formats.packed.packed_config import has_scaled_products
+from verbatim.formats.packed.packed_blocks import has_scaled_products
 from verbatim.formats.requantise import requantise
 from verbatim.formats.tensor import Tensor
 from verbatim.model.layout import is_expert, is_read_by_row

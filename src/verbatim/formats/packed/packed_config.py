@@ -115,17 +115,6 @@ def check_values(config: Mapping[str, object], values: Mapping[str, tuple[object
         raise ModelError(f"{key} is {value!r:.60}; supported: {names}")
 
 
-def has_scaled_products(config: Mapping[str, object]) -> bool:
-    """Whether the checkpoint was made for products of FP8: weights in blocks of 128 x 128, and
-    activations that are rounded as they come, both with scales in float."""
-    return (
-        config.get("quant_method") == "fp8"
-        and config.get("weight_block_size") == [128, 128]
-        and config.get("activation_scheme", "dynamic") == "dynamic"
-        and config.get("scale_fmt") in (None, "float")
-    )
-
-
 class ConfigGroups:
     """The config groups of compressed-tensors: which weights belong to which module."""
 
