@@ -265,7 +265,7 @@ class EngineConfig:
             raise ParameterError(
                 "activations", f"{given} needs the backend cuda, and backend is {backend}"
             )
-        if given == "fp8" and self.tensor_parallel > 1:
+        if given == "fp8" and self.ranks > 1:
             raise ParameterError("activations", "fp8 does not run on several ranks; leave one out")
 
 
