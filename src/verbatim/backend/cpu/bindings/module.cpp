@@ -212,6 +212,8 @@ class PyEngine {
             else if (k == "used") o.used = nb::cast<int>(value);
             else if (k == "renormalise") o.renormalise = nb::cast<bool>(value);
             else if (k == "sigmoid") o.sigmoid = nb::cast<bool>(value);
+            else if (k == "groups") o.groups = nb::cast<int>(value);
+            else if (k == "groups_used") o.groups_used = nb::cast<int>(value);
             else if (k == "choice_bias") o.choice_bias = nb::cast<int>(value);
             else if (k == "experts_scale") o.experts_scale = nb::cast<float>(value);
             else if (k == "expert_scales") o.expert_scales = nb::cast<int>(value);
