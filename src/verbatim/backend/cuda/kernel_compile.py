@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from verbatim.backend.cuda.chains import states_width
 from verbatim.backend.cuda.kernels import kernels
 from verbatim.backend.cuda.kernels.few_rows import product as few_rows
 from verbatim.backend.cuda.kernels.fp8 import scaled_product
@@ -77,9 +78,8 @@ def compile_chains(layer: CudaDraftLayer) -> None:
     """Launch what the drafts of one sequence and of some launch."""
     for lengths in ((1,), (4,), (2, 2, 2, 2)):
         plan = make_step(layer, lengths, SAMPLERS[0])
-        rows = torch.zeros((max(lengths), layer.chains.width), device=layer.device).unbind(0)
-        steps = [step._replace(states=rows[: len(step.tokens)]) for step in plan.sequences]
-        layer.chains.draw(steps, 2)
+        rows = torch.zeros((max(lengths), states_width(layer.spec)), device=layer.device).unbind(0)
+        layer.start([s._replace(states=rows[: len(s.tokens)]) for s in plan.sequences], 2)()
 
 
 def compile_kernels(backend: CudaBackend, step_tokens: int = 8192) -> None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verbatim.backend.protocol import Backend
+from verbatim.backend.protocol import Backend, DraftLayer
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel, Progress
@@ -155,7 +155,7 @@ def _with_head(
     return replace(model, draft=head.load(model), captured=head.captured)
 
 
-def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend | None:
+def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> DraftLayer | None:
     """The draft layer of the model's file, for `speculate=mtp` and auto, or the head."""
     from verbatim.backend import unpacked
 
