@@ -419,6 +419,7 @@ NB_MODULE(_native, m) {
     nb::class_<Mesh>(m, "Mesh")
         .def(nb::init<int, std::vector<int>>(), nb::arg("rank"), nb::arg("fds"))
         .def_prop_ro("rank", &Mesh::rank)
+        .def("waits", &Mesh::waits)
         .def(
             "broadcast",
             [](Mesh& mesh, nb::bytes data) {
