@@ -140,7 +140,8 @@ def join(address: str, secret: bytes) -> Sockets:
         rank, group, peers = int(stated["rank"]), stated["group"], stated["peers"]
         sockets: Sockets = [connection, *[None] * len(peers)]
         for lower in range(1, rank):
-            peer = sockets[lower] = _connect(*peers[lower - 1], secret)
+            host, port = peers[lower - 1]
+            peer = sockets[lower] = _connect(host, port, secret)
             _send(peer, {"rank": rank, "group": group})
             _keep_alive(peer)
         server.settimeout(HANDSHAKE_SECONDS * len(peers))
