@@ -105,7 +105,10 @@ def lead(address: str, ranks: int, secret: bytes) -> list[Member]:
     members.sort(key=lambda m: (not m.local, m.host))
     group, peers = secrets.token_hex(8), [(m.host, m.port) for m in members]
     for rank, member in enumerate(members, 1):
-        _send(member.socket, {"rank": rank, "group": group, "peers": peers})
+        try:
+            _send(member.socket, {"rank": rank, "group": group, "peers": peers})
+        except OSError as error:
+            raise BackendError(f"tensor parallelism: a rank has left again: {error}") from None
         _keep_alive(member.socket)
     return members
 
