@@ -118,7 +118,10 @@ class CpuBackend:
         return CpuBackend(model, self.config, target=self)
 
     def _share(self, model: Model, target: CpuBackend) -> dict[str, int]:
-        """Numbers of the matrices that a draft layer has in common with its target."""
+        """Numbers of the matrices that a draft layer has in common with its target. An assistant
+        reads the target's KV cache, too."""
+        if self.spec.assistant is not None:
+            self._engine.read_cache_of(target._engine)
         return {
             name: self._engine.share(target._engine, number)
             for name, number in target._matrices.items()
@@ -144,8 +147,8 @@ class CpuBackend:
     def execute(self, plan: StepPlan) -> StepResult:
         for group, source, target in plan.copies:
             self._engine.copy(group, source, target)
-        if (states := draft_states(plan)) is not None:
-            self._engine.states(np.ravel(states))
+        if (states := draft_states(plan)) is not None or self.spec.dflash is not None:
+            self._engine.states(np.ravel(np.zeros(0, np.float32) if states is None else states))
         frame = b"" if self._ranks is None else self._ranks.step_frame(plan)
         self._engine.step(plan.sequences, frame)
         if self._ranks is not None and self._ranks.rank:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verbatim.backend.protocol import Backend
+from verbatim.backend.protocol import Backend, DraftLayer
 from verbatim.base.config import EngineConfig
 from verbatim.base.errors import ModelError, ParameterError
 from verbatim.engine.loaded_model import AdapterInfo, LoadedModel, Progress
@@ -145,7 +145,7 @@ def _with_head(
 ) -> Model:
     """The model with the head of `speculate=head:PATH` as its draft layer."""
     from verbatim.hub.catalog import resolve
-    from verbatim.model.loading.eagle3 import open_head
+    from verbatim.model.loading.heads import open_head
 
     mode, _, name = config.speculate.partition(":")
     if mode != "head":
@@ -156,7 +156,7 @@ def _with_head(
     return replace(model, draft=head.load(model), captured=head.captured)
 
 
-def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend | None:
+def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> DraftLayer | None:
     """The draft layer of the model's file, for `speculate=mtp` and auto, or the head."""
     from verbatim.backend import unpacked
 
@@ -166,7 +166,8 @@ def _open_layer(config: EngineConfig, model: Model, backend: Backend) -> Backend
     layer = None if model.draft is None else backend.draft_layer(unpacked(model.draft))
     if layer is not None:
         return layer
-    why = f"the {backend.info.name} backend runs no draft layers"
+    kind = "draft layers" if model.draft is None else model.draft.spec.draft_kind
+    why = f"the {backend.info.name} backend runs no {kind}"
     if model.draft is None:
         told = [text for text in model.warnings if "draft layer" in text]
         why = told[0] if told else "the model's file has no draft layer"
