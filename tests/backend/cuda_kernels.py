@@ -1459,7 +1459,7 @@ def noise_of(words, out, FIRST, N: tl.constexpr):
     k0, k1 = tl.load(at).to(tl.uint32, bitcast=True), tl.load(at + 1).to(tl.uint32, bitcast=True)
     position = tl.load(at + 2).to(tl.uint32, bitcast=True)
     step = tl.load(at + 3).to(tl.uint32, bitcast=True)
-    noise = jit_numerics.gumbel_noise(FIRST, position, step, k0, k1, N)
+    noise = jit_numerics.gumbel_noise(FIRST, position, k0, k1, N, step)
     tl.store(out + tl.arange(0, N)[None, :], noise)
 
 
